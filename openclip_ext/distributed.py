@@ -1,0 +1,82 @@
+"""Collectives that are right with one process, too, and never carry a gradient.
+
+The exact gradients of the losses need no communication in the backward pass (see ``losses/global_contrastive.py``), so
+nothing here is differentiable. Every function is the identity (or trivial) when ``torch.distributed`` is not initialised.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def is_initialized() -> bool:
+    """Whether several processes may be working together."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """This process's number, 0 to ``world_size() - 1``."""
+    return dist.get_rank() if is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of processes."""
+    return dist.get_world_size() if is_initialized() else 1
+
+
+def is_master() -> bool:
+    """Whether this process writes logs and checkpoints."""
+    return rank() == 0
+
+
+@torch.no_grad()
+def all_gather(tensor: Tensor) -> Tensor:
+    """Concatenate a tensor of equal shape from all ranks along dimension 0, in rank order, without gradient.
+
+    Args:
+        tensor: ``(N, ...)``, the same shape and type on every rank.
+
+    Returns:
+        ``(world_size * N, ...)``; with one process the detached input itself.
+    """
+    if world_size() == 1:
+        return tensor.detach()
+    tensor = tensor.detach().contiguous()
+    gathered = tensor.new_empty((world_size() * tensor.shape[0], *tensor.shape[1:]))
+    dist.all_gather_into_tensor(gathered, tensor)
+    return gathered
+
+
+@torch.no_grad()
+def all_reduce_sum(tensor: Tensor) -> Tensor:
+    """Sum a tensor over all ranks into a new tensor, without gradient."""
+    tensor = tensor.detach().clone()
+    if world_size() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def broadcast_object(value: Any, source: int = 0) -> Any:
+    """Give every rank the (picklable) value of rank ``source``."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=source)
+    return box[0]
+
+
+def all_gather_object(value: Any) -> list[Any]:
+    """Every rank's (picklable) value, in rank order."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if world_size() > 1:
+        dist.barrier()
