@@ -1,14 +1,18 @@
 """Collectives that are right with one process, too, and never carry a gradient.
 
 The exact gradients of the losses need no communication in the backward pass (see ``losses/global_contrastive.py``), so
-nothing here is differentiable. Every function is the identity (or trivial) when ``torch.distributed`` is not initialised.
+nothing here is differentiable. Every function is the identity (or trivial) without ``torch.distributed``.
 """
 
+import functools
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_PATIENCE = timedelta(hours=48)
 
 
 def is_initialized() -> bool:
@@ -58,12 +62,18 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@functools.cache
+def _control_group() -> dist.ProcessGroup:
+    """A gloo group for objects and waiting: no GPU work, and patient, since one rank may evaluate for hours."""
+    return dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+
 def broadcast_object(value: Any, source: int = 0) -> Any:
     """Give every rank the (picklable) value of rank ``source``."""
     if world_size() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=source)
+    dist.broadcast_object_list(box, src=source, group=_control_group())
     return box[0]
 
 
@@ -72,11 +82,20 @@ def all_gather_object(value: Any) -> list[Any]:
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=_control_group())
     return values
 
 
+def any_rank(flag: int) -> int:
+    """The largest of all ranks' small non-negative numbers; does not wait for the GPU."""
+    if world_size() == 1:
+        return flag
+    box = torch.tensor(flag)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=_control_group())
+    return int(box)
+
+
 def barrier() -> None:
-    """Wait for all ranks."""
+    """Wait for all ranks, for hours if need be."""
     if world_size() > 1:
-        dist.barrier()
+        dist.barrier(group=_control_group())

@@ -1,0 +1,304 @@
+"""Everything openclip_ext needs from inside OpenCLIP, in one file.
+
+``open_clip`` has a public interface, ``open_clip_train`` has none: it is the training script that comes with the
+package. All use of it, and of what ``open_clip`` does not document, goes through here, so that a new OpenCLIP release is
+a change of one file. ``check_version`` names what was tried.
+"""
+
+import argparse
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+OPENCLIP_LOWEST = (3, 3)
+OPENCLIP_BELOW = (4, 0)
+
+# OpenCLIP clamps the parameter log(1/τ) to this range after every step (open_clip_train/train.py).
+LOGIT_SCALE_RANGE = (0.0, 4.6052)
+
+
+def check_version() -> str:
+    """Return OpenCLIP's version, or say which ones this package was built for.
+
+    Raises:
+        ImportError: the installed OpenCLIP is outside ``>=3.3,<4``.
+    """
+    from open_clip import __version__
+
+    parts = tuple(int(part) for part in __version__.split(".")[:2])
+    if not OPENCLIP_LOWEST <= parts < OPENCLIP_BELOW:
+        raise ImportError(
+            f"openclip_ext works with open_clip_torch >=3.3,<4, found {__version__}. "
+            'Install a version in that range: pip install "open_clip_torch>=3.3,<4"'
+        )
+    return __version__
+
+
+# --- command line ----------------------------------------------------------------------------------------------------
+
+
+def parse_openclip_args(argv: list[str]) -> argparse.Namespace:
+    """Parse OpenCLIP's own training flags; exits with its message on an unknown one."""
+    check_version()
+    from open_clip_train.params import parse_args
+
+    return parse_args(argv)
+
+
+# --- set-up: device, logging, seeds ----------------------------------------------------------------------------------
+
+
+def init_device(args: argparse.Namespace) -> torch.device:
+    """Start ``torch.distributed`` where torchrun or SLURM asks for it; sets ``args.rank`` and others."""
+    from open_clip_train.distributed import init_distributed_device
+
+    return init_distributed_device(args)
+
+
+def setup_logging(log_path: str | None, level: int) -> None:
+    """OpenCLIP's log format, on the terminal and into ``log_path``."""
+    from open_clip_train.logger import setup_logging as setup
+
+    setup(log_path, level)
+
+
+def autocast_context(precision: str, device: torch.device) -> Callable[[], AbstractContextManager]:
+    """OpenCLIP's meaning of ``--precision`` for autocast."""
+    from open_clip_train.precision import get_autocast
+
+    return get_autocast(precision, device_type=device.type)
+
+
+# --- model -----------------------------------------------------------------------------------------------------------
+
+
+def create_model(args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, Callable, Callable]:
+    """Build the model and its transforms as ``open_clip_train.main`` does.
+
+    Returns:
+        The model (``output_dict=True``), the training transform and the evaluation transform.
+    """
+    import open_clip
+
+    image_size = args.force_image_size
+    if isinstance(image_size, list | tuple) and len(image_size) == 1:
+        image_size = image_size[0]
+    model_kwargs = {}
+    if args.siglip:
+        # SigLIP's own start values (open_clip_train/main.py).
+        model_kwargs = {"init_logit_scale": 2.302585092994046, "init_logit_bias": -10}
+    return open_clip.create_model_and_transforms(
+        args.model,
+        args.pretrained,
+        precision=args.precision,
+        device=device,
+        jit=args.torchscript,
+        force_quick_gelu=args.force_quick_gelu,
+        force_custom_text=args.force_custom_text,
+        force_patch_dropout=args.force_patch_dropout,
+        force_image_size=image_size,
+        force_context_length=args.force_context_length,
+        image_mean=args.image_mean,
+        image_std=args.image_std,
+        image_interpolation=args.image_interpolation,
+        image_resize_mode=args.image_resize_mode,
+        aug_cfg=args.aug_cfg,
+        pretrained_image=args.pretrained_image,
+        output_dict=True,
+        cache_dir=args.cache_dir,
+        **model_kwargs,
+    )
+
+
+def embedding_dim(model_name: str, model: nn.Module | None = None) -> int:
+    """Width of the joint embedding space, from the model's configuration or, for hub models, the model itself.
+
+    Raises:
+        ValueError: neither tells.
+    """
+    import open_clip
+
+    config = open_clip.get_model_config(model_name)
+    if config is not None:
+        return int(config["embed_dim"])
+    projection = getattr(model, "text_projection", None)
+    if isinstance(projection, torch.Tensor):
+        return int(projection.shape[1])
+    for tower in (getattr(model, "text", None), getattr(model, "visual", None)):
+        width = getattr(tower, "output_dim", None)
+        if isinstance(width, int):
+            return width
+    raise ValueError(f"cannot tell the embedding width of model {model_name!r}; known: open_clip.list_models()")
+
+
+def replace_linear_layers(model: nn.Module, layer_name: str, device: torch.device) -> nn.Module:
+    """``--use-bnb-linear``: int8 linear layers from bitsandbytes (an experimental feature of OpenCLIP)."""
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise ValueError("--use-bnb-linear needs the packages bitsandbytes and triton: pip install them") from error
+    from open_clip.utils import replace_linear
+
+    replace_linear(model, getattr(bitsandbytes.nn.triton_based_modules, layer_name))
+    return model.to(device)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model itself, out of DistributedDataParallel and ``torch.compile``."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            return model
+
+
+# --- schedules -------------------------------------------------------------------------------------------------------
+
+
+def create_scheduler(
+    args: argparse.Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int
+) -> Callable[[int], float]:
+    """OpenCLIP's learning-rate schedules: a function of the optimizer step that sets every group's rate.
+
+    Raises:
+        ValueError: unknown ``--lr-scheduler``, or a cooldown without ``--epochs-cooldown``.
+    """
+    from open_clip_train import scheduler
+
+    total = steps_per_epoch * args.epochs
+    if args.lr_scheduler == "cosine":
+        return scheduler.cosine_lr(optimizer, args.lr, args.warmup, total)
+    if args.lr_scheduler == "const":
+        return scheduler.const_lr(optimizer, args.lr, args.warmup, total)
+    if args.lr_scheduler == "const-cooldown":
+        if args.epochs_cooldown is None:
+            raise ValueError("--lr-scheduler const-cooldown needs --epochs-cooldown")
+        cooldown = steps_per_epoch * args.epochs_cooldown
+        return scheduler.const_lr_cooldown(
+            optimizer, args.lr, args.warmup, total, cooldown, args.lr_cooldown_power, args.lr_cooldown_end
+        )
+    raise ValueError(f"unknown --lr-scheduler {args.lr_scheduler!r}; known: cosine, const, const-cooldown")
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def imagenet_loader(args: argparse.Namespace, preprocess_val: Callable, split: str) -> Any:
+    """OpenCLIP's ImageNet validation loader; ``split`` is ``val`` or ``v2``."""
+    from open_clip_train.data import get_imagenet
+
+    return get_imagenet(args, (None, preprocess_val), split)
+
+
+def imagenet_zero_shot(
+    model: nn.Module, loaders: dict[str, Any], args: argparse.Namespace, tokenizer: Callable
+) -> dict[str, float]:
+    """OpenCLIP's ImageNet zero-shot accuracies, now and on this process alone, whatever ``--zeroshot-frequency``."""
+    from open_clip_train.zero_shot import zero_shot_eval
+
+    undistributed = argparse.Namespace(**{**vars(args), "distributed": False, "zeroshot_frequency": 1})
+    return zero_shot_eval(unwrap(model), loaders, 1, undistributed, tokenizer=tokenizer)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def remote_sync(local: str, remote: str, protocol: str) -> bool:
+    """Copy the run folder to its remote place once; whether it worked."""
+    from open_clip_train.file_utils import remote_sync as sync
+
+    return sync(local, remote, protocol)
+
+
+def start_remote_sync(every_seconds: int, local: str, remote: str, protocol: str) -> Any:
+    """Start OpenCLIP's background process that copies the run folder again and again."""
+    from open_clip_train.file_utils import start_sync_process
+
+    process = start_sync_process(every_seconds, local, remote, protocol)
+    process.start()
+    return process
+
+
+# --- register --------------------------------------------------------------------------------------------------------
+
+
+def openclip_create_loss() -> Callable[[argparse.Namespace], nn.Module]:
+    """OpenCLIP's own ``create_loss``, also after ``register``."""
+    import open_clip
+
+    return getattr(open_clip.create_loss, "__wrapped__", open_clip.create_loss)
+
+
+def register() -> None:
+    """Let ``open_clip.create_loss(args)`` build our losses, too.
+
+    Afterwards it returns ours when ``args.loss`` names one (options are read from attributes of ``args`` named like
+    the options, ``loss_eps`` for ``eps``), and OpenCLIP's otherwise. Calling it again changes nothing.
+
+    OpenCLIP's loop hands a loss no index and calls it once per micro-batch. The built function therefore raises
+    ``ValueError`` for a loss that needs the index, and for ``accum_freq > 1`` with a loss that keeps state; train those
+    with ``python -m openclip_ext.training.main``.
+    """
+    import open_clip
+    import open_clip.factory
+
+    check_version()
+    if hasattr(open_clip.create_loss, "__wrapped__"):
+        create = open_clip.create_loss
+    else:
+        create = _extended_create_loss(open_clip.create_loss)
+    open_clip.create_loss = open_clip.factory.create_loss = create
+    # open_clip_train.main binds the function by name when it is imported.
+    training_script = sys.modules.get("open_clip_train.main")
+    if training_script is not None:
+        training_script.create_loss = create
+
+
+def _extended_create_loss(original: Callable) -> Callable:
+    from openclip_ext.losses import registry
+
+    @functools.wraps(original)
+    def create_loss(args: argparse.Namespace) -> nn.Module:
+        name = getattr(args, "loss", None)
+        if name is None or name in registry.OPENCLIP_LOSSES:
+            return original(args)
+        loss = registry.create_loss(name, embed_dim=embedding_dim(args.model), **_loss_options(name, args))
+        if loss.needs_index:
+            raise ValueError(
+                f"--loss {name} needs every sample's index, which OpenCLIP's loop does not pass. "
+                "Train it with: python -m openclip_ext.training.main"
+            )
+        if getattr(args, "accum_freq", 1) > 1 and loss.state_dict():
+            raise ValueError(
+                f"--loss {name} keeps state that one optimizer step may update only once; OpenCLIP's loop "
+                f"calls the loss {args.accum_freq} times with --accum-freq {args.accum_freq}. "
+                "Use --accum-freq 1 or python -m openclip_ext.training.main"
+            )
+        logging.info(f"Using the loss {name} of openclip_ext.")
+        return loss
+
+    return create_loss
+
+
+def _loss_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The options of loss ``name`` that ``args`` sets; Adam's ``eps`` is not the loss's."""
+    from openclip_ext.losses import registry
+
+    parts = {
+        "normalizer": getattr(args, "normalizer", None),
+        "temperature_scheme": getattr(args, "temperature_scheme", None),
+    }
+    options = {part: value for part, value in parts.items() if value is not None}
+    for option in registry.options_used_by(name, **parts):
+        value = getattr(args, "loss_eps" if option == "eps" else option, None)
+        if value is not None:
+            options[option] = value
+    return options

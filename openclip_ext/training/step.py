@@ -1,0 +1,200 @@
+"""One optimizer step: forward, loss, backward, update; with gradient accumulation that equals the large batch."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from openclip_ext import compat
+
+Batch = dict[str, Tensor]
+# What a model returns that is one number for the whole model, not a row per sample.
+_SCALARS = ("logit_scale", "logit_bias")
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How a step computes.
+
+    Attributes:
+        device: where the batches go.
+        input_dtype: type of the images (``None``: as loaded), from OpenCLIP's ``--precision``.
+        autocast: makes the autocast context.
+        grad_clip_norm: largest gradient norm, or None.
+    """
+
+    device: torch.device
+    input_dtype: torch.dtype | None = None
+    autocast: Callable[[], AbstractContextManager] = contextlib.nullcontext
+    grad_clip_norm: float | None = None
+
+
+class TrainStep:
+    """Runs optimizer steps.
+
+    Args:
+        model: OpenCLIP model returning a dictionary, possibly wrapped in DDP or compiled.
+        loss: a loss of this package, moved to the device.
+        optimizer: over the model's parameters.
+        settings: see ``StepSettings``.
+        scaler: gradient scaler for float16, or None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        settings: StepSettings,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.model = model
+        self.loss = loss
+        self.optimizer = optimizer
+        self.settings = settings
+        self.scaler = scaler
+        self._logit_scale = compat.unwrap(model).logit_scale
+
+    def __call__(self, batches: list[Batch]) -> dict[str, Tensor]:
+        """Take one optimizer step on one or more micro-batches.
+
+        Args:
+            batches: micro-batches of ``image`` ``(b, 3, H, W)``, ``text`` ``(b, L)``, ``index`` ``(b,)``.
+
+        Returns:
+            The loss's terms, detached.
+        """
+        batches = [self._to_device(batch) for batch in batches]
+        self.optimizer.zero_grad(set_to_none=True)
+        terms = self._one_batch(batches[0]) if len(batches) == 1 else self._cached_features(batches)
+        self._update()
+        return {name: value.detach() for name, value in terms.items()}
+
+    def _to_device(self, batch: Batch) -> Batch:
+        device = self.settings.device
+        image = batch["image"].to(device=device, dtype=self.settings.input_dtype, non_blocking=True)
+        rest = {key: value.to(device=device, non_blocking=True) for key, value in batch.items() if key != "image"}
+        return {"image": image, **rest}
+
+    def _forward(self, batch: Batch) -> dict[str, Tensor]:
+        with self.settings.autocast():
+            outputs = self.model(batch["image"], batch["text"])
+        return {name: value for name, value in outputs.items() if value is not None}
+
+    def _terms(self, outputs: dict[str, Tensor], index: Tensor | None) -> dict[str, Tensor]:
+        with self.settings.autocast():
+            return self.loss(**outputs, index=index, output_dict=True)
+
+    def _one_batch(self, batch: Batch) -> dict[str, Tensor]:
+        terms = self._terms(self._forward(batch), batch.get("index"))
+        self._scaled(sum(terms.values())).backward()
+        return terms
+
+    def _cached_features(self, batches: list[Batch]) -> dict[str, Tensor]:
+        """Gradient accumulation, exactly: the loss sees all features at once and is called once.
+
+        The features are computed without a graph, the loss gives their gradients, and each micro-batch's second
+        forward, with the same random numbers, carries its share of them to the parameters (GradCache, Gao et al. 2021).
+        """
+        outputs, generators = self._features_without_graph(batches)
+        inputs = {name: _leaf(value) for name, value in outputs.items()}
+        index = torch.cat([batch["index"] for batch in batches]) if "index" in batches[0] else None
+        terms = self._terms(inputs, index)
+        self._scaled(sum(terms.values())).backward()
+        gradients = {name: value.grad for name, value in inputs.items() if value.grad is not None}
+        first = 0
+        for number, batch in enumerate(batches):
+            is_last = number == len(batches) - 1
+            count = len(batch["text"])
+            generators[number].replay()
+            with self._synchronised_only_if(is_last):
+                self._backward_share(self._forward(batch), gradients, slice(first, first + count), is_last)
+            first += count
+        return terms
+
+    @torch.no_grad()
+    def _features_without_graph(self, batches: list[Batch]) -> tuple[dict[str, Tensor], list["_GeneratorState"]]:
+        outputs, generators = [], []
+        with _frozen_batchnorm_statistics(self.model):
+            for batch in batches:
+                generators.append(_GeneratorState(self.settings.device))
+                outputs.append(self._forward(batch))
+        joined = {
+            name: outputs[0][name] if name in _SCALARS else torch.cat([output[name] for output in outputs])
+            for name in outputs[0]
+        }
+        return joined, generators
+
+    def _backward_share(
+        self, outputs: dict[str, Tensor], gradients: dict[str, Tensor], rows: slice, with_scalars: bool
+    ) -> None:
+        tensors, shares = [], []
+        for name, gradient in gradients.items():
+            if not outputs[name].requires_grad or (name in _SCALARS and not with_scalars):
+                continue
+            tensors.append(outputs[name])
+            share = gradient if name in _SCALARS else gradient[rows]
+            shares.append(share.to(outputs[name].dtype))
+        torch.autograd.backward(tensors, shares)
+
+    def _synchronised_only_if(self, synchronised: bool) -> AbstractContextManager:
+        """DDP averages the gradients over the ranks once, with the last micro-batch."""
+        no_sync = getattr(self.model, "no_sync", None)
+        return contextlib.nullcontext() if synchronised or no_sync is None else no_sync()
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def _update(self) -> None:
+        if self.settings.grad_clip_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip_norm, norm_type=2.0)
+        before = self._logit_scale.detach().clone()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        with torch.no_grad():
+            self.loss.finish_logit_scale_step(self._logit_scale, before)
+
+
+def _leaf(value: Tensor) -> Tensor:
+    """A copy that collects a gradient, where the type can have one."""
+    value = value.detach()
+    return value.requires_grad_() if value.is_floating_point() else value
+
+
+class _GeneratorState:
+    """The random generators as they were before a forward pass."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def replay(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+@contextlib.contextmanager
+def _frozen_batchnorm_statistics(model: nn.Module) -> Iterator[None]:
+    """Keep running statistics as they are in the first of two forward passes, so that a batch counts once."""
+    layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    counts = [None if layer.num_batches_tracked is None else layer.num_batches_tracked.clone() for layer in layers]
+    momenta = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.momentum = 0.0
+    try:
+        yield
+    finally:
+        for layer, momentum, count in zip(layers, momenta, counts, strict=True):
+            layer.momentum = momentum
+            if count is not None:
+                layer.num_batches_tracked.copy_(count)

@@ -1,0 +1,295 @@
+"""The training loop. It knows no loss, no data format and no evaluation by name."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from openclip_ext import distributed
+from openclip_ext.training import checkpoint as ckpt
+from openclip_ext.training.checkpoint import Position, RunIdentity
+from openclip_ext.training.evaluation import ScheduledEvaluator, run_evaluators
+from openclip_ext.training.reporting import Reporter, Stopwatch
+from openclip_ext.training.signals import Request, SignalRequests
+from openclip_ext.training.step import Batch, TrainStep
+
+# The conventional exit status of a program that SIGTERM has ended.
+EXIT_AFTER_SIGTERM = 143
+
+
+class TrainingDiverged(RuntimeError):
+    """The parameters are no longer finite numbers."""
+
+
+class SaveFailed(RuntimeError):
+    """The run's last checkpoint could not be written."""
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """When checkpoints are written and which ones stay; OpenCLIP's flags and ``--save-every-steps``.
+
+    Attributes:
+        folder: the run's ``checkpoints/``, or None to save nothing.
+        name: the run's name, stored in the file.
+        every_epochs: ``--save-frequency``; the last epoch is always saved.
+        every_steps: optimizer steps between checkpoints in mid-epoch, 0 for none.
+        most_recent: also keep ``epoch_latest.pt``.
+        delete_previous: keep only the newest whole epoch.
+    """
+
+    folder: Path | None
+    name: str
+    every_epochs: int = 1
+    every_steps: int = 0
+    most_recent: bool = False
+    delete_previous: bool = False
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How long the run is: epochs, micro-batches per optimizer step, and how often a step is logged."""
+
+    epochs: int
+    accum_freq: int = 1
+    log_every: int = 100
+
+
+class Trainer:
+    """Trains until the last epoch, saving, evaluating and reporting on the way.
+
+    Args:
+        step: takes optimizer steps.
+        loader: yields batches, see ``data/loader.py`` (``iterate``, ``layout``, ``batches_per_epoch``).
+        schedule: sets the learning rates for an optimizer step of the run.
+        length: see ``RunLength``.
+        policy: see ``SavePolicy``.
+        identity: stored in checkpoints.
+        reporter: where numbers go.
+        evaluators: run at epoch ends, after the checkpoint is safe.
+        position: where to start.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        loader: Any,
+        schedule: Callable[[int], None],
+        length: RunLength,
+        policy: SavePolicy,
+        identity: RunIdentity,
+        reporter: Reporter,
+        evaluators: Sequence[ScheduledEvaluator] = (),
+        position: Position | None = None,
+    ) -> None:
+        self.step = step
+        self.loader = loader
+        self.schedule = schedule
+        self.length = length
+        self.policy = policy
+        self.identity = identity
+        self.reporter = reporter
+        self.evaluators = evaluators
+        self.position = position if position is not None else Position()
+        self.steps_per_epoch = loader.batches_per_epoch // length.accum_freq
+        self.stopwatch = Stopwatch()
+        self._last_saved: tuple[str, int] | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        return self.step.model
+
+    @property
+    def loss(self) -> nn.Module:
+        return self.step.loss
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def fit(self, evaluate_first: bool = False) -> None:
+        """Train to the end.
+
+        Args:
+            evaluate_first: run the evaluations that were due at the position the run starts from.
+
+        Raises:
+            SystemExit: with 143, after SIGTERM and a saved checkpoint.
+            SaveFailed: the last checkpoint could not be written.
+            TrainingDiverged: a checkpoint was due and the parameters are not finite.
+        """
+        with SignalRequests() as signals:
+            if evaluate_first:
+                self._evaluate()
+            while self.position.epoch < self.length.epochs:
+                self._train_epoch(signals)
+                self._end_epoch()
+
+    def _train_epoch(self, signals: SignalRequests) -> None:
+        epoch = self.position.epoch
+        self.model.train()
+        self.loss.train()
+        self.loss.start_epoch(epoch)
+        if distributed.is_master():
+            logging.info(f"Start epoch {epoch}")
+        batches = self._batches_of_steps()
+        with self.reporter.epoch(epoch, self.position.step_in_epoch):
+            self.stopwatch.restart()
+            for step_batches in batches:
+                self._one_step(step_batches)
+                self._act_on(signals.agreed())
+
+    def _batches_of_steps(self) -> Iterator[list[Batch]]:
+        """The rest of the epoch's micro-batches, grouped by optimizer step; keeps the position up to date."""
+        position, accum_freq = self.position, self.length.accum_freq
+        layout = self.loader.layout
+        seen = [dict(segment) for segment in position.progress]
+        source = self.loader.iterate(position.epoch, seen)
+        if not position.progress or {**position.progress[-1], **layout} != position.progress[-1]:
+            position.progress = [*seen, {**layout, "batches": 0}]
+        group: list[Batch] = []
+        for batch in source:
+            group.append(batch)
+            if len(group) == accum_freq:
+                yield group
+                group = []
+
+    def _one_step(self, batches: list[Batch]) -> None:
+        self.stopwatch.data_arrived()
+        position = self.position
+        self.schedule(position.step)
+        terms = self.step(batches)
+        self.stopwatch.step_done()
+        is_last = position.step_in_epoch + 1 >= self.steps_per_epoch
+        if position.step_in_epoch % self.length.log_every == 0 or is_last:
+            self._report(terms, sum(len(batch["text"]) for batch in batches))
+        self.reporter.advance()
+        position.step += 1
+        position.step_in_epoch += 1
+        position.progress[-1]["batches"] += len(batches)
+
+    def _act_on(self, request: Request) -> None:
+        every = self.policy.every_steps
+        due = every > 0 and self.position.step % every == 0
+        if request == Request.NOTHING and not due:
+            return
+        self._save_mid_epoch(must_succeed=request == Request.SAVE_AND_STOP)
+        self.stopwatch.restart()
+        if request == Request.SAVE_AND_STOP:
+            logging.warning(f"Stopped by SIGTERM after step {self.position.step}; --resume latest goes on from here.")
+            raise SystemExit(EXIT_AFTER_SIGTERM)
+
+    # --- reporting --------------------------------------------------------------------------------------------------
+
+    def _report(self, terms: dict[str, Tensor], local_samples: int) -> None:
+        """Log a step. This is where the host waits for the device."""
+        position, world_size = self.position, distributed.world_size()
+        values = distributed.all_reduce_sum(torch.stack([value.float() for value in terms.values()])) / world_size
+        named = dict(zip(terms, values.tolist(), strict=True))
+        metrics = self.loss.metrics()
+        global_batch = local_samples * world_size
+        for step, indices in self.loss.pop_nonfinite():
+            logging.warning(
+                f"Rank {distributed.rank()}: non-finite features at step {step}, masked out; samples {indices}"
+            )
+        record = {
+            "step": position.step,
+            "epoch": position.epoch,
+            "samples": (position.step + 1) * global_batch,
+            "loss": sum(named.values()),
+            "terms": named,
+            "chance": math.log(global_batch),
+            "lr": self.step.optimizer.param_groups[0]["lr"],
+            "global_batch": global_batch,
+            **metrics,
+        }
+        record.setdefault("temperature", metrics.get("temperature_median", float("nan")))
+        self.reporter.train_step(record, self.stopwatch)
+        self.stopwatch.reset()
+
+    # --- saving and evaluating --------------------------------------------------------------------------------------
+
+    def _end_epoch(self) -> None:
+        position = self.position
+        self.position = Position(epoch=position.epoch + 1, step=position.step)
+        self._save_epoch()
+        self._evaluate()
+        self.stopwatch.restart()
+
+    def _save_mid_epoch(self, must_succeed: bool) -> None:
+        path = self._save(ckpt.checkpoint_name(self.position), must_succeed)
+        if path is not None and distributed.is_master():
+            ckpt.remove_older_mid_epoch(path.parent, kept=path)
+
+    def _save_epoch(self) -> None:
+        completed, policy = self.position.epoch, self.policy
+        is_last = completed == self.length.epochs
+        saved = None
+        if is_last or (policy.every_epochs > 0 and completed % policy.every_epochs == 0):
+            saved = self._save(ckpt.checkpoint_name(self.position), must_succeed=is_last)
+        if policy.most_recent:
+            saved = self._save(ckpt.LATEST, must_succeed=False) or saved
+        if saved is None or not distributed.is_master():
+            return
+        ckpt.remove_older_mid_epoch(saved.parent, kept=saved)
+        if policy.delete_previous:
+            ckpt.remove(saved.parent / f"epoch_{completed - 1}.pt")
+
+    def _save(self, name: str, must_succeed: bool) -> Path | None:
+        """Write a checkpoint; a failure is a warning, unless it is the run's last chance."""
+        policy = self.policy
+        if policy.folder is None or self._last_saved == (name, self.position.step):
+            return None
+        self._refuse_nonfinite_parameters()
+        try:
+            path = ckpt.save(
+                policy.folder,
+                name,
+                self._model_file,
+                self.loss.state_dict(),
+                self.loss.sharded_state_keys(),
+                self.position,
+                self.identity,
+            )
+        except OSError as error:
+            if must_succeed:
+                raise SaveFailed(f"the last checkpoint {name}.pt could not be saved: {error}") from error
+            logging.warning(f"Checkpoint {name}.pt could not be saved ({error}); training goes on.")
+            return None
+        self._last_saved = (name, self.position.step)
+        return path
+
+    def _model_file(self) -> dict[str, Any]:
+        """OpenCLIP's checkpoint dictionary, and the step that finds our state beside it."""
+        model = getattr(self.model, "_orig_mod", self.model)
+        content = {
+            "epoch": self.position.epoch,
+            "name": self.policy.name,
+            "state_dict": model.state_dict(),
+            "optimizer": self.step.optimizer.state_dict(),
+            "step": self.position.step,
+        }
+        if self.step.scaler is not None:
+            content["scaler"] = self.step.scaler.state_dict()
+        return content
+
+    def _refuse_nonfinite_parameters(self) -> None:
+        finite = torch.stack([torch.isfinite(value).all() for value in self.model.parameters()]).all()
+        if not bool(finite):
+            raise TrainingDiverged(
+                f"the parameters are not finite after step {self.position.step}; the last good checkpoint in "
+                f"{self.policy.folder} is untouched. Lower --lr, lengthen --warmup, or set --grad-clip-norm"
+            )
+
+    def _evaluate(self) -> None:
+        """Run what is due, on the master; the others wait. Training's random numbers are left as they were."""
+        due = [item.evaluator for item in self.evaluators if item.is_due(self.position.epoch, self.length.epochs)]
+        if due and distributed.is_master():
+            generators = ckpt.random_state()
+            metrics = run_evaluators(due, self.model)
+            ckpt.set_random_state(generators)
+            self.reporter.evaluation(metrics, {"step": self.position.step, "epoch": self.position.epoch})
+        distributed.barrier()
