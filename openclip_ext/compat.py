@@ -1,8 +1,8 @@
 """Everything openclip_ext needs from inside OpenCLIP, in one file.
 
 ``open_clip`` has a public interface, ``open_clip_train`` has none: it is the training script that comes with the
-package. All use of it, and of what ``open_clip`` does not document, goes through here, so that a new OpenCLIP release is
-a change of one file. ``check_version`` names what was tried.
+package. All use of it, and of what ``open_clip`` does not document, goes through here, so that a new OpenCLIP release
+is a change of one file. ``check_version`` names what was tried.
 """
 
 import argparse

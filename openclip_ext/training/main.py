@@ -7,9 +7,7 @@ import argparse
 import json
 import logging
 import math
-import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from openclip_ext.data.loader import build_eval_loader, build_train_loader
 from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
-from openclip_ext.training import run_folder
+from openclip_ext.training import remote, run_folder
 from openclip_ext.training.checkpoint import Checkpoint, Position, RunIdentity
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import ImageNetZeroShot, ScheduledEvaluator, Validation, run_evaluators
@@ -74,16 +72,13 @@ def _run(args: argparse.Namespace, choice: LossChoice, device: torch.device) -> 
     if args.name is None:
         args.name = run_folder.default_name(args)
     folder = run_folder.prepare(args)
-    synchroniser = _start_remote_sync(args, folder)
-    try:
+    with remote.synchronised(args, folder):
         checkpoint = _find_checkpoint(args, folder)
         parts = _build_parts(args, device)
         if args.train_data or args.dataset_type == "synthetic":
             _train(args, choice, parts, folder, checkpoint)
         else:
             _evaluate_only(args, parts, folder, checkpoint)
-    finally:
-        _finish_remote_sync(args, folder, synchroniser)
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -252,8 +247,9 @@ def _announce(
     )
     logging.info(
         f"Loss {choice.name}: state {state / 2**20:.1f} MiB on this rank, "
-        f"similarities {similarities / 2**20:.1f} MiB a step; InfoNCE at chance is ln {global_batch} = {math.log(global_batch):.4f}"
+        f"similarities {similarities / 2**20:.1f} MiB a step"
     )
+    logging.info(f"InfoNCE at chance is ln {global_batch} = {math.log(global_batch):.4f}")
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -388,7 +384,7 @@ def _find_checkpoint(args: argparse.Namespace, folder: Path | None) -> Checkpoin
     if folder is None:
         raise UsageError("--resume latest needs a run folder, and --logs none has none")
     if distributed.is_master():
-        _fetch_remote_checkpoints(args, folder)
+        remote.fetch_checkpoints(args, folder)
     path = distributed.broadcast_object(ckpt.find_latest(folder / "checkpoints") if distributed.is_master() else None)
     if distributed.is_master():
         logging.info(f"Resuming from {path}." if path else f"No checkpoint in {folder} yet: starting afresh.")
@@ -434,38 +430,6 @@ def _lacks_evaluation(folder: Path | None, position: Position) -> bool:
     results = folder / "checkpoints" / "results.jsonl"
     lines = results.read_text().splitlines() if results.is_file() else []
     return all(json.loads(line).get("epoch") != position.epoch for line in lines)
-
-
-# --- remote folder ---------------------------------------------------------------------------------------------------
-
-
-def _start_remote_sync(args: argparse.Namespace, folder: Path | None) -> Any:
-    if args.remote_sync is None or folder is None or not distributed.is_master():
-        return None
-    remote = os.path.join(args.remote_sync, args.name)
-    if not compat.remote_sync(str(folder), remote, args.remote_sync_protocol):
-        raise UsageError(f"the first copy to --remote-sync {args.remote_sync} failed; see the log above")
-    return compat.start_remote_sync(args.remote_sync_frequency, str(folder), remote, args.remote_sync_protocol)
-
-
-def _finish_remote_sync(args: argparse.Namespace, folder: Path | None, process: Any) -> None:
-    if process is None:
-        return
-    process.terminate()
-    if not compat.remote_sync(str(folder), os.path.join(args.remote_sync, args.name), args.remote_sync_protocol):
-        logging.error("The final copy of the run folder to --remote-sync failed.")
-
-
-def _fetch_remote_checkpoints(args: argparse.Namespace, folder: Path) -> None:
-    """The remote folder may be ahead of this machine's: a requeued job can land on another node."""
-    if args.remote_sync is None:
-        return
-    if args.remote_sync_protocol != "s3":
-        raise UsageError("--resume latest with --remote-sync works with --remote-sync-protocol s3 only")
-    remote = os.path.join(args.remote_sync, args.name, "checkpoints")
-    result = subprocess.run(["aws", "s3", "sync", remote, str(folder / "checkpoints")], capture_output=True, text=True)
-    if result.returncode != 0:
-        raise UsageError(f"cannot fetch checkpoints from {remote}: {result.stderr.strip()}")
 
 
 # --- small things ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,170 @@
+"""Checkpoints: plain files that a killed or failed save cannot damage."""
+
+import random
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from openclip_ext.training import checkpoint as ckpt
+from openclip_ext.training.checkpoint import Position, RunIdentity
+from openclip_ext.training.errors import UsageError
+
+IDENTITY = RunIdentity(model="demo-vit", loss="neuclip", num_samples=100, global_batch=8, seed=0)
+PROGRESS = [{"world_size": 1, "workers": 2, "batch_size": 8, "batches": 5}]
+
+
+def save(folder: Path, position: Position, name: str | None = None, size: int = 10, identity=IDENTITY) -> Path:
+    content = {"epoch": position.epoch, "name": "run", "step": position.step, "optimizer": {}}
+    return ckpt.save(
+        folder,
+        name or ckpt.checkpoint_name(position),
+        lambda: {**content, "state_dict": {"weight": torch.full((size,), float(position.step))}},
+        {"table": torch.arange(4.0), "net": torch.ones(size)},
+        {"table"},
+        position,
+        identity,
+    )
+
+
+def test_names_sort_in_openclips_natural_order():
+    from open_clip_train.main import natural_key
+
+    positions = [Position(1, 10), Position(1, 14, 4), Position(2, 20), Position(9, 90), Position(10, 100)]
+    names = [f"{ckpt.checkpoint_name(position)}.pt" for position in positions]
+    assert names == ["epoch_1.pt", "epoch_1_step_14.pt", "epoch_2.pt", "epoch_9.pt", "epoch_10.pt"]
+    assert sorted(names, key=natural_key) == names
+
+
+def test_a_checkpoint_comes_back_with_its_position(tmp_path):
+    position = Position(epoch=2, step=25, step_in_epoch=5, progress=PROGRESS)
+    path = save(tmp_path, position)
+    assert path.name == "epoch_2_step_25.pt"
+    checkpoint = ckpt.read(path)
+    assert checkpoint.position == position
+    assert torch.equal(checkpoint.model_file["state_dict"]["weight"], torch.full((10,), 25.0))
+    assert set(checkpoint.shared["loss"]) == {"net"}  # what is sharded lies in the rank's file alone
+    assert set(torch.load(checkpoint.rank_files[0], weights_only=True)["loss"]) == {"table"}
+
+
+def test_random_generators_continue_where_they_were():
+    torch.manual_seed(1)
+    np.random.seed(2)
+    random.seed(3)
+    np.random.randn()  # leaves numpy with a cached second value
+    state = ckpt.random_state()
+    drawn = (torch.rand(3), np.random.randn(3), random.random())
+    ckpt.set_random_state(state)
+    assert torch.equal(drawn[0], torch.rand(3))
+    assert np.array_equal(drawn[1], np.random.randn(3))
+    assert drawn[2] == random.random()
+
+
+def test_latest_is_the_newest_usable_one(tmp_path, caplog):
+    assert ckpt.find_latest(tmp_path) is None
+    save(tmp_path, Position(1, 10))
+    newest = save(tmp_path, Position(1, 14, 4, PROGRESS))
+    assert ckpt.find_latest(tmp_path) == newest
+    later = save(tmp_path, Position(2, 20))
+    later.write_bytes(later.read_bytes()[:100])
+    assert ckpt.find_latest(tmp_path) == newest
+    assert "epoch_2.pt" in caplog.text
+    incomplete = save(tmp_path, Position(3, 30))
+    (incomplete.with_suffix(".state") / "step_30" / "rank_0000.pt").unlink()
+    assert ckpt.find_latest(tmp_path) == newest
+    assert save(tmp_path, Position(4, 40), name=ckpt.LATEST) == ckpt.find_latest(tmp_path)
+
+
+@pytest.mark.parametrize("crash_after", range(6))
+def test_a_save_killed_at_any_moment_leaves_the_previous_one(tmp_path, monkeypatch, crash_after):
+    """The same name is written again (as epoch_latest is), and the process dies at each of its file operations."""
+    save(tmp_path, Position(1, 10), name=ckpt.LATEST)
+
+    class Killed(BaseException):
+        pass
+
+    operations = iter(range(100))
+
+    def mortal(function):
+        def call(*args, **kwargs):
+            if next(operations) >= crash_after:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(ckpt, "_write", mortal(ckpt._write))
+    monkeypatch.setattr(ckpt.os, "replace", mortal(ckpt.os.replace))
+    with pytest.raises(Killed) if crash_after < 5 else pytest.MonkeyPatch.context():
+        save(tmp_path, Position(2, 20), name=ckpt.LATEST)
+    monkeypatch.undo()
+    latest = ckpt.read(ckpt.find_latest(tmp_path))
+    assert latest.position.step == (10 if crash_after < 5 else 20)
+    assert float(latest.model_file["state_dict"]["weight"][0]) == latest.position.step
+    # And the next save cleans up after the killed one.
+    save(tmp_path, Position(3, 30), name=ckpt.LATEST)
+    assert ckpt.read(ckpt.find_latest(tmp_path)).position.step == 30
+    assert [path.name for path in (tmp_path / "epoch_latest.state").iterdir()] == ["step_30"]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_full_disk_fails_the_save_and_keeps_the_previous_one(tmp_path):
+    save(tmp_path, Position(1, 10))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="cannot write"):
+            save(tmp_path, Position(2, 20), size=100_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert ckpt.find_latest(tmp_path).name == "epoch_1.pt"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch_1.pt", "epoch_1.state"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss": "fastclip"}, "loss: checkpoint neuclip, run fastclip"),
+        ({"model": "RN50"}, "model: checkpoint demo-vit, run RN50"),
+        ({"num_samples": 99}, "num_samples: checkpoint 100, run 99"),
+        ({"seed": 5}, "seed: checkpoint 0, run 5"),
+        ({"global_batch": 16}, "global_batch: checkpoint 8, run 16"),
+    ],
+)
+def test_another_runs_checkpoint_is_refused_by_name(tmp_path, change, message):
+    checkpoint = ckpt.read(save(tmp_path, Position(1, 14, 4, PROGRESS)))
+    ckpt.check_identity(checkpoint, IDENTITY)
+    with pytest.raises(UsageError, match=message):
+        ckpt.check_identity(checkpoint, RunIdentity(**{**vars(IDENTITY), **change}))
+
+
+def test_the_batch_may_change_between_epochs(tmp_path):
+    checkpoint = ckpt.read(save(tmp_path, Position(1, 10)))
+    ckpt.check_identity(checkpoint, RunIdentity(**{**vars(IDENTITY), "global_batch": 16}))
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_weights_load_with_and_without_ddps_prefix(prefix):
+    source, target = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    ckpt.load_model(target, {prefix + name: value for name, value in source.state_dict().items()})
+    assert torch.equal(source.weight, target.weight)
+    with pytest.raises(UsageError, match="another model"):
+        ckpt.load_model(torch.nn.Linear(3, 2), source.state_dict())
+
+
+def test_only_the_newest_checkpoint_in_mid_epoch_is_kept(tmp_path):
+    whole = save(tmp_path, Position(1, 10))
+    save(tmp_path, Position(1, 12, 2, PROGRESS))
+    newest = save(tmp_path, Position(1, 14, 4, PROGRESS))
+    ckpt.remove_older_mid_epoch(tmp_path, kept=newest)
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == [whole.name, newest.name]
+    assert not (tmp_path / "epoch_1_step_12.state").exists()
+
+
+def test_logs_are_cut_to_the_checkpoint_and_unfinished_lines_go(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    log.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
+    ckpt.truncate_jsonl(log, lambda line: line["step"] < 3)
+    assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
