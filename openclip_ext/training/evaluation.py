@@ -135,7 +135,7 @@ def retrieval_metrics(image_features: Tensor, text_features: Tensor, chunk: int 
     for name, (queries, items) in directions.items():
         ranks = torch.cat([_ranks(queries, items, start, chunk) for start in range(0, len(queries), chunk)])
         metrics[f"{name}_mean_rank"] = float(ranks.mean()) + 1
-        metrics[f"{name}_median_rank"] = math.floor(float(ranks.median())) + 1
+        metrics[f"{name}_median_rank"] = math.floor(float(ranks.quantile(0.5))) + 1
         for k in RECALL_AT:
             metrics[f"{name}_R@{k}"] = float((ranks < k).double().mean())
     return metrics
