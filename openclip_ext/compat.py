@@ -289,16 +289,13 @@ def _extended_create_loss(original: Callable) -> Callable:
 
 
 def _loss_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The options of loss ``name`` that ``args`` sets; Adam's ``eps`` is not the loss's."""
+    """The options of loss ``name`` that ``args`` sets, under the names of their flags (Adam's ``eps`` is not ours)."""
     from openclip_ext.losses import registry
+    from openclip_ext.losses.options import OPTIONS
 
-    parts = {
-        "normalizer": getattr(args, "normalizer", None),
-        "temperature_scheme": getattr(args, "temperature_scheme", None),
-    }
-    options = {part: value for part, value in parts.items() if value is not None}
-    for option in registry.options_used_by(name, **parts):
-        value = getattr(args, "loss_eps" if option == "eps" else option, None)
-        if value is not None:
-            options[option] = value
-    return options
+    def value_of(option: str) -> Any:
+        return getattr(args, OPTIONS[option].flag.removeprefix("--").replace("-", "_"), None)
+
+    parts = {part: value_of(part) for part in ("normalizer", "temperature_scheme")}
+    used = [*parts, *registry.options_used_by(name, **parts)]
+    return {option: value_of(option) for option in used if value_of(option) is not None}

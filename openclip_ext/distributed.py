@@ -62,9 +62,14 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
     return tensor
 
 
-@functools.cache
 def _control_group() -> dist.ProcessGroup:
     """A gloo group for objects and waiting: no GPU work, and patient, since one rank may evaluate for hours."""
+    return _control_group_of(dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=1)
+def _control_group_of(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Made at the first use, and anew when ``torch.distributed`` was started anew."""
     return dist.new_group(backend="gloo", timeout=_PATIENCE)
 
 

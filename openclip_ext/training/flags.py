@@ -6,6 +6,7 @@ place where an option is described.
 """
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,6 @@ from openclip_ext import compat
 from openclip_ext.losses import registry
 from openclip_ext.losses.options import OPTIONS, Option
 from openclip_ext.training.errors import UsageError
-
-# Options that OpenCLIP's command line has already: the run's value is the loss's value.
-SHARED_WITH_OPENCLIP = ("epochs", "seed")
 
 PARTS = ("normalizer", "temperature_scheme")
 
@@ -26,11 +24,6 @@ class LossChoice:
 
     name: str
     options: dict[str, Any]
-
-
-def flag(option: str) -> str:
-    """The command-line flag of a loss option. ``eps`` is ``--loss-eps``: OpenCLIP's ``--eps`` is Adam's."""
-    return "--loss-eps" if option == "eps" else "--" + option.replace("_", "-")
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, LossChoice]:
@@ -52,10 +45,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, LossChoice]:
         raise SystemExit(0)
     ours, rest = parser.parse_known_args(argv)
     args = compat.parse_openclip_args(rest)
-    loss_options = {name: getattr(ours, name) for name in [*OPTIONS, *PARTS] if getattr(ours, name, None) is not None}
-    for name, value in vars(ours).items():
-        if name not in OPTIONS and name not in PARTS:
-            setattr(args, name, value)
+    given = vars(ours)
+    loss_options = {name: given.pop(name) for name in OPTIONS if name in given}
+    vars(args).update(given)
     _reconcile_siglip(args)
     choice = LossChoice(args.loss, loss_options)
     _check_loss_flags(choice)
@@ -80,48 +72,28 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_loss_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--loss", default=None, help=f"one of: {', '.join(registry.list_losses())} (default: openclip)")
-    group.add_argument("--normalizer", choices=registry.list_normalizers(), help="estimator, instead of the preset's")
-    group.add_argument(
-        "--temperature-scheme", choices=registry.list_temperature_schemes(), help="temperature, instead of the preset's"
-    )
     for option in OPTIONS.values():
-        if option.name in (*SHARED_WITH_OPENCLIP, *PARTS):
-            continue
-        group.add_argument(flag(option.name), dest=option.name, default=None, **_argument_type(option))
+        if not option.openclip_flag:
+            group.add_argument(option.flag, dest=option.name, default=argparse.SUPPRESS, **_argument(option))
 
 
-def _argument_type(option: Option) -> dict[str, Any]:
-    symbol = f" ({option.symbol})" if option.symbol else ""
-    settings: dict[str, Any] = {"help": (option.help + symbol).replace("%", "%%")}
+def _argument(option: Option) -> dict[str, Any]:
+    """How argparse reads an option; one that is not given leaves no trace, so that None can be a value."""
+    help_text = (option.help + (f" [{option.symbol}]" if option.symbol else "")).replace("%", "%%")
     if option.type is bool:
-        settings["action"] = argparse.BooleanOptionalAction
-        return settings
-    settings["type"] = _none_or(option.type) if option.optional else option.type
-    if option.choices:
-        settings["choices"] = list(option.choices)
-    else:
-        settings["metavar"] = option.type.__name__.upper()
-    return settings
+        return {"action": argparse.BooleanOptionalAction, "help": help_text}
+    metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.type.__name__.upper()
+    return {"type": _parser_of(option), "metavar": metavar, "help": help_text}
 
 
-def _none_or(convert: type) -> Any:
-    """Let ``none``/``never`` on the command line switch an optional number off."""
-
+def _parser_of(option: Option) -> Callable[[str], Any]:
     def parse_value(text: str) -> Any:
-        return NEVER if text.lower() in ("none", "never") else convert(text)
+        try:
+            return option.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
 
-    parse_value.__name__ = convert.__name__
     return parse_value
-
-
-class _Never:
-    """Stands for an explicit ``none``: argparse's own None means 'not given'."""
-
-    def __repr__(self) -> str:
-        return "none"
-
-
-NEVER = _Never()
 
 
 def _add_data_flags(group: argparse._ArgumentGroup) -> None:
@@ -173,14 +145,19 @@ def _reconcile_siglip(args: argparse.Namespace) -> None:
 
 
 def _check_loss_flags(choice: LossChoice) -> None:
-    parts = {part: choice.options.get(part) for part in PARTS}
-    used = registry.options_used_by(choice.name, **parts)
-    for option in choice.options:
-        if option not in used and option not in PARTS:
-            takes = (
-                ", ".join(sorted(flag(name) for name in used if name not in SHARED_WITH_OPENCLIP)) or "no flags of ours"
-            )
-            raise UsageError(f"{flag(option)} is not used by --loss {choice.name}, which takes: {takes}")
+    used = _options_used(choice)
+    for name in choice.options:
+        if name not in used and name not in PARTS:
+            takes = [OPTIONS[other].flag for other in used if not OPTIONS[other].openclip_flag]
+            listed = ", ".join(takes) or "no options"
+            raise UsageError(f"{OPTIONS[name].flag} is not used by --loss {choice.name}, which takes: {listed}")
+
+
+def _options_used(choice: LossChoice) -> dict[str, Any]:
+    try:
+        return registry.options_used_by(choice.name, **{part: choice.options.get(part) for part in PARTS})
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _check_run_flags(args: argparse.Namespace) -> None:
@@ -201,10 +178,6 @@ def _check_run_flags(args: argparse.Namespace) -> None:
 
 
 def loss_options(args: argparse.Namespace, choice: LossChoice) -> dict[str, Any]:
-    """Options for ``create_loss``: those given, and the run's ``epochs`` and ``seed`` where the loss uses them."""
-    options = {name: None if value is NEVER else value for name, value in choice.options.items()}
-    used = registry.options_used_by(choice.name, **{part: options.get(part) for part in PARTS})
-    for name in SHARED_WITH_OPENCLIP:
-        if name in used:
-            options[name] = getattr(args, name)
-    return options
+    """Options for ``create_loss``: those given, and the run's where OpenCLIP has the flag (``seed``, ...)."""
+    shared = {name: getattr(args, name) for name in _options_used(choice) if OPTIONS[name].openclip_flag}
+    return {**shared, **choice.options}

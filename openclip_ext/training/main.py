@@ -61,9 +61,11 @@ def main(argv: list[str]) -> None:
     args.reports = _reports(args.report_to)
     _set_backends()
     device = compat.init_device(args)
+    handlers = list(logging.root.handlers)
     try:
         _run(args, choice, device)
     finally:
+        _close_log(keep=handlers)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
@@ -442,6 +444,13 @@ def _reports(report_to: str) -> set[str]:
     if not asked <= known | {"all"}:
         raise UsageError(f"--report-to {report_to}: known are wandb, tensorboard, all")
     return known if "all" in asked else asked
+
+
+def _close_log(keep: list[logging.Handler]) -> None:
+    """Leave logging as it was, so that ``main`` can be called again in the same process."""
+    for handler in [handler for handler in logging.root.handlers if handler not in keep]:
+        logging.root.removeHandler(handler)
+        handler.close()
 
 
 def _set_backends() -> None:

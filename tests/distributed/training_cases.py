@@ -1,0 +1,129 @@
+"""The training steps that ``test_training.py`` compares between one process, two processes and accumulation.
+
+Also run as a program by each of two ranks: ``python -m tests.distributed.training_cases RANK WORLD RENDEZVOUS OUTPUT``.
+"""
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import open_clip
+import torch
+from torch import Tensor, nn
+
+from openclip_ext import compat
+from openclip_ext.losses import registry
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training.optimizer import create_optimizer, create_schedule
+from openclip_ext.training.step import Batch, StepSettings, TrainStep
+
+GLOBAL_BATCH, STEPS, NUM_SAMPLES = 8, 5, 40
+MODEL = "demo-vit"  # no BatchNorm: its statistics are those of a rank's batch
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss and its options; ``scaled`` ones sum the same gradient over the ranks that one process has."""
+
+    loss: str
+    options: dict = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return "-".join([self.loss, *self.options])
+
+
+CASES = [
+    Case("openclip"),
+    Case("siglip"),
+    Case("fastclip", {"gamma": 0.5, "rho": 6.5}),
+    Case("amorlip", {"gather_stage2": True, "fit_every": 2, "normalizer_lr": 1e-2}),
+    Case("neuclip", {"prototypes": 20, "normalizer_updates": 3, "restart_every": 3}),
+    Case("neuclip", {"prototypes": 8, "alpha_gradient": False}),
+]
+
+
+def openclip_flags(world_size: int, rank: int, loss: str) -> argparse.Namespace:
+    """What OpenCLIP's ``create_loss`` and our optimizer read."""
+    return argparse.Namespace(
+        model=MODEL, distill=False, siglip=loss == "siglip", horovod=False, loss_dist_impl=None,
+        local_loss=True, gather_with_grad=True, rank=rank, world_size=world_size,
+        opt="adamw", lr=1e-3, wd=0.1, beta1=0.9, beta2=0.98, eps=1e-6,
+        lr_scheduler="cosine", warmup=2, epochs=1, skip_scheduler=False,
+    )  # fmt: skip
+
+
+def run(case: Case, rank: int = 0, world_size: int = 1, micro_batches: int = 1) -> dict[str, Tensor]:
+    """Train a few float64 steps on this rank's part of fixed batches; returns parameters and the loss's state."""
+    torch.manual_seed(0)
+    bias = {"init_logit_scale": 2.3, "init_logit_bias": -10.0} if case.loss == "siglip" else {}
+    model = open_clip.create_model(MODEL, output_dict=True, **bias).double()
+    flags = openclip_flags(world_size, rank, case.loss)
+    if case.loss in registry.OPENCLIP_LOSSES:
+        loss = registry.adapt_openclip_loss(compat.openclip_create_loss()(flags))
+    else:
+        loss = registry.create_loss(case.loss, embed_dim=64, num_samples=NUM_SAMPLES, **case.options)
+    loss = loss.double()
+    wrapped = nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
+    optimizer = create_optimizer(wrapped, flags, loss.logit_scale_lr)
+    schedule = create_schedule(flags, optimizer, STEPS, loss.logit_scale_lr)
+    step = TrainStep(wrapped, loss, optimizer, StepSettings(torch.device("cpu"), input_dtype=torch.float64))
+    loss.start_epoch(0)
+    for number in range(STEPS):
+        schedule(number)
+        step(micro_batches_of(fixed_batch(number), rank, world_size, micro_batches))
+    state = {f"loss.{name}": value for name, value in tensors(loss.state_dict()).items()}
+    return {**state, **{name: value.detach().clone() for name, value in model.named_parameters()}}
+
+
+def fixed_batch(number: int) -> Batch:
+    """The global batch of a step; captions end with the end-of-text token, the largest."""
+    generator = torch.Generator().manual_seed(100 + number)
+    text = torch.randint(1, 1000, (GLOBAL_BATCH, 20), generator=generator)
+    text[:, -1] = 49407
+    return {
+        "image": torch.randn(GLOBAL_BATCH, 3, 32, 32, generator=generator, dtype=torch.float64),
+        "text": text,
+        "index": torch.randint(0, NUM_SAMPLES, (GLOBAL_BATCH,), generator=generator),
+    }
+
+
+def micro_batches_of(batch: Batch, rank: int, world_size: int, count: int) -> list[Batch]:
+    """This rank's rows, in ``count`` parts."""
+    own = {key: value.chunk(world_size)[rank] for key, value in batch.items()}
+    parts = {key: value.chunk(count) for key, value in own.items()}
+    return [{key: parts[key][number] for key in parts} for number in range(count)]
+
+
+def tensors(state: dict, prefix: str = "") -> dict[str, Tensor]:
+    """The floating-point tensors of a nested state dictionary, by dotted name."""
+    found = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            found[f"{prefix}{key}"] = value.detach().clone()
+        elif isinstance(value, dict):
+            found |= tensors(value, f"{prefix}{key}.")
+    return found
+
+
+def main() -> None:
+    rank, world_size = int(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    add_model_configs()
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=world_size, timeout=timedelta(minutes=2)
+    )
+    results = {
+        (case.name, micro_batches): run(case, rank, world_size, micro_batches)
+        for case in CASES
+        for micro_batches in (1, 2)
+    }
+    torch.save(results, f"{sys.argv[4]}.{rank}")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Short training runs on a few demo shards: one after another in this process, or by two ranks side by side.
+
+As a program it is one rank: ``python -m tests.training.runs PLAN`` runs the JSON list of runs in the file PLAN, with
+torchrun's environment variables.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from openclip_ext.data.shapes.write import ShapesConfig, write_shards
+from openclip_ext.training import trainer
+from openclip_ext.training.main import main
+from openclip_ext.training.signals import SignalRequests
+
+NUM_SAMPLES, SAMPLES_PER_SHARD = 84, 12
+EXIT_AFTER_SIGTERM = trainer.EXIT_AFTER_SIGTERM
+
+# Small enough that every part of a loss is at work within a few steps.
+LOSS_FLAGS = {
+    "openclip": ["--local-loss", "--gather-with-grad"],
+    "siglip": [],
+    "fastclip": ["--gamma-decay-epochs", "2"],
+    "amorlip": ["--fit-every", "2", "--target-every", "2"],
+    "neuclip": ["--prototypes", "24", "--normalizer-updates", "2", "--restart-every", "4"],
+}
+
+
+def make_shards(folder: Path) -> str:
+    """Write the demo shards and return OpenCLIP's ``--train-data`` for them."""
+    write_shards(folder, ShapesConfig(NUM_SAMPLES, 0, "train", SAMPLES_PER_SHARD), workers=1, progress=False)
+    last = (NUM_SAMPLES - 1) // SAMPLES_PER_SHARD
+    return str(folder / f"{{00000..{last:05d}}}.tar")
+
+
+def command(shards: str, logs: Path, name: str, loss: str, *more: str) -> list[str]:
+    """A run of 2 epochs of 5 steps with a global batch of 16."""
+    run = ["--train-data", shards, "--logs", str(logs), "--name", name, "--loss", loss, "--epochs", "2", "--seed", "3"]
+    model = ["--model", "demo-vit", "--precision", "fp32", "--device", "cpu", "--force-patch-dropout", "0.2"]
+    training = ["--batch-size", "16", "--lr", "1e-3", "--warmup", "3", "--log-every-n-steps", "1", "--workers", "0"]
+    return [*run, *model, *training, *LOSS_FLAGS.get(loss, []), *more]
+
+
+@contextmanager
+def terminated_after(steps: int | None):
+    """Send this process SIGTERM in its ``steps``-th optimizer step."""
+
+    class Terminating(SignalRequests):
+        calls = 0
+
+        def agreed(self):
+            Terminating.calls += 1
+            if Terminating.calls == steps:
+                signal.raise_signal(signal.SIGTERM)
+            return super().agreed()
+
+    original, trainer.SignalRequests = trainer.SignalRequests, Terminating
+    try:
+        yield
+    finally:
+        trainer.SignalRequests = original
+
+
+def run(argv: list[str], stop_after: int | None = None) -> int:
+    """Run a command line to its end or to SIGTERM; returns the exit status."""
+    with terminated_after(stop_after):
+        try:
+            main(argv)
+        except SystemExit as stop:
+            return int(stop.code or 0)
+    return 0
+
+
+def run_on_two_ranks(folder: Path, runs: list[dict]) -> None:
+    """Run several command lines (``{"argv": [...], "stop_after": n, "status": n}``) on two gloo ranks."""
+    plan = folder / "plan.json"
+    plan.write_text(json.dumps(runs))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.training.runs", str(plan)],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.STDOUT,
+            stdout=open(folder / f"rank_{rank}.log", "w"),
+        )
+        for rank in range(2)
+    ]
+    try:
+        statuses = [rank.wait(timeout=600) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    logs = "\n".join((folder / f"rank_{rank}.log").read_text()[-4000:] for rank in range(2))
+    assert statuses == [0, 0], logs
+
+
+def losses_of(folder: Path) -> list[tuple[int, float, float]]:
+    """Step, loss and InfoNCE of every logged step."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["infonce"]) for line in lines if "loss" in line]
+
+
+def final_state(folder: Path) -> dict:
+    """Everything a finished run leaves: the model file and the state of all ranks."""
+    model_file = folder / "checkpoints" / "epoch_2.pt"
+    content = torch.load(model_file, weights_only=True)
+    content.pop("name")
+    state = {
+        file.name: torch.load(file, weights_only=True)
+        for file in sorted(model_file.with_suffix(".state").glob("*/*.pt"))
+    }
+    assert state
+    return {"model": content, **state}
+
+
+def differences(first, second, path: str = "") -> list[str]:
+    """Where two nested states are not bitwise equal."""
+    if isinstance(first, torch.Tensor):
+        same = isinstance(second, torch.Tensor) and first.dtype == second.dtype and first.shape == second.shape
+        same = same and torch.equal(torch.nan_to_num(first), torch.nan_to_num(second))
+        return [] if same and torch.equal(first.isnan(), second.isnan()) else [path]
+    if isinstance(first, dict):
+        keys = set(first) | set(second)
+        return [
+            found
+            for key in sorted(keys, key=str)
+            for found in (
+                differences(first[key], second[key], f"{path}/{key}")
+                if key in first and key in second
+                else [f"{path}/{key}"]
+            )
+        ]
+    if isinstance(first, list | tuple):
+        if len(first) != len(second):
+            return [path]
+        pairs = enumerate(zip(first, second, strict=True))
+        return [found for number, (a, b) in pairs for found in differences(a, b, f"{path}/{number}")]
+    return [] if first == second else [path]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for planned in json.loads(Path(sys.argv[1]).read_text()):
+        status = run(planned["argv"], planned.get("stop_after"))
+        assert status == planned.get("status", 0), (status, planned)

@@ -1,0 +1,74 @@
+"""A resumed run is the uninterrupted one, bit for bit: every loss, 0 and 2 workers, 1 and 2 ranks."""
+
+import pytest
+import torch
+
+from tests.training.runs import (
+    EXIT_AFTER_SIGTERM,
+    LOSS_FLAGS,
+    command,
+    differences,
+    final_state,
+    losses_of,
+    make_shards,
+    run,
+    run_on_two_ranks,
+)
+
+LOSSES = list(LOSS_FLAGS)
+STOP_IN_EPOCH = {0: 3, 1: 8}  # optimizer steps into a run of 2 x 5
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return make_shards(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def assert_same_run(resumed, uninterrupted):
+    assert losses_of(resumed) == losses_of(uninterrupted)
+    assert len(losses_of(resumed)) == 10
+    assert differences(final_state(resumed), final_state(uninterrupted)) == []
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_one_rank(shards, tmp_path, loss, workers):
+    more = ["--workers", workers]
+    assert run(command(shards, tmp_path, "whole", loss, *more)) == 0
+    resumed = command(shards, tmp_path, "resumed", loss, *more, "--resume", "latest")
+    for stop in (STOP_IN_EPOCH[0], STOP_IN_EPOCH[1] - STOP_IN_EPOCH[0]):
+        assert run(resumed, stop_after=stop) == EXIT_AFTER_SIGTERM
+    assert run(resumed) == 0
+    assert_same_run(tmp_path / "resumed", tmp_path / "whole")
+
+
+@pytest.fixture(scope="module")
+def two_rank_runs(shards, tmp_path_factory):
+    """All losses in one pair of processes: starting them costs more than the runs."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    runs = []
+    for loss in LOSSES:
+        for workers in ("0", "2"):
+            more = ["--batch-size", "8", "--workers", workers]
+            name = f"{loss}-{workers}"
+            resumed = command(shards, folder, f"{name}-resumed", loss, *more, "--resume", "latest")
+            runs.append({"argv": command(shards, folder, f"{name}-whole", loss, *more)})
+            runs.append({"argv": resumed, "stop_after": STOP_IN_EPOCH[1], "status": EXIT_AFTER_SIGTERM})
+            runs.append({"argv": resumed})
+    run_on_two_ranks(folder, runs)
+    return folder
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_two_ranks(two_rank_runs, loss, workers):
+    name = f"{loss}-{workers}"
+    assert_same_run(two_rank_runs / f"{name}-resumed", two_rank_runs / f"{name}-whole")
