@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -85,27 +85,16 @@ def run_on_two_ranks(folder: Path, runs: list[dict]) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = {
-        **os.environ,
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.training.runs", str(plan)],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.STDOUT,
-            stdout=open(folder / f"rank_{rank}.log", "w"),
-        )
-        for rank in range(2)
-    ]
-    try:
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            log = stack.enter_context(open(folder / f"rank_{rank}.log", "w"))
+            environment = {**common, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            arguments = [sys.executable, "-m", "tests.training.runs", str(plan)]
+            ranks.append(subprocess.Popen(arguments, env=environment, stdout=log, stderr=subprocess.STDOUT))
+            stack.callback(ranks[-1].kill)
         statuses = [rank.wait(timeout=600) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
     logs = "\n".join((folder / f"rank_{rank}.log").read_text()[-4000:] for rank in range(2))
     assert statuses == [0, 0], logs
 
