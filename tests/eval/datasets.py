@@ -184,6 +184,9 @@ def tiny_checkpoint(folder: Path, name: str = TINY_MODEL, seed: int = 0, file_na
     open_clip.add_model_config(tiny_model_config(folder, name))
     torch.manual_seed(seed)
     model = open_clip.create_model(name)
+    # OpenCLIP's small initial weights give all texts, and all images, nearly one embedding.
+    torch.nn.init.normal_(model.token_embedding.weight)
+    torch.nn.init.normal_(model.visual.conv1.weight)
     path = folder / file_name
     torch.save({"epoch": 1, "name": "tiny", "state_dict": model.state_dict()}, path)
     return path

@@ -1,0 +1,370 @@
+"""Reading evaluation data sets in DataComp's on-disk format, strictly.
+
+``DATA_DIR/wds_NAME_test/`` holds ``classnames.txt``, ``zeroshot_classification_templates.txt`` and ``test/`` with
+``nshards.txt`` and ``{0..}.tar``; a sample is the files of one key: an image, and ``cls``, ``npy`` or ``txt``.
+Everything that would change a score without a word (a cut tar, a short shard count, a label outside the classes) is a
+`DataError` that names the file. An image that does not decode is skipped, counted and named.
+"""
+
+import hashlib
+import io
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from eval.tasks import Task
+
+IMAGE_EXTENSIONS = ("webp", "png", "jpg", "jpeg")
+CLASSNAMES_FILE = "classnames.txt"
+TEMPLATES_FILE = "zeroshot_classification_templates.txt"
+_BLOCK = 512
+# A tar ends with two blocks of zeros.
+_END_OF_ARCHIVE = bytes(2 * _BLOCK)
+
+
+class DataError(ValueError):
+    """A data set that must not be scored as it is. The message says what is wrong, where, and what to do."""
+
+
+class MissingDataError(DataError):
+    """The data set is not there."""
+
+
+@dataclass(frozen=True)
+class SampleFormat:
+    """What the samples of a task hold besides the image.
+
+    Attributes:
+        num_classes: labels (``cls``) are read and must lie in ``[0, num_classes)``; None: no labels.
+        metadata_columns: length of the ``npy`` vector; 0: none is read.
+        captions: whether ``txt`` holds captions, one a line.
+    """
+
+    num_classes: int | None = None
+    metadata_columns: int = 0
+    captions: bool = False
+
+
+@dataclass(frozen=True, order=True)
+class Skipped:
+    """A sample that was left out: its image does not decode."""
+
+    shard: str
+    key: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.shard}: {self.key}: {self.reason}"
+
+
+@dataclass
+class Batch:
+    """Decoded samples of one worker.
+
+    Attributes:
+        images: ``(B, 3, H, W)``.
+        order: ``(B,)`` int64, sorts all samples of the data set into their order on disk.
+        keys: the samples' keys.
+        labels: ``(B,)`` int64 or None.
+        metadata: ``(B, columns)`` int64 or None.
+        captions: per sample its captions; empty lists where the task has none.
+        skipped: what was left out in this stretch.
+        error: why reading stopped; a worker passes it on so that the message arrives without its traceback.
+    """
+
+    images: Tensor
+    order: Tensor
+    keys: list[str]
+    labels: Tensor | None = None
+    metadata: Tensor | None = None
+    captions: list[list[str]] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    error: str | None = None
+
+    def pin_memory(self) -> "Batch":
+        """Pins the images; called by ``DataLoader`` with ``pin_memory=True``."""
+        self.images = self.images.pin_memory()
+        return self
+
+
+def task_folder(task: Task, data_dir: str | Path) -> Path:
+    """The task's folder below ``data_dir``, which must exist.
+
+    Raises:
+        MissingDataError: if it does not.
+    """
+    folder = Path(data_dir) / task.folder
+    if not folder.is_dir():
+        raise MissingDataError(
+            f"{task.name}: there is no folder {task.folder} in {data_dir}; fetch it with "
+            f"`python -m eval.download --data-dir {data_dir} --tasks {task.key}`."
+        )
+    return folder
+
+
+def read_lines(path: Path, what: str) -> list[str]:
+    """The non-blank lines of a text file, stripped; blank lines are no entries.
+
+    Raises:
+        DataError: if the file is missing, not text, or has no entries.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing: it must hold the {what}, one a line.") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text ({error}).") from None
+    lines = [line for line in lines if line]
+    if not lines:
+        raise DataError(f"{path} holds no {what}: expected one a line.")
+    return lines
+
+
+def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list[str], list[str]]:
+    """Class names (duplicates kept) and prompt templates (``{c}`` stands for the class name).
+
+    Raises:
+        DataError: without classes or templates, with a template that cannot be filled in, or, unless ``any_size``, with
+            another number of classes than DataComp's.
+    """
+    classnames = read_lines(folder / CLASSNAMES_FILE, "class names")
+    templates = read_lines(folder / TEMPLATES_FILE, "prompt templates")
+    for template in templates:
+        try:
+            template.format(c="x")
+        except (KeyError, IndexError, ValueError) as error:
+            raise DataError(
+                f"{folder / TEMPLATES_FILE}: {template!r} has another field than {{c}} ({error})."
+            ) from None
+    if not any("{c}" in template for template in templates):
+        raise DataError(f"{folder / TEMPLATES_FILE}: no template has a {{c}} for the class name.")
+    if task.classes is not None and len(classnames) != task.classes and not any_size:
+        raise DataError(
+            f"{task.name}: {folder / CLASSNAMES_FILE} lists {len(classnames)} classes, DataComp's has {task.classes}; "
+            f"fetch the data set again, or score it as it is with --allow-size-mismatch."
+        )
+    return classnames, templates
+
+
+def find_shards(folder: Path) -> list[Path]:
+    """The shards of the test split, each checked to be there and to end as a tar ends.
+
+    Raises:
+        DataError: for a missing or wrong ``nshards.txt``, a missing shard, or a truncated one.
+    """
+    count_file = folder / "test" / "nshards.txt"
+    text = read_lines(count_file, "number of shards")[0]
+    if not text.isdecimal() or int(text) < 1:
+        raise DataError(f"{count_file} says {text!r}: expected the number of shards.")
+    shards = [folder / "test" / f"{number}.tar" for number in range(int(text))]
+    present = sorted(path.name for path in (folder / "test").glob("*.tar"))
+    missing = [path.name for path in shards if path.name not in present]
+    if missing:
+        raise DataError(
+            f"{count_file} says {len(shards)} shards, but {', '.join(missing)} missing in {folder / 'test'}."
+        )
+    if len(present) > len(shards):
+        raise DataError(
+            f"{count_file} says {len(shards)} shards, but {len(present)} lie beside it: the count is short."
+        )
+    for shard in shards:
+        check_archive_end(shard)
+    return shards
+
+
+def check_archive_end(shard: Path) -> None:
+    """Checks in constant time that a tar is whole at its end, wherever it may have been cut.
+
+    Raises:
+        DataError: if the end-of-archive mark is missing.
+    """
+    size = shard.stat().st_size
+    if size >= len(_END_OF_ARCHIVE):
+        with open(shard, "rb") as stream:
+            stream.seek(size - len(_END_OF_ARCHIVE))
+            if size % _BLOCK == 0 and stream.read() == _END_OF_ARCHIVE:
+                return
+    raise DataError(f"{shard} is truncated or no tar ({size} bytes, no end-of-archive mark): fetch it again.")
+
+
+def read_shard(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Yields ``(key, {extension: content})`` in file order; files of one key lie together.
+
+    Raises:
+        DataError: if the tar cannot be read to its end, or a key has two files of one extension.
+    """
+    key, fields = None, {}
+    try:
+        with tarfile.open(shard, "r:") as archive:
+            for member in archive:
+                if not member.isfile():
+                    continue
+                directory, _, name = member.name.rpartition("/")
+                stem, _, extension = name.partition(".")
+                member_key, extension = f"{directory}/{stem}" if directory else stem, extension.lower()
+                if member_key != key:
+                    if fields:
+                        yield key, fields
+                    key, fields = member_key, {}
+                if extension in fields:
+                    raise DataError(f"{shard}: key {key!r} has two .{extension} files.")
+                fields[extension] = archive.extractfile(member).read()
+            _check_read_to_end(archive, shard)
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise DataError(f"{shard}: cannot be read as a tar ({error}): fetch it again.") from None
+    if fields:
+        yield key, fields
+
+
+def _check_read_to_end(archive: tarfile.TarFile, shard: Path) -> None:
+    """tarfile ends silently at a damaged header; only the end-of-archive mark is an end."""
+    archive.fileobj.seek(archive.offset)
+    if archive.fileobj.read(_BLOCK) != bytes(_BLOCK):
+        raise DataError(
+            f"{shard}: damaged at byte {archive.offset} (no file header, no end of archive): fetch it again."
+        )
+
+
+def fingerprint(folder: Path) -> str:
+    """Digest of a data set's texts and of its shards' names and sizes, to notice that it was exchanged."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".jsonl", ".tar")):
+        content = str(path.stat().st_size).encode() if path.suffix == ".tar" else path.read_bytes()
+        digest.update(f"{path.relative_to(folder)}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+class ShardReader(IterableDataset):
+    """Reads shards front to back and yields `Batch` objects; worker w of W takes the shards w, w + W, ..."""
+
+    def __init__(
+        self, shards: list[Path], transform: Callable[[Image.Image], Tensor], spec: SampleFormat, batch_size: int
+    ):
+        self.shards = shards
+        self.transform = transform
+        self.spec = spec
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        samples: list[dict[str, Any]] = []
+        skipped: list[Skipped] = []
+        try:
+            for sample in self._samples(first, step):
+                if "skipped" in sample:
+                    skipped.append(sample["skipped"])
+                else:
+                    samples.append(sample)
+                if len(samples) == self.batch_size:
+                    yield _collate(samples, skipped)
+                    samples, skipped = [], []
+        except DataError as error:
+            yield _collate([], skipped, str(error))
+            return
+        if samples or skipped:
+            yield _collate(samples, skipped)
+
+    def _samples(self, first: int, step: int) -> Iterator[dict[str, Any]]:
+        for shard_number in range(first, len(self.shards), step):
+            shard = self.shards[shard_number]
+            for position, (key, fields) in enumerate(read_shard(shard)):
+                yield {"key": key, "order": (shard_number << 32) + position, **self._decode(shard, key, fields)}
+
+    def _decode(self, shard: Path, key: str, fields: dict[str, bytes]) -> dict[str, Any]:
+        where = f"{shard}: {key}"
+        sample: dict[str, Any] = {}
+        if self.spec.num_classes is not None:
+            sample["label"] = _parse_label(_field(fields, "cls", where), self.spec.num_classes, where)
+        if self.spec.metadata_columns:
+            sample["metadata"] = _parse_metadata(_field(fields, "npy", where), self.spec.metadata_columns, where)
+        if self.spec.captions:
+            sample["captions"] = _parse_captions(_field(fields, "txt", where), where)
+        extension = next((extension for extension in IMAGE_EXTENSIONS if extension in fields), None)
+        if extension is None:
+            raise DataError(
+                f"{where}: no image, expected one of {', '.join(IMAGE_EXTENSIONS)}, found {sorted(fields)}."
+            )
+        try:
+            image = Image.open(io.BytesIO(fields[extension])).convert("RGB")
+        except Exception as error:  # decoders raise anything, struct.error and SyntaxError among it
+            return {"skipped": Skipped(str(shard), key, f"the image does not decode ({error})")}
+        return {"image": self.transform(image), **sample}
+
+
+def _field(fields: dict[str, bytes], extension: str, where: str) -> bytes:
+    if extension not in fields:
+        raise DataError(f"{where}: no .{extension} file, found {sorted(fields)}.")
+    return fields[extension]
+
+
+def _parse_label(content: bytes, num_classes: int, where: str) -> int:
+    try:
+        label = int(content)
+    except ValueError:
+        raise DataError(f"{where}: the label (.cls) is {content[:20]!r}, expected a number.") from None
+    if not 0 <= label < num_classes:
+        raise DataError(f"{where}: label {label} is outside the {num_classes} classes of {CLASSNAMES_FILE}.")
+    return label
+
+
+def _parse_metadata(content: bytes, columns: int, where: str) -> np.ndarray:
+    try:
+        values = np.load(io.BytesIO(content), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise DataError(f"{where}: the metadata (.npy) cannot be read ({error}).") from None
+    if values.shape != (columns,) or not np.issubdtype(values.dtype, np.integer):
+        raise DataError(
+            f"{where}: metadata (.npy) of shape {values.shape}, {values.dtype}; expected {columns} integers."
+        )
+    if values.min() < 0:
+        raise DataError(f"{where}: metadata (.npy) {values.tolist()} has negative group numbers.")
+    return values.astype(np.int64)
+
+
+def _parse_captions(content: bytes, where: str) -> list[str]:
+    captions = [line.strip() for line in content.decode("utf-8", errors="replace").splitlines() if line.strip()]
+    if not captions:
+        raise DataError(f"{where}: no caption in its .txt, expected one a line.")
+    return captions
+
+
+def _collate(samples: list[dict[str, Any]], skipped: list[Skipped], error: str | None = None) -> Batch:
+    present = samples[0].keys() if samples else ()
+    return Batch(
+        images=torch.stack([sample["image"] for sample in samples]) if samples else torch.empty(0),
+        order=torch.tensor([sample["order"] for sample in samples], dtype=torch.int64),
+        keys=[sample["key"] for sample in samples],
+        labels=torch.tensor([sample["label"] for sample in samples]) if "label" in present else None,
+        metadata=torch.from_numpy(np.stack([s["metadata"] for s in samples])) if "metadata" in present else None,
+        captions=[sample.get("captions", []) for sample in samples],
+        skipped=skipped,
+        error=error,
+    )
+
+
+def make_loader(
+    shards: list[Path],
+    transform: Callable[[Image.Image], Tensor],
+    spec: SampleFormat,
+    batch_size: int,
+    workers: int,
+    pin_memory: bool = False,
+) -> DataLoader:
+    """A loader of `Batch` objects with at most one worker a shard, so that every worker has something to read."""
+    return DataLoader(
+        ShardReader(shards, transform, spec, batch_size),
+        batch_size=None,
+        num_workers=min(workers, len(shards)),
+        pin_memory=pin_memory,
+        # Starting workers draws a seed: not from the global generator, which belongs to a training run.
+        generator=torch.Generator(),
+    )

@@ -1,0 +1,161 @@
+"""Encoding images, texts and classifiers in batches, each distinct thing once."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from eval.data import Batch, DataError, SampleFormat, make_loader
+
+PRECISIONS = ("datacomp", "fp32", "amp")
+
+
+def resolve_precision(requested: str, device: str | torch.device) -> str:
+    """What a precision means on a device.
+
+    ``datacomp``: as DataComp's harness on CUDA (autocast for the text tower, float32 for the images of classification,
+    autocast for both towers in retrieval and WinoGAViL), float32 on CPU. ``fp32``: float32 everywhere. ``amp``:
+    autocast everywhere, CUDA only.
+
+    Raises:
+        ValueError: for another name, or ``amp`` without CUDA.
+    """
+    if requested not in PRECISIONS:
+        raise ValueError(f"There is no precision {requested!r}; --precision takes {', '.join(PRECISIONS)}.")
+    if torch.device(device).type == "cuda":
+        return requested
+    if requested == "amp":
+        raise ValueError(f"--precision amp needs CUDA, the device is {device}; use datacomp or fp32.")
+    return "fp32"
+
+
+@dataclass
+class Encoder:
+    """A model and how to encode with it; caches class embeddings for as long as the weights stay as they are.
+
+    Attributes:
+        model: has ``encode_image`` and ``encode_text``; in evaluation mode on ``device``.
+        preprocess: PIL image -> ``(3, H, W)``.
+        tokenizer: list of texts -> ``(B, context_length)`` int64.
+        device: where the model is.
+        precision: as `resolve_precision` returns it.
+        batch_size: images, and texts, in a batch.
+        workers: processes that decode images; never more than a data set has shards.
+        show_progress: whether to draw progress bars.
+    """
+
+    model: nn.Module
+    preprocess: Callable[[Any], Tensor]
+    tokenizer: Callable[[list[str]], Tensor]
+    device: torch.device
+    precision: str = "fp32"
+    batch_size: int = 256
+    workers: int = 4
+    show_progress: bool = False
+    _class_embeddings: dict[tuple[str, ...], dict[str, Tensor]] = field(default_factory=dict, repr=False)
+
+    def batches(self, shards: list[Path], spec: SampleFormat) -> Iterator[Batch]:
+        """Batches of a data set. Reading starts here, not at the first batch, and so overlaps with encoding texts.
+
+        Raises:
+            DataError: while iterating, for data that must not be scored.
+        """
+        pin_memory = self.device.type == "cuda"
+        reading = iter(make_loader(shards, self.preprocess, spec, self.batch_size, self.workers, pin_memory))
+
+        def checked() -> Iterator[Batch]:
+            for batch in reading:
+                if batch.error is not None:
+                    raise DataError(batch.error)
+                yield batch
+
+        return checked()
+
+    @torch.no_grad()
+    def encode_images(self, images: Tensor, autocast: bool = False) -> Tensor:
+        """``(B, 3, H, W)`` -> unit embeddings ``(B, d)``, float32; ``autocast``: under precision ``datacomp``, too."""
+        images = images.to(self.device, dtype=_input_dtype(self.model), non_blocking=True)
+        with self._autocast(autocast or self.precision == "amp"):
+            features = self.model.encode_image(images)
+        return _unit(features, "image")
+
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        """Unit embeddings ``(len(texts), d)``, float32, of texts; equal ones are encoded once and come out equal."""
+        distinct = list(dict.fromkeys(texts))
+        place = {text: index for index, text in enumerate(distinct)}
+        with self.progress(len(distinct), "texts", "text") as bar:
+            embeddings = self._encode_texts(distinct, bar)
+        return embeddings[[place[text] for text in texts]]
+
+    def class_embeddings(self, classnames: Sequence[str], templates: Sequence[str]) -> Tensor:
+        """The zero-shot classifier: per class the mean of its unit prompt embeddings, normalised again.
+
+        Classes are remembered by name and templates, so data sets that share them (ImageNet and its variants) encode
+        them once; a class name that occurs twice gets equal rows.
+
+        Args:
+            classnames: ``C`` names.
+            templates: prompts in which ``{c}`` stands for the name.
+
+        Returns:
+            ``(C, d)``, float32.
+        """
+        known = self._class_embeddings.setdefault(tuple(templates), {})
+        new = [name for name in dict.fromkeys(classnames) if name not in known]
+        # Whole classes at a time: the prompts of ImageNet's classes together would fill gigabytes on large models.
+        step = max(1, 16 * self.batch_size // len(templates))
+        with self.progress(len(new) * len(templates), "classes", "prompt") as bar:
+            for start in range(0, len(new), step):
+                names = new[start : start + step]
+                prompts = [template.format(c=name) for name in names for template in templates]
+                embeddings = self._encode_texts(prompts, bar).unflatten(0, (len(names), len(templates)))
+                known.update(zip(names, F.normalize(embeddings.mean(dim=1), dim=-1), strict=True))
+        return torch.stack([known[name] for name in classnames])
+
+    @torch.no_grad()
+    def _encode_texts(self, texts: Sequence[str], bar: tqdm) -> Tensor:
+        embeddings = []
+        for start in range(0, len(texts), self.batch_size):
+            chunk = list(texts[start : start + self.batch_size])
+            tokens = self.tokenizer(chunk).to(self.device)
+            with self._autocast(True):
+                features = self.model.encode_text(tokens)
+            embeddings.append(_unit(features, "text"))
+            bar.update(len(chunk))
+        return torch.cat(embeddings)
+
+    def progress(self, total: int, description: str, unit: str) -> tqdm:
+        """A bar within one task, below the bar over the tasks."""
+        return tqdm(total=total, desc=description, unit=unit, position=1, leave=False, disable=not self.show_progress)
+
+    def _autocast(self, wanted: bool) -> AbstractContextManager:
+        if wanted and self.precision != "fp32":
+            return torch.autocast(self.device.type)
+        return contextlib.nullcontext()
+
+
+def _input_dtype(model: nn.Module) -> torch.dtype:
+    """The type of the visual tower's weights: that of the images in the pure half precisions of training."""
+    for module in model.visual.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            return module.weight.dtype
+    return torch.float32
+
+
+def _unit(features: Tensor, what: str) -> Tensor:
+    """Unit length, float32.
+
+    Raises:
+        ValueError: if a feature is not finite: every comparison would then be false, and the rank of the target 0.
+    """
+    features = F.normalize(features.float(), dim=-1)
+    if not torch.isfinite(features).all():
+        raise ValueError(f"The model gives {what} embeddings that are not finite: its weights are broken or overflow.")
+    return features

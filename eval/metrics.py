@@ -1,0 +1,106 @@
+"""The metrics of DataComp's evaluation, exactly as it defines them.
+
+Rankings break ties by the lower index, so that a model whose embeddings all agree scores what chance gives and not 1.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Metrics = dict[str, float | int | None]
+
+
+def target_ranks(logits: Tensor, targets: Tensor) -> Tensor:
+    """How many classes come before the right one.
+
+    Args:
+        logits: ``(B, C)``.
+        targets: ``(B,)`` int64.
+
+    Returns:
+        ``(B,)`` int64: 0 where the right class is the prediction.
+    """
+    scores = logits.gather(1, targets[:, None])
+    earlier = torch.arange(logits.shape[1], device=logits.device) < targets[:, None]
+    return ((logits > scores) | ((logits == scores) & earlier)).sum(dim=1)
+
+
+def classification_metrics(labels: np.ndarray, predictions: np.ndarray, ranks: np.ndarray, num_classes: int) -> Metrics:
+    """``acc1``, ``acc5`` (None under five classes) and ``mean_per_class_recall``."""
+    return {
+        "acc1": float((ranks == 0).mean()),
+        "acc5": float((ranks < 5).mean()) if num_classes >= 5 else None,
+        "mean_per_class_recall": macro_recall(labels, predictions),
+    }
+
+
+def _counts(labels: np.ndarray, predictions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Per class that occurs in ``labels``: hits, samples, and how often it was predicted."""
+    size = int(max(labels.max(), predictions.max())) + 1
+    samples = np.bincount(labels, minlength=size)
+    hits = np.bincount(labels[labels == predictions], minlength=size)
+    occurs = samples > 0
+    return hits[occurs], samples[occurs], np.bincount(predictions, minlength=size)[occurs]
+
+
+def macro_recall(labels: np.ndarray, predictions: np.ndarray) -> float:
+    """Mean over the classes that occur of their recall: scikit-learn's ``balanced_accuracy_score``."""
+    hits, samples, _ = _counts(labels, predictions)
+    return float((hits / samples).mean())
+
+
+def macro_f1(labels: np.ndarray, predictions: np.ndarray) -> float:
+    """Mean over the classes that occur of F1: scikit-learn's, with ``average="macro", labels=np.unique(labels)``."""
+    hits, samples, predicted = _counts(labels, predictions)
+    return float((2 * hits / (samples + predicted)).mean())
+
+
+def group_metrics(
+    name: str, correct: np.ndarray, metadata: np.ndarray, columns: Sequence[str], groups: Sequence[str]
+) -> Metrics:
+    """Accuracy overall, in every group and in the worst one, under WILDS' names.
+
+    Groups are all combinations of the values 0 to the largest found, as WILDS makes them; an empty one has the count 0
+    and no accuracy, and cannot be the worst.
+
+    Args:
+        name: of the accuracy, for example ``acc``.
+        correct: ``(N,)`` bool.
+        metadata: ``(N, len(columns))`` integers from 0.
+        columns: names of the metadata's columns.
+        groups: the columns to group by.
+
+    Returns:
+        ``{name}_avg``, ``{name}_{group}`` and ``count_{group}`` for every group, ``{name}_wg``.
+    """
+    indices = [columns.index(group) for group in groups]
+    values = metadata[:, indices]
+    sizes = values.max(axis=0) + 1
+    # WILDS counts the first column fastest.
+    flat = np.ravel_multi_index(tuple(values.T[::-1]), tuple(sizes[::-1]))
+    counts = np.bincount(flat, minlength=int(sizes.prod()))
+    hits = np.bincount(flat[correct], minlength=int(sizes.prod()))
+    metrics: Metrics = {f"{name}_avg": float(correct.mean())}
+    accuracies = []
+    for group, (hit, count) in enumerate(zip(hits.tolist(), counts.tolist(), strict=True)):
+        coordinates = np.unravel_index(group, tuple(sizes[::-1]))
+        label = "_".join(f"{column}:{value}" for column, value in zip(groups[::-1], coordinates, strict=True))
+        metrics[f"{name}_{label}"] = hit / count if count else None
+        metrics[f"count_{label}"] = count
+        if count:
+            accuracies.append(hit / count)
+    metrics[f"{name}_wg"] = min(accuracies)
+    return metrics
+
+
+def jaccard(chosen: set, right: set) -> float:
+    """Size of the intersection over size of the union."""
+    return len(chosen & right) / len(chosen | right)
+
+
+def without_nan(metrics: Mapping[str, float | int | None]) -> Metrics:
+    """None for everything that is not a finite number: JSON knows no NaN."""
+    return {key: value if value is not None and math.isfinite(value) else None for key, value in metrics.items()}

@@ -1,0 +1,205 @@
+"""Image-text retrieval, and WinoGAViL's choice of images for a cue."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eval.classification import TaskResult
+from eval.data import DataError, SampleFormat, Skipped, find_shards, read_lines
+from eval.features import Encoder
+from eval.metrics import Metrics, jaccard
+from eval.tasks import Task
+
+RECALL_AT = (1, 5, 10)
+INSTANCES_FILE = "instances.jsonl"
+DATASET_TYPE_FILE = "dataset_type.txt"
+# Rows of the score matrix at a time: 64 MiB of float32.
+_CHUNK_ELEMENTS = 2**24
+
+
+def evaluate_retrieval(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
+    """Recall at 1, 5, 10 of images for captions and of captions for images.
+
+    Raises:
+        DataError: for data that must not be scored.
+    """
+    check_dataset_type(folder, "retrieval")
+    images, keys, captions, skipped = _encode_images(task, folder, encoder, SampleFormat(captions=True))
+    texts = encoder.encode_texts([caption for own in captions for caption in own])
+    owners = torch.repeat_interleave(torch.tensor([len(own) for own in captions])).to(texts.device)
+    return TaskResult(retrieval_metrics(images, texts, owners), len(keys), len(keys) + len(skipped), skipped)
+
+
+def check_dataset_type(folder: Path, expected: str) -> None:
+    """Checks ``dataset_type.txt``, which tells the local form from others.
+
+    Raises:
+        DataError: if it is missing or says something else.
+    """
+    found = read_lines(folder / DATASET_TYPE_FILE, f"type of the data set ({expected})")[0].lower()
+    if found != expected:
+        raise DataError(f"{folder / DATASET_TYPE_FILE} says {found!r}, expected {expected!r}.")
+
+
+def _encode_images(
+    task: Task, folder: Path, encoder: Encoder, spec: SampleFormat
+) -> tuple[Tensor, list[str], list[list[str]], list[Skipped]]:
+    """Embeddings ``(N, d)``, keys and captions in the order on disk, and what was skipped."""
+    order, features, keys, captions, skipped = [], [], [], [], []
+    with encoder.progress(task.size, task.name, "image") as bar:
+        for batch in encoder.batches(find_shards(folder), spec):
+            skipped += batch.skipped
+            if not batch.keys:
+                continue
+            features.append(encoder.encode_images(batch.images, autocast=True))
+            order.append(batch.order)
+            keys += batch.keys
+            captions += batch.captions
+            bar.update(len(batch.keys))
+    if not order:
+        raise DataError(f"{task.name}: no image to score; {skipped[0] if skipped else 'the shards are empty'}.")
+    on_disk = torch.cat(order).argsort()
+    rows = on_disk.tolist()
+    embeddings = torch.cat(features)[on_disk.to(encoder.device)]
+    return embeddings, [keys[row] for row in rows], [captions[row] for row in rows], sorted(skipped)
+
+
+def retrieval_metrics(images: Tensor, texts: Tensor, owners: Tensor) -> Metrics:
+    """``{image,text}_retrieval_recall@{1,5,10}`` and ``mean_recall@1``.
+
+    Args:
+        images: ``(N, d)`` unit embeddings.
+        texts: ``(M, d)`` unit embeddings.
+        owners: ``(M,)`` int64, the image that each caption belongs to. Text retrieval counts a hit when any caption of
+            the image is among the first k.
+    """
+    ranks = {
+        "image": ranks_of_first_right(texts, images, owners, torch.arange(len(images), device=owners.device)),
+        "text": ranks_of_first_right(images, texts, torch.arange(len(images), device=owners.device), owners),
+    }
+    metrics: Metrics = {
+        f"{what}_retrieval_recall@{k}": float((ranks[what] < k).double().mean()) for k in RECALL_AT for what in ranks
+    }
+    metrics["mean_recall@1"] = 0.5 * (metrics["image_retrieval_recall@1"] + metrics["text_retrieval_recall@1"])
+    return metrics
+
+
+def ranks_of_first_right(queries: Tensor, items: Tensor, query_ids: Tensor, item_ids: Tensor) -> Tensor:
+    """For every query, how many items come before the first one with its id; ties go to the lower index.
+
+    Args:
+        queries: ``(Q, d)``.
+        items: ``(I, d)``.
+        query_ids: ``(Q,)``; at least one item has each.
+        item_ids: ``(I,)``.
+
+    Returns:
+        ``(Q,)`` int64.
+    """
+    index = torch.arange(len(items), device=items.device)
+    ranks = []
+    rows = max(1, _CHUNK_ELEMENTS // len(items))
+    for start in range(0, len(queries), rows):
+        scores = queries[start : start + rows] @ items.T
+        right = query_ids[start : start + rows, None] == item_ids
+        best, first = scores.masked_fill(~right, -torch.inf).max(dim=1, keepdim=True)
+        ranks.append(((scores > best) | ((scores == best) & (index < first))).sum(dim=1))
+    return torch.cat(ranks)
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One WinoGAViL riddle: which of the candidate images go with the cue.
+
+    Attributes:
+        cue: a word.
+        candidates: keys of 5, 6, 10 or 12 images.
+        associations: those of them that people chose.
+    """
+
+    cue: str
+    candidates: tuple[str, ...]
+    associations: frozenset[str]
+
+    @property
+    def prompt(self) -> str:
+        """``A cue`` or ``An cue``, as DataComp asks."""
+        cue = self.cue.lower()
+        return f"{'An' if cue[0] in 'aeiou' else 'A'} {cue}"
+
+
+def read_instances(folder: Path) -> list[Instance]:
+    """The lines of ``instances.jsonl``.
+
+    Raises:
+        DataError: for a missing file or a line that is no instance.
+    """
+    path = folder / INSTANCES_FILE
+    instances = []
+    for number, line in enumerate(read_lines(path, "WinoGAViL instances (JSON)"), start=1):
+        try:
+            content = json.loads(line)
+            cue, candidates = content["cue"], tuple(content["candidates"])
+            instance = Instance(cue, candidates, frozenset(content["associations"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path}, line {number}: expected an object with cue, candidates and associations, "
+                f"found {line[:80]} ({error!r})."
+            ) from None
+        if not cue or not instance.associations or not instance.associations <= set(candidates):
+            raise DataError(f"{path}, line {number}: the associations must be some of the candidates, the cue a word.")
+        instances.append(instance)
+    return instances
+
+
+def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
+    """Jaccard index of the k images nearest to the cue, k = number of associations.
+
+    Every distinct image and cue is encoded once, though most occur in many instances. An instance with an image that
+    does not decode is skipped.
+
+    Raises:
+        DataError: for data that must not be scored.
+    """
+    check_dataset_type(folder, "winogavil")
+    instances = read_instances(folder)
+    images, keys, _, skipped = _encode_images(task, folder, encoder, SampleFormat())
+    rows = {key: row for row, key in enumerate(keys)}
+    undecoded = {entry.key for entry in skipped}
+    usable = []
+    for number, instance in enumerate(instances, start=1):
+        lacking = [key for key in instance.candidates if key not in rows]
+        unknown = [key for key in lacking if key not in undecoded]
+        if unknown:
+            raise DataError(f"{folder / INSTANCES_FILE}, line {number}: no image {', '.join(unknown)} in the shards.")
+        if not lacking:
+            usable.append(instance)
+    if not usable:
+        raise DataError(f"{task.name}: no instance has all its images; {skipped[0]}.")
+    cues = encoder.encode_texts([instance.prompt for instance in usable])
+    scores = [
+        _instance_score(instance, (images[[rows[key] for key in instance.candidates]] @ cue).cpu().numpy())
+        for instance, cue in zip(usable, cues, strict=True)
+    ]
+    metrics = winogavil_metrics(scores, [len(instance.candidates) for instance in usable])
+    return TaskResult(metrics, len(usable), len(instances), skipped)
+
+
+def _instance_score(instance: Instance, similarities: np.ndarray) -> float:
+    """Jaccard index of one instance."""
+    nearest = np.argsort(-similarities, kind="stable")[: len(instance.associations)]
+    return jaccard({instance.candidates[place] for place in nearest}, set(instance.associations))
+
+
+def winogavil_metrics(scores: Sequence[float], candidates: Sequence[int]) -> Metrics:
+    """Mean Jaccard index overall and by number of candidates; None where there are no such instances."""
+    scores, candidates = np.asarray(scores), np.asarray(candidates)
+    chosen = {"avg_jaccard_score": np.ones(len(scores), dtype=bool)}
+    chosen.update({f"jaccard_score_{count}": candidates == count for count in (5, 6, 10, 12)})
+    chosen.update({"jaccard_score_5-6": candidates <= 6, "jaccard_score_10-12": candidates >= 10})
+    return {name: float(scores[which].mean()) if which.any() else None for name, which in chosen.items()}

@@ -1,0 +1,53 @@
+"""Evaluating one task: finds its data, scores it, and refuses what is not the data set it should be."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from eval.classification import GROUPED, TaskResult, evaluate_classification, evaluate_faces
+from eval.data import DataError, task_folder
+from eval.features import Encoder
+from eval.metrics import without_nan
+from eval.retrieval import evaluate_retrieval, evaluate_winogavil
+from eval.tasks import Task
+
+# Undecodable images that are tolerated: this many, or this share of the data set.
+MAX_SKIPPED = 10
+MAX_SKIPPED_SHARE = 0.01
+
+EVALUATORS: dict[str, Callable[[Task, Path, Encoder, bool], TaskResult]] = {
+    "classification": evaluate_classification,
+    **dict.fromkeys(GROUPED, evaluate_classification),
+    "faces": evaluate_faces,
+    "retrieval": evaluate_retrieval,
+    "winogavil": evaluate_winogavil,
+}
+
+
+def evaluate_task(task: Task, data_dir: str | Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
+    """Score one task, ``main_metric`` included.
+
+    Args:
+        task: which.
+        data_dir: folder with the ``wds_*_test`` folders.
+        encoder: the model.
+        any_size: score data whose number of samples or classes is not DataComp's.
+
+    Raises:
+        DataError: for data that is missing, damaged, or not DataComp's.
+        ValueError: for a model whose embeddings are not finite.
+    """
+    result = EVALUATORS[task.kind](task, task_folder(task, data_dir), encoder, any_size)
+    if len(result.skipped) > max(MAX_SKIPPED, MAX_SKIPPED_SHARE * (result.samples + len(result.skipped))):
+        raise DataError(
+            f"{task.name}: {len(result.skipped)} images do not decode beside {result.samples} that do, "
+            f"the first: {result.skipped[0]}; fetch the data set again."
+        )
+    if result.found != task.size and not any_size:
+        raise DataError(
+            f"{task.name}: found {result.found} samples, DataComp's data set has {task.size}: not scored; "
+            f"fetch the data set again, or score it as it is with --allow-size-mismatch."
+        )
+    metrics = without_nan(result.metrics)
+    metrics["main_metric"] = metrics.get(task.main_metric)
+    return replace(result, metrics=metrics)
