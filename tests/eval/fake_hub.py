@@ -1,0 +1,114 @@
+"""A Hugging Face hub on localhost that serves folders as data set repositories, and misbehaves on request."""
+
+import hashlib
+import json
+import re
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+
+
+class FakeHub:
+    """Serves ``repositories[owner/name]``, a folder each; tars and zips count as large files, with a SHA-256.
+
+    Attributes:
+        endpoint: its address.
+        cut_after: path of a file -> bytes after which the connection breaks, once.
+        corrupt: path of a file -> how many times to serve it with its first byte changed.
+        busy: path of a file -> how many times to answer 503.
+        ranges: whether byte ranges are honoured.
+        requests: (path, first byte asked for) of every file request.
+    """
+
+    def __init__(self) -> None:
+        self.repositories: dict[str, Path] = {}
+        self.cut_after: dict[str, int] = {}
+        self.corrupt: Counter[str] = Counter()
+        self.busy: Counter[str] = Counter()
+        self.ranges = True
+        self.requests: list[tuple[str, int]] = []
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                hub.answer(self)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> "FakeHub":
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        path = handler.path.split("?")[0]
+        if match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)(/revision/\w+)?", path):
+            return self._list(handler, match[1])
+        if match := re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/\w+/(.+)", path):
+            return self._send_file(handler, self.repositories[match[1]] / match[2], match[2])
+        return self._reply(handler, 404, b"")
+
+    def _list(self, handler: BaseHTTPRequestHandler, repository: str) -> None:
+        folder = self.repositories.get(repository)
+        if folder is None:
+            handler.send_response(401)
+            handler.send_header("X-Error-Message", "Repository not found")
+            handler.send_header("X-Error-Code", "RepoNotFound")
+            handler.send_header("Content-Length", "0")
+            handler.end_headers()
+            return
+        siblings = [describe(folder, path) for path in sorted(folder.rglob("*")) if path.is_file()]
+        info = {"id": repository, "sha": REVISION, "siblings": siblings, "tags": [], "downloads": 0, "likes": 0}
+        self._reply(handler, 200, json.dumps({**info, "private": False, "disabled": False}).encode())
+
+    def _send_file(self, handler: BaseHTTPRequestHandler, path: Path, name: str) -> None:
+        first = int(re.match(r"bytes=(\d+)-", handler.headers.get("Range", "bytes=0-"))[1])
+        self.requests.append((name, first))
+        if self.busy[name]:
+            self.busy[name] -= 1
+            return self._reply(handler, 503, b"")
+        content = path.read_bytes()
+        if self.corrupt[name]:
+            self.corrupt[name] -= 1
+            content = bytes([content[0] ^ 1]) + content[1:]
+        first = first if self.ranges else 0
+        handler.send_response(206 if self.ranges else 200)
+        handler.send_header("Content-Length", str(len(content) - first))
+        handler.end_headers()
+        if name in self.cut_after:
+            handler.wfile.write(content[first : self.cut_after.pop(name)])
+            handler.close_connection = True
+            return None
+        handler.wfile.write(content[first:])
+        return None
+
+    def _reply(self, handler: BaseHTTPRequestHandler, status: int, body: bytes) -> None:
+        handler.send_response(status)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+
+
+def describe(folder: Path, path: Path) -> dict:
+    """A file as the hub's API lists it."""
+    content = path.read_bytes()
+    entry = {
+        "rfilename": path.relative_to(folder).as_posix(),
+        "size": len(content),
+        "blobId": hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest(),
+    }
+    if path.suffix in (".tar", ".zip"):
+        entry["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+    return entry

@@ -1,0 +1,413 @@
+"""``python -m eval.download`` against a hub on localhost: what a user sees, and what lies on the disk after it."""
+
+import csv
+import io
+import json
+import shutil
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from eval.data import read_shard
+from eval.download import fetch
+from eval.download.__main__ import main
+from eval.download.convert import convert_retrieval, convert_winogavil
+from eval.download.hub import DownloadError, Hub, HubUnreachableError
+from eval.download.manifest import MANIFEST_NAME, Manifest
+from eval.download.sources import source_of
+from eval.download.verify import BROKEN, INCOMPLETE, MISSING, OK, UNPROVEN, verify_set
+from eval.tasks import FLICKR, TASKS, WINOGAVIL
+from tests.eval import datasets
+from tests.eval.fake_hub import REVISION, FakeHub
+
+DIGITS = "mnist"  # ten classes, as the fixtures have
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub with MNIST in DataComp's format, 3 shards, and files that nobody needs."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(Hub.__init__, "__defaults__", (None, lambda seconds: None))  # no waiting between attempts
+    origin = datasets.make_task(tmp_path / "hub", DIGITS, shards=3)
+    (origin / "README.md").write_text("MIT")
+    (origin / ".gitattributes").write_text("*.tar filter=lfs")
+    (origin / "train").mkdir()
+    (origin / "train" / "0.tar").write_bytes(b"not needed")
+    with FakeHub() as fake:
+        fake.repositories[source_of(TASKS[DIGITS]).repository] = origin
+        yield fake
+
+
+def download(hub: FakeHub, data_dir: Path, *arguments: str, task: str = DIGITS) -> int:
+    return main(["--data-dir", str(data_dir), "--tasks", task, "--endpoint", hub.endpoint, *arguments])
+
+
+def verify(data_dir: Path, task: str = DIGITS) -> str:
+    return verify_set(data_dir, TASKS[task], any_size=True).status
+
+
+def set_folder(data_dir: Path, task: str = DIGITS) -> Path:
+    return data_dir / TASKS[task].folder
+
+
+def test_sources_of_all_tasks() -> None:
+    repositories = {key: source_of(task).repository for key, task in TASKS.items()}
+    assert repositories["vtab/pets"] == "djghosh/wds_vtab-pets_test"
+    assert repositories["fairness/geode"] == "djghosh/wds_geode_test"
+    assert repositories[FLICKR] == "nlphuji/flickr_1k_test_image_text_retrieval"
+    assert repositories[WINOGAVIL] == "nlphuji/winogavil"
+    assert len(set(repositories.values())) == len(TASKS) == 40
+
+
+def test_fetches_exactly_the_data_set_and_then_needs_no_hub(
+    hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data_dir = tmp_path / "data"
+    assert download(hub, data_dir, "--dry-run") == 0
+    assert not data_dir.exists()
+    said = capsys.readouterr().out
+    assert "to fetch" in said and "7 files" in said and "free in" in said
+
+    assert download(hub, data_dir) == 0
+    folder, origin = set_folder(data_dir), hub.repositories[source_of(TASKS[DIGITS]).repository]
+    files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    wanted = ["README.md", "classnames.txt", "test/0.tar", "test/1.tar", "test/2.tar", "test/nshards.txt"]
+    assert files == sorted([*wanted, MANIFEST_NAME, "zeroshot_classification_templates.txt"])
+    assert all((folder / name).read_bytes() == (origin / name).read_bytes() for name in wanted)
+    manifest = Manifest.load(folder)
+    assert manifest.complete and manifest.revision == REVISION and MANIFEST_NAME not in manifest.files
+    assert verify(data_dir) == OK
+
+    hub.requests.clear()
+    assert main(["--data-dir", str(data_dir), "--tasks", DIGITS, "--endpoint", "http://127.0.0.1:9"]) == 0
+    assert hub.requests == []
+
+
+def test_goes_on_after_an_interruption(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data_dir = tmp_path / "data"
+    monkeypatch.setattr("eval.download.hub._CHUNK", 1000)
+    hub.cut_after["test/1.tar"] = 3000
+    hub.busy["test/2.tar"] = 2
+    assert download(hub, data_dir) == 0
+    assert verify(data_dir) == OK
+    assert [first for name, first in hub.requests if name == "test/1.tar"] == [0, 3000]
+    assert [first for name, first in hub.requests if name == "test/2.tar"] == [0, 0, 0]
+
+    # A killed process leaves partial files; the next one asks only for the rest, and not for what is complete.
+    folder = set_folder(data_dir)
+    (folder / "test" / "0.tar.part").write_bytes((folder / "test" / "0.tar").read_bytes()[:2048])
+    (folder / "test" / "0.tar").unlink()
+    manifest = Manifest.load(folder)
+    manifest.complete = False
+    del manifest.files["test/0.tar"], manifest.files["classnames.txt"]
+    manifest.save()
+    verdict = verify_set(data_dir, TASKS[DIGITS], any_size=True)
+    assert verdict.status == INCOMPLETE and "0.tar.part" in verdict.problems[0]
+    hub.requests.clear()
+    assert download(hub, data_dir) == 0
+    # classnames.txt was complete but not written down: proven by its checksum, without asking for it.
+    assert hub.requests == [("test/0.tar", 2048)]
+    assert verify(data_dir) == OK
+
+
+def test_a_hub_without_ranges_starts_over(hub: FakeHub, tmp_path: Path) -> None:
+    hub.ranges = False
+    hub.cut_after["test/0.tar"] = 3000
+    assert download(hub, tmp_path) == 0
+    assert verify(tmp_path) == OK
+
+
+def test_wrong_checksum_is_fetched_again_once(hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.corrupt["test/0.tar"] = 1
+    hub.corrupt["classnames.txt"] = 1  # a small file: git's checksum, not SHA-256
+    assert download(hub, tmp_path) == 0
+    assert verify(tmp_path) == OK
+
+    other = tmp_path / "other"
+    hub.corrupt["test/0.tar"] = 2
+    assert download(hub, other) == 1
+    error = capsys.readouterr().err
+    assert "test/0.tar" in error and "wrong checksum twice" in error
+    assert not (set_folder(other) / "test" / "0.tar").exists()
+    assert verify(other) == INCOMPLETE
+
+
+def test_gives_up_on_a_connection_that_keeps_breaking(
+    hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.busy["test/1.tar"] = 1000
+    assert download(hub, tmp_path, "--connections", "1") == 1
+    error = capsys.readouterr().err
+    assert "gave up" in error and "503" in error and "run the same command again" in error
+    assert (set_folder(tmp_path) / "classnames.txt").exists()
+    hub.busy.clear()
+    assert download(hub, tmp_path) == 0
+
+
+def test_no_space_is_said_before_anything_is_fetched(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    assert download(hub, tmp_path / "data") == 1
+    assert "1.0 kB free" in capsys.readouterr().err
+    assert hub.requests == [] and not (tmp_path / "data").exists()
+
+
+def test_a_full_disk_ends_the_run_and_keeps_the_part(hub: FakeHub, tmp_path: Path) -> None:
+    remote = Hub(hub.endpoint).list_files(source_of(TASKS[DIGITS]))
+    file = next(file for file in remote.files if file.path == "test/0.tar")
+
+    def full_disk(count: int) -> None:
+        if count:
+            raise OSError(28, "No space left on device")
+
+    destination = tmp_path / "0.tar"
+    with pytest.raises(OSError, match="No space left"):
+        Hub(hub.endpoint).fetch(remote, file, destination, full_disk)
+    assert not destination.exists() and destination.with_name("0.tar.part").stat().st_size == file.size
+
+
+def test_no_network_and_refusals_are_told_apart(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(HubUnreachableError, match="does not answer"):
+        Hub("http://127.0.0.1:9").list_files(source_of(TASKS[DIGITS]))
+    assert main(["--data-dir", str(tmp_path), "--tasks", DIGITS, "--endpoint", "http://127.0.0.1:9"]) == 1
+    assert "needs a network" in capsys.readouterr().err
+
+    with pytest.raises(DownloadError, match="djghosh/wds_cifar10_test"):
+        Hub(hub.endpoint).list_files(source_of(TASKS["cifar10"]))
+    arguments = ["--data-dir", str(tmp_path), "--tasks", "cifar10", DIGITS, "--endpoint", hub.endpoint]
+    assert main(arguments) == 1  # the other set is fetched nevertheless
+    captured = capsys.readouterr()
+    assert "failed: cifar10" in captured.err and "1 of 2 data sets are complete" in captured.out
+    assert verify(tmp_path) == OK
+
+    with pytest.raises(SystemExit):
+        main(["--data-dir", str(tmp_path), "--tasks", "cifar11"])
+    assert "did you mean cifar10" in capsys.readouterr().err
+
+
+def test_a_path_out_of_the_folder_is_refused(hub: FakeHub) -> None:
+    origin = hub.repositories[source_of(TASKS[DIGITS]).repository]
+    (origin / "..evil.txt").write_text("harmless name")
+    Hub(hub.endpoint).list_files(source_of(TASKS[DIGITS]))
+    from eval.download import hub as hub_module
+
+    class Entry:
+        rfilename, size, lfs, blob_id = "../evil.txt", 1, None, "0"
+
+    with pytest.raises(DownloadError, match="outside"):
+        hub_module._remote_file(Entry())
+
+
+def test_sets_of_other_tools_are_proven_not_fetched_again(hub: FakeHub, tmp_path: Path) -> None:
+    origin = hub.repositories[source_of(TASKS[DIGITS]).repository]
+    folder = set_folder(tmp_path)
+    shutil.copytree(origin, folder)
+    (folder / "test" / "1.tar").write_bytes(bytes((origin / "test" / "1.tar").stat().st_size))
+    assert verify(tmp_path) == BROKEN
+    shutil.rmtree(folder / "test")
+    shutil.copytree(origin / "test", folder / "test")
+    assert verify(tmp_path) == UNPROVEN
+    (folder / "test" / "1.tar").write_bytes(bytes((origin / "test" / "1.tar").stat().st_size))
+    assert download(hub, tmp_path) == 0
+    assert {name for name, _ in hub.requests} == {"test/1.tar"}
+    assert verify(tmp_path) == OK
+
+
+@pytest.mark.parametrize("key", [DIGITS, "wilds/fmow", "fairness/fairface", FLICKR, WINOGAVIL])
+def test_verify_finds_what_is_broken(tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    task = TASKS[key]
+
+    def problems() -> str:
+        verdict = verify_set(tmp_path, task, any_size=True)
+        assert verdict.status == BROKEN and not verdict.usable
+        return " ".join(verdict.problems)
+
+    assert verify(tmp_path, key) == MISSING
+    folder = datasets.make_task(tmp_path, key, count=24)
+    verdict = verify_set(tmp_path, task, any_size=True)
+    assert (verdict.status, verdict.samples) == (UNPROVEN, 24)
+    assert "24 samples, DataComp's has" in " ".join(verify_set(tmp_path, task).problems) or task.classes != 10
+    assert main(["--data-dir", str(tmp_path), "--tasks", key, "--verify", "--allow-size-mismatch"]) == 0
+    assert main(["--data-dir", str(tmp_path), "--tasks", key, "--verify"]) == 1
+    assert "0 of 1 data sets" in capsys.readouterr().out
+
+    tar = folder / "test" / "0.tar"
+    whole = tar.read_bytes()
+    tar.write_bytes(whole[: len(whole) // 1024 * 512])
+    assert "truncated" in problems()
+    tar.write_bytes(whole)
+    (folder / "test" / "nshards.txt").write_text("1\n")
+    assert "short" in problems()
+    (folder / "test" / "nshards.txt").write_text("2\n")
+    samples = list(read_shard(tar))
+    datasets.write_tar(tar, [(samples[0][0], {"xyz": b""}), *samples[1:]])
+    assert "no image" in problems()
+    needed = {"faces": "npy", "retrieval": "txt", "winogavil": None}.get(task.kind, "cls")
+    if needed:
+        first = {name: content for name, content in samples[0][1].items() if name != needed}
+        datasets.write_tar(tar, [(samples[0][0], first), *samples[1:]])
+        assert f".{needed}" in problems()
+    datasets.write_tar(tar, [])
+    assert "no samples" in problems()
+    tar.write_bytes(whole)
+    assert verify(tmp_path, key) == UNPROVEN
+
+
+def test_verify_finds_bad_labels_instances_and_checksum_lists(tmp_path: Path) -> None:
+    def problems(key: str) -> str:
+        return " ".join(verify_set(tmp_path, TASKS[key], any_size=True).problems)
+
+    folder = datasets.make_task(tmp_path, DIGITS)
+    (folder / "classnames.txt").write_text("zero\none\n")
+    assert "outside the 2 classes" in problems(DIGITS)
+    tar = folder / "test" / "0.tar"
+    samples = list(read_shard(tar))
+    datasets.write_tar(tar, [(samples[0][0], {**samples[0][1], "cls": b"-1"}), *samples[1:]])
+    assert "the label" in problems(DIGITS)
+    (folder / MANIFEST_NAME).write_text('{"files": ')
+    assert "is not a checksum list" in problems(DIGITS)
+
+    folder = datasets.make_task(tmp_path, WINOGAVIL)
+    instances = (folder / "instances.jsonl").read_text()
+    (folder / "instances.jsonl").write_text(instances.replace("picture_1", "painting_1", 1))
+    assert "in no tar" in problems(WINOGAVIL)
+    (folder / "instances.jsonl").write_text("{}\n")
+    assert "line 1 is no instance" in problems(WINOGAVIL)
+    (folder / "instances.jsonl").unlink()
+    assert "missing" in problems(WINOGAVIL)
+
+
+def test_verify_compares_every_byte_with_what_was_fetched(hub: FakeHub, tmp_path: Path) -> None:
+    assert download(hub, tmp_path) == 0
+    template_file = set_folder(tmp_path) / "zeroshot_classification_templates.txt"
+    content = template_file.read_text()
+    template_file.write_text(content.replace("photo", "image"))
+    assert "SHA-256" in verify_set(tmp_path, TASKS[DIGITS], any_size=True).problems[0]
+    template_file.write_text(content + "x")
+    assert "bytes, not" in verify_set(tmp_path, TASKS[DIGITS], any_size=True).problems[0]
+    template_file.unlink()
+    assert "is missing" in verify_set(tmp_path, TASKS[DIGITS], any_size=True).problems[0]
+    assert download(hub, tmp_path) == 0
+    assert verify(tmp_path) == OK
+
+
+def write_table(folder: Path, name: str, rows: list[dict[str, str]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / name, "w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_zip(path: Path, names: list[str]) -> dict[str, bytes]:
+    images, _ = datasets.digit_images(len(names))
+    contents = {name: datasets.image_bytes(image, "JPEG") for name, image in zip(names, images, strict=True)}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in contents.items():
+            archive.writestr(f"images/{name}", content)
+            archive.writestr(f"__MACOSX/images/._{name}", b"resource fork")
+    return contents
+
+
+def retrieval_source(folder: Path) -> dict[str, bytes]:
+    rows = [
+        {"raw": json.dumps(["A dog, running.", "Two lines\nof  text"]), "split": "test", "filename": "10.jpg"},
+        {"raw": json.dumps(["Ein Hund läuft."]), "split": "train", "filename": "11.jpg"},
+        {"raw": json.dumps(["Eine Straße."]), "split": "test", "filename": "COCO_val.2014.jpg"},
+    ]
+    write_table(folder, "test_1k.csv", rows)
+    return write_zip(folder / "images.zip", ["10.jpg", "11.jpg", "COCO_val.2014.jpg"])
+
+
+def test_retrieval_comes_through_the_conversion(hub: FakeHub, tmp_path: Path) -> None:
+    origin, data_dir = tmp_path / "origin", tmp_path / "data"
+    contents = retrieval_source(origin)
+    (origin / "flickr.py").write_text("raise SystemExit('a loading script must not be run')")
+    (origin / "LICENSE").write_text("terms")
+    hub.repositories[source_of(TASKS[FLICKR]).repository] = origin
+    assert download(hub, data_dir, task=FLICKR) == 0
+    folder = set_folder(data_dir, FLICKR)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "LICENSE",
+        MANIFEST_NAME,
+        "dataset_type.txt",
+        "test",
+    ]
+    assert (folder / "dataset_type.txt").read_text() == "retrieval\n"
+    assert dict(read_shard(folder / "test" / "0.tar")) == {
+        "10": {"jpg": contents["10.jpg"], "txt": b"A dog, running.\nTwo lines of text"},
+        "COCO_val_2014": {"jpg": contents["COCO_val.2014.jpg"], "txt": "Eine Straße.".encode()},
+    }
+    verdict = verify_set(data_dir, TASKS[FLICKR], any_size=True)
+    assert (verdict.status, verdict.samples) == (OK, 2)
+    hub.requests.clear()
+    assert download(hub, data_dir, task=FLICKR) == 0
+    assert hub.requests == []
+
+
+def test_winogavil_comes_through_the_conversion(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    origin, data_dir = tmp_path / "origin", tmp_path / "data"
+    names = ["tea party", "snow", "owl", "moon", "tree"]
+    rows = [
+        {"": "0", "cue": "Night", "candidates": json.dumps(names), "associations": json.dumps(["owl", "moon"])},
+        {"": "1", "cue": "cold", "candidates": json.dumps(names[1:]), "associations": json.dumps(["snow"])},
+    ]
+    write_table(origin, "winogavil.csv", rows)
+    write_table(origin, "other.csv", [{"a": "1"}])
+    contents = write_zip(origin / "winogavil_images.zip", [f"{name}.jpg" for name in [*names, "unused"]])
+    hub.repositories[source_of(TASKS[WINOGAVIL]).repository] = origin
+    monkeypatch.setattr("eval.download.convert.IMAGES_PER_SHARD", 2)
+    assert download(hub, data_dir, "--keep-source", task=WINOGAVIL) == 0
+    folder = set_folder(data_dir, WINOGAVIL)
+    assert (folder / "source" / "winogavil_images.zip").exists()
+    assert (folder / "test" / "nshards.txt").read_text() == "3\n"
+    samples = {key: fields for shard in range(3) for key, fields in read_shard(folder / "test" / f"{shard}.tar")}
+    assert samples == {name: {"jpg": contents[f"{name}.jpg"]} for name in names}
+    lines = [json.loads(line) for line in (folder / "instances.jsonl").read_text().splitlines()]
+    assert lines[0] == {"cue": "Night", "candidates": names, "associations": ["owl", "moon"]}
+    assert lines[1]["associations"] == ["snow"]
+    verdict = verify_set(data_dir, TASKS[WINOGAVIL], any_size=True)
+    assert (verdict.status, verdict.samples) == (OK, 2)
+
+
+def test_conversion_names_what_does_not_fit(tmp_path: Path) -> None:
+    source, folder = tmp_path / "source", tmp_path / "set"
+    retrieval_source(source)
+    first = convert_retrieval(source, folder), (folder / "test" / "0.tar").read_bytes()
+    assert first == (convert_retrieval(source, folder), (folder / "test" / "0.tar").read_bytes())  # same bytes again
+
+    with pytest.raises(ValueError, match="columns cue"):
+        convert_winogavil(source, folder)
+    write_zip(source / "images.zip", ["10.jpg"])
+    with pytest.raises(ValueError, match=r"no image 'COCO_val\.2014\.jpg'"):
+        convert_retrieval(source, folder)
+    assert (folder / "test" / "0.tar").read_bytes() == first[1]  # a failed conversion leaves the old one
+    (source / "images.zip").write_bytes(b"PK")
+    with pytest.raises(ValueError, match="not a readable zip"):
+        convert_retrieval(source, folder)
+    write_table(source, "test_1k.csv", [{"raw": "A dog", "filename": "10.jpg"}])
+    write_zip(source / "images.zip", ["10.jpg"])
+    with pytest.raises(ValueError, match="JSON list"):
+        convert_retrieval(source, folder)
+    write_table(source, "test_1k.csv", [{"raw": '["a"]', "filename": name} for name in ("1.0.jpg", "1_0.jpg")])
+    with pytest.raises(ValueError, match="more than once"):
+        convert_retrieval(source, folder)
+    rows = [{"cue": "x", "candidates": '["a"]', "associations": '["b"]'}]
+    write_table(source, "test_1k.csv", rows)
+    with pytest.raises(ValueError, match="not among the candidates"):
+        convert_winogavil(source, folder)
+
+
+def test_shards_of_the_conversion_are_ordinary_tars(tmp_path: Path) -> None:
+    source, folder = tmp_path / "source", tmp_path / "set"
+    retrieval_source(source)
+    convert_retrieval(source, folder)
+    with tarfile.open(fileobj=io.BytesIO((folder / "test" / "0.tar").read_bytes())) as tar:
+        assert tar.getnames() == ["10.jpg", "10.txt", "COCO_val_2014.jpg", "COCO_val_2014.txt"]
