@@ -43,13 +43,13 @@ class Position:
         epoch: number of completed epochs.
         step: optimizer steps over the run.
         step_in_epoch: optimizer steps in the epoch under way.
-        progress: the loader's segments of that epoch (see ``data/loader.py``).
+        progress: what the loader has handed out of that epoch (see ``data/loader.py``); kept up to date at saves.
     """
 
     epoch: int = 0
     step: int = 0
     step_in_epoch: int = 0
-    progress: list[dict[str, int]] = field(default_factory=list)
+    progress: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class Trainer:
 
     Args:
         step: takes optimizer steps.
-        loader: yields batches, see ``data/loader.py`` (``iterate``, ``layout``, ``batches_per_epoch``).
+        loader: yields batches, see ``data/loader.py`` (``iterate``, ``extend_progress``, ``batches_per_epoch``).
         schedule: sets the learning rates for an optimizer step of the run.
         length: see ``RunLength``.
         policy: see ``SavePolicy``.
@@ -99,6 +99,8 @@ class Trainer:
         self.steps_per_epoch = loader.batches_per_epoch // length.accum_freq
         self.stopwatch = Stopwatch()
         self._last_saved: tuple[str, int] | None = None
+        self._progress_at_start: list[dict[str, Any]] = []
+        self._batches_since = 0
 
     @property
     def model(self) -> nn.Module:
@@ -143,17 +145,12 @@ class Trainer:
                 self._act_on(signals.agreed())
 
     def _batches_of_steps(self) -> Iterator[list[Batch]]:
-        """The rest of the epoch's micro-batches, grouped by optimizer step; keeps the position up to date."""
-        position, accum_freq = self.position, self.length.accum_freq
-        layout = self.loader.layout
-        seen = [dict(segment) for segment in position.progress]
-        source = self.loader.iterate(position.epoch, seen)
-        if not position.progress or {**position.progress[-1], **layout} != position.progress[-1]:
-            position.progress = [*seen, {**layout, "batches": 0}]
+        """The rest of the epoch's micro-batches, grouped by optimizer step."""
+        self._progress_at_start, self._batches_since = self.position.progress, 0
         group: list[Batch] = []
-        for batch in source:
+        for batch in self.loader.iterate(self.position.epoch, self._progress_at_start):
             group.append(batch)
-            if len(group) == accum_freq:
+            if len(group) == self.length.accum_freq:
                 yield group
                 group = []
 
@@ -169,13 +166,14 @@ class Trainer:
         self.reporter.advance()
         position.step += 1
         position.step_in_epoch += 1
-        position.progress[-1]["batches"] += len(batches)
+        self._batches_since += len(batches)
 
     def _act_on(self, request: Request) -> None:
         every = self.policy.every_steps
         due = every > 0 and self.position.step % every == 0
         if request == Request.NOTHING and not due:
             return
+        self.position.progress = self.loader.extend_progress(self._progress_at_start, self._batches_since)
         self._save_mid_epoch(must_succeed=request == Request.SAVE_AND_STOP)
         self.stopwatch.restart()
         if request == Request.SAVE_AND_STOP:

@@ -1,0 +1,72 @@
+"""The package as a whole: imports stay cheap, and the rules of the architecture hold."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import openclip_ext
+
+PACKAGE = Path(openclip_ext.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Every module that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has loaded after a statement."""
+    program = f"{statement}\nimport sys\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    return set(
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    )
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    assert not loaded_by("import openclip_ext") & {"torch", "open_clip", "webdataset", "pandas", "matplotlib", "numpy"}
+
+
+def test_a_loss_needs_neither_data_nor_plotting():
+    loaded = loaded_by("import openclip_ext; openclip_ext.create_loss('neuclip', embed_dim=8, prototypes=4)")
+    assert "torch" in loaded
+    assert not loaded & {"webdataset", "pandas", "matplotlib"}
+
+
+def test_the_public_names_are_there():
+    assert {"create_loss", "list_losses", "register"} <= set(dir(openclip_ext))
+    assert {"openclip", "siglip", "fastclip", "amorlip", "neuclip"} <= set(openclip_ext.list_losses())
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = openclip_ext.no_such_name
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_compat_touches_the_inside_of_openclip(path):
+    inside = {name for name in imported_modules(path) if name.startswith(("open_clip_train", "open_clip."))}
+    public = {f"open_clip.{name}" for name in ("ClipLoss", "SigLipLoss", "CoCaLoss", "get_tokenizer", "create_model")}
+    assert path.name == "compat.py" or not inside - public
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in SOURCES if path.parent.name in ("losses", "normalizers", "temperatures")],
+    ids=lambda p: p.stem,
+)
+def test_losses_know_no_command_line(path):
+    assert "argparse" not in imported_modules(path)
+
+
+def test_the_trainer_knows_no_loss_by_name():
+    for name in ("trainer.py", "step.py", "checkpoint.py", "evaluation.py"):
+        source = (PACKAGE / "training" / name).read_text().lower()
+        strings = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+        assert not strings & set(openclip_ext.list_losses()), name

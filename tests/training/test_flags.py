@@ -1,0 +1,89 @@
+"""The command line: OpenCLIP's flags keep their meaning, ours are checked against the chosen loss."""
+
+import pytest
+
+from openclip_ext.losses.options import OPTIONS
+from openclip_ext.training.errors import UsageError
+from openclip_ext.training.flags import build_parser, loss_options, parse
+
+
+def test_openclips_command_parses_unchanged():
+    argv = ["--train-data", "x.tar", "--batch-size", "32", "--siglip", "--precision", "amp_bf16", "--accum-freq", "2"]
+    args, choice = parse(argv)
+    assert (args.train_data, args.batch_size, args.precision, args.accum_freq) == ("x.tar", 32, "amp_bf16", 2)
+    assert choice.name == args.loss == "siglip"
+    assert parse([])[1].name == "openclip"
+
+
+def test_openclips_defaults_are_openclips():
+    from open_clip_train.params import parse_args
+
+    ours, theirs = vars(parse([])[0]), vars(parse_args([]))
+    assert {name: ours[name] for name in theirs} == theirs
+
+
+def test_the_loss_takes_its_options_and_adams_eps_stays_adams():
+    args, choice = parse(["--loss", "fastclip", "--loss-eps", "1e-6", "--eps", "1e-7", "--rho", "8.5", "--epochs", "5"])
+    assert args.eps == 1e-7
+    options = loss_options(args, choice)
+    assert (options["eps"], options["rho"], options["epochs"]) == (1e-6, 8.5, 5)
+
+
+def test_none_is_a_value_and_not_given_is_not():
+    _, choice = parse(["--loss", "neuclip", "--restart-every", "none"])
+    assert choice.options == {"restart_every": None}
+    assert "prototypes" not in choice.options
+
+
+def test_our_flags_are_not_abbreviated():
+    """OpenCLIP's parser would take --loss for --loss-dist-impl."""
+    args, _ = parse(["--loss", "neuclip"])
+    assert args.loss_dist_impl is None
+    with pytest.raises(SystemExit):
+        parse(["--loss", "neuclip", "--prototyp", "8"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--loss", "neuclp"], "neuclip"),
+        (["--loss", "openclip", "--rho", "5"], "--rho is not used by --loss openclip"),
+        (["--loss", "neuclip", "--gamma", "0.5"], "--gamma is not used by --loss neuclip"),
+        (["--loss", "fastclip", "--siglip"], "--siglip and --loss fastclip"),
+        (["--resume", "latest"], "--resume latest needs --name"),
+        (["--horovod"], "torchrun"),
+        (["--distill-model", "RN50"], "distillation"),
+        (["--accum-freq", "0"], "--accum-freq is 0"),
+        (["--eval-suite", "quick"], "--eval-data-dir"),
+        (["--max-bad-fraction", "2"], "between 0 and 1"),
+        (["--train-data-upsampling-factors", "1::2"], "--dataset-resampled"),
+    ],
+)
+def test_wrong_command_lines_are_refused_with_the_reason(argv, message):
+    with pytest.raises(UsageError, match=message):
+        parse(argv)
+
+
+@pytest.mark.parametrize("argv", [["--no-such-flag"], ["--loss", "neuclip", "--prototypes", "0"], ["--rho", "large"]])
+def test_argparse_names_what_it_refuses(argv, capsys):
+    with pytest.raises(SystemExit):
+        parse(argv)
+    assert argv[-2 if len(argv) > 1 else 0] in capsys.readouterr().err
+
+
+def test_help_shows_both_groups_of_flags(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(["--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--restart-every" in shown
+    assert "--local-loss" in shown
+    assert "--save-every-steps" in shown
+
+
+def test_every_option_of_a_loss_has_exactly_one_flag():
+    actions = [action for action in build_parser()._actions if action.dest in OPTIONS]
+    assert sorted(action.dest for action in actions) == sorted(
+        name for name, option in OPTIONS.items() if not option.openclip_flag
+    )
+    assert all(action.option_strings[0] == OPTIONS[action.dest].flag for action in actions)
