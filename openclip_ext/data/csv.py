@@ -1,0 +1,106 @@
+"""CSV data sets: a row names an image file and its caption. The index of a sample is its row."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from PIL import Image
+
+from openclip_ext.data.order import RowSequence, Sequence64
+from openclip_ext.data.source import BadSampleError, RawSample, Reader, Source, decode_image
+
+
+class _Texts:
+    """Strings in one block of bytes: millions of Python strings would be copied into every worker, page by page."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        encoded = [text.encode("utf-8") for text in texts]
+        self.data = b"".join(encoded)
+        self.ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, row: int) -> str:
+        begin = self.ends[row - 1] if row else 0
+        return self.data[begin : self.ends[row]].decode("utf-8")
+
+
+class CsvSource(Source):
+    """Rows of a CSV file.
+
+    Args:
+        path: The file, read with pandas.
+        image_column: Column with paths of images, as seen from the working directory.
+        caption_column: Column with captions. An empty one is a missing one.
+        separator: Between columns.
+
+    Raises:
+        FileNotFoundError: The file is not there.
+        ValueError: A column is not there, or there are no rows.
+    """
+
+    sequential = False
+
+    def __init__(self, path: str, image_column: str, caption_column: str, separator: str = "\t") -> None:
+        # Without keep_default_na the captions "None" and "NA" would be missing values.
+        table = pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)
+        for column in (image_column, caption_column):
+            if column not in table.columns:
+                raise ValueError(
+                    f"{path} has no column {column!r} but {list(table.columns)}; name the columns with --csv-img-key and "
+                    f"--csv-caption-key, and the separator (now {separator!r}) with --csv-separator"
+                )
+        if table.empty:
+            raise ValueError(f"the data set is empty: {path} has no rows")
+        self._path = os.path.abspath(path)
+        self._images = _Texts(table[image_column].tolist())
+        self._captions = _Texts(table[caption_column].tolist())
+        missing = (table[image_column] == "") | (table[caption_column] == "")
+        self._missing = np.flatnonzero(missing)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._images)
+
+    @property
+    def digest(self) -> str:
+        content = hashlib.blake2b(digest_size=8)
+        for texts in (self._images, self._captions):
+            content.update(texts.data)
+            content.update(texts.ends.tobytes())
+        return content.hexdigest()
+
+    def sequence(self, seed: int, epoch: int, num_slots: int) -> Sequence64:
+        return RowSequence(self.num_samples, seed, epoch)
+
+    def reader(self) -> Reader:
+        return _RowReader(self._images, self._captions)
+
+    def decode(self, raw: RawSample) -> tuple[Image.Image, str]:
+        path, caption = raw.fields["image"], raw.fields["caption"]
+        if not path or not caption:
+            raise BadSampleError(f"row {raw.index} has no {'caption' if path else 'image'}")
+        try:
+            with open(path, "rb") as file:
+                return decode_image(file), caption
+        except OSError as error:
+            raise BadSampleError(f"{path} cannot be read: {error.strerror or error}") from error
+
+    def group_of(self, index: int) -> tuple[str, int, int]:
+        return self._path, 0, self.num_samples
+
+    def known_bad(self) -> tuple[int, str]:
+        rows = self._missing[:5].tolist()
+        return len(self._missing), f"{self._path}, among them rows {rows}" if rows else ""
+
+
+class _RowReader(Reader):
+    def __init__(self, images: _Texts, captions: _Texts) -> None:
+        self._images = images
+        self._captions = captions
+
+    def read(self, index: int) -> RawSample:
+        return RawSample(index, {"image": self._images[index], "caption": self._captions[index]})

@@ -1,0 +1,155 @@
+"""Validation data: each usable sample once, in order, the last batch as large as it comes."""
+
+import logging
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+
+from openclip_ext.data import tar
+from openclip_ext.data.scan import parse_keys
+from openclip_ext.data.shards import open_stream
+from openclip_ext.data.source import BadDataError, BadSampleError, RawSample, Source, decode_fields
+
+Sample = tuple[Image.Image, str]
+
+
+class _ShardSamples:
+    """Samples of shards, read as streams; no manifest is needed."""
+
+    def __init__(self, urls: Sequence[str], image_key: str, caption_key: str) -> None:
+        self._urls = list(urls)
+        self._image_keys = parse_keys(image_key, allow_json=False)
+        self._caption_keys = parse_keys(caption_key, allow_json=True)
+        self._wanted = frozenset(key.field for key in (*self._image_keys, *self._caption_keys))
+
+    def part(self, worker: int, workers: int, batch_size: int) -> Iterator[Sample]:
+        """The samples of one worker: workers take shards in turn."""
+        for url in self._urls[worker::workers]:
+            usable, reasons = 0, []
+            for sample in self._decoded(url, reasons):
+                usable += 1
+                yield sample
+            if reasons:
+                logging.warning(f"{len(reasons)} bad samples in {url} are left out; the first: {reasons[0]}")
+            if not usable and reasons:
+                raise BadDataError(f"{url} has no usable sample: {reasons[0]}")
+
+    def _decoded(self, url: str, reasons: list[str]) -> Iterator[Sample]:
+        try:
+            with open_stream(url) as stream:
+                for position, (fields, found) in enumerate(tar.stream_samples(stream, self._wanted)):
+                    try:
+                        yield decode_fields(RawSample(position, fields, found), self._image_keys, self._caption_keys)
+                    except BadSampleError as error:
+                        reasons.append(f"position {position}: {error}")
+        except (OSError, EOFError, tarfile.TarError) as error:
+            reasons.append(f"cannot be read to its end: {type(error).__name__}: {error}")
+
+
+class _SourceSamples:
+    """Samples of a source by index."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def part(self, worker: int, workers: int, batch_size: int) -> Iterator[Sample]:
+        """The samples of one worker: workers take batches in turn, which keeps the order."""
+        reader = self._source.reader()
+        usable, bad, reason = 0, 0, ""
+        for begin in range(worker * batch_size, self._source.num_samples, workers * batch_size):
+            for index in range(begin, min(begin + batch_size, self._source.num_samples)):
+                try:
+                    sample = self._source.decode(reader.read(index))
+                except BadSampleError as error:
+                    bad, reason = bad + 1, str(error)
+                    continue
+                usable += 1
+                yield sample
+        if bad:
+            logging.warning(f"{bad} bad samples are left out; the last: {reason}")
+        if bad and not usable:
+            raise BadDataError(f"no usable sample: {reason}")
+
+
+class _EvalDataset(IterableDataset):
+    def __init__(self, samples: Any, transform: Callable, tokenizer: Callable, batch_size: int) -> None:
+        self._samples = samples
+        self._transform = transform
+        self._tokenizer = tokenizer
+        self._batch_size = batch_size
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        images, texts = [], []
+        try:
+            for image, caption in self._samples.part(worker, workers, self._batch_size):
+                images.append(self._transform(image))
+                texts.append(self._tokenizer(caption)[0])
+                if len(images) == self._batch_size:
+                    yield {"image": default_collate(images), "text": default_collate(texts)}
+                    images, texts = [], []
+        except BadDataError as error:
+            yield {"error": str(error)}
+            return
+        if images:
+            yield {"image": default_collate(images), "text": default_collate(texts)}
+
+
+class EvalLoader:
+    """Validation batches ``{"image", "text"}``; iterate over it as often as needed.
+
+    Bad samples are left out and logged. ``num_samples`` is what the caller said, or None if nobody counted: batches
+    come until the data end.
+
+    Raises:
+        BadDataError: While iterating, if a shard (or a whole file) has no usable sample.
+    """
+
+    def __init__(
+        self,
+        samples: Any,
+        transform: Callable[[Image.Image], Tensor],
+        tokenizer: Callable[[str], Tensor],
+        *,
+        batch_size: int,
+        workers: int = 0,
+        num_samples: int | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        self.batch_size = batch_size
+        self.num_samples = num_samples
+        self._loader = DataLoader(
+            _EvalDataset(samples, transform, tokenizer, batch_size),
+            batch_size=None,
+            num_workers=workers,
+            collate_fn=_unchanged,
+            pin_memory=pin_memory,
+            # A pass over the data takes nothing from the training process's generator.
+            generator=torch.Generator().manual_seed(0),
+        )
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for batch in self._loader:
+            if "error" in batch:
+                raise BadDataError(batch["error"])
+            yield batch
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def shard_samples(urls: Sequence[str], image_key: str, caption_key: str) -> Any:
+    """Samples of WebDataset shards, for :class:`EvalLoader`."""
+    return _ShardSamples(urls, image_key, caption_key)
+
+
+def source_samples(source: Source) -> Any:
+    """Samples of a source (CSV, synthetic), for :class:`EvalLoader`."""
+    return _SourceSamples(source)

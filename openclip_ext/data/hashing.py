@@ -1,0 +1,58 @@
+"""A counter-based hash: the only source of randomness in the data package.
+
+Orders, pixels and replacements are functions of numbers such as (seed, epoch, index). Hashing these numbers, rather than
+drawing from a generator, needs no state, works on whole arrays, and gives the same values with every numpy version.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+
+_MASK = (1 << 64) - 1
+_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+class Purpose(IntEnum):
+    """First word of every hash, so that no two uses of one seed share their random numbers."""
+
+    SEQUENCE = 1
+    ROTATION = 2
+    SHUFFLE = 3
+    PIXELS = 4
+    REPLACEMENT = 5
+    RESAMPLING = 6
+
+
+def _scramble(x: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014), a bijection of 64-bit words."""
+    x = (x ^ (x >> np.uint64(30))) * _MULTIPLIERS[0]
+    x = (x ^ (x >> np.uint64(27))) * _MULTIPLIERS[1]
+    return x ^ (x >> np.uint64(31))
+
+
+def hash64(purpose: Purpose, *words: int | np.ndarray) -> np.ndarray:
+    """Hash integers to 64 random bits.
+
+    Args:
+        purpose: What the random number is for.
+        *words: Python integers of any size and sign (taken modulo 2^64) or integer arrays, broadcast together.
+
+    Returns:
+        ``uint64`` array of the broadcast shape, at least 1-d.
+    """
+    state = np.full(1, int(purpose), dtype=np.uint64)
+    for word in words:
+        word = word.astype(np.uint64) if isinstance(word, np.ndarray) else np.uint64(int(word) & _MASK)
+        state = _scramble((state ^ word) + _INCREMENT)
+    return _scramble(state)
+
+
+def uniform(bits: np.ndarray) -> np.ndarray:
+    """Turn 64 random bits into float64 numbers in [0, 1)."""
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def permutation(bits: np.ndarray) -> np.ndarray:
+    """The random permutation that sorts the hashed numbers, ``int64``."""
+    return np.argsort(bits, kind="stable")

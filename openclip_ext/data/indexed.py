@@ -1,0 +1,446 @@
+"""Indexed training data: exact order, exact resuming, pixels that depend on (seed, epoch, index) alone.
+
+The order is in :mod:`openclip_ext.data.order`, the reading in the sources. Here samples become batches: workers decode
+and transform, bad samples are replaced and counted, and the training process gets
+``{"image", "text", "index"}``.
+"""
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
+
+from openclip_ext import distributed
+from openclip_ext.data.hashing import Purpose, hash64
+from openclip_ext.data.order import EpochOrder, Layout, Segment, layout_from_dict, layout_to_dict
+from openclip_ext.data.source import BadDataError, BadSampleError, RawSample, Source
+
+Transform = Callable[[Image.Image], Tensor]
+Tokenizer = Callable[[str], Tensor]
+Progress = Sequence[Mapping[str, Any]]
+
+DEFAULT_SHUFFLE_WINDOW = 10_000
+_MAX_LOGGED = 20
+# Candidates tried for one bad sample between two looks at whether the data as a whole are too bad.
+_PATIENCE = 1000
+
+
+class _Request(NamedTuple):
+    """What a worker is asked for. It carries all it needs, so that persistent workers never work on an old epoch."""
+
+    epoch: int
+    seen: tuple[Segment, ...]
+    batch: int
+
+
+class _Requests(Sampler[_Request]):
+    """The batches that the next pass over the DataLoader asks for."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.seen: tuple[Segment, ...] = ()
+        self.batches = range(0)
+
+    def __iter__(self) -> Iterator[_Request]:
+        return (_Request(self.epoch, self.seen, batch) for batch in self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Put the process's random generators back afterwards; only the training process needs that."""
+    if get_worker_info() is not None:
+        yield
+        return
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+
+
+def _seed_generators(bits: int) -> None:
+    # torch.manual_seed would seed the GPUs, too.
+    torch.default_generator.manual_seed(bits >> 1)
+    random.seed(bits)
+    np.random.seed(bits & 0xFFFFFFFF)
+
+
+class _BatchDataset(Dataset):
+    """Makes batches on request. One instance works in each worker, on one stream of samples at a time."""
+
+    def __init__(
+        self,
+        source: Source,
+        transform: Transform,
+        tokenizer: Tokenizer,
+        layout: Layout,
+        rank: int,
+        seed: int,
+        max_bad_fraction: float,
+    ) -> None:
+        self._source = source
+        self._transform = transform
+        self._tokenizer = tokenizer
+        self._layout = layout
+        self._rank = rank
+        self._seed = seed
+        self._max_bad_fraction = max_bad_fraction
+        self._stream: Iterator[RawSample] = iter(())
+        self._expected: _Request | None = None
+        self._spare_reader = None
+        self._bad: dict[int, str] = {}
+
+    def __getitem__(self, request: _Request) -> dict[str, Any]:
+        try:
+            if request != self._expected:
+                self._stream = self._open_stream(request)
+            with _generators_kept():
+                batch = self._make_batch(request.epoch)
+        except BadDataError as error:
+            # Exceptions of workers arrive wrapped in their traceback; this one is a message to the user.
+            self._expected = None
+            return {"error": str(error)}
+        self._expected = request._replace(batch=request.batch + self._layout.workers)
+        return batch
+
+    def _open_stream(self, request: _Request) -> Iterator[RawSample]:
+        """The worker's samples from a batch on. What comes before is neither read nor decoded."""
+        order = EpochOrder(
+            self._source.sequence(self._seed, request.epoch, self._layout.epoch_samples),
+            self._seed,
+            request.epoch,
+            request.seen,
+            self._layout,
+        )
+        worker = request.batch % self._layout.workers
+        start = request.batch // self._layout.workers * self._layout.batch_size
+        return _stream_shuffled(self._source, order, self._rank, worker, start)
+
+    def _make_batch(self, epoch: int) -> dict[str, Any]:
+        images, texts, indices = [], [], []
+        bad: list[tuple[int, str]] = []
+        for _ in range(self._layout.batch_size):
+            index, image, caption = self._usable(next(self._stream), epoch, bad)
+            _seed_generators(int(hash64(Purpose.PIXELS, self._seed, epoch, index)[0]))
+            images.append(self._transform(image))
+            texts.append(self._tokenizer(caption)[0])
+            indices.append(index)
+        batch = {"image": default_collate(images), "text": default_collate(texts), "index": torch.tensor(indices)}
+        return batch | ({"bad": bad} if bad else {})
+
+    def _usable(self, raw: RawSample, epoch: int, bad: list[tuple[int, str]]) -> tuple[int, Image.Image, str]:
+        """Decode a sample, or the first of its replacements that decodes."""
+        try:
+            return raw.index, *self._source.decode(raw)
+        except BadSampleError as error:
+            reason = str(error)
+        bad.append((raw.index, reason))
+        self._bad[raw.index] = reason
+        self._spare_reader = self._spare_reader or self._source.reader()
+        for tried, candidate in enumerate(self._source.replacements(raw.index, self._seed, epoch), start=1):
+            if tried % _PATIENCE == 0:
+                self._give_up_if_hopeless(raw.index, reason)
+            if candidate in self._bad:
+                continue
+            try:
+                return candidate, *self._source.decode(self._spare_reader.read(candidate))
+            except BadSampleError as error:
+                self._bad[candidate] = str(error)
+        name, _, count = self._source.group_of(raw.index)
+        raise BadDataError(f"{name} has no usable sample among its {count:,}; sample {raw.index}: {reason}")
+
+    def _give_up_if_hopeless(self, index: int, reason: str) -> None:
+        """Do not try the rest of a large file when the samples that failed are too many already."""
+        if len(self._bad) > self._max_bad_fraction * self._source.num_samples:
+            raise BadDataError(
+                f"{len(self._bad):,} bad samples, more than the allowed {self._max_bad_fraction:.1%} "
+                f"(--max-bad-fraction) of {self._source.num_samples:,}; sample {index}: {reason}"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Streams and open files stay in the process they belong to.
+        return self.__dict__ | {"_stream": iter(()), "_expected": None, "_spare_reader": None}
+
+
+def _stream_shuffled(source: Source, order: EpochOrder, rank: int, worker: int, start: int) -> Iterator[RawSample]:
+    """The samples of one worker in order, from the ``start``-th on.
+
+    Samples before ``start`` are not read; shards with nothing else in them are not opened. Holds as many raw samples
+    as the shuffle has to look ahead, at most its window.
+    """
+    skipped = np.zeros(order.piece_length(rank, worker) if start else 0, dtype=bool)
+    upcoming = _skip(order.shuffled(rank, worker), start, skipped)
+    if not source.sequential:
+        reader = source.reader()
+        for positions in upcoming:
+            for index in order.piece_indices(rank, worker, positions).tolist():
+                yield reader.read(index)
+        return
+    waiting: dict[int, RawSample] = {}
+    ahead: Iterator[tuple[int, RawSample]] | None = None
+    for positions in upcoming:
+        # The first part of `upcoming` comes when all skipped positions are marked.
+        ahead = ahead or _read_in_sequence(source, order, rank, worker, skipped)
+        for position in positions.tolist():
+            while position not in waiting:
+                place, raw = next(ahead)
+                waiting[place] = raw
+            yield waiting.pop(position)
+
+
+def _skip(parts: Iterator[np.ndarray], count: int, skipped: np.ndarray) -> Iterator[np.ndarray]:
+    """Drop the first ``count`` positions and mark them."""
+    for part in parts:
+        if count:
+            skipped[part[:count]] = True
+            part, count = part[count:], count - min(count, len(part))
+        if len(part) or not count:
+            yield part
+
+
+def _read_in_sequence(
+    source: Source, order: EpochOrder, rank: int, worker: int, skipped: np.ndarray
+) -> Iterator[tuple[int, RawSample]]:
+    reader = source.reader()
+    length, step = order.piece_length(rank, worker), 4096
+    for begin in range(0, length, step):
+        positions = np.arange(begin, min(begin + step, length))
+        if len(skipped):
+            positions = positions[~skipped[positions]]
+        indices = order.piece_indices(rank, worker, positions)
+        for position, index in zip(positions.tolist(), indices.tolist(), strict=True):
+            yield position, reader.read(index)
+    reader.close()
+
+
+class IndexedLoader:
+    """Training batches with global indices.
+
+    On every rank, an epoch has ``batches_per_epoch`` batches of ``batch_size`` samples; over all ranks every sample of
+    the epoch comes once, up to the remainder that does not fill a global batch (``batch_size * world_size *
+    accum_freq``).
+
+    Args:
+        source: What to read.
+        transform: From an RGB image to a tensor. It may draw from the generators of torch, numpy and random: these are
+            seeded by (seed, epoch, index) before each call.
+        tokenizer: From a caption to token ids of shape ``(1, L)``, as OpenCLIP's.
+        batch_size: Samples of a micro-batch on one rank.
+        workers: Worker processes of each rank; 0 works in the training process.
+        accum_freq: Micro-batches of an optimizer step.
+        seed: What order, pixels and replacements depend on.
+        rank, world_size: None for those of ``torch.distributed``.
+        epoch_samples: Shorter epoch; another part of the data in each. The indices do not change.
+        max_bad_fraction: The run stops when more of the epoch's samples than this are bad.
+        shuffle_window: Over how many samples a worker shuffles (it holds about half as many in memory).
+        pin_memory, prefetch_factor: As in ``torch.utils.data.DataLoader``.
+
+    Raises:
+        ValueError: There are too few samples for one global batch, or an argument is out of range.
+        BadDataError: More samples than ``max_bad_fraction`` are known to be bad.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        transform: Transform,
+        tokenizer: Tokenizer,
+        *,
+        batch_size: int,
+        workers: int = 0,
+        accum_freq: int = 1,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        epoch_samples: int | None = None,
+        max_bad_fraction: float = 0.05,
+        shuffle_window: int = DEFAULT_SHUFFLE_WINDOW,
+        pin_memory: bool = False,
+        prefetch_factor: int = 2,
+    ) -> None:
+        self.source = source
+        self.seed = seed
+        self.rank = distributed.rank() if rank is None else rank
+        self.max_bad_fraction = max_bad_fraction
+        self._layout = Layout(
+            world_size=distributed.world_size() if world_size is None else world_size,
+            workers=max(1, workers),
+            batch_size=batch_size,
+            accum_freq=accum_freq,
+            epoch_samples=source.num_samples if epoch_samples is None else epoch_samples,
+            shuffle_window=shuffle_window if source.sequential else 0,
+        )
+        self._check_arguments()
+        self._bad: dict[int, str] = {}
+        self._bad_this_epoch = 0
+        self._requests = _Requests()
+        self._loader = DataLoader(
+            _BatchDataset(source, transform, tokenizer, self._layout, self.rank, seed, max_bad_fraction),
+            batch_size=None,
+            sampler=self._requests,
+            num_workers=workers,
+            collate_fn=_unchanged,
+            pin_memory=pin_memory,
+            persistent_workers=workers > 0,
+            prefetch_factor=prefetch_factor if workers > 0 else None,
+            # DataLoader draws from this at the start of every pass, otherwise from the training process's generator.
+            generator=torch.Generator().manual_seed(seed & 0x7FFFFFFF),
+        )
+
+    def _check_arguments(self) -> None:
+        layout, source = self._layout, self.source
+        if min(layout.batch_size, layout.accum_freq, layout.world_size, layout.epoch_samples) < 1:
+            raise ValueError(f"batch size, accumulation, ranks and samples must be at least 1, got {layout}")
+        if not layout.batches(layout.epoch_samples):
+            raise ValueError(
+                f"too few samples: the epoch has {layout.epoch_samples:,}, one global batch is batch size "
+                f"{layout.batch_size} x {layout.world_size} ranks x {layout.accum_freq} accumulated = "
+                f"{layout.global_batch:,}. Lower the batch size or use fewer ranks"
+            )
+        bad, where = source.known_bad()
+        if bad > self.max_bad_fraction * source.num_samples:
+            raise BadDataError(
+                f"{bad:,} of {source.num_samples:,} samples ({bad / source.num_samples:.1%}) have no image or no caption, "
+                f"more than the allowed {self.max_bad_fraction:.1%} (--max-bad-fraction): {where}"
+            )
+
+    @property
+    def num_samples(self) -> int:
+        """Size ``n`` of the index space."""
+        return self.source.num_samples
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a micro-batch on one rank."""
+        return self._layout.batch_size
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of an epoch over all ranks, before the last incomplete global batch is dropped."""
+        return self._layout.epoch_samples
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Micro-batches of each rank in a whole epoch."""
+        return self._layout.batches(self._layout.epoch_samples)
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """The current layout as a progress entry, without ``batches``; plain types."""
+        return layout_to_dict(self._layout) | {"seed": self.seed, "data": self.source.digest}
+
+    def remaining_batches(self, epoch: int, progress: Progress | None = None) -> int:
+        """Micro-batches that :meth:`iterate` yields on each rank."""
+        seen, start = self._parse_progress(progress)
+        if not seen:
+            return self.batches_per_epoch - start
+        sequence = self.source.sequence(self.seed, epoch, self._layout.epoch_samples)
+        return EpochOrder(sequence, self.seed, epoch, seen, self._layout).batches - start
+
+    def extend_progress(self, progress: Progress | None, batches: int) -> list[dict[str, Any]]:
+        """What of the epoch was seen after ``batches`` more micro-batches on each rank; goes into a checkpoint."""
+        entries = [dict(entry) for entry in progress or ()]
+        seen, done = self._parse_progress(entries)
+        return [*entries[: len(seen)], self.layout | {"batches": done + batches}]
+
+    def _parse_progress(self, progress: Progress | None) -> tuple[tuple[Segment, ...], int]:
+        """Segments of other layouts, and how many batches of the current one are done."""
+        segments = []
+        for entry in progress or ():
+            for name, own in (("seed", self.seed), ("data", self.source.digest)):
+                if entry.get(name, own) != own:
+                    what = "data set" if name == "data" else name
+                    raise ValueError(
+                        f"cannot go on in mid-epoch: the checkpoint was made with {what} {entry[name]}, this run has "
+                        f"{own}. Use the same, or resume from the checkpoint of a completed epoch"
+                    )
+            segments.append(Segment(layout_from_dict(entry, self._layout), int(entry["batches"])))
+        if segments and segments[-1].layout == self._layout:
+            return tuple(segments[:-1]), segments[-1].batches
+        return tuple(segments), 0
+
+    def iterate(self, epoch: int, progress: Progress | None = None) -> Iterator[dict[str, Tensor]]:
+        """What is left of an epoch.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            progress: What was seen of it, a list of entries as :meth:`extend_progress` makes them
+                (``loader.layout | {"batches": micro-batches done on each rank}``). If the last is of the current layout,
+                the batches are the ones that were to come; otherwise the unseen samples are laid out anew.
+
+        Yields:
+            ``image`` ``(batch_size, ...)``, ``text`` ``(batch_size, L)`` int64, ``index`` ``(batch_size,)`` int64.
+
+        Raises:
+            ValueError: The progress is not of this data set and seed, or has more batches than the epoch.
+            BadDataError: Too many samples are bad, or none of a shard is usable.
+        """
+        seen, start = self._parse_progress(progress)
+        total = start + self.remaining_batches(epoch, progress)
+        if total < start:
+            raise ValueError(
+                f"cannot resume: the checkpoint says {start} batches of the epoch are done, it has {total}"
+            )
+        self._bad_this_epoch = 0
+        self._requests.epoch, self._requests.seen, self._requests.batches = epoch, seen, range(start, total)
+        for batch in self._loader:
+            if "error" in batch:
+                raise BadDataError(batch["error"])
+            self._count_bad(batch.pop("bad", ()))
+            yield batch
+
+    def _count_bad(self, bad: Sequence[tuple[int, str]]) -> None:
+        for index, reason in bad:
+            if index not in self._bad and len(self._bad) < _MAX_LOGGED:
+                logging.warning(f"Bad sample {index} in {self.source.group_of(index)[0]} is replaced: {reason}")
+            self._bad[index] = reason
+        self._bad_this_epoch += len(bad)
+        self._refuse_too_many(self._bad_this_epoch)
+
+    def _refuse_too_many(self, bad: int) -> None:
+        if bad > self.max_bad_fraction * self._layout.epoch_samples:
+            examples = "; ".join(f"sample {index}: {reason}" for index, reason in list(self._bad.items())[:3])
+            raise BadDataError(
+                f"{bad:,} bad samples in this epoch of {self._layout.epoch_samples:,}, more than the allowed "
+                f"{self.max_bad_fraction:.1%} (--max-bad-fraction). By shard: {dict(self._by_shard().most_common(5))}. "
+                f"{examples}"
+            )
+
+    def _by_shard(self) -> Counter[str]:
+        return Counter(self.source.group_of(index)[0] for index in self._bad)
+
+    def bad_samples(self) -> dict[str, int]:
+        """Bad samples by shard that this rank has met so far (each counted once)."""
+        return dict(self._by_shard())
+
+    def check_bad_samples(self) -> dict[str, int]:
+        """Bad samples by shard over all ranks; collective: every rank calls it at the same point.
+
+        Between the calls each rank stops on its own only when its own bad samples alone are too many.
+
+        Raises:
+            BadDataError: On every rank, if the ranks together have met too many in this epoch.
+        """
+        counts = distributed.all_gather_object((self._bad_this_epoch, self.bad_samples()))
+        self._refuse_too_many(sum(count for count, _ in counts))
+        total: Counter[str] = Counter()
+        for _, by_shard in counts:
+            total.update(by_shard)
+        return dict(total)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

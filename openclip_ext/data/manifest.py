@@ -1,0 +1,594 @@
+"""The manifest: which samples there are, and the index of each.
+
+The index of a sample is the first index of its shard plus its position in the tar. It is dense, unique, stable, and known
+before training starts, whatever the keys in the tar are.
+
+Command line::
+
+    python -m openclip_ext.data.manifest 'data/{00000..00099}.tar' [--output PATH]
+"""
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from openclip_ext.data import scan, tar
+from openclip_ext.data.scan import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY, ShardScan
+from openclip_ext.data.shardlist import expand_shards, is_local, refuse_repeated, shard_name
+
+FORMAT = "openclip_ext.manifest"
+VERSION = 1
+FILE_NAME = "manifest.json"
+_SHOWN = 5
+
+
+class ManifestError(ValueError):
+    """The shards, or a manifest of them, would train wrongly."""
+
+
+@dataclass
+class Shard:
+    """One shard of a data set.
+
+    Attributes:
+        url: Absolute path, URL or ``pipe:`` command.
+        num_samples: Samples in it, bad ones included.
+        first_index: Index of its first sample.
+        size, mtime_ns: Of the local file when it was scanned; None if remote.
+        digest: Hash of the names and sizes of its members; None if remote.
+        seekable: Whether samples can be reached by offset (a local, uncompressed tar).
+        problems: See :class:`openclip_ext.data.scan.ShardScan`.
+    """
+
+    url: str
+    num_samples: int
+    first_index: int
+    size: int | None = None
+    mtime_ns: int | None = None
+    digest: str | None = None
+    seekable: bool = False
+    problems: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_local(self) -> bool:
+        return is_local(self.url)
+
+    def to_dict(self, folder: str) -> dict[str, Any]:
+        """As written to a manifest in ``folder``: local shards below it by their relative path."""
+        name = self.url
+        if self.is_local and os.path.commonpath([folder, name]) == folder:
+            name = Path(os.path.relpath(name, folder)).as_posix()
+        entry = {"name": name, "num_samples": self.num_samples, "first_index": self.first_index}
+        if self.size is not None:
+            entry |= {"size": self.size, "mtime_ns": self.mtime_ns, "digest": self.digest, "seekable": self.seekable}
+        return entry | ({"problems": self.problems} if self.problems else {})
+
+    @classmethod
+    def from_dict(cls, entry: dict[str, Any], folder: str) -> "Shard":
+        name = entry["name"]
+        url = os.path.normpath(os.path.join(folder, name)) if is_local(name) else name
+        return cls(url, **{key: value for key, value in entry.items() if key != "name"})
+
+
+class Manifest:
+    """Shards with their sample counts and first indices.
+
+    Args:
+        shards: In the order of their indices.
+        image_key, caption_key: The fields that the samples were checked for.
+        blocks: ``(num_samples,)`` uint32, lengths of the samples in 512-byte blocks (0 in shards that are not seekable), or
+            None if unknown: readers then walk over the headers of a shard when they open it.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        image_key: str = DEFAULT_IMAGE_KEY,
+        caption_key: str = DEFAULT_CAPTION_KEY,
+        blocks: np.ndarray | None = None,
+    ) -> None:
+        self.shards = list(shards)
+        self.image_key = image_key
+        self.caption_key = caption_key
+        self._blocks = blocks
+        self._blocks_path: str | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Size ``n`` of the index space."""
+        last = self.shards[-1]
+        return last.first_index + last.num_samples
+
+    @property
+    def num_bad(self) -> int:
+        """Samples known to lack their image or caption."""
+        return sum(shard.problems.get("bad", 0) for shard in self.shards)
+
+    @property
+    def digest(self) -> str:
+        """Identifies the index space: the same for the same shard names and counts, wherever they lie."""
+        parts = [f"{shard_name(shard.url)}\0{shard.num_samples}\0{shard.digest}\n" for shard in self.shards]
+        return hashlib.blake2b("".join(parts).encode(), digest_size=8).hexdigest()
+
+    # ---------------------------------------------------------------- making
+
+    @classmethod
+    def scan(
+        cls,
+        shards: str | Sequence[str],
+        image_key: str = DEFAULT_IMAGE_KEY,
+        caption_key: str = DEFAULT_CAPTION_KEY,
+        sizes: dict[str, int] | None = None,
+        workers: int | None = None,
+        progress: bool = True,
+    ) -> "Manifest":
+        """Count the samples of all shards.
+
+        Args:
+            shards: See :func:`openclip_ext.data.shardlist.expand_components`.
+            image_key, caption_key: Fields of image and caption, alternatives separated by ``;``.
+            sizes: Counts of remote shards by file name, instead of the files next to them.
+            workers: Processes for local shards; None for one per core.
+            progress: Show a bar (on a terminal).
+
+        Raises:
+            ManifestError: A shard is given twice or cannot be read, has no sample with image and caption, or no shard has any
+                sample.
+            ValueError: The specification is wrong, or the count of a remote shard cannot be found.
+        """
+        urls = expand_shards(shards)
+        local = [url for url in urls if is_local(url)]
+        remote = [url for url in urls if not is_local(url)]
+        found = dict(zip(local, scan.scan_local(local, image_key, caption_key, workers, progress), strict=True))
+        if remote:
+            found |= zip(remote, scan.count_remote(remote, _read_url, sizes, progress), strict=True)
+        scans = [found[url] for url in urls]
+        _refuse_unusable(urls, scans, image_key, caption_key)
+        return cls._from_scans(urls, scans, image_key, caption_key)
+
+    @classmethod
+    def _from_scans(
+        cls, urls: Sequence[str], scans: Sequence[ShardScan], image_key: str, caption_key: str
+    ) -> "Manifest":
+        shards, blocks, first = [], [], 0
+        for url, result in zip(urls, scans, strict=True):
+            seekable = result.blocks is not None
+            blocks.append(result.blocks if seekable else np.zeros(result.num_samples, dtype=np.uint32))
+            shards.append(
+                Shard(
+                    url,
+                    result.num_samples,
+                    first,
+                    result.size,
+                    result.mtime_ns,
+                    result.digest,
+                    seekable,
+                    result.problems,
+                )
+            )
+            first += result.num_samples
+        known = any(shard.seekable for shard in shards)
+        return cls(shards, image_key, caption_key, np.concatenate(blocks) if known else None)
+
+    # ---------------------------------------------------------------- files
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the manifest as JSON, and the offsets next to it (``NAME.HASH.npy``, 4 bytes a sample); atomic.
+
+        Raises:
+            OSError: The folder cannot be written to.
+        """
+        path = Path(path).absolute()
+        content: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "image_key": self.image_key,
+            "caption_key": self.caption_key,
+            "num_samples": self.num_samples,
+        }
+        blocks = self._load_blocks()
+        if blocks is not None:
+            # The hash in the name ties the two files together: a save killed half-way leaves the old pair whole.
+            name = f"{path.stem}.{hashlib.blake2b(blocks.tobytes(), digest_size=6).hexdigest()}.npy"
+            if not (path.parent / name).exists():
+                _write_atomically(path.parent / name, lambda file: np.save(file, blocks))
+            content["offsets"] = name
+            self._blocks_path = str(path.parent / name)
+        content["shards"] = [shard.to_dict(str(path.parent)) for shard in self.shards]
+        text = json.dumps(content, indent=1) + "\n"
+        _write_atomically(path, lambda file: file.write(text.encode()))
+        for old in path.parent.glob(f"{path.stem}.{'[0-9a-f]' * 12}.npy"):
+            if old.name != content.get("offsets"):
+                old.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "Manifest":
+        """Read a manifest.
+
+        Raises:
+            FileNotFoundError: There is none.
+            ManifestError: The file is no manifest, of another version, or contradicts itself.
+        """
+        path = Path(path).absolute()
+        try:
+            content = json.loads(path.read_bytes())
+            if not isinstance(content, dict) or content.get("format") != FORMAT:
+                raise ValueError(f"expected a JSON object with 'format': '{FORMAT}'")
+            if content["version"] != VERSION:
+                raise ValueError(f"version {content['version']}, expected {VERSION}; make it again")
+            shards = [Shard.from_dict(entry, str(path.parent)) for entry in content["shards"]]
+            manifest = cls(shards, content["image_key"], content["caption_key"])
+            manifest._check_indices(content["num_samples"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ManifestError(f"{path} is not a manifest of this program: {error}") from error
+        offsets = path.parent / content["offsets"] if content.get("offsets") else None
+        if offsets is not None and offsets.is_file():
+            manifest._blocks_path = str(offsets)
+        return manifest
+
+    def _check_indices(self, num_samples: int) -> None:
+        expected = 0
+        for shard in self.shards:
+            if shard.first_index != expected or shard.num_samples < 0:
+                raise ValueError(f"{shard.url} begins at {shard.first_index}, expected {expected}")
+            expected += shard.num_samples
+        if expected != num_samples or not expected:
+            raise ValueError(f"num_samples is {num_samples}, the shards have {expected}")
+
+    # ---------------------------------------------------------------- checking
+
+    def verify(self, shards: str | Sequence[str] | None = None, progress: bool = True) -> bool:
+        """Check that the manifest still describes the data.
+
+        A local shard that was touched or copied (same size, other modification time) is scanned again and accepted if its
+        members are the same.
+
+        Args:
+            shards: The training data; None to check the files of the manifest only. Local shards that were moved are found
+                by their file names, and ``url`` is updated.
+            progress: Show a bar while touched shards are scanned (on a terminal).
+
+        Returns:
+            Whether anything about the files was updated, so that saving again would save time.
+
+        Raises:
+            ManifestError: Shards are missing on either side, gone, or changed; with their names and the cure.
+        """
+        moved = shards is not None and self._match(expand_shards(shards))
+        gone, changed, touched = [], [], []
+        for shard in self.shards:
+            if not shard.is_local:
+                continue
+            try:
+                status = os.stat(shard.url)
+            except OSError:
+                gone.append(shard.url)
+                continue
+            if status.st_size != shard.size:
+                changed.append(f"{shard.url} (size {status.st_size:,}, was {shard.size:,} bytes)")
+            elif status.st_mtime_ns != shard.mtime_ns:
+                touched.append(shard)
+        if gone:
+            raise ManifestError(f"{len(gone)} of {len(self.shards)} shards of the manifest are gone: {_some(gone)}")
+        if touched and not changed:
+            changed = self._rescan(touched, progress)
+        if changed:
+            raise ManifestError(
+                f"{len(changed)} of {len(self.shards)} shards were changed after the manifest was made: {_some(changed)}. "
+                "The indices of the samples are no longer right. Make the manifest again: "
+                "python -m openclip_ext.data.manifest SHARDS (and start the training afresh)"
+            )
+        return bool(moved or touched)
+
+    def _rescan(self, shards: Sequence[Shard], progress: bool) -> list[str]:
+        """Scan touched shards; returns those whose members differ."""
+        paths = [shard.url for shard in shards]
+        changed = []
+        for shard, result in zip(
+            shards, scan.scan_local(paths, self.image_key, self.caption_key, progress=progress), strict=True
+        ):
+            if result.digest != shard.digest or result.num_samples != shard.num_samples:
+                changed.append(f"{shard.url} ({result.num_samples:,} samples, were {shard.num_samples:,})")
+            shard.mtime_ns = result.mtime_ns
+        return changed
+
+    def _match(self, urls: Sequence[str]) -> bool:
+        """Find the manifest's shards among ``urls``; returns whether some were found under another path."""
+        refuse_repeated(urls)
+        given, known = set(urls), {shard.url for shard in self.shards}
+        if given == known:
+            return False
+        by_name = {shard_name(url): url for url in urls}
+        names = [shard_name(shard.url) for shard in self.shards]
+        if len(by_name) == len(urls) and len(set(names)) == len(names) and set(names) == set(by_name):
+            for shard, name in zip(self.shards, names, strict=True):
+                shard.url = by_name[name]
+            return True
+        extra, missing = sorted(given - known), sorted(known - given)
+        raise ManifestError(
+            f"the manifest does not match the training data: it has {len(known)} shards, {len(given)} were given"
+            + (f"; not in the manifest: {_some(extra)}" if extra else "")
+            + (f"; only in the manifest: {_some(missing)}" if missing else "")
+            + ". Make one for these shards: python -m openclip_ext.data.manifest SHARDS"
+        )
+
+    # ---------------------------------------------------------------- offsets
+
+    def sample_offsets(self, shard_number: int) -> np.ndarray | None:
+        """Where the samples of a shard begin in its file, and where the last ends.
+
+        Returns:
+            ``(num_samples + 1,)`` int64 bytes, or None if the shard can only be read as a stream.
+        """
+        shard = self.shards[shard_number]
+        if not shard.seekable:
+            return None
+        blocks = self._load_blocks()
+        if blocks is None:
+            blocks = scan.scan_shard(shard.url, self.image_key, self.caption_key).blocks
+        else:
+            blocks = blocks[shard.first_index : shard.first_index + shard.num_samples]
+        offsets = np.zeros(shard.num_samples + 1, dtype=np.int64)
+        if blocks is not None and len(blocks) == shard.num_samples:
+            np.cumsum(blocks, out=offsets[1:])
+        return offsets * tar.BLOCK
+
+    def _load_blocks(self) -> np.ndarray | None:
+        if self._blocks is None and self._blocks_path is not None:
+            blocks = np.load(self._blocks_path, mmap_mode="r") if os.path.exists(self._blocks_path) else None
+            self._blocks = blocks if blocks is not None and blocks.shape == (self.num_samples,) else None
+        return self._blocks
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process that gets a copy maps the file itself; the lengths travel only if they were never saved.
+        saved = self._blocks_path is not None
+        return self.__dict__ | ({"_blocks": None} if saved else {})
+
+    def report(self) -> Iterator[str]:
+        """Lines about what is wrong with the shards; none if all are good."""
+        for shard in self.shards:
+            if shard.problems:
+                yield f"{shard.url}: " + ", ".join(_describe(shard.problems))
+            elif not shard.num_samples:
+                yield f"{shard.url}: empty"
+
+
+def _describe(problems: dict[str, Any]) -> Iterator[str]:
+    texts = {
+        "without_image": "samples without image",
+        "without_caption": "samples without caption",
+        "duplicate_keys": "keys that occur again",
+    }
+    for name, text in texts.items():
+        if name in problems:
+            yield f"{problems[name]:,} {text}"
+    if "bad_positions" in problems:
+        yield f"at positions {problems['bad_positions']}"
+    if "error" in problems:
+        yield f"corrupt or truncated: {problems['error']}"
+
+
+def _refuse_unusable(urls: Sequence[str], scans: Sequence[ShardScan], image_key: str, caption_key: str) -> None:
+    unusable = []
+    for url, result in zip(urls, scans, strict=True):
+        if result.problems.get("bad", 0) == result.num_samples and (result.num_samples or "error" in result.problems):
+            fields = ", ".join(f"{name} ({count:,})" for name, count in sorted(result.fields.items()))
+            found = f"{result.num_samples:,} samples with the fields: {fields or 'none'}"
+            unusable.append(f"{url} [{result.problems.get('error', found)}]")
+    if unusable:
+        raise ManifestError(
+            f"{len(unusable)} of {len(urls)} shards have no sample with both an image ({image_key}) and a caption "
+            f"({caption_key}): {_some(unusable)}. Name the fields with --image-key and --caption-key, or leave the shards out"
+        )
+    if not any(result.num_samples for result in scans):
+        raise ManifestError(f"the data set is empty: {len(urls)} shards without a single sample, {_some(list(urls))}")
+
+
+def _some(items: Sequence[str]) -> str:
+    rest = len(items) - _SHOWN
+    return ", ".join(items[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def _read_url(url: str) -> bytes:
+    # Only remote data need webdataset, which takes seconds to import.
+    import webdataset
+
+    with webdataset.gopen(url, "rb") as stream:
+        content = stream.read()
+    return content
+
+
+# -------------------------------------------------------------------- finding one for a training run
+
+
+def find_or_create_manifest(
+    train_data: str | Sequence[str],
+    manifest: str | os.PathLike | None = None,
+    image_key: str = DEFAULT_IMAGE_KEY,
+    caption_key: str = DEFAULT_CAPTION_KEY,
+    sizes: dict[str, int] | None = None,
+    fallback_folder: str | os.PathLike | None = None,
+    workers: int | None = None,
+) -> Manifest:
+    """The manifest of a training run: the given one, the one next to the shards, or a new one.
+
+    With several processes rank 0 looks and scans, and the others get the result. A new one is written as ``manifest.json``
+    to the shards' common folder, or as ``manifest-HASH.json`` if that name is taken by one of other shards; where the folder
+    cannot be written to, to ``fallback_folder``, then to the user's cache folder. One that was found but no longer fits its
+    shards is an error, not a reason to scan again: the indices in a checkpoint would silently mean other samples.
+
+    Args:
+        train_data: See :func:`openclip_ext.data.shardlist.expand_components`.
+        manifest: Path of the manifest to use; None to look for one.
+        image_key, caption_key, sizes, workers: See :meth:`Manifest.scan`.
+        fallback_folder: Where to write if the shards' folder is read-only.
+
+    Raises:
+        ManifestError: On every rank, with the reason.
+    """
+    # The manifest's own command line does without torch.
+    from openclip_ext import distributed
+
+    outcome: Manifest | Exception | None = None
+    if distributed.is_master():
+        try:
+            outcome = _find_or_create(train_data, manifest, image_key, caption_key, sizes, fallback_folder, workers)
+        except Exception as error:
+            outcome = error
+    outcome = distributed.broadcast_object(outcome)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def _find_or_create(
+    train_data: str | Sequence[str],
+    given: str | os.PathLike | None,
+    image_key: str,
+    caption_key: str,
+    sizes: dict[str, int] | None,
+    fallback_folder: str | os.PathLike | None,
+    workers: int | None,
+) -> Manifest:
+    urls = expand_shards(train_data)
+    if given is not None:
+        manifest = Manifest.load(given)
+        manifest.verify(urls)
+        return manifest
+    places = _places(urls, image_key, caption_key, fallback_folder)
+    for path in places:
+        manifest = _load_matching(path, urls, image_key, caption_key)
+        if manifest is not None:
+            if manifest.verify():
+                _save_somewhere(manifest, [path])
+            logging.info(f"Using the manifest {path}: {manifest.num_samples:,} samples in {len(urls):,} shards.")
+            return manifest
+    logging.info(f"No manifest yet: counting the samples of {len(urls):,} shards.")
+    manifest = Manifest.scan(urls, image_key, caption_key, sizes, workers)
+    _log_report(manifest)
+    _save_somewhere(manifest, [path for path in places if not path.exists()])
+    return manifest
+
+
+def _places(urls: Sequence[str], image_key: str, caption_key: str, fallback: str | os.PathLike | None) -> list[Path]:
+    """Where a manifest of these shards may lie, in order of preference."""
+    identity = "\n".join([image_key, caption_key, *sorted(urls)])
+    named = f"manifest-{hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()}.json"
+    folder = common_folder(urls)
+    places = [folder / FILE_NAME, folder / named] if folder is not None else []
+    if fallback is not None:
+        places.append(Path(fallback) / named)
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return [*places, Path(cache) / "openclip_ext" / named]
+
+
+def common_folder(urls: Sequence[str]) -> Path | None:
+    """The folder that holds all shards, None if some are remote."""
+    if not all(is_local(url) for url in urls):
+        return None
+    return Path(os.path.commonpath([os.path.dirname(url) for url in urls]))
+
+
+def _load_matching(path: Path, urls: Sequence[str], image_key: str, caption_key: str) -> Manifest | None:
+    """The manifest at ``path`` if it is one of exactly these shards and keys, else None."""
+    try:
+        manifest = Manifest.load(path)
+    except (OSError, ManifestError):
+        return None
+    same_shards = {shard.url for shard in manifest.shards} == set(urls)
+    same_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
+    return manifest if same_shards and same_keys else None
+
+
+def _save_somewhere(manifest: Manifest, places: Sequence[Path]) -> None:
+    for path in places:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            manifest.save(path)
+        except OSError as error:
+            logging.debug(f"Cannot write the manifest {path}: {error}")
+            continue
+        logging.info(f"Wrote the manifest {path}.")
+        return
+    logging.warning("The manifest could not be written anywhere: the shards will be scanned again next time.")
+
+
+def _log_report(manifest: Manifest, lines: int = 20) -> None:
+    report = list(manifest.report())
+    for line in report[:lines]:
+        logging.warning(line)
+    if len(report) > lines:
+        logging.warning(f"... and {len(report) - lines} more shards with problems")
+
+
+# -------------------------------------------------------------------- command line
+
+
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m openclip_ext.data.manifest", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument(
+        "shards", nargs="+", help="paths, globs, brace notation, pipe: commands or URLs; also joined by ::"
+    )
+    parser.add_argument("--output", help="where to write (default: manifest.json in the shards' common folder)")
+    parser.add_argument("--workers", type=int, help="processes (default: one per core)")
+    parser.add_argument(
+        "--image-key", default=DEFAULT_IMAGE_KEY, help="fields that hold the image (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--caption-key",
+        default=DEFAULT_CAPTION_KEY,
+        help="fields that hold the caption, or json:ENTRY (default: %(default)s)",
+    )
+    parser.add_argument("--sizes", help='JSON file {"00000.tar": count, ...} for remote shards')
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    args = _parse_arguments(argv)
+    try:
+        sizes = json.loads(Path(args.sizes).read_bytes()) if args.sizes else None
+        urls = expand_shards(args.shards)
+        folder = common_folder(urls)
+        if args.output is None and folder is None:
+            raise ValueError("the shards are remote: say with --output where to write the manifest")
+        output = Path(args.output) if args.output else folder / FILE_NAME
+        manifest = Manifest.scan(urls, args.image_key, args.caption_key, sizes, args.workers)
+        manifest.save(output)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for line in manifest.report():
+        print(line)
+    n, bad = manifest.num_samples, manifest.num_bad
+    print(f"{n:,} samples in {len(urls):,} shards, {bad:,} ({bad / n:.2%}) without image or caption: {output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""Which sample comes when: a pure function of (seed, epoch, layout) and of what of the epoch was seen before.
+
+An epoch is a *sequence* of slots, one sample each (:class:`ShardSequence`, :class:`RowSequence`). A *layout* cuts
+the slots into contiguous pieces, one for each worker of each rank, of whole batches, and a worker shuffles its
+piece within a window. Everything is integers that are computed, not drawn: where a run stopped is found again by
+counting, without opening a file, and what another layout has seen is known to every worker.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+
+from openclip_ext.data.hashing import Purpose, hash64, permutation, uniform
+
+# Slots that are shuffled at once; bounds the memory of an order, and is part of its definition.
+_SHUFFLE_BLOCK = 1 << 18
+
+
+class Sequence64(Protocol):
+    """An epoch's samples in sequence."""
+
+    def indices(self, slots: np.ndarray) -> np.ndarray:
+        """Global indices of the samples in these slots, ``int64``."""
+        ...
+
+
+class ShardSequence:
+    """All samples shard by shard, the shards in random order, beginning at a random sample.
+
+    The random beginning makes the samples at the end, which no batch has room for (or which a shortened epoch leaves
+    out), others in each epoch, even with a single shard.
+
+    Args:
+        counts: ``(num_shards,)`` samples in each shard.
+        seed, epoch: What the order depends on.
+    """
+
+    def __init__(self, counts: np.ndarray, seed: int, epoch: int) -> None:
+        order = permutation(hash64(Purpose.SEQUENCE, seed, epoch, np.arange(len(counts))))
+        self._starts = np.concatenate([[0], np.cumsum(counts[order])])
+        self._first_indices = _first_indices(counts)[order]
+        self._rotation = int(hash64(Purpose.ROTATION, seed, epoch)[0] % np.uint64(self._starts[-1]))
+
+    def indices(self, slots: np.ndarray) -> np.ndarray:
+        return _locate((slots + self._rotation) % self._starts[-1], self._starts, self._first_indices)
+
+
+class ResampledShards:
+    """Shards drawn with replacement, each with all its samples (``--dataset-resampled``).
+
+    Args:
+        counts: ``(num_shards,)`` samples in each shard.
+        num_slots: At least so many samples are needed.
+        seed, epoch: What the draws depend on.
+        weights: ``(num_shards,)`` how often a shard is drawn relative to others; None for equally often.
+    """
+
+    def __init__(
+        self, counts: np.ndarray, num_slots: int, seed: int, epoch: int, weights: Sequence[float] | None = None
+    ) -> None:
+        shares = np.cumsum(np.ones(len(counts)) if weights is None else np.asarray(weights, dtype=np.float64))
+        draws: list[np.ndarray] = []
+        total, per_call = 0, 1024
+        while total < num_slots:
+            numbers = np.arange(len(draws) * per_call, (len(draws) + 1) * per_call)
+            points = uniform(hash64(Purpose.RESAMPLING, seed, epoch, numbers)) * shares[-1]
+            draws.append(np.searchsorted(shares, points, side="right").clip(max=len(counts) - 1))
+            total += int(counts[draws[-1]].sum())
+        drawn = np.concatenate(draws)
+        self._starts = np.concatenate([[0], np.cumsum(counts[drawn])])
+        self._first_indices = _first_indices(counts)[drawn]
+
+    def indices(self, slots: np.ndarray) -> np.ndarray:
+        return _locate(slots, self._starts, self._first_indices)
+
+
+class RowSequence:
+    """Samples that can be read in any order: a random permutation of all."""
+
+    def __init__(self, num_samples: int, seed: int, epoch: int) -> None:
+        self._order = permutation(hash64(Purpose.SEQUENCE, seed, epoch, np.arange(num_samples)))
+
+    def indices(self, slots: np.ndarray) -> np.ndarray:
+        return self._order[slots]
+
+
+def _first_indices(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(counts[:-1])]).astype(np.int64)
+
+
+def _locate(positions: np.ndarray, starts: np.ndarray, first_indices: np.ndarray) -> np.ndarray:
+    shards = np.searchsorted(starts, positions, side="right") - 1
+    return first_indices[shards] + (positions - starts[shards])
+
+
+def shuffled_positions(length: int, window: int, seed: int, *words: int) -> Iterator[np.ndarray]:
+    """Shuffle ``0 .. length - 1`` so that no position is delayed by ``window`` or more places of the sequence.
+
+    Position ``p`` gets the sort key ``p + window * u`` with ``u`` uniform in [0, 1). A reader that goes through the
+    sequence in order therefore never has to hold more than ``window`` samples (half of that on average) to hand
+    them out in this order.
+
+    Args:
+        length: Number of positions.
+        window: 0 leaves the order as it is.
+        seed, words: What the shuffle depends on.
+
+    Yields:
+        ``int64`` arrays that together hold every position once.
+    """
+    waiting_positions, waiting_keys = np.empty(0, np.int64), np.empty(0)
+    for begin in range(0, length, _SHUFFLE_BLOCK):
+        end = min(begin + _SHUFFLE_BLOCK, length)
+        positions = np.arange(begin, end)
+        keys = positions + window * uniform(hash64(Purpose.SHUFFLE, seed, *words, positions))
+        positions, keys = np.concatenate([waiting_positions, positions]), np.concatenate([waiting_keys, keys])
+        # A later position's key is at least `end`.
+        ready = keys < end if end < length else np.ones(len(keys), dtype=bool)
+        yield positions[ready][np.argsort(keys[ready], kind="stable")]
+        waiting_positions, waiting_keys = positions[~ready], keys[~ready]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an epoch is cut up.
+
+    Attributes:
+        world_size: Ranks.
+        workers: Data loader workers of each rank, at least 1 (the training process itself counts as one).
+        batch_size: Samples of a micro-batch.
+        accum_freq: Micro-batches of an optimizer step; incomplete steps are dropped.
+        epoch_samples: Slots of the epoch that are used.
+        shuffle_window: See :func:`shuffled_positions`.
+    """
+
+    world_size: int
+    workers: int
+    batch_size: int
+    accum_freq: int
+    epoch_samples: int
+    shuffle_window: int
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one optimizer step over all ranks."""
+        return self.world_size * self.batch_size * self.accum_freq
+
+    def batches(self, slots: int) -> int:
+        """Micro-batches each rank gets out of ``slots`` samples."""
+        return slots // self.global_batch * self.accum_freq
+
+    def worker_batches(self, batches: int, worker: int) -> int:
+        """How many of the rank's first ``batches`` come from this worker: they take turns."""
+        return max(0, (batches - worker + self.workers - 1) // self.workers)
+
+    def piece(self, slots: int, rank: int, worker: int) -> tuple[int, int]:
+        """Begin and end of a worker's piece among ``slots`` samples."""
+        batches = self.batches(slots)
+        before = rank * batches + sum(self.worker_batches(batches, other) for other in range(worker))
+        begin = before * self.batch_size
+        return begin, begin + self.worker_batches(batches, worker) * self.batch_size
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of an epoch that was run in one layout: ``batches`` micro-batches on each rank."""
+
+    layout: Layout
+    batches: int
+
+
+class EpochOrder:
+    """The order of what is left of an epoch.
+
+    Args:
+        sequence: The epoch's samples.
+        seed, epoch: What the shuffles depend on.
+        seen: The segments that were run in other layouts, in order.
+        layout: The layout to go on in.
+
+    Raises:
+        ValueError: A segment has more batches than there were samples for.
+    """
+
+    def __init__(self, sequence: Sequence64, seed: int, epoch: int, seen: Sequence[Segment], layout: Layout) -> None:
+        self._sequence = sequence
+        self._seed = seed
+        self._epoch = epoch
+        self._layout = layout
+        self._segment = len(seen)
+        self._slots: np.ndarray | None = None
+        self._num_slots = layout.epoch_samples
+        if seen:
+            mask = self._seen_slots(seen)
+            self._slots = np.flatnonzero(~mask[: layout.epoch_samples])
+            self._num_slots = len(self._slots)
+
+    @property
+    def batches(self) -> int:
+        """Micro-batches of each rank."""
+        return self._layout.batches(self._num_slots)
+
+    def piece_length(self, rank: int, worker: int) -> int:
+        """Samples of a worker's piece."""
+        begin, end = self._layout.piece(self._num_slots, rank, worker)
+        return end - begin
+
+    def piece_indices(self, rank: int, worker: int, positions: np.ndarray) -> np.ndarray:
+        """Global indices of the samples at these positions of a worker's piece."""
+        slots = positions + self._layout.piece(self._num_slots, rank, worker)[0]
+        return self._sequence.indices(slots if self._slots is None else self._slots[slots])
+
+    def shuffled(self, rank: int, worker: int) -> Iterator[np.ndarray]:
+        """The positions of a worker's piece in the order in which it hands them out, in parts."""
+        return self._shuffled(self._layout, self._num_slots, self._segment, rank, worker)
+
+    def _shuffled(self, layout: Layout, num_slots: int, segment: int, rank: int, worker: int) -> Iterator[np.ndarray]:
+        begin, end = layout.piece(num_slots, rank, worker)
+        words = (self._epoch, segment, rank, worker)
+        return shuffled_positions(end - begin, layout.shuffle_window, self._seed, *words)
+
+    def _seen_slots(self, seen: Sequence[Segment]) -> np.ndarray:
+        """Boolean mask over the slots."""
+        longest = max([self._layout.epoch_samples, *(segment.layout.epoch_samples for segment in seen)])
+        mask = np.zeros(longest, dtype=bool)
+        for number, segment in enumerate(seen):
+            layout = segment.layout
+            slots = np.flatnonzero(~mask[: layout.epoch_samples])
+            if not 0 <= segment.batches <= layout.batches(len(slots)):
+                raise ValueError(
+                    f"cannot resume: the checkpoint says that {segment.batches} batches were done on each rank, "
+                    f"but that layout has {layout.batches(len(slots))} ({layout})"
+                )
+            for rank in range(layout.world_size):
+                for worker in range(layout.workers):
+                    done = layout.worker_batches(segment.batches, worker) * layout.batch_size
+                    parts = self._shuffled(layout, len(slots), number, rank, worker)
+                    positions = np.concatenate([*_first(parts, done), np.empty(0, np.int64)])
+                    mask[slots[positions + layout.piece(len(slots), rank, worker)[0]]] = True
+        return mask
+
+
+def _first(parts: Iterator[np.ndarray], count: int) -> Iterator[np.ndarray]:
+    """The first ``count`` elements."""
+    while count > 0:
+        part = next(parts)[:count]
+        count -= len(part)
+        yield part
+
+
+def layout_to_dict(layout: Layout) -> dict[str, int]:
+    """Plain types, for checkpoints."""
+    return asdict(layout)
+
+
+def layout_from_dict(entry: Mapping[str, Any], default: Layout) -> Layout:
+    """Inverse of :func:`layout_to_dict`; what an entry does not say is taken from ``default``."""
+    names = [item.name for item in fields(Layout)]
+    return Layout(**{name: int(entry.get(name, getattr(default, name))) for name in names})

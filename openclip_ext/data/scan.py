@@ -1,0 +1,309 @@
+"""Count the samples of shards: local tars by their headers, remote ones by the files that img2dataset leaves next to them."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from openclip_ext.data import tar
+from openclip_ext.data.shardlist import shard_name, sibling
+
+DEFAULT_IMAGE_KEY = "jpg;png;jpeg;webp"
+DEFAULT_CAPTION_KEY = "txt"
+
+# Positions of bad samples are written down only when they are few: a manifest stays small.
+_MAX_POSITIONS = 20
+# A read brings in at least this much: the headers around small members (captions, json) come with the one before.
+_MIN_READ = 4096
+_MAX_READ = 1 << 18
+
+
+class Key(NamedTuple):
+    """Where an image or a caption lies in a sample: a field of the tar, or an entry of a json field."""
+
+    field: str
+    entry: str | None = None
+
+
+def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
+    """Parse ``--image-key`` or ``--caption-key``: alternatives in order of preference, separated by ``;``.
+
+    ``jpg`` names a field of the tar, ``json:caption`` the entry "caption" of the field "json" (``meta.json:caption`` that of
+    the field "meta.json").
+
+    Raises:
+        ValueError: No key, or a json entry where an image is asked for.
+    """
+    keys = []
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        name, colon, entry = part.partition(":")
+        if colon and (not allow_json or not entry or name.rpartition(".")[2].lower() != "json"):
+            expected = "a field such as 'jpg'" + (
+                " or an entry of a json field such as 'json:caption'" if allow_json else ""
+            )
+            raise ValueError(f"the key {part!r} is not understood: expected {expected}")
+        keys.append(Key(name.lower(), entry or None))
+    if not keys:
+        raise ValueError(f"no key in {text!r}: expected names of tar fields such as 'jpg;png'")
+    return tuple(keys)
+
+
+@dataclass
+class ShardScan:
+    """What was found in one shard.
+
+    Attributes:
+        num_samples: Samples in the tar, bad ones included: each has an index.
+        size, mtime_ns: Of the file; None for remote shards.
+        digest: Hash of the names and sizes of all members; None for remote shards.
+        blocks: ``(num_samples,)`` uint32, the length of each sample in 512-byte blocks, headers included; None where samples
+            cannot be reached by offset (compressed or remote).
+        problems: Counts and messages, empty for a good shard: ``error``, ``duplicate_keys``, ``without_image``,
+            ``without_caption``, ``bad`` (samples without one or the other), ``bad_positions`` (if few).
+        fields: How many samples have each field.
+    """
+
+    num_samples: int
+    size: int | None = None
+    mtime_ns: int | None = None
+    digest: str | None = None
+    blocks: np.ndarray | None = None
+    problems: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, int] = field(default_factory=dict)
+
+
+class _HeaderReader:
+    """Reads the headers of a tar with few system calls and without the images between them.
+
+    One read brings the headers that lie close together; the read size doubles as long as that pays (tars of small members)
+    and falls back when a member's data had to be jumped over.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._chunk = b""
+        self._begin = 0
+        self._read_size = _MIN_READ
+
+    def __call__(self, offset: int, length: int) -> bytes:
+        first = offset - self._begin
+        if first < 0 or first + length > len(self._chunk):
+            near = offset - (self._begin + len(self._chunk)) < _MIN_READ
+            self._read_size = min(2 * self._read_size, _MAX_READ) if near else _MIN_READ
+            self._chunk = os.pread(self._descriptor, max(length, self._read_size), offset)
+            self._begin, first = offset, 0
+        return self._chunk[first : first + length]
+
+
+class _Grouping:
+    """Collects the members of a tar into samples and counts what is wrong with them."""
+
+    def __init__(self, image_keys: Sequence[Key], caption_keys: Sequence[Key]) -> None:
+        self._image_fields = {key.field for key in image_keys}
+        self._caption_fields = {key.field for key in caption_keys}
+        self._keys: set[str] = set()
+        self._current: str | None = None
+        self._found: set[str] = set()
+        self._digest = hashlib.blake2b(digest_size=16)
+        self.starts: list[int] = []
+        self.num_samples = 0
+        self.fields: Counter[str] = Counter()
+        self.problems: Counter[str] = Counter()
+        self.bad_positions: list[int] = []
+
+    def add(self, name: str, size: int, start: int = 0) -> None:
+        """Take the next regular member."""
+        parts = tar.split_name(name)
+        if parts is None:
+            return
+        key, member_field = parts
+        self._digest.update(f"{name}\0{size}\0".encode("utf-8", "surrogateescape"))
+        if key != self._current or member_field in self._found:
+            self.finish()
+            self._current = key
+            self.starts.append(start)
+        self._found.add(member_field)
+
+    def finish(self) -> None:
+        """Close the current sample, if any."""
+        if self._current is None:
+            return
+        if self._current in self._keys:
+            self.problems["duplicate_keys"] += 1
+        self._keys.add(self._current)
+        self.fields.update(self._found)
+        has_image = not self._image_fields.isdisjoint(self._found)
+        has_caption = not self._caption_fields.isdisjoint(self._found)
+        self.problems["without_image"] += not has_image
+        self.problems["without_caption"] += not has_caption
+        if not (has_image and has_caption):
+            self.problems["bad"] += 1
+            if len(self.bad_positions) <= _MAX_POSITIONS:
+                self.bad_positions.append(self.num_samples)
+        self.num_samples += 1
+        self._current, self._found = None, set()
+
+    def result(self, error: str | None) -> ShardScan:
+        problems: dict[str, Any] = {name: count for name, count in sorted(self.problems.items()) if count}
+        if 0 < len(self.bad_positions) <= _MAX_POSITIONS:
+            problems["bad_positions"] = self.bad_positions
+        if error is not None:
+            problems["error"] = error
+        return ShardScan(self.num_samples, digest=self._digest.hexdigest(), problems=problems, fields=dict(self.fields))
+
+
+def scan_shard(path: str, image_key: str = DEFAULT_IMAGE_KEY, caption_key: str = DEFAULT_CAPTION_KEY) -> ShardScan:
+    """Scan one local tar; plain ones by their headers only, compressed ones by reading them through.
+
+    A broken tar counts up to the break, which is told in ``problems["error"]``.
+    """
+    grouping = _Grouping(parse_keys(image_key, False), parse_keys(caption_key, True))
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if _is_compressed(os.pread(file.fileno(), 6, 0)):
+                result = grouping.result(_scan_stream(file, grouping))
+            else:
+                result = _scan_headers(file.fileno(), status.st_size, grouping)
+    except OSError as error:
+        return ShardScan(0, problems={"error": f"cannot be read: {error.strerror or error}"})
+    result.size, result.mtime_ns = status.st_size, status.st_mtime_ns
+    return result
+
+
+def _is_compressed(magic: bytes) -> bool:
+    return magic.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0"))
+
+
+def _scan_headers(descriptor: int, size: int, grouping: _Grouping) -> ShardScan:
+    error, end = None, 0
+    try:
+        for member in tar.iter_members(_HeaderReader(descriptor), size):
+            if member.is_file:
+                grouping.add(member.name, member.size, member.start)
+            end = member.end
+    except tar.TarError as broken:
+        error = str(broken)
+    grouping.finish()
+    result = grouping.result(error)
+    # Whatever lies between two samples (folders, hidden files) belongs to the one before, and the first begins at 0.
+    bounds = np.array([0, *grouping.starts[1:], end] if grouping.starts else [0], dtype=np.int64)
+    blocks = np.diff(bounds) // tar.BLOCK
+    result.blocks = blocks.astype(np.uint32)
+    return result
+
+
+def _scan_stream(file: Any, grouping: _Grouping) -> str | None:
+    error = None
+    try:
+        with tarfile.open(fileobj=file, mode="r|*") as archive:
+            for info in archive:
+                archive.members = []
+                if info.isreg():
+                    grouping.add(info.name, info.size)
+    except (tarfile.TarError, OSError, EOFError) as broken:
+        error = str(broken) or type(broken).__name__
+    grouping.finish()
+    return error
+
+
+def scan_local(
+    paths: Sequence[str], image_key: str, caption_key: str, workers: int | None = None, progress: bool = True
+) -> list[ShardScan]:
+    """Scan local shards in parallel processes.
+
+    Args:
+        paths: The tars.
+        image_key, caption_key: See :func:`parse_keys`.
+        workers: Processes; None for one per CPU core, at most 32.
+        progress: Show a bar (on a terminal).
+    """
+    scan = partial(scan_shard, image_key=image_key, caption_key=caption_key)
+    workers = min(workers or min(_cpu_count(), 32), len(paths))
+    if workers <= 1:
+        return list(_with_bar(map(scan, paths), len(paths), progress))
+    # fork, as PyTorch's DataLoader does: spawn would import the training script (and torch) again in each process.
+    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(method)) as pool:
+        return list(_with_bar(pool.map(scan, paths), len(paths), progress))
+
+
+def _cpu_count() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _with_bar(items: Iterable, total: int, progress: bool) -> Iterator:
+    # disable=None: no bar where stderr is a file.
+    return iter(tqdm(items, total=total, desc="scanning shards", unit="shard", disable=None if progress else True))
+
+
+def count_remote(
+    urls: Sequence[str], read: Callable[[str], bytes], sizes: dict[str, int] | None = None, progress: bool = True
+) -> list[ShardScan]:
+    """Take the sample counts of remote shards from ``sizes.json`` or ``*_stats.json`` next to them; no tar is read.
+
+    Args:
+        urls: ``pipe:`` commands or URLs.
+        read: Returns the content of a URL or raises OSError.
+        sizes: Counts by file name of the tar, if known; read from next to the shards otherwise.
+        progress: Show a bar (on a terminal).
+
+    Raises:
+        ValueError: The count of a shard is nowhere to be found.
+    """
+    tables = _SizeTables(read, sizes)
+    with ThreadPoolExecutor(16) as pool:
+        counts = list(_with_bar(pool.map(tables.count, urls), len(urls), progress))
+    unknown = [url for url, count in zip(urls, counts, strict=True) if count is None]
+    if unknown:
+        raise ValueError(
+            f"the number of samples is unknown for {len(unknown)} of {len(urls)} remote shards, among them {unknown[0]!r}: "
+            "neither sizes.json nor the shard's *_stats.json (img2dataset writes them) could be read next to it. "
+            'Write a file {"00000.tar": 9876, ...} and name it with --sizes'
+        )
+    return [ShardScan(int(count)) for count in counts]
+
+
+class _SizeTables:
+    """Sample counts by file name: given, or from the files next to a shard."""
+
+    def __init__(self, read: Callable[[str], bytes], sizes: dict[str, int] | None) -> None:
+        self._read = read
+        self._sizes = sizes
+        self._folders: dict[str, dict[str, int]] = {}
+
+    def count(self, url: str) -> int | None:
+        name = shard_name(url)
+        if self._sizes is not None:
+            return self._sizes.get(name)
+        folder_sizes = self._folder_sizes(sibling(url, "sizes.json"))
+        if name in folder_sizes:
+            return int(folder_sizes[name])
+        stats = self._json(sibling(url, re.sub(r"\.(tar(\.\w+)?|tgz)$", "", name) + "_stats.json"))
+        return int(stats["successes"]) if "successes" in stats else None
+
+    def _folder_sizes(self, url: str | None) -> dict[str, int]:
+        # Two threads may read the same table at the same time; both get the same.
+        if url not in self._folders:
+            self._folders[url] = self._json(url)
+        return self._folders[url]
+
+    def _json(self, url: str | None) -> dict[str, Any]:
+        if url is None:
+            return {}
+        try:
+            content = json.loads(self._read(url))
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}

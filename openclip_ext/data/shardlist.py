@@ -1,0 +1,97 @@
+"""From what the user writes after ``--train-data`` to a list of shards."""
+
+import glob
+import os
+import re
+from collections.abc import Sequence
+from urllib.parse import urlparse
+
+from braceexpand import braceexpand
+
+_GLOB = re.compile(r"[*?\[]")
+_TAR_NAME = re.compile(r"([^\s/'\"=]+?)(\.tar(?:\.\w+)?|\.tgz)(?=$|[\s'\"?#|;&>)])")
+
+
+def is_local(url: str) -> bool:
+    """Whether a shard is a file of this machine rather than a ``pipe:`` command or a URL."""
+    return len(urlparse(url).scheme) <= 1 or url.startswith("file:")
+
+
+def local_path(url: str) -> str:
+    """Absolute path of a local shard."""
+    path = re.sub(r"^file:(//)?", "", url)
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def expand_components(shards: str | Sequence[str]) -> list[list[str]]:
+    """Expand each data source of a specification to its shards.
+
+    Args:
+        shards: Path, URL or ``pipe:`` command with brace notation, several of them joined by ``::`` as in OpenCLIP, or a
+            list of such strings. ``*``, ``?`` and ``[...]`` are expanded in local paths.
+
+    Returns:
+        One list of shards for each ``::`` component; local ones as absolute paths.
+
+    Raises:
+        ValueError: Nothing is given, or a pattern matches no file.
+    """
+    texts = [shards] if isinstance(shards, str) else list(shards)
+    components = [[text] if text.startswith("pipe:") and "::" not in text else text.split("::") for text in texts]
+    expanded = [_expand(component) for parts in components for component in parts if component]
+    if not expanded:
+        raise ValueError(f"no shards: got {shards!r}, expected paths such as 'data/{{00000..00099}}.tar'")
+    return expanded
+
+
+def _expand(component: str) -> list[str]:
+    urls: list[str] = []
+    for url in braceexpand(component):
+        if not is_local(url):
+            urls.append(url)
+            continue
+        path = local_path(os.path.expandvars(url))
+        if _GLOB.search(path) and not os.path.exists(path):
+            matches = sorted(glob.glob(path))
+            if not matches:
+                raise ValueError(f"no file matches {url!r}")
+            urls.extend(matches)
+        else:
+            urls.append(path)
+    return urls
+
+
+def expand_shards(shards: str | Sequence[str]) -> list[str]:
+    """Like :func:`expand_components`, in one list, and refuses a shard that is named twice.
+
+    Raises:
+        ValueError: As above, or a shard occurs twice (its samples would count twice).
+    """
+    urls = [url for component in expand_components(shards) for url in component]
+    refuse_repeated(urls)
+    return urls
+
+
+def refuse_repeated(urls: Sequence[str]) -> None:
+    """Raise ValueError if two of the shards are the same file or URL."""
+    seen: dict[str, str] = {}
+    for url in urls:
+        identity = os.path.realpath(url) if is_local(url) else url
+        if identity in seen:
+            other = "" if seen[identity] == url else f" (also as {seen[identity]})"
+            raise ValueError(
+                f"the shard {url} is given twice{other}: its samples would be trained on twice; name it once"
+            )
+        seen[identity] = url
+
+
+def shard_name(url: str) -> str:
+    """File name of the tar in a path, URL or ``pipe:`` command; the whole text if there is none."""
+    found = _TAR_NAME.search(url)
+    return found.group(0) if found else os.path.basename(url) or url
+
+
+def sibling(url: str, replace: str) -> str | None:
+    """The path, URL or command for another file in the folder of a shard, None where the text names no tar."""
+    found = _TAR_NAME.search(url)
+    return None if found is None else url[: found.start()] + replace + url[found.end() :]

@@ -1,0 +1,217 @@
+"""WebDataset shards as a source: local tars are read by offset, remote and compressed ones as streams."""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, BinaryIO
+
+import numpy as np
+from PIL import Image
+
+from openclip_ext.data import tar
+from openclip_ext.data.hashing import Purpose, hash64
+from openclip_ext.data.manifest import Manifest
+from openclip_ext.data.order import ResampledShards, Sequence64, ShardSequence
+from openclip_ext.data.scan import parse_keys
+from openclip_ext.data.shardlist import is_local, local_path
+from openclip_ext.data.source import RawSample, Reader, Source, decode_fields
+
+# Consecutive samples of small images come with one system call.
+_READ_BUFFER = 1 << 20
+# Stand-ins for bad samples of a remote shard are taken from its head, so that fetching one does not read it through.
+_STREAM_HEAD = 64
+_STREAM_ATTEMPTS = 3
+
+
+class ShardSource(Source):
+    """The samples of a manifest.
+
+    Args:
+        manifest: Shards and sample counts, verified.
+        image_key, caption_key: See :func:`openclip_ext.data.scan.parse_keys`.
+        resampled: Draw shards with replacement instead of taking each once an epoch.
+        weights: ``(num_shards,)`` relative frequencies for ``resampled``.
+    """
+
+    sequential = True
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        image_key: str,
+        caption_key: str,
+        resampled: bool = False,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        self.manifest = manifest
+        self._image_keys = parse_keys(image_key, allow_json=False)
+        self._caption_keys = parse_keys(caption_key, allow_json=True)
+        self._wanted = frozenset(key.field for key in (*self._image_keys, *self._caption_keys))
+        self._resampled = resampled
+        self._weights = weights
+        self._counts = np.array([shard.num_samples for shard in manifest.shards], dtype=np.int64)
+        self._first_indices = np.array([shard.first_index for shard in manifest.shards], dtype=np.int64)
+
+    @property
+    def num_samples(self) -> int:
+        return self.manifest.num_samples
+
+    @property
+    def digest(self) -> str:
+        return self.manifest.digest
+
+    def sequence(self, seed: int, epoch: int, num_slots: int) -> Sequence64:
+        if self._resampled:
+            return ResampledShards(self._counts, num_slots, seed, epoch, self._weights)
+        return ShardSequence(self._counts, seed, epoch)
+
+    def reader(self) -> Reader:
+        return _ShardReader(self)
+
+    def decode(self, raw: RawSample) -> tuple[Image.Image, str]:
+        return decode_fields(raw, self._image_keys, self._caption_keys)
+
+    def shard_number(self, index: int) -> int:
+        """Which shard holds a sample."""
+        return int(np.searchsorted(self._first_indices, index, side="right")) - 1
+
+    def group_of(self, index: int) -> tuple[str, int, int]:
+        shard = self.manifest.shards[self.shard_number(index)]
+        return shard.url, shard.first_index, shard.num_samples
+
+    def known_bad(self) -> tuple[int, str]:
+        lines = list(self.manifest.report())
+        return self.manifest.num_bad, "; ".join(lines[:3]) + (f" and {len(lines) - 3} more shards" if lines[3:] else "")
+
+    def replacements(self, index: int, seed: int, epoch: int) -> Iterator[int]:
+        shard = self.manifest.shards[self.shard_number(index)]
+        if shard.seekable:
+            yield from super().replacements(index, seed, epoch)
+            return
+        head = min(_STREAM_HEAD, shard.num_samples)
+        offset = int(hash64(Purpose.REPLACEMENT, seed, epoch, index)[0] % np.uint64(head))
+        positions = chain(((offset + step) % head for step in range(head)), range(head, shard.num_samples))
+        yield from (shard.first_index + position for position in positions if shard.first_index + position != index)
+
+    def open_shard(self, number: int) -> "_OffsetFile | _StreamFile":
+        """The samples of one shard, by position."""
+        shard = self.manifest.shards[number]
+        offsets = self.manifest.sample_offsets(number)
+        if offsets is not None:
+            return _OffsetFile(shard.url, offsets, self._wanted)
+        return _StreamFile(shard.url, self._wanted)
+
+
+class _ShardReader(Reader):
+    """Keeps the shard of the last sample open."""
+
+    def __init__(self, source: ShardSource) -> None:
+        self._source = source
+        self._file: _OffsetFile | _StreamFile | None = None
+        self._first = self._end = 0
+
+    def read(self, index: int) -> RawSample:
+        try:
+            if not self._first <= index < self._end:
+                self._open(index)
+            fields, found = self._file.sample(index - self._first)
+        except (OSError, ValueError, EOFError, tar.tarfile.TarError) as error:
+            name = self._source.group_of(index)[0]
+            return RawSample(index, {}, problem=f"{name} cannot be read: {type(error).__name__}: {error}")
+        return RawSample(index, fields, found)
+
+    def _open(self, index: int) -> None:
+        self.close()
+        number = self._source.shard_number(index)
+        self._file = self._source.open_shard(number)
+        shard = self._source.manifest.shards[number]
+        self._first, self._end = shard.first_index, shard.first_index + shard.num_samples
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file, self._first, self._end = None, 0, 0
+
+
+class _OffsetFile:
+    """A local tar with known offsets."""
+
+    def __init__(self, path: str, offsets: np.ndarray, wanted: frozenset[str]) -> None:
+        self._file = open(path, "rb", buffering=_READ_BUFFER)  # noqa: SIM115
+        self._offsets = offsets
+        self._wanted = wanted
+
+    def sample(self, position: int) -> tuple[dict[str, bytes], list[str]]:
+        begin, end = self._offsets[position : position + 2].tolist()
+        self._file.seek(begin)
+        data = self._file.read(end - begin)
+        if len(data) < end - begin or not data:
+            raise EOFError(f"sample {position} should end at byte {end}, the file ends before")
+        return tar.fields_in(data, self._wanted)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _StreamFile:
+    """A tar that can only be read forward; going back opens it again.
+
+    A read that fails is tried again from the beginning of the shard. After the last attempt everything from there on
+    counts as unreadable.
+    """
+
+    def __init__(self, url: str, wanted: frozenset[str]) -> None:
+        self._url = url
+        self._wanted = wanted
+        self._stream: BinaryIO | None = None
+        self._samples: Iterator[tuple[dict[str, bytes], list[str]]] = iter(())
+        self._next = 0
+        self._unreadable: tuple[int, str] | None = None
+
+    def sample(self, position: int) -> tuple[dict[str, bytes], list[str]]:
+        for attempt in range(1, _STREAM_ATTEMPTS + 1):
+            if self._unreadable is not None and position >= self._unreadable[0]:
+                break
+            try:
+                sample = self._advance(position)
+                if sample is not None:
+                    return sample
+                self._unreadable = self._next, f"it has {self._next} samples, the manifest says more"
+            except (OSError, EOFError, tar.tarfile.TarError) as error:
+                logging.warning(f"Reading {self._url} failed ({error}), attempt {attempt} of {_STREAM_ATTEMPTS}.")
+                if attempt == _STREAM_ATTEMPTS:
+                    self._unreadable = self._next, f"{type(error).__name__}: {error}"
+                self.close()
+                time.sleep(attempt - 1)
+        raise EOFError(self._unreadable[1])
+
+    def _advance(self, position: int) -> tuple[dict[str, bytes], list[str]] | None:
+        """The sample at a position, None if the stream ends before."""
+        if self._stream is None or position < self._next:
+            self.close()
+            self._stream = open_stream(self._url)
+            self._samples = tar.stream_samples(self._stream, self._wanted)
+        for sample in self._samples:
+            self._next += 1
+            if self._next > position:
+                return sample
+        return None
+
+    def close(self) -> None:
+        stream, self._stream, self._samples, self._next = self._stream, None, iter(()), 0
+        if stream is not None:
+            try:
+                stream.close()
+            except OSError as error:  # a command that is not read to its end may complain
+                logging.debug(f"Closing {self._url}: {error}")
+
+
+def open_stream(url: str) -> Any:
+    """Open a shard to read it forward."""
+    if is_local(url):
+        return open(local_path(url), "rb")
+    # Only remote data need webdataset, which takes seconds to import.
+    import webdataset
+
+    return webdataset.gopen(url, "rb")

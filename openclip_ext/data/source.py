@@ -1,0 +1,154 @@
+"""What a loader reads from: samples by index, raw first and decoded later.
+
+Reading and decoding are apart because they happen at different times: a shuffle holds raw bytes, not images.
+"""
+
+import io
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from openclip_ext.data.hashing import Purpose, hash64
+from openclip_ext.data.order import Sequence64
+from openclip_ext.data.scan import Key
+
+
+class BadDataError(RuntimeError):
+    """The data are too bad to go on: a shard without a usable sample, or too many bad samples."""
+
+
+class BadSampleError(ValueError):
+    """One sample lacks its image or caption or does not decode; it is skipped and counted."""
+
+
+class RawSample(NamedTuple):
+    """A sample as read.
+
+    Attributes:
+        index: Global index.
+        fields: Data by field, whatever the source decodes.
+        found: Names of all fields that are there, for messages.
+        problem: Why the sample could not be read; None if it could.
+    """
+
+    index: int
+    fields: dict[str, Any]
+    found: Sequence[str] = ()
+    problem: str | None = None
+
+
+class Reader(ABC):
+    """Reads samples one after the other; fast if their indices ascend. Belongs to one process."""
+
+    @abstractmethod
+    def read(self, index: int) -> RawSample:
+        """The raw sample; never raises for a bad one."""
+
+    def close(self) -> None:  # noqa: B027 (nothing to do for most)
+        """Let go of open files."""
+
+
+class Source(ABC):
+    """A data set whose samples have indices ``0 .. num_samples - 1``."""
+
+    #: Whether samples should be read in ascending order and shuffled in memory (tars), not at random.
+    sequential: bool
+
+    @property
+    @abstractmethod
+    def num_samples(self) -> int:
+        """Size of the index space."""
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Identifies the data set: a run is not resumed in mid-epoch on another."""
+
+    @abstractmethod
+    def sequence(self, seed: int, epoch: int, num_slots: int) -> Sequence64:
+        """The samples of an epoch in sequence, of which ``num_slots`` are used."""
+
+    @abstractmethod
+    def reader(self) -> Reader:
+        """A new reader."""
+
+    @abstractmethod
+    def decode(self, raw: RawSample) -> tuple[Image.Image, str]:
+        """Image (RGB) and caption.
+
+        Raises:
+            BadSampleError: It lacks one of them or does not decode.
+        """
+
+    @abstractmethod
+    def group_of(self, index: int) -> tuple[str, int, int]:
+        """Name, first index and number of samples of the shard (or file) that holds a sample."""
+
+    def known_bad(self) -> tuple[int, str]:
+        """How many samples are known to be bad before training starts, and where."""
+        return 0, ""
+
+    def replacements(self, index: int, seed: int, epoch: int) -> Iterator[int]:
+        """Every other sample of the same shard, from a random one on: candidates to stand in for a bad sample."""
+        _, first, count = self.group_of(index)
+        offset = int(hash64(Purpose.REPLACEMENT, seed, epoch, index)[0] % np.uint64(count))
+        for step in range(count):
+            candidate = first + (offset + step) % count
+            if candidate != index:
+                yield candidate
+
+
+def decode_image(data: bytes | io.BufferedIOBase) -> Image.Image:
+    """Decode to RGB, as webdataset's "pilrgb" does.
+
+    Raises:
+        BadSampleError: The bytes are no image that Pillow can read to the end.
+    """
+    try:
+        image = Image.open(io.BytesIO(data) if isinstance(data, bytes) else data)
+        image.load()
+        return image if image.mode == "RGB" else image.convert("RGB")
+    # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, DecompressionBombError and others.
+    except Exception as error:
+        raise BadSampleError(f"the image does not decode: {type(error).__name__}: {error}") from error
+
+
+def decode_fields(raw: RawSample, image_keys: Sequence[Key], caption_keys: Sequence[Key]) -> tuple[Image.Image, str]:
+    """Image and caption of a sample whose fields are bytes.
+
+    Raises:
+        BadSampleError: It lacks one of them or does not decode; the message names the fields that were found.
+    """
+    if raw.problem is not None:
+        raise BadSampleError(raw.problem)
+    image_key = _choose(raw, image_keys, "image")
+    caption_key = _choose(raw, caption_keys, "caption")
+    caption = _caption(raw.fields[caption_key.field], caption_key)
+    return decode_image(raw.fields[image_key.field]), caption
+
+
+def _choose(raw: RawSample, keys: Sequence[Key], what: str) -> Key:
+    for key in keys:
+        if key.field in raw.fields:
+            return key
+    wanted = " or ".join(key.field for key in keys)
+    raise BadSampleError(f"no {what}: expected {wanted}, found {', '.join(raw.found) or 'nothing'}")
+
+
+def _caption(data: bytes, key: Key) -> str:
+    try:
+        text = data.decode("utf-8")
+        if key.entry is None:
+            return text
+        content = json.loads(text)
+    except ValueError as error:
+        raise BadSampleError(f"the caption ({key.field}) does not decode: {error}") from error
+    entry = content.get(key.entry) if isinstance(content, dict) else None
+    if not isinstance(entry, str):
+        found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
+        raise BadSampleError(f"no caption: expected the text {key.entry!r} in {key.field}, found {found or 'nothing'}")
+    return entry

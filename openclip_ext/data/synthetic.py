@@ -1,0 +1,50 @@
+"""OpenCLIP's ``--dataset-type synthetic``: one black image and one caption, as often as wanted; to time training."""
+
+from PIL import Image
+
+from openclip_ext.data.order import RowSequence, Sequence64
+from openclip_ext.data.source import RawSample, Reader, Source
+
+CAPTION = "Dummy caption"
+
+
+class SyntheticSource(Source):
+    """The same sample ``num_samples`` times.
+
+    Args:
+        num_samples: Size of the data set.
+        image_size: Width and height in pixels.
+    """
+
+    sequential = False
+
+    def __init__(self, num_samples: int = 100, image_size: tuple[int, int] = (224, 224)) -> None:
+        if num_samples < 1:
+            raise ValueError(f"a synthetic data set needs at least 1 sample, got {num_samples}")
+        self._num_samples = num_samples
+        self._image = Image.new("RGB", image_size)
+
+    @property
+    def num_samples(self) -> int:
+        return self._num_samples
+
+    @property
+    def digest(self) -> str:
+        return f"synthetic-{self._num_samples}-{self._image.width}x{self._image.height}"
+
+    def sequence(self, seed: int, epoch: int, num_slots: int) -> Sequence64:
+        return RowSequence(self._num_samples, seed, epoch)
+
+    def reader(self) -> Reader:
+        return _Repeater()
+
+    def decode(self, raw: RawSample) -> tuple[Image.Image, str]:
+        return self._image, CAPTION
+
+    def group_of(self, index: int) -> tuple[str, int, int]:
+        return "synthetic", 0, self._num_samples
+
+
+class _Repeater(Reader):
+    def read(self, index: int) -> RawSample:
+        return RawSample(index, {})

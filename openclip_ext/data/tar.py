@@ -1,0 +1,202 @@
+"""Samples in a tar file: WebDataset's grouping, found from the headers alone.
+
+A sample is a run of consecutive regular members that share everything before the first dot of the file name; what follows
+the dot is the field ("jpg", "txt", ...), in lower case. Python's ``tarfile`` takes 30 µs a member and cannot be told to stay
+out of the data of a file that it may seek in, so plain tars are read by the few lines here; compressed and remote ones go
+through ``tarfile`` as streams.
+"""
+
+import re
+import tarfile
+from collections.abc import Callable, Iterator
+from typing import BinaryIO, NamedTuple
+
+BLOCK = 512
+_METADATA = re.compile(r"__[^/]*__($|/)")
+_REGULAR_TYPES = frozenset(b"0\x007")
+# Links, devices, directories and pipes have no data, whatever their size field says.
+_DATALESS_TYPES = frozenset(b"123456")
+
+
+class TarError(ValueError):
+    """A tar file ends or breaks where a header or data should be."""
+
+
+class Member(NamedTuple):
+    """One member of a tar; offsets are bytes from the beginning of the file."""
+
+    name: str
+    start: int  # first byte of the member's headers, long names and pax records included
+    data: int
+    size: int
+    is_file: bool
+
+    @property
+    def end(self) -> int:
+        """First byte after the data, padding included."""
+        return self.data + _padded(self.size)
+
+
+def _padded(size: int) -> int:
+    return (size + BLOCK - 1) // BLOCK * BLOCK
+
+
+def _number(field: bytes) -> int:
+    """A number of a tar header: octal text, or base 256 if its first bit is set (GNU, sizes from 8 GiB on)."""
+    if field[0] & 0x80:
+        return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
+    text = field.partition(b"\0")[0].strip()
+    return int(text, 8) if text else 0
+
+
+def _text(field: bytes) -> str:
+    return field.partition(b"\0")[0].decode("utf-8", "surrogateescape")
+
+
+def _check(header: bytes, position: int) -> None:
+    try:
+        expected = _number(header[148:156])
+    except ValueError:
+        expected = -1
+    # The checksum is taken with its own field filled with eight blanks (8 * 32).
+    if sum(header) - sum(header[148:156]) + 256 != expected:
+        raise TarError(f"no tar header at byte {position}")
+
+
+def _pax_records(data: bytes) -> dict[str, str]:
+    """The records "LENGTH KEY=VALUE\\n" of an extended header."""
+    records = {}
+    while data and data[0]:
+        length = int(data.partition(b" ")[0])
+        if length <= 0:
+            raise ValueError(length)
+        key, _, value = data[:length].partition(b" ")[2].rstrip(b"\n").partition(b"=")
+        records[key.decode()] = value.decode("utf-8", "surrogateescape")
+        data = data[length:]
+    return records
+
+
+def iter_members(read_at: Callable[[int, int], bytes], end: int) -> Iterator[Member]:
+    """Walk over the members of an uncompressed tar without touching their data.
+
+    Args:
+        read_at: ``read_at(offset, length)`` returns at most ``length`` bytes.
+        end: Size of the file in bytes.
+
+    Yields:
+        The complete members, in order.
+
+    Raises:
+        TarError: A header is broken, a member is cut off, or the end-of-archive mark is missing.
+    """
+    position = start = 0
+    name, size = None, None
+    while True:
+        header = read_at(position, BLOCK)
+        if len(header) < BLOCK:
+            raise TarError(f"the file ends at byte {end}, without the end-of-archive mark")
+        if not header[0] and header.count(0) == BLOCK:
+            return
+        _check(header, position)
+        kind = header[156]
+        length = 0 if kind in _DATALESS_TYPES else _number(header[124:136])
+        if kind in b"xL":
+            extension = read_at(position + BLOCK, length)
+            try:
+                name, size = _extended(kind, extension, name, size)
+            except (ValueError, UnicodeDecodeError):
+                raise TarError(f"broken extended header at byte {position}") from None
+        elif kind not in b"gK":
+            length = length if size is None else size
+            is_file = kind in _REGULAR_TYPES
+            member = Member(_member_name(header) if name is None else name, start, position + BLOCK, length, is_file)
+            if member.data + length > end:
+                raise TarError(f"{member.name} is cut off: the file ends at byte {end}")
+            yield member
+            name, size, start = None, None, member.end
+        position += BLOCK + _padded(length)
+
+
+def _extended(kind: int, data: bytes, name: str | None, size: int | None) -> tuple[str | None, int | None]:
+    """Name and size of the next member according to a GNU long name ("L") or a pax header ("x")."""
+    if kind == ord("L"):
+        return _text(data), size
+    records = _pax_records(data)
+    return records.get("path", name), int(records["size"]) if "size" in records else size
+
+
+def _member_name(header: bytes) -> str:
+    name = _text(header[:100])
+    if header[257:263] == b"ustar\0" and header[345]:
+        return _text(header[345:500]) + "/" + name
+    return name
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """Split a member's name into the key of its sample and the field.
+
+    Returns:
+        ``(key, field)``, or None where WebDataset skips the member (no dot, hidden, ``__metadata__``).
+    """
+    folder, slash, file = name.rpartition("/")
+    base, dot, field = file.partition(".")
+    if not base or not dot or (name.startswith("__") and _METADATA.match(name)):
+        return None
+    return folder + slash + base, field.lower()
+
+
+def fields_in(data: bytes, wanted: frozenset[str]) -> tuple[dict[str, bytes], list[str]]:
+    """Read one sample from the bytes between its first header and the next sample's.
+
+    Args:
+        data: The sample's part of the tar.
+        wanted: Fields to return.
+
+    Returns:
+        The wanted fields that are there, and the names of all.
+
+    Raises:
+        TarError: The bytes are no such part (the file was changed or cut).
+    """
+    fields, found = {}, []
+    ended = bytes(BLOCK)
+    read_at = lambda offset, length: data[offset : offset + length] or ended  # noqa: E731
+    for member in iter_members(read_at, len(data)):
+        parts = split_name(member.name) if member.is_file else None
+        if parts is not None:
+            found.append(parts[1])
+            if parts[1] in wanted:
+                fields[parts[1]] = data[member.data : member.data + member.size]
+    return fields, found
+
+
+def stream_samples(stream: BinaryIO, wanted: frozenset[str]) -> Iterator[tuple[dict[str, bytes], list[str]]]:
+    """Group a tar that can only be read forward (remote or compressed) into samples.
+
+    Args:
+        stream: The tar file, any compression.
+        wanted: Fields whose data are read; the others are passed over.
+
+    Yields:
+        The wanted fields and the names of all fields of each sample.
+
+    Raises:
+        tarfile.TarError, OSError, EOFError: The stream is broken; the sample at the break is not yielded.
+    """
+    key, fields, found = None, {}, []
+    with tarfile.open(fileobj=stream, mode="r|*") as archive:
+        for info in archive:
+            archive.members = []  # tarfile keeps every header it has seen otherwise
+            parts = split_name(info.name) if info.isreg() else None
+            if parts is None:
+                continue
+            data = archive.extractfile(info).read() if parts[1] in wanted else None
+            if parts[0] != key or parts[1] in found:
+                if key is not None:
+                    yield fields, found
+                key, fields, found = parts[0], {}, []
+            found.append(parts[1])
+            if data is not None:
+                fields[parts[1]] = data
+    if key is not None:
+        yield fields, found

@@ -1,0 +1,59 @@
+"""Small WebDataset shards for tests; other packages' tests may import this."""
+
+import io
+import tarfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+Members = Sequence[tuple[str, bytes]]
+
+
+def image_bytes(number: int, size: int = 24, image_format: str = "JPEG") -> bytes:
+    """An image of noise that no other number has."""
+    pixels = np.random.default_rng(number).integers(0, 255, (size, size + number % 5, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, image_format)
+    return buffer.getvalue()
+
+
+def sample_members(number: int, fields: Iterable[str] = ("jpg", "txt", "json")) -> list[tuple[str, bytes]]:
+    """Name and content of a sample's members; the caption is ``sample NUMBER``."""
+    content = {
+        "jpg": lambda: image_bytes(number),
+        "png": lambda: image_bytes(number, image_format="PNG"),
+        "txt": lambda: f"sample {number}".encode(),
+        "json": lambda: f'{{"caption": "json {number}", "number": {number}}}'.encode(),
+    }
+    return [(f"{number:06d}.{field}", content[field]()) for field in fields]
+
+
+def write_tar(path: Path, members: Members, mode: str = "w") -> Path:
+    """Write a tar of these members; ``mode`` as in ``tarfile.open``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, mode) as archive:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def write_shards(folder: Path, counts: Sequence[int], replaced: Mapping[int, Members] | None = None) -> list[str]:
+    """Write shards ``00000.tar``, ... of so many samples each, numbered through; returns their paths.
+
+    Args:
+        folder: Where to.
+        counts: Samples of each shard.
+        replaced: Members of single samples, by number, instead of the usual ones.
+    """
+    paths, number = [], 0
+    for shard, count in enumerate(counts):
+        members: list[tuple[str, bytes]] = []
+        for _ in range(count):
+            members += (replaced or {}).get(number, sample_members(number))
+            number += 1
+        paths.append(str(write_tar(folder / f"{shard:05d}.tar", members)))
+    return paths
