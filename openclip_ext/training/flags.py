@@ -13,6 +13,7 @@ from typing import Any
 from openclip_ext import compat
 from openclip_ext.losses import registry
 from openclip_ext.losses.options import OPTIONS, Option
+from openclip_ext.training import recipes
 from openclip_ext.training.errors import UsageError
 
 PARTS = ("normalizer", "temperature_scheme")
@@ -44,6 +45,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, LossChoice]:
         _print_help(parser)
         raise SystemExit(0)
     ours, rest = parser.parse_known_args(argv)
+    if ours.recipe is not None:
+        # In front of the user's flags, of which argparse takes the last.
+        ours, rest = parser.parse_known_args([*_recipe_argv(ours, rest), *argv])
     args = compat.parse_openclip_args(rest)
     given = vars(ours)
     loss_options = {name: given.pop(name) for name in OPTIONS if name in given}
@@ -118,6 +122,12 @@ def _add_data_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_run_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
+        "--recipe",
+        default=None,
+        metavar="NAME",
+        help=f"the papers' settings for the chosen loss on: {', '.join(recipes.names())}; flags given explicitly win",
+    )
+    group.add_argument(
         "--save-every-steps", type=int, default=0, help="also save a checkpoint every N optimizer steps (0: never)"
     )
     group.add_argument(
@@ -151,6 +161,15 @@ def _check_loss_flags(choice: LossChoice) -> None:
             takes = [OPTIONS[other].flag for other in used if not OPTIONS[other].openclip_flag]
             listed = ", ".join(takes) or "no options"
             raise UsageError(f"{OPTIONS[name].flag} is not used by --loss {choice.name}, which takes: {listed}")
+
+
+def _recipe_argv(ours: argparse.Namespace, rest: list[str]) -> list[str]:
+    """The recipe's flags for the loss that the command line names."""
+    loss = ours.loss or ("siglip" if "--siglip" in rest else "openclip")
+    try:
+        return recipes.get(ours.recipe, loss).argv()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _options_used(choice: LossChoice) -> dict[str, Any]:
