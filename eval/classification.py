@@ -148,7 +148,7 @@ def classify(encoder: Encoder, batches: Iterable[Batch], classifiers: Sequence[T
                 metadata.append(batch.metadata)
             bar.update(len(batch.keys))
     if not order:
-        raise DataError(f"{task.name}: no image to score; {skipped[0] if skipped else 'the shards are empty'}.")
+        raise DataError(f"No image to score in {task.folder}; {skipped[0] if skipped else 'the shards are empty'}.")
     on_disk = torch.cat(order).argsort()
 
     def joined(parts: list[Tensor]) -> np.ndarray | None:

@@ -104,7 +104,7 @@ def task_folder(task: Task, data_dir: str | Path) -> Path:
     folder = Path(data_dir) / task.folder
     if not folder.is_dir():
         raise MissingDataError(
-            f"{task.name}: there is no folder {task.folder} in {data_dir}; fetch it with "
+            f"There is no folder {task.folder} in {data_dir}; fetch it with "
             f"`python -m eval.download --data-dir {data_dir} --tasks {task.key}`."
         )
     return folder
@@ -148,7 +148,7 @@ def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list
         raise DataError(f"{folder / TEMPLATES_FILE}: no template has a {{c}} for the class name.")
     if task.classes is not None and len(classnames) != task.classes and not any_size:
         raise DataError(
-            f"{task.name}: {folder / CLASSNAMES_FILE} lists {len(classnames)} classes, DataComp's has {task.classes}; "
+            f"{folder / CLASSNAMES_FILE} lists {len(classnames)} classes, DataComp's has {task.classes}; "
             f"fetch the data set again, or score it as it is with --allow-size-mismatch."
         )
     return classnames, templates

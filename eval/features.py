@@ -1,6 +1,7 @@
 """Encoding images, texts and classifiers in batches, each distinct thing once."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -131,9 +132,18 @@ class Encoder:
             bar.update(len(chunk))
         return torch.cat(embeddings)
 
-    def progress(self, total: int, description: str, unit: str) -> tqdm:
-        """A bar within one task, below the bar over the tasks."""
-        return tqdm(total=total, desc=description, unit=unit, position=1, leave=False, disable=not self.show_progress)
+    def progress(self, total: int | None, description: str, unit: str) -> tqdm:
+        """A bar within one task, below the bar over the tasks; sparse where the output is a log file."""
+        return tqdm(
+            total=total,
+            desc=description,
+            unit=unit,
+            position=1,
+            leave=False,
+            delay=1,
+            mininterval=0.1 if sys.stderr.isatty() else 30,
+            disable=not self.show_progress,
+        )
 
     def _autocast(self, wanted: bool) -> AbstractContextManager:
         if wanted and self.precision != "fp32":

@@ -192,7 +192,7 @@ def _why_not(name: str, source: str | None, error: Exception) -> str:
     """A short message for whatever creating the model raised."""
     reason = " ".join(str(error).split())
     reason = reason if len(reason) <= 400 else reason[:400] + " ..."
-    if "state_dict" in reason or isinstance(error, KeyError):
+    if "state_dict" in reason or isinstance(error, KeyError | AssertionError | AttributeError):
         hint = f"it is not a checkpoint of {name}; was it trained with another --model?"
         trained = _trained_model(source)
         if trained is not None and trained != name:

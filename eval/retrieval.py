@@ -29,7 +29,7 @@ def evaluate_retrieval(task: Task, folder: Path, encoder: Encoder, any_size: boo
         DataError: for data that must not be scored.
     """
     check_dataset_type(folder, "retrieval")
-    images, keys, captions, skipped = _encode_images(task, folder, encoder, SampleFormat(captions=True))
+    images, keys, captions, skipped = _encode_images(task, folder, encoder, SampleFormat(captions=True), task.size)
     texts = encoder.encode_texts([caption for own in captions for caption in own])
     owners = torch.repeat_interleave(torch.tensor([len(own) for own in captions])).to(texts.device)
     return TaskResult(retrieval_metrics(images, texts, owners), len(keys), len(keys) + len(skipped), skipped)
@@ -47,11 +47,11 @@ def check_dataset_type(folder: Path, expected: str) -> None:
 
 
 def _encode_images(
-    task: Task, folder: Path, encoder: Encoder, spec: SampleFormat
+    task: Task, folder: Path, encoder: Encoder, spec: SampleFormat, total: int | None
 ) -> tuple[Tensor, list[str], list[list[str]], list[Skipped]]:
     """Embeddings ``(N, d)``, keys and captions in the order on disk, and what was skipped."""
     order, features, keys, captions, skipped = [], [], [], [], []
-    with encoder.progress(task.size, task.name, "image") as bar:
+    with encoder.progress(total, task.name, "image") as bar:
         for batch in encoder.batches(find_shards(folder), spec):
             skipped += batch.skipped
             if not batch.keys:
@@ -62,7 +62,7 @@ def _encode_images(
             captions += batch.captions
             bar.update(len(batch.keys))
     if not order:
-        raise DataError(f"{task.name}: no image to score; {skipped[0] if skipped else 'the shards are empty'}.")
+        raise DataError(f"No image to score in {task.folder}; {skipped[0] if skipped else 'the shards are empty'}.")
     on_disk = torch.cat(order).argsort()
     rows = on_disk.tolist()
     embeddings = torch.cat(features)[on_disk.to(encoder.device)]
@@ -168,7 +168,7 @@ def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: boo
     """
     check_dataset_type(folder, "winogavil")
     instances = read_instances(folder)
-    images, keys, _, skipped = _encode_images(task, folder, encoder, SampleFormat())
+    images, keys, _, skipped = _encode_images(task, folder, encoder, SampleFormat(), total=None)
     rows = {key: row for row, key in enumerate(keys)}
     undecoded = {entry.key for entry in skipped}
     usable = []
@@ -180,7 +180,7 @@ def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: boo
         if not lacking:
             usable.append(instance)
     if not usable:
-        raise DataError(f"{task.name}: no instance has all its images; {skipped[0]}.")
+        raise DataError(f"No instance in {task.folder} has all its images; {skipped[0]}.")
     cues = encoder.encode_texts([instance.prompt for instance in usable])
     scores = [
         _instance_score(instance, (images[[rows[key] for key in instance.candidates]] @ cue).cpu().numpy())

@@ -40,12 +40,12 @@ def evaluate_task(task: Task, data_dir: str | Path, encoder: Encoder, any_size: 
     result = EVALUATORS[task.kind](task, task_folder(task, data_dir), encoder, any_size)
     if len(result.skipped) > max(MAX_SKIPPED, MAX_SKIPPED_SHARE * (result.samples + len(result.skipped))):
         raise DataError(
-            f"{task.name}: {len(result.skipped)} images do not decode beside {result.samples} that do, "
+            f"{len(result.skipped)} images do not decode beside {result.samples} that do, "
             f"the first: {result.skipped[0]}; fetch the data set again."
         )
     if result.found != task.size and not any_size:
         raise DataError(
-            f"{task.name}: found {result.found} samples, DataComp's data set has {task.size}: not scored; "
+            f"Found {result.found} samples, DataComp's data set has {task.size}: not scored; "
             f"fetch the data set again, or score it as it is with --allow-size-mismatch."
         )
     metrics = without_nan(result.metrics)

@@ -1,0 +1,184 @@
+"""``eval_results.jsonl``: one line a task in DataComp's format, resumable, and never another model's numbers.
+
+A line is ``{"key", "dataset", "metrics": {..., "main_metric"}}`` and, beyond DataComp's format, ``"run"`` (which model
+and protocol it belongs to), ``"data"`` (fingerprint of the data set), ``"samples"``, ``"found"``, ``"skipped"``,
+``"seconds"``. The file holds the lines of one run only, so that DataComp's ``aggregate_scores.py`` can read it: lines
+of other runs are moved to ``eval_results.RUN.jsonl`` beside it, and come back when that run is continued.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.classification import TaskResult
+from eval.data import fingerprint
+from eval.models import LoadedModel, config_digest
+from eval.tasks import Task
+
+RESULTS_FILE = "eval_results.jsonl"
+# Changes whenever the same weights on the same data may give other numbers than before.
+PROTOCOL = "datacomp-1"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What decides the numbers besides the data: a result counts for a run only if all of this agrees.
+
+    Attributes:
+        model: OpenCLIP's name.
+        weights: SHA-256 of the weights.
+        config: digest of architecture and preprocessing.
+        precision: as resolved for the device.
+        protocol: version of the evaluation's definitions.
+    """
+
+    model: str
+    weights: str
+    config: str
+    precision: str
+    protocol: str = PROTOCOL
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, precision: str, any_size: bool = False) -> "Run":
+        """The run that evaluating ``loaded`` in ``precision`` is; ``any_size``: on data that need not be DataComp's."""
+        protocol = f"{PROTOCOL}-any-size" if any_size else PROTOCOL
+        return cls(loaded.name, loaded.weights_sha256, config_digest(loaded.config), precision, protocol)
+
+    @property
+    def id(self) -> str:
+        """Short name of the run, for file names."""
+        return config_digest(asdict(self))[:8]
+
+
+class ResultFile:
+    """The results of one run in a folder; safe for several processes at a time.
+
+    Every change writes the whole (small) file beside the old one and renames it into place, under a lock: a killed
+    process leaves the old file, never half a line.
+
+    Args:
+        folder: made if it is not there.
+        run: whose results these are.
+        checkpoint: path or tag, for the reader of the file; not part of the run's identity.
+    """
+
+    def __init__(self, folder: str | Path, run: Run, checkpoint: str):
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path = self.folder / RESULTS_FILE
+        self.run = run
+        self.checkpoint = checkpoint
+
+    def open(self) -> None:
+        """Bring this run's earlier lines into the result file and move those of other runs out of it."""
+        with self._locked():
+            current = read_results(self.path)
+            foreign = [line for line in current if not self._is_own(line)]
+            aside = self._aside(self.run.id)
+            own = read_results(aside) + [line for line in current if self._is_own(line)]
+            for run_id, lines in _by_run(foreign).items():
+                logging.warning(
+                    f"{self.path} holds {len(lines)} results of another model, precision or protocol: moved to "
+                    f"{self._aside(run_id).name}."
+                )
+                _write(self._aside(run_id), read_results(self._aside(run_id)) + lines)
+            _write(self.path, own)
+            aside.unlink(missing_ok=True)
+
+    def completed(self, tasks: Sequence[Task], data_dir: str | Path) -> set[str]:
+        """Keys that need no new evaluation: results of this run, on the data that is there, or that is there no more."""
+        lines = {line["key"]: line for line in self.lines()}
+        folders = {task.key: Path(data_dir) / task.folder for task in tasks}
+        return {
+            key
+            for key, line in lines.items()
+            if key in folders and (not folders[key].is_dir() or fingerprint(folders[key]) == line.get("data"))
+        }
+
+    def discard(self, keys: Iterable[str]) -> None:
+        """Drop this run's results for some tasks."""
+        unwanted = set(keys)
+        with self._locked():
+            lines = read_results(self.path)
+            _write(self.path, [line for line in lines if line["key"] not in unwanted or not self._is_own(line)])
+
+    def add(self, task: Task, folder: Path, result: TaskResult, seconds: float) -> None:
+        """Store the result of a task, in place of an earlier one."""
+        line = {
+            "key": task.key,
+            "dataset": task.name,
+            "metrics": result.metrics,
+            "run": {**asdict(self.run), "checkpoint": self.checkpoint},
+            "data": fingerprint(folder),
+            "samples": result.samples,
+            "found": result.found,
+            "skipped": [str(entry) for entry in result.skipped],
+            "seconds": round(seconds, 3),
+        }
+        with self._locked():
+            # Another run may have taken the file over in the meantime: then ours go where `open` finds them again.
+            taken = any(not self._is_own(other) for other in read_results(self.path))
+            path = self._aside(self.run.id) if taken else self.path
+            kept = [other for other in read_results(path) if other["key"] != task.key]
+            _write(path, [*kept, line])
+
+    def lines(self) -> list[dict[str, Any]]:
+        """This run's results."""
+        lines = read_results(self._aside(self.run.id)) + read_results(self.path)
+        return list({line["key"]: line for line in lines if self._is_own(line)}.values())
+
+    def _is_own(self, line: dict[str, Any]) -> bool:
+        run = line.get("run", {})
+        return all(run.get(name) == value for name, value in asdict(self.run).items())
+
+    def _aside(self, run_id: str) -> Path:
+        return self.path.with_suffix(f".{run_id}.jsonl")
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with open(self.folder / f".{RESULTS_FILE}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def read_results(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a result file, ours or DataComp's own; a line that is no result is left out with a warning."""
+    path = Path(path)
+    if not path.is_file():
+        return []
+    lines = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            line = json.loads(text)
+            complete = isinstance(line["key"], str) and isinstance(line["metrics"], dict)
+        except (ValueError, KeyError, TypeError):
+            complete = False
+        if complete:
+            lines.append(line)
+        else:
+            logging.warning(f"{path}, line {number} is no result and is left out: {text[:80]}")
+    return lines
+
+
+def _by_run(lines: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        run = {name: value for name, value in line.get("run", {}).items() if name != "checkpoint"}
+        runs.setdefault(config_digest(run)[:8] if run else "unknown", []).append(line)
+    return runs
+
+
+def _write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as stream:
+        # A NaN would be written as NaN, which is not JSON: an error here rather than an unreadable file.
+        stream.writelines(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)

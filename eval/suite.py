@@ -1,0 +1,118 @@
+"""DataComp's tasks as an evaluator during training (``--eval-suite quick|full``)."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eval.data import MissingDataError, task_folder
+from eval.features import Encoder, resolve_precision
+from eval.runner import evaluate_task
+from eval.summary import averages
+from eval.tasks import SUITES, Task, select_tasks
+
+
+class DataCompSuite:
+    """Main metrics of a set of tasks, and the averages over groups that are complete in it.
+
+    Attributes:
+        name: for logs and as the prefix of the metrics.
+        tasks: those whose data is there.
+    """
+
+    def __init__(self, tasks: list[Task], data_dir: Path, any_size: bool, **encoder_options: Any):
+        self.name = "datacomp"
+        self.tasks = tasks
+        self._data_dir = data_dir
+        self._any_size = any_size
+        self._encoder_options = encoder_options
+
+    def run(self, model: nn.Module) -> dict[str, float]:
+        """Measure a model; a task that fails is logged and left out.
+
+        Args:
+            model: an OpenCLIP model on the suite's device, not wrapped in DDP. Its mode is put back afterwards.
+
+        Returns:
+            ``datacomp/KEY``, the main metric of a task, and ``datacomp/average/TITLE``, where the group is complete.
+        """
+        was_training = model.training
+        model.eval()
+        try:
+            # A new encoder every time: the class embeddings of the last call belong to other weights.
+            scores = self._scores(Encoder(model, **self._encoder_options))
+        finally:
+            model.train(was_training)
+        complete = {average.title: average.value for average in averages(scores) if average.value is not None}
+        return {
+            **{f"{self.name}/{key}": value for key, value in scores.items()},
+            **{f"{self.name}/average/{title}": value for title, value in complete.items()},
+        }
+
+    def _scores(self, encoder: Encoder) -> dict[str, float]:
+        scores = {}
+        for task in self.tasks:
+            try:
+                value = evaluate_task(task, self._data_dir, encoder, self._any_size).metrics["main_metric"]
+            except Exception as error:
+                logging.error(f"{task.name} could not be evaluated and is left out: {error}")
+                continue
+            if value is not None:  # no group to take the metric over
+                scores[task.key] = value
+        return scores
+
+
+def build_suite(
+    suite: str,
+    data_dir: str | Path,
+    *,
+    preprocess: Callable[[Any], Tensor],
+    tokenizer: Callable[[list[str]], Tensor],
+    device: str | torch.device = "cpu",
+    precision: str = "datacomp",
+    batch_size: int = 256,
+    workers: int = 4,
+    any_size: bool = False,
+) -> list[DataCompSuite]:
+    """Evaluators for training, each with ``name`` and ``run(model) -> dict[str, float]``.
+
+    Args:
+        suite: ``quick`` (six tasks, 40,754 images), ``full`` (the 38 with a main metric), or another name of
+            ``eval.tasks.SUITES``.
+        data_dir: folder with the ``wds_*_test`` folders. Tasks of the suite that are not there are named in the log.
+        preprocess: the model's transform for evaluation.
+        tokenizer: the model's.
+        device: where the model is.
+        precision: see `eval.features.resolve_precision`.
+        batch_size: images, and texts, in a batch.
+        workers: processes that decode images.
+        any_size: score data whose size is not DataComp's.
+
+    Raises:
+        ValueError: no such suite, or none of its data is there. Better before training than after the first epoch.
+    """
+    if suite not in SUITES:
+        raise ValueError(f"There is no suite {suite!r}; --eval-suite takes {', '.join(SUITES)}.")
+    tasks, missing = [], []
+    for task in select_tasks([suite]):
+        if task.main_metric is None:
+            continue
+        try:
+            task_folder(task, data_dir)
+            tasks.append(task)
+        except MissingDataError:
+            missing.append(task.name)
+    if not tasks:
+        raise ValueError(f"{data_dir} holds no data set of the suite {suite!r}: none of {', '.join(missing)}.")
+    if missing:
+        logging.warning(f"The suite {suite!r} is incomplete in {data_dir}; missing: {', '.join(missing)}.")
+    options = {"preprocess": preprocess, "tokenizer": tokenizer, "batch_size": batch_size, "workers": workers}
+    device = torch.device(device)
+    return [
+        DataCompSuite(
+            tasks, Path(data_dir), any_size, device=device, precision=resolve_precision(precision, device), **options
+        )
+    ]

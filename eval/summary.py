@@ -1,0 +1,106 @@
+"""Averages over groups of tasks, each only over its complete set."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eval.tasks import GROUPS, TASKS
+
+
+@dataclass(frozen=True)
+class Average:
+    """Mean of the main metrics of a group of tasks.
+
+    Attributes:
+        title: the group's name.
+        value: the mean, or None while a task is missing.
+        missing: keys of the group's tasks without a main metric.
+        total: number of tasks in the group.
+    """
+
+    title: str
+    value: float | None
+    missing: tuple[str, ...]
+    total: int
+
+    def __str__(self) -> str:
+        if self.value is not None:
+            return f"{self.value:.4f}"
+        names = ", ".join(TASKS[key].name for key in self.missing)
+        return f"partial, {self.total - len(self.missing)}/{self.total}; missing: {names}"
+
+
+def main_metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Main metric by key, of the lines of a result file that have one."""
+    scores = {line["key"]: line["metrics"].get("main_metric") for line in lines}
+    return {key: value for key, value in scores.items() if value is not None}
+
+
+def averages(scores: Mapping[str, float]) -> list[Average]:
+    """All groups' averages.
+
+    Args:
+        scores: main metric by key.
+    """
+    found = []
+    for title, keys in GROUPS.items():
+        missing = tuple(key for key in keys if key not in scores)
+        value = None if missing else sum(scores[key] for key in keys) / len(keys)
+        found.append(Average(title, value, missing, len(keys)))
+    return found
+
+
+def summary(lines: Sequence[Mapping[str, Any]], problems: Mapping[str, str]) -> dict[str, Any]:
+    """What ``eval_summary.json`` holds.
+
+    Args:
+        lines: of the result file.
+        problems: why a task has no result, by key.
+    """
+    return {
+        "averages": {
+            average.title: {
+                "value": average.value,
+                "tasks": average.total,
+                "missing": list(average.missing),
+            }
+            for average in averages(main_metrics(lines))
+        },
+        "main_metrics": {line["key"]: line["metrics"].get("main_metric") for line in lines},
+        "problems": dict(problems),
+        "other_sizes": [line["key"] for line in lines if has_other_size(line)],
+        "skipped_images": {line["key"]: line["skipped"] for line in lines if line.get("skipped")},
+    }
+
+
+def has_other_size(line: Mapping[str, Any]) -> bool:
+    """Whether a result comes from data of another size than DataComp's (``--allow-size-mismatch``)."""
+    task = TASKS.get(line["key"])
+    return task is not None and line.get("found", task.size) != task.size
+
+
+def summary_text(lines: Sequence[Mapping[str, Any]], problems: Mapping[str, str]) -> str:
+    """The tables printed at the end: every task's main metric, the averages, and what is wrong."""
+    by_key = {line["key"]: line for line in lines}
+    text = ["", f"{'task':26} {'main metric':22} {'value':>8}"]
+    for key, task in TASKS.items():
+        if key in by_key:
+            value = by_key[key]["metrics"].get("main_metric")
+            shown = "-" if value is None else f"{value:.4f}"
+            text.append(f"{task.name:26} {task.main_metric or 'none':22} {shown:>8}")
+    text.append("")
+    text += [f"{average.title}: {average}" for average in averages(main_metrics(lines))]
+    other_sizes = [TASKS[line["key"]].name for line in lines if has_other_size(line)]
+    if other_sizes:
+        names = ", ".join(other_sizes[:5]) + (", ..." if len(other_sizes) > 5 else "")
+        text.append(
+            f"\nNot DataComp's data (other sizes), so not DataComp's numbers: {len(other_sizes)} tasks, {names}"
+        )
+    skipped = {line["dataset"]: line["skipped"] for line in lines if line.get("skipped")}
+    for name, entries in skipped.items():
+        text.append(f"\n{name}: {len(entries)} images do not decode and are left out:")
+        text += [f"  {entry}" for entry in entries[:10]]
+    if problems:
+        text.append("\nNot evaluated:")
+        text += [f"  {TASKS[key].name}: {reason}" for key, reason in problems.items()]
+    return "\n".join(text)
