@@ -1,0 +1,266 @@
+"""Visual grounding: Grad-CAM heat maps over an image for a phrase, ``python -m eval.grounding``.
+
+CLIP-Lite (section 4.7) after Grad-CAM (Selvaraju et al., 2017): the gradient of the alignment of image and phrase with
+respect to the last spatial features of the visual tower is averaged over the positions; that weights the channels, and
+the negative part of the sum is cut off. For vision transformers the last spatial features are the patch tokens that
+enter the last block's attention: behind it only the class token reaches the embedding.
+"""
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor, nn
+
+from eval.features import Encoder
+from eval.models import ModelError, load_model
+
+# Colours of the heat maps at 0, 1/4, ..., 1: dark blue, blue, green, yellow, red. Interpolated linearly.
+_COLOURS = np.array([[20, 20, 90], [30, 110, 220], [60, 200, 120], [250, 220, 60], [220, 30, 30]], dtype=np.float64)
+# Pictures are enlarged by a whole factor to at least this, so that models with small inputs can be looked at.
+_PICTURE_SIDE = 224
+
+
+@dataclass(frozen=True)
+class SpatialLayer:
+    """A module whose output has a place in the image, and how its positions are laid out.
+
+    Attributes:
+        module: the module.
+        name: its name inside the visual tower.
+        layout: ``NCHW``, ``NHWC``, or ``tokens`` for ``(N, prefix + H * W, C)``.
+        grid: (H, W) of the tokens; None for maps, whose shape says it.
+    """
+
+    module: nn.Module
+    name: str
+    layout: str
+    grid: tuple[int, int] | None = None
+
+    def to_map(self, features: Tensor) -> Tensor:
+        """The module's output as ``(N, C, H, W)``."""
+        if self.layout == "NCHW":
+            return features
+        if self.layout == "NHWC":
+            return features.movedim(-1, 1)
+        height, width = self.grid
+        # Class and register tokens come first.
+        return features[:, -height * width :].movedim(-1, 1).unflatten(-1, (height, width))
+
+
+def find_spatial_layer(visual: nn.Module) -> SpatialLayer:
+    """The last layer of a visual tower whose features have a place in the image.
+
+    Args:
+        visual: OpenCLIP's ModifiedResNet, VisionTransformer, or a timm model (convolutional, or with patch tokens).
+
+    Raises:
+        ModelError: for any other tower.
+    """
+    if hasattr(visual, "layer4"):
+        return SpatialLayer(visual.layer4, "layer4", "NCHW")
+    if hasattr(visual, "transformer") and hasattr(visual, "grid_size"):
+        return _token_layer(visual.transformer.resblocks, "ln_1", "transformer.resblocks", visual.grid_size)
+    trunk = getattr(visual, "trunk", None)
+    grid = getattr(getattr(trunk, "patch_embed", None), "grid_size", None)
+    if grid is not None and hasattr(trunk, "blocks") and hasattr(trunk, "num_prefix_tokens"):
+        return _token_layer(trunk.blocks, "norm1", "trunk.blocks", grid)
+    if trunk is not None and getattr(trunk, "feature_info", None):
+        name = trunk.feature_info[-1]["module"]
+        layout = getattr(trunk, "output_fmt", "NCHW")
+        return SpatialLayer(trunk.get_submodule(name), f"trunk.{name}", str(getattr(layout, "value", layout)))
+    raise ModelError(
+        f"Grad-CAM needs a visual tower whose last features have a place in the image: a ModifiedResNet, a timm "
+        f"convolutional network, or a vision transformer with patch tokens; this one is a {type(visual).__name__}."
+    )
+
+
+def _token_layer(blocks: Sequence[nn.Module], norm: str, path: str, grid: Sequence[int]) -> SpatialLayer:
+    last = len(blocks) - 1
+    module = getattr(blocks[last], norm, None)
+    if module is None:
+        raise ModelError(f"Grad-CAM: the last of {path} is a {type(blocks[last]).__name__} without {norm}.")
+    return SpatialLayer(module, f"{path}.{last}.{norm}", "tokens", (int(grid[0]), int(grid[1])))
+
+
+def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: SpatialLayer | None = None) -> Tensor:
+    """Where in an image a model sees each phrase.
+
+    Args:
+        encoder: the model; its weights and gradients stay as they are.
+        image: ``(3, H, W)``, preprocessed.
+        phrases: ``P`` texts.
+        layer: where to look; default `find_spatial_layer`.
+
+    Returns:
+        ``(P, H, W)``, float32 on CPU, in [0, 1]: the largest value of every map is 1, or 0 where nothing in the image
+        speaks for the phrase.
+
+    Raises:
+        ModelError: if the tower has no such layer, or the layer is no map of more than one position.
+    """
+    model = encoder.model
+    layer = layer or find_spatial_layer(model.visual)
+    caught: list[Tensor] = []
+
+    def catch(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        # A leaf of the graph: it needs a gradient even in a frozen tower, and what lies below needs none. The clone
+        # is for layers above that work in place.
+        caught.append(output.detach().requires_grad_())
+        return caught[-1].clone()
+
+    texts = encoder.encode_texts(phrases)
+    hook = layer.module.register_forward_hook(catch)
+    try:
+        with torch.enable_grad():
+            images = image.to(encoder.device).unsqueeze(0)
+            alignment = texts @ F.normalize(model.encode_image(images).float(), dim=-1)[0]
+            if len(caught) != 1:
+                raise ModelError(f"Grad-CAM: {layer.name} runs {len(caught)} times for an image, expected once.")
+            (features,) = caught
+            gradients = [torch.autograd.grad(value, features, retain_graph=True)[0] for value in alignment]
+    finally:
+        hook.remove()
+    activations = layer.to_map(features.detach())
+    if activations.dim() != 4 or activations.shape[-2:].numel() < 2:
+        raise ModelError(
+            f"Grad-CAM: {layer.name} gives features of shape {tuple(features.shape)} for images of "
+            f"{tuple(image.shape[-2:])}: that is no map of several positions."
+        )
+    maps = torch.cat([_weighted_map(activations, layer.to_map(gradient)) for gradient in gradients])
+    maps = F.interpolate(maps.unsqueeze(1), size=image.shape[-2:], mode="bilinear", align_corners=False).squeeze(1)
+    return (maps / maps.amax(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(maps.dtype).tiny)).cpu()
+
+
+def _weighted_map(activations: Tensor, gradients: Tensor) -> Tensor:
+    """Equations 1 and 2 of Grad-CAM: ``relu(sum_c mean_hw(gradients)_c activations_c)``, ``(1, H, W)``."""
+    weights = gradients.float().mean(dim=(2, 3), keepdim=True)
+    return (weights * activations.float()).sum(dim=1).clamp_min(0)
+
+
+def overlay(image: Image.Image, heat: np.ndarray, strength: float = 0.6) -> Image.Image:
+    """Lay a heat map over a picture: the hotter, the less of the picture shows through.
+
+    Args:
+        image: any size; mode RGB.
+        heat: ``(H, W)`` of the picture, in [0, 1].
+        strength: opacity of the hottest place.
+    """
+    position = np.clip(heat, 0, 1) * (len(_COLOURS) - 1)
+    knots = np.arange(len(_COLOURS))
+    colours = np.stack([np.interp(position, knots, _COLOURS[:, channel]) for channel in range(3)], axis=-1)
+    # Cold places keep some tint, so that a map without any hot place looks different from no map.
+    opacity = strength * (0.35 + 0.65 * np.clip(heat, 0, 1))[..., None]
+    pixels = np.asarray(image.convert("RGB"), dtype=np.float64)
+    return Image.fromarray(np.round(pixels * (1 - opacity) + colours * opacity).astype(np.uint8))
+
+
+def seen_image(image: Tensor, preprocess: Callable) -> Image.Image:
+    """What the model saw: the preprocessed image with its normalisation undone.
+
+    Args:
+        image: ``(3, H, W)``, as ``preprocess`` returned it.
+        preprocess: the transform, with a ``Normalize`` in it.
+    """
+    for step in getattr(preprocess, "transforms", ()):
+        if hasattr(step, "mean") and hasattr(step, "std"):
+            image = image * torch.tensor(step.std).view(-1, 1, 1) + torch.tensor(step.mean).view(-1, 1, 1)
+    pixels = (image.clamp(0, 1) * 255).round().to(torch.uint8)
+    return Image.fromarray(pixels.movedim(0, -1).numpy())
+
+
+def grounding_picture(image: Image.Image, maps: np.ndarray, phrases: Sequence[str]) -> Image.Image:
+    """The image, and beside it one panel a phrase with its heat map, titled.
+
+    Args:
+        image: what the model saw.
+        maps: ``(P, H, W)``, as `grad_cam` returns them.
+        phrases: ``P`` titles.
+    """
+    factor = max(1, math.ceil(_PICTURE_SIDE / min(image.size)))
+    size = (image.width * factor, image.height * factor)
+    panels = [image, *(overlay(image, heat) for heat in maps)]
+    title, gap = 22, 8
+    picture = Image.new("RGB", (len(panels) * (size[0] + gap) - gap, size[1] + title), "white")
+    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(14)
+    for number, (panel, text) in enumerate(zip(panels, ["image", *phrases], strict=True)):
+        left = number * (size[0] + gap)
+        picture.paste(panel.resize(size, Image.Resampling.BICUBIC), (left, title))
+        draw.text((left + 2, 2), _shorten(text, font, size[0] - 4), fill="black", font=font)
+    return picture
+
+
+def _shorten(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(text + "…") > width:
+        text = text[:-1]
+    return text + "…"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.grounding",
+        description="Grad-CAM heat maps over images for phrases (CLIP-Lite, section 4.7), saved as PNG pictures.",
+    )
+    parser.add_argument("--model", required=True, help="OpenCLIP's model name")
+    parser.add_argument("--checkpoint", help="checkpoint file or pretrained tag")
+    parser.add_argument("--model-config", metavar="FILE", help="JSON of a model that OpenCLIP does not ship")
+    parser.add_argument("--images", nargs="+", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--phrases", nargs="+", required=True, metavar="PHRASE")
+    parser.add_argument("--output-dir", type=Path, default=Path("grounding"), help="default: %(default)s")
+    parser.add_argument("--layer", help="name of a module of the visual tower with a (N, C, H, W) output")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        loaded = load_model(args.model, args.checkpoint, args.device, args.model_config)
+        layer = _named_layer(loaded.model.visual, args.layer)
+        images = [(path, _open_image(path)) for path in args.images]
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    encoder = Encoder(loaded.model, loaded.preprocess, loaded.tokenizer, torch.device(args.device))
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    for number, (path, image) in enumerate(images):
+        tensor = loaded.preprocess(image)
+        maps = grad_cam(encoder, tensor, args.phrases, layer)
+        picture = grounding_picture(seen_image(tensor, loaded.preprocess), maps.numpy(), args.phrases)
+        target = args.output_dir / f"{number:03d}_{re.sub(r'[^A-Za-z0-9_.-]+', '_', path.stem)}.png"
+        picture.save(target)
+        print(target)
+    return 0
+
+
+def _named_layer(visual: nn.Module, name: str | None) -> SpatialLayer:
+    if name is None:
+        return find_spatial_layer(visual)
+    try:
+        return SpatialLayer(visual.get_submodule(name), name, "NCHW")
+    except AttributeError:
+        known = ", ".join(child for child, _ in visual.named_children())
+        raise ModelError(f"the visual tower has no module {name!r}; at its top are {known}") from None
+
+
+def _open_image(path: Path) -> Image.Image:
+    try:
+        return Image.open(path).convert("RGB")
+    except OSError as error:
+        raise ValueError(f"{path} is not a readable image: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

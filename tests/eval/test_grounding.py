@@ -1,0 +1,220 @@
+"""Grad-CAM: against finite differences for every kind of tower, on a planted object, and as a command."""
+
+import copy
+import json
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from eval.features import Encoder
+from eval.grounding import SpatialLayer, find_spatial_layer, grad_cam, grounding_picture, main, overlay, seen_image
+from eval.models import ModelError
+
+TOWERS = {
+    "modified-resnet": {"layers": [1, 1, 1, 1], "width": 8, "patch_size": None, "image_size": 64},
+    "vit-class-token": {"layers": 2, "width": 32, "head_width": 16, "patch_size": 8, "image_size": [32, 48]},
+    "vit-mean": {"layers": 2, "width": 32, "head_width": 16, "patch_size": 8, "image_size": 32, "pool_type": "avg"},
+    "timm-convnet": {"timm_model_name": "convnext_atto", "timm_proj": "linear", "image_size": 64},
+    "timm-vit": {"timm_model_name": "vit_tiny_patch16_224", "timm_proj": "linear", "image_size": 224},
+    "timm-channels-last": {"timm_model_name": "swin_tiny_patch4_window7_224", "timm_proj": "linear", "image_size": 224},
+}
+LAYERS = {
+    "modified-resnet": ("layer4", "NCHW"),
+    "vit-class-token": ("transformer.resblocks.1.ln_1", "tokens"),
+    "vit-mean": ("transformer.resblocks.1.ln_1", "tokens"),
+    "timm-convnet": ("trunk.stages.3", "NCHW"),
+    "timm-vit": ("trunk.blocks.11.norm1", "tokens"),
+    "timm-channels-last": ("trunk.layers.3", "NHWC"),
+}
+
+
+def build_encoder(folder: Path, name: str, vision: dict) -> Encoder:
+    text = {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
+    (folder / f"{name}.json").write_text(json.dumps({"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}))
+    open_clip.add_model_config(folder / f"{name}.json")
+    torch.manual_seed(0)
+    model, _, preprocess = open_clip.create_model_and_transforms(name)
+    with torch.no_grad():  # ModifiedResNet starts with residual branches at zero
+        for parameter in model.visual.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return Encoder(model.eval(), preprocess, open_clip.get_tokenizer(name), torch.device("cpu"))
+
+
+def finite_differences(
+    encoder: Encoder, layer: SpatialLayer, image: Tensor, text: Tensor, channels: int
+) -> tuple[list[int], Tensor, Tensor]:
+    """Grad-CAM's channel weights in float64 without autograd, and the features.
+
+    Shifting a channel at all positions at once changes the alignment by the sum of its gradient.
+    """
+    model = copy.deepcopy(encoder.model).double()
+    module = model.visual.get_submodule(layer.name)
+
+    @torch.no_grad()
+    def alignment(features: Tensor | None = None) -> tuple[float, Tensor]:
+        seen = []
+
+        def exchange(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+            seen.append(output if features is None else features)
+            return seen[0]
+
+        hook = module.register_forward_hook(exchange)
+        embedding = F.normalize(model.encode_image(image[None].double()), dim=-1)[0]
+        hook.remove()
+        return float(embedding @ text.double()), seen[0]
+
+    base = alignment()[1]
+    axis = 1 if layer.layout == "NCHW" else -1
+    positions = layer.grid[0] * layer.grid[1] if layer.grid else 0
+    chosen = list(range(0, base.shape[axis], max(1, base.shape[axis] // channels)))
+    weights = []
+    for channel in chosen:
+        shift = torch.zeros_like(base)
+        shift.select(axis, channel)[..., -positions:] = 1e-5
+        weights.append((alignment(base + shift)[0] - alignment(base - shift)[0]) / 2e-5)
+    return chosen, torch.tensor(weights, dtype=torch.float64), base
+
+
+class Recorder(SpatialLayer):
+    """A layer that remembers the maps it made: first the features, then their gradients."""
+
+    maps: ClassVar[list[Tensor]] = []
+
+    def to_map(self, features: Tensor) -> Tensor:
+        self.maps.append(super().to_map(features))
+        return self.maps[-1]
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_equals_finite_differences(tmp_path: Path, name: str) -> None:
+    encoder = build_encoder(tmp_path, f"cam-{name}", TOWERS[name])
+    layer = find_spatial_layer(encoder.model.visual)
+    assert (layer.name, layer.layout) == LAYERS[name]
+    size = TOWERS[name]["image_size"]
+    height, width = size if isinstance(size, list) else (size, size)
+    image = torch.randn(3, height, width)
+    phrases = ["a red circle", "snow"]
+    Recorder.maps.clear()
+    maps = grad_cam(encoder, image, phrases, Recorder(layer.module, layer.name, layer.layout, layer.grid))
+    assert maps.shape == (2, height, width) and maps.dtype == torch.float32
+    assert all(parameter.grad is None for parameter in encoder.model.parameters())
+    assert float(maps.min()) >= 0 and set(maps.amax(dim=(1, 2)).tolist()) <= {0.0, 1.0}
+
+    text = encoder.encode_texts(phrases[:1])[0]
+    small = not name.startswith("timm")
+    channels, weights, features = finite_differences(encoder, layer, image, text, 10**6 if small else 6)
+    gradients = Recorder.maps[1].sum(dim=(0, 2, 3))[channels].double()
+    torch.testing.assert_close(gradients, weights, rtol=0, atol=2e-3 * float(weights.abs().max()))
+    if small:  # all channels are known: the whole map
+        weighted = (weights.view(1, -1, 1, 1) * layer.to_map(features)).sum(dim=1, keepdim=True).clamp_min(0)
+        expected = F.interpolate(weighted, size=(height, width), mode="bilinear")[0, 0]
+        torch.testing.assert_close(maps[0].double(), expected / expected.max(), rtol=0, atol=1e-2)
+
+
+class ColourTower(nn.Module):
+    """Its features are the image's three colours, 8 by 8; its embedding is their mean. No training needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer4 = nn.AvgPool2d(4)
+        self.proj = nn.Conv2d(3, 3, 1, bias=False)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.layer4(image).mean(dim=(2, 3))
+
+
+class ColourModel(nn.Module):
+    """A model that knows three words: token 0, 1, 2 are red, green, blue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.visual = ColourTower()
+
+    def encode_image(self, image: Tensor) -> Tensor:
+        return self.visual(image)
+
+    def encode_text(self, tokens: Tensor) -> Tensor:
+        return F.one_hot(tokens, 3).float()
+
+
+def colour_encoder(model: nn.Module) -> Encoder:
+    words = ["red", "green", "blue"]
+    return Encoder(model, None, lambda texts: torch.tensor([words.index(text) for text in texts]), torch.device("cpu"))
+
+
+def test_finds_the_planted_object() -> None:
+    image = torch.zeros(3, 32, 32)
+    image[0, 4:12, 4:12] = 1.0  # red, upper left
+    image[1, 20:28, 20:28] = 1.0  # green, lower right
+    maps = grad_cam(colour_encoder(ColourModel()), image, ["red", "green", "blue"])
+    for heat, (row, column) in zip(maps, [(8, 8), (24, 24)], strict=False):
+        assert float(heat[row, column]) > 0.9
+        assert float(heat[31 - row, 31 - column]) == 0.0
+    # Neither square speaks for blue: less than nothing is cut off, and the map stays empty.
+    assert float(maps[2].max()) == 0.0
+
+
+def test_towers_without_places_are_refused() -> None:
+    with pytest.raises(ModelError, match="convolutional network, or a vision transformer"):
+        find_spatial_layer(nn.Linear(3, 3))
+    model = ColourModel()
+    image = torch.rand(3, 32, 32)
+    with pytest.raises(ModelError, match="runs 0 times"):
+        grad_cam(colour_encoder(model), image, ["red"], SpatialLayer(model.visual.proj, "proj", "NCHW"))
+    model.visual.layer4 = nn.AdaptiveAvgPool2d(1)
+    with pytest.raises(ModelError, match="no map of several positions"):
+        grad_cam(colour_encoder(model), image, ["red"])
+
+
+def test_pictures() -> None:
+    grey = Image.new("RGB", (32, 32), (128, 128, 128))
+    heat = np.zeros((32, 32))
+    heat[:, 16:] = 1.0
+    pixels = np.asarray(overlay(grey, heat)).astype(int)
+    cold, hot = pixels[0, 0], pixels[0, -1]
+    assert hot[0] > 160 > hot[2] and cold[2] > cold[0] > 90  # red where hot, a little blue where cold
+    picture = grounding_picture(
+        grey, np.stack([heat, 1 - heat]), ["left", "a phrase that is far too long for its panel"]
+    )
+    assert picture.size == (3 * 224 + 2 * 8, 224 + 22)
+    assert not np.array_equal(np.asarray(picture)[100, 300:400], np.asarray(picture)[100, 540:640])
+
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8))
+    preprocess = open_clip.image_transform(32, is_train=False)
+    seen = np.asarray(seen_image(preprocess(image), preprocess)).astype(int)
+    assert np.abs(seen - np.asarray(image)).max() <= 1
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    encoder = build_encoder(tmp_path, "cam-command", TOWERS["modified-resnet"])
+    torch.save({"state_dict": encoder.model.state_dict()}, tmp_path / "epoch_1.pt")
+    Image.new("RGB", (80, 60), "red").save(tmp_path / "a photo.jpg")
+    Image.new("RGB", (60, 80), "blue").save(tmp_path / "b.png")
+    (tmp_path / "broken.jpg").write_bytes(b"\xff\xd8")
+
+    def run(*arguments: str) -> int:
+        model = ["--model", "cam-command", "--checkpoint", str(tmp_path / "epoch_1.pt"), "--device", "cpu"]
+        return main([*model, "--output-dir", str(tmp_path / "out"), *arguments])
+
+    images = [str(tmp_path / "a photo.jpg"), str(tmp_path / "b.png")]
+    assert run("--images", *images, "--phrases", "red", "a blue square") == 0
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert written == ["000_a_photo.png", "001_b.png"]
+    with Image.open(tmp_path / "out" / written[0]) as picture:
+        assert picture.size == (3 * 256 + 2 * 8, 256 + 22)
+    assert run("--images", images[0], "--phrases", "red", "--layer", "layer3") == 0
+    capsys.readouterr()
+    assert run("--images", images[0], "--phrases", "red", "--layer", "layer9") == 1
+    assert "layer4" in capsys.readouterr().err
+    assert run("--images", str(tmp_path / "broken.jpg"), "--phrases", "red") == 1
+    assert "broken.jpg is not a readable image" in capsys.readouterr().err
+    assert run("--images", str(tmp_path / "none.jpg"), "--phrases", "red") == 1
+    assert main(["--model", "cam-command", "--checkpoint", "nope", "--images", images[0], "--phrases", "x"]) == 1
+    assert "nope" in capsys.readouterr().err
