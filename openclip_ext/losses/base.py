@@ -1,0 +1,119 @@
+"""What the trainer, or anybody's loop, may expect of every loss."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from openclip_ext.losses.nonfinite import NonfiniteLog
+from openclip_ext.losses.sharding import is_sharded
+
+# OpenCLIP keeps the temperature in [0.01, 1].
+_OPENCLIP_BOUNDS = (0.0, math.log(100))
+
+
+class ContrastiveLoss(nn.Module):
+    """Base of all losses.
+
+    ``forward(image_features, text_features, logit_scale, logit_bias=None, index=None, output_dict=False)`` returns the
+    loss, or a dictionary whose values sum to it; other outputs of a model are accepted and ignored. One call in training
+    mode is one optimizer step: state is updated in it, and is not in evaluation mode.
+
+    Attributes:
+        needs_index: whether ``forward`` needs the samples' index.
+        learns_logit_scale: whether the model's ``logit_scale`` gets a gradient; if not, freeze it.
+        initial_logit_scale: start value of OpenCLIP's parameter ``log(1/τ)``; None: leave the model's.
+        initial_logit_bias: start value of OpenCLIP's ``logit_bias``; None: the model needs none.
+        logit_scale_lr: learning rate of that parameter, without schedule; None: that of the encoders, with its schedule.
+    """
+
+    needs_index = False
+    learns_logit_scale = True
+    initial_logit_scale: float | None = None
+    initial_logit_bias: float | None = None
+    logit_scale_lr: float | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = 0
+        self.calls = 0
+        self.nonfinite = NonfiniteLog()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Counters that decide what the host does; part of ``state_dict``."""
+        return {"epoch": self.epoch, "calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`get_extra_state` gave."""
+        self.epoch = state["epoch"]
+        self.calls = state["calls"]
+
+    def start_epoch(self, epoch: int) -> None:
+        """Begin epoch ``epoch`` (from 0). Calling it again for the same epoch changes nothing."""
+        self.epoch = epoch
+
+    @torch.no_grad()
+    def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None = None) -> None:
+        """Bound the model's ``logit_scale`` parameter; to be called after ``optimizer.step()``.
+
+        Args:
+            parameter: OpenCLIP's parameter ``log(1/τ)``, changed in place.
+            before: its value before the step, or None if it was not kept.
+        """
+        parameter.clamp_(*_OPENCLIP_BOUNDS)
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for the logs, of the last call. Waits for the device."""
+        return {}
+
+    def pop_nonfinite(self) -> list[tuple[int, list[int]]]:
+        """``(call, indices)`` of this process's samples left out since the last look, because they were not finite.
+
+        The first call is number 0. Samples that came without an index are named by their position in the batch. An entry
+        without indices: ``logit_scale`` was not finite. Waits for the device.
+        """
+        return self.nonfinite.pop()
+
+    def sharded_state_keys(self) -> set[str]:
+        """Keys of ``state_dict()`` that hold this process's part of a table; all others are the same everywhere."""
+        return {key for key in self.state_dict() if is_sharded(key)}
+
+    def _note_nonfinite(self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None) -> None:
+        finite = torch.isfinite(image.detach()).all(dim=1) & torch.isfinite(text.detach()).all(dim=1)
+        named = isinstance(index, Tensor) and index.shape == finite.shape and not index.is_floating_point()
+        names = index.to(finite.device, torch.int64) if named else torch.arange(len(finite), device=finite.device)
+        self.nonfinite.add(self.calls, names, ~finite, ~torch.isfinite(logit_scale.detach()).reshape(()))
+        self.calls += self.training
+
+
+def check_features(image_features: Tensor, text_features: Tensor, embed_dim: int | None = None) -> None:
+    """Raise ValueError unless the features are two floating-point ``(B_local, d)`` of the same shape and type.
+
+    Args:
+        image_features, text_features: what was given.
+        embed_dim: the expected ``d``, where the loss's state fixes it.
+    """
+    shapes = tuple(image_features.shape), tuple(text_features.shape)
+    if image_features.ndim != 2 or shapes[0] != shapes[1]:
+        raise ValueError(
+            f"image and text features: expected two of shape (batch, width), found {shapes[0]} and {shapes[1]}"
+        )
+    if embed_dim is not None and shapes[0][1] != embed_dim:
+        raise ValueError(
+            f"the features have width {shapes[0][1]}, the loss was created with embed_dim={embed_dim}: pass the model's"
+        )
+    for name, features in (("image", image_features), ("text", text_features)):
+        if not features.is_floating_point():
+            raise ValueError(f"{name} features: expected a floating-point type, found {features.dtype}")
+
+
+def check_logit_scale(logit_scale: Tensor | float, like: Tensor) -> Tensor:
+    """The logit scale as a 0-d tensor; ValueError if it has more than one element."""
+    if not isinstance(logit_scale, Tensor):
+        return torch.as_tensor(logit_scale, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    if logit_scale.numel() != 1:
+        raise ValueError(
+            f"logit_scale: expected one number (the model's, exp applied), found {tuple(logit_scale.shape)}"
+        )
+    return logit_scale.reshape(())

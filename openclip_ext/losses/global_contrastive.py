@@ -1,0 +1,386 @@
+"""Global contrastive losses: a surrogate over estimated log-normalizers, with a temperature scheme.
+
+How the gradient is exact without communication in the backward pass: for given ``α`` and ``τ`` the loss's gradient is
+linear in the pairs' weights, and a process that knows all embeddings and all ``α_i`` can compute the gradients of its own
+embeddings by itself, as anchors and as everybody's negatives. So the forward pass gathers ``2·B·d`` values and ``2·B``
+scalars, and the backward pass nothing. Gradients of the embeddings are multiplied by the number of processes, so that the
+mean over processes that DistributedDataParallel takes of the parameters' gradients is the gradient of one process with the
+whole batch; the gradient of a global temperature is the mean over this process's own anchors.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openclip_ext.losses import functional as F
+from openclip_ext.losses.base import ContrastiveLoss, check_features, check_logit_scale
+from openclip_ext.losses.block import Block, LocalBatch, Similarities, make_block
+from openclip_ext.losses.surrogates import Anchors, Surrogate
+from openclip_ext.normalizers.base import Estimate, Normalizer
+from openclip_ext.normalizers.mlp import PartitionNormalizer
+from openclip_ext.temperatures.base import TemperatureScheme
+
+_QUANTILES = (0.1, 0.5, 0.9)
+
+
+class _WithGradients(torch.autograd.Function):
+    """A value whose gradients were computed along with it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, number: int, *tensors_and_gradients: Tensor) -> Tensor:
+        ctx.types = [tensor.dtype for tensor in tensors_and_gradients[:number]]
+        ctx.save_for_backward(*tensors_and_gradients[number:])
+        return value.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = [
+            (upstream * gradient).to(dtype) if needed else None
+            for gradient, dtype, needed in zip(ctx.saved_tensors, ctx.types, ctx.needs_input_grad[2:], strict=False)
+        ]
+        return None, None, *gradients, *[None] * len(gradients)
+
+
+def with_gradients(value: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
+    """``value`` (0-d, without graph) with a given gradient for each ``(tensor, gradient)``."""
+    tensors, gradients = zip(*pairs, strict=True)
+    return _WithGradients.apply(value, len(pairs), *tensors, *gradients)
+
+
+class GlobalContrastiveLoss(ContrastiveLoss):
+    """An estimator of the log-normalizers, a temperature scheme, and the surrogate between them.
+
+    Create it with :func:`openclip_ext.create_loss`, which names the combinations that papers have. Equations:
+    ``docs/methods.md``.
+
+    Args:
+        surrogate: what is minimised for given log-normalizers.
+        normalizer: gives the log-normalizers.
+        temperature: gives the temperatures.
+        embed_dim: width of the embeddings, where a part of the loss fixes it.
+        num_samples: size of the index space, where a part of the loss needs the index.
+    """
+
+    def __init__(
+        self,
+        surrogate: Surrogate,
+        normalizer: Normalizer,
+        temperature: TemperatureScheme,
+        embed_dim: int | None,
+        num_samples: int | None,
+    ) -> None:
+        super().__init__()
+        self.surrogate = surrogate
+        self.normalizer = normalizer
+        self.temperature = temperature
+        self.embed_dim = embed_dim
+        self.num_samples = num_samples
+        self.needs_index = normalizer.needs_index or temperature.needs_index
+        self.learns_logit_scale = temperature.learns_logit_scale
+        self.initial_logit_scale = temperature.initial_logit_scale
+        self.logit_scale_lr = temperature.logit_scale_lr
+        self._last: _Report | None = None
+        self.register_buffer("index_out_of_range", torch.zeros((), dtype=torch.bool), persistent=False)
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
+        index: Tensor | None = None,
+        output_dict: bool = False,
+        **ignored: Any,
+    ) -> Tensor | dict[str, Tensor]:
+        """Loss of a batch; in training mode also one update of the estimators.
+
+        Args:
+            image_features, text_features: ``(B_local, d)``, unit norm, any floating-point type. Samples with a non-finite
+                feature are left out, without waiting for the device, and reported by :meth:`pop_nonfinite`.
+            logit_scale: 0-d or one element, ``1/τ``. If not finite, the loss is 0 and nothing changes.
+            logit_bias: cancels in a softmax, and so is ignored.
+            index: ``(B_local,)`` positions of the samples in the data set; ignored by losses that need none.
+            output_dict: return the terms.
+            ignored: other outputs of the model.
+
+        Returns:
+            The terms, ``contrastive_loss`` and where the temperature has a regulariser ``temperature_loss``, or their sum.
+
+        Raises:
+            ValueError: wrong shapes or types; an index that is missing, or (at once on the CPU, at the next
+                :meth:`metrics` or :meth:`pop_nonfinite` on other devices) outside of ``[0, num_samples)``.
+        """
+        with torch.autocast(image_features.device.type, enabled=False):
+            batch = self._checked(image_features, text_features, logit_scale, index)
+            self._note_nonfinite(batch.image, batch.text, batch.logit_scale, index)
+            terms = self._terms(batch)
+        return terms if output_dict else sum(terms.values())
+
+    @torch.no_grad()
+    def log_normalizers(
+        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Estimated log-normalizers ``α`` of this process's samples, from the state as it is; nothing changes.
+
+        With several processes all of them must call it, with equally many samples.
+
+        Args:
+            image_features, text_features, logit_scale, index: as for :meth:`forward`.
+
+        Returns:
+            ``(B_local,)`` for the images and for the texts.
+        """
+        with torch.autocast(image_features.device.type, enabled=False):
+            batch = self._checked(image_features, text_features, logit_scale, index)
+            block, _ = self._contrasted(batch, gather=True)
+            alpha = self.normalizer.predict(block).alpha[:, block.own]
+        return alpha[0], alpha[1]
+
+    def start_epoch(self, epoch: int) -> None:
+        """See :class:`ContrastiveLoss`."""
+        if epoch == self.epoch:
+            return
+        super().start_epoch(epoch)
+        self.normalizer.start_epoch(epoch)
+
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> Any:
+        """As ``nn.Module``'s; the loss takes on the precision of the state."""
+        if any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in state_dict.values()):
+            self.double()
+        return super().load_state_dict(state_dict, *args, **options)
+
+    def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None = None) -> None:
+        """See :class:`ContrastiveLoss`."""
+        with torch.no_grad():
+            self.temperature.finish_logit_scale_step(parameter, before)
+
+    def pop_nonfinite(self) -> list[tuple[int, list[int]]]:
+        """See :class:`ContrastiveLoss`."""
+        self._raise_if_out_of_range()
+        return super().pop_nonfinite()
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the last call, for the logs. Waits for the device.
+
+        ``infonce`` is the plain mini-batch loss at the same temperatures, over the samples that were contrasted with one
+        another, and ``chance`` its value for a model that knows nothing; ``weight_mean`` is the mean of ``exp(−α)(ε+g)``,
+        1 for an estimate that agrees with the batch.
+        """
+        self._raise_if_out_of_range()
+        if self._last is None:
+            return {}
+        last = self._last
+        alpha, tau = last.alpha[last.valid], last.tau[last.valid]
+        metrics = {
+            "infonce": last.infonce.mean().item(),
+            "chance": math.log(last.valid.shape[1]),
+            "weight_mean": last.weight_mean.mean().item(),
+        }
+        if len(tau):
+            metrics |= {
+                "temperature_min": tau.min().item(),
+                "temperature_median": tau.median().item(),
+                "temperature_max": tau.max().item(),
+            }
+            quantiles = torch.quantile(alpha.double(), alpha.new_tensor(_QUANTILES).double()).tolist()
+            metrics |= {f"alpha_q{round(100 * q)}": value for q, value in zip(_QUANTILES, quantiles, strict=True)}
+        return metrics | self.normalizer.metrics(self.epoch) | self.temperature.metrics(self.epoch)
+
+    def _raise_if_out_of_range(self) -> None:
+        if self.index_out_of_range:
+            self.index_out_of_range.zero_()
+            raise ValueError(
+                f"an index was outside of [0, {self.num_samples}) (those samples were left out): num_samples is too small, "
+                "or the index is of another data set"
+            )
+
+    def _checked(
+        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor | float, index: Tensor | None
+    ) -> LocalBatch:
+        check_features(image_features, text_features, self.embed_dim)
+        scale = check_logit_scale(logit_scale, image_features)
+        dtype = self._follow(image_features)
+        index = self._checked_index(index, image_features) if self.needs_index else None
+        return LocalBatch(image_features, text_features, scale, index, dtype, self.epoch)
+
+    def _checked_index(self, index: Tensor | None, features: Tensor) -> Tensor:
+        if index is None:
+            raise ValueError(
+                "this loss keeps state for each sample and needs index=, a (batch,) int64 tensor of positions in the data set"
+            )
+        integral = isinstance(index, Tensor) and not (index.is_floating_point() or index.is_complex())
+        if not integral or index.dtype == torch.bool or tuple(index.shape) != (len(features),):
+            found = f"{tuple(index.shape)} {index.dtype}" if isinstance(index, Tensor) else repr(type(index).__name__)
+            raise ValueError(f"index: expected int64 of shape ({len(features)},), found {found}")
+        index = index.to(features.device, torch.int64)
+        outside = (index < 0) | (index >= self.num_samples)
+        if outside.is_cpu and bool(outside.any()):
+            raise ValueError(
+                f"index {index[outside].tolist()[:5]}: expected 0 <= index < num_samples={self.num_samples}: num_samples is "
+                "too small, or the index is of another data set"
+            )
+        self.index_out_of_range = self.index_out_of_range.to(index.device) | outside.any()
+        return index
+
+    def _follow(self, features: Tensor) -> torch.dtype:
+        """Bring the state to the input's device and precision: at least float32, and never below its own."""
+        state = [value for value in (*self.parameters(), *self.buffers()) if value.is_floating_point()]
+        dtype = torch.promote_types(features.dtype, torch.float32)
+        for value in state:
+            dtype = torch.promote_types(dtype, value.dtype)
+        if self.index_out_of_range.device != features.device or any(value.dtype != dtype for value in state):
+            self.to(device=features.device, dtype=dtype)
+        return dtype
+
+    def _contrasted(self, batch: LocalBatch, gather: bool) -> tuple[Block, Similarities]:
+        """A block with its temperatures, similarities and batch estimates."""
+        block = make_block(batch, self.num_samples if self.needs_index else None, gather)
+        if block.size < 2:
+            raise ValueError("a contrastive loss needs at least 2 samples to contrast, found 1: raise the batch size")
+        block.tau = self.temperature.temperatures(block)
+        similarities = Similarities(block)
+        block.log_g = similarities.log_g()
+        block.log_estimate = self.surrogate.log_estimate(block.log_g, block)
+        return block, similarities
+
+    @torch.no_grad()
+    def _estimated(self, batch: LocalBatch) -> tuple[Block, Similarities, Estimate]:
+        """What to contrast, and its log-normalizers; in training mode the normalizer takes its step."""
+        normalizer = self.normalizer
+        local = isinstance(normalizer, PartitionNormalizer) and not normalizer.gather_stage2
+        block, similarities = self._contrasted(batch, gather=not local)
+        if not self.training:
+            return block, similarities, normalizer.predict(block)
+        if local and normalizer.fits_now():
+            fit_block, _ = self._contrasted(batch, gather=True)
+            return block, similarities, normalizer.step(block, fit_block)
+        return block, similarities, normalizer.step(block)
+
+    def _terms(self, batch: LocalBatch) -> dict[str, Tensor]:
+        block, similarities, estimate = self._estimated(batch)
+        with torch.no_grad():
+            anchors = Anchors(
+                tau=block.tau,
+                alpha=torch.where(block.valid, estimate.alpha, 0),
+                log_g=block.log_g,
+                error=F.saturating_exp(block.log_estimate - estimate.alpha),
+                positive=block.positive,
+            )
+            image_gradient, text_gradient, tilt = self._feature_gradients(block, similarities, estimate, anchors)
+            own = _own_anchors(anchors, tilt, block)
+            value = 0.5 * block.mean(self.surrogate.value(anchors)).sum()
+            tau_gradient = torch.where(block.valid[block.own], self.surrogate.tau_gradient(own), 0)
+            self._last = _Report.of(block, anchors)
+        if self.training and self.temperature.learns_own:
+            self._update_temperatures(block, tau_gradient)
+        pairs = [(batch.image, image_gradient), (batch.text, text_gradient)]
+        if self.temperature.learns_logit_scale:
+            pairs.append((batch.logit_scale, self._through_logit_scale(0.5 * tau_gradient.sum(), block)))
+        return {"contrastive_loss": with_gradients(value, *pairs), **self._regularizer(block, batch.logit_scale)}
+
+    def _feature_gradients(
+        self, block: Block, similarities: Similarities, estimate: Estimate, anchors: Anchors
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of this process's images and texts, and the anchors' tilt ``(2, B_local)``."""
+        surrogate, own = self.surrogate, block.own
+        log_divisor = anchors.alpha + surrogate.log_divisor(block)
+        excess = 1 - anchors.error
+        factor = surrogate.pair_factor(block.tau) * (1 + estimate.batch_share * excess)
+        factor = torch.where(block.valid, 0.5 * factor / block.count, 0)
+        weights = [
+            F.pair_weights(similarities.rows[side], block.positive[own], block.tau[side, own], log_divisor[side, own])
+            for side in range(2)
+        ]
+        sums = torch.stack([weight.sum(dim=1) for weight in weights])
+        tilted = torch.stack(
+            [(weight * rows).sum(dim=1) for weight, rows in zip(weights, similarities.rows, strict=True)]
+        )
+        tilt = tilted - block.positive[own] * sums
+        own_pair = (factor[:, own] * surrogate.own_pair(_own_anchors(anchors, tilt, block), sums, block)).sum(dim=0)
+        coefficients = self._pair_coefficients(block, similarities, weights, factor, log_divisor)
+        gradients = torch.stack([coefficients[side] @ block.features[1 - side] for side in range(2)])
+        gradients += own_pair[:, None] * block.features[:, own].flip(0)
+        if estimate.feature_gradient is not None:
+            through_alpha = torch.where(block.valid, 0.5 * block.tau * excess / block.count, 0)
+            gradients += estimate.feature_gradient(through_alpha[:, own])
+        gradients = torch.where(block.valid[own, None], gradients, 0) * block.world_size
+        return gradients[0], gradients[1], tilt
+
+    def _pair_coefficients(
+        self, block: Block, similarities: Similarities, weights: list[Tensor], factor: Tensor, log_divisor: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Derivatives in ``s`` of (this process's images × all texts) and (its texts × all images), ``(B_local, B)`` each.
+
+        A pair is in the sum of its image as an anchor and in that of its text. Where the block is gathered the second is
+        another process's anchor, whose weight follows from its α, τ and positive, which are all known.
+        """
+        as_anchor = [weights[side].mul_(factor[side, block.own, None]) for side in range(2)]
+        if similarities.shared:
+            image_rows = as_anchor[0] + as_anchor[1].T
+            return image_rows, image_rows.T
+        both = []
+        for side in range(2):
+            other = 1 - side
+            as_negative = F.pair_weights(
+                similarities.rows[side].T, block.positive, block.tau[other], log_divisor[other]
+            ).mul_(factor[other, :, None])
+            both.append(as_anchor[side] + as_negative.T)
+        return both[0], both[1]
+
+    def _update_temperatures(self, block: Block, tau_gradient: Tensor) -> None:
+        gradient = block.gather_own(tau_gradient) + self.surrogate.regularizer(self.temperature.rho(block.epoch))
+        self.temperature.update(block, gradient)
+
+    def _through_logit_scale(self, tau_gradient: Tensor, block: Block) -> Tensor:
+        """Gradient of the logit scale from that of τ, a sum over this process's anchors: the mean over its share."""
+        mean = tau_gradient * block.world_size / block.count
+        return torch.where(block.ok, -mean / block.logit_scale.square(), 0)
+
+    def _regularizer(self, block: Block, logit_scale: Tensor) -> dict[str, Tensor]:
+        rho = self.temperature.rho(block.epoch)
+        if rho is None:
+            return {}
+        factor = self.surrogate.regularizer(rho)
+        value = factor * block.mean(block.tau).mean()
+        if not self.temperature.learns_logit_scale:
+            return {"temperature_loss": value}
+        gradient = torch.where(block.ok, -factor / block.logit_scale.square(), 0)
+        return {"temperature_loss": with_gradients(value, (logit_scale, gradient))}
+
+
+@dataclass
+class _Report:
+    """What :meth:`GlobalContrastiveLoss.metrics` needs of a step."""
+
+    valid: Tensor
+    tau: Tensor
+    alpha: Tensor
+    infonce: Tensor
+    weight_mean: Tensor
+
+    @classmethod
+    def of(cls, block: Block, anchors: Anchors) -> "_Report":
+        return cls(
+            valid=block.valid.expand(2, -1),
+            tau=anchors.tau,
+            alpha=anchors.alpha,
+            infonce=block.mean(F.infonce(block.log_g, block.count)),
+            weight_mean=block.mean(anchors.error),
+        )
+
+
+def _own_anchors(anchors: Anchors, tilt: Tensor, block: Block) -> Anchors:
+    """The anchors of this process, with their tilt."""
+    own = block.own
+    return Anchors(
+        tau=anchors.tau[:, own],
+        alpha=anchors.alpha[:, own],
+        log_g=anchors.log_g[:, own],
+        error=anchors.error[:, own],
+        positive=anchors.positive[own],
+        tilt=tilt,
+    )

@@ -1,0 +1,69 @@
+"""AdaGrad and Adam for the networks inside a loss.
+
+``torch.optim`` keeps its state outside of modules: it is in no ``state_dict`` of the loss, stays behind on ``.double()``
+and ``.to()``, and cannot skip a step without waiting for the device. These have the same formulas with tensors as state.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+ADAGRAD_EPS = 1e-10
+ADAM_BETAS = (0.9, 0.999)
+ADAM_EPS = 1e-8
+
+
+def adagrad_step_(parameter: Tensor, gradient: Tensor, accumulator: Tensor, lr: float) -> None:
+    """One step of ``torch.optim.Adagrad`` (other settings: its defaults), in place; a zero gradient changes nothing."""
+    accumulator.addcmul_(gradient, gradient)
+    parameter.addcdiv_(gradient, accumulator.sqrt().add_(ADAGRAD_EPS), value=-lr)
+
+
+class InnerAdam(nn.Module):
+    """``torch.optim.Adam`` (β and ε: its defaults) for a network whose gradients are needed nowhere else.
+
+    Args:
+        network: whose parameters it is for; they never require a gradient outside of :meth:`step`.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        network.requires_grad_(False)
+        for position, parameter in enumerate(network.parameters()):
+            self.register_buffer(f"mean_{position}", torch.zeros_like(parameter))
+            self.register_buffer(f"square_{position}", torch.zeros_like(parameter))
+        self.register_buffer("steps", torch.zeros(()))
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Forget everything."""
+        for buffer in self.buffers():
+            buffer.zero_()
+
+    def step(self, network: nn.Module, objective: Callable[[], Tensor], lr: float, ok: Tensor) -> None:
+        """One step on ``objective()``.
+
+        Args:
+            network: what to update, in place.
+            objective: computes the 0-d loss from the network's parameters.
+            lr: learning rate.
+            ok: 0-d bool; where False nothing changes.
+        """
+        parameters = list(network.parameters())
+        with torch.enable_grad():
+            for parameter in parameters:
+                parameter.requires_grad_(True)
+            gradients = torch.autograd.grad(objective(), parameters)
+            for parameter in parameters:
+                parameter.requires_grad_(False)
+        with torch.no_grad():
+            self.steps += ok
+            steps = self.steps.clamp(min=1)
+            correction1, correction2 = (1 - beta**steps for beta in ADAM_BETAS)
+            for position, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+                mean, square = self.get_buffer(f"mean_{position}"), self.get_buffer(f"square_{position}")
+                mean.copy_(torch.where(ok, mean.lerp(gradient, 1 - ADAM_BETAS[0]), mean))
+                square.copy_(torch.where(ok, square.lerp(gradient.square(), 1 - ADAM_BETAS[1]), square))
+                update = (mean / correction1) / ((square / correction2).sqrt() + ADAM_EPS)
+                parameter.sub_(torch.where(ok, lr * update, 0))

@@ -1,0 +1,176 @@
+"""OpenCLIP's own losses behind the same interface, their arithmetic unchanged."""
+
+import math
+from typing import Any
+
+import torch
+from open_clip.loss import ClipLoss, CoCaLoss, DistillClipLoss, SigLipLoss
+from torch import Tensor, nn
+
+from openclip_ext import distributed
+from openclip_ext.losses import functional as F
+from openclip_ext.losses.base import ContrastiveLoss, check_features, check_logit_scale
+from openclip_ext.losses.block import LocalBatch, Similarities, make_block
+from openclip_ext.temperatures.base import global_temperatures
+
+Terms = Tensor | dict[str, Tensor] | tuple[Tensor, ...]
+
+
+class _OpenClipAdapter(ContrastiveLoss):
+    """Passes a batch, and other outputs of the model, on to a loss of OpenCLIP's."""
+
+    def _start(self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None) -> None:
+        """Check and note what came in."""
+        check_features(image, text)
+        self._note_nonfinite(image, text, check_logit_scale(logit_scale, image), index)
+        self._logit_scale = torch.as_tensor(logit_scale).detach()
+
+    def metrics(self) -> dict[str, float]:
+        """The temperature of the last call. Waits for the device."""
+        logit_scale = getattr(self, "_logit_scale", None)
+        if logit_scale is None:
+            return {}
+        return {f"temperature_{name}": 1 / logit_scale.item() for name in ("min", "median", "max")}
+
+
+class OpenClipLoss(_OpenClipAdapter):
+    """``open_clip.ClipLoss``, and ``CoCaLoss`` or ``DistillClipLoss`` for models that output what those need.
+
+    Args:
+        local_loss, gather_with_grad: as in OpenCLIP.
+        coca_caption_loss_weight, coca_contrastive_loss_weight: as in OpenCLIP, for models that output ``logits``.
+    """
+
+    def __init__(
+        self,
+        *,
+        local_loss: bool,
+        gather_with_grad: bool,
+        coca_caption_loss_weight: float,
+        coca_contrastive_loss_weight: float,
+    ) -> None:
+        super().__init__()
+        common = {
+            "local_loss": local_loss,
+            "gather_with_grad": gather_with_grad,
+            "cache_labels": True,
+            "rank": distributed.rank(),
+            "world_size": distributed.world_size(),
+        }
+        self.clip = ClipLoss(**common)
+        self.coca = CoCaLoss(
+            caption_loss_weight=coca_caption_loss_weight, clip_loss_weight=coca_contrastive_loss_weight, **common
+        )
+        self.distill = DistillClipLoss(**common)
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
+        index: Tensor | None = None,
+        output_dict: bool = False,
+        **outputs: Any,
+    ) -> Tensor | dict[str, Tensor]:
+        """As OpenCLIP's; the index is ignored."""
+        self._start(image_features, text_features, logit_scale, index)
+        features = {"image_features": image_features, "text_features": text_features, "logit_scale": logit_scale}
+        loss: nn.Module = self.clip
+        if "dist_image_features" in outputs:
+            loss = self.distill
+            features |= {name: value for name, value in outputs.items() if name.startswith("dist_")}
+        elif "logits" in outputs and "labels" in outputs:
+            loss = self.coca
+            features |= {"logits": outputs["logits"], "labels": outputs["labels"]}
+        else:
+            features["logit_bias"] = logit_bias
+        terms = loss(**features, output_dict=True)
+        self._infonce = terms["contrastive_loss"].detach()
+        self._chance = math.log(len(image_features) * self.clip.world_size)
+        return terms if output_dict else sum(terms.values())
+
+    def metrics(self) -> dict[str, float]:
+        """``infonce``, which is this loss, ``chance``, and the temperature, of the last call. Waits for the device."""
+        metrics = super().metrics()
+        if metrics:
+            metrics |= {"infonce": self._infonce.item(), "chance": self._chance}
+        return metrics
+
+    @torch.no_grad()
+    def log_normalizers(
+        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The mini-batch estimate ``log g``, which this loss in effect uses. With several processes all must call it."""
+        check_features(image_features, text_features)
+        log_g, _ = _minibatch_log_g(image_features, text_features, logit_scale, self.epoch, gather=True)
+        return log_g[0], log_g[1]
+
+
+class SiglipLoss(_OpenClipAdapter):
+    """``open_clip.SigLipLoss``.
+
+    Args:
+        loss_dist_impl: as in OpenCLIP.
+    """
+
+    initial_logit_scale = math.log(10)
+    initial_logit_bias = -10.0
+
+    def __init__(self, *, loss_dist_impl: str | None) -> None:
+        super().__init__()
+        self.siglip = SigLipLoss(
+            cache_labels=True,
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
+            dist_impl=loss_dist_impl,
+        )
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
+        index: Tensor | None = None,
+        output_dict: bool = False,
+        **ignored: Any,
+    ) -> Tensor | dict[str, Tensor]:
+        """As OpenCLIP's; the index is ignored."""
+        self._start(image_features, text_features, logit_scale, index)
+        self._features = image_features.detach(), text_features.detach()
+        return self.siglip(image_features, text_features, logit_scale, logit_bias, output_dict=output_dict)
+
+    def metrics(self) -> dict[str, float]:
+        """``infonce`` and ``chance`` within this process's samples, and the temperature, of the last call.
+
+        SigLIP compares no sample with all others at once, so the comparable InfoNCE is computed here. Waits for the device.
+        """
+        metrics = super().metrics()
+        if metrics and len(self._features[0]) > 1:
+            log_g, count = _minibatch_log_g(*self._features, self._logit_scale, self.epoch, gather=False)
+            metrics |= {"infonce": F.infonce(log_g, count).mean().item(), "chance": math.log(log_g.shape[1])}
+        return metrics
+
+    def log_normalizers(
+        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """SigLIP has none.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("SigLIP's loss has no normalizer")
+
+
+@torch.no_grad()
+def _minibatch_log_g(
+    image: Tensor, text: Tensor, logit_scale: Tensor, epoch: int, gather: bool
+) -> tuple[Tensor, Tensor]:
+    """``log g`` of this process's samples ``(2, B_local)`` and the number of samples that count."""
+    with torch.autocast(image.device.type, enabled=False):
+        dtype = torch.promote_types(image.dtype, torch.float32)
+        batch = LocalBatch(image, text, check_logit_scale(logit_scale, image), None, dtype, epoch)
+        block = make_block(batch, None, gather)
+        block.tau = global_temperatures(block)
+        return Similarities(block).log_g()[:, block.own], block.count
