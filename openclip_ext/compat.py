@@ -7,7 +7,6 @@ is a change of one file. ``check_version`` names what was tried.
 
 import argparse
 import functools
-import logging
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,8 +18,9 @@ from torch import nn
 OPENCLIP_LOWEST = (3, 3)
 OPENCLIP_BELOW = (4, 0)
 
-# OpenCLIP clamps the parameter log(1/τ) to this range after every step (open_clip_train/train.py).
-LOGIT_SCALE_RANGE = (0.0, 4.6052)
+# The names of OpenCLIP's own losses on our command line; the first is the default there and here.
+OPENCLIP_LOSSES = ("openclip", "siglip")
+_PARTS = ("normalizer", "temperature_scheme")
 
 
 def check_version() -> str:
@@ -230,13 +230,6 @@ def start_remote_sync(every_seconds: int, local: str, remote: str, protocol: str
 # --- register --------------------------------------------------------------------------------------------------------
 
 
-def openclip_create_loss() -> Callable[[argparse.Namespace], nn.Module]:
-    """OpenCLIP's own ``create_loss``, also after ``register``."""
-    import open_clip
-
-    return getattr(open_clip.create_loss, "__wrapped__", open_clip.create_loss)
-
-
 def register() -> None:
     """Let ``open_clip.create_loss(args)`` build our losses, too.
 
@@ -268,22 +261,22 @@ def _extended_create_loss(original: Callable) -> Callable:
     @functools.wraps(original)
     def create_loss(args: argparse.Namespace) -> nn.Module:
         name = getattr(args, "loss", None)
-        if name is None or name in registry.OPENCLIP_LOSSES:
+        if name is None or name in OPENCLIP_LOSSES:
             return original(args)
-        loss = registry.create_loss(name, embed_dim=embedding_dim(args.model), **_loss_options(name, args))
-        if loss.needs_index:
+        options = _loss_options(name, args)
+        parts = {part: options.get(part) for part in _PARTS}
+        if "num_samples" in registry.requirements_of(name, **parts):
             raise ValueError(
                 f"--loss {name} needs every sample's index, which OpenCLIP's loop does not pass. "
                 "Train it with: python -m openclip_ext.training.main"
             )
-        if getattr(args, "accum_freq", 1) > 1 and loss.state_dict():
+        if getattr(args, "accum_freq", 1) > 1:
             raise ValueError(
                 f"--loss {name} keeps state that one optimizer step may update only once; OpenCLIP's loop "
                 f"calls the loss {args.accum_freq} times with --accum-freq {args.accum_freq}. "
                 "Use --accum-freq 1 or python -m openclip_ext.training.main"
             )
-        logging.info(f"Using the loss {name} of openclip_ext.")
-        return loss
+        return registry.create_loss(name, embed_dim=embedding_dim(args.model), **options)
 
     return create_loss
 
@@ -296,6 +289,6 @@ def _loss_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
     def value_of(option: str) -> Any:
         return getattr(args, OPTIONS[option].flag.removeprefix("--").replace("-", "_"), None)
 
-    parts = {part: value_of(part) for part in ("normalizer", "temperature_scheme")}
+    parts = {part: value_of(part) for part in _PARTS}
     used = [*parts, *registry.options_used_by(name, **parts)]
     return {option: value_of(option) for option in used if value_of(option) is not None}

@@ -148,7 +148,7 @@ def _print_help(parser: argparse.ArgumentParser) -> None:
 def _reconcile_siglip(args: argparse.Namespace) -> None:
     """``--siglip`` and ``--loss siglip`` say the same."""
     if args.loss is None:
-        args.loss = "siglip" if args.siglip else "openclip"
+        args.loss = "siglip" if args.siglip else compat.OPENCLIP_LOSSES[0]
     elif args.siglip and args.loss != "siglip":
         raise UsageError(f"--siglip and --loss {args.loss} contradict each other; give one of them")
     args.siglip = args.loss == "siglip"

@@ -155,22 +155,16 @@ def _train_loader(args: argparse.Namespace, parts: Parts) -> Any:
 def _build_loss(
     args: argparse.Namespace, choice: LossChoice, options: dict[str, Any], parts: Parts, num_samples: int
 ) -> nn.Module:
-    if choice.name in registry.OPENCLIP_LOSSES:
-        loss = registry.adapt_openclip_loss(compat.openclip_create_loss()(_for_openclip(args)))
-    elif "coca" in args.model.lower():
+    own_loss = choice.name not in compat.OPENCLIP_LOSSES
+    if own_loss and "coca" in args.model.lower():
         raise UsageError(
             f"{args.model} trains a captioner, too, which --loss {choice.name} would ignore; use --loss openclip"
         )
-    else:
-        width = compat.embedding_dim(args.model, parts.model)
-        loss = registry.create_loss(choice.name, embed_dim=width, num_samples=num_samples, **options)
-        if args.local_loss or args.gather_with_grad:
-            logging.info(f"--local-loss and --gather-with-grad have no effect: --loss {choice.name} is always exact.")
+    if own_loss and (args.local_loss or args.gather_with_grad):
+        logging.info(f"--local-loss and --gather-with-grad have no effect: --loss {choice.name} is always exact.")
+    width = compat.embedding_dim(args.model, parts.model)
+    loss = registry.create_loss(choice.name, embed_dim=width, num_samples=num_samples, **options)
     return loss.to(parts.device)
-
-
-def _for_openclip(args: argparse.Namespace) -> argparse.Namespace:
-    return argparse.Namespace(**{**vars(args), "distill": False})
 
 
 def _refuse_resampling(args: argparse.Namespace, loss: nn.Module) -> None:

@@ -42,7 +42,7 @@ def assert_equal_runs(found: dict, expected: dict, sharded: bool) -> None:
         if sharded and found[name].shape != value.shape:
             continue  # a rank's slice of per-sample state; tests/distributed/test_losses.py compares those
         torch.testing.assert_close(
-            found[name], value, rtol=0, atol=TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
+            found[name], value, rtol=0, atol=TOLERANCE, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 

@@ -13,7 +13,6 @@ import open_clip
 import torch
 from torch import Tensor, nn
 
-from openclip_ext import compat
 from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.optimizer import create_optimizer, create_schedule
@@ -45,14 +44,11 @@ CASES = [
 ]
 
 
-def openclip_flags(world_size: int, rank: int, loss: str) -> argparse.Namespace:
-    """What OpenCLIP's ``create_loss`` and our optimizer read."""
-    return argparse.Namespace(
-        model=MODEL, distill=False, siglip=loss == "siglip", horovod=False, loss_dist_impl=None,
-        local_loss=True, gather_with_grad=True, rank=rank, world_size=world_size,
-        opt="adamw", lr=1e-3, wd=0.1, beta1=0.9, beta2=0.98, eps=1e-6,
-        lr_scheduler="cosine", warmup=2, epochs=1, skip_scheduler=False,
-    )  # fmt: skip
+def openclip_flags() -> argparse.Namespace:
+    """What the optimizer and the schedule read."""
+    optimizer = {"opt": "adamw", "lr": 1e-3, "wd": 0.1, "beta1": 0.9, "beta2": 0.98, "eps": 1e-6}
+    schedule = {"lr_scheduler": "cosine", "warmup": 2, "epochs": 1, "skip_scheduler": False}
+    return argparse.Namespace(**optimizer, **schedule)
 
 
 def run(case: Case, rank: int = 0, world_size: int = 1, micro_batches: int = 1) -> dict[str, Tensor]:
@@ -60,11 +56,9 @@ def run(case: Case, rank: int = 0, world_size: int = 1, micro_batches: int = 1) 
     torch.manual_seed(0)
     bias = {"init_logit_scale": 2.3, "init_logit_bias": -10.0} if case.loss == "siglip" else {}
     model = open_clip.create_model(MODEL, output_dict=True, **bias).double()
-    flags = openclip_flags(world_size, rank, case.loss)
-    if case.loss in registry.OPENCLIP_LOSSES:
-        loss = registry.adapt_openclip_loss(compat.openclip_create_loss()(flags))
-    else:
-        loss = registry.create_loss(case.loss, embed_dim=64, num_samples=NUM_SAMPLES, **case.options)
+    flags = openclip_flags()
+    common = {"local_loss": True, "gather_with_grad": True} if case.loss == "openclip" else {}
+    loss = registry.create_loss(case.loss, embed_dim=64, num_samples=NUM_SAMPLES, **common, **case.options)
     loss = loss.double()
     wrapped = nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
     optimizer = create_optimizer(wrapped, flags, loss.logit_scale_lr)
