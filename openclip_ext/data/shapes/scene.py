@@ -1,0 +1,163 @@
+"""What a demo image shows and how its caption says it.
+
+A scene has one or two items on a background. Every word of the vocabulary is one token of OpenCLIP's tokenizer, and the
+longest caption takes 18 of the 20 tokens that the demo models read.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+SHAPES = ("circle", "square", "triangle", "diamond", "star", "cross", "heart", "moon")
+COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+SIZES = ("small", "medium", "large")
+TEXTURES = ("plain", "striped", "dotted", "checked")
+BACKGROUNDS = ("grass", "sand", "water", "snow", "brick", "stone")
+RELATIONS = ("left", "right", "above", "below")
+SPLITS = ("train", "test")
+
+_RELATION_PHRASES = {
+    "left": ("left of", "to the left of"),
+    "right": ("right of", "to the right of"),
+    "above": ("above", "over"),
+    "below": ("below", "under"),
+}
+_INVERSE_RELATION = {"left": "right", "right": "left", "above": "below", "below": "above"}
+
+PAIRS = tuple((shape, color) for shape in SHAPES for color in COLORS)
+# Two colors a shape and one or two shapes a color: every shape and every color is seen in training, these 16 combinations
+# of them are not.
+HELD_OUT_PAIRS = frozenset(
+    (shape, COLORS[(row + shift) % len(COLORS)]) for row, shape in enumerate(SHAPES) for shift in (0, 5)
+)
+_SEEN_PAIRS = tuple(pair for pair in PAIRS if pair not in HELD_OUT_PAIRS)
+
+_TWO_ITEMS = 0.5
+_KEEP_WORD = 0.5
+_KEEP_RELATION = 0.75
+_KEEP_NOUN = 0.9
+
+# Scene, pixels and caption draw from streams of their own: a change in one leaves the others as they were.
+_SCENE_STREAM, _PIXEL_STREAM, _CAPTION_STREAM = range(3)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing in a scene."""
+
+    shape: str
+    color: str
+    size: str
+    texture: str
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        return self.shape, self.color
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One or two items on a background; ``relation`` says where the first item is, seen from the second."""
+
+    items: tuple[Item, ...]
+    background: str
+    relation: str | None = None
+
+    def attributes(self) -> dict[str, Any]:
+        """The scene as plain types, for the ``json`` member of a sample."""
+        return {**asdict(self), "items": [asdict(item) for item in self.items]}
+
+    @classmethod
+    def from_attributes(cls, attributes: dict[str, Any]) -> "Scene":
+        """The inverse of :meth:`attributes`; entries that are not of the scene are ignored."""
+        items = tuple(Item(**item) for item in attributes["items"])
+        return cls(items, attributes["background"], attributes["relation"])
+
+
+def scene_generator(seed: int, split: str, index: int) -> np.random.Generator:
+    """Random numbers for what the scene contains."""
+    return _generator(seed, split, index, _SCENE_STREAM)
+
+
+def pixel_generator(seed: int, split: str, index: int) -> np.random.Generator:
+    """Random numbers for where things are and how they are drawn."""
+    return _generator(seed, split, index, _PIXEL_STREAM)
+
+
+def caption_generator(seed: int, split: str, index: int) -> np.random.Generator:
+    """Random numbers for the wording."""
+    return _generator(seed, split, index, _CAPTION_STREAM)
+
+
+def _generator(seed: int, split: str, index: int, stream: int) -> np.random.Generator:
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")
+    return np.random.default_rng([seed, SPLITS.index(split), index, stream])
+
+
+def sample_scene(seed: int, split: str, index: int) -> Scene:
+    """The scene of sample ``index``.
+
+    Pairs of shape and color are uniform: over the 64 seen ones in ``train``, over all 80 in ``test``.
+
+    Raises:
+        ValueError: unknown split.
+    """
+    generator = scene_generator(seed, split, index)
+    pairs = _SEEN_PAIRS if split == "train" else PAIRS
+    count = 2 if generator.random() < _TWO_ITEMS else 1
+    # Without replacement: two items that look alike could not be told apart by any caption.
+    chosen = generator.choice(len(pairs), size=count, replace=False)
+    items = tuple(
+        Item(*pairs[pair], size=_pick(generator, SIZES), texture=_pick(generator, TEXTURES)) for pair in chosen
+    )
+    background = _pick(generator, BACKGROUNDS)
+    relation = _pick(generator, RELATIONS) if count == 2 else None
+    return Scene(items, background, relation)
+
+
+def sample_caption(scene: Scene, generator: np.random.Generator, complete: bool = False) -> str:
+    """Put a scene into words.
+
+    Args:
+        scene: what to describe.
+        generator: decides which item comes first, which synonym is taken and which words are left out.
+        complete: leave no word out. Otherwise size, color, texture and background are each said with probability 1/2,
+            the relation with 3/4 (else "and"), and the noun with 9/10 (else "shape"), so that most captions say less
+            than the image shows, as captions from the web do.
+    """
+
+    def keep(probability: float) -> bool:
+        # Drawn in any case, so that complete and sampled captions take the same order and synonyms.
+        return generator.random() < probability or complete
+
+    items, relation = scene.items, scene.relation
+    if relation is not None and generator.random() < 0.5:
+        items, relation = items[::-1], _INVERSE_RELATION[relation]
+    parts = [_noun_phrase(items[0], keep)]
+    if relation is not None:
+        phrase = _pick(generator, _RELATION_PHRASES[relation])
+        parts += [phrase if keep(_KEEP_RELATION) else "and", _noun_phrase(items[1], keep)]
+    if keep(_KEEP_WORD):
+        parts.append(f"on {scene.background}")
+    return " ".join(parts)
+
+
+def describe(scene: Scene, relation: str | None) -> str:
+    """The complete caption in fixed order and first wording, with ``relation`` in place of the scene's own."""
+    parts = [_noun_phrase(scene.items[0])]
+    if relation is not None:
+        parts += [_RELATION_PHRASES[relation][0], _noun_phrase(scene.items[1])]
+    return " ".join([*parts, f"on {scene.background}"])
+
+
+def _noun_phrase(item: Item, keep=lambda probability: True) -> str:
+    words = [word for word in (item.size, item.color, item.texture) if keep(_KEEP_WORD)]
+    words.append(item.shape if keep(_KEEP_NOUN) else "shape")
+    article = "an" if words[0][0] in "aeiou" else "a"
+    return " ".join([article, *words])
+
+
+def _pick(generator: np.random.Generator, options: tuple[str, ...]) -> str:
+    return options[int(generator.integers(len(options)))]

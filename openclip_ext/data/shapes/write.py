@@ -1,0 +1,190 @@
+"""Write the demo set as WebDataset shards, in parallel, shard by shard into place."""
+
+import io
+import json
+import multiprocessing
+import os
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from tqdm import tqdm
+
+from openclip_ext.data.shapes.render import render
+from openclip_ext.data.shapes.scene import caption_generator, pixel_generator, sample_caption, sample_scene
+
+# Counts up when a sample of the same (seed, split, index) would look or read differently.
+GENERATOR_VERSION = 1
+# What the shards were made from; written before the first shard.
+RECIPE_FILE = "shapes.json"
+# OpenCLIP's file of samples per shard; written after the last shard, so that it marks a complete set.
+SIZES_FILE = "sizes.json"
+_PARTIAL = ".partial-"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The three members of a sample as they stand in the tar."""
+
+    key: str
+    png: bytes
+    txt: bytes
+    json: bytes
+
+
+@dataclass(frozen=True)
+class ShapesConfig:
+    """What determines the bytes of a set of shards."""
+
+    num_samples: int
+    seed: int = 0
+    split: str = "train"
+    samples_per_shard: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1 or self.samples_per_shard < 1:
+            raise ValueError(
+                "num_samples and samples_per_shard must be at least 1, "
+                f"got {self.num_samples} and {self.samples_per_shard}"
+            )
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+
+    def shard_ranges(self) -> list[range]:
+        """Indices of the samples of each shard, in order."""
+        step = self.samples_per_shard
+        return [range(first, min(first + step, self.num_samples)) for first in range(0, self.num_samples, step)]
+
+    def shard_names(self) -> list[str]:
+        return [f"{number:05d}.tar" for number in range(len(self.shard_ranges()))]
+
+
+def make_sample(seed: int, split: str, index: int) -> Sample:
+    """Sample ``index`` of a split, encoded: nothing but the three arguments decides its bytes.
+
+    The ``json`` member holds the scene (see :class:`~openclip_ext.data.shapes.scene.Scene`), the caption with no word left
+    out as ``complete_caption``, and where the sample comes from.
+
+    Raises:
+        ValueError: unknown split.
+    """
+    scene = sample_scene(seed, split, index)
+    buffer = io.BytesIO()
+    Image.fromarray(render(scene, pixel_generator(seed, split, index))).save(buffer, format="PNG")
+    attributes = {
+        **scene.attributes(),
+        "complete_caption": sample_caption(scene, caption_generator(seed, split, index), complete=True),
+        "seed": seed,
+        "split": split,
+        "index": index,
+    }
+    return Sample(
+        key=f"{index:08d}",
+        png=buffer.getvalue(),
+        txt=sample_caption(scene, caption_generator(seed, split, index)).encode(),
+        json=json.dumps(attributes).encode(),
+    )
+
+
+def write_shards(output: str | Path, config: ShapesConfig, workers: int | None = None, progress: bool = True) -> bool:
+    """Write all shards that are missing, then ``sizes.json``.
+
+    A shard appears under its name only when it is complete, so a run that was killed is continued by running it again.
+    One process at a time may write a folder.
+
+    Args:
+        output: folder, made if needed.
+        config: which samples, and how they are cut into shards.
+        workers: processes that draw; as many as there are cores by default.
+        progress: show a bar on standard error.
+
+    Returns:
+        Whether there was anything to do.
+
+    Raises:
+        ValueError: the folder holds shards that were made with other arguments, or shards of another origin.
+    """
+    folder = Path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    _claim(folder, config)
+    names, ranges = config.shard_names(), config.shard_ranges()
+    missing = [(folder / name, span) for name, span in zip(names, ranges, strict=True) if not (folder / name).exists()]
+    if not missing and (folder / SIZES_FILE).exists():
+        return False
+    for leftover in folder.glob(f"*{_PARTIAL}*"):
+        leftover.unlink()
+    done = config.num_samples - sum(len(span) for _, span in missing)
+    with tqdm(total=config.num_samples, initial=done, unit="img", desc=str(folder), disable=not progress) as bar:
+        for count in _write_all(missing, config, workers or _available_cores()):
+            bar.update(count)
+    sizes = {name: len(span) for name, span in zip(names, ranges, strict=True)}
+    _write_atomically(folder / SIZES_FILE, json.dumps(sizes, indent=1).encode())
+    return True
+
+
+def _claim(folder: Path, config: ShapesConfig) -> None:
+    """Note in the folder what it is going to hold, or check that it is the same as what it holds."""
+    wanted: dict[str, Any] = {**asdict(config), "generator_version": GENERATOR_VERSION}
+    recipe = folder / RECIPE_FILE
+    if recipe.exists():
+        found = json.loads(recipe.read_text())
+        if found != wanted:
+            raise ValueError(f"{folder} holds a set made from {found}, asked for {wanted}: choose another folder")
+    elif any(folder.glob("*.tar")):
+        raise ValueError(f"{folder} holds shards, but no {RECIPE_FILE}: not a demo set; choose another folder")
+    else:
+        _write_atomically(recipe, json.dumps(wanted, indent=1).encode())
+
+
+def _write_all(shards: list[tuple[Path, range]], config: ShapesConfig, workers: int) -> Iterator[int]:
+    """Write the shards and yield the number of samples of each as it is finished."""
+    if workers == 1 or len(shards) < 2:
+        for path, span in shards:
+            yield _write_shard(path, span, config.seed, config.split)
+        return
+    # Not forked: the progress bar has a thread, and the caller may have more.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(shards)), mp_context=context) as pool:
+        jobs = [pool.submit(_write_shard, path, span, config.seed, config.split) for path, span in shards]
+        try:
+            for job in as_completed(jobs):
+                yield job.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _write_shard(path: Path, span: range, seed: int, split: str) -> int:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for index in span:
+            sample = make_sample(seed, split, index)
+            for extension, content in (("png", sample.png), ("txt", sample.txt), ("json", sample.json)):
+                member = tarfile.TarInfo(f"{sample.key}.{extension}")  # owner and time are zero: equal bytes every time
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    _write_atomically(path, buffer.getvalue())
+    return len(span)
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    descriptor, partial = tempfile.mkstemp(prefix=f"{path.name}{_PARTIAL}", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.chmod(partial, 0o644)  # mkstemp lets only the owner read
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(partial)
+        raise
+
+
+def _available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,196 @@
+"""The demo set: a pure function of (seed, split, index), held-out pairs held out, shards that survive a kill."""
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from openclip_ext.data.shapes import (
+    COLORS,
+    HELD_OUT_PAIRS,
+    PAIRS,
+    SHAPES,
+    Item,
+    Scene,
+    make_sample,
+    render,
+    sample_caption,
+    sample_scene,
+    write_shards,
+)
+from openclip_ext.data.shapes.__main__ import main
+from openclip_ext.data.shapes.scene import RELATIONS, caption_generator, describe, pixel_generator
+from openclip_ext.data.shapes.write import RECIPE_FILE, SIZES_FILE, ShapesConfig
+
+
+def contents(folder):
+    """All members of all shards in order, as (name, digest)."""
+    members = []
+    for shard in sorted(folder.glob("*.tar")):
+        with tarfile.open(shard) as tar:
+            members += [(m.name, hashlib.sha256(tar.extractfile(m).read()).hexdigest()) for m in tar]
+    return members
+
+
+def test_sample_depends_on_seed_split_and_index_only():
+    first = [make_sample(3, "train", index) for index in range(20)]
+    assert [make_sample(3, "train", index) for index in reversed(range(20))] == first[::-1]
+    assert len({sample.png for sample in first}) == 20
+    assert make_sample(4, "train", 0).png != first[0].png
+    assert make_sample(3, "test", 0).png != first[0].png
+
+
+def test_shards_are_the_same_samples_whatever_their_size_and_workers(tmp_path):
+    write_shards(tmp_path / "a", ShapesConfig(50, samples_per_shard=7), workers=1, progress=False)
+    write_shards(tmp_path / "b", ShapesConfig(50, samples_per_shard=20), workers=2, progress=False)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert [name for name, _ in contents(tmp_path / "a")][:4] == [
+        "00000000.png",
+        "00000000.txt",
+        "00000000.json",
+        "00000001.png",
+    ]
+    assert json.loads((tmp_path / "b" / SIZES_FILE).read_text()) == {"00000.tar": 20, "00001.tar": 20, "00002.tar": 10}
+
+
+def test_held_out_pairs_are_never_seen_in_training_and_are_in_the_test_split():
+    train = [make_sample(0, "train", index) for index in range(1500)]
+    for sample in train:
+        for item in json.loads(sample.json)["items"]:
+            assert (item["shape"], item["color"]) not in HELD_OUT_PAIRS
+        words = sample.txt.decode().split()
+        for position, word in enumerate(words):
+            if word in COLORS:  # "a red plain circle": the shape is the next or the next but one
+                shape = next((w for w in words[position + 1 : position + 3] if w in (*SHAPES, "shape")), None)
+                assert shape is not None and (shape, word) not in HELD_OUT_PAIRS
+    seen = {item.pair for index in range(1500) for item in sample_scene(0, "train", index).items}
+    assert seen == set(PAIRS) - HELD_OUT_PAIRS
+    assert {item.pair for index in range(1500) for item in sample_scene(0, "test", index).items} == set(PAIRS)
+
+
+def test_held_out_pairs_leave_every_shape_and_color_to_training():
+    assert len(HELD_OUT_PAIRS) == 16
+    assert HELD_OUT_PAIRS.issubset(PAIRS)
+    for position, words in enumerate((SHAPES, COLORS)):
+        counts = [sum(pair[position] == word for pair in HELD_OUT_PAIRS) for word in words]
+        assert set(counts) <= {1, 2}
+
+
+def test_captions_fit_the_context_of_the_demo_models():
+    open_clip = pytest.importorskip("open_clip")
+    tokenizer = open_clip.SimpleTokenizer()
+    longest = Scene(
+        (Item("triangle", "orange", "medium", "striped"), Item("diamond", "purple", "large", "checked")),
+        "grass",
+        "left",
+    )
+    captions = [sample_caption(longest, np.random.default_rng(seed), complete=True) for seed in range(20)]
+    captions += [json.loads(make_sample(0, "train", index).json)["complete_caption"] for index in range(500)]
+    lengths = [2 + len(tokenizer.encode(caption)) for caption in captions]  # and start and end
+    assert max(lengths) == 18
+
+
+def test_captions_tell_the_truth_and_leave_words_out():
+    scene = Scene(
+        (Item("star", "orange", "small", "plain"), Item("moon", "blue", "large", "dotted")), "sand", relation="above"
+    )
+    complete = {sample_caption(scene, np.random.default_rng(seed), complete=True) for seed in range(100)}
+    first, second = "a small orange plain star", "a large blue dotted moon"
+    assert complete == {
+        f"{first} above {second} on sand",
+        f"{first} over {second} on sand",
+        f"{second} below {first} on sand",
+        f"{second} under {first} on sand",
+    }
+    assert describe(scene, "left") == f"{first} left of {second} on sand"
+    short = [sample_caption(scene, np.random.default_rng(seed)) for seed in range(2000)]
+    for word, share in (("orange", 0.5), ("dotted", 0.5), ("sand", 0.5), ("star", 0.9), ("and", 0.25)):
+        assert sum(word in caption.split() for caption in short) / 2000 == pytest.approx(share, abs=0.04)
+    assert any(caption.startswith("an orange") for caption in short)
+
+
+def test_relations_are_where_they_are_said_to_be():
+    for number, relation in enumerate(RELATIONS):
+        items = (Item("circle", "red", "medium", "plain"), Item("circle", "blue", "medium", "plain"))
+        for seed in range(10):
+            image = render(Scene(items, "snow", relation), np.random.default_rng([number, seed])).astype(float)
+            red = image[..., 0] - image[..., 2]
+            x, y = (np.argwhere(red > 80).mean(axis=0) - np.argwhere(red < -80).mean(axis=0))[::-1]
+            offset = {"left": (-x, y), "right": (x, y), "above": (-y, x), "below": (y, x)}[relation]
+            assert offset[0] > 12 and abs(offset[1]) < 6
+
+
+def test_every_attribute_changes_the_image():
+    def draw(shape="circle", color="red", size="large", texture="plain", background="stone"):
+        return render(Scene((Item(shape, color, size, texture),), background), np.random.default_rng(0)).astype(float)
+
+    reference = draw()
+    assert reference.shape == (32, 32, 3)
+    changes = [{"shape": "moon"}, {"color": "green"}, {"size": "small"}, {"texture": "dotted"}, {"background": "brick"}]
+    for change in changes:
+        assert np.abs(draw(**change) - reference).mean() > 2, change
+
+
+def test_members_of_a_sample_agree():
+    sample = make_sample(5, "test", 17)
+    scene = sample_scene(5, "test", 17)
+    assert Scene.from_attributes(json.loads(sample.json)) == scene
+    assert sample.txt.decode() == sample_caption(scene, caption_generator(5, "test", 17))
+    pixels = np.asarray(Image.open(io.BytesIO(sample.png)))
+    assert np.array_equal(pixels, render(scene, pixel_generator(5, "test", 17)))
+
+
+def test_a_complete_set_is_left_alone_and_a_broken_one_is_completed(tmp_path):
+    config = ShapesConfig(30, samples_per_shard=10)
+    assert write_shards(tmp_path, config, workers=1, progress=False)
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert not write_shards(tmp_path, config, workers=1, progress=False)
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    whole = contents(tmp_path)
+
+    # What a kill leaves behind: a shard half written under another name, no sizes.json.
+    (tmp_path / "00001.tar").unlink()
+    (tmp_path / SIZES_FILE).unlink()
+    (tmp_path / "00001.tar.partial-x").write_bytes(b"half")
+    assert write_shards(tmp_path, config, workers=1, progress=False)
+    assert contents(tmp_path) == whole
+    assert sorted(os.listdir(tmp_path)) == ["00000.tar", "00001.tar", "00002.tar", RECIPE_FILE, SIZES_FILE]
+    assert (tmp_path / "00000.tar").stat().st_mtime_ns == before["00000.tar"]
+
+
+def test_a_failed_write_leaves_no_shard_under_its_name(tmp_path, monkeypatch):
+    def full_disk(source, target):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        write_shards(tmp_path, ShapesConfig(2), workers=1, progress=False)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_with_something_else_is_refused(tmp_path, capsys):
+    write_shards(tmp_path / "demo", ShapesConfig(4), workers=1, progress=False)
+    with pytest.raises(ValueError, match=r"made from .*'seed': 0.* asked for .*'seed': 1"):
+        write_shards(tmp_path / "demo", ShapesConfig(4, seed=1), workers=1, progress=False)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "00000.tar").write_bytes(b"")
+    with pytest.raises(ValueError, match="not a demo set"):
+        write_shards(tmp_path / "other", ShapesConfig(4), workers=1, progress=False)
+    with pytest.raises(ValueError, match="unknown split 'val'"):
+        make_sample(0, "val", 0)
+    with pytest.raises(SystemExit, match="at least 1, got 0"):
+        main(["--output", str(tmp_path / "none"), "--num-samples", "0"])
+    assert not (tmp_path / "none").exists()
+
+
+def test_command_line(tmp_path, capsys):
+    arguments = ["--output", str(tmp_path), "--num-samples", "6", "--samples-per-shard", "4", "--workers", "1"]
+    main(arguments)
+    assert "6 samples in 2 shards, written" in capsys.readouterr().out
+    main(arguments)
+    assert "already there" in capsys.readouterr().out
