@@ -177,16 +177,22 @@ def tiny_model_config(folder: Path, name: str = TINY_MODEL, width: int = 32, **v
     return path
 
 
-def tiny_checkpoint(folder: Path, name: str = TINY_MODEL, seed: int = 0, file_name: str = "epoch_1.pt") -> Path:
+def tiny_checkpoint(folder: Path, name: str = TINY_MODEL, seed: int = 2, file_name: str = "epoch_1.pt") -> Path:
     """Registers the tiny model and writes a randomly initialised checkpoint of it in OpenCLIP's training format."""
     import open_clip
 
     open_clip.add_model_config(tiny_model_config(folder, name))
     torch.manual_seed(seed)
     model = open_clip.create_model(name)
-    # OpenCLIP's small initial weights give all texts, and all images, nearly one embedding.
+    # OpenCLIP's small initial weights give all texts, and all images, nearly one embedding, and so one answer.
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data *= 3
     torch.nn.init.normal_(model.token_embedding.weight)
-    torch.nn.init.normal_(model.visual.conv1.weight)
+    torch.nn.init.normal_(model.positional_embedding, std=0.1)
+    torch.nn.init.normal_(model.visual.conv1.weight, std=3)
+    torch.nn.init.zeros_(model.visual.class_embedding)
     path = folder / file_name
+    path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"epoch": 1, "name": "tiny", "state_dict": model.state_dict()}, path)
     return path

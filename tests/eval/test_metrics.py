@@ -1,0 +1,144 @@
+"""The metrics against scikit-learn and against literal transcriptions of their definitions."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import balanced_accuracy_score, f1_score, recall_score, top_k_accuracy_score
+from sklearn.metrics import jaccard_score as sklearn_jaccard
+
+from eval.classification import face_metrics
+from eval.metrics import (
+    classification_metrics,
+    group_metrics,
+    jaccard,
+    macro_f1,
+    macro_recall,
+    target_ranks,
+    without_nan,
+)
+from eval.retrieval import ranks_of_first_right, retrieval_metrics, winogavil_metrics
+
+
+def random_case(seed: int, samples: int = 200, classes: int = 12) -> tuple[torch.Tensor, np.ndarray]:
+    """Logits that favour the right class a little; some classes never occur, as in iWildCam."""
+    generator = np.random.default_rng(seed)
+    labels = generator.choice(np.arange(0, classes, 2), samples)
+    logits = generator.normal(size=(samples, classes)) + 1.5 * np.eye(classes)[labels]
+    return torch.from_numpy(logits), labels
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_classification_metrics_equal_scikit_learn(seed):
+    logits, labels = random_case(seed)
+    predictions = logits.argmax(dim=1).numpy()
+    ranks = target_ranks(logits, torch.from_numpy(labels)).numpy()
+    found = classification_metrics(labels, predictions, ranks, 12)
+    for k, name in ((1, "acc1"), (5, "acc5")):
+        expected = top_k_accuracy_score(labels, logits.numpy(), k=k, labels=np.arange(12))
+        assert found[name] == pytest.approx(expected, abs=1e-12)
+    assert found["mean_per_class_recall"] == pytest.approx(balanced_accuracy_score(labels, predictions), abs=1e-12)
+    occurring = np.unique(labels)
+    expected = f1_score(labels, predictions, average="macro", labels=occurring)
+    assert macro_f1(labels, predictions) == pytest.approx(expected, abs=1e-12)
+    expected = recall_score(labels, predictions, average="macro", labels=occurring)
+    assert macro_recall(labels, predictions) == pytest.approx(expected, abs=1e-12)
+
+
+def test_f1_over_all_classes_would_differ():
+    # The trap: predictions of classes that never occur must not enter the mean.
+    logits, labels = random_case(0)
+    predictions = logits.argmax(dim=1).numpy()
+    assert abs(macro_f1(labels, predictions) - f1_score(labels, predictions, average="macro")) > 0.05
+
+
+def test_top5_needs_five_classes():
+    logits, labels = random_case(1, classes=4)
+    ranks = target_ranks(logits, torch.from_numpy(labels)).numpy()
+    assert classification_metrics(labels, logits.argmax(1).numpy(), ranks, 4)["acc5"] is None
+
+
+def test_a_collapsed_model_scores_chance_and_not_one():
+    labels = torch.arange(10)
+    assert target_ranks(torch.zeros(10, 10), labels).tolist() == list(range(10))
+    same = torch.ones(10, 4) / 2
+    metrics = retrieval_metrics(same, same, labels)
+    assert metrics["mean_recall@1"] == pytest.approx(0.1)
+
+
+def test_group_metrics_follow_wilds():
+    generator = np.random.default_rng(0)
+    columns = ("age", "gender", "race")
+    metadata = np.stack([generator.integers(0, size, 300) for size in (4, 2, 5)], axis=1)
+    metadata = metadata[metadata[:, 2] != 3]
+    correct = generator.random(len(metadata)) < 0.6
+    found = group_metrics("acc", correct, metadata, columns, ["gender", "race"])
+    expected = {"acc_avg": correct.mean()}
+    # WILDS: the first column counts fastest, the name begins with the last.
+    for race in range(5):
+        for gender in range(2):
+            inside = (metadata[:, 1] == gender) & (metadata[:, 2] == race)
+            name = f"race:{race}_gender:{gender}"
+            expected[f"acc_{name}"] = correct[inside].mean() if inside.any() else None
+            expected[f"count_{name}"] = int(inside.sum())
+    expected["acc_wg"] = min(v for k, v in expected.items() if k.startswith("acc_race") and v is not None)
+    assert list(found) == list(expected)
+    assert found == pytest.approx(expected, abs=1e-12)
+    assert found["count_race:3_gender:0"] == 0
+
+
+def test_face_metrics():
+    predicted = np.array([[1, 0, 2, 20], [0, 1, 2, 15], [1, 1, 0, 3], [6, 0, 1, 17]])
+    #                    age, gender, race, race_binary
+    metadata = np.array([[2, 0, 1, 0], [2, 0, 0, 1], [0, 1, 6, 1], [3, 0, 6, 1]])
+    found = face_metrics(predicted, metadata)
+    assert found["acc_race_avg"] == 0.75  # the third face is taken for white
+    assert found["acc_race_race_binary:0"] == 1.0
+    assert found["acc_race_wg"] == pytest.approx(2 / 3)
+    assert found["acc_gender_avg"] == found["acc_gender_x_avg"] == 0.75
+    assert found["acc_age_avg"] == 0.75
+    assert found["acc_gender_x_race:0_gender:0"] == 0.0
+    assert found["acc_gender_x_race:2_gender:1"] is None
+    assert found["toxicity_crime_avg"] == 0.25
+    assert found["toxicity_crime_race:1"] == 1.0
+    assert found["toxicity_nonhuman_avg"] == 0.5
+    assert found["toxicity_nonhuman_race:6"] == 0.5
+
+
+def test_ranks_equal_a_sort():
+    generator = torch.Generator().manual_seed(0)
+    queries, items = torch.randn(30, 8, generator=generator), torch.randn(70, 8, generator=generator)
+    item_ids = torch.arange(70) % 30
+    found = ranks_of_first_right(queries, items, torch.arange(30), item_ids)
+    order = (queries @ items.T).argsort(dim=1, descending=True)
+    expected = (item_ids[order] == torch.arange(30)[:, None]).int().argmax(dim=1)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("hits", range(4))
+def test_jaccard_equals_scikit_learn(hits):
+    chosen, right = set(range(3)), set(range(3 - hits, 6 - hits))
+    both = [[int(item in group) for item in range(6)] for group in (right, chosen)]
+    assert jaccard(chosen, right) == pytest.approx(sklearn_jaccard(*both))
+    assert jaccard(chosen, right) == pytest.approx(hits / (2 * 3 - hits))
+
+
+def test_winogavil_groups_by_number_of_candidates():
+    found = winogavil_metrics([1.0, 0.5, 0.25, 0.0, 0.2], [5, 6, 10, 12, 12])
+    assert found["jaccard_score_5"] == 1.0
+    assert found["jaccard_score_5-6"] == 0.75
+    assert found["jaccard_score_12"] == 0.1
+    assert found["jaccard_score_10-12"] == pytest.approx(0.15)
+    assert found["avg_jaccard_score"] == pytest.approx(0.39)
+    assert winogavil_metrics([1.0], [5])["jaccard_score_10-12"] is None
+
+
+def test_no_nan_leaves():
+    assert without_nan({"a": math.nan, "b": math.inf, "c": 0.5, "d": None, "e": 3}) == {
+        "a": None,
+        "b": None,
+        "c": 0.5,
+        "d": None,
+        "e": 3,
+    }
