@@ -84,7 +84,6 @@ class ContrastiveLoss(nn.Module):
         named = isinstance(index, Tensor) and index.shape == finite.shape and not index.is_floating_point()
         names = index.to(finite.device, torch.int64) if named else torch.arange(len(finite), device=finite.device)
         self.nonfinite.add(self.calls, names, ~finite, ~torch.isfinite(logit_scale.detach()).reshape(()))
-        self.calls += self.training
 
 
 def check_features(image_features: Tensor, text_features: Tensor, embed_dim: int | None = None) -> None:

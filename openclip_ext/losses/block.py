@@ -19,6 +19,8 @@ class LocalBatch:
         index: ``(B_local,)`` int64, or None where the loss needs none.
         dtype: what to compute in.
         epoch: epoch of the run, from 0.
+        call: number of calls in training mode before this one.
+        learning: whether this is one of them.
     """
 
     image: Tensor
@@ -26,7 +28,9 @@ class LocalBatch:
     logit_scale: Tensor
     index: Tensor | None
     dtype: torch.dtype
-    epoch: int
+    epoch: int = 0
+    call: int = 0
+    learning: bool = False
 
 
 @dataclass
@@ -45,7 +49,7 @@ class Block:
         first: position of this process's first sample.
         local_size: number of this process's samples.
         world_size: number of processes whose samples these are.
-        epoch: epoch of the run, from 0, for schedules.
+        epoch, call, learning: see :class:`LocalBatch`.
         count: 0-d, number of samples that count, at least 2.
         positive: ``(B,)``, ``s_ii``.
         tau: ``(2, B)`` temperatures, set by the temperature scheme.
@@ -62,6 +66,8 @@ class Block:
     local_size: int
     world_size: int
     epoch: int
+    call: int
+    learning: bool
     count: Tensor = field(init=False)
     positive: Tensor = field(init=False)
     tau: Tensor = field(init=False)
@@ -129,6 +135,8 @@ def make_block(batch: LocalBatch, num_samples: int | None, gather: bool) -> Bloc
         local_size=local_size,
         world_size=world_size,
         epoch=batch.epoch,
+        call=batch.call,
+        learning=batch.learning,
     )
 
 

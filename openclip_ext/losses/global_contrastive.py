@@ -115,9 +115,10 @@ class GlobalContrastiveLoss(ContrastiveLoss):
                 :meth:`metrics` or :meth:`pop_nonfinite` on other devices) outside of ``[0, num_samples)``.
         """
         with torch.autocast(image_features.device.type, enabled=False):
-            batch = self._checked(image_features, text_features, logit_scale, index)
+            batch = self._checked(image_features, text_features, logit_scale, index, learning=self.training)
             self._note_nonfinite(batch.image, batch.text, batch.logit_scale, index)
             terms = self._terms(batch)
+        self.calls += self.training
         return terms if output_dict else sum(terms.values())
 
     @torch.no_grad()
@@ -199,13 +200,18 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             )
 
     def _checked(
-        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor | float, index: Tensor | None
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        index: Tensor | None,
+        learning: bool = False,
     ) -> LocalBatch:
         check_features(image_features, text_features, self.embed_dim)
         scale = check_logit_scale(logit_scale, image_features)
         dtype = self._follow(image_features)
         index = self._checked_index(index, image_features) if self.needs_index else None
-        return LocalBatch(image_features, text_features, scale, index, dtype, self.epoch)
+        return LocalBatch(image_features, text_features, scale, index, dtype, self.epoch, self.calls, learning)
 
     def _checked_index(self, index: Tensor | None, features: Tensor) -> Tensor:
         if index is None:

@@ -23,6 +23,7 @@ class _OpenClipAdapter(ContrastiveLoss):
         """Check and note what came in."""
         check_features(image, text)
         self._note_nonfinite(image, text, check_logit_scale(logit_scale, image), index)
+        self.calls += self.training
         self._logit_scale = torch.as_tensor(logit_scale).detach()
 
     def metrics(self) -> dict[str, float]:
@@ -103,7 +104,7 @@ class OpenClipLoss(_OpenClipAdapter):
     ) -> tuple[Tensor, Tensor]:
         """The mini-batch estimate ``log g``, which this loss in effect uses. With several processes all must call it."""
         check_features(image_features, text_features)
-        log_g, _ = _minibatch_log_g(image_features, text_features, logit_scale, self.epoch, gather=True)
+        log_g, _ = _minibatch_log_g(image_features, text_features, logit_scale, gather=True)
         return log_g[0], log_g[1]
 
 
@@ -148,7 +149,7 @@ class SiglipLoss(_OpenClipAdapter):
         """
         metrics = super().metrics()
         if metrics and len(self._features[0]) > 1:
-            log_g, count = _minibatch_log_g(*self._features, self._logit_scale, self.epoch, gather=False)
+            log_g, count = _minibatch_log_g(*self._features, self._logit_scale, gather=False)
             metrics |= {"infonce": F.infonce(log_g, count).mean().item(), "chance": math.log(log_g.shape[1])}
         return metrics
 
@@ -164,13 +165,11 @@ class SiglipLoss(_OpenClipAdapter):
 
 
 @torch.no_grad()
-def _minibatch_log_g(
-    image: Tensor, text: Tensor, logit_scale: Tensor, epoch: int, gather: bool
-) -> tuple[Tensor, Tensor]:
+def _minibatch_log_g(image: Tensor, text: Tensor, logit_scale: Tensor, gather: bool) -> tuple[Tensor, Tensor]:
     """``log g`` of this process's samples ``(2, B_local)`` and the number of samples that count."""
     with torch.autocast(image.device.type, enabled=False):
         dtype = torch.promote_types(image.dtype, torch.float32)
-        batch = LocalBatch(image, text, check_logit_scale(logit_scale, image), None, dtype, epoch)
+        batch = LocalBatch(image, text, check_logit_scale(logit_scale, image), None, dtype)
         block = make_block(batch, None, gather)
         block.tau = global_temperatures(block)
         return Similarities(block).log_g()[:, block.own], block.count

@@ -18,6 +18,8 @@ from openclip_ext.normalizers.prototypes import PrototypeNormalizer
 from openclip_ext.normalizers.queue import QueueNormalizer
 from openclip_ext.temperatures.constant import ConstantTemperature
 from openclip_ext.temperatures.global_learned import GlobalTemperature, UnregularizedTemperature
+from openclip_ext.temperatures.per_sample import PerSampleTemperature
+from openclip_ext.temperatures.predicted import PredictedTemperature
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ _NORMALIZERS = {
     "moving-average": _Part(MovingAverageNormalizer),
     "mlp": _Part(MlpNormalizer, {"normalizer_lr": 1e-3}, surrogate="unified"),
     "prototypes": _Part(PrototypeNormalizer, surrogate="unified"),
-    "queue": _Part(QueueNormalizer, surrogate="unified"),
+    # Without its gradient the queue is no control variate for the batch.
+    "queue": _Part(QueueNormalizer, {"alpha_gradient": True}, surrogate="unified"),
 }
 _PARTITION_MLP = _Part(
     PartitionNormalizer,
@@ -59,6 +62,8 @@ _PARTITION_MLP = _Part(
 _TEMPERATURES = {
     "constant": _Part(ConstantTemperature),
     "global": _Part(GlobalTemperature),
+    "per-sample": _Part(PerSampleTemperature, {"temperature": 0.03, "lr_tau": 0.0133, "rho": 7.0}),
+    "predicted": _Part(PredictedTemperature, {"lr_tau": 3e-5, "rho": 9.5}),
 }
 _GLOBAL_WITHOUT_REGULARIZER = _Part(UnregularizedTemperature)
 
@@ -69,28 +74,45 @@ class Preset:
 
     Attributes:
         normalizer, temperature_scheme: names of the parts; both can be overridden.
-        defaults: options in which the method differs from its parts' defaults.
+        normalizer_defaults, temperature_defaults: options in which the method differs from its parts' defaults; they go
+            with the method's own parts only.
         surrogate: where it is not the normalizer's.
         slow_when_small: FastCLIP-v3's third of the temperature's learning rate at ``τ ≤ 0.03``.
     """
 
     normalizer: str
     temperature_scheme: str
-    defaults: dict[str, Any] = field(default_factory=dict)
+    normalizer_defaults: dict[str, Any] = field(default_factory=dict)
+    temperature_defaults: dict[str, Any] = field(default_factory=dict)
     surrogate: str | None = None
     slow_when_small: bool = False
 
 
-_FASTCLIP_V3 = Preset("moving-average", "global", {"lr_tau": 2e-4}, slow_when_small=True)
+_CONSTANT_GAMMA = {"gamma": 0.8, "gamma_schedule": "constant"}
+_FASTCLIP_V3 = Preset("moving-average", "global", temperature_defaults={"lr_tau": 2e-4}, slow_when_small=True)
 _PRESETS = {
-    "sogclr": Preset("moving-average", "constant", {"gamma": 0.8, "gamma_schedule": "constant"}),
+    "sogclr": Preset("moving-average", "constant", normalizer_defaults=_CONSTANT_GAMMA),
+    "isogclr": Preset("moving-average", "per-sample", normalizer_defaults=_CONSTANT_GAMMA),
     "fastclip": _FASTCLIP_V3,
     "fastclip-v0": Preset("moving-average", "global", surrogate="unscaled"),
     "fastclip-v1": Preset("moving-average", "constant"),
+    "fastclip-v2": Preset("moving-average", "per-sample"),
     "fastclip-v3": _FASTCLIP_V3,
-    "amorlip": Preset("mlp", "global", {"lr_tau": 2e-4, "rho_end": -8.0}, surrogate="partition", slow_when_small=True),
-    "neuclip": Preset("prototypes", "global", {"lr_tau": 1.25e-4, "alpha_gradient": True}),
-    "queueclip": Preset("queue", "global", {"lr_tau": 1.25e-4, "alpha_gradient": True}),
+    "tempnet": Preset("moving-average", "predicted"),
+    "amorlip": Preset(
+        "mlp",
+        "global",
+        temperature_defaults={"lr_tau": 2e-4, "rho_end": -8.0},
+        surrogate="partition",
+        slow_when_small=True,
+    ),
+    "neuclip": Preset(
+        "prototypes",
+        "global",
+        normalizer_defaults={"alpha_gradient": True},
+        temperature_defaults={"lr_tau": 1.25e-4},
+    ),
+    "queueclip": Preset("queue", "global", temperature_defaults={"lr_tau": 1.25e-4}),
 }
 _STANDALONE: dict[str, type[ContrastiveLoss]] = {"openclip": OpenClipLoss, "siglip": SiglipLoss}
 
@@ -161,46 +183,35 @@ _REQUIREMENTS = {
 
 @dataclass(frozen=True)
 class _Composition:
-    """Resolved parts of a loss."""
+    """Resolved parts of a loss: OpenCLIP's own, or a surrogate, a normalizer and a temperature scheme."""
 
     title: str
     parts: tuple[_Part, ...]
-    preset: Preset | None = None
+    names: dict[str, str] = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)
 
     def keywords(self) -> set[str]:
         """Keyword-only arguments of all parts."""
         return set().union(*(_keywords(part.build) for part in self.parts))
 
     def defaults(self) -> dict[str, Any]:
-        """The options the parts take, with their defaults here."""
-        used = [option for option in OPTIONS if option in self.keywords()]
-        values = {option: OPTIONS[option].default for option in used}
-        overrides = [part.defaults for part in self.parts] + ([self.preset.defaults] if self.preset else [])
-        for override in overrides:
-            values.update({option: value for option, value in override.items() if option in values})
-        if self.preset:
-            names = {"normalizer": self.preset.normalizer, "temperature_scheme": self.preset.temperature_scheme}
-            values = names | values
-        return values
+        """The options the parts take, with their defaults here, and the names of the parts."""
+        keywords = self.keywords()
+        values = {option: OPTIONS[option].default for option in OPTIONS if option in keywords}
+        for override in (*(part.defaults for part in self.parts), self.overrides):
+            values |= override
+        return self.names | values
 
     def build(self, values: dict[str, Any]) -> ContrastiveLoss:
         """Build the loss from values for all keywords."""
-        if self.preset is None:
-            return self._part(self.parts[0], values)
-        values = values | {"slow_when_small": self.preset.slow_when_small}
-        surrogate, normalizer, temperature = (self._part(part, values) for part in self.parts)
-        needed = self.keywords()
-        return GlobalContrastiveLoss(
-            surrogate,
-            normalizer,
-            temperature,
-            embed_dim=values["embed_dim"] if "embed_dim" in needed else None,
-            num_samples=values["num_samples"] if "num_samples" in needed else None,
-        )
-
-    @staticmethod
-    def _part(part: _Part, values: dict[str, Any]) -> Any:
-        return part.build(**{keyword: values[keyword] for keyword in _keywords(part.build)})
+        keywords = self.keywords()
+        values = values | self.fixed
+        parts = [part.build(**{keyword: values[keyword] for keyword in _keywords(part.build)}) for part in self.parts]
+        if len(parts) == 1:
+            return parts[0]
+        sizes = {name: values[name] if name in keywords else None for name in _REQUIREMENTS}
+        return GlobalContrastiveLoss(*parts, **sizes)
 
 
 def _compose(name: str, normalizer: str | None, temperature_scheme: str | None) -> _Composition:
@@ -220,10 +231,20 @@ def _compose(name: str, normalizer: str | None, temperature_scheme: str | None) 
     normalizer_part = _PARTITION_MLP if preset.surrogate == "partition" else _NORMALIZERS[normalizer]
     surrogate = preset.surrogate or normalizer_part.surrogate
     temperature_part = _GLOBAL_WITHOUT_REGULARIZER if surrogate == "unscaled" else _TEMPERATURES[scheme]
-    title = name
-    if (normalizer, scheme) != (preset.normalizer, preset.temperature_scheme):
-        title = f"{name} with normalizer {normalizer} and temperature scheme {scheme}"
-    return _Composition(title, (_Part(SURROGATES[surrogate]), normalizer_part, temperature_part), preset)
+    names = {"normalizer": normalizer, "temperature_scheme": scheme}
+    own = {"normalizer": preset.normalizer, "temperature_scheme": preset.temperature_scheme}
+    overrides: dict[str, Any] = {}
+    if normalizer == preset.normalizer:
+        overrides |= preset.normalizer_defaults
+    if scheme == preset.temperature_scheme:
+        overrides |= preset.temperature_defaults
+    return _Composition(
+        title=name if names == own else f"{name} with normalizer {normalizer}, temperature scheme {scheme}",
+        parts=(_Part(SURROGATES[surrogate]), normalizer_part, temperature_part),
+        names=names,
+        overrides=overrides,
+        fixed={"slow_when_small": preset.slow_when_small},
+    )
 
 
 def _refuse_senseless(name: str, preset: Preset, normalizer: str, scheme: str) -> None:

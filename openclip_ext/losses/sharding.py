@@ -49,17 +49,17 @@ class ShardedTable(nn.Module):
         return torch.where(mine, index - self.first, self.end - self.first), mine
 
     @torch.no_grad()
-    def read(self, index: Tensor) -> Tensor:
-        """Values of the samples ``index`` ``(B,)``, the same on every process: ``(columns, B)``."""
+    def read(self, index: Tensor, columns: slice = slice(None)) -> Tensor:
+        """Values of the samples ``index`` ``(B,)``, the same on every process: ``(columns, B)``, or some of the columns."""
         slots, mine = self._slots(index)
-        values = torch.where(mine, self.values[:, slots], 0)
+        values = torch.where(mine, self.values[columns, slots], 0)
         return distributed.all_reduce_sum(values) if self.world_size > 1 else values
 
     @torch.no_grad()
     def write(self, index: Tensor, values: Tensor, where: Tensor) -> None:
         """Store ``values`` ``(columns, B)`` of the samples for which ``where`` ``(B,)`` holds.
 
-        Equal indices must come with equal values (see :func:`mean_of_equal`).
+        Equal indices must come with equal values (see :func:`log_mean_of_equal`).
         """
         slots, _ = self._slots(index, where)
         self.values[:, slots] = values.to(self.values.dtype)
@@ -113,7 +113,7 @@ def reshard(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[st
     return state
 
 
-def mean_of_equal(index: Tensor, log_values: Tensor, valid: Tensor) -> Tensor:
+def log_mean_of_equal(index: Tensor, log_values: Tensor, valid: Tensor) -> Tensor:
     """Give all occurrences of an index the mean of their values, in log space.
 
     Args:
@@ -134,8 +134,8 @@ def mean_of_equal(index: Tensor, log_values: Tensor, valid: Tensor) -> Tensor:
     return largest + (sums / size).log().to(log_values.dtype)
 
 
-def plain_mean_of_equal(index: Tensor, values: Tensor, valid: Tensor) -> Tensor:
-    """As :func:`mean_of_equal`, for values that are no logarithms."""
+def mean_of_equal(index: Tensor, values: Tensor, valid: Tensor) -> Tensor:
+    """As :func:`log_mean_of_equal`, of the values ``(rows, B)`` themselves."""
     group, size = _groups(index, valid)
     group = group.expand_as(values)
     wide = torch.where(valid, values, 0).double()

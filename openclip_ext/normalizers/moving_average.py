@@ -5,7 +5,7 @@ from torch import Tensor
 
 from openclip_ext.losses import functional as F
 from openclip_ext.losses.block import Block
-from openclip_ext.losses.sharding import ShardedTable, mean_of_equal
+from openclip_ext.losses.sharding import ShardedTable, log_mean_of_equal
 from openclip_ext.normalizers.base import Estimate, Normalizer, batch_estimate_where_missing
 
 
@@ -50,7 +50,7 @@ class MovingAverageNormalizer(Normalizer):
     def step(self, block: Block) -> Estimate:
         """See :class:`Normalizer`."""
         averaged = F.log_mix(self._stored(block), block.log_estimate, self.gamma(block.epoch))
-        averaged = mean_of_equal(block.index, averaged, block.valid)
+        averaged = log_mean_of_equal(block.index, averaged, block.valid)
         self.table.write(block.index, averaged, block.valid)
         return Estimate(averaged)
 
