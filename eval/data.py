@@ -141,9 +141,7 @@ def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list
         try:
             template.format(c="x")
         except (KeyError, IndexError, ValueError) as error:
-            raise DataError(
-                f"{folder / TEMPLATES_FILE}: {template!r} has another field than {{c}} ({error})."
-            ) from None
+            raise DataError(f"{folder / TEMPLATES_FILE}: {template!r} has a field besides {{c}} ({error}).") from None
     if not any("{c}" in template for template in templates):
         raise DataError(f"{folder / TEMPLATES_FILE}: no template has a {{c}} for the class name.")
     if task.classes is not None and len(classnames) != task.classes and not any_size:
@@ -168,9 +166,7 @@ def find_shards(folder: Path) -> list[Path]:
     present = sorted(path.name for path in (folder / "test").glob("*.tar"))
     missing = [path.name for path in shards if path.name not in present]
     if missing:
-        raise DataError(
-            f"{count_file} says {len(shards)} shards, but {', '.join(missing)} missing in {folder / 'test'}."
-        )
+        raise DataError(f"{count_file} says {len(shards)} shards, but there is no {', '.join(missing)} beside it.")
     if len(present) > len(shards):
         raise DataError(
             f"{count_file} says {len(shards)} shards, but {len(present)} lie beside it: the count is short."

@@ -157,7 +157,7 @@ def _source(name: str, checkpoint: str | Path | None) -> str | None:
     if Path(checkpoint).is_dir():
         found = sorted(path.name for path in Path(checkpoint).rglob("*.pt"))[:5]
         raise ModelError(
-            f"{checkpoint} is a folder, expected a checkpoint file; in it: {', '.join(found) or 'no .pt'}."
+            f"{checkpoint} is a folder, expected a checkpoint file; it has {', '.join(found) or 'no .pt'}."
         )
     raise ModelError(f"There is no checkpoint {checkpoint}: neither a file nor a pretrained tag; {known}.")
 

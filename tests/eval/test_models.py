@@ -1,0 +1,152 @@
+"""Loading models: what OpenCLIP loads, we load; what does not fit is refused in one sentence."""
+
+import json
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from torch import nn
+
+from eval import models
+from eval.features import resolve_precision
+from eval.models import ModelError, config_digest, load_model, weights_digest
+from tests.eval.datasets import TINY_MODEL, tiny_checkpoint, tiny_model_config
+
+
+def test_the_weights_are_the_checkpoints(tiny, tiny_folder):
+    stored = torch.load(tiny_folder / "epoch_1.pt", weights_only=True)["state_dict"]
+    loaded = tiny.model.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
+    assert not tiny.model.training
+
+
+def test_formats_of_checkpoints(tiny, tiny_folder, tmp_path):
+    from safetensors.torch import save_file
+
+    state_dict = tiny.model.state_dict()
+    torch.save(state_dict, tmp_path / "plain.pt")
+    torch.save({"state_dict": {f"module.{name}": value for name, value in state_dict.items()}}, tmp_path / "ddp.pt")
+    torch.save(state_dict, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    save_file({name: value.contiguous() for name, value in state_dict.items()}, tmp_path / "model.safetensors")
+    for path in tmp_path.iterdir():
+        assert load_model(TINY_MODEL, path).weights_sha256 == tiny.weights_sha256, path.name
+
+
+def test_a_sigmoid_loss_checkpoint_loads_into_a_stock_configuration(tiny_folder, tmp_path):
+    trained = open_clip.create_model(TINY_MODEL, init_logit_bias=-10.0)
+    torch.save({"state_dict": trained.state_dict()}, tmp_path / "siglip.pt")
+    assert load_model(TINY_MODEL, tmp_path / "siglip.pt").model.logit_bias.item() == -10
+
+
+def test_digests_tell_weights_and_configurations_apart(tiny, tiny_folder):
+    other = load_model(TINY_MODEL, tiny_folder / "epoch_2.pt")
+    assert other.weights_sha256 != tiny.weights_sha256
+    assert config_digest(other.config) == config_digest(tiny.config)
+    quick = load_model(TINY_MODEL, tiny_folder / "epoch_1.pt", force_quick_gelu=True)
+    assert config_digest(quick.config) != config_digest(tiny.config)
+    assert weights_digest(quick.model) == tiny.weights_sha256
+
+
+def test_a_configuration_from_a_file(tmp_path):
+    checkpoint = tiny_checkpoint(tmp_path, name="tiny-by-file", seed=0)
+    assert load_model("tiny-by-file", checkpoint, model_config=tmp_path / "tiny-by-file.json").name == "tiny-by-file"
+    with pytest.raises(ModelError, match="no model configuration"):
+        load_model("tiny-by-file", checkpoint, model_config=tmp_path / "nowhere.json")
+
+
+def test_local_dir_models_bring_their_weights(tiny, tiny_folder, tmp_path):
+    config = {"model_cfg": json.loads((tiny_folder / f"{TINY_MODEL}.json").read_text())}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    torch.save(tiny.model.state_dict(), tmp_path / "open_clip_pytorch_model.bin")
+    assert load_model(f"local-dir:{tmp_path}", None).weights_sha256 == tiny.weights_sha256
+    with pytest.raises(ModelError, match="brings its own weights"):
+        load_model(f"local-dir:{tmp_path}", "epoch_1.pt")
+
+
+def test_what_is_not_there_is_refused(tiny_folder, tmp_path):
+    with pytest.raises(ModelError, match=r"There is no checkpoint .*epoch_9\.pt: neither a file nor"):
+        load_model(TINY_MODEL, tiny_folder / "epoch_9.pt")
+    with pytest.raises(ModelError, match="ViT-B-32 has the pretrained tags openai, "):
+        load_model("ViT-B-32", "opena")
+    with pytest.raises(ModelError, match="--checkpoint is missing"):
+        load_model(TINY_MODEL, None)
+    with pytest.raises(ModelError, match=r"is a folder, expected a checkpoint file; it has epoch_1\.pt, epoch_2\.pt"):
+        load_model(TINY_MODEL, tiny_folder)
+    with pytest.raises(ModelError, match=r"no OpenCLIP model 'ViT-B32': did you mean .*ViT-B-32"):
+        load_model("ViT-B32", tiny_folder / "epoch_1.pt")
+    (tmp_path / "text.pt").write_text("not a checkpoint")
+    with pytest.raises(ModelError, match=r"text\.pt cannot be loaded"):
+        load_model(TINY_MODEL, tmp_path / "text.pt")
+
+
+def test_a_checkpoint_of_another_model_is_refused(tiny_folder, tmp_path):
+    open_clip.add_model_config(tiny_model_config(tmp_path, "tiny-wide", width=48))
+    open_clip.add_model_config(tiny_model_config(tmp_path, "tiny-deep", layers=3))
+    for name in ("tiny-wide", "tiny-deep"):
+        with pytest.raises(ModelError, match=rf"epoch_1\.pt does not fit {name}: it is not a checkpoint of"):
+            load_model(name, tiny_folder / "epoch_1.pt")
+    run = tmp_path / "run"
+    checkpoint = tiny_checkpoint(tmp_path, file_name="run/checkpoints/epoch_1.pt")
+    (run / "params.txt").write_text(f"lr: 0.001\nmodel: {TINY_MODEL}\n")
+    with pytest.raises(ModelError, match=f"its run was trained with --model {TINY_MODEL}, not tiny-deep"):
+        load_model("tiny-deep", checkpoint)
+
+
+class Heads(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.image, self.text = nn.Linear(16, width), nn.Linear(16, width)
+
+
+def test_heads_in_a_checkpoint_are_part_of_the_model(tiny, tmp_path, monkeypatch):
+    heads = Heads(8)
+    entry = {"kind": "test", "config": {"width": 8}, "state_dict": heads.state_dict()}
+    path: Path = tmp_path / "heads.pt"
+    torch.save({"state_dict": tiny.model.state_dict(), models.HEADS_KEY: entry}, path)
+    with pytest.raises(ModelError, match="heads of the kind 'test', without which its embeddings mean nothing"):
+        load_model(TINY_MODEL, path)
+    monkeypatch.setitem(models.HEADS, "test", lambda config: Heads(**config))
+    loaded = load_model(TINY_MODEL, path)
+    image, text = torch.randn(2, 3, 32, 32), tiny.tokenizer(["one", "two"])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.model.encode_image(image), heads.image(tiny.model.encode_image(image)))
+        torch.testing.assert_close(loaded.model.encode_text(text), heads.text(tiny.model.encode_text(text)))
+        assert loaded.model.encode_image(image, normalize=True).norm(dim=1) == pytest.approx(1)
+    assert loaded.weights_sha256 != tiny.weights_sha256
+
+
+def test_precisions():
+    assert resolve_precision("datacomp", "cpu") == resolve_precision("fp32", "cpu") == "fp32"
+    assert resolve_precision("datacomp", "cuda") == "datacomp"
+    with pytest.raises(ValueError, match="needs CUDA"):
+        resolve_precision("amp", "cpu")
+    with pytest.raises(ValueError, match="no precision 'bf16'"):
+        resolve_precision("bf16", "cpu")
+
+
+def test_a_broken_model_is_no_score(tiny_folder, make_encoder):
+    broken = load_model(TINY_MODEL, tiny_folder / "epoch_1.pt").model
+    nn.init.constant_(broken.visual.proj, torch.nan)
+    nn.init.constant_(broken.text_projection, torch.inf)
+    encoder = make_encoder()
+    encoder.model = broken
+    with pytest.raises(ValueError, match="image embeddings that are not finite"):
+        encoder.encode_images(torch.randn(2, 3, 32, 32))
+    with pytest.raises(ValueError, match="text embeddings that are not finite"):
+        encoder.encode_texts(["a", "b"])
+
+
+def test_shared_classes_are_encoded_once(make_encoder, monkeypatch):
+    encoder = make_encoder()
+    encoded = []
+    original = encoder._encode_texts
+    monkeypatch.setattr(encoder, "_encode_texts", lambda texts, bar: encoded.extend(texts) or original(texts, bar))
+    first = encoder.class_embeddings(["cat", "dog", "cat"], ["a {c}", "the {c}"])
+    assert encoded == ["a cat", "the cat", "a dog", "the dog"]
+    assert torch.equal(first[0], first[2])
+    second = encoder.class_embeddings(["owl", "dog"], ["a {c}", "the {c}"])
+    assert encoded[4:] == ["a owl", "the owl"]
+    assert torch.equal(first[1], second[1])
+    encoder.class_embeddings(["dog"], ["a {c}"])
+    assert encoded[6:] == ["a dog"]
