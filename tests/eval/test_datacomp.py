@@ -1,0 +1,224 @@
+"""The command line: all 40 tasks, resuming, failing tasks, several processes, and a file that DataComp can read."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from eval import datacomp
+from eval.results import RESULTS_FILE, Run, read_results
+from eval.tasks import AVERAGED, GROUPS, TASKS
+from tests.eval import datasets
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory) -> Path:
+    """Small data sets for all 40 tasks."""
+    folder = tmp_path_factory.mktemp("data")
+    for number, key in enumerate(TASKS):
+        datasets.make_task(folder, key, **({} if key == "misc/winogavil" else {"count": 12}), seed=number)
+    return folder
+
+
+def evaluate(
+    folder: Path, data_dir: Path, *arguments: str, checkpoint: str = "epoch_1.pt", any_size: bool = True
+) -> int:
+    """Runs the command line in this process."""
+    argv = ["--model", datasets.TINY_MODEL, "--checkpoint", str(folder / checkpoint), "--data-dir", str(data_dir)]
+    return datacomp.main([*argv, "--workers", "0", *(["--allow-size-mismatch"] if any_size else []), *arguments])
+
+
+def main_metrics(folder: Path) -> dict[str, float | None]:
+    return {line["key"]: line["metrics"]["main_metric"] for line in read_results(folder / RESULTS_FILE)}
+
+
+def aggregate(path: Path) -> dict[str, float]:
+    """What DataComp's ``aggregate_scores.py`` does with the file: pandas, rows with a main metric, exactly 38 of them."""
+    table = pd.read_json(path, lines=True)
+    table = pd.concat([table.drop(columns="metrics"), table["metrics"].apply(pd.Series)], axis=1)
+    table = table.dropna(subset=["main_metric"])
+    assert len(table) == 38
+    return dict(zip(table["dataset"], table["main_metric"], strict=True))
+
+
+def test_all_40_tasks_in_a_file_that_datacomp_reads(tiny_folder, data_dir, tmp_path, capfd):
+    assert evaluate(tiny_folder, data_dir, "--output-dir", str(tmp_path)) == 0
+    lines = read_results(tmp_path / RESULTS_FILE)
+    assert {line["key"]: line["dataset"] for line in lines} == {key: task.name for key, task in TASKS.items()}
+    assert "NaN" not in (tmp_path / RESULTS_FILE).read_text()
+    scores = aggregate(tmp_path / RESULTS_FILE)
+    assert set(scores) == {TASKS[key].name for key in AVERAGED}
+    average = sum(scores.values()) / 38
+
+    shown, progress = capfd.readouterr()
+    assert f"DataComp average (38): {average:.4f}" in shown
+    vtab = sum(scores[TASKS[key].name] for key in GROUPS["VTAB (13)"]) / 13
+    assert f"VTAB (13): {vtab:.4f}" in shown
+    assert "Not DataComp's data (other sizes), so not DataComp's numbers: 40 tasks" in shown
+    assert "40/40" in progress, "no progress bar over the tasks"
+    summary = json.loads((tmp_path / datacomp.SUMMARY_FILE).read_text())
+    assert summary["averages"]["DataComp average (38)"]["value"] == pytest.approx(average)
+    assert summary["problems"] == {}
+
+
+def test_an_average_over_an_incomplete_set_is_not_printed(tiny_folder, data_dir, tmp_path, capfd):
+    arguments = ("--output-dir", str(tmp_path), "--tasks", "retrieval", "wilds,fairness")
+    assert evaluate(tiny_folder, data_dir, *arguments) == 0
+    shown = capfd.readouterr().out
+    assert "DataComp average (38): partial, 8/38; missing: Caltech-101, CIFAR-10" in shown
+    assert "Retrieval, DataComp (Flickr, MSCOCO, WinoGAViL): 0." in shown
+    assert "VTAB (13): partial, 0/13" in shown
+    summary = json.loads((tmp_path / datacomp.SUMMARY_FILE).read_text())
+    assert summary["averages"]["DataComp average (38)"] == {
+        "value": None,
+        "tasks": 38,
+        "missing": [key for key in AVERAGED if not key.startswith(("retrieval", "misc", "wilds", "fairness"))],
+    }
+
+
+def test_resuming_evaluates_only_what_is_missing(tiny_folder, data_dir, tmp_path, monkeypatch):
+    output = ("--output-dir", str(tmp_path))
+    evaluated = []
+    original = datacomp.evaluate_task
+    monkeypatch.setattr(
+        datacomp, "evaluate_task", lambda task, *args: evaluated.append(task.key) or original(task, *args)
+    )
+    evaluate(tiny_folder, data_dir, *output, "--tasks", "cifar10", "mnist")
+    first = main_metrics(tmp_path)
+    # A line that a killed process of another program left: ignored, and gone afterwards.
+    with open(tmp_path / RESULTS_FILE, "a") as stream:
+        stream.write('{"key": "stl10", "metr')
+    evaluate(tiny_folder, data_dir, *output, "--tasks", "mnist", "cifar10", "gtsrb")
+    assert evaluated == ["mnist", "cifar10", "gtsrb"]
+    assert {key: value for key, value in main_metrics(tmp_path).items() if key != "gtsrb"} == first
+    assert len((tmp_path / RESULTS_FILE).read_text().splitlines()) == 3
+    evaluate(tiny_folder, data_dir, *output, "--tasks", "mnist", "--overwrite")
+    assert evaluated[3:] == ["mnist"]
+
+
+def test_never_another_models_numbers(tiny_folder, data_dir, tmp_path):
+    tasks = ("--output-dir", str(tmp_path), "--tasks", "retrieval", "cifar10", "mnist")
+    evaluate(tiny_folder, data_dir, *tasks)
+    first = main_metrics(tmp_path)
+    evaluate(tiny_folder, data_dir, *tasks, checkpoint="epoch_2.pt")
+    second = main_metrics(tmp_path)
+    assert first.keys() == second.keys()
+    assert first != second
+    assert evaluate(tiny_folder, data_dir, *tasks, checkpoint="epoch_3.pt") == 2
+    assert main_metrics(tmp_path) == second, "a checkpoint that does not exist must leave nothing"
+    # The first model's results are kept beside the file, and come back.
+    evaluate(tiny_folder, data_dir, *tasks)
+    assert main_metrics(tmp_path) == first
+    # The same weights with another activation are another model.
+    evaluate(tiny_folder, data_dir, *tasks, "--force-quick-gelu")
+    assert main_metrics(tmp_path) != first
+
+
+def test_the_identity_of_a_run(tiny):
+    run = Run.of(tiny, "fp32")
+    others = [Run.of(tiny, "amp"), Run.of(tiny, "fp32", any_size=True), Run(run.model, "0", run.config, run.precision)]
+    assert len({run.id, *(other.id for other in others)}) == 4
+    assert run.id == Run.of(tiny, "fp32").id
+
+
+def test_other_data_is_evaluated_again(tiny_folder, tmp_path):
+    arguments = ("--output-dir", str(tmp_path / "out"), "--tasks", "cifar10")
+    datasets.make_task(tmp_path, "cifar10", count=12)
+    evaluate(tiny_folder, tmp_path, *arguments)
+    assert read_results(tmp_path / "out" / RESULTS_FILE)[0]["samples"] == 12
+    folder = datasets.make_task(tmp_path, "cifar10", count=20)
+    evaluate(tiny_folder, tmp_path, *arguments)
+    assert read_results(tmp_path / "out" / RESULTS_FILE)[0]["samples"] == 20
+    (folder / "test" / "1.tar").write_bytes(b"")
+    assert evaluate(tiny_folder, tmp_path, *arguments) == 1
+    assert read_results(tmp_path / "out" / RESULTS_FILE) == [], "the old number would stand in for a failed evaluation"
+
+
+def test_a_failing_task_stops_no_other(tiny_folder, tmp_path, capfd):
+    for key in ("cifar10", "mnist", "stl10"):
+        datasets.make_task(tmp_path, key, count=12)
+    shard = tmp_path / TASKS["mnist"].folder / "test" / "0.tar"
+    shard.write_bytes(shard.read_bytes()[:3000])
+    output = ("--output-dir", str(tmp_path / "out"))
+    assert evaluate(tiny_folder, tmp_path, *output, "--tasks", "cifar10", "mnist", "stl10", "gtsrb") == 1
+    shown = capfd.readouterr().out
+    assert set(main_metrics(tmp_path / "out")) == {"cifar10", "stl10"}
+    assert "0.tar is truncated" in shown
+    assert "There is no folder wds_gtsrb_test" in shown
+    problems = json.loads((tmp_path / "out" / datacomp.SUMMARY_FILE).read_text())["problems"]
+    assert set(problems) == {"mnist", "gtsrb"}
+
+
+def test_exit_status_for_data_that_is_not_there(tiny_folder, tmp_path):
+    datasets.make_task(tmp_path, "cifar10", count=12)
+    output = ("--output-dir", str(tmp_path / "out"))
+    assert evaluate(tiny_folder, tmp_path, *output) == 0, "without --tasks, what is missing is only reported"
+    assert evaluate(tiny_folder, tmp_path, *output, "--tasks", "cifar10", "mnist") == 1
+    assert evaluate(tiny_folder, tmp_path, *output, "--tasks", "cifar10", any_size=False) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "cifar-10"], "There is no task 'cifar-10'"),
+        (["--tasks", "mnist"], "has none of the 1 tasks, such as wds_mnist_test; in it: wds_cifar10_test"),
+        (["--data-dir", "/nowhere"], "--data-dir /nowhere is no folder"),
+        (["--checkpoint", "/nowhere/epoch_1.pt"], "There is no checkpoint /nowhere/epoch_1.pt"),
+        (["--device", "cuda"], "has no CUDA device"),
+        (["--precision", "amp"], "--precision amp needs CUDA"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_sentence(arguments, message, tiny_folder, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    datasets.make_task(tmp_path, "cifar10", count=12)
+    assert evaluate(tiny_folder, tmp_path, *arguments) == 2
+    assert message in caplog.text
+    assert "Traceback" not in caplog.text
+    assert not list(tmp_path.rglob(RESULTS_FILE))
+
+
+def test_tasks_are_shared_evenly():
+    shares = datacomp.share_tasks(list(TASKS.values()), 8)
+    assert sorted(task.key for share in shares for task in share) == sorted(TASKS)
+    loads = [sum(task.size for task in share) for share in shares]
+    assert max(loads) <= max(TASKS["sun397"].size, 1.1 * sum(loads) / 8)
+
+
+def test_default_output_folders(tiny, tiny_folder):
+    from dataclasses import replace
+
+    run_folder = tiny_folder / "checkpoints"
+    run_folder.mkdir(exist_ok=True)
+    (run_folder / "epoch_7.pt").touch()
+    loaded = replace(tiny, checkpoint=str(run_folder / "epoch_7.pt"))
+    assert datacomp.default_output_dir(loaded) == tiny_folder / "datacomp" / "epoch_7"
+    assert datacomp.default_output_dir(tiny) == tiny_folder / "datacomp" / "epoch_1"
+    tag = replace(tiny, name="ViT-B-32", checkpoint="openai")
+    assert datacomp.default_output_dir(tag) == Path("datacomp/ViT-B-32-openai")
+
+
+def test_two_processes_share_the_tasks(tiny_folder, data_dir, tmp_path):
+    """Under torchrun, workers included: the same numbers as one process, every task once, one summary."""
+    tasks = ["cifar10", "mnist", "wilds/fmow", "retrieval", "fairness/utkface"]
+    evaluate(tiny_folder, data_dir, "--output-dir", str(tmp_path / "one"), "--tasks", *tasks)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command += ["eval.datacomp", "--model", datasets.TINY_MODEL, "--checkpoint", str(tiny_folder / "epoch_1.pt")]
+    command += ["--model-config", str(tiny_folder / f"{datasets.TINY_MODEL}.json"), "--data-dir", str(data_dir)]
+    command += ["--output-dir", str(tmp_path / "two"), "--workers", "1", "--allow-size-mismatch", "--tasks", *tasks]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("DataComp average (38): partial, 6/38") == 1
+    found = {line["key"]: line["metrics"] for line in read_results(tmp_path / "two" / RESULTS_FILE)}
+    expected = {line["key"]: line["metrics"] for line in read_results(tmp_path / "one" / RESULTS_FILE)}
+    assert found.keys() == expected.keys()
+    for key, metrics in expected.items():
+        assert found[key] == pytest.approx(metrics, abs=1e-6), key
