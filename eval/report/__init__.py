@@ -1,0 +1,1 @@
+"""Comparing evaluated runs in tables and charts: ``python -m eval.report``."""

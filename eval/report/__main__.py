@@ -1,0 +1,56 @@
+"""``python -m eval.report RESULTS... --output DIR``: tables and one HTML page that compare evaluated runs."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from eval.report.page import build_page
+from eval.report.runs import read_runs
+from eval.report.tables import build_rows, comma_separated, markdown
+
+TABLE_FILES = {"report.md": markdown, "report.csv": comma_separated}
+PAGE_FILE = "report.html"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.report",
+        description="Compare evaluated runs: report.md, report.csv and report.html (one file, needs no network). The "
+        "first run is the baseline that the others are compared with.",
+    )
+    parser.add_argument(
+        "results",
+        nargs="+",
+        metavar="[NAME=]PATH",
+        help="eval_results.jsonl, a folder with one, or a run folder (all of its checkpoints). The same NAME for "
+        "several paths makes them repeats of one run: mean and standard deviation",
+    )
+    parser.add_argument("--output", type=Path, default=Path("report"), help="folder to write to (default: %(default)s)")
+    parser.add_argument("--title", default="Evaluation report", help="title of the page (default: %(default)s)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    args = build_parser().parse_args(argv)
+    try:
+        runs = read_runs(args.results)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    rows = build_rows(runs)
+    args.output.mkdir(parents=True, exist_ok=True)
+    for name, table in TABLE_FILES.items():
+        (args.output / name).write_text(table(runs, rows), encoding="utf-8")
+    (args.output / PAGE_FILE).write_text(build_page(runs, rows, args.title), encoding="utf-8")
+    print(markdown(runs, [row for row in rows if row.is_group]))
+    print(f"Written: {', '.join(str(args.output / name) for name in (*TABLE_FILES, PAGE_FILE))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

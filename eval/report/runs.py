@@ -1,0 +1,254 @@
+"""Reading what is to be compared: result files, run folders, and repeats of a run with other seeds."""
+
+import json
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from eval.results import RESULTS_FILE, read_results
+from eval.summary import averages, has_other_size, main_metrics
+from eval.tasks import GROUPS, TASKS
+
+METRICS_FILE = "metrics.jsonl"
+# What `eval.suite` puts before the key of a task in the evaluations of metrics.jsonl.
+_SUITE_PREFIX = "datacomp/"
+_CHECKPOINT_NAME = re.compile(r"epoch_(\d+)(?:_step_(\d+))?$")
+
+
+@dataclass(frozen=True)
+class Value:
+    """A number of one checkpoint: the mean over repeats of the run, and their sample standard deviation."""
+
+    mean: float
+    deviation: float | None = None
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> "Value":
+        """From the number of every repeat."""
+        return cls(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The results of one checkpoint.
+
+    Attributes:
+        label: ``epoch_3``, or the name of the folder or file the results were in.
+        repeats: per repeat of the run, the main metric by key of task.
+        epoch: number of completed epochs, None where unknown.
+        samples: number of training samples seen, None where unknown.
+        protocols: which model, precision and protocol the numbers come from.
+        other_sizes: keys of tasks that were scored on data of another size than DataComp's.
+    """
+
+    label: str
+    repeats: tuple[Mapping[str, float], ...]
+    epoch: int | None = None
+    samples: int | None = None
+    protocols: frozenset[str] = frozenset()
+    other_sizes: frozenset[str] = frozenset()
+
+    @property
+    def tasks(self) -> list[str]:
+        """Keys that every repeat has a number for, in DataComp's order; unknown keys last."""
+        common = set.intersection(*(set(scores) for scores in self.repeats))
+        return [key for key in TASKS if key in common] + sorted(common - set(TASKS))
+
+    def score(self, key: str) -> Value | None:
+        """Main metric of a task; None unless every repeat has it."""
+        if any(key not in scores for scores in self.repeats):
+            return None
+        return Value.of([scores[key] for scores in self.repeats])
+
+    def average(self, title: str) -> Value | None:
+        """Mean over a group of `eval.tasks.GROUPS`, per repeat; None unless every repeat has all of it."""
+        per_repeat = [
+            average.value for scores in self.repeats for average in averages(scores) if average.title == title
+        ]
+        return Value.of(per_repeat) if None not in per_repeat else None
+
+    def missing(self, title: str) -> list[str]:
+        """Keys of a group that some repeat has no number for."""
+        tasks = set(self.tasks)
+        return [key for key in GROUPS[title] if key not in tasks]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One column of the comparison.
+
+    Attributes:
+        name: as shown.
+        checkpoints: in order of training.
+        training: lines of ``metrics.jsonl`` that report a training step, one list a repeat.
+        evaluations: other evaluations than DataComp's: name -> [(checkpoint's place in `training`, value)], of the
+            first repeat.
+        repeats: how many repeats were merged.
+    """
+
+    name: str
+    checkpoints: tuple[Checkpoint, ...]
+    training: tuple[Sequence[Mapping[str, Any]], ...] = ()
+    evaluations: Mapping[str, Sequence[tuple[Mapping[str, int], float]]] = field(default_factory=dict)
+    repeats: int = 1
+
+    @property
+    def final(self) -> Checkpoint | None:
+        """The last of the checkpoints that have the most tasks; None without any."""
+        most = max((len(checkpoint.tasks) for checkpoint in self.checkpoints), default=0)
+        return next((entry for entry in reversed(self.checkpoints) if len(entry.tasks) == most), None)
+
+
+def read_runs(arguments: Iterable[str]) -> list[Run]:
+    """The runs that a user named, repeats of one name merged.
+
+    Args:
+        arguments: ``PATH`` or ``NAME=PATH``; a path is a result file, a folder with one, or a run folder (results in
+            ``datacomp/CHECKPOINT/``, and those of evaluation during training in ``metrics.jsonl``).
+
+    Raises:
+        ValueError: if a path has no results, or the repeats of a name have no checkpoint in common.
+    """
+    named: dict[str, list[Run]] = {}
+    for argument in arguments:
+        name, separator, path = argument.partition("=")
+        if not separator or Path(argument).exists():
+            name, path = "", argument
+        run = _read_run(Path(path))
+        named.setdefault(name or run.name, []).append(run)
+    return [_merge(name, repeats) for name, repeats in named.items()]
+
+
+def _read_run(path: Path) -> Run:
+    if path.is_file():
+        return Run(_name(path.parent), (_from_file(path, path.stem),))
+    if not path.is_dir():
+        raise ValueError(f"{path} does not exist: expected a result file ({RESULTS_FILE}) or a run folder.")
+    if (path / RESULTS_FILE).is_file():
+        return Run(_name(path), (_from_file(path / RESULTS_FILE, path.name),))
+    records = _read_lines(path / METRICS_FILE)
+    training = [record for record in records if "loss" in record]
+    evaluations = [record for record in records if isinstance(record.get("evaluation"), dict)]
+    found = {entry.label: entry for entry in (_from_suite(record) for record in evaluations) if entry is not None}
+    for file in sorted([*path.glob(f"datacomp/*/{RESULTS_FILE}"), *path.glob(f"*/{RESULTS_FILE}")]):
+        label = file.parent.name
+        from_file = _from_file(file, label)
+        # A full evaluation of the checkpoint stands in for that during training.
+        if label not in found or len(from_file.tasks) >= len(found[label].tasks):
+            found[label] = from_file
+    if not found and not training:
+        content = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        raise ValueError(
+            f"{path} has no results: expected {RESULTS_FILE}, datacomp/CHECKPOINT/{RESULTS_FILE} or {METRICS_FILE}; "
+            f"in it: {content}."
+        )
+    checkpoints = sorted((_place(entry, training) for entry in found.values()), key=_order)
+    return Run(path.resolve().name, tuple(checkpoints), (training,), _other_evaluations(evaluations, training))
+
+
+def _name(folder: Path) -> str:
+    """``RUN/epoch_3`` for ``RUN/datacomp/epoch_3``."""
+    parts = [part for part in folder.resolve().parts[-3:] if part != "datacomp"]
+    return "/".join(parts[-2:])
+
+
+def _from_file(path: Path, label: str) -> Checkpoint:
+    lines = read_results(path)
+    if not lines:
+        raise ValueError(f"{path} holds no results.")
+    runs = {
+        " ".join(str(line["run"][name]) for name in ("model", "precision", "protocol") if name in line["run"])
+        for line in lines
+        if isinstance(line.get("run"), dict)
+    }
+    other_sizes = frozenset(line["key"] for line in lines if has_other_size(line))
+    return Checkpoint(label, (main_metrics(lines),), protocols=frozenset(runs), other_sizes=other_sizes)
+
+
+def _from_suite(record: Mapping[str, Any]) -> Checkpoint | None:
+    """The tasks among an evaluation during training, None without any."""
+    scores = {
+        name.removeprefix(_SUITE_PREFIX): value
+        for name, value in record["evaluation"].items()
+        if name.removeprefix(_SUITE_PREFIX) in TASKS and name.startswith(_SUITE_PREFIX)
+    }
+    protocols = frozenset({"evaluation during training"})
+    return Checkpoint(f"epoch_{record['epoch']}", (scores,), protocols=protocols) if scores else None
+
+
+def _place(checkpoint: Checkpoint, training: Sequence[Mapping[str, Any]]) -> Checkpoint:
+    """Fill in how far the training was. The trainer logs the last step of every epoch, so the samples are exact."""
+    match = _CHECKPOINT_NAME.match(checkpoint.label)
+    if match is None:
+        return checkpoint
+    epoch, step = int(match[1]), match[2]
+    if step is not None:
+        samples = int(step) * training[0]["global_batch"] if training else None
+    else:
+        samples = max((record["samples"] for record in training if record["epoch"] < epoch), default=None)
+    return replace(checkpoint, epoch=epoch, samples=samples)
+
+
+def _order(checkpoint: Checkpoint) -> tuple[float, float, str]:
+    epoch = float("inf") if checkpoint.epoch is None else checkpoint.epoch
+    return epoch, checkpoint.samples or 0, checkpoint.label
+
+
+def _other_evaluations(
+    evaluations: Sequence[Mapping[str, Any]], training: Sequence[Mapping[str, Any]]
+) -> dict[str, list[tuple[Mapping[str, int], float]]]:
+    others: dict[str, list[tuple[Mapping[str, int], float]]] = {}
+    for record in evaluations:
+        samples = max((line["samples"] for line in training if line["step"] < record["step"]), default=0)
+        for name, value in record["evaluation"].items():
+            if not name.startswith(_SUITE_PREFIX) and isinstance(value, float):
+                others.setdefault(name, []).append(({"epoch": record["epoch"], "samples": samples}, value))
+    return others
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl``; a last line that a killed run left unfinished is no line."""
+    if not path.is_file():
+        return []
+    records = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "step" in record and "epoch" in record:
+            records.append(record)
+    return records
+
+
+def _merge(name: str, repeats: Sequence[Run]) -> Run:
+    """Repeats of a run as one: the checkpoints that all of them have, or the single one of each."""
+    if len(repeats) == 1:
+        return replace(repeats[0], name=name)
+    merged = tuple(_merge_checkpoints(parts) for parts in _corresponding(name, repeats))
+    training = tuple(lines for run in repeats for lines in run.training)
+    return Run(name, merged, training, repeats[0].evaluations, len(repeats))
+
+
+def _corresponding(name: str, repeats: Sequence[Run]) -> list[list[Checkpoint]]:
+    if all(len(run.checkpoints) == 1 for run in repeats):
+        return [[run.checkpoints[0] for run in repeats]]
+    by_label = [{checkpoint.label: checkpoint for checkpoint in run.checkpoints} for run in repeats]
+    common = [label for label in by_label[0] if all(label in other for other in by_label)]
+    if not common:
+        labels = "; ".join(", ".join(found) or "none" for found in by_label)
+        raise ValueError(f"the {len(repeats)} repeats of {name} have no checkpoint in common, they have: {labels}")
+    return [[found[label] for found in by_label] for label in common]
+
+
+def _merge_checkpoints(parts: Sequence[Checkpoint]) -> Checkpoint:
+    return replace(
+        parts[0],
+        label=", ".join(dict.fromkeys(part.label for part in parts)),
+        repeats=tuple(scores for part in parts for scores in part.repeats),
+        protocols=frozenset().union(*(part.protocols for part in parts)),
+        other_sizes=frozenset().union(*(part.other_sizes for part in parts)),
+    )

@@ -1,0 +1,281 @@
+"""``python -m eval.report``: the right numbers in the right places, on pages that need nothing from outside."""
+
+import csv
+import json
+import re
+import statistics
+from collections.abc import Iterable, Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from eval.report import page
+from eval.report.__main__ import main
+from eval.report.charts import Bar, Line, _ticks, bar_chart, line_chart
+from eval.report.runs import Value, read_runs
+from eval.report.tables import build_rows
+from eval.tasks import AVERAGED, FLICKR, GROUPS, MSCOCO, TASKS
+
+AVERAGE, RETRIEVAL = "DataComp average (38)", "Retrieval, NeuCLIP and AmorLIP (Flickr, MSCOCO)"
+RUN = {"model": "ViT-B-32", "weights": "w", "config": "c", "precision": "datacomp", "protocol": "datacomp-1"}
+
+
+def write_results(folder: Path, scores: Mapping[str, float | None], **extra: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "eval_results.jsonl", "w", encoding="utf-8") as stream:
+        for key, score in scores.items():
+            line = {"key": key, "dataset": TASKS[key].name, "metrics": {"acc1": 0.5, "main_metric": score}}
+            stream.write(json.dumps({**line, "run": RUN, "found": TASKS[key].size, **extra}) + "\n")
+    return folder / "eval_results.jsonl"
+
+
+def all_scores(offset: float, keys: Iterable[str] = AVERAGED) -> dict[str, float]:
+    return {key: offset + 0.01 * number for number, key in enumerate(keys)}
+
+
+def write_training(folder: Path, epochs: int, evaluations: Mapping[int, Mapping[str, float]] | None = None) -> None:
+    """``metrics.jsonl`` as the trainer writes it: ten steps of 64 samples an epoch, every fifth and the last logged."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "metrics.jsonl", "w", encoding="utf-8") as stream:
+        for step in range(10 * epochs):
+            if step % 10 in (0, 5, 9):
+                record = {"step": step, "epoch": step // 10, "samples": 64 * (step + 1), "global_batch": 64}
+                record |= {"loss": 4.0 - step / 10, "infonce": 3.0 - step / 20, "temperature": float("nan")}
+                stream.write(json.dumps(record) + "\n")
+            completed = (step + 1) // 10
+            if step % 10 == 9 and evaluations and completed in evaluations:
+                evaluation = {"step": step + 1, "epoch": completed, "evaluation": evaluations[completed]}
+                stream.write(json.dumps(evaluation) + "\n")
+        stream.write('{"step": 99, "epo')  # a run killed while writing
+
+
+class PageReader(HTMLParser):
+    """Tables as lists of rows of texts, attributes that could fetch something, and whether the tags match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tables: list[list[list[str]]] = []
+        self.references: list[str] = []
+        self.open: list[str] = []
+        self.cell = False
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.references += [f"{tag} {name}" for name, _ in attributes if name in ("src", "href", "xlink:href")]
+        if tag != "meta":
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.cell = True
+            self.tables[-1][-1].append("")
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+        self.cell = self.cell and tag not in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        if self.cell:
+            self.tables[-1][-1][-1] += data
+
+
+def charts_of(text: str) -> dict[str, ElementTree.Element]:
+    found = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
+    return {chart.attrib["aria-label"]: chart for chart in found}
+
+
+def numbers_of(chart: ElementTree.Element) -> list[list[tuple[float, float]]]:
+    name = "{http://www.w3.org/2000/svg}polyline"
+    return [[tuple(map(float, point.split(","))) for point in e.attrib["points"].split()] for e in chart.iter(name)]
+
+
+def report(tmp_path: Path, *arguments: str) -> tuple[PageReader, str]:
+    assert main([*arguments, "--output", str(tmp_path / "report")]) == 0
+    text = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+    reader = PageReader(text)
+    assert reader.open == [] and reader.references == [] and "url(" not in text and "import" not in text
+    return reader, text
+
+
+def test_two_runs_in_all_three_forms(tmp_path: Path) -> None:
+    first, second = all_scores(0.1), all_scores(0.15)
+    second["cifar10"] = 0.05  # the one task that gets worse
+    write_results(tmp_path / "first", first)
+    write_results(tmp_path / "second", {**second, "fairness/fairface": None})
+    reader, text = report(tmp_path, f"A={tmp_path / 'first'}", f"B={tmp_path / 'second' / 'eval_results.jsonl'}")
+
+    averages, tasks = ({row[0]: row[1:] for row in table} for table in reader.tables)
+    mean = [100 * statistics.fmean(scores.values()) for scores in (first, second)]
+    assert averages[AVERAGE] == [f"{mean[0]:.2f}", f"{mean[1]:.2f}", f"+{mean[1] - mean[0]:.2f}"]
+    assert len(averages) == 1 + sum(len(keys) > 1 for keys in GROUPS.values())
+    assert tasks["CIFAR-10"] == ["acc1", "11.00", "5.00", "−6.00"]
+    assert tasks["Flickr"][0] == "mean_recall@1" and len(tasks) == 1 + 38 and "FairFace" not in tasks
+
+    with open(tmp_path / "report" / "report.csv", newline="", encoding="utf-8") as stream:
+        rows = {row["key"]: row for row in csv.DictReader(stream)}
+    assert float(rows[AVERAGE]["A"]) == pytest.approx(statistics.fmean(first.values()), abs=1e-15)
+    assert float(rows["cifar10"]["B"]) == 0.05 and rows["cifar10"]["metric"] == "acc1"
+    lines = (tmp_path / "report" / "report.md").read_text(encoding="utf-8").splitlines()
+    assert "| CIFAR-10 | acc1 | 11.00 | 5.00 | -6.00 |" in lines
+
+    chart = charts_of(text)["B − A, percentage points: 38 bars"]
+    titles = [title.text for title in chart.iter("{http://www.w3.org/2000/svg}title")]
+    assert len(titles) == 38 and titles[-1] == "CIFAR-10 (acc1): 11.00 → 5.00"
+    bars = list(chart.iter("{http://www.w3.org/2000/svg}rect"))
+    assert [bar.attrib["class"] for bar in bars] == ["up"] * 37 + ["down"]
+    assert "B is better on 37 of 38 tasks and worse on 1." in text
+
+
+def test_averages_only_over_complete_sets(tmp_path: Path) -> None:
+    scores = all_scores(0.1)
+    del scores[MSCOCO], scores["mnist"]
+    write_results(tmp_path / "partial", scores)
+    write_results(tmp_path / "few", {"mnist": 0.5})
+    reader, text = report(tmp_path, str(tmp_path / "partial"), str(tmp_path / "few"))
+    averages = {row[0]: row[1:] for row in reader.tables[0]}
+    assert averages[AVERAGE] == ["partial 36/38", "partial 1/38", "-"]
+    assert averages[RETRIEVAL] == ["partial 1/2", "-", "-"]
+    assert re.fullmatch(r"\d\d\.\d\d", averages["ImageNet & variants (7)"][0])
+    # They have no task in common, so there is nothing to draw.
+    assert charts_of(text) == {} and "task by task" not in text
+    with open(tmp_path / "report" / "report.csv", newline="", encoding="utf-8") as stream:
+        assert next(csv.DictReader(stream))[f"{tmp_path.name}/few"] == ""
+
+
+def test_repeats_of_one_name_are_averaged(tmp_path: Path) -> None:
+    offsets = (0.10, 0.12, 0.17)
+    for number, offset in enumerate(offsets):
+        write_results(tmp_path / f"seed{number}", all_scores(offset))
+    write_results(tmp_path / "base", all_scores(0.1))
+    reader, text = report(tmp_path, f"base={tmp_path / 'base'}", *(f"ours={tmp_path / f'seed{n}'}" for n in range(3)))
+    mean, deviation = statistics.fmean(offsets), statistics.stdev(offsets)
+    averages = {row[0]: row[1:] for row in reader.tables[0]}
+    base = 100 * (0.1 + 0.01 * 37 / 2)
+    expected = f"{base + 100 * (mean - 0.1):.2f} ± {100 * deviation:.2f}"
+    assert averages[AVERAGE] == [f"{base:.2f}", expected, f"+{100 * (mean - 0.1):.2f}"]
+    assert "mean ± standard deviation of 3 repeats" in text
+    with open(tmp_path / "report" / "report.csv", newline="", encoding="utf-8") as stream:
+        row = next(csv.DictReader(stream))
+    assert float(row["ours sd"]) == pytest.approx(deviation) and "base sd" not in row
+
+    # A repeat without a task: no number for that task, rather than the mean of two.
+    write_results(tmp_path / "seed1", {key: 0.5 for key in AVERAGED if key != "mnist"})
+    (run,) = read_runs([f"ours={tmp_path / 'seed0'}", f"ours={tmp_path / 'seed1'}"])
+    assert run.final.score("mnist") is None and run.final.average(AVERAGE) is None
+    for epoch in (1, 2):
+        write_results(tmp_path / "other" / "datacomp" / f"epoch_{epoch}", {"mnist": 0.5})
+    with pytest.raises(ValueError, match="no checkpoint in common"):
+        read_runs([f"ours={tmp_path / 'seed0'}", f"ours={tmp_path / 'other'}"])
+
+
+def test_run_folder_becomes_learning_curves(tmp_path: Path) -> None:
+    run = tmp_path / "logs" / "neuclip"
+    for epoch in (2, 10):
+        write_results(run / "datacomp" / f"epoch_{epoch}", all_scores(0.01 * epoch))
+    write_results(run / "datacomp" / "epoch_10_step_105", all_scores(0.2))
+    suite = {f"datacomp/{key}": 0.3 for key in (FLICKR, MSCOCO)}
+    during = {**suite, f"datacomp/average/{RETRIEVAL}": 0.3, "clip_val_loss": 1.5, "num_samples": 10}
+    write_training(run, epochs=11, evaluations={2: {**during, "datacomp/mnist": 0.9}, 4: during})
+    (found,) = read_runs([str(run)])
+    assert found.name == "neuclip"
+    assert [(entry.label, entry.epoch, entry.samples) for entry in found.checkpoints] == [
+        ("epoch_2", 2, 1280),
+        ("epoch_4", 4, 2560),
+        ("epoch_10", 10, 6400),
+        ("epoch_10_step_105", 10, 6720),
+    ]
+    # The full evaluation of epoch 2 stands, not that during training; epoch 4 has only the latter.
+    assert found.checkpoints[0].score("mnist").mean == pytest.approx(all_scores(0.02)["mnist"])
+    assert found.checkpoints[1].average(RETRIEVAL) == Value(0.3)
+    assert found.checkpoints[1].average(AVERAGE) is None
+    assert found.final.label == "epoch_10_step_105"
+    assert found.evaluations == {
+        "clip_val_loss": [({"epoch": 2, "samples": 1280}, 1.5), ({"epoch": 4, "samples": 2560}, 1.5)]
+    }
+
+    _, text = report(tmp_path, str(run))
+    charts = charts_of(text)
+    (curve,) = numbers_of(charts[f"{AVERAGE} over samples seen"])
+    (retrieval,) = numbers_of(charts[f"{RETRIEVAL} over samples seen"])
+    assert len(curve) == 3 and len(retrieval) == 4
+    assert curve[0][0] == retrieval[0][0] < curve[1][0] == retrieval[2][0] < curve[2][0]
+    assert curve[0][1] > curve[1][1] > curve[2][1]  # higher scores lie higher
+    hints = [title.text for title in charts[f"{AVERAGE} over samples seen"].iter() if title.tag.endswith("title")]
+    assert hints[0] == f"neuclip: {100 * (0.02 + 0.185):.2f} at 1.28k samples seen"
+    (training,) = numbers_of(charts["InfoNCE of the batch over samples seen"])
+    assert len(training) == 33
+    assert "clip_val_loss over samples seen" in charts and "temperature over samples seen" not in charts
+
+
+def test_without_training_log_curves_run_over_epochs(tmp_path: Path) -> None:
+    for epoch in (1, 2):
+        write_results(tmp_path / "run" / f"epoch_{epoch}", all_scores(0.1 * epoch))
+    _, text = report(tmp_path, str(tmp_path / "run"))
+    assert f"{AVERAGE} over epochs" in charts_of(text)
+    (tmp_path / "run" / "epoch_2").rename(tmp_path / "run" / "last")
+    _, text = report(tmp_path, str(tmp_path / "run"))
+    assert f"{AVERAGE} over checkpoint" in charts_of(text)
+    # A run that has trained and was never evaluated still shows its losses.
+    write_training(tmp_path / "new", epochs=2)
+    reader, text = report(tmp_path, str(tmp_path / "new"), str(tmp_path / "run"))
+    assert "no evaluated checkpoint" in text and "InfoNCE of the batch over samples seen" in charts_of(text)
+    assert {row[0]: row[1:] for row in reader.tables[0]}[AVERAGE][0] == "-"
+
+
+def test_what_makes_numbers_incomparable_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_results(tmp_path / "one", all_scores(0.1))
+    write_results(tmp_path / "two", all_scores(0.1), run={**RUN, "model": "RN50"})
+    _, text = report(tmp_path, str(tmp_path / "one"), str(tmp_path / "two"))
+    assert "not evaluated in the same way" not in text and "†" not in text
+    write_results(tmp_path / "two", all_scores(0.1), run={**RUN, "precision": "fp32"}, found=24)
+    _, text = report(tmp_path, str(tmp_path / "one"), str(tmp_path / "two"))
+    assert "not evaluated in the same way" in text and "ViT-B-32 fp32 datacomp-1" in text
+    assert "not DataComp's number" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+    rows = {row.key: row for row in build_rows(read_runs([str(tmp_path / "one"), str(tmp_path / "two")]))}
+    assert rows["mnist"].notes == ("", "not DataComp's data") == rows[AVERAGE].notes
+
+
+def test_names_cannot_break_the_page(tmp_path: Path) -> None:
+    write_results(tmp_path / "one", {"mnist": 0.1, "cifar10": 0.2})
+    write_results(tmp_path / "two", {"mnist": 0.2, "cifar10": 0.1})
+    name = "<script>alert(1)</script>|&"
+    reader, text = report(tmp_path, str(tmp_path / "one"), f"{name}={tmp_path / 'two'}", "--title", "<b>")
+    assert text.count("<script>") == 1 and reader.tables[0][0][2] == name and charts_of(text)
+    assert "&lt;script&gt;" not in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+
+
+def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.txt").touch()
+    (tmp_path / "broken.jsonl").write_text("not json\n")
+    for path, expected in (("none", "does not exist"), ("empty", "notes.txt"), ("broken.jsonl", "holds no results")):
+        assert main([str(tmp_path / path), "--output", str(tmp_path / "report")]) == 1
+        assert expected in capsys.readouterr().err
+    assert not (tmp_path / "report").exists()
+
+
+def test_charts_of_odd_values() -> None:
+    assert _ticks(0.0, 1.0, 6) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert _ticks(-3.7, 7.3, 8) == [-4.0, -2.0, 0.0, 2.0, 4.0, 6.0, 8.0]
+    assert _ticks(5.0, 5.0, 6) == [5.0]
+    for values in ([0.0], [-1.0, -2.0], [1e-9, 3.0], [100.0]):
+        ElementTree.fromstring(bar_chart([Bar("a", value, f"{value}", "hint") for value in values], "points"))
+    for points in ([(0.0, 1.0)], [(1.0, 2.0), (2.0, 2.0)], [(0.0, -1e9), (3e9, 1e9)]):
+        chart = ElementTree.fromstring(line_chart([Line("a", 9, points)], "x", "y"))
+        (drawn,) = numbers_of(chart)
+        assert all(0 <= x <= 400 and 0 <= y <= 270 for x, y in drawn)
+
+
+def test_the_pages_groups_exist_and_long_logs_are_thinned() -> None:
+    assert set(page._MAIN_GROUPS) <= set(GROUPS)
+    points = [(float(number), float(number)) for number in range(10_001)]
+    thin = page._thin(points)
+    assert len(thin) <= 400 and thin == sorted(thin) and all(x == y for x, y in thin)
