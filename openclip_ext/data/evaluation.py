@@ -1,7 +1,6 @@
 """Validation data: each usable sample once, in order, the last batch as large as it comes."""
 
 import logging
-import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from openclip_ext.data import tar
 from openclip_ext.data.scan import parse_keys
 from openclip_ext.data.shards import open_stream
 from openclip_ext.data.source import BadDataError, BadSampleError, RawSample, Source, decode_fields
+from openclip_ext.data.workers import leave_process_group, unchanged
 
 Sample = tuple[Image.Image, str]
 
@@ -47,7 +47,7 @@ class _ShardSamples:
                         yield decode_fields(RawSample(position, fields, found), self._image_keys, self._caption_keys)
                     except BadSampleError as error:
                         reasons.append(f"position {position}: {error}")
-        except (OSError, EOFError, tarfile.TarError) as error:
+        except tar.STREAM_ERRORS as error:
             reasons.append(f"cannot be read to its end: {type(error).__name__}: {error}")
 
 
@@ -128,7 +128,8 @@ class EvalLoader:
             _EvalDataset(samples, transform, tokenizer, batch_size),
             batch_size=None,
             num_workers=workers,
-            collate_fn=_unchanged,
+            collate_fn=unchanged,
+            worker_init_fn=leave_process_group,
             pin_memory=pin_memory,
             # A pass over the data takes nothing from the training process's generator.
             generator=torch.Generator().manual_seed(0),
@@ -139,10 +140,6 @@ class EvalLoader:
             if "error" in batch:
                 raise BadDataError(batch["error"])
             yield batch
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
 
 
 def shard_samples(urls: Sequence[str], image_key: str, caption_key: str) -> Any:

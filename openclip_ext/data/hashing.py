@@ -9,8 +9,10 @@ from enum import IntEnum
 import numpy as np
 
 _MASK = (1 << 64) - 1
-_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
-_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_INCREMENT_INT = 0x9E3779B97F4A7C15
+_MULTIPLIER_INTS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_INCREMENT = np.uint64(_INCREMENT_INT)
+_MULTIPLIERS = (np.uint64(_MULTIPLIER_INTS[0]), np.uint64(_MULTIPLIER_INTS[1]))
 
 
 class Purpose(IntEnum):
@@ -46,6 +48,21 @@ def hash64(purpose: Purpose, *words: int | np.ndarray) -> np.ndarray:
         word = word.astype(np.uint64) if isinstance(word, np.ndarray) else np.uint64(int(word) & _MASK)
         state = _scramble((state ^ word) + _INCREMENT)
     return _scramble(state)
+
+
+def hash_int(purpose: Purpose, *words: int) -> int:
+    """:func:`hash64` of integers alone, as an integer: the same number without the cost of arrays."""
+    state = int(purpose)
+    for word in words:
+        state = _scramble_int((state ^ (word & _MASK)) + _INCREMENT_INT)
+    return _scramble_int(state)
+
+
+def _scramble_int(x: int) -> int:
+    x &= _MASK
+    x = ((x ^ (x >> 30)) * _MULTIPLIER_INTS[0]) & _MASK
+    x = ((x ^ (x >> 27)) * _MULTIPLIER_INTS[1]) & _MASK
+    return x ^ (x >> 31)
 
 
 def uniform(bits: np.ndarray) -> np.ndarray:

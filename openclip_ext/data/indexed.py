@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
 from openclip_ext import distributed
-from openclip_ext.data.hashing import Purpose, hash64
+from openclip_ext.data.hashing import Purpose, hash_int
 from openclip_ext.data.order import EpochOrder, Layout, Segment, layout_from_dict, layout_to_dict
 from openclip_ext.data.source import BadDataError, BadSampleError, RawSample, Source
+from openclip_ext.data.workers import leave_process_group, unchanged
 
 Transform = Callable[[Image.Image], Tensor]
 Tokenizer = Callable[[str], Tensor]
@@ -134,7 +135,7 @@ class _BatchDataset(Dataset):
         bad: list[tuple[int, str]] = []
         for _ in range(self._layout.batch_size):
             index, image, caption = self._usable(next(self._stream), epoch, bad)
-            _seed_generators(int(hash64(Purpose.PIXELS, self._seed, epoch, index)[0]))
+            _seed_generators(hash_int(Purpose.PIXELS, self._seed, epoch, index))
             images.append(self._transform(image))
             texts.append(self._tokenizer(caption)[0])
             indices.append(index)
@@ -292,7 +293,8 @@ class IndexedLoader:
             batch_size=None,
             sampler=self._requests,
             num_workers=workers,
-            collate_fn=_unchanged,
+            collate_fn=unchanged,
+            worker_init_fn=leave_process_group,
             pin_memory=pin_memory,
             persistent_workers=workers > 0,
             prefetch_factor=prefetch_factor if workers > 0 else None,
@@ -440,7 +442,3 @@ class IndexedLoader:
         for _, by_shard in counts:
             total.update(by_shard)
         return dict(total)
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch

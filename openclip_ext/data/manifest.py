@@ -452,16 +452,18 @@ def find_or_create_manifest(
     # The manifest's own command line does without torch.
     from openclip_ext import distributed
 
-    outcome: Manifest | Exception | None = None
+    found, failure = None, None
     if distributed.is_master():
         try:
-            outcome = _find_or_create(train_data, manifest, image_key, caption_key, sizes, fallback_folder, workers)
+            found = _find_or_create(train_data, manifest, image_key, caption_key, sizes, fallback_folder, workers)
         except Exception as error:
-            outcome = error
-    outcome = distributed.broadcast_object(outcome)
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
+            failure = error
+    found, message = distributed.broadcast_object((found, None if failure is None else str(failure)))
+    if failure is not None:
+        raise failure
+    if message is not None:
+        raise ManifestError(message)
+    return found
 
 
 def _find_or_create(

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from openclip_ext.data.hashing import Purpose, hash64, permutation, uniform
+from openclip_ext.data.hashing import Purpose, hash64, hash_int, permutation, uniform
 
 # Slots that are shuffled at once; bounds the memory of an order, and is part of its definition.
 _SHUFFLE_BLOCK = 1 << 18
@@ -41,7 +41,7 @@ class ShardSequence:
         order = permutation(hash64(Purpose.SEQUENCE, seed, epoch, np.arange(len(counts))))
         self._starts = np.concatenate([[0], np.cumsum(counts[order])])
         self._first_indices = _first_indices(counts)[order]
-        self._rotation = int(hash64(Purpose.ROTATION, seed, epoch)[0] % np.uint64(self._starts[-1]))
+        self._rotation = hash_int(Purpose.ROTATION, seed, epoch) % int(self._starts[-1])
 
     def indices(self, slots: np.ndarray) -> np.ndarray:
         return _locate((slots + self._rotation) % self._starts[-1], self._starts, self._first_indices)
@@ -61,6 +61,8 @@ class ResampledShards:
         self, counts: np.ndarray, num_slots: int, seed: int, epoch: int, weights: Sequence[float] | None = None
     ) -> None:
         shares = np.cumsum(np.ones(len(counts)) if weights is None else np.asarray(weights, dtype=np.float64))
+        if not np.any(counts[np.diff(shares, prepend=0) > 0]):
+            raise ValueError("only empty shards have a chance to be drawn: check --train-data-upsampling-factors")
         draws: list[np.ndarray] = []
         total, per_call = 0, 1024
         while total < num_slots:

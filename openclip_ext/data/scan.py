@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -168,22 +168,19 @@ def scan_shard(path: str, image_key: str = DEFAULT_IMAGE_KEY, caption_key: str =
 
     A broken tar counts up to the break, which is told in ``problems["error"]``.
     """
-    grouping = _Grouping(parse_keys(image_key, False), parse_keys(caption_key, True))
+    grouping = _Grouping(parse_keys(image_key, allow_json=False), parse_keys(caption_key, allow_json=True))
     try:
-        with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
-            if _is_compressed(os.pread(file.fileno(), 6, 0)):
-                result = grouping.result(_scan_stream(file, grouping))
-            else:
+        status = os.stat(path)
+        if tar.opener(path) is None:
+            with open(path, "rb") as file:
                 result = _scan_headers(file.fileno(), status.st_size, grouping)
+        else:
+            with tar.open_local(path) as stream:
+                result = grouping.result(_scan_stream(stream, grouping))
     except OSError as error:
         return ShardScan(0, problems={"error": f"cannot be read: {error.strerror or error}"})
     result.size, result.mtime_ns = status.st_size, status.st_mtime_ns
     return result
-
-
-def _is_compressed(magic: bytes) -> bool:
-    return magic.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0"))
 
 
 def _scan_headers(descriptor: int, size: int, grouping: _Grouping) -> ShardScan:
@@ -204,15 +201,15 @@ def _scan_headers(descriptor: int, size: int, grouping: _Grouping) -> ShardScan:
     return result
 
 
-def _scan_stream(file: Any, grouping: _Grouping) -> str | None:
+def _scan_stream(stream: BinaryIO, grouping: _Grouping) -> str | None:
     error = None
     try:
-        with tarfile.open(fileobj=file, mode="r|*") as archive:
+        with tarfile.open(fileobj=stream, mode="r|*") as archive:
             for info in archive:
                 archive.members = []
                 if info.isreg():
                     grouping.add(info.name, info.size)
-    except (tarfile.TarError, OSError, EOFError) as broken:
+    except tar.STREAM_ERRORS as broken:
         error = str(broken) or type(broken).__name__
     grouping.finish()
     return error

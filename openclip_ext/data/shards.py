@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from openclip_ext.data import tar
-from openclip_ext.data.hashing import Purpose, hash64
+from openclip_ext.data.hashing import Purpose, hash_int
 from openclip_ext.data.manifest import Manifest
 from openclip_ext.data.order import ResampledShards, Sequence64, ShardSequence
 from openclip_ext.data.scan import parse_keys
@@ -48,6 +48,7 @@ class ShardSource(Source):
         self._image_keys = parse_keys(image_key, allow_json=False)
         self._caption_keys = parse_keys(caption_key, allow_json=True)
         self._wanted = frozenset(key.field for key in (*self._image_keys, *self._caption_keys))
+        self._manifest_knows_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
         self._resampled = resampled
         self._weights = weights
         self._counts = np.array([shard.num_samples for shard in manifest.shards], dtype=np.int64)
@@ -81,6 +82,8 @@ class ShardSource(Source):
         return shard.url, shard.first_index, shard.num_samples
 
     def known_bad(self) -> tuple[int, str]:
+        if not self._manifest_knows_keys:
+            return 0, ""
         lines = list(self.manifest.report())
         return self.manifest.num_bad, "; ".join(lines[:3]) + (f" and {len(lines) - 3} more shards" if lines[3:] else "")
 
@@ -90,7 +93,7 @@ class ShardSource(Source):
             yield from super().replacements(index, seed, epoch)
             return
         head = min(_STREAM_HEAD, shard.num_samples)
-        offset = int(hash64(Purpose.REPLACEMENT, seed, epoch, index)[0] % np.uint64(head))
+        offset = hash_int(Purpose.REPLACEMENT, seed, epoch, index) % head
         positions = chain(((offset + step) % head for step in range(head)), range(head, shard.num_samples))
         yield from (shard.first_index + position for position in positions if shard.first_index + position != index)
 
@@ -116,7 +119,7 @@ class _ShardReader(Reader):
             if not self._first <= index < self._end:
                 self._open(index)
             fields, found = self._file.sample(index - self._first)
-        except (OSError, ValueError, EOFError, tar.tarfile.TarError) as error:
+        except (*tar.STREAM_ERRORS, tar.TarError) as error:
             name = self._source.group_of(index)[0]
             return RawSample(index, {}, problem=f"{name} cannot be read: {type(error).__name__}: {error}")
         return RawSample(index, fields, found)
@@ -178,7 +181,7 @@ class _StreamFile:
                 if sample is not None:
                     return sample
                 self._unreadable = self._next, f"it has {self._next} samples, the manifest says more"
-            except (OSError, EOFError, tar.tarfile.TarError) as error:
+            except tar.STREAM_ERRORS as error:
                 logging.warning(f"Reading {self._url} failed ({error}), attempt {attempt} of {_STREAM_ATTEMPTS}.")
                 if attempt == _STREAM_ATTEMPTS:
                     self._unreadable = self._next, f"{type(error).__name__}: {error}"
@@ -210,7 +213,7 @@ class _StreamFile:
 def open_stream(url: str) -> Any:
     """Open a shard to read it forward."""
     if is_local(url):
-        return open(local_path(url), "rb")
+        return tar.open_local(local_path(url))
     # Only remote data need webdataset, which takes seconds to import.
     import webdataset
 

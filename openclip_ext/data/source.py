@@ -9,10 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from PIL import Image
 
-from openclip_ext.data.hashing import Purpose, hash64
+from openclip_ext.data.hashing import Purpose, hash_int
 from openclip_ext.data.order import Sequence64
 from openclip_ext.data.scan import Key
 
@@ -95,7 +94,7 @@ class Source(ABC):
     def replacements(self, index: int, seed: int, epoch: int) -> Iterator[int]:
         """Every other sample of the same shard, from a random one on: candidates to stand in for a bad sample."""
         _, first, count = self.group_of(index)
-        offset = int(hash64(Purpose.REPLACEMENT, seed, epoch, index)[0] % np.uint64(count))
+        offset = hash_int(Purpose.REPLACEMENT, seed, epoch, index) % count
         for step in range(count):
             candidate = first + (offset + step) % count
             if candidate != index:

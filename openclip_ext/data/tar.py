@@ -6,12 +6,19 @@ out of the data of a file that it may seek in, so plain tars are read by the few
 through ``tarfile`` as streams.
 """
 
+import bz2
+import gzip
+import lzma
 import re
 import tarfile
+import zlib
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, NamedTuple
 
 BLOCK = 512
+# What reading a broken stream raises; lzma and zlib have errors of their own.
+STREAM_ERRORS = (tarfile.TarError, OSError, EOFError, lzma.LZMAError, zlib.error)
+_COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 _METADATA = re.compile(r"__[^/]*__($|/)")
 _REGULAR_TYPES = frozenset(b"0\x007")
 # Links, devices, directories and pipes have no data, whatever their size field says.
@@ -170,6 +177,18 @@ def fields_in(data: bytes, wanted: frozenset[str]) -> tuple[dict[str, bytes], li
     return fields, found
 
 
+def opener(path: str) -> Callable[[str, str], BinaryIO] | None:
+    """What decompresses a local file (``gzip.open``, ...), None if it is not compressed."""
+    with open(path, "rb") as file:
+        magic = file.read(6)
+    return next((opener for start, opener in _COMPRESSED.items() if magic.startswith(start)), None)
+
+
+def open_local(path: str) -> BinaryIO:
+    """Open a local tar to read it forward, decompressed; unlike ``tarfile``, gzip and others notice a cut-off end."""
+    return (opener(path) or open)(path, "rb")
+
+
 def stream_samples(stream: BinaryIO, wanted: frozenset[str]) -> Iterator[tuple[dict[str, bytes], list[str]]]:
     """Group a tar that can only be read forward (remote or compressed) into samples.
 
@@ -181,7 +200,7 @@ def stream_samples(stream: BinaryIO, wanted: frozenset[str]) -> Iterator[tuple[d
         The wanted fields and the names of all fields of each sample.
 
     Raises:
-        tarfile.TarError, OSError, EOFError: The stream is broken; the sample at the break is not yielded.
+        STREAM_ERRORS: The stream is broken; the sample at the break is not yielded.
     """
     key, fields, found = None, {}, []
     with tarfile.open(fileobj=stream, mode="r|*") as archive:

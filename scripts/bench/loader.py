@@ -1,0 +1,195 @@
+"""Samples per second of our training loader over those of OpenCLIP's, on the same shards in one run.
+
+    python scripts/bench/loader.py [--output results.json]
+
+OpenCLIP 3.3's loader runs with webdataset 0.2.86, the last version it works with, which is installed next to the
+environment (``pip install --target``) and put on the path of the subprocesses that measure it. Both get the same
+transform, tokenizer, batch size and workers. Each measurement is a new process that reads an epoch to warm up and times
+the next one; the two loaders take turns, and the ratio is the median over the pairs.
+"""
+
+import argparse
+import io
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from tqdm import tqdm
+
+OLD_WEBDATASET = "0.2.86"
+SIDES = ("ours", "openclip")
+# Smallest and largest side of the images in pixels, and the size of the model's input.
+SETS = {"photos": (256, 500, 224), "small": (32, 32, 32)}
+
+
+def make_image(rng: np.random.Generator, smallest: int, largest: int) -> bytes:
+    """A JPEG as large as a photograph of its size: coarse structure with some noise."""
+    width, height = rng.integers(smallest, largest + 1, 2).tolist()
+    coarse = rng.integers(0, 256, (max(height // 16, 2), max(width // 16, 2), 3), dtype=np.uint8)
+    pixels = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), dtype=np.int16)
+    noisy = (pixels + rng.normal(0, 8, pixels.shape)).clip(0, 255).astype(np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noisy).save(buffer, "JPEG", quality=90)
+    return buffer.getvalue()
+
+
+def write_shards(folder: Path, name: str, shards: int, samples: int) -> str:
+    """Write shards as img2dataset does (jpg, json, txt); returns their brace notation."""
+    smallest, largest, _ = SETS[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard in tqdm(range(shards), desc=f"writing {name}", disable=None):
+        rng = np.random.default_rng([shard, largest])
+        path = folder / f"{shard:05d}.tar"
+        if path.exists():
+            continue
+        with tarfile.open(path.with_suffix(".part"), "w") as archive:
+            for number in range(samples):
+                caption = " ".join(f"word{word}" for word in rng.integers(0, 5000, 12))
+                meta = json.dumps({"caption": caption, "url": "https://example.org/" + "x" * 60, "status": "success"})
+                for field, data in (
+                    ("jpg", make_image(rng, smallest, largest)),
+                    ("json", meta.encode()),
+                    ("txt", caption.encode()),
+                ):
+                    info = tarfile.TarInfo(f"{shard:05d}{number:04d}.{field}")
+                    info.size = len(data)
+                    archive.addfile(info, io.BytesIO(data))
+        path.with_suffix(".part").rename(path)
+    return str(folder / f"{{00000..{shards - 1:05d}}}.tar")
+
+
+def install_webdataset(folder: Path) -> Path:
+    """Install the old webdataset next to the environment."""
+    target = folder / f"webdataset-{OLD_WEBDATASET}"
+    if not (target / "webdataset").exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
+        subprocess.run([*command, f"webdataset=={OLD_WEBDATASET}"], check=True)
+    return target
+
+
+def time_epoch(batches: "object", key: "str | int") -> float:
+    """Samples per second of one pass."""
+    start, samples = time.perf_counter(), 0
+    for batch in batches:
+        samples += len(batch[key])
+    return samples / (time.perf_counter() - start)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Print the samples per second of one side (in a subprocess of its own)."""
+    import open_clip
+    import webdataset
+
+    preprocess = open_clip.image_transform(SETS[args.set][2], is_train=True)
+    tokenizer = open_clip.get_tokenizer("ViT-B-32")
+    if args.side == "openclip":
+        from open_clip_train.data import get_wds_dataset
+
+        assert webdataset.__version__ == OLD_WEBDATASET, webdataset.__version__
+        settings = argparse.Namespace(
+            train_data=args.shards,
+            batch_size=args.batch_size,
+            workers=args.workers,
+            seed=0,
+            world_size=1,
+            train_num_samples=args.num_samples,
+            train_data_upsampling_factors=None,
+            dataset_resampled=False,
+        )
+        data = get_wds_dataset(settings, preprocess, is_train=True, tokenizer=tokenizer)
+        epochs, key = [data.dataloader, data.dataloader], 0
+    else:
+        from openclip_ext.data.loader import build_train_loader
+
+        loader = build_train_loader(
+            args.shards,
+            preprocess=preprocess,
+            tokenizer=tokenizer,
+            batch_size=args.batch_size,
+            workers=args.workers,
+        )
+        epochs, key = [loader.iterate(0), loader.iterate(1)], "image"
+    rates = [time_epoch(epoch, key) for epoch in epochs]
+    print(rates[-1])
+
+
+def run_side(args: argparse.Namespace, side: str, name: str, shards: str, num_samples: int, old: Path) -> float:
+    """Measure one side in a new process."""
+    root = str(Path(__file__).resolve().parents[2])
+    path = [str(old), root] if side == "openclip" else [root]
+    command = [sys.executable, __file__, "--side", side, "--set", name, "--shards", shards]
+    command += ["--num-samples", str(num_samples), "--batch-size", str(args.batch_size)]
+    command += ["--workers", str(args.workers)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return float(result.stdout.split()[-1])
+
+
+def compare(args: argparse.Namespace, name: str, folder: Path, old: Path) -> dict:
+    """Measure both sides in turn on one set."""
+    samples = args.samples_per_shard * (1 if name == "photos" else 5)
+    shards = write_shards(folder / name, name, args.num_shards, samples)
+    rates: dict[str, list[float]] = {side: [] for side in SIDES}
+    for repeat in range(args.repeats):
+        for side in SIDES if repeat % 2 == 0 else SIDES[::-1]:
+            rates[side].append(run_side(args, side, name, shards, samples * args.num_shards, old))
+            print(f"{name}, repeat {repeat}, {side}: {rates[side][-1]:.1f} samples/s", flush=True)
+    ratios = [ours / theirs for ours, theirs in zip(*(rates[side] for side in SIDES), strict=True)]
+    ratio = statistics.median(ratios)
+    print(f"{name}: ours / openclip = {ratio:.3f} (pairs: {', '.join(f'{value:.3f}' for value in ratios)})")
+    return {"ratio": ratio, "ratios": ratios, "samples_per_second": rates, "num_samples": samples * args.num_shards}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--num-shards", type=int, default=4)
+    parser.add_argument(
+        "--samples-per-shard", type=int, default=500, help="of the photos; five times as many small ones"
+    )
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="keeps shards and the old webdataset (default: a temporary folder)")
+    parser.add_argument("--output", type=Path, help="write the results as JSON")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--set", choices=SETS, help=argparse.SUPPRESS)
+    parser.add_argument("--shards", help=argparse.SUPPRESS)
+    parser.add_argument("--num-samples", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.side:
+        measure(args)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        old = install_webdataset(folder)
+        load_before = os.getloadavg()[0]
+        results = {name: compare(args, name, folder, old) for name in args.sets}
+    packages = ("torch", "torchvision", "open_clip_torch", "webdataset", "pillow", "numpy")
+    report = {
+        "results": results,
+        "settings": {"batch_size": args.batch_size, "workers": args.workers, "repeats": args.repeats},
+        "hardware": {"machine": platform.machine(), "cores": os.cpu_count(), "load_before": load_before},
+        "versions": {name: version(name) for name in packages} | {"webdataset of openclip": OLD_WEBDATASET},
+        "python": platform.python_version(),
+    }
+    if args.output:
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Every sample once, on any layout and after any interruption; the order depends on what it should depend on."""
+
+import random
+
+import numpy as np
+import pytest
+
+from openclip_ext.data.hashing import Purpose, hash64, hash_int
+from openclip_ext.data.order import (
+    EpochOrder,
+    Layout,
+    ResampledShards,
+    RowSequence,
+    Segment,
+    ShardSequence,
+    layout_from_dict,
+    layout_to_dict,
+    shuffled_positions,
+)
+
+
+def run_rank(order: EpochOrder, layout: Layout, rank: int, batches: int) -> np.ndarray:
+    """Indices of the first batches of a rank, the workers taking turns as those of a DataLoader do."""
+    streams = []
+    for worker in range(layout.workers):
+        positions = np.concatenate([*order.shuffled(rank, worker), np.empty(0, np.int64)])
+        indices = order.piece_indices(rank, worker, positions)
+        streams.append(iter(indices.reshape(-1, layout.batch_size)))
+    rows = [next(streams[batch % layout.workers]) for batch in range(batches)]
+    return np.array(rows, dtype=np.int64).reshape(batches, layout.batch_size)
+
+
+def random_layout(rng: random.Random, samples: int) -> Layout:
+    return Layout(
+        world_size=rng.choice([1, 2, 3, 8]),
+        workers=rng.choice([1, 2, 5]),
+        batch_size=rng.choice([1, 3, 8]),
+        accum_freq=rng.choice([1, 1, 2]),
+        epoch_samples=samples,
+        shuffle_window=rng.choice([0, 1, 20, 10_000]),
+    )
+
+
+def random_counts(rng: random.Random) -> np.ndarray:
+    counts = np.array([rng.choice([0, 1, 7, 30, 100]) for _ in range(rng.randint(1, 12))])
+    counts[rng.randrange(len(counts))] = 150
+    return counts
+
+
+def test_every_sample_comes_once_on_any_layout():
+    rng = random.Random(0)
+    for case in range(60):
+        counts = random_counts(rng)
+        n = int(counts.sum())
+        layout = random_layout(rng, rng.choice([n, n, max(n // 2, 100)]))
+        order = EpochOrder(ShardSequence(counts, seed=case, epoch=case % 3), case, case % 3, (), layout)
+        batches = layout.epoch_samples // layout.global_batch * layout.accum_freq
+        assert order.batches == batches
+        parts = [run_rank(order, layout, rank, batches) for rank in range(layout.world_size)]
+        indices = np.concatenate(parts).ravel()
+        assert len(np.unique(indices)) == len(indices) == batches * layout.world_size * layout.batch_size
+        assert layout.epoch_samples - len(indices) < layout.global_batch
+        assert indices.size == 0 or (indices.min() >= 0 and indices.max() < n)
+
+
+def test_unseen_samples_follow_on_any_other_layout():
+    """Interrupt an epoch up to three times and go on with other ranks, workers and batch sizes."""
+    rng = random.Random(1)
+    for case in range(40):
+        counts = random_counts(rng)
+        n = int(counts.sum())
+        sequence = ShardSequence(counts, seed=case, epoch=5)
+        seen: list[Segment] = []
+        indices: list[np.ndarray] = []
+        for part in range(4):
+            layout = random_layout(rng, n)
+            if seen and layout == seen[-1].layout:
+                continue
+            order = EpochOrder(sequence, case, 5, tuple(seen), layout)
+            batches = order.batches if part == 3 else rng.randint(0, order.batches)
+            indices += [run_rank(order, layout, rank, batches).ravel() for rank in range(layout.world_size)]
+            seen.append(Segment(layout, batches))
+        together = np.concatenate(indices)
+        assert len(np.unique(together)) == len(together)
+        if len(seen) == 4:
+            assert n - len(together) < seen[-1].layout.global_batch
+
+
+def test_order_is_a_function_of_seed_epoch_and_layout():
+    counts = np.array([40, 25, 60])
+    layout = Layout(2, 2, 5, 1, 125, 50)
+
+    def indices(seed: int, epoch: int, layout: Layout = layout) -> list[int]:
+        order = EpochOrder(ShardSequence(counts, seed, epoch), seed, epoch, (), layout)
+        return run_rank(order, layout, 0, order.batches).ravel().tolist()
+
+    assert indices(3, 1) == indices(3, 1)
+    others = [indices(3, 2), indices(4, 1), indices(-3, 1), indices(3, 1, Layout(2, 1, 5, 1, 125, 50))]
+    assert all(other != indices(3, 1) for other in others)
+
+
+def test_dropped_samples_differ_between_epochs():
+    """Also with a single shard: no sample is left out of every epoch."""
+    layout = Layout(1, 1, 16, 1, 30, 100)
+    dropped = []
+    for epoch in range(40):
+        order = EpochOrder(ShardSequence(np.array([30]), 0, epoch), 0, epoch, (), layout)
+        dropped.append(set(range(30)) - set(run_rank(order, layout, 0, 1).ravel().tolist()))
+    assert all(len(samples) == 14 for samples in dropped)
+    assert set.intersection(*dropped) == set()
+    assert set.union(*dropped) == set(range(30))
+
+
+def test_shuffle_delays_no_position_by_more_than_the_window():
+    for length, window in ((1000, 0), (1000, 1), (5000, 300), (700_000, 10_000)):
+        order = np.concatenate(list(shuffled_positions(length, window, 7, 1, 2)))
+        assert np.array_equal(np.sort(order), np.arange(length))
+        ahead = np.maximum.accumulate(order) - np.arange(length)
+        assert ahead.max() <= window, "a reader would have to hold more samples than the window"
+        if window == 0:
+            assert np.array_equal(order, np.arange(length))
+
+
+def test_shuffle_mixes_over_the_window():
+    """Neighbours end up about a third of the window apart, as of two uniform numbers."""
+    order = np.concatenate(list(shuffled_positions(100_000, 5000, 3)))
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    distance = np.abs(np.diff(place[10_000:90_000])).mean()
+    assert 0.9 * 5000 / 3 < distance < 1.1 * 5000 / 3
+
+
+def test_resampled_shards_are_drawn_by_weight():
+    counts = np.array([10, 20, 10])
+    sequence = ResampledShards(counts, 60_000, seed=0, epoch=0, weights=[1, 0, 3])
+    indices = sequence.indices(np.arange(60_000))
+    assert not np.any((indices >= 10) & (indices < 30)), "weight 0 is never drawn"
+    share = np.mean(indices >= 30)
+    assert 0.72 < share < 0.78
+    assert np.array_equal(np.sort(indices[:10] % 10), np.arange(10)), "a shard comes whole"
+    with pytest.raises(ValueError, match="only empty shards"):
+        ResampledShards(np.array([0, 5]), 10, 0, 0, weights=[1, 0])
+
+
+def test_rows_are_permuted():
+    indices = RowSequence(1000, seed=0, epoch=0).indices(np.arange(1000))
+    assert np.array_equal(np.sort(indices), np.arange(1000))
+    assert not np.array_equal(indices, RowSequence(1000, seed=0, epoch=1).indices(np.arange(1000)))
+
+
+def test_progress_with_too_many_batches_is_refused():
+    layout = Layout(1, 1, 4, 1, 40, 10)
+    with pytest.raises(ValueError, match="11 batches were done"):
+        sequence = ShardSequence(np.array([40]), 0, 0)
+        EpochOrder(sequence, 0, 0, (Segment(layout, 11),), Layout(2, 1, 4, 1, 40, 10))
+
+
+def test_layout_survives_a_checkpoint():
+    layout = Layout(2, 3, 4, 5, 600, 70)
+    assert layout_from_dict(layout_to_dict(layout), Layout(1, 1, 1, 1, 1, 1)) == layout
+    assert layout_from_dict({"workers": 9}, layout) == Layout(2, 9, 4, 5, 600, 70)
+
+
+def test_hash_of_arrays_and_integers_agree():
+    words = [0, 1, 5, 2**40, -3, 2**64 + 7]
+    for word in words:
+        assert int(hash64(Purpose.PIXELS, 11, word)[0]) == hash_int(Purpose.PIXELS, 11, word)
+    many = hash64(Purpose.PIXELS, 11, np.arange(1000))
+    assert many.tolist() == [hash_int(Purpose.PIXELS, 11, number) for number in range(1000)]
+    assert len(np.unique(many)) == 1000
+    assert hash_int(Purpose.PIXELS, 1, 2) != hash_int(Purpose.SHUFFLE, 1, 2) != hash_int(Purpose.SHUFFLE, 2, 1)
+
+
+def test_order_does_not_change_between_versions():
+    """Runs are resumed with later versions of this program and of numpy."""
+    order = EpochOrder(ShardSequence(np.array([5, 7, 4]), 42, 3), 42, 3, (), Layout(1, 1, 4, 1, 16, 8))
+    indices = run_rank(order, Layout(1, 1, 4, 1, 16, 8), 0, 4).ravel().tolist()
+    assert hash_int(Purpose.SEQUENCE, 42, 3, 0) == 1719357129758833175
+    assert indices == [15, 5, 14, 11, 0, 9, 6, 7, 10, 8, 2, 4, 1, 13, 12, 3]

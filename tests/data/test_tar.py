@@ -1,0 +1,142 @@
+"""The tar reading agrees with webdataset's grouping and finds every break."""
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+
+from openclip_ext.data import tar
+from openclip_ext.data.scan import scan_shard
+from tests.data.shards import sample_members, write_tar
+
+ALL_FIELDS = frozenset({"jpg", "png", "txt", "json", "seg.png", "cls"})
+# Long names need extended headers (pax, GNU), and what webdataset passes over must not disturb the grouping.
+ODD_MEMBERS = [
+    ("__meta__/info.txt", b"metadata"),
+    ("folder.with.dots/000.JPG", b"a" * 600),
+    ("folder.with.dots/000.txt", b""),
+    ("no_extension", b"skipped"),
+    ("x/" + "y" * 120 + "/001.seg.png", b"b" * 512),
+    ("x/" + "y" * 120 + "/001.txt", "grüße".encode()),
+    ("x/" + "y" * 120 + "/001.jpg", b"c"),
+    ("ünïcode-" + "z" * 150 + ".txt", b"d"),
+    ("002.cls", b"7"),
+    ("./003.cls", b"8"),
+]
+
+
+def members_of(path: Path) -> list[tar.Member]:
+    data = path.read_bytes()
+    return list(tar.iter_members(lambda offset, length: data[offset : offset + length], len(data)))
+
+
+def samples_of(path: Path, wanted: frozenset[str] = ALL_FIELDS) -> list[dict[str, bytes]]:
+    """Samples by the offsets of a scan."""
+    scan = scan_shard(str(path))
+    ends = np.cumsum(scan.blocks, dtype=np.int64) * tar.BLOCK
+    data = path.read_bytes()
+    starts = [0, *ends[:-1].tolist()]
+    return [tar.fields_in(data[start:end], wanted)[0] for start, end in zip(starts, ends.tolist(), strict=True)]
+
+
+def streamed(path: Path, wanted: frozenset[str] = ALL_FIELDS) -> list[dict[str, bytes]]:
+    with open(path, "rb") as stream:
+        return [fields for fields, _ in tar.stream_samples(stream, wanted)]
+
+
+@pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_grouping_is_webdatasets(tmp_path: Path, tar_format: int):
+    members = [*sample_members(0), *ODD_MEMBERS, *sample_members(1, ["txt", "png"])]
+    if tar_format == tarfile.USTAR_FORMAT:
+        members = [member for member in members if len(member[0].encode()) <= 200 and "z" * 150 not in member[0]]
+    path = tmp_path / "0.tar"
+    with tarfile.open(path, "w", format=tar_format) as archive:
+        folder = tarfile.TarInfo("a_folder")
+        folder.type = tarfile.DIRTYPE
+        archive.addfile(folder)
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+            link = tarfile.TarInfo("link.jpg")
+            link.type, link.linkname = tarfile.SYMTYPE, "elsewhere"
+            archive.addfile(link)
+    expected = [
+        {field: data for field, data in sample.items() if not field.startswith("__")}
+        for sample in webdataset.WebDataset(str(path), shardshuffle=False)
+    ]
+    assert len(expected) >= 6
+    assert samples_of(path) == expected
+    assert streamed(path) == expected
+    with tarfile.open(path) as archive:
+        theirs = [(info.name, info.size) for info in archive if info.isreg()]
+    assert [(member.name, member.size) for member in members_of(path) if member.is_file] == theirs
+
+
+def test_repeated_field_begins_a_new_sample(tmp_path: Path):
+    path = write_tar(tmp_path / "0.tar", [("a.txt", b"1"), ("a.jpg", b"2"), ("a.txt", b"3"), ("b.txt", b"4")])
+    expected = [{"txt": b"1", "jpg": b"2"}, {"txt": b"3"}, {"txt": b"4"}]
+    assert samples_of(path) == streamed(path) == expected
+    assert scan_shard(str(path)).problems["duplicate_keys"] == 1
+
+
+def test_sizes_beyond_octal_are_read():
+    """GNU tar writes sizes from 8 GiB on in base 256; only the header is made up here."""
+    info = tarfile.TarInfo("big.jpg")
+    info.size = 9 * 2**30 + 5
+    header = info.tobuf(tarfile.GNU_FORMAT)
+    member = next(tar.iter_members(lambda offset, length: header[offset : offset + length], 10 * 2**30))
+    assert (member.size, member.name) == (info.size, "big.jpg")
+    pax = info.tobuf(tarfile.PAX_FORMAT)
+    member = next(tar.iter_members(lambda offset, length: pax[offset : offset + length], 10 * 2**30))
+    assert (member.size, member.data) == (info.size, len(pax))
+
+
+def test_only_wanted_fields_are_read(tmp_path: Path):
+    path = write_tar(tmp_path / "0.tar", sample_members(0))
+    data = path.read_bytes()
+    fields, found = tar.fields_in(data[: scan_shard(str(path)).blocks[0] * tar.BLOCK], frozenset({"txt"}))
+    assert fields == {"txt": b"sample 0"}
+    assert found == ["jpg", "txt", "json"]
+
+
+def test_every_cut_is_noticed(tmp_path: Path):
+    """A tar cut at any block counts the members before the cut, and says that it is cut."""
+    path = write_tar(tmp_path / "0.tar", [*sample_members(0), *sample_members(1), *sample_members(2)])
+    whole = path.read_bytes()
+    end = members_of(path)[-1].end
+    starts = np.cumsum(scan_shard(str(path)).blocks)[:2] * tar.BLOCK
+    for cut in range(0, end + 1, 256):
+        path.write_bytes(whole[:cut])
+        scan = scan_shard(str(path))
+        assert "error" in scan.problems
+        complete = int(np.searchsorted([*starts, end], cut, side="right"))
+        assert complete <= scan.num_samples <= complete + 1
+        assert scan.num_samples - scan.problems.get("bad", 0) in (complete, scan.num_samples)
+
+
+def test_corrupt_header_is_noticed(tmp_path: Path):
+    path = write_tar(tmp_path / "0.tar", [*sample_members(0), *sample_members(1)])
+    data = bytearray(path.read_bytes())
+    second = int(scan_shard(str(path)).blocks[0]) * tar.BLOCK
+    data[second + 10] ^= 1
+    path.write_bytes(data)
+    scan = scan_shard(str(path))
+    assert scan.num_samples == 1
+    assert f"no tar header at byte {second}" in scan.problems["error"]
+    path.write_bytes(b"this is not a tar" * 100)
+    assert scan_shard(str(path)).num_samples == 0
+
+
+@pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
+def test_compressed_tars_are_streams(tmp_path: Path, mode: str):
+    members = [*sample_members(0), *sample_members(1)]
+    path = write_tar(tmp_path / "0.tar.gz", members, mode)
+    scan = scan_shard(str(path))
+    assert (scan.num_samples, scan.blocks, scan.problems) == (2, None, {})
+    assert streamed(path) == streamed(write_tar(tmp_path / "0.tar", members))
+    path.write_bytes(path.read_bytes()[:-40])
+    assert "error" in scan_shard(str(path)).problems
