@@ -41,9 +41,9 @@ class EmbeddingRing(nn.Module):
         return candidates, positions, block.valid[candidates]
 
     def repeated(self) -> Tensor:
-        """The embeddings ``(2, capacity, d)``, oldest slot first; while the ring is not full, what is there, repeated."""
-        slots = torch.arange(self.capacity, device=self.rows.device) % self.filled.clamp(min=1)
-        return self.rows[:, slots]
+        """The embeddings ``(2, capacity, d)``, the oldest first; while the ring is not full, what is there, repeated."""
+        position = torch.arange(self.capacity, device=self.rows.device) % self.filled.clamp(min=1)
+        return self.rows[:, (self.next - self.filled + position) % self.capacity]
 
     def log_multiplicity(self) -> Tensor:
         """How often :meth:`repeated` takes each slot ``(capacity,)``, as a logarithm."""

@@ -1,0 +1,149 @@
+"""Two processes give what one process with the whole batch gives: values, gradients and state, without any gradient sent."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from openclip_ext.losses.base import ContrastiveLoss
+from openclip_ext.losses.registry import create_loss
+from openclip_ext.losses.sharding import reshard
+from tests.losses.cases import CASES, SAMPLES, WIDTH, Case, Step, make_steps, run_step
+from tests.references import networks
+
+WORLD_SIZE = 2
+STEPS = 5
+# The same as one process, and one case each for what is different by nature or has input of its own.
+LOCAL_AMORLIP = "amorlip-local"
+NONFINITE = "-nonfinite"
+
+
+def _case(name: str) -> Case:
+    if name == LOCAL_AMORLIP:
+        gathered = CASES["amorlip"]
+        return Case(gathered.loss, None, gathered.options | {"gather_stage2": False}, gathered.tolerance)
+    if name == "openclip":
+        return Case("openclip", None, {"local_loss": True, "gather_with_grad": True})
+    return CASES[name.removesuffix(NONFINITE)]
+
+
+def _names() -> list[str]:
+    spoilt = [name + NONFINITE for name in ("fastclip", "fastclip-v2", "tempnet", "amorlip", "neuclip", "queueclip")]
+    return [*CASES, "openclip", *spoilt]
+
+
+def _steps(name: str) -> list[Step]:
+    steps = make_steps(STEPS)
+    if name.endswith(NONFINITE):
+        steps[1].images[1, 2] = float("nan")
+        steps[2].texts[5, 0] = float("inf")
+    return steps
+
+
+def _run(loss: ContrastiveLoss, steps: list[Step]) -> dict[str, Any]:
+    results = [run_step(loss, step) for step in steps]
+    last = steps[-1]
+    return {
+        "values": [value for value, _ in results],
+        "gradients": [gradients for _, gradients in results],
+        "state": loss.state_dict(),
+        "log_normalizers": loss.log_normalizers(
+            last.images, last.texts, torch.tensor(last.logit_scale), torch.tensor(last.index)
+        ),
+        "metrics": loss.metrics(),
+        "nonfinite": loss.pop_nonfinite(),
+    }
+
+
+def _own_part(step: Step, rank: int) -> Step:
+    size = len(step.index) // WORLD_SIZE
+    own = slice(rank * size, (rank + 1) * size)
+    return Step(step.images[own], step.texts[own], step.logit_scale, step.index[own], step.epoch)
+
+
+def _worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
+    results = {}
+    for name in [*_names(), LOCAL_AMORLIP]:
+        loss = _case(name).create().double()
+        results[name] = _run(loss, [_own_part(step, rank) for step in _steps(name)])
+    torch.save(results, os.path.join(folder, f"{rank}.pt"))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    folder: Path = tmp_path_factory.mktemp("losses")
+    mp.spawn(_worker, (str(folder),), nprocs=WORLD_SIZE)
+    # weights_only: a loss's state consists of tensors and plain types.
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD_SIZE)]
+
+
+def _averaged(ranks: list[dict[str, Any]], step: int) -> list[torch.Tensor]:
+    """What DistributedDataParallel makes of the gradients: each process's share of the mean over processes."""
+    gradients = [rank["gradients"][step] for rank in ranks]
+    features = [torch.cat([gradient[side] for gradient in gradients]) / WORLD_SIZE for side in (0, 1)]
+    return [*features, sum(gradient[2] for gradient in gradients) / WORLD_SIZE]
+
+
+def _assert_equal(actual: Any, expected: Any, tolerance: float) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", _names())
+def test_two_processes_equal_one(two_processes: list[dict[str, dict[str, Any]]], name: str) -> None:
+    ranks = [results[name] for results in two_processes]
+    case = _case(name)
+    single = _run(case.create().double(), _steps(name))
+    for step in range(STEPS):
+        _assert_equal(sum(rank["values"][step] for rank in ranks) / WORLD_SIZE, single["values"][step], 1e-9)
+        for actual, expected in zip(_averaged(ranks, step), single["gradients"][step], strict=True):
+            _assert_equal(actual, expected, 1e-9)
+    whole = reshard([rank["state"] for rank in ranks], rank=0, world_size=1)
+    assert whole.keys() == single["state"].keys()
+    for key, expected in single["state"].items():
+        _assert_equal(whole[key], expected, 1e-9)
+    for side in (0, 1):
+        _assert_equal(
+            torch.cat([rank["log_normalizers"][side] for rank in ranks]), single["log_normalizers"][side], 1e-9
+        )
+    for metric, expected in single["metrics"].items():
+        if name != "openclip":  # its metrics are the mean over each process's own rows
+            assert ranks[0]["metrics"][metric] == ranks[1]["metrics"][metric] == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in _names() if name.endswith(NONFINITE)])
+def test_each_process_reports_its_own_samples(two_processes: list[dict[str, dict[str, Any]]], name: str) -> None:
+    steps = _steps(name)
+    assert two_processes[0][name]["nonfinite"] == [(1, [steps[1].index[1]])]
+    assert two_processes[1][name]["nonfinite"] == [(2, [steps[2].index[5]])]
+
+
+def test_amorlip_stays_in_its_process_by_default(two_processes: list[dict[str, dict[str, Any]]]) -> None:
+    ranks = [results[LOCAL_AMORLIP] for results in two_processes]
+    case = _case(LOCAL_AMORLIP)
+    gathered = CASES["amorlip"].reference(case.create().double())
+    reference = networks.AmorLip(gathered.amortized, 6.5, blocks=WORLD_SIZE)
+    for number, step in enumerate(_steps(LOCAL_AMORLIP)):
+        expected = reference.step(step.images, step.texts, step.logit_scale, step.index, step.epoch)
+        images, texts, logit_scale = _averaged(ranks, number)
+        value = sum(rank["values"][number].item() for rank in ranks) / WORLD_SIZE
+        assert value == pytest.approx(expected.value, rel=1e-8)
+        _assert_equal(images, expected.images, 1e-8)
+        _assert_equal(texts, expected.texts, 1e-8)
+        assert logit_scale.item() == pytest.approx(expected.logit_scale, rel=1e-8)
+
+
+def test_state_of_each_sample_is_kept_once(two_processes: list[dict[str, dict[str, Any]]]) -> None:
+    for name in ("fastclip", "fastclip-v2"):
+        shards = [results[name]["state"]["normalizer.table.shard"] for results in two_processes]
+        assert [shard.shape[1] for shard in shards] == [SAMPLES // 2, SAMPLES // 2]
+        keys = create_loss(name, num_samples=SAMPLES, embed_dim=WIDTH).sharded_state_keys()
+        state = [results[name]["state"] for results in two_processes]
+        for key in state[0].keys() - keys:
+            _assert_equal(state[0][key], state[1][key], 0.0)

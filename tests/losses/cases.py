@@ -1,0 +1,264 @@
+"""Every loss and switch with its naive reference, as one list: single-process, distributed and resume tests go through it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openclip_ext.losses.base import ContrastiveLoss
+from openclip_ext.losses.registry import create_loss
+from openclip_ext.normalizers.mlp import TwoSidedMlp
+from openclip_ext.temperatures.predicted import TemperatureNetwork
+from tests.references import contrastive, networks, prototypes
+
+WIDTH = 8
+SAMPLES = 20
+EPS = 1e-14
+EPOCHS = 4
+
+
+@dataclass
+class Case:
+    """A loss with options, and its reference.
+
+    Attributes:
+        loss: name.
+        reference: takes the created loss (for random start values) and gives the reference.
+        options: for ``create_loss``.
+        tolerance: of the comparison with the reference, in float64.
+    """
+
+    loss: str
+    reference: Callable[[ContrastiveLoss], Any] | None
+    options: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = 1e-9
+
+    def create(self, **more: Any) -> ContrastiveLoss:
+        """The loss."""
+        return create_loss(self.loss, embed_dim=WIDTH, num_samples=SAMPLES, **(self.options | more))
+
+
+def _average(gamma: float = 0.2, decay_epochs: int | None = 2, eps: float = EPS) -> contrastive.MovingAverage:
+    return contrastive.MovingAverage(eps, gamma, decay_epochs)
+
+
+def _fastclip(kind: str, **average: Any) -> Callable[[ContrastiveLoss], Any]:
+    rho = {"global": 6.5}.get(kind, 0.0)
+    return lambda loss: contrastive.FastClip(_average(**average), kind, rho)
+
+
+def _per_sample(**average: Any) -> Callable[[ContrastiveLoss], Any]:
+    return lambda loss: contrastive.PerSample(_average(**average), rho=7.0, start=0.05, bounds=(0.01, 1.0), lr=0.0133)
+
+
+_NEUCLIP = {"prototypes": 9, "restart_every": 3, "normalizer_updates": 2}
+
+
+def _neuclip(**changed: Any) -> Case:
+    options = _NEUCLIP | changed
+
+    def reference(loss: ContrastiveLoss) -> prototypes.NeuClip:
+        return prototypes.NeuClip(
+            m=options["prototypes"],
+            restart_every=options["restart_every"],
+            updates=options["normalizer_updates"],
+            lr=options.get("normalizer_lr", 1.0),
+            eps=EPS,
+            rho=6.5,
+            objective=options.get("normalizer_objective", "unified"),
+            reset=options.get("normalizer_reset", True),
+            simultaneous=options.get("simultaneous", False),
+            alpha_gradient=options.get("alpha_gradient", True),
+        )
+
+    # AdaGrad's first steps are the gradient's sign: rounding is amplified where it is near zero.
+    return Case("neuclip", reference, options, tolerance=1e-7)
+
+
+def _queueclip(m: int, weight: float) -> Case:
+    return Case(
+        "queueclip",
+        lambda loss: prototypes.QueueClip(m=m, batch_weight=weight, eps=EPS, rho=6.5),
+        {"prototypes": m, "batch_weight": weight},
+    )
+
+
+_AMORLIP = {
+    "normalizer_updates": 2,
+    "fit_every": 2,
+    "target_every": 1,
+    "ema_decay": 0.6,
+    "previous_weight": 0.8,
+    "epochs": EPOCHS,
+    "normalizer_lr": 0.01,
+    "rho_end": None,
+}
+
+
+def mlps(ours: TwoSidedMlp) -> list[networks.Mlp]:
+    """The reference's networks with the values of ours."""
+    both = []
+    for side in (0, 1):
+        theirs = networks.Mlp(WIDTH, ours.weights[0].shape[2])
+        layers = [theirs.body[0], theirs.body[3], theirs.head]
+        norms = [theirs.body[2], theirs.body[5]]
+        with torch.no_grad():
+            for layer, weight, bias in zip(layers, ours.weights, ours.biases, strict=True):
+                layer.weight.copy_(weight[side].T)
+                layer.bias.copy_(bias[side, 0])
+            for norm, scale, shift in zip(norms, ours.scales, ours.shifts, strict=True):
+                norm.weight.copy_(scale[side, 0])
+                norm.bias.copy_(shift[side, 0])
+        both.append(theirs)
+    return both
+
+
+def _amortized(loss: ContrastiveLoss, options: dict[str, Any]) -> networks.AmortizedPartition:
+    def fresh(epoch: int) -> list[networks.Mlp]:
+        anew = create_loss(loss_name, embed_dim=WIDTH, **options).double().normalizer
+        anew.start_epoch(epoch)
+        return mlps(anew.online)
+
+    loss_name = "neuclip" if options.get("normalizer") == "mlp" else "amorlip"
+    return networks.AmortizedPartition(
+        mlps(loss.normalizer.online),
+        updates=options["normalizer_updates"],
+        lr=options["normalizer_lr"],
+        objective=options.get("normalizer_objective", "l2-log"),
+        fit_every=options["fit_every"],
+        target_every=options["target_every"],
+        ema_decay=options["ema_decay"],
+        previous_weight=options["previous_weight"],
+        epochs=options["epochs"],
+        fresh=fresh if options.get("reinitialize", loss_name == "amorlip") else None,
+    )
+
+
+def _amorlip(**changed: Any) -> Case:
+    options = _AMORLIP | {"gather_stage2": True} | changed
+    return Case(
+        "amorlip",
+        lambda loss: networks.AmorLip(_amortized(loss, options), 6.5, options.get("negatives_only", False)),
+        options,
+        tolerance=1e-8,
+    )
+
+
+def _neuclip_mlp(objective: str) -> Case:
+    options = {name: value for name, value in _AMORLIP.items() if name != "rho_end"}
+    options |= {"normalizer": "mlp", "normalizer_objective": objective}
+    return Case(
+        "neuclip", lambda loss: networks.NeuClipMlp(_amortized(loss, options), EPS, 6.5), options, tolerance=1e-8
+    )
+
+
+def _tempnet(loss: ContrastiveLoss) -> networks.TempNet:
+    ours: TemperatureNetwork = loss.temperature.network
+    both = []
+    for side in (0, 1):
+        theirs = networks.TemperatureNet(WIDTH, ours.prototypes.shape[1])
+        with torch.no_grad():
+            theirs.linear.weight.copy_(ours.weight[side].T)
+            theirs.linear.bias.copy_(ours.bias[side, 0])
+            theirs.prototypes.copy_(ours.prototypes[side])
+            theirs.phi.copy_(ours.log_sharpness[side, 0, 0])
+        both.append(theirs)
+
+    def keep(call: int, batch: int) -> Tensor:
+        features = torch.zeros(2, batch, WIDTH)
+        return loss.temperature._kept(_Call(features, call))
+
+    return networks.TempNet(both, _average(), rho=9.5, bounds=(0.01, 1.0), lr=1e-3, keep=keep)
+
+
+@dataclass
+class _Call:
+    features: Tensor
+    call: int
+    learning: bool = True
+
+
+_DECAY = {"gamma_decay_epochs": 2}
+
+CASES: dict[str, Case] = {
+    "sogclr": Case("sogclr", _fastclip("constant", gamma=0.8, decay_epochs=None)),
+    "fastclip": Case("fastclip", _fastclip("global"), _DECAY),
+    "fastclip-large-eps": Case("fastclip", _fastclip("global", eps=0.05), _DECAY | {"eps": 0.05}),
+    "fastclip-minibatch": Case(
+        "fastclip",
+        lambda loss: contrastive.FastClip(contrastive.MiniBatch(EPS), "global", 6.5),
+        {"normalizer": "minibatch"},
+    ),
+    "fastclip-v0": Case("fastclip-v0", _fastclip("unscaled"), _DECAY),
+    "fastclip-v1": Case("fastclip-v1", _fastclip("constant"), _DECAY),
+    "isogclr": Case("isogclr", _per_sample(gamma=0.8, decay_epochs=None), {"temperature": 0.05}),
+    "fastclip-v2": Case("fastclip-v2", _per_sample(), _DECAY | {"temperature": 0.05}),
+    "tempnet": Case("tempnet", _tempnet, _DECAY | {"lr_tau": 1e-3}),
+    "amorlip": _amorlip(),
+    "amorlip-negatives": _amorlip(negatives_only=True),
+    "amorlip-kl": _amorlip(normalizer_objective="kl"),
+    "amorlip-kl-printed": _amorlip(normalizer_objective="kl-printed", reinitialize=False),
+    "amorlip-js": _amorlip(normalizer_objective="js", fit_every=1, target_every=2),
+    "neuclip": _neuclip(),
+    "neuclip-few": _neuclip(prototypes=4),
+    "neuclip-equal": _neuclip(prototypes=6),
+    "neuclip-many": _neuclip(prototypes=25, restart_every=2),
+    "neuclip-never": _neuclip(restart_every=None),
+    "neuclip-keep-accumulators": _neuclip(normalizer_reset=False, normalizer_lr=0.01),
+    "neuclip-l2-log": _neuclip(normalizer_objective="l2-log"),
+    "neuclip-simultaneous": _neuclip(simultaneous=True),
+    "neuclip-no-update": _neuclip(normalizer_updates=0),
+    "neuclip-no-alpha-gradient": _neuclip(alpha_gradient=False),
+    "neuclip-mlp": _neuclip_mlp("unified"),
+    "neuclip-mlp-separate": _neuclip_mlp("l2-log"),
+    "queueclip": _queueclip(9, 0.5),
+    "queueclip-few": _queueclip(4, 0.5),
+    "queueclip-many": _queueclip(25, 0.3),
+    "queueclip-queue-alone": _queueclip(9, 0.0),
+    "queueclip-batch-alone": _queueclip(6, 1.0),
+}
+
+
+@dataclass
+class Step:
+    """Inputs of one step."""
+
+    images: Tensor
+    texts: Tensor
+    logit_scale: float
+    index: list[int]
+    epoch: int
+
+
+def unit(features: Tensor) -> Tensor:
+    """Rows of length 1."""
+    return torch.nn.functional.normalize(features, dim=1)
+
+
+def make_steps(number: int = 5, batch: int = 6, seed: int = 0, duplicates: bool = True) -> list[Step]:
+    """A short run: related pairs, every third batch with an index twice and once with one three times."""
+    random = torch.Generator().manual_seed(seed)
+    steps = []
+    for position in range(number):
+        images = unit(torch.randn(batch, WIDTH, generator=random, dtype=torch.float64))
+        texts = unit(images + 0.3 * torch.randn(batch, WIDTH, generator=random, dtype=torch.float64))
+        index = torch.randperm(SAMPLES, generator=random)[:batch].tolist()
+        if duplicates and position % 3 == 1:
+            index[-1] = index[0]
+            if batch > 4:
+                index[3] = index[0]
+        steps.append(Step(images, texts, 6.0 + 3 * position, index, position // 2))
+    return steps
+
+
+def run_step(loss: ContrastiveLoss, step: Step, dtype: torch.dtype = torch.float64) -> tuple[Tensor, list[Tensor]]:
+    """One call and its gradients in the images, the texts and the logit scale."""
+    loss.start_epoch(step.epoch)
+    images, texts = (features.to(dtype, copy=True).requires_grad_() for features in (step.images, step.texts))
+    wide = torch.promote_types(dtype, torch.float32)
+    logit_scale = torch.tensor(step.logit_scale, dtype=wide, requires_grad=True)
+    value = loss(images, texts, logit_scale, index=torch.tensor(step.index))
+    gradients = torch.autograd.grad(value, (images, texts, logit_scale), allow_unused=True)
+    return value.detach(), [torch.zeros(()) if gradient is None else gradient for gradient in gradients]

@@ -1,0 +1,54 @@
+"""Every loss against its naive float64 reference: value, gradients and, over several steps, the state behind them."""
+
+import pytest
+import torch
+
+from tests.losses.cases import CASES, Case, Step, make_steps, run_step, unit
+
+
+def _compare(case: Case, steps: list[Step]) -> None:
+    loss = case.create().double()
+    reference = case.reference(loss)
+    for number, step in enumerate(steps):
+        expected = reference.step(step.images, step.texts, step.logit_scale, step.index, step.epoch)
+        value, (images, texts, logit_scale) = run_step(loss, step)
+        close = {"rtol": case.tolerance, "atol": case.tolerance}
+        message = f"step {number}: {{}}".format
+        torch.testing.assert_close(value.item(), expected.value, **close, msg=message)
+        torch.testing.assert_close(images, expected.images, **close, msg=message)
+        torch.testing.assert_close(texts, expected.texts, **close, msg=message)
+        torch.testing.assert_close(logit_scale.item(), expected.logit_scale, **close, msg=message)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_several_steps_with_duplicates(name: str) -> None:
+    _compare(CASES[name], make_steps())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_batch_of_two(name: str) -> None:
+    _compare(CASES[name], make_steps(number=4, batch=2, seed=1, duplicates=False))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_identical_embeddings(name: str) -> None:
+    steps = make_steps(number=2, batch=4, seed=2, duplicates=False)
+    for step in steps:
+        step.images[:] = step.images[0]
+        step.texts[:] = step.images[0]
+    _compare(CASES[name], steps)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_sample_twice_fills_the_batch(name: str) -> None:
+    steps = make_steps(number=2, batch=3, seed=3, duplicates=False)
+    for step in steps:
+        step.index = [5, 5, 5]
+    _compare(CASES[name], steps)
+
+
+def test_steps_have_related_pairs_and_duplicates() -> None:
+    steps = make_steps()
+    assert all((step.images * step.texts).sum(dim=1).mean() > 0.4 for step in steps)
+    assert [len(set(step.index)) for step in steps] == [6, 4, 6, 6, 4]
+    assert torch.allclose(unit(steps[0].images), steps[0].images)

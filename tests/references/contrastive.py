@@ -1,0 +1,197 @@
+"""Global contrastive losses in float64 loops, straight from the papers' equations; nothing of the package is used.
+
+A reference's ``step(images, texts, logit_scale, index, epoch)`` does what one call of a loss does and returns the value and
+the gradients in the images, the texts and the logit scale. Images and texts are float64 ``(B, d)``.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class StepResult:
+    """What one step of a reference gives."""
+
+    value: float
+    images: Tensor
+    texts: Tensor
+    logit_scale: float
+    alpha: list[list[float]]
+
+
+def pair_similarity(images: Tensor, texts: Tensor, side: int, i: int, j: int) -> Tensor:
+    """Similarity of anchor ``i`` of a side (0: image, 1: text) with sample ``j`` of the other."""
+    return images[i] @ texts[j] if side == 0 else images[j] @ texts[i]
+
+
+def inner(images: Tensor, texts: Tensor, tau: Tensor | float, side: int, i: int) -> Tensor:
+    """g_k(w, τ; i, B): below NeuCLIP (1)."""
+    batch = len(images)
+    total = torch.zeros((), dtype=torch.float64)
+    for j in range(batch):
+        if j != i:
+            difference = pair_similarity(images, texts, side, i, j) - images[i] @ texts[i]
+            total = total + torch.exp(difference / tau)
+    return total / (batch - 1)
+
+
+def leaves(*tensors: Tensor | float) -> list[Tensor]:
+    """Copies to differentiate in."""
+    return [torch.as_tensor(tensor, dtype=torch.float64).detach().clone().requires_grad_() for tensor in tensors]
+
+
+def batch_estimates(images: Tensor, texts: Tensor, tau: list[list[float]], eps: float) -> list[list[float]]:
+    """log(ε + g) of all anchors."""
+    return [
+        [math.log(eps + inner(images, texts, tau[side][i], side, i).item()) for i in range(len(images))]
+        for side in (0, 1)
+    ]
+
+
+def encoder_gradients(
+    images: Tensor, texts: Tensor, tau: list[list[float]], alpha: list[list[float]], multiply_by_tau: bool = True
+) -> tuple[Tensor, Tensor]:
+    """∇_w L = ½ Σ_k mean_i τ_i·exp(−α_k,i)·∇_w g_k,i  [NeuCLIP 4]."""
+    images, texts = leaves(images, texts)
+    total = torch.zeros((), dtype=torch.float64)
+    for side in (0, 1):
+        for i in range(len(images)):
+            factor = tau[side][i] if multiply_by_tau else 1.0
+            weight = factor * math.exp(-alpha[side][i])
+            total = total + 0.5 * weight * inner(images, texts, tau[side][i], side, i) / len(images)
+    return torch.autograd.grad(total, (images, texts))
+
+
+def inner_slope(images: Tensor, texts: Tensor, tau: float, side: int, i: int) -> float:
+    """∂g/∂τ."""
+    (variable,) = leaves(tau)
+    return torch.autograd.grad(inner(images, texts, variable, side, i), variable)[0].item()
+
+
+def mean(sides: list[list[float]]) -> float:
+    """½ Σ_k mean_i."""
+    return 0.5 * sum(sum(side) / len(side) for side in sides)
+
+
+def gamma_of(epoch: int, gamma: float, decay_epochs: int | None) -> float:
+    """The chapter, 'Scheduler of γ'; constant without decay epochs."""
+    if decay_epochs is None or epoch >= decay_epochs:
+        return gamma
+    return 0.5 * (1 + math.cos(math.pi * epoch / decay_epochs)) * (1 - gamma) + gamma
+
+
+class MovingAverage:
+    """NeuCLIP (3) with u stored as it is, one number for each index and side."""
+
+    def __init__(self, eps: float, gamma: float, decay_epochs: int | None) -> None:
+        self.eps, self.gamma, self.decay_epochs = eps, gamma, decay_epochs
+        self.u: list[dict[int, float]] = [{}, {}]
+
+    def update(
+        self, images: Tensor, texts: Tensor, tau: list[list[float]], index: list[int], epoch: int
+    ) -> list[list[float]]:
+        """Update the batch's u and return their logarithms."""
+        gamma = gamma_of(epoch, self.gamma, self.decay_epochs)
+        for side in (0, 1):
+            new: dict[int, list[float]] = {}
+            for i, sample in enumerate(index):
+                estimate = self.eps + inner(images, texts, tau[side][i], side, i).item()
+                old = self.u[side].get(sample, estimate)
+                new.setdefault(sample, []).append((1 - gamma) * old + gamma * estimate)
+            for sample, values in new.items():
+                self.u[side][sample] = sum(values) / len(values)
+        return [[math.log(self.u[side][sample]) for sample in index] for side in (0, 1)]
+
+
+class MiniBatch:
+    """α = log(ε + g)."""
+
+    def __init__(self, eps: float) -> None:
+        self.eps = eps
+
+    def update(
+        self, images: Tensor, texts: Tensor, tau: list[list[float]], index: list[int], epoch: int
+    ) -> list[list[float]]:
+        """The batch's own estimates."""
+        return batch_estimates(images, texts, tau, self.eps)
+
+
+class FastClip:
+    """SogCLR (constant τ), FastCLIP-v0, -v1, -v3 with any estimator that has ``update``."""
+
+    def __init__(self, estimator: MovingAverage | MiniBatch, kind: str, rho: float = 0.0) -> None:
+        self.estimator, self.kind, self.rho = estimator, kind, rho
+
+    def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
+        """One step; ``kind`` is constant, global or unscaled."""
+        tau, eps, batch = 1 / logit_scale, self.estimator.eps, len(images)
+        taus = [[tau] * batch] * 2
+        alpha = self.estimator.update(images, texts, taus, index, epoch)
+        g = [[inner(images, texts, tau, side, i).item() for i in range(batch)] for side in (0, 1)]
+        slope = [[inner_slope(images, texts, tau, side, i) for i in range(batch)] for side in (0, 1)]
+        sides = range(2)
+        gradients = encoder_gradients(images, texts, taus, alpha, multiply_by_tau=self.kind != "unscaled")
+        over_u = [[math.exp(-alpha[k][i]) for i in range(batch)] for k in sides]
+        if self.kind == "unscaled":
+            value = mean([[g[k][i] * over_u[k][i] for i in range(batch)] for k in sides])
+            in_tau = mean([[slope[k][i] * over_u[k][i] for i in range(batch)] for k in sides])
+        else:
+            value = mean([[tau * (over_u[k][i] * (eps + g[k][i]) + alpha[k][i]) for i in range(batch)] for k in sides])
+            # FastCLIP (13), both sides averaged.
+            in_tau = mean(
+                [[alpha[k][i] + self.rho + tau * over_u[k][i] * slope[k][i] for i in range(batch)] for k in sides]
+            )
+        if self.kind == "global":
+            value += tau * (self.rho - 1)
+        if self.kind == "constant":
+            in_tau = 0.0
+        return StepResult(value, *gradients, -(tau**2) * in_tau, alpha)
+
+
+class PerSample:
+    """iSogCLR / FastCLIP-v2: the chapter, Algorithm 35, with Adam for each sample."""
+
+    def __init__(
+        self, estimator: MovingAverage, rho: float, start: float, bounds: tuple[float, float], lr: float
+    ) -> None:
+        self.estimator, self.rho, self.start, self.bounds, self.lr = estimator, rho, start, bounds, lr
+        self.tau: list[dict[int, float]] = [{}, {}]
+        self.moments: list[dict[int, tuple[float, float]]] = [{}, {}]
+
+    def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
+        """One step; the logit scale plays no part."""
+        batch, eps = len(images), self.estimator.eps
+        tau = [[self.tau[k].get(sample, self.start) for sample in index] for k in (0, 1)]
+        alpha = self.estimator.update(images, texts, tau, index, epoch)
+        gradients = encoder_gradients(images, texts, tau, alpha)
+        value = 0.0
+        for k in (0, 1):
+            found: dict[int, list[float]] = {}
+            for i, sample in enumerate(index):
+                t, u = tau[k][i], math.exp(alpha[k][i])
+                value += (
+                    0.5 * t * ((eps + inner(images, texts, t, k, i).item()) / u + alpha[k][i] + self.rho - 1) / batch
+                )
+                total = 0.0
+                for j in range(batch):
+                    if j != i:
+                        ell = (pair_similarity(images, texts, k, i, j) - images[i] @ texts[i]).item()
+                        total += math.exp(ell / t) * ell / t
+                found.setdefault(sample, []).append(math.log(u) + self.rho - total / (u * (batch - 1)))
+            for sample, slopes in found.items():
+                self._update(k, sample, sum(slopes) / len(slopes), epoch)
+        return StepResult(value, *gradients, 0.0, alpha)
+
+    def _update(self, k: int, sample: int, gradient: float, epoch: int) -> None:
+        gradient = max(-5.0, min(5.0, gradient))
+        beta1, beta2 = (0.9, 0.999) if epoch > 0 else (0.0, 0.0)
+        first, second = self.moments[k].get(sample, (0.0, 0.0))
+        first = beta1 * first + (1 - beta1) * gradient
+        second = beta2 * second + (1 - beta2) * gradient**2
+        self.moments[k][sample] = (first, second)
+        step = (first / (1 - beta1 ** (epoch + 1))) / (math.sqrt(second / (1 - beta2 ** (epoch + 1))) + 1e-8)
+        tau = self.tau[k].get(sample, self.start) - self.lr * step
+        self.tau[k][sample] = max(self.bounds[0], min(self.bounds[1], tau))

@@ -1,0 +1,278 @@
+"""AmorLIP (Algorithm 1) and TempNet with ``torch.nn`` modules and ``torch.optim.Adam``; nothing of the package is used.
+
+Start values are given from outside, as both are random.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tests.references.contrastive import (
+    MovingAverage,
+    StepResult,
+    encoder_gradients,
+    inner,
+    leaves,
+    mean,
+    pair_similarity,
+)
+
+
+class Mlp(nn.Module):
+    """The released code's: Linear, ReLU, LayerNorm, Linear, ReLU, LayerNorm, plus the input, ReLU, Linear."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(width, hidden),
+            nn.ReLU(),
+            nn.LayerNorm(hidden),
+            nn.Linear(hidden, width),
+            nn.ReLU(),
+            nn.LayerNorm(width),
+        )
+        self.head = nn.Linear(width, 1)
+        self.double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(B, d) to (B,)."""
+        return self.head(torch.relu(self.body(features) + features)).squeeze(-1)
+
+
+def log_partition(images: Tensor, texts: Tensor, scale: float, side: int, i: int, negatives_only: bool) -> float:
+    """log Z_i = log (1/B) Σ_j exp(c·s_ij), with or without the positive."""
+    total = 0.0
+    for j in range(len(images)):
+        if not (negatives_only and j == i):
+            total += math.exp(scale * pair_similarity(images, texts, side, i, j).item())
+    return math.log(total / len(images))
+
+
+def amortization_loss(name: str, log_lambda: Tensor, log_target: float, log_batch: float, tau: float) -> Tensor:
+    """AmorLIP (8), (9), (10) for one anchor; NeuCLIP (12) as ``unified``."""
+    squared = 0.5 * (log_lambda - log_target) ** 2
+    ratio = torch.exp(log_target - log_lambda)
+    weight = math.exp(log_batch - log_target)
+    if name == "l2-log":
+        return squared
+    if name == "kl":
+        return weight * (ratio * torch.log(ratio) - ratio + 1) + 0.1 * squared
+    if name == "kl-printed":
+        return weight * ratio * torch.log(ratio) + 0.1 * squared
+    if name == "js":
+        return weight * 0.5 * (ratio * torch.log(ratio) - (ratio + 1) * torch.log((ratio + 1) / 2)) + 0.1 * squared
+    return tau * (ratio + log_lambda)
+
+
+class AmortizedPartition:
+    """Networks, their targets and last epoch's: Algorithm 1 without the encoders."""
+
+    def __init__(
+        self,
+        networks: list[Mlp],
+        *,
+        updates: int,
+        lr: float,
+        objective: str,
+        fit_every: int,
+        target_every: int,
+        ema_decay: float,
+        previous_weight: float,
+        epochs: int,
+        fresh: Callable[[int], list[Mlp]] | None,
+    ) -> None:
+        self.updates, self.lr, self.objective = updates, lr, objective
+        self.fit_every, self.target_every, self.ema_decay = fit_every, target_every, ema_decay
+        self.previous_weight, self.epochs, self.fresh = previous_weight, epochs, fresh
+        self.epoch = 0
+        self.k = 0
+        self._begin(networks)
+        self.previous = copy.deepcopy(networks)
+
+    def _begin(self, networks: list[Mlp]) -> None:
+        self.online = copy.deepcopy(networks)
+        self.target = copy.deepcopy(networks)
+        self.adam = [torch.optim.Adam(network.parameters(), lr=self.lr) for network in self.online]
+
+    def start_epoch(self, epoch: int) -> None:
+        """Line 4."""
+        self.previous = copy.deepcopy(self.target)
+        if self.fresh is not None:
+            self._begin(self.fresh(epoch))
+        self.epoch, self.k = epoch, 0
+
+    def step(self, images: Tensor, texts: Tensor, scale: float, log_z: list[list[float]]) -> None:
+        """Lines 6 to 8, on a batch whose log Z are given."""
+        if self.k % self.fit_every == 0:
+            for _ in range(self.updates):
+                self._fit(images, texts, scale, log_z)
+        if self.k % self.target_every == 0:
+            for online, target in zip(self.online, self.target, strict=True):
+                for value, average in zip(online.parameters(), target.parameters(), strict=True):
+                    average.data = self.ema_decay * average.data + (1 - self.ema_decay) * value.data
+        self.k += 1
+
+    def _fit(self, images: Tensor, texts: Tensor, scale: float, log_z: list[list[float]]) -> None:
+        beta = self.previous_weight
+        beta = beta - 0.5 * beta * (1 + math.cos(math.pi * self.epoch / self.epochs))
+        for side, features in enumerate((images, texts)):
+            log_lambda = self.online[side](features)
+            old = self.previous[side](features).detach()
+            total = torch.zeros((), dtype=torch.float64)
+            for i in range(len(features)):
+                combined = math.log(beta * math.exp(old[i].item()) + (1 - beta) * math.exp(log_z[side][i]))
+                total = total + amortization_loss(self.objective, log_lambda[i], combined, log_z[side][i], 1 / scale)
+            self.adam[side].zero_grad()
+            (total / len(features)).backward()
+            self.adam[side].step()
+
+    def log_lambda(self, images: Tensor, texts: Tensor) -> list[list[float]]:
+        """The target networks' predictions."""
+        with torch.no_grad():
+            return [self.target[0](images).tolist(), self.target[1](texts).tolist()]
+
+
+class AmorLip:
+    """Stage I on the global batch; stage II on blocks of it, each as if it were alone (one block: gathered)."""
+
+    def __init__(
+        self, amortized: AmortizedPartition, rho: float, negatives_only: bool = False, blocks: int = 1
+    ) -> None:
+        self.amortized, self.rho, self.negatives_only, self.blocks = amortized, rho, negatives_only, blocks
+
+    def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
+        """One step; gradients and value are means over the blocks' losses."""
+        if epoch != self.amortized.epoch:
+            self.amortized.start_epoch(epoch)
+        log_z = [
+            [log_partition(images, texts, logit_scale, k, i, self.negatives_only) for i in range(len(images))]
+            for k in (0, 1)
+        ]
+        self.amortized.step(images, texts, logit_scale, log_z)
+        images, texts, scale = leaves(images, texts, logit_scale)
+        size = len(images) // self.blocks
+        total = torch.zeros((), dtype=torch.float64)
+        for block in range(self.blocks):
+            part = slice(block * size, (block + 1) * size)
+            total = total + self._stage_two(images[part], texts[part], scale) / self.blocks
+        gradients = torch.autograd.grad(total, (images, texts, scale))
+        return StepResult(total.item(), *gradients[:2], gradients[2].item(), [])
+
+    def _stage_two(self, images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
+        """½(ℓ/stop_grad(c) + ρ/c) with ℓ of AmorLIP (6)."""
+        size = len(images)
+        log_lambda = self.amortized.log_lambda(images, texts)
+        ell = torch.zeros((), dtype=torch.float64)
+        for i in range(size):
+            ell = ell - 2 * scale * (images[i] @ texts[i]) / size
+            for k in (0, 1):
+                denominator = math.exp(log_lambda[k][i])
+                if self.negatives_only:
+                    denominator += math.exp((scale * (images[i] @ texts[i])).item()) / size
+                for j in range(size):
+                    ell = ell + torch.exp(scale * pair_similarity(images, texts, k, i, j)) / denominator / size**2
+        return 0.5 * (ell / scale.detach() + self.rho / scale)
+
+
+class NeuClipMlp:
+    """NeuCLIP's ablation: (12) with α = log λ(e) − c·s_ii, λ fitted to log(ε+g) + c·s_ii."""
+
+    def __init__(self, amortized: AmortizedPartition, eps: float, rho: float) -> None:
+        self.amortized, self.eps, self.rho = amortized, eps, rho
+
+    def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
+        """One step."""
+        if epoch != self.amortized.epoch:
+            self.amortized.start_epoch(epoch)
+        tau, batch = 1 / logit_scale, len(images)
+        positive = [(images[i] @ texts[i]).item() for i in range(batch)]
+        log_z = [
+            [math.log(self.eps + inner(images, texts, tau, k, i).item()) + positive[i] / tau for i in range(batch)]
+            for k in (0, 1)
+        ]
+        self.amortized.step(images, texts, logit_scale, log_z)
+        log_lambda = self.amortized.log_lambda(images, texts)
+        alpha = [[log_lambda[k][i] - positive[i] / tau for i in range(batch)] for k in (0, 1)]
+        gradients = encoder_gradients(images, texts, [[tau] * batch] * 2, alpha)
+        (variable,) = leaves(logit_scale)
+        total = (self.rho - 1) / variable
+        for k in (0, 1):
+            for i in range(batch):
+                g = inner(images, texts, 1 / variable, k, i)
+                total = total + 0.5 / variable * (math.exp(-alpha[k][i]) * (self.eps + g) + alpha[k][i]) / batch
+        return StepResult(total.item(), *gradients, torch.autograd.grad(total, variable)[0].item(), alpha)
+
+
+class TemperatureNet(nn.Module):
+    """TempNet of one side."""
+
+    def __init__(self, width: int, number: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.prototypes = nn.Parameter(torch.zeros(number, width))
+        self.phi = nn.Parameter(torch.tensor(math.log(0.01)))
+        self.a = nn.Parameter(torch.tensor(1.0))
+        self.b = nn.Parameter(torch.tensor(0.0))
+        self.c = nn.Parameter(torch.tensor(1.0))
+        self.double()
+
+    def forward(self, features: Tensor, keep: Tensor, rho: float, bounds: tuple[float, float]) -> Tensor:
+        """(B, d) and dropout's mask to (B,)."""
+        x = torch.sigmoid(self.linear(features)) * keep * 2
+        scores = x @ (self.prototypes / self.prototypes.norm(dim=1, keepdim=True)).T
+        w = torch.softmax(scores / torch.exp(self.phi), dim=1)
+        q = torch.sigmoid(scores)
+        tau = (self.a * (w * q).sum(dim=1) + self.b - self.c * q.mean(dim=1)) / rho
+        return tau.clamp(*bounds)
+
+
+class TempNet:
+    """SogCLR's estimator with predicted temperatures."""
+
+    def __init__(
+        self,
+        networks: list[TemperatureNet],
+        estimator: MovingAverage,
+        *,
+        rho: float,
+        bounds: tuple[float, float],
+        lr: float,
+        keep: Callable[[int, int], Tensor],
+    ) -> None:
+        self.networks, self.estimator, self.rho, self.bounds, self.lr = networks, estimator, rho, bounds, lr
+        self.keep = keep
+        self.calls = 0
+        self.adam = [torch.optim.Adam(network.parameters()) for network in networks]
+
+    def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
+        """One step; ``keep(call, B)`` gives dropout's mask (2, B, d)."""
+        batch, eps = len(images), self.estimator.eps
+        keep = self.keep(self.calls, batch).double()
+        self.calls += 1
+        predicted = [
+            self.networks[k](features, keep[k], self.rho, self.bounds) for k, features in enumerate((images, texts))
+        ]
+        tau = [side.tolist() for side in predicted]
+        alpha = self.estimator.update(images, texts, tau, index, epoch)
+        gradients = encoder_gradients(images, texts, tau, alpha)
+        values: list[list[float]] = [[], []]
+        for k in (0, 1):
+            slopes = []
+            for i in range(batch):
+                t, u = tau[k][i], math.exp(alpha[k][i])
+                values[k].append(t * ((eps + inner(images, texts, t, k, i).item()) / u + alpha[k][i] + self.rho - 1))
+                total = 0.0
+                for j in range(batch):
+                    if j != i:
+                        ell = (pair_similarity(images, texts, k, i, j) - images[i] @ texts[i]).item()
+                        total += math.exp(ell / t) * ell / t
+                slopes.append(math.log(u) + self.rho - total / (u * (batch - 1)))
+            for group in self.adam[k].param_groups:
+                group["lr"] = self.lr * 0.9**epoch
+            self.adam[k].zero_grad()
+            (predicted[k] * torch.tensor(slopes, dtype=torch.float64)).mean().backward()
+            self.adam[k].step()
+        return StepResult(mean(values), *gradients, 0.0, alpha)

@@ -1,0 +1,163 @@
+"""NeuCLIP's Algorithm 1 and the queue with autograd, ``torch.optim.Adagrad`` and lists; nothing of the package is used."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tests.references.contrastive import StepResult, inner, leaves
+
+
+def predicted(
+    images: Tensor, texts: Tensor, prototypes: Tensor, tau: Tensor | float, eps: float, side: int
+) -> list[Tensor]:
+    """α_k of all anchors of a side [NeuCLIP 10, 11]; ``prototypes`` (m, d), columns normalised in the cosine."""
+    anchors = images if side == 0 else texts
+    found = []
+    for i in range(len(images)):
+        total = torch.zeros((), dtype=torch.float64)
+        for column in prototypes:
+            cosine = anchors[i] @ (column / column.norm())
+            total = total + torch.exp((cosine - images[i] @ texts[i]) / tau)
+        found.append(torch.log(eps + total / len(prototypes)))
+    return found
+
+
+class Recent:
+    """The m most recent samples' embeddings; m or more in one batch: its first m."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.rows: list[tuple[Tensor, Tensor]] = []
+
+    def push(self, images: Tensor, texts: Tensor) -> None:
+        """Add a batch."""
+        new = [(text.clone(), image.clone()) for image, text in zip(images, texts, strict=True)][: self.number]
+        self.rows = (self.rows + new)[-self.number :]
+
+    def repeated(self) -> tuple[Tensor, Tensor]:
+        """(W1, W2): texts and images, repeated from the oldest on while there are fewer than m."""
+        chosen = [self.rows[j % len(self.rows)] for j in range(self.number)]
+        return torch.stack([row[0] for row in chosen]), torch.stack([row[1] for row in chosen])
+
+
+def unified_step(
+    images: Tensor, texts: Tensor, logit_scale: float, alpha_of: object, eps: float, rho: float, alpha_gradient: bool
+) -> StepResult:
+    """Value and gradients of NeuCLIP (12), both sides averaged.
+
+    ``alpha_of(images, texts)`` gives the log-normalizers with the graph; τ is held in them.
+    """
+    images, texts, scale = leaves(images, texts, logit_scale)
+    tau, batch = 1 / scale, len(images)
+    alpha = alpha_of(images, texts)
+    total = tau * (rho - 1)
+    for side in (0, 1):
+        for i in range(batch):
+            a = alpha[side][i] if alpha_gradient else alpha[side][i].detach()
+            held = a.detach()
+            value = torch.exp(-held) * (eps + inner(images, texts, tau, side, i)) + held
+            # α's own gradient, with τ and g held.
+            through_alpha = (1 - torch.exp(-held) * (eps + inner(images, texts, tau, side, i).detach())) * (a - held)
+            total = total + 0.5 * (tau * value + tau.detach() * through_alpha) / batch
+    gradients = torch.autograd.grad(total, (images, texts, scale))
+    return StepResult(total.item(), *gradients[:2], gradients[2].item(), [[a.item() for a in side] for side in alpha])
+
+
+class NeuClip:
+    """Algorithm 1 with AdaGrad; Algorithm 3's order with ``simultaneous``."""
+
+    def __init__(
+        self,
+        *,
+        m: int,
+        restart_every: int | None,
+        updates: int,
+        lr: float,
+        eps: float,
+        rho: float,
+        objective: str = "unified",
+        reset: bool = True,
+        simultaneous: bool = False,
+        alpha_gradient: bool = True,
+    ) -> None:
+        self.recent = Recent(m)
+        self.restart_every, self.updates, self.lr, self.eps, self.rho = restart_every, updates, lr, eps, rho
+        self.objective, self.reset, self.simultaneous = objective, reset, simultaneous
+        self.alpha_gradient = alpha_gradient
+        self.t = 0
+        self.prototypes: list[Tensor] = []
+        self.optimizer: torch.optim.Adagrad | None = None
+
+    def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
+        """One step; neither the index nor the epoch plays a part."""
+        self.recent.push(images, texts)
+        self._restart()
+        before = [prototypes.detach().clone() for prototypes in self.prototypes]
+        for _ in range(self.updates):
+            self._update(images, texts, 1 / logit_scale)
+        self.t += 1
+        used = before if self.simultaneous else [prototypes.detach() for prototypes in self.prototypes]
+
+        def alpha_of(images: Tensor, texts: Tensor) -> list[list[Tensor]]:
+            return [predicted(images, texts, used[side], 1 / logit_scale, self.eps, side) for side in (0, 1)]
+
+        return unified_step(images, texts, logit_scale, alpha_of, self.eps, self.rho, self.alpha_gradient)
+
+    def _restart(self) -> None:
+        due = self.t == 0 if self.restart_every is None else self.t % self.restart_every == 0
+        if not due:
+            return
+        fresh = self.recent.repeated()
+        if self.optimizer is None or self.reset:
+            self.prototypes = [prototypes.clone().requires_grad_() for prototypes in fresh]
+            self.optimizer = torch.optim.Adagrad(self.prototypes, lr=self.lr)
+            return
+        with torch.no_grad():
+            for prototypes, new in zip(self.prototypes, fresh, strict=True):
+                prototypes.copy_(new)
+
+    def _update(self, images: Tensor, texts: Tensor, tau: float) -> None:
+        self.optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for side in (0, 1):
+            alpha = predicted(images, texts, self.prototypes[side], tau, self.eps, side)
+            for i, a in enumerate(alpha):
+                g = inner(images, texts, tau, side, i).item()
+                if self.objective == "unified":
+                    total = total + tau * (torch.exp(-a) * (self.eps + g) + a) / len(images)
+                else:
+                    total = total + 0.5 * (a - math.log(self.eps + g)) ** 2 / len(images)
+        total.backward()
+        self.optimizer.step()
+
+
+class QueueClip:
+    """The NPN without training: T_r = 1, T_u = 0, and the mixture with the batch."""
+
+    def __init__(self, *, m: int, batch_weight: float, eps: float, rho: float) -> None:
+        self.recent = Recent(m)
+        self.weight, self.eps, self.rho = batch_weight, eps, rho
+
+    def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
+        """One step; neither the index nor the epoch plays a part."""
+        self.recent.push(images, texts)
+        queue = self.recent.repeated()
+        tau = 1 / logit_scale
+
+        def alpha_of(images: Tensor, texts: Tensor) -> list[list[Tensor]]:
+            mixed = []
+            for side in (0, 1):
+                alpha = predicted(images, texts, queue[side], tau, self.eps, side)
+                mixed.append(
+                    [
+                        torch.log(
+                            (1 - self.weight) * torch.exp(a)
+                            + self.weight * (self.eps + inner(images, texts, tau, side, i))
+                        )
+                        for i, a in enumerate(alpha)
+                    ]
+                )
+            return mixed
+
+        return unified_step(images, texts, logit_scale, alpha_of, self.eps, self.rho, True)
