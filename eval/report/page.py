@@ -39,7 +39,9 @@ button { font: inherit; color: var(--ink); background: var(--shade); border: 1px
   padding: .25rem .7rem; cursor: pointer; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--rule); text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--page); }
+th:first-child, td:first-child { text-align: left; white-space: normal; position: sticky; left: 0;
+  background: var(--page); }
+th[data-order=down]::after { content: " ▾"; } th[data-order=up]::after { content: " ▴"; }
 td.metric { text-align: left; color: var(--faint); } th { background: var(--shade); cursor: pointer; }
 th:first-child { background: var(--shade); } tr.group td { font-weight: 600; } td.partial { color: var(--faint); }
 td.best { color: var(--best); font-weight: 700; } td.up { color: var(--up); } td.down { color: var(--down); }
