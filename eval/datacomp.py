@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -52,15 +52,29 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "under torchrun that share the tasks. A second run goes on where the first stopped.",
         epilog="Exit status: 0 all done; 1 a task failed, or one named with --tasks is missing; 2 nothing evaluated.",
     )
-    parser.add_argument("--model", required=True, help="OpenCLIP's name of the model, hf-hub: and local-dir: too")
-    parser.add_argument("--checkpoint", help="checkpoint file, or one of the model's pretrained tags")
+    add_model_arguments(parser)
     parser.add_argument("--data-dir", required=True, help="folder with the wds_*_test folders (see eval.download)")
     parser.add_argument(
         "--tasks", nargs="+", metavar="TASK", help=f"keys such as vtab/pets, or {', '.join(SUITES)}; default: all 40"
     )
     parser.add_argument("--output-dir", help="where results go; default: RUN/datacomp/CHECKPOINT beside the checkpoint")
-    parser.add_argument("--batch-size", type=int, default=256, help="images, and texts, in a batch")
-    parser.add_argument("--workers", type=int, default=4, help="processes that decode images; at most one a shard")
+    parser.add_argument("--overwrite", action="store_true", help="evaluate again what has a result already")
+    parser.add_argument(
+        "--allow-size-mismatch",
+        action="store_true",
+        help="score data whose number of samples or classes is not DataComp's; the summary says so",
+    )
+    return parser.parse_args(argv)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model, and how to run it."""
+    parser.add_argument("--model", required=True, help="OpenCLIP's name of the model, hf-hub: and local-dir: too")
+    parser.add_argument("--checkpoint", help="checkpoint file, or one of the model's pretrained tags")
+    parser.add_argument("--batch-size", type=_at_least(1), default=256, help="images, and texts, in a batch")
+    parser.add_argument(
+        "--workers", type=_at_least(0), default=4, help="processes that decode images; never more than shards"
+    )
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is one")
     parser.add_argument(
         "--precision",
@@ -68,12 +82,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default="datacomp",
         help="datacomp: as DataComp's harness on CUDA (texts, and in retrieval images too, in autocast), float32 on "
         "CPU; fp32: float32 everywhere; amp: autocast everywhere (CUDA)",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="evaluate again what has a result already")
-    parser.add_argument(
-        "--allow-size-mismatch",
-        action="store_true",
-        help="score data whose number of samples or classes is not DataComp's; the summary says so",
     )
     group = parser.add_argument_group("model options", "as in training with OpenCLIP, for checkpoints that need them")
     group.add_argument("--model-config", help="JSON of a model that OpenCLIP does not ship")
@@ -85,11 +93,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     group.add_argument("--image-std", type=float, nargs=3)
     group.add_argument("--image-interpolation", choices=("bicubic", "bilinear", "random"))
     group.add_argument("--image-resize-mode", choices=("shortest", "longest", "squash"))
-    args = parser.parse_args(argv)
-    for name in ("batch_size", "workers"):
-        if getattr(args, name) < (1 if name == "batch_size" else 0):
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} is too small")
-    return args
+
+
+def _at_least(lowest: int) -> Callable[[str], int]:
+    """An argument type: integers from ``lowest``."""
+
+    def integer(text: str) -> int:
+        if int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"{text} is less than {lowest}")
+        return int(text)
+
+    return integer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     problems = _missing(tasks, args.data_dir)
     if len(problems) == len(tasks):
         raise ValueError(_wrong_folder(tasks, args.data_dir))
-    device = _device(args.device)
+    device = select_device(args.device)
     precision = resolve_precision(args.precision, device)
     options = {name: getattr(args, name) for name in MODEL_OPTIONS}
     loaded = load_model(args.model, args.checkpoint, device, args.model_config, **options)
@@ -207,7 +221,12 @@ def _init_processes() -> None:
         dist.init_process_group("gloo", timeout=datetime.timedelta(days=7))
 
 
-def _device(requested: str | None) -> torch.device:
+def select_device(requested: str | None) -> torch.device:
+    """The device asked for, or CUDA where there is one; under torchrun each process takes its own GPU.
+
+    Raises:
+        ValueError: for CUDA where there is none.
+    """
     device = torch.device(requested or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda":
         if not torch.cuda.is_available():
