@@ -1,4 +1,4 @@
-"""Draw a scene with numpy: an outline is a test of points, on a grid four times as fine as the image.
+"""Draw a scene with numpy: an outline is a test of points, on a grid three times as fine as the image.
 
 Coordinates of an item run from -1 to 1 along ``u`` (right) and ``v`` (down) after moving, scaling and turning, so that a
 shape is one line of geometry. The share of the fine points in a pixel that lie inside (its coverage) gives clean edges.
@@ -11,7 +11,7 @@ import numpy as np
 from openclip_ext.data.shapes.scene import Item, Scene
 
 IMAGE_SIZE = 32
-_SUPERSAMPLING = 4
+_SUPERSAMPLING = 3
 
 Array = np.ndarray
 

@@ -1,0 +1,62 @@
+# Sourced by the other scripts: goes to the clone's root and provides $python, the interpreter of the virtual environment
+# in .venv, where this package is installed in place with all its extras. Made on the first call; afterwards a call costs a
+# fraction of a second, until requirements.txt or pyproject.toml change.
+#
+# PYTHON names the interpreter to make the environment with (default: python3); pip's own PIP_* variables are obeyed.
+
+root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
+cd -- "$root"
+python="$root/.venv/bin/python"
+
+say() {
+  printf '\n==> %s\n' "$*"
+}
+
+fail() {
+  printf 'error: %s\n' "$*" >&2
+  exit 1
+}
+
+# The clone's path is part of it: an environment that was moved or copied would import the package from the old place.
+environment_fingerprint() {
+  {
+    printf '%s\n' "$root"
+    "$python" --version
+    cat requirements.txt pyproject.toml
+  } | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
+}
+
+environment_is_ready() {
+  [[ -x "$python" && -f .venv/.installed && "$(cat .venv/.installed)" == "$(environment_fingerprint)" ]]
+}
+
+make_environment() {
+  local base="${PYTHON:-python3}"
+  command -v "$base" >/dev/null || fail "$base not found: install Python 3.10 or newer, or set PYTHON to its path"
+  "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    fail "$("$base" --version) is too old: Python 3.10 or newer is needed; set PYTHON to its path"
+  if ! "$python" -m pip --version >/dev/null 2>&1; then
+    say "Making the virtual environment in .venv"
+    "$base" -m venv .venv || fail "$base cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)"
+  fi
+  say "Installing openclip_ext and what it needs (the first time about 5 GB, most of it PyTorch)"
+  "$python" -m pip install -e '.[eval,plot,test]' ||
+    fail "installation failed; see pip's message above. Nothing is lost: run the script again to go on"
+  environment_fingerprint >.venv/.installed
+}
+
+# Two scripts started at the same time must not install over each other. The lock ends with the subshell.
+ensure_environment() {
+  environment_is_ready && return
+  mkdir -p .venv
+  (
+    if command -v flock >/dev/null; then flock 9; fi
+    environment_is_ready || make_environment
+  ) 9>.venv/.lock
+}
+
+available_cores() {
+  "$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())'
+}
+
+ensure_environment
