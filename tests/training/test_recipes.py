@@ -49,6 +49,42 @@ def test_settings_and_results_are_those_of_neuclips_tables(row):
         assert recipes.get(name, loss).results[0].value == float(average)
 
 
+# FastCLIP's released commands: lr, lr_tau, ρ, γ, decay epochs, epochs.
+FASTCLIP_COMMANDS = """
+cc3m      1e-3 2e-4 6.5  0.2 18 37
+cc12m     4e-4 1e-4 8.5  0.2 16 33
+laion400m 2e-4 5e-5 16.0 0.8 10 30
+"""
+
+# AmorLIP, Section 4 and Appendix C: lr, f_d, T_online, α, ρ, ρ at the end, from which part of the run, epochs.
+AMORLIP_SETTINGS = """
+cc3m  1e-3 0.5 8 0.999 6.5 -8.0 0.75     30
+cc12m 4e-4 1.0 1 0.92  8.5 -8.5 0.666667 33
+"""
+
+
+@pytest.mark.parametrize("row", FASTCLIP_COMMANDS.strip().splitlines(), ids=lambda row: row.split()[0])
+def test_settings_of_fastclip_are_those_of_its_commands(row):
+    name, *numbers = row.split()
+    recipe = recipes.get(name, "fastclip")
+    options, flags = recipe.loss_options, recipe.openclip_flags
+    found = [flags["lr"], *(options[key] for key in ("lr_tau", "rho", "gamma", "gamma_decay_epochs")), flags["epochs"]]
+    assert found == [float(number) for number in numbers]
+    assert options["gamma_schedule"] == "cosine"
+
+
+@pytest.mark.parametrize("row", AMORLIP_SETTINGS.strip().splitlines(), ids=lambda row: row.split()[0])
+def test_settings_of_amorlip_are_those_of_its_appendix(row):
+    name, *numbers = row.split()
+    recipe = recipes.get(name, "amorlip")
+    options, flags = recipe.loss_options, recipe.openclip_flags
+    keys = ("width_factor", "fit_every", "ema_decay", "rho", "rho_end", "rho_switch")
+    found = [flags["lr"], *(options[key] for key in keys), flags["epochs"]]
+    assert found == pytest.approx([float(number) for number in numbers], rel=1e-6)
+    shared = ("normalizer_updates", "target_every", "previous_weight", "normalizer_lr", "normalizer_objective")
+    assert [options[key] for key in shared] == [3, 2, 0.8, 1e-3, "l2-log"]
+
+
 @pytest.mark.parametrize(("name", "loss"), ALL)
 def test_the_epochs_are_the_training_budget(name, loss):
     recipe = recipes.get(name, loss)
@@ -113,7 +149,8 @@ def test_listing_recipes_needs_no_torch():
 
 
 def test_the_documentation_lists_every_recipe():
-    rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", (ROOT / "docs" / "recipes.md").read_text(), flags=re.MULTILINE)
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (`.+?) \|", page, flags=re.MULTILINE)
     documented = {name: re.findall(r"`([\w-]+)`", listed) for name, listed in rows}
     assert documented == {name: recipes.losses(name) for name in recipes.names()}
 

@@ -28,9 +28,12 @@ _AMORLIP_SETTING = Setting(
 _COMMAND = f"the CC3M command in the README of {FAST_CLIP}"
 _TABLE = "NeuCLIP, Table 7"
 _COSINE_GAMMA = {"gamma": 0.2, "gamma_schedule": "cosine", "gamma_decay_epochs": 18}
-_CONSTANT_GAMMA = {"gamma": 0.2, "gamma_schedule": "constant"}
-_CONSTANT_GAMMA_NOTE = "the value of the constant γ is in none of the sources at hand: 0.2, where FastCLIP's γ ends"
+_CONSTANT_GAMMA_NOTE = "the value of the constant γ is in none of the sources at hand: the loss's default"
 _PER_SAMPLE = {"temperature": 0.03, "lr_tau": 0.0133, "rho": 7.0}
+_PER_SAMPLE_NOTE = (
+    "lr-tau is the released code's, which divides by the second moment of the gradient; here it is Adam's rate, which "
+    "divides by the root of it"
+)
 
 RECIPES = (
     _SETTING.recipe(
@@ -49,16 +52,16 @@ RECIPES = (
     ),
     _SETTING.recipe(
         "sogclr",
-        {"temperature": 0.07, **_CONSTANT_GAMMA},
+        {"temperature": 0.07},
         f"{_COMMAND}, for FastCLIP-v1: SogCLR differs from it in the schedule of γ only",
         datacomp("AmorLIP, Table 1, 30 epochs on 2.27 M pairs", 21.47, 17.03, 22.04),
         (_CONSTANT_GAMMA_NOTE,),
     ),
     _SETTING.recipe(
         "isogclr",
-        {**_PER_SAMPLE, **_CONSTANT_GAMMA},
+        _PER_SAMPLE,
         f"{_COMMAND}, for FastCLIP-v2: iSogCLR differs from it in the schedule of γ only",
-        notes=(_CONSTANT_GAMMA_NOTE,),
+        notes=(_CONSTANT_GAMMA_NOTE, _PER_SAMPLE_NOTE),
     ),
     _SETTING.recipe(
         "fastclip-v0",
@@ -67,7 +70,7 @@ RECIPES = (
         notes=("the temperature learns at the encoders' rate and with their schedule",),
     ),
     _SETTING.recipe("fastclip-v1", {"temperature": 0.07, **_COSINE_GAMMA}, _COMMAND),
-    _SETTING.recipe("fastclip-v2", {**_PER_SAMPLE, **_COSINE_GAMMA}, _COMMAND),
+    _SETTING.recipe("fastclip-v2", {**_PER_SAMPLE, **_COSINE_GAMMA}, _COMMAND, notes=(_PER_SAMPLE_NOTE,)),
     _SETTING.recipe(
         "fastclip",
         {"temperature": 0.07, "rho": 6.5, "lr_tau": 2e-4, **_COSINE_GAMMA},
