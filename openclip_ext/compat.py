@@ -7,6 +7,7 @@ is a change of one file. ``check_version`` names what was tried.
 
 import argparse
 import functools
+import logging
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -66,6 +67,10 @@ def setup_logging(log_path: str | None, level: int) -> None:
     from open_clip_train.logger import setup_logging as setup
 
     setup(log_path, level)
+    # OpenCLIP sets every logger to the run's level; those inside torch have nothing to say to users below a warning.
+    for name in logging.root.manager.loggerDict:
+        if name.split(".")[0] == "torch":
+            logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def autocast_context(precision: str, device: torch.device) -> Callable[[], AbstractContextManager]:

@@ -73,6 +73,13 @@ def _control_group_of(world: dist.ProcessGroup) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=_PATIENCE)
 
 
+def shutdown() -> None:
+    """Leave the group of processes, where there is one."""
+    _control_group_of.cache_clear()
+    if is_initialized():
+        dist.destroy_process_group()
+
+
 def broadcast_object(value: Any, source: int = 0) -> Any:
     """Give every rank the (picklable) value of rank ``source``."""
     if world_size() == 1:

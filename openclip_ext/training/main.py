@@ -66,8 +66,7 @@ def main(argv: list[str]) -> None:
         _run(args, choice, device)
     finally:
         _close_log(keep=handlers)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        distributed.shutdown()
 
 
 def _run(args: argparse.Namespace, choice: LossChoice, device: torch.device) -> None:

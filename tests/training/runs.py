@@ -81,11 +81,9 @@ def run(argv: list[str], stop_after: int | None = None) -> int:
 def run_on_two_ranks(folder: Path, runs: list[dict]) -> None:
     """Run several command lines (``{"argv": [...], "stop_after": n, "status": n}``) on two gloo ranks."""
     plan = folder / "plan.json"
-    plan.write_text(json.dumps(runs))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # A port for each run: the ranks leave one run and enter the next at different times.
+    plan.write_text(json.dumps([{**planned, "port": free_port()} for planned in runs]))
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     with ExitStack() as stack:
         ranks = []
         for rank in range(2):
@@ -94,9 +92,16 @@ def run_on_two_ranks(folder: Path, runs: list[dict]) -> None:
             arguments = [sys.executable, "-m", "tests.training.runs", str(plan)]
             ranks.append(subprocess.Popen(arguments, env=environment, stdout=log, stderr=subprocess.STDOUT))
             stack.callback(ranks[-1].kill)
-        statuses = [rank.wait(timeout=600) for rank in ranks]
+        statuses = [rank.wait(timeout=300) for rank in ranks]
     logs = "\n".join((folder / f"rank_{rank}.log").read_text()[-4000:] for rank in range(2))
     assert statuses == [0, 0], logs
+
+
+def free_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def losses_of(folder: Path) -> list[tuple[int, float, float]]:
@@ -146,5 +151,6 @@ def differences(first, second, path: str = "") -> list[str]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for planned in json.loads(Path(sys.argv[1]).read_text()):
+        os.environ["MASTER_PORT"] = str(planned["port"])
         status = run(planned["argv"], planned.get("stop_after"))
         assert status == planned.get("status", 0), (status, planned)
