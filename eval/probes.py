@@ -1,0 +1,468 @@
+"""Linear probes on frozen features: ``python -m eval.probes voc07`` and ``python -m eval.probes top1``.
+
+Source: CLIP-Lite, section 4.3, which follows VirTex (Desai and Johnson, 2021).
+
+- VOC07: per class a linear SVM on the trainval split, its cost chosen from {0.01, 0.1, 1, 10} by 3-fold
+  cross-validation of average precision; mean average precision on the test split. As in VirTex, features have unit
+  length, positives weigh twice, and images where an object is marked difficult count as negatives in training and are
+  left out of the test.
+- Top-1: one multinomial logistic regression over all classes, trained to convergence; its cost is chosen on a part of
+  the training data. CLIP-Lite trains the same classifier with SGD for 100 epochs.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from joblib import Parallel, delayed
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import average_precision_score
+from sklearn.model_selection import cross_val_score, train_test_split
+from sklearn.preprocessing import StandardScaler
+from sklearn.svm import LinearSVC
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from eval.data import CLASSNAMES_FILE, SampleFormat, Skipped, find_shards, read_lines
+from eval.datacomp import add_model_arguments
+from eval.features import Encoder
+from eval.image_files import list_images, load_encoder, read_images
+from eval.models import ModelError
+
+SVM_COSTS = (0.01, 0.1, 1.0, 10.0)
+LOGISTIC_COSTS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+FOLDS = 3
+FEATURES = ("backbone", "embedding")
+PRESENT, DIFFICULT, ABSENT = 1, 0, -1
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Split:
+    """Features of one split.
+
+    Attributes:
+        features: ``(n, d)`` float32.
+        labels: top-1: ``(n,)`` class numbers; VOC07: ``(n, classes)`` of `PRESENT`, `DIFFICULT`, `ABSENT`.
+        classes: their names.
+        skipped: number of images that do not decode and are left out.
+    """
+
+    features: Array
+    labels: Array
+    classes: tuple[str, ...]
+    skipped: int = 0
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What a probe found.
+
+    Attributes:
+        metrics: the numbers.
+        per_class: average precision by class (VOC07 only).
+        costs: the chosen cost, by class for VOC07.
+    """
+
+    metrics: dict[str, float]
+    per_class: dict[str, float] = field(default_factory=dict)
+    costs: dict[str, float] = field(default_factory=dict)
+
+
+# --- features -----------------------------------------------------------------------------------------------------
+
+
+def feature_function(model: nn.Module, kind: str) -> Callable[[Tensor], Tensor]:
+    """What to probe: a function from images ``(B, 3, H, W)`` to features ``(B, d)``.
+
+    Args:
+        model: an OpenCLIP model.
+        kind: ``backbone``, the pooled features in front of the projection (ModifiedResNet: the global average of its
+            last map, as the papers have it); ``embedding``, what is compared with texts.
+
+    Raises:
+        ModelError: if the backbone's features cannot be had from this tower.
+    """
+    if kind == "embedding":
+        return model.encode_image
+    visual = model.visual
+    if hasattr(visual, "layer4") and hasattr(visual, "forward_intermediates"):
+        return lambda images: _last_map(visual, images).mean(dim=(2, 3))
+    if hasattr(visual, "trunk"):
+        return lambda images: _pool(visual.trunk(images))
+    if hasattr(visual, "proj"):
+        return lambda images: _without_projection(visual, images)
+    raise ModelError(
+        f"The backbone's features of a {type(visual).__name__} are not known; --features embedding works with any."
+    )
+
+
+def _last_map(visual: nn.Module, images: Tensor) -> Tensor:
+    return visual.forward_intermediates(images, indices=1, intermediates_only=True)["image_intermediates"][-1]
+
+
+def _pool(features: Tensor) -> Tensor:
+    """timm's trunk pools by itself, unless OpenCLIP put an attention pool behind it."""
+    return features.mean(dim=(2, 3)) if features.dim() == 4 else features
+
+
+def _without_projection(visual: nn.Module, images: Tensor) -> Tensor:
+    projection = visual.proj
+    visual.proj = None
+    try:
+        pooled = visual(images)
+    finally:
+        visual.proj = projection
+    return pooled[0] if isinstance(pooled, tuple) else pooled
+
+
+@torch.no_grad()
+def extract(
+    batches: Iterable[tuple[Tensor, Tensor]], encoder: Encoder, kind: str, total: int | None = None
+) -> tuple[Array, Array]:
+    """Features of all images, in order.
+
+    Args:
+        batches: a number for every image (its position, its label), ``(B,)``, and the images, ``(B, 3, H, W)``.
+        encoder: the model.
+        kind: see `feature_function`.
+        total: number of images, for the progress bar.
+
+    Returns:
+        The numbers, ``(n,)``, and the features, ``(n, d)`` float32.
+
+    Raises:
+        ValueError: if no image decodes, or features are not finite.
+    """
+    function = feature_function(encoder.model, kind)
+    numbers, features = [], []
+    with tqdm(total=total, desc="features", unit="image", disable=not encoder.show_progress) as bar:
+        for number, images in batches:
+            features.append(function(images.to(encoder.device)).float().cpu().numpy())
+            numbers.append(number.numpy())
+            bar.update(len(number))
+    if not features:
+        raise ValueError("none of the images decodes")
+    matrix = np.concatenate(features)
+    if not np.isfinite(matrix).all():
+        raise ValueError("the model gives features that are not finite: its weights are broken or overflow")
+    return np.concatenate(numbers), matrix
+
+
+# --- data ---------------------------------------------------------------------------------------------------------
+
+
+def read_voc(devkit: Path, split: str, encoder: Encoder, kind: str) -> Split:
+    """Features and labels of a split of Pascal VOC 2007.
+
+    Args:
+        devkit: ``VOCdevkit/VOC2007`` (or the folder above it), with ``ImageSets/Main/CLASS_SPLIT.txt`` (a line an
+            image: its name and 1, 0 for difficult, or -1) and ``JPEGImages``.
+        split: ``trainval`` or ``test``.
+
+    Raises:
+        ValueError: if files are missing or not as described.
+    """
+    devkit = devkit / "VOC2007" if (devkit / "VOC2007").is_dir() else devkit
+    files = sorted((devkit / "ImageSets" / "Main").glob(f"*_{split}.txt"))
+    if not files:
+        raise ValueError(f"{devkit} has no ImageSets/Main/*_{split}.txt: expected the folder VOCdevkit/VOC2007.")
+    classes = tuple(file.stem.removesuffix(f"_{split}") for file in files)
+    columns = [_read_class(file) for file in files]
+    names = list(columns[0])
+    if any(column.keys() != columns[0].keys() for column in columns):
+        raise ValueError(f"the class files of {split} in {devkit} do not list the same images")
+    labels = np.array([[column[name] for column in columns] for name in names], dtype=np.int8)
+    paths = [devkit / "JPEGImages" / f"{name}.jpg" for name in names]
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise ValueError(f"{devkit / 'JPEGImages'} lacks {len(missing)} images of {split}, among them {missing[0]}")
+    positions, features = extract(read_images(paths, encoder), encoder, kind, len(paths))
+    return Split(features, labels[positions], classes, len(paths) - len(positions))
+
+
+def _read_class(file: Path) -> dict[str, int]:
+    labels = {}
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        fields = line.split()
+        if len(fields) != 2 or fields[1] not in ("1", "0", "-1"):
+            raise ValueError(f"{file}, line {number}: expected an image and 1, 0 or -1, found {line!r}")
+        labels[fields[0]] = int(fields[1])
+    return labels
+
+
+def read_labelled(path: Path, encoder: Encoder, kind: str) -> Split:
+    """Features and labels of a folder of class folders (ImageFolder), or of a set in DataComp's format.
+
+    Raises:
+        ValueError: if the folder is neither, or damaged.
+    """
+    if (path / CLASSNAMES_FILE).is_file():
+        return _read_shards(path, encoder, kind)
+    folders = sorted(folder for folder in path.iterdir() if folder.is_dir()) if path.is_dir() else []
+    if not folders:
+        raise ValueError(f"{path} is neither a folder of class folders nor a set in DataComp's format.")
+    files = [(number, file) for number, folder in enumerate(folders) for file in list_images(folder)]
+    labels = np.array([number for number, _ in files])
+    batches = read_images([file for _, file in files], encoder)
+    positions, features = extract(batches, encoder, kind, len(files))
+    classes = tuple(folder.name for folder in folders)
+    return Split(features, labels[positions], classes, len(files) - len(positions))
+
+
+def _read_shards(path: Path, encoder: Encoder, kind: str) -> Split:
+    classes = tuple(read_lines(path / CLASSNAMES_FILE, "class names"))
+    skipped: list[Skipped] = []
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in encoder.batches(find_shards(path), SampleFormat(len(classes))):
+            skipped.extend(batch.skipped)
+            if batch.labels is not None:
+                yield batch.labels, batch.images
+
+    labels, features = extract(batches(), encoder, kind)
+    for entry in skipped:
+        logging.warning(f"left out: {entry}")
+    return Split(features, labels, classes, len(skipped))
+
+
+# --- probes -------------------------------------------------------------------------------------------------------
+
+
+def probe_voc07(train: Split, test: Split, costs: Sequence[float] = SVM_COSTS, jobs: int = 1) -> ProbeResult:
+    """Per-class linear SVMs and their mean average precision.
+
+    Args:
+        train: see `read_voc`.
+        test: of the same classes.
+        costs: to choose from.
+        jobs: classes trained at a time.
+
+    Returns:
+        ``map`` (area under the precision-recall curve, as VirTex reports), ``map_11point`` (VOC2007's own definition).
+
+    Raises:
+        ValueError: if a class has too few examples for cross-validation, or none in the test.
+    """
+    _check_classes(train, test)
+    for number, name in enumerate(train.classes):
+        positive = int((train.labels[:, number] == PRESENT).sum())
+        if min(positive, len(train.labels) - positive) < FOLDS:
+            raise ValueError(
+                f"class {name} has {positive} positives among {len(train.labels)} training images; "
+                f"{FOLDS}-fold cross-validation needs {FOLDS} of either kind"
+            )
+        if not (test.labels[:, number] == PRESENT).any():
+            raise ValueError(f"class {name} has no positives in the test split, so no average precision")
+    train_features, test_features = _unit_length(train.features), _unit_length(test.features)
+    outcomes = Parallel(n_jobs=jobs, prefer="threads")(  # liblinear works outside the GIL
+        delayed(_probe_class)(train_features, train.labels[:, number], test_features, test.labels[:, number], costs)
+        for number in range(len(train.classes))
+    )
+    chosen, precisions, eleven_points = zip(*outcomes, strict=True)
+    return ProbeResult(
+        {"map": float(np.mean(precisions)), "map_11point": float(np.mean(eleven_points))},
+        per_class=dict(zip(train.classes, precisions, strict=True)),
+        costs=dict(zip(train.classes, chosen, strict=True)),
+    )
+
+
+def _probe_class(
+    train_features: Array, train_labels: Array, test_features: Array, test_labels: Array, costs: Sequence[float]
+) -> tuple[float, float, float]:
+    """Chosen cost, average precision, and 11-point average precision of one class."""
+    targets = train_labels == PRESENT
+    precisions = [
+        cross_val_score(_svm(cost), train_features, targets, cv=FOLDS, scoring="average_precision").mean()
+        for cost in costs
+    ]
+    cost = costs[int(np.argmax(precisions))]
+    scores = _svm(cost).fit(train_features, targets).decision_function(test_features)
+    counted = test_labels != DIFFICULT
+    targets, scores = test_labels[counted] == PRESENT, scores[counted]
+    return cost, float(average_precision_score(targets, scores)), eleven_point_precision(targets, scores)
+
+
+def _svm(cost: float) -> LinearSVC:
+    return LinearSVC(C=cost, class_weight={True: 2, False: 1}, max_iter=2000, dual="auto", random_state=0)
+
+
+def eleven_point_precision(targets: Array, scores: Array) -> float:
+    """VOC2007's average precision: the mean, over recalls 0, 0.1, ..., 1, of the best precision at that recall or more.
+
+    Args:
+        targets: ``(n,)`` bool, at least one true.
+        scores: ``(n,)``.
+    """
+    ranked = targets[np.argsort(-scores, kind="stable")]
+    hits = np.cumsum(ranked)
+    precision, recall = hits / np.arange(1, len(ranked) + 1), hits / hits[-1]
+    # A tenth is no binary fraction: without the margin, recall 0.3 would miss the level 3/10.
+    return float(np.mean([precision[recall >= level / 10 - 1e-9].max() for level in range(11)]))
+
+
+def probe_top1(
+    train: Split,
+    test: Split,
+    costs: Sequence[float] = LOGISTIC_COSTS,
+    samples_per_class: int | None = None,
+    max_iterations: int = 1000,
+) -> ProbeResult:
+    """Multinomial logistic regression on standardised features.
+
+    Args:
+        train: see `read_labelled`.
+        test: of the same classes.
+        costs: scikit-learn's C, the inverse of the weight decay; the best on a tenth of the training data is taken.
+        samples_per_class: train on at most this many a class; None: on all.
+        max_iterations: of L-BFGS.
+
+    Returns:
+        ``acc1`` and ``train_acc1``.
+
+    Raises:
+        ValueError: if the splits have other classes, or a class has fewer than two training images.
+    """
+    _check_classes(train, test)
+    features, labels = _limit(train.features, train.labels, samples_per_class)
+    counts = np.bincount(labels, minlength=len(train.classes))
+    if counts.min() < 2:
+        raise ValueError(
+            f"class {train.classes[int(counts.argmin())]} has {counts.min()} training images, expected at least 2"
+        )
+    scaler = StandardScaler().fit(features)
+    features, test_features = scaler.transform(features), scaler.transform(test.features)
+    cost = costs[0] if len(costs) == 1 else _choose_cost(features, labels, costs, max_iterations)
+    classifier = _logistic(cost, max_iterations).fit(features, labels)
+    metrics = {
+        "acc1": float(np.mean(classifier.predict(test_features) == test.labels)),
+        "train_acc1": float(np.mean(classifier.predict(features) == labels)),
+    }
+    return ProbeResult(metrics, costs={"all": cost})
+
+
+def _choose_cost(features: Array, labels: Array, costs: Sequence[float], max_iterations: int) -> float:
+    """The cost that is best on a held-out tenth, which has every class in it."""
+    held_out = max(len(np.unique(labels)), len(labels) // 10)
+    train_x, valid_x, train_y, valid_y = train_test_split(
+        features, labels, test_size=held_out, stratify=labels, random_state=0
+    )
+    scores = [_logistic(cost, max_iterations).fit(train_x, train_y).score(valid_x, valid_y) for cost in costs]
+    return costs[int(np.argmax(scores))]
+
+
+def _logistic(cost: float, max_iterations: int) -> LogisticRegression:
+    return LogisticRegression(C=cost, max_iter=max_iterations)
+
+
+def _limit(features: Array, labels: Array, samples_per_class: int | None) -> tuple[Array, Array]:
+    if samples_per_class is None:
+        return features, labels
+    order = np.random.default_rng(0).permutation(len(labels))
+    kept = np.concatenate([order[labels[order] == label][:samples_per_class] for label in np.unique(labels)])
+    kept.sort()
+    return features[kept], labels[kept]
+
+
+def _unit_length(features: Array) -> Array:
+    return features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
+
+
+def _check_classes(train: Split, test: Split) -> None:
+    if train.classes != test.classes:
+        different = sorted(set(train.classes) ^ set(test.classes))[:5] or "the same names in another order"
+        raise ValueError(
+            f"the training data has {len(train.classes)} classes, the test data {len(test.classes)}; "
+            f"they differ in {different}"
+        )
+
+
+# --- command line -------------------------------------------------------------------------------------------------
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.probes", description="Linear probes on frozen features, as in CLIP-Lite and VirTex."
+    )
+    probes = parser.add_subparsers(dest="probe", required=True)
+    voc07 = probes.add_parser("voc07", help="Pascal VOC 2007: an SVM a class, mean average precision")
+    voc07.add_argument("--devkit", type=Path, required=True, help="folder VOCdevkit/VOC2007")
+    top1 = probes.add_parser("top1", help="ImageNet and the like: logistic regression, top-1 accuracy")
+    for name, what in (("train", "train on"), ("test", "test on")):
+        top1.add_argument(
+            f"--{name}", type=Path, required=True, help=f"data to {what}: class folders, or DataComp's format"
+        )
+    top1.add_argument("--samples-per-class", type=int, help="train on at most this many a class")
+    top1.add_argument("--max-iterations", type=int, default=1000, help="of L-BFGS (default: %(default)s)")
+    for probe, costs in ((voc07, SVM_COSTS), (top1, LOGISTIC_COSTS)):
+        add_model_arguments(probe)
+        probe.add_argument(
+            "--features", choices=FEATURES, default="backbone", help="backbone: pooled, before the projection (default)"
+        )
+        probe.add_argument("--costs", type=float, nargs="+", default=costs, help=f"default: {costs}")
+        probe.add_argument("--output", type=Path, help="JSON file to write")
+    voc07.add_argument("--jobs", type=int, default=1, help="classes trained at a time (default: %(default)s)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    args = build_parser().parse_args(argv)
+    warnings.filterwarnings("once", category=ConvergenceWarning)
+    try:
+        report = run(args)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    text = json.dumps(report, indent=2)
+    print(text)
+    if args.output:
+        args.output.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Extract features, train and test; what ``--output`` holds.
+
+    Raises:
+        ValueError: for wrong data, model or options.
+    """
+    loaded, encoder = load_encoder(args)
+    if args.probe == "voc07":
+        train, test = (read_voc(args.devkit, split, encoder, args.features) for split in ("trainval", "test"))
+        result = probe_voc07(train, test, args.costs, args.jobs)
+    else:
+        train, test = (read_labelled(path, encoder, args.features) for path in (args.train, args.test))
+        result = probe_top1(train, test, args.costs, args.samples_per_class, args.max_iterations)
+    return {
+        "probe": args.probe,
+        **result.metrics,
+        "per_class": result.per_class,
+        "costs": result.costs,
+        "model": loaded.name,
+        "checkpoint": loaded.checkpoint,
+        "weights": loaded.weights_sha256,
+        "features": args.features,
+        "dimensions": train.features.shape[1],
+        "train_images": len(train.labels),
+        "test_images": len(test.labels),
+        "skipped_images": train.skipped + test.skipped,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+"""Linear probes: the features, the protocol against independent definitions, and the command on all data formats."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import GridSearchCV, StratifiedKFold
+from sklearn.svm import LinearSVC
+
+from eval.models import ModelError
+from eval.probes import (
+    ABSENT,
+    DIFFICULT,
+    PRESENT,
+    SVM_COSTS,
+    Split,
+    eleven_point_precision,
+    feature_function,
+    main,
+    probe_top1,
+    probe_voc07,
+)
+from tests.eval import datasets
+
+CLASSES = ("cat", "dog", "owl")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return datasets.tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def run(checkpoint: Path, *arguments: str) -> int:
+    model = ["--model", datasets.TINY_MODEL, "--checkpoint", str(checkpoint), "--device", "cpu", "--workers", "0"]
+    return main([arguments[0], *model, *arguments[1:]])
+
+
+def build(folder: Path, name: str, **vision: object) -> torch.nn.Module:
+    open_clip.add_model_config(datasets.tiny_model_config(folder, name, **vision))
+    torch.manual_seed(0)
+    return open_clip.create_model(name).eval()
+
+
+@torch.no_grad()
+def test_backbone_features_are_those_in_front_of_the_projection(tmp_path: Path) -> None:
+    images = torch.randn(3, 3, 64, 64)
+    resnet = build(tmp_path, "probe-resnet", layers=[1, 1, 1, 1], width=8, patch_size=None, image_size=64)
+    maps = resnet.visual.layer4(
+        resnet.visual.layer3(resnet.visual.layer2(resnet.visual.layer1(resnet.visual.stem(images))))
+    )
+    features = feature_function(resnet, "backbone")(images)
+    torch.testing.assert_close(features, maps.mean(dim=(2, 3)))
+    assert features.shape == (3, 256)
+
+    vit = build(tmp_path, "probe-vit")
+    small = images[:, :, :32, :32]
+    features = feature_function(vit, "backbone")(small)
+    assert features.shape == (3, 32)
+    torch.testing.assert_close(features @ vit.visual.proj, vit.encode_image(small))
+    torch.testing.assert_close(feature_function(vit, "embedding")(small), vit.encode_image(small))
+
+    timm = {"timm_model_name": "convnext_atto", "timm_proj": "linear", "image_size": 64}
+    convnext = build(tmp_path, "probe-timm", **timm)
+    features = feature_function(convnext, "backbone")(images)
+    torch.testing.assert_close(convnext.visual.head(features), convnext.encode_image(images))
+    attention = {"timm_model_name": "resnet18", "timm_pool": "abs_attn", "timm_proj": "", "image_size": 224}
+    pooled = build(tmp_path, "probe-attention", **attention)
+    assert feature_function(pooled, "backbone")(torch.randn(1, 3, 224, 224)).shape == (1, 512)
+
+    vit.visual = torch.nn.Identity()
+    with pytest.raises(ModelError, match="--features embedding works"):
+        feature_function(vit, "backbone")
+
+
+def test_eleven_points_by_their_definition() -> None:
+    generator = np.random.default_rng(0)
+    for size in (3, 10, 37):
+        targets = generator.random(size) < 0.4
+        targets[0] = True
+        scores = generator.standard_normal(size)
+        order = np.argsort(-scores)
+        expected = 0.0
+        for tenth in range(11):
+            reached = [
+                targets[order[: k + 1]].mean()
+                for k in range(size)
+                if 10 * targets[order[: k + 1]].sum() >= tenth * targets.sum()
+            ]
+            expected += max(reached) / 11
+        assert eleven_point_precision(targets, scores) == pytest.approx(expected, abs=1e-12)
+    assert eleven_point_precision(np.array([True, False]), np.array([1.0, 0.0])) == 1.0
+
+
+def voc_splits(seed: int = 0, size: int = 90) -> tuple[Split, Split]:
+    """Three classes that overlap, each visible in a few of twelve dimensions, behind noise."""
+    generator = np.random.default_rng(seed)
+    directions = generator.standard_normal((3, 12))
+    splits = []
+    for _ in range(2):
+        present = generator.random((size, 3)) < 0.35
+        features = present @ directions + 1.5 * generator.standard_normal((size, 12))
+        labels = np.where(present, PRESENT, ABSENT).astype(np.int8)
+        splits.append(Split(features.astype(np.float32), labels, CLASSES))
+    return splits[0], splits[1]
+
+
+def test_voc_protocol_against_scikit_learn() -> None:
+    train, test = voc_splits()
+    result = probe_voc07(train, test)
+    unit = [split.features / np.linalg.norm(split.features, axis=1, keepdims=True) for split in (train, test)]
+    precisions = []
+    for number, name in enumerate(CLASSES):
+        search = GridSearchCV(
+            LinearSVC(class_weight={0: 1, 1: 2}, max_iter=2000, random_state=0),
+            {"C": list(SVM_COSTS)},
+            scoring="average_precision",
+            cv=StratifiedKFold(3),
+        )
+        search.fit(unit[0], (train.labels[:, number] == PRESENT).astype(int))
+        assert result.costs[name] == search.best_params_["C"]
+        precisions.append(search.score(unit[1], (test.labels[:, number] == PRESENT).astype(int)))
+        assert result.per_class[name] == pytest.approx(precisions[-1], abs=1e-12)
+    assert result.metrics["map"] == pytest.approx(np.mean(precisions), abs=1e-12)
+    assert 0.4 < result.metrics["map"] < 1 and 0.4 < result.metrics["map_11point"] < 1
+    assert len(set(result.costs.values())) > 1  # the choice matters here
+    assert probe_voc07(train, test, jobs=2) == result
+    # The length of a feature says nothing.
+    scaled = Split(train.features * np.linspace(0.1, 9, len(train.features))[:, None], train.labels, CLASSES)
+    assert probe_voc07(scaled, test).metrics["map"] == pytest.approx(result.metrics["map"], abs=1e-6)
+
+
+def test_difficult_images_are_negatives_in_training_and_left_out_of_the_test() -> None:
+    train, test = voc_splits()
+    base = probe_voc07(train, test)
+    difficult = train.labels.copy()
+    difficult[train.labels == ABSENT] = DIFFICULT
+    assert probe_voc07(Split(train.features, difficult, CLASSES), test) == base
+    # A wrong answer that the test leaves out cannot cost anything.
+    labels, features = test.labels.copy(), test.features.copy()
+    labels[0, :], features[0] = DIFFICULT, 100.0
+    ignored = probe_voc07(train, Split(features, labels, CLASSES))
+    assert ignored == probe_voc07(train, Split(test.features[1:], test.labels[1:], CLASSES))
+
+
+def test_top1_probe_learns_digits() -> None:
+    digits = load_digits()
+    images, labels = digits.data.astype(np.float32), digits.target
+    names = tuple(map(str, range(10)))
+    train, test = Split(images[:1200], labels[:1200], names), Split(images[1200:], labels[1200:], names)
+    result = probe_top1(train, test, costs=(1e-5, 1e-2))
+    # scikit-learn's own logistic regression on standardised pixels reaches 0.92; chance is 0.1.
+    assert result.costs == {"all": 1e-2} and result.metrics["acc1"] > 0.88
+    assert probe_top1(train, test, costs=(1e-5,)).metrics["acc1"] < result.metrics["acc1"]
+    few = probe_top1(train, test, costs=(1e-2,), samples_per_class=5)
+    assert 0.5 < few.metrics["acc1"] < result.metrics["acc1"]
+    assert few == probe_top1(train, test, costs=(1e-2,), samples_per_class=5)
+
+
+def test_splits_that_do_not_fit() -> None:
+    train, test = voc_splits(size=30)
+    with pytest.raises(ValueError, match=r"differ in \['cat', 'owl'\]"):
+        probe_voc07(train, Split(test.features, test.labels[:, :1], ("dog",)))
+    with pytest.raises(ValueError, match="the same names in another order"):
+        probe_voc07(train, Split(test.features, test.labels, CLASSES[::-1]))
+    rare = train.labels.copy()
+    rare[:, 1] = ABSENT
+    rare[:2, 1] = PRESENT
+    with pytest.raises(ValueError, match="dog has 2 positives among 30"):
+        probe_voc07(Split(train.features, rare, CLASSES), test)
+    with pytest.raises(ValueError, match="dog has no positives in the test"):
+        probe_voc07(train, Split(test.features, np.where([False, True, False], ABSENT, test.labels), CLASSES))
+    one = Split(train.features, np.arange(30) % 3, CLASSES)
+    with pytest.raises(ValueError, match="cat has 1 training images"):
+        probe_top1(one, one, samples_per_class=1)
+
+
+def write_devkit(folder: Path, per_split: int = 40) -> Path:
+    """A devkit of digits: class ``even`` and ``small`` (below 5), some of them difficult."""
+    devkit = folder / "VOCdevkit" / "VOC2007"
+    (devkit / "ImageSets" / "Main").mkdir(parents=True)
+    (devkit / "JPEGImages").mkdir()
+    images, labels = datasets.digit_images(2 * per_split)
+    for start, split in ((0, "trainval"), (per_split, "test")):
+        lines: dict[str, list[str]] = {"even": [], "small": []}
+        for number in range(start, start + per_split):
+            images[number].save(devkit / "JPEGImages" / f"{number:06d}.jpg")
+            for name, shown in (("even", labels[number] % 2 == 0), ("small", labels[number] < 5)):
+                label = 0 if number % 17 == 16 else 1 if shown else -1
+                lines[name].append(f"{number:06d} {label:2d}")
+        for name, content in lines.items():
+            (devkit / "ImageSets" / "Main" / f"{name}_{split}.txt").write_text("\n".join(content) + "\n")
+    return devkit
+
+
+def test_voc_command(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    devkit = write_devkit(tmp_path)
+    output = tmp_path / "voc.json"
+    assert run(checkpoint, "voc07", "--devkit", str(devkit.parent), "--output", str(output)) == 0
+    report = json.loads(output.read_text())
+    assert report["train_images"] == report["test_images"] == 40 and report["dimensions"] == 32
+    assert set(report["per_class"]) == set(report["costs"]) == {"even", "small"}
+    assert report["map"] == pytest.approx(np.mean(list(report["per_class"].values())))
+    assert set(report["costs"].values()) <= set(SVM_COSTS) and report["skipped_images"] == 0
+    assert run(checkpoint, "voc07", "--devkit", str(devkit), "--features", "embedding", "--costs", "1") == 0
+    assert '"dimensions": 16' in capsys.readouterr().out
+
+    (devkit / "JPEGImages" / "000003.jpg").write_bytes(b"\xff\xd8")
+    assert run(checkpoint, "voc07", "--devkit", str(devkit), "--output", str(output)) == 0
+    report = json.loads(output.read_text())
+    assert (report["train_images"], report["skipped_images"]) == (39, 1)
+    (devkit / "JPEGImages" / "000003.jpg").unlink()
+    assert run(checkpoint, "voc07", "--devkit", str(devkit)) == 1
+    assert "lacks 1 images of trainval, among them 000003.jpg" in capsys.readouterr().err
+    labels = devkit / "ImageSets" / "Main" / "even_trainval.txt"
+    labels.write_text(labels.read_text().replace("000001 ", "000001 yes "))
+    assert run(checkpoint, "voc07", "--devkit", str(devkit)) == 1
+    assert "line 2: expected an image and" in capsys.readouterr().err
+    labels.write_text("000000 1\n")
+    assert run(checkpoint, "voc07", "--devkit", str(devkit)) == 1
+    assert "do not list the same images" in capsys.readouterr().err
+    assert run(checkpoint, "voc07", "--devkit", str(tmp_path)) == 1
+    assert "VOCdevkit/VOC2007" in capsys.readouterr().err
+
+
+def test_top1_command(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images, labels = datasets.digit_images(300, seed=1)
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        folder = tmp_path / "train" / datasets.DIGIT_NAMES[label]
+        folder.mkdir(parents=True, exist_ok=True)
+        image.save(folder / f"{number}.png")
+    datacomp = datasets.make_task(tmp_path, "mnist", count=60)
+    output = tmp_path / "top1.json"
+    # Folders come in alphabetical order, DataComp's class names in theirs: refused, not mixed up.
+    arguments = ["--train", str(tmp_path / "train"), "--test"]
+    assert run(checkpoint, "top1", *arguments, str(datacomp)) == 1
+    assert "another order" in capsys.readouterr().err
+    for number, name in enumerate(datasets.DIGIT_NAMES):
+        (tmp_path / "train" / name).rename(tmp_path / "train" / str(number))
+    (datacomp / "classnames.txt").write_text("".join(f"{number}\n" for number in range(10)))
+    assert run(checkpoint, "top1", *arguments, str(datacomp), "--costs", "0.01", "--output", str(output)) == 0
+    report = json.loads(output.read_text())
+    assert (report["train_images"], report["test_images"], report["costs"]) == (300, 60, {"all": 0.01})
+    assert report["acc1"] > 0.3  # random features of digits are no good ones; chance is 0.1
+
+    assert run(checkpoint, "top1", "--train", str(datacomp), "--test", str(datacomp), "--costs", "0.01") == 0
+    (datacomp / "test" / "nshards.txt").write_text("3\n")
+    assert run(checkpoint, "top1", *arguments, str(datacomp)) == 1
+    assert "2.tar" in capsys.readouterr().err
+    assert run(checkpoint, "top1", *arguments, str(tmp_path / "none")) == 1
+    assert "neither a folder of class folders" in capsys.readouterr().err
+    (tmp_path / "train" / "empty").mkdir()
+    assert run(checkpoint, "top1", *arguments, str(datacomp)) == 1
+    assert "holds no images" in capsys.readouterr().err
