@@ -1,0 +1,63 @@
+"""What the documentation shows can be typed in."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import openclip_ext
+from openclip_ext.losses import registry
+from openclip_ext.training.flags import parse
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), *(ROOT / "patches").glob("*.md")])
+MODULE = "openclip_ext.training.main"
+
+
+def code_blocks(page, language):
+    return re.findall(
+        rf"^ *```{language}\n(.*?)^ *```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+
+
+def training_commands(page):
+    for block in code_blocks(page, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if MODULE in words:
+                yield [word for word in words[words.index(MODULE) + 1 :] if word != "..."]
+
+
+COMMANDS = [(page.name, argv) for page in PAGES for argv in training_commands(page)]
+
+
+@pytest.mark.parametrize(("page", "argv"), COMMANDS, ids=lambda value: value if isinstance(value, str) else "")
+def test_training_commands_parse(page, argv):
+    parse(argv)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_loss_of_the_tutorial_passes_its_reference_test(monkeypatch):
+    source, test = code_blocks(ROOT / "docs" / "add-your-own-loss.md", "python")
+    normalizer: dict = {}
+    exec(source, normalizer)
+    monkeypatch.setitem(registry._NORMALIZERS, "shared-average", registry._Part(normalizer["SharedAverageNormalizer"]))
+    preset = registry.Preset("shared-average", "global", temperature_defaults={"lr_tau": 2e-4})
+    monkeypatch.setitem(registry._PRESETS, "sharedclip", preset)
+    assert "sharedclip" in openclip_ext.list_losses()
+    namespace: dict = {}
+    exec(test, namespace)
+    namespace["test_shared_average_is_the_moving_average_of_the_batches_means"]()
+
+
+def test_every_loss_has_a_row_in_the_page_on_choosing():
+    text = (ROOT / "docs" / "choosing-a-loss.md").read_text(encoding="utf-8")
+    rows = "\n".join(line for line in text.splitlines() if line.startswith("|"))
+    assert [loss for loss in openclip_ext.list_losses() if f"`{loss}`" not in rows] == []
