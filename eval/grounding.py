@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
+from eval.datacomp import add_model_arguments
 from eval.features import Encoder
-from eval.models import ModelError, load_model
+from eval.image_files import load_encoder, open_image
+from eval.models import ModelError
 
 # Colours of the heat maps at 0, 1/4, ..., 1: dark blue, blue, green, yellow, red. Interpolated linearly.
 _COLOURS = np.array([[20, 20, 90], [30, 110, 220], [60, 200, 120], [250, 220, 60], [220, 30, 30]], dtype=np.float64)
@@ -212,14 +214,11 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m eval.grounding",
         description="Grad-CAM heat maps over images for phrases (CLIP-Lite, section 4.7), saved as PNG pictures.",
     )
-    parser.add_argument("--model", required=True, help="OpenCLIP's model name")
-    parser.add_argument("--checkpoint", help="checkpoint file or pretrained tag")
-    parser.add_argument("--model-config", metavar="FILE", help="JSON of a model that OpenCLIP does not ship")
+    add_model_arguments(parser)
     parser.add_argument("--images", nargs="+", type=Path, required=True, metavar="FILE")
     parser.add_argument("--phrases", nargs="+", required=True, metavar="PHRASE")
     parser.add_argument("--output-dir", type=Path, default=Path("grounding"), help="default: %(default)s")
     parser.add_argument("--layer", help="name of a module of the visual tower with a (N, C, H, W) output")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser
 
 
@@ -227,18 +226,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     args = build_parser().parse_args(argv)
     try:
-        loaded = load_model(args.model, args.checkpoint, args.device, args.model_config)
-        layer = _named_layer(loaded.model.visual, args.layer)
-        images = [(path, _open_image(path)) for path in args.images]
+        _, encoder = load_encoder(args)
+        layer = _named_layer(encoder.model.visual, args.layer)
+        images = [(path, open_image(path)) for path in args.images]
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    encoder = Encoder(loaded.model, loaded.preprocess, loaded.tokenizer, torch.device(args.device))
     args.output_dir.mkdir(parents=True, exist_ok=True)
     for number, (path, image) in enumerate(images):
-        tensor = loaded.preprocess(image)
+        tensor = encoder.preprocess(image)
         maps = grad_cam(encoder, tensor, args.phrases, layer)
-        picture = grounding_picture(seen_image(tensor, loaded.preprocess), maps.numpy(), args.phrases)
+        picture = grounding_picture(seen_image(tensor, encoder.preprocess), maps.numpy(), args.phrases)
         target = args.output_dir / f"{number:03d}_{re.sub(r'[^A-Za-z0-9_.-]+', '_', path.stem)}.png"
         picture.save(target)
         print(target)
@@ -253,13 +251,6 @@ def _named_layer(visual: nn.Module, name: str | None) -> SpatialLayer:
     except AttributeError:
         known = ", ".join(child for child, _ in visual.named_children())
         raise ModelError(f"the visual tower has no module {name!r}; at its top are {known}") from None
-
-
-def _open_image(path: Path) -> Image.Image:
-    try:
-        return Image.open(path).convert("RGB")
-    except OSError as error:
-        raise ValueError(f"{path} is not a readable image: {error}") from error
 
 
 if __name__ == "__main__":
