@@ -1,0 +1,274 @@
+"""Concept editing: find a concept's direction with words, remove it from image embeddings: ``python -m eval.editing``.
+
+CLIP-Lite, section 4.8. Pairs of prompts that differ only in the concept ("I am a boy.", "I am a girl.") span it; the
+principal components of their embeddings, each pair shifted to mean zero (Bolukbasi et al., 2016), are its subspace.
+Images are edited by subtracting their projection on it. The alignment table (Table 6 of the paper) says how well the
+best images of two groups answer queries of either side, before and after: equal values say that the concept is gone.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from eval.data import read_lines
+from eval.datacomp import add_model_arguments
+from eval.features import Encoder
+from eval.image_files import list_images, load_encoder, read_images
+
+# The concept of the paper: gender. The first two pairs and the first template are its examples.
+PAIRS = (
+    ("man", "woman"),
+    ("son", "daughter"),
+    ("boy", "girl"),
+    ("father", "mother"),
+    ("brother", "sister"),
+    ("husband", "wife"),
+    ("gentleman", "lady"),
+    ("nephew", "niece"),
+    ("king", "queen"),
+    ("waiter", "waitress"),
+)
+TEMPLATES = ("I am a {c}.", "a photo of a {c}.", "this person is a {c}.")
+
+
+@dataclass(frozen=True)
+class Subspace:
+    """A concept in the embedding space.
+
+    Attributes:
+        basis: ``(k, d)``, orthonormal rows; the first points from the second side to the first.
+        explained: ``(k,)``, share of the pairs' variance in each direction.
+    """
+
+    basis: Tensor
+    explained: Tensor
+
+
+def concept_subspace(first: Tensor, second: Tensor, components: int = 1) -> Subspace:
+    """The directions in which paired prompts differ most.
+
+    Args:
+        first: ``(n, d)``, embeddings of one side's prompts.
+        second: ``(n, d)``, those of the other side, row by row the same prompt otherwise.
+        components: ``k``, at most ``min(n, d)``.
+
+    Raises:
+        ValueError: if the shapes do not allow that, or the pairs do not differ.
+    """
+    if first.shape != second.shape or first.dim() != 2:
+        raise ValueError(f"expected two (n, d) tensors of paired embeddings, found {first.shape} and {second.shape}")
+    if not 1 <= components <= min(first.shape):
+        raise ValueError(f"{components} components of {len(first)} pairs in {first.shape[1]} dimensions: too many")
+    # With m the mean of a pair, its two shifted members a - m and b - m are +-(a - b) / 2: the principal components of
+    # all members are those of the differences, around zero.
+    differences = (first.double() - second.double()) / 2
+    _, values, vectors = torch.linalg.svd(differences, full_matrices=False)
+    variance = values.square()
+    if not variance.sum() > 0:
+        raise ValueError("the prompts of the pairs have equal embeddings: they do not differ in any concept")
+    basis = vectors[:components]
+    signs = torch.sign(basis @ differences.mean(0))
+    basis = basis * torch.where(signs == 0, 1.0, signs).unsqueeze(1)
+    return Subspace(basis.to(first.dtype), (variance / variance.sum())[:components].to(first.dtype))
+
+
+def remove(features: Tensor, subspace: Subspace) -> Tensor:
+    """``h - sum_j <h, v_j> v_j``: the features without the concept. They are not brought back to unit length.
+
+    Args:
+        features: ``(n, d)``.
+        subspace: in ``d`` dimensions.
+    """
+    return features - features @ subspace.basis.T @ subspace.basis
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Mean alignment of one group's best images with one side's queries, as they are and with the concept removed."""
+
+    original: float
+    neutral: float
+
+    @property
+    def delta(self) -> float:
+        """What the concept contributed."""
+        return self.original - self.neutral
+
+
+def alignment_table(
+    queries: Mapping[str, Tensor], images: Mapping[str, Tensor], subspace: Subspace, top: int = 10
+) -> dict[str, dict[str, Alignment]]:
+    """Table 6 of CLIP-Lite.
+
+    Args:
+        queries: side -> ``(q, d)``, unit embeddings of its prompts.
+        images: group -> ``(n, d)``, unit embeddings of its images.
+        subspace: the concept.
+        top: images retrieved for a query, from each group on its own.
+
+    Returns:
+        side -> group -> alignment, the mean over queries of the mean over the ``top`` images.
+
+    Raises:
+        ValueError: if a group has fewer than ``top`` images.
+    """
+    for group, features in images.items():
+        if len(features) < top:
+            raise ValueError(f"group {group} has {len(features)} images, but {top} are to be retrieved for each query")
+
+    def mean_of_best(prompts: Tensor, features: Tensor) -> float:
+        return float((prompts @ features.T).topk(top, dim=1).values.mean())
+
+    neutral = {group: remove(features, subspace) for group, features in images.items()}
+    return {
+        side: {
+            group: Alignment(mean_of_best(prompts, images[group]), mean_of_best(prompts, neutral[group]))
+            for group in images
+        }
+        for side, prompts in queries.items()
+    }
+
+
+def markdown_table(table: Mapping[str, Mapping[str, Alignment]]) -> str:
+    """The alignment table in Markdown: a row a side, three columns a group."""
+    groups = list(next(iter(table.values())))
+    head = ["queries", *(f"{group}: {column}" for group in groups for column in ("original", "neutral", "delta"))]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for side, row in table.items():
+        cells = [side]
+        for group in groups:
+            entry = row[group]
+            cells += [f"{entry.original:.4f}", f"{entry.neutral:.4f}", f"{entry.delta:+.4f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def fill_templates(words: Sequence[str], templates: Sequence[str]) -> list[str]:
+    """Every word in every template (``{c}`` stands for the word), template by template."""
+    return [template.format(c=word) for template in templates for word in words]
+
+
+def read_pairs(path: Path) -> list[tuple[str, str]]:
+    """Pairs of words or phrases, a pair a line with a comma between.
+
+    Raises:
+        ValueError: if a line is no pair.
+    """
+    pairs = []
+    for line in read_lines(path, "pairs"):
+        words = [word.strip() for word in line.split(",")]
+        if len(words) != 2 or not all(words):
+            raise ValueError(f"{path}: {line!r} is no pair: expected two words with a comma between")
+        pairs.append((words[0], words[1]))
+    return pairs
+
+
+@torch.no_grad()
+def encode_folder(folder: Path, encoder: Encoder) -> Tensor:
+    """Unit embeddings ``(n, d)`` of all images below a folder, on the CPU.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    paths = list_images(folder)
+    embeddings = []
+    with tqdm(total=len(paths), desc=folder.name, unit="image", disable=not encoder.show_progress) as bar:
+        for positions, images in read_images(paths, encoder):
+            embeddings.append(encoder.encode_images(images).cpu())
+            bar.update(len(positions))
+    if not embeddings:
+        raise ValueError(f"none of the {len(paths)} images in {folder} decodes")
+    return torch.cat(embeddings)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.editing",
+        description="Find the direction of a concept from pairs of words, remove it from image embeddings, and print "
+        "the alignment table (CLIP-Lite, section 4.8). Without --pairs the concept is gender, as in the paper.",
+    )
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--images", nargs=2, type=Path, required=True, metavar=("FIRST", "SECOND"), help="folders of the two groups"
+    )
+    parser.add_argument("--names", nargs=2, metavar=("FIRST", "SECOND"), help="of the two sides; default: the folders'")
+    parser.add_argument("--pairs", type=Path, help="file with a pair a line: FIRST, SECOND")
+    parser.add_argument("--templates", type=Path, help="file with a prompt a line, {c} for the word")
+    parser.add_argument("--components", type=int, default=1, help="directions to remove (default: %(default)s)")
+    parser.add_argument("--top", type=int, default=10, help="images retrieved for a query (default: %(default)s)")
+    parser.add_argument("--output-dir", type=Path, default=Path("editing"), help="default: %(default)s")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    args = build_parser().parse_args(argv)
+    try:
+        run(args)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write ``editing.json``, ``editing.md`` and ``subspace.npy`` (the basis, ``(k, d)``), and print the table.
+
+    Raises:
+        ValueError: for wrong data, model or options.
+    """
+    pairs = read_pairs(args.pairs) if args.pairs else list(PAIRS)
+    templates = read_lines(args.templates, "prompts") if args.templates else list(TEMPLATES)
+    if not all("{c}" in template for template in templates):
+        raise ValueError("every prompt of --templates needs a {c} for the word")
+    names = args.names or [folder.name for folder in args.images]
+    if names[0] == names[1]:
+        raise ValueError(f"both sides are called {names[0]}: name them with --names")
+    loaded, encoder = load_encoder(args)
+    sides = {name: [pair[number] for pair in pairs] for number, name in enumerate(names)}
+    prompts = {name: encoder.encode_texts(fill_templates(words, templates)).cpu() for name, words in sides.items()}
+    subspace = concept_subspace(prompts[names[0]], prompts[names[1]], args.components)
+    images = {name: encode_folder(folder, encoder) for name, folder in zip(names, args.images, strict=True)}
+    # As in the paper, a query a pair: the first template's prompts.
+    queries = {name: embeddings[: len(pairs)] for name, embeddings in prompts.items()}
+    table = alignment_table(queries, images, subspace, args.top)
+    report: dict[str, Any] = {
+        "model": loaded.name,
+        "checkpoint": loaded.checkpoint,
+        "weights": loaded.weights_sha256,
+        "pairs": len(pairs),
+        "templates": len(templates),
+        "explained_variance": subspace.explained.tolist(),
+        "images": {name: len(features) for name, features in images.items()},
+        "top": args.top,
+        "alignment": {
+            side: {
+                group: {"original": entry.original, "neutral": entry.neutral, "delta": entry.delta}
+                for group, entry in row.items()
+            }
+            for side, row in table.items()
+        },
+    }
+    text = markdown_table(table)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    (args.output_dir / "editing.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (args.output_dir / "editing.md").write_text(text + "\n", encoding="utf-8")
+    np.save(args.output_dir / "subspace.npy", subspace.basis.numpy())
+    shares = ", ".join(f"{100 * share:.1f} %" for share in report["explained_variance"])
+    print(f"{text}\n\nShare of the pairs' variance in the removed directions: {shares}\nWritten: {args.output_dir}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

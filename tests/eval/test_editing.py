@@ -1,0 +1,141 @@
+"""Concept editing: the subspace against scikit-learn's PCA, what removal does, and the command."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.decomposition import PCA
+
+from eval.editing import PAIRS, TEMPLATES, alignment_table, concept_subspace, fill_templates, main, remove
+from tests.eval import datasets
+
+
+def paired_embeddings(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """30 pairs in 16 dimensions that differ along one direction, among other differences and much common variance."""
+    generator = torch.Generator().manual_seed(seed)
+    direction = F.normalize(torch.randn(16, generator=generator), dim=0)
+    common = 3 * torch.randn(30, 16, generator=generator)
+    noise = 0.1 * torch.randn(30, 16, generator=generator)
+    return common + direction + noise, common - direction - noise, direction
+
+
+def test_subspace_is_the_pca_of_pairwise_centred_embeddings() -> None:
+    first, second, direction = paired_embeddings()
+    subspace = concept_subspace(first, second, components=3)
+    middle = (first + second) / 2
+    pca = PCA(3).fit(torch.cat([first - middle, second - middle]).double().numpy())
+    agreement = (subspace.basis.double() @ torch.from_numpy(pca.components_).T).abs()
+    torch.testing.assert_close(agreement, torch.eye(3, dtype=torch.float64), atol=1e-5, rtol=0)
+    np.testing.assert_allclose(subspace.explained.numpy(), pca.explained_variance_ratio_, atol=1e-6)
+    torch.testing.assert_close(subspace.basis @ subspace.basis.T, torch.eye(3), atol=1e-5, rtol=0)
+    # The planted direction is found although the pairs' common content varies far more, and points to the first side.
+    assert float(subspace.basis[0] @ direction) > 0.99
+    swapped = concept_subspace(second, first, components=3)
+    torch.testing.assert_close(swapped.basis, -subspace.basis)
+
+
+def test_removal_leaves_nothing_of_the_concept_and_all_of_the_rest() -> None:
+    first, second, _ = paired_embeddings()
+    subspace = concept_subspace(first, second, components=2)
+    features = torch.randn(50, 16)
+    edited = remove(features, subspace)
+    assert float((edited @ subspace.basis.T).abs().max()) < 1e-5
+    expected = torch.stack([h - sum((h @ v) * v for v in subspace.basis) for h in features])
+    torch.testing.assert_close(edited, expected)
+    torch.testing.assert_close(remove(edited, subspace), edited)
+    orthogonal = edited[0]
+    torch.testing.assert_close(remove(orthogonal[None], subspace)[0], orthogonal)
+
+
+def test_alignment_table_by_hand_and_its_effect() -> None:
+    first, second, direction = paired_embeddings()
+    subspace = concept_subspace(first, second)
+    generator = torch.Generator().manual_seed(1)
+    content = torch.randn(200, 16, generator=generator)
+    images = {
+        "a": F.normalize(content[:120] + 2 * direction, dim=1),
+        "b": F.normalize(content[120:] - 2 * direction, dim=1),
+    }
+    prompts = 0.3 * torch.randn(10, 16, generator=generator)
+    queries = {"a": F.normalize(prompts + direction, dim=1), "b": F.normalize(prompts - direction, dim=1)}
+    table = alignment_table(queries, images, subspace, top=5)
+
+    best = [sorted((images["b"] @ query).tolist())[-5:] for query in queries["a"]]
+    assert table["a"]["b"].original == pytest.approx(np.mean(best), abs=1e-6)
+    edited = remove(images["b"], subspace)
+    best = [sorted((edited @ query).tolist())[-5:] for query in queries["a"]]
+    assert table["a"]["b"].neutral == pytest.approx(np.mean(best), abs=1e-6)
+    assert table["a"]["b"].delta == pytest.approx(table["a"]["b"].original - table["a"]["b"].neutral)
+    # Each side prefers its own group at first; without the concept the sides no longer tell the groups apart.
+    gap = {side: row[side].original - row["b" if side == "a" else "a"].original for side, row in table.items()}
+    assert min(gap.values()) > 0.1
+    for group in ("a", "b"):
+        before = abs(table["a"][group].original - table["b"][group].original)
+        after = abs(table["a"][group].neutral - table["b"][group].neutral)
+        assert after < before / 3
+    with pytest.raises(ValueError, match="group b has 80 images"):
+        alignment_table(queries, images, subspace, top=100)
+
+
+def test_wrong_pairs_are_refused() -> None:
+    first, second, _ = paired_embeddings()
+    with pytest.raises(ValueError, match="paired embeddings"):
+        concept_subspace(first, second[:-1])
+    with pytest.raises(ValueError, match="17 components of 30 pairs in 16"):
+        concept_subspace(first, second, components=17)
+    with pytest.raises(ValueError, match="equal embeddings"):
+        concept_subspace(first, first)
+
+
+def test_default_prompts() -> None:
+    assert fill_templates(("boy", "son"), ("I am a {c}.", "a {c}")) == ["I am a boy.", "I am a son.", "a boy", "a son"]
+    prompts = {prompt for pair in PAIRS for prompt in fill_templates(pair, TEMPLATES)}
+    assert len(prompts) == 2 * len(PAIRS) * len(TEMPLATES) and "I am a girl." in prompts
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = datasets.tiny_checkpoint(tmp_path)
+    images, labels = datasets.digit_images(40)
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        folder = tmp_path / ("odd" if label % 2 else "even")
+        folder.mkdir(exist_ok=True)
+        image.save(folder / f"{number}.png")
+    (tmp_path / "odd" / "broken.png").write_bytes(b"no image")
+    (tmp_path / "pairs.csv").write_text("one, two\nthree,four\n\nfive, six\n")
+    (tmp_path / "templates.txt").write_text("the number {c}\nI see a {c}\n")
+
+    def run(*arguments: str) -> int:
+        model = ["--model", datasets.TINY_MODEL, "--checkpoint", str(checkpoint), "--device", "cpu", "--workers", "0"]
+        folders = ["--images", str(tmp_path / "odd"), str(tmp_path / "even")]
+        return main([*model, *folders, "--output-dir", str(tmp_path / "out"), *arguments])
+
+    custom = ["--pairs", str(tmp_path / "pairs.csv"), "--templates", str(tmp_path / "templates.txt")]
+    assert run(*custom, "--components", "2", "--top", "3") == 0
+    report = json.loads((tmp_path / "out" / "editing.json").read_text())
+    odd = sum(label % 2 for label in labels)
+    assert report["images"] == {"odd": odd, "even": 40 - odd} and (report["pairs"], report["templates"]) == (3, 2)
+    basis = np.load(tmp_path / "out" / "subspace.npy")
+    np.testing.assert_allclose(basis @ basis.T, np.eye(2), atol=1e-5)
+    shares = report["explained_variance"]
+    assert len(shares) == 2 and shares[0] >= shares[1] > 0 and sum(shares) <= 1 + 1e-6
+    cell = report["alignment"]["odd"]["even"]
+    assert cell["delta"] == pytest.approx(cell["original"] - cell["neutral"])
+    table = (tmp_path / "out" / "editing.md").read_text().splitlines()
+    assert len(table) == 4 and f"{cell['original']:.4f}" in table[2] and table[2].startswith("| odd |")
+    assert run("--names", "male", "female", "--top", "3") == 0
+    assert set(json.loads((tmp_path / "out" / "editing.json").read_text())["alignment"]) == {"male", "female"}
+
+    capsys.readouterr()
+    for arguments, expected in (
+        (["--top", "30"], "but 30 are to be retrieved"),
+        (["--names", "x", "x"], "both sides are called x"),
+        (["--components", "50"], "too many"),
+        (["--pairs", str(tmp_path / "templates.txt")], "is no pair"),
+        (["--templates", str(tmp_path / "pairs.csv")], "needs a {c}"),
+        (["--checkpoint", str(tmp_path / "none.pt")], "none.pt"),
+    ):
+        assert run(*arguments) == 1
+        assert expected in capsys.readouterr().err
