@@ -7,7 +7,7 @@ place where an option is described.
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from openclip_ext import compat
@@ -167,9 +167,13 @@ def _recipe_argv(ours: argparse.Namespace, rest: list[str]) -> list[str]:
     """The recipe's flags for the loss that the command line names."""
     loss = ours.loss or ("siglip" if "--siglip" in rest else "openclip")
     try:
-        return recipes.get(ours.recipe, loss).argv()
+        recipe = recipes.get(ours.recipe, loss)
+        # A part given explicitly brings other options: the recipe's for the part it replaces mean nothing then.
+        used = registry.options_used_by(loss, **{part: getattr(ours, part, None) for part in PARTS})
     except ValueError as error:
         raise UsageError(str(error)) from error
+    options = {name: value for name, value in recipe.loss_options.items() if name in used}
+    return replace(recipe, loss_options=options).argv()
 
 
 def _options_used(choice: LossChoice) -> dict[str, Any]:

@@ -102,8 +102,8 @@ def _train(
         global_batch=args.batch_size * args.accum_freq * args.world_size,
         seed=args.seed,
     )
-    position = _resume(checkpoint, identity, model, optimizer, scaler, loss)
     steps_per_epoch = loader.batches_per_epoch // args.accum_freq
+    position = _resume(checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
     if folder is not None and distributed.is_master():
         run_folder.write_settings(folder, args, choice, options)
         _cut_logs(folder, position)
@@ -389,6 +389,7 @@ def _find_checkpoint(args: argparse.Namespace, folder: Path | None) -> Checkpoin
 def _resume(
     checkpoint: Checkpoint | None,
     identity: RunIdentity,
+    steps_per_epoch: int,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
@@ -406,6 +407,8 @@ def _resume(
     if scaler is not None and "scaler" in content:
         scaler.load_state_dict(content["scaler"])
     ckpt.restore_loss(checkpoint, loss)
+    if checkpoint.shared is None:
+        return Position(epoch=content["epoch"], step=content["epoch"] * steps_per_epoch)
     return checkpoint.position
 
 

@@ -18,7 +18,6 @@ import torch
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 from openclip_ext.training import trainer
 from openclip_ext.training.main import main
-from openclip_ext.training.signals import SignalRequests
 
 NUM_SAMPLES, SAMPLES_PER_SHARD = 84, 12
 EXIT_AFTER_SIGTERM = trainer.EXIT_AFTER_SIGTERM
@@ -52,7 +51,7 @@ def command(shards: str, logs: Path, name: str, loss: str, *more: str) -> list[s
 def terminated_after(steps: int | None):
     """Send this process SIGTERM in its ``steps``-th optimizer step."""
 
-    class Terminating(SignalRequests):
+    class Terminating(trainer.SignalRequests):
         calls = 0
 
         def agreed(self):

@@ -43,6 +43,18 @@ def test_our_flags_are_not_abbreviated():
         parse(["--loss", "neuclip", "--prototyp", "8"])
 
 
+def test_explicit_flags_win_over_the_recipe():
+    args, choice = parse(["--recipe", "cc3m", "--loss", "neuclip", "--lr", "3e-4", "--rho", "7"])
+    assert (args.model, args.lr, choice.options["rho"]) == ("RN50", 3e-4, 7.0)
+    assert choice.options["prototypes"] == 4096
+
+
+def test_a_recipe_combines_with_another_part():
+    _, choice = parse(["--recipe", "cc3m", "--loss", "neuclip", "--normalizer", "mlp"])
+    assert choice.options["normalizer"] == "mlp"
+    assert "prototypes" not in choice.options
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -52,6 +64,8 @@ def test_our_flags_are_not_abbreviated():
         (["--loss", "fastclip", "--siglip"], "--siglip and --loss fastclip"),
         (["--resume", "latest"], "--resume latest needs --name"),
         (["--horovod"], "torchrun"),
+        (["--recipe", "cc4m"], "cc3m"),
+        (["--recipe", "dfn14m", "--loss", "tempnet"], "no published settings"),
         (["--distill-model", "RN50"], "distillation"),
         (["--accum-freq", "0"], "--accum-freq is 0"),
         (["--eval-suite", "quick"], "--eval-data-dir"),

@@ -1,0 +1,304 @@
+"""Whole runs: what they leave behind, who can read it, and what wrong input is told."""
+
+import json
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+
+from openclip_ext.training import evaluation, trainer
+from openclip_ext.training.errors import UsageError
+from openclip_ext.training.trainer import SaveFailed, TrainingDiverged
+from tests.training.runs import EXIT_AFTER_SIGTERM, command, differences, final_state, losses_of, make_shards, run
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return make_shards(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def finished(shards, tmp_path_factory):
+    """A finished run with validation and TensorBoard."""
+    logs = tmp_path_factory.mktemp("finished")
+    more = ["--val-data", shards, "--report-to", "tensorboard", "--save-every-steps", "2", "--save-most-recent"]
+    assert run(command(shards, logs, "run", "neuclip", *more)) == 0
+    return logs / "run"
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_run_folder_has_what_openclip_users_look_for(finished):
+    assert {"out.log", "params.txt", "config.json", "metrics.jsonl", "checkpoints", "tensorboard"} <= {
+        path.name for path in finished.iterdir()
+    }
+    checkpoints = {path.name for path in (finished / "checkpoints").glob("*.pt")}
+    assert checkpoints == {"epoch_1.pt", "epoch_2.pt", "epoch_latest.pt"}  # none in mid-epoch outlives its epoch
+    assert list((finished / "tensorboard").iterdir())
+    config = json.loads((finished / "config.json").read_text())
+    assert config["loss"] == {"name": "neuclip", "options": config["loss"]["options"]}
+    assert config["loss"]["options"]["prototypes"] == 24
+    assert config["flags"]["batch_size"] == 16
+
+
+def test_metrics_have_a_line_for_each_logged_step(finished):
+    lines = [line for line in lines_of(finished / "metrics.jsonl") if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(10))
+    assert [line["epoch"] for line in lines] == [0] * 5 + [1] * 5
+    assert lines[-1]["samples"] == 160
+    for line in lines:
+        assert line["loss"] == pytest.approx(sum(line["terms"].values()))
+        assert line["chance"] == pytest.approx(2.7726, abs=1e-3)
+        assert {"infonce", "temperature", "lr", "samples_per_second", "data_time", "batch_time"} <= set(line)
+
+
+def test_validation_writes_openclips_results(finished):
+    results = lines_of(finished / "checkpoints" / "results.jsonl")
+    assert [line["epoch"] for line in results] == [1, 2]
+    assert {"image_to_text_R@1", "text_to_image_mean_rank", "clip_val_loss", "num_samples"} <= set(results[0])
+    assert results[0]["num_samples"] == 84
+    evaluations = [line for line in lines_of(finished / "metrics.jsonl") if "evaluation" in line]
+    assert [line["step"] for line in evaluations] == [5, 10]
+
+
+@pytest.mark.parametrize("name", ["epoch_2.pt", "epoch_latest.pt"])
+def test_stock_openclip_loads_the_checkpoint(finished, name):
+    path = finished / "checkpoints" / name
+    model = open_clip.create_model("demo-vit", pretrained=str(path))
+    saved = torch.load(path, weights_only=True)
+    assert {"epoch", "name", "state_dict", "optimizer"} <= set(saved)
+    assert saved["epoch"] == 2
+    for parameter, value in model.state_dict().items():
+        assert torch.equal(value, saved["state_dict"][parameter]), parameter
+
+
+def test_openclips_own_script_resumes_from_a_checkpoint_of_its_loss(shards, tmp_path):
+    """The same optimizer groups, so that leaving us is as easy as coming."""
+    from open_clip_train import main as script
+
+    assert run(command(shards, tmp_path, "ours", "openclip", "--epochs", "1")) == 0
+    checkpoint = tmp_path / "ours" / "checkpoints" / "epoch_1.pt"
+    argv = ["--model", "demo-vit", "--precision", "fp32", "--device", "cpu", "--dataset-type", "synthetic"]
+    argv += ["--train-num-samples", "16", "--batch-size", "8", "--epochs", "2", "--workers", "0", "--lr", "1e-3"]
+    root_handlers = list(logging.root.handlers)
+    script.main([*argv, "--resume", str(checkpoint), "--logs", str(tmp_path), "--name", "theirs"])
+    logging.root.handlers[:] = root_handlers
+    assert torch.load(tmp_path / "theirs" / "checkpoints" / "epoch_2.pt", weights_only=True)["epoch"] == 2
+
+
+def test_a_checkpoint_of_openclips_script_can_be_continued(shards, finished, tmp_path, caplog):
+    """Weights and optimizer go on at its epoch; the loss's state starts afresh, and the log says so."""
+    content = torch.load(finished / "checkpoints" / "epoch_1.pt", weights_only=True)
+    content.pop("step")
+    torch.save(content, tmp_path / "stock.pt")
+    argv = command(shards, tmp_path, "continued", "neuclip", "--resume", str(tmp_path / "stock.pt"))
+    assert run(argv) == 0
+    assert "starts afresh" in caplog.text
+    assert [step for step, *_ in losses_of(tmp_path / "continued")] == list(range(5, 10))
+
+
+def test_resuming_a_finished_run_changes_nothing(shards, tmp_path):
+    argv = command(shards, tmp_path, "run", "openclip", "--epochs", "1", "--resume", "latest")
+    assert run(argv) == 0  # no checkpoint yet: starts
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert run(argv) == 0
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_an_existing_run_folder_is_not_overwritten(shards, finished):
+    with pytest.raises(UsageError, match="exists; continue it with --resume latest"):
+        run(command(shards, finished.parent, "run", "neuclip"))
+
+
+@pytest.mark.parametrize(
+    ("loss", "more", "message"),
+    [
+        ("fastclip", [], "loss: checkpoint neuclip, run fastclip"),
+        (
+            "neuclip",
+            ["--model", "demo-resnet", "--force-patch-dropout", "0"],
+            "model: checkpoint demo-vit, run demo-resnet",
+        ),
+        ("neuclip", ["--seed", "4"], "seed: checkpoint 3, run 4"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(shards, finished, tmp_path, loss, more, message):
+    checkpoint = str(finished / "checkpoints" / "epoch_1.pt")
+    with pytest.raises(UsageError, match=message):
+        run(command(shards, tmp_path, "other", loss, *more, "--resume", checkpoint))
+
+
+def test_a_checkpoint_of_other_data_is_refused(finished, tmp_path):
+    fewer = make_shards(tmp_path / "shards").replace("00006", "00004")
+    with pytest.raises(UsageError, match="num_samples: checkpoint 84, run 60"):
+        run(command(fewer, tmp_path, "other", "neuclip", "--resume", str(finished / "checkpoints" / "epoch_1.pt")))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--train-data", "nowhere/{00000..00003}.tar"], "nowhere"),
+        (["--batch-size", "100"], "too few samples"),
+        (["--dataset-resampled"], "--dataset-resampled draws samples with replacement"),
+        (["--resume", "no/such/epoch_1.pt"], "does not exist"),
+        (["--lr-scheduler", "linear"], "unknown --lr-scheduler"),
+        (["--opt", "sgd"], "unknown optimizer"),
+        (["--report-to", "paper"], "--report-to paper"),
+        (["--model", "coca_ViT-B-32"], "captioner"),
+    ],
+)
+def test_what_cannot_train_is_refused_before_it_starts(shards, tmp_path, more, message):
+    with pytest.raises(ValueError, match=message):
+        run(command(shards, tmp_path, "refused", "fastclip", "--force-patch-dropout", "0", *more))
+
+
+def test_nothing_to_do_is_an_error(tmp_path):
+    with pytest.raises(UsageError, match="nothing to do"):
+        run(
+            ["--model", "demo-vit", "--precision", "fp32", "--device", "cpu", "--logs", str(tmp_path), "--name", "idle"]
+        )
+
+
+def test_without_training_data_the_model_is_evaluated(shards, finished, tmp_path):
+    checkpoint = str(finished / "checkpoints" / "epoch_2.pt")
+    argv = ["--model", "demo-vit", "--precision", "fp32", "--device", "cpu", "--workers", "0", "--resume", checkpoint]
+    argv += ["--batch-size", "16"]  # the loss of a batch depends on its size
+    assert run([*argv, "--val-data", shards, "--logs", str(tmp_path), "--name", "evaluation"]) == 0
+    again = lines_of(tmp_path / "evaluation" / "checkpoints" / "results.jsonl")[0]
+    during_training = lines_of(finished / "checkpoints" / "results.jsonl")[1]
+    assert again["clip_val_loss"] == pytest.approx(during_training["clip_val_loss"], rel=1e-5)
+
+
+@contextmanager
+def file_size_limit(size: int):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_warns_in_the_run_and_fails_its_end(shards, tmp_path, caplog):
+    with file_size_limit(1_000_000), pytest.raises(SaveFailed, match=r"epoch_2\.pt could not be saved"):
+        run(command(shards, tmp_path, "full", "openclip"))
+    assert "epoch_1.pt could not be saved" in caplog.text
+    assert len(losses_of(tmp_path / "full")) == 10  # training went on
+    assert list((tmp_path / "full" / "checkpoints").iterdir()) == []
+
+
+def test_parameters_that_are_not_finite_are_never_saved(shards, tmp_path):
+    # Adam moves every parameter by the learning rate, so that the features overflow.
+    more = ["--lr", "1e30", "--warmup", "0", "--save-every-steps", "1", "--wd", "1e30"]
+    with pytest.raises(TrainingDiverged, match="not finite after step"):
+        run(command(shards, tmp_path, "diverged", "openclip", *more))
+    for path in (tmp_path / "diverged" / "checkpoints").glob("*.pt"):
+        state = torch.load(path, weights_only=True)["state_dict"]
+        assert all(torch.isfinite(value).all() for value in state.values())
+
+
+def test_sigusr1_saves_and_goes_on(shards, tmp_path, monkeypatch):
+    class Asking(trainer.SignalRequests):
+        calls = 0
+
+        def agreed(self):
+            Asking.calls += 1
+            if Asking.calls == 3:
+                signal.raise_signal(signal.SIGUSR1)
+            request = super().agreed()
+            if Asking.calls == 4:
+                saved.extend(path.name for path in (tmp_path / "run" / "checkpoints").glob("*.pt"))
+            return request
+
+    saved: list[str] = []
+    monkeypatch.setattr(trainer, "SignalRequests", Asking)
+    assert run(command(shards, tmp_path, "run", "openclip", "--epochs", "1")) == 0
+    assert saved == ["epoch_0_step_3.pt"]
+    assert len(losses_of(tmp_path / "run")) == 5
+
+
+def test_a_failing_evaluation_costs_nothing_and_is_made_up_for(shards, tmp_path, monkeypatch, caplog):
+    argv = command(shards, tmp_path, "run", "openclip", "--epochs", "1", "--val-data", shards, "--resume", "latest")
+
+    def fail(self, model):
+        raise RuntimeError("the data server is down")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(evaluation.Validation, "run", fail)
+        assert run(argv) == 0
+    assert "the data server is down" in caplog.text
+    assert (tmp_path / "run" / "checkpoints" / "epoch_1.pt").is_file()
+    assert run(argv) == 0  # a restart runs what is missing
+    assert [line["epoch"] for line in lines_of(tmp_path / "run" / "checkpoints" / "results.jsonl")] == [1]
+
+
+def test_a_resumed_run_may_use_other_workers_in_mid_epoch(shards, tmp_path):
+    argv = command(shards, tmp_path, "run", "fastclip", "--resume", "latest")
+    assert run(argv, stop_after=3) == EXIT_AFTER_SIGTERM
+    assert run([*argv, "--workers", "2"]) == 0
+    assert [step for step, *_ in losses_of(tmp_path / "run")] == list(range(10))
+
+
+def test_delete_previous_keeps_the_newest_epoch_only(shards, tmp_path):
+    assert run(command(shards, tmp_path, "run", "openclip", "--delete-previous-checkpoint")) == 0
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == [
+        "epoch_2.pt",
+        "epoch_2.state",
+    ]
+
+
+def test_accumulation_and_clipping_and_checkpointing_train(shards, tmp_path):
+    more = ["--accum-freq", "2", "--batch-size", "8", "--grad-clip-norm", "1.0", "--grad-checkpointing"]
+    assert run(command(shards, tmp_path, "accumulated", "neuclip", *more)) == 0
+    lines = lines_of(tmp_path / "accumulated" / "metrics.jsonl")
+    assert len(lines) == 10
+    assert lines[0]["global_batch"] == 16
+
+
+@pytest.mark.parametrize("kill_at_line", [3, 7])
+def test_kill_9_loses_at_most_the_steps_since_the_last_save(shards, tmp_path, kill_at_line):
+    """The program is killed outright, wherever it is; the resumed run is the uninterrupted one."""
+    more = ["--save-every-steps", "2", "--epochs", "2"]
+    argv = command(shards, tmp_path, "killed", "fastclip", *more, "--resume", "latest")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    program = subprocess.Popen(
+        [sys.executable, "-m", "openclip_ext.training.main", *argv], env=environment, stderr=subprocess.DEVNULL
+    )
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while not (metrics.is_file() and metrics.read_text().count("\n") >= kill_at_line):
+        assert program.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    program.kill()
+    program.wait()
+    assert run(argv) == 0
+    assert run(command(shards, tmp_path, "whole", "fastclip", *more)) == 0
+    assert losses_of(tmp_path / "killed") == losses_of(tmp_path / "whole")
+    assert differences(final_state(tmp_path / "killed"), final_state(tmp_path / "whole")) == []
+
+
+def test_the_program_tells_a_mistake_in_a_line_and_exits_with_2(tmp_path):
+    command_line = [sys.executable, "-m", "openclip_ext.training.main", "--loss", "neuclp"]
+    program = subprocess.run(command_line, capture_output=True, text=True, cwd=tmp_path)
+    assert program.returncode == 2
+    assert program.stderr.strip().splitlines()[-1].startswith("error: unknown loss 'neuclp'")
+    assert "Traceback" not in program.stderr
