@@ -1,5 +1,6 @@
 """What the trainer, or anybody's loop, may expect of every loss."""
 
+import contextlib
 import math
 from typing import Any
 
@@ -84,6 +85,14 @@ class ContrastiveLoss(nn.Module):
         named = isinstance(index, Tensor) and index.shape == finite.shape and not index.is_floating_point()
         names = index.to(finite.device, torch.int64) if named else torch.arange(len(finite), device=finite.device)
         self.nonfinite.add(self.calls, names, ~finite, ~torch.isfinite(logit_scale.detach()).reshape(()))
+
+
+def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Compute in the precision of the tensors, whatever the caller's autocast says."""
+    device = tensor.device.type
+    if not torch.amp.is_autocast_available(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 def check_features(image_features: Tensor, text_features: Tensor, embed_dim: int | None = None) -> None:

@@ -43,7 +43,8 @@ class Block:
     Attributes:
         features: ``(2, B, d)``: images, texts.
         valid: ``(B,)`` bool.
-        ok: 0-d bool: the logit scale is finite and at least two samples count. If not, ``valid`` is False everywhere.
+        scale_ok: 0-d bool: the logit scale is finite and positive, which it is on all processes or on none.
+        ok: 0-d bool: the logit scale is, and at least two samples count. If not, ``valid`` is False everywhere.
         logit_scale: 0-d, 1 where it is not finite.
         index: ``(B,)`` int64, or None.
         first: position of this process's first sample.
@@ -59,6 +60,7 @@ class Block:
 
     features: Tensor
     valid: Tensor
+    scale_ok: Tensor
     ok: Tensor
     logit_scale: Tensor
     index: Tensor | None
@@ -128,6 +130,7 @@ def make_block(batch: LocalBatch, num_samples: int | None, gather: bool) -> Bloc
     return Block(
         features=torch.where(valid[:, None], features.to(batch.dtype), 0),
         valid=valid,
+        scale_ok=scale_ok,
         ok=ok,
         logit_scale=torch.where(scale_ok, logit_scale, 1),
         index=index,

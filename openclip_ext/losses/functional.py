@@ -33,7 +33,7 @@ def log_add(log_x: Tensor, constant: float) -> Tensor:
     """``log(x + constant)`` for ``constant ≥ 0``."""
     if constant == 0.0:
         return log_x
-    return torch.logaddexp(log_x, log_x.new_tensor(math.log(constant)))
+    return torch.logaddexp(log_x, log_x.new_full((), math.log(constant)))
 
 
 def log_mix(log_x: Tensor, log_y: Tensor, share: float) -> Tensor:

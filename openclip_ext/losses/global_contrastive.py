@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from openclip_ext.losses import functional as F
-from openclip_ext.losses.base import ContrastiveLoss, check_features, check_logit_scale
+from openclip_ext.losses.base import ContrastiveLoss, check_features, check_logit_scale, without_autocast
 from openclip_ext.losses.block import Block, LocalBatch, Similarities, make_block
 from openclip_ext.losses.surrogates import Anchors, Surrogate
 from openclip_ext.normalizers.base import Estimate, Normalizer
@@ -114,7 +114,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             ValueError: wrong shapes or types; an index that is missing, or (at once on the CPU, at the next
                 :meth:`metrics` or :meth:`pop_nonfinite` on other devices) outside of ``[0, num_samples)``.
         """
-        with torch.autocast(image_features.device.type, enabled=False):
+        with without_autocast(image_features):
             batch = self._checked(image_features, text_features, logit_scale, index, learning=self.training)
             self._note_nonfinite(batch.image, batch.text, batch.logit_scale, index)
             terms = self._terms(batch)
@@ -135,7 +135,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         Returns:
             ``(B_local,)`` for the images and for the texts.
         """
-        with torch.autocast(image_features.device.type, enabled=False):
+        with without_autocast(image_features):
             batch = self._checked(image_features, text_features, logit_scale, index)
             block, _ = self._contrasted(batch, gather=True)
             alpha = self.normalizer.predict(block).alpha[:, block.own]
@@ -222,7 +222,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         if not integral or index.dtype == torch.bool or tuple(index.shape) != (len(features),):
             found = f"{tuple(index.shape)} {index.dtype}" if isinstance(index, Tensor) else repr(type(index).__name__)
             raise ValueError(f"index: expected int64 of shape ({len(features)},), found {found}")
-        index = index.to(features.device, torch.int64)
+        index = index.to(features.device, torch.int64, non_blocking=True)
         outside = (index < 0) | (index >= self.num_samples)
         if outside.is_cpu and bool(outside.any()):
             raise ValueError(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from openclip_ext import distributed
 from openclip_ext.losses import functional as F
-from openclip_ext.losses.base import ContrastiveLoss, check_features, check_logit_scale
+from openclip_ext.losses.base import ContrastiveLoss, check_features, check_logit_scale, without_autocast
 from openclip_ext.losses.block import LocalBatch, Similarities, make_block
 from openclip_ext.temperatures.base import global_temperatures
 
@@ -167,7 +167,7 @@ class SiglipLoss(_OpenClipAdapter):
 @torch.no_grad()
 def _minibatch_log_g(image: Tensor, text: Tensor, logit_scale: Tensor, gather: bool) -> tuple[Tensor, Tensor]:
     """``log g`` of this process's samples ``(2, B_local)`` and the number of samples that count."""
-    with torch.autocast(image.device.type, enabled=False):
+    with without_autocast(image):
         dtype = torch.promote_types(image.dtype, torch.float32)
         batch = LocalBatch(image, text, check_logit_scale(logit_scale, image), None, dtype)
         block = make_block(batch, None, gather)

@@ -150,7 +150,7 @@ class MlpNormalizer(Normalizer):
                 f"the last epoch had {self.epoch_step} steps and the normalizer network starts anew at each epoch: below "
                 f"about {_STEPS_AN_EPOCH_NEEDS} steps an epoch it does not become accurate; consider reinitialize=False "
                 "(--no-reinitialize)",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def fits_now(self) -> bool:
@@ -167,7 +167,7 @@ class MlpNormalizer(Normalizer):
         if self.fits_now():
             self._fit(fit_block or block)
         if self.epoch_step % self.target_every == 0:
-            self._average_target()
+            self._average_target(block.scale_ok)
         self.epoch_step += 1
         return self.predict(block)
 
@@ -194,9 +194,10 @@ class MlpNormalizer(Normalizer):
             self.adam.step(self.online, objective, self.lr, block.ok)
 
     @torch.no_grad()
-    def _average_target(self) -> None:
+    def _average_target(self, ok: Tensor) -> None:
+        share = torch.where(ok, 1 - self.ema_decay, 0).to(self.target.biases[0].dtype)
         for average, value in zip(self.target.parameters(), self.online.parameters(), strict=True):
-            average.lerp_(value, 1 - self.ema_decay)
+            average.lerp_(value, share)
 
 
 class PartitionNormalizer(MlpNormalizer):

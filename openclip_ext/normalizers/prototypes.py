@@ -1,5 +1,6 @@
 """The normalizer-prediction network (NPN) of NeuCLIP, and the queue, which is one without training."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -15,13 +16,13 @@ from openclip_ext.normalizers.ring import EmbeddingRing, repeated_block
 _SMALLEST_NORM = 1e-12
 
 
-def prototype_exponents(directions: Tensor, block: Block, log_weights: Tensor) -> tuple[Tensor, Tensor]:
+def prototype_exponents(directions: Tensor, block: Block, log_weights: Tensor | float) -> tuple[Tensor, Tensor]:
     """``(cos(e_i, W_j) − s_ii)/τ_i + log weight_j``, and the cosines: ``(2, B, m)`` each [NeuCLIP 10, 11].
 
     Args:
         directions: ``(2, m, d)`` unit prototypes.
         block: features are used as given.
-        log_weights: ``(m,)`` or 0-d, logarithms of the prototypes' shares: ``−log m`` where all are alike.
+        log_weights: ``(m,)`` logarithms of the prototypes' shares, or one for all: ``−log m``.
     """
     cosines = block.features @ directions.transpose(1, 2)
     exponents = (cosines - block.positive[:, None]).div_(block.tau[:, :, None]).add_(log_weights)
@@ -128,8 +129,7 @@ class PrototypeNormalizer(Normalizer):
         return prototypes / norms, norms
 
     def _exponents(self, directions: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-        log_share = -block.count.new_tensor(self.ring.capacity).log()
-        exponents, cosines = prototype_exponents(directions, block, log_share)
+        exponents, cosines = prototype_exponents(directions, block, -math.log(self.ring.capacity))
         return exponents, cosines, F.log_mean_prototypes(exponents, self.eps)
 
     def _update(self, block: Block) -> None:

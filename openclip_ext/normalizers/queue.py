@@ -1,5 +1,7 @@
 """Prototypes that are a queue of recent embeddings, untrained. In none of the papers."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -49,7 +51,7 @@ class QueueNormalizer(Normalizer):
 
     def _estimate(self, rows: Tensor, log_multiplicity: Tensor, block: Block) -> Estimate:
         directions = torch.nn.functional.normalize(rows, dim=2)
-        log_shares = log_multiplicity - block.count.new_tensor(self.ring.capacity).log()
+        log_shares = log_multiplicity - math.log(self.ring.capacity)
         exponents, _ = prototype_exponents(directions, block, log_shares)
         queue_alpha = F.log_mean_prototypes(exponents, self.eps)
         alpha = F.log_mix(queue_alpha, block.log_estimate, self.batch_weight)

@@ -150,7 +150,7 @@ def _neuclip_mlp(objective: str) -> Case:
     options = {name: value for name, value in _AMORLIP.items() if name != "rho_end"}
     options |= {"normalizer": "mlp", "normalizer_objective": objective}
     return Case(
-        "neuclip", lambda loss: networks.NeuClipMlp(_amortized(loss, options), EPS, 6.5), options, tolerance=1e-8
+        "neuclip", lambda loss: networks.NeuClipMlp(_amortized(loss, options), EPS, 6.5), options, tolerance=1e-6
     )
 
 

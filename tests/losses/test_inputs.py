@@ -1,0 +1,90 @@
+"""Wrong inputs of ``forward`` get an error that says what was found and what was expected."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from openclip_ext.losses.registry import create_loss
+from tests.losses.cases import SAMPLES, WIDTH, make_steps
+
+
+def _features(rows: int = 4, width: int = WIDTH, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.nn.functional.normalize(torch.ones(rows, width), dim=1).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("images", "texts", "message"),
+    [
+        (_features(4), _features(3), r"expected two of shape \(batch, width\), found \(4, 8\) and \(3, 8\)"),
+        (_features(4)[0], _features(4)[0], r"found \(8,\) and \(8,\)"),
+        (_features(4, 6), _features(4, 6), "the features have width 6, the loss was created with embed_dim=8"),
+        (_features(4).long(), _features(4).long(), "image features: expected a floating-point type, found torch.int64"),
+        (_features(1), _features(1), "at least 2 samples to contrast, found 1"),
+    ],
+)
+def test_wrong_features(images: Tensor, texts: Tensor, message: str) -> None:
+    loss = create_loss("neuclip", embed_dim=WIDTH, prototypes=4)
+    with pytest.raises(ValueError, match=message):
+        loss(images, texts, torch.tensor(10.0))
+
+
+def test_wrong_logit_scale() -> None:
+    loss = create_loss("neuclip", embed_dim=WIDTH, prototypes=4)
+    with pytest.raises(ValueError, match=r"logit_scale: expected one number .*found \(2,\)"):
+        loss(_features(), _features(), torch.ones(2))
+    assert loss(_features(), _features(), torch.tensor([[10.0]])) == loss(_features(), _features(), 10.0)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (None, "needs index="),
+        (torch.tensor([0, 1, 2]), r"expected int64 of shape \(4,\), found \(3,\)"),
+        (torch.tensor([[0, 1, 2, 3]]), r"expected int64 of shape \(4,\), found \(1, 4\)"),
+        (torch.tensor([0.0, 1, 2, 3]), "expected int64 of shape .* torch.float32"),
+        (torch.tensor([True, False, True, False]), "expected int64 of shape .* torch.bool"),
+        ([0, 1, 2, 3], "expected int64 of shape .* found 'list'"),
+        (torch.tensor([0, 1, 2, 20]), r"index \[20\]: expected 0 <= index < num_samples=20"),
+        (torch.tensor([0, -1, 2, 3]), r"index \[-1\]: expected 0 <= index < num_samples=20"),
+    ],
+)
+def test_wrong_index(index: Tensor | None, message: str) -> None:
+    loss = create_loss("fastclip", num_samples=SAMPLES)
+    before = loss.state_dict()["normalizer.table.shard"].clone()
+    with pytest.raises(ValueError, match=message):
+        loss(_features(), _features(), torch.tensor(10.0), index=index)
+    assert torch.equal(loss.state_dict()["normalizer.table.shard"].isnan(), before.isnan())
+
+
+def test_index_that_is_not_needed_is_ignored() -> None:
+    loss = create_loss("queueclip", embed_dim=WIDTH, prototypes=4)
+    for index in (torch.tensor([99, -1, 5, 5]), torch.tensor([1]), None):
+        assert torch.isfinite(loss(_features(), _features(), torch.tensor(10.0), index=index))
+
+
+def test_smaller_integers_are_an_index_too() -> None:
+    loss = create_loss("fastclip", num_samples=SAMPLES)
+    assert torch.isfinite(loss(_features(), _features(), torch.tensor(10.0), index=torch.arange(4, dtype=torch.int32)))
+
+
+def test_index_out_of_range_on_a_device_is_left_out_and_raised_at_the_next_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = create_loss("fastclip", num_samples=SAMPLES).double()
+    step = make_steps(1, duplicates=False)[0]
+    arguments = (step.images, step.texts, torch.tensor(step.logit_scale))
+    wrong = torch.tensor([*step.index[:5], SAMPLES])
+    monkeypatch.setattr(Tensor, "is_cpu", False)
+    masked = loss(*arguments, index=wrong)
+    monkeypatch.undo()
+    smaller = create_loss("fastclip", num_samples=SAMPLES).double()
+    expected = smaller(step.images[:5], step.texts[:5], arguments[2], index=wrong[:5])
+    assert masked.item() == pytest.approx(expected.item(), rel=1e-12)
+    with pytest.raises(ValueError, match=r"an index was outside of \[0, 20\)"):
+        loss.metrics()
+    assert loss.metrics()["infonce"] > 0
+
+
+def test_other_outputs_of_a_model_are_ignored() -> None:
+    loss = create_loss("neuclip", embed_dim=WIDTH, prototypes=4)
+    outputs = {"image_features": _features(), "text_features": _features(), "logit_scale": torch.tensor(10.0)}
+    with_more = loss(**outputs, logit_bias=torch.tensor(-10.0), tokens=torch.zeros(3), output_dict=True)
+    assert with_more["contrastive_loss"].shape == ()

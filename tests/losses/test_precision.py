@@ -1,0 +1,127 @@
+"""Small temperatures, half precision, autocast, and the precision of the state."""
+
+import pytest
+import torch
+
+from tests.losses.cases import CASES, Step, make_steps, run_step
+
+# With an untrained network at τ = 0.01 AmorLIP's true weights are beyond float32; they saturate (see the test below). And
+# AdaGrad's first steps with lr 1.0 are signs, which amplify float32's rounding without bound.
+_AMPLIFYING = {name for name in CASES if name.startswith("neuclip")} - {
+    "neuclip-no-update",
+    "neuclip-simultaneous",
+    "neuclip-keep-accumulators",
+}
+_TAME = [name for name in CASES if not name.startswith("amorlip") and name not in _AMPLIFYING]
+
+
+def _rounded(step: Step, dtype: torch.dtype) -> Step:
+    """The same step as a half-precision model would give it, at the smallest temperature."""
+    images, texts = (features.to(dtype).double() for features in (step.images, step.texts))
+    return Step(images, texts, 100.0, step.index, step.epoch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", _TAME)
+def test_smallest_temperature_in_half_precision(name: str, dtype: torch.dtype) -> None:
+    loss = CASES[name].create()
+    reference = CASES[name].reference(loss.double())
+    loss.float()
+    steps = make_steps(1 if name == "neuclip-simultaneous" else 4)
+    for step in (_rounded(step, dtype) for step in steps):
+        expected = reference.step(step.images, step.texts, step.logit_scale, step.index, step.epoch)
+        value, (images, texts, logit_scale) = run_step(loss, step, dtype)
+        assert value.dtype == torch.float32
+        assert images.dtype == texts.dtype == dtype
+        tolerance = 2e-4
+        assert value.item() == pytest.approx(expected.value, rel=tolerance, abs=tolerance)
+        assert logit_scale.item() == pytest.approx(expected.logit_scale, rel=10 * tolerance, abs=tolerance)
+        for actual, wanted in ((images, expected.images), (texts, expected.texts)):
+            if wanted.abs().max() > torch.finfo(dtype).max:
+                continue
+            error = (actual.double() - wanted).norm() / wanted.norm()
+            assert error < {torch.float32: 10 * tolerance, torch.float16: 0.02, torch.bfloat16: 0.02}[dtype]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_autocast_changes_nothing(name: str) -> None:
+    plain, cast = CASES[name].create(), CASES[name].create()
+    for step in make_steps(3):
+        expected, expected_gradients = run_step(plain, step, torch.float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            value, gradients = run_step(cast, step, torch.float32)
+        assert torch.equal(value, expected)
+        for actual, wanted in zip(gradients, expected_gradients, strict=True):
+            assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_wrong_estimates_saturate_instead_of_overflowing(name: str) -> None:
+    loss = CASES[name].create()
+    for step in make_steps(4, seed=5):
+        step.logit_scale = 100.0
+        step.texts.neg_()
+        value, gradients = run_step(loss, step, torch.float32)
+        assert torch.isfinite(value)
+        assert all(torch.isfinite(gradient).all() for gradient in gradients)
+    assert all(not torch.isinf(value).any() for value in loss.state_dict().values() if isinstance(value, torch.Tensor))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_double_features_make_the_state_double(name: str) -> None:
+    explicit, implicit = CASES[name].create().double(), CASES[name].create()
+    for step in make_steps(3):
+        expected, _ = run_step(explicit, step)
+        value, _ = run_step(implicit, step)
+        assert value.dtype == torch.float64
+        assert torch.equal(value, expected)
+    for state in (explicit.state_dict(), implicit.state_dict()):
+        types = {
+            value.dtype for value in state.values() if isinstance(value, torch.Tensor) and value.is_floating_point()
+        }
+        assert types <= {torch.float64}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_waits_for_the_device(name: str) -> None:
+    """On the meta device a tensor has no values: whatever looks at one, or has a shape that depends on one, raises."""
+    if name == "tempnet":
+        pytest.skip("there are no random generators on the meta device")
+    loss = CASES[name].create().to("meta")
+    for epoch in range(3):
+        loss.start_epoch(epoch)
+        images, texts = (torch.zeros(6, 8, device="meta", requires_grad=True) for _ in range(2))
+        logit_scale = torch.zeros((), device="meta", requires_grad=True)
+        terms = loss(
+            images, texts, logit_scale, index=torch.zeros(6, dtype=torch.int64, device="meta"), output_dict=True
+        )
+        sum(terms.values()).backward()
+        assert images.grad.shape == images.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_gpu_does_the_same_without_waiting(name: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    on_cpu, on_gpu = CASES[name].create().double(), CASES[name].create().double().cuda()
+    for number, step in enumerate(make_steps(4)):
+        on_cpu.start_epoch(step.epoch)
+        on_gpu.start_epoch(step.epoch)
+        results = []
+        inputs = step.images, step.texts, torch.tensor(step.logit_scale, dtype=torch.float64)
+        for loss, device in ((on_cpu, "cpu"), (on_gpu, "cuda")):
+            leaves = [value.to(device).clone().requires_grad_() for value in inputs]
+            index = torch.tensor(step.index, device=device)
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                value = loss(*leaves, index=index)
+                gradients = torch.autograd.grad(value, leaves, allow_unused=True)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            results.append([value, *(gradient for gradient in gradients if gradient is not None)])
+        if name == "tempnet" and number == 0:
+            return  # dropout's random numbers differ between devices
+        for actual, expected in zip(results[1], results[0], strict=True):
+            torch.testing.assert_close(actual.cpu(), expected, rtol=1e-7, atol=1e-9)

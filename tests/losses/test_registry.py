@@ -1,0 +1,204 @@
+"""Names, options, combinations, and what is said about wrong ones."""
+
+import itertools
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import openclip_ext
+from openclip_ext.losses.options import NORMALIZER_NAMES, OPTIONS, TEMPERATURE_SCHEME_NAMES
+from openclip_ext.losses.registry import create_loss, list_losses, options_used_by, requirements_of
+from tests.losses.cases import SAMPLES, WIDTH, make_steps, run_step
+
+COMPOSED = [name for name in list_losses() if name not in ("openclip", "siglip")]
+
+
+def test_names() -> None:
+    assert openclip_ext.list_losses() == list_losses()
+    expected = {"openclip", "siglip", "sogclr", "isogclr", "tempnet", "amorlip", "neuclip", "queueclip"}
+    expected |= {"fastclip", "fastclip-v0", "fastclip-v1", "fastclip-v2", "fastclip-v3"}
+    assert expected <= set(list_losses())
+
+
+@pytest.mark.parametrize("name", list_losses())
+def test_every_loss_works_with_its_defaults(name: str) -> None:
+    loss = openclip_ext.create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES)
+    step = make_steps(1)[0]
+    bias = torch.tensor(-10.0, dtype=torch.float64) if loss.initial_logit_bias is not None else None
+    scale = torch.tensor([step.logit_scale], requires_grad=True)
+    terms = loss(step.images, step.texts, scale, logit_bias=bias, index=torch.tensor(step.index), output_dict=True)
+    total = loss.eval()(step.images, step.texts, scale, logit_bias=bias, index=torch.tensor(step.index))
+    assert terms.keys() <= {"contrastive_loss", "temperature_loss"}
+    assert all(value.shape == () for value in (*terms.values(), total))
+    sum(terms.values()).backward() if loss.learns_logit_scale else None
+    assert (scale.grad is not None) == loss.learns_logit_scale
+    metrics = loss.metrics()
+    assert {"infonce", "chance", "temperature_min", "temperature_median", "temperature_max"} <= metrics.keys()
+    assert all(isinstance(value, float) for value in metrics.values())
+    assert metrics["chance"] == pytest.approx(torch.tensor(6.0).log().item())
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_infonce_is_openclips_loss(name: str) -> None:
+    loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES)
+    if loss.temperature.learns_own:
+        pytest.skip("it is InfoNCE at temperatures of its own")
+    step = make_steps(1)[0]
+    run_step(loss, step)
+    reference = create_loss("openclip")
+    expected = reference(step.images, step.texts, torch.tensor(step.logit_scale))
+    assert loss.metrics()["infonce"] == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", list_losses())
+def test_every_option_of_a_loss_is_in_the_table_and_taken(name: str) -> None:
+    options = options_used_by(name)
+    assert options.keys() <= OPTIONS.keys()
+    sizes = {"embed_dim": WIDTH, "num_samples": SAMPLES}
+    create_loss(name, **sizes, **options)
+    for option, value in options.items():
+        assert OPTIONS[option].check(value) == value
+
+
+def test_every_option_is_used_by_some_loss() -> None:
+    used: set[str] = set()
+    for name in list_losses():
+        used |= options_used_by(name).keys()
+    used |= options_used_by("neuclip", normalizer="mlp").keys()
+    assert used == OPTIONS.keys()
+
+
+def test_unknown_loss_lists_the_names() -> None:
+    with pytest.raises(ValueError, match=r"unknown loss 'neuclp'.*amorlip.*Did you mean 'neuclip'") as error:
+        create_loss("neuclp")
+    assert all(name in str(error.value) for name in list_losses())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("neuclip", {"gamma": 0.5}, r"gamma=: not used by the loss 'neuclip', which takes .*prototypes"),
+        (
+            "fastclip",
+            {"prototypes": 5, "restart_every": 2},
+            r"prototypes=, restart_every=: not used by the loss 'fastclip'",
+        ),
+        ("openclip", {"rho": 1.0}, r"rho=: not used by the loss 'openclip', which takes .*local_loss"),
+        ("openclip", {"normalizer": "queue"}, "normalizer: not used by the loss 'openclip'"),
+        ("sogclr", {"rho": 1.0}, "rho=: not used"),
+        ("fastclip-v0", {"rho": 1.0}, "rho=: not used"),
+        ("amorlip", {"eps": 1e-8}, "eps=: not used"),
+        ("amorlip", {"nonsense": 1}, "nonsense=: not used"),
+        ("fastclip", {"normalizer": "average"}, r"normalizer='average': expected one of minibatch, moving-average"),
+        ("fastclip", {"temperature_scheme": "local"}, "temperature_scheme='local': expected one of constant, global"),
+        ("fastclip", {"gamma": 1.5}, r"gamma=1.5: expected a number >= 0, at most 1"),
+        ("fastclip", {"gamma": "much"}, r"gamma='much': expected a number"),
+        ("fastclip", {"rho": float("nan")}, r"rho=nan: expected a number"),
+        ("fastclip", {"eps": None}, r"eps=None: expected a number >= 0"),
+        ("neuclip", {"prototypes": 0}, r"prototypes=0: expected an integer >= 1"),
+        ("neuclip", {"prototypes": 1.5}, r"prototypes=1.5: expected an integer"),
+        ("neuclip", {"alpha_gradient": 1}, "alpha_gradient=1: expected True or False"),
+        ("neuclip", {"prototypes": True}, "prototypes=True: expected an integer"),
+        ("neuclip", {"temperature": 0.0}, "temperature=0.0: expected a number > 0"),
+        ("neuclip", {"normalizer_objective": "kl"}, "prototypes take unified or l2-log"),
+        ("fastclip", {"temperature_min": 0.5, "temperature_max": 0.1}, "temperature_min=0.5 is larger than"),
+        ("isogclr", {"temperature": None}, "temperature=None: temperatures of each sample need a value"),
+        ("isogclr", {"lr_tau": None}, "lr_tau=None"),
+        ("tempnet", {"lr_tau": None}, "lr_tau=None"),
+        ("tempnet", {"rho": -1.0}, "rho=-1.0"),
+        ("amorlip", {"normalizer": "queue"}, "take --loss neuclip --normalizer queue"),
+        ("amorlip", {"temperature_scheme": "predicted"}, "second stage stays in each process"),
+        ("fastclip-v0", {"normalizer": "prototypes"}, "take fastclip-v3"),
+    ],
+)
+def test_wrong_options_are_named(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        ("fastclip", {}, r"the loss 'fastclip' needs num_samples=, the number of training samples"),
+        ("tempnet", {"num_samples": 5}, "the loss 'tempnet' needs embed_dim="),
+        ("neuclip", {"num_samples": 5}, "the loss 'neuclip' needs embed_dim="),
+        ("amorlip", {}, "the loss 'amorlip' needs embed_dim="),
+        ("fastclip", {"num_samples": 0}, "num_samples=0: expected a positive integer"),
+        ("neuclip", {"embed_dim": 1.5}, "embed_dim=1.5: expected a positive integer"),
+    ],
+)
+def test_missing_sizes_are_asked_for(name: str, sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_loss(name, **sizes)
+
+
+def test_requirements() -> None:
+    assert requirements_of("openclip") == requirements_of("sogclr", normalizer="minibatch") == set()
+    assert requirements_of("fastclip") == {"num_samples"}
+    assert requirements_of("neuclip") == requirements_of("queueclip") == requirements_of("amorlip") == {"embed_dim"}
+    assert requirements_of("tempnet") == {"num_samples", "embed_dim"}
+
+
+def test_a_preset_is_its_parts() -> None:
+    assert options_used_by("fastclip") == options_used_by("fastclip-v3")
+    queue = options_used_by("neuclip", normalizer="queue")
+    assert {**queue, "normalizer": "queue"} == options_used_by("queueclip")
+    assert options_used_by("fastclip", normalizer="prototypes")["alpha_gradient"] is False
+    assert options_used_by("neuclip")["alpha_gradient"] is True
+    # Settings that were tuned for a method's own part do not follow it to another one.
+    assert options_used_by("fastclip", temperature_scheme="per-sample")["lr_tau"] == 0.0133
+    assert options_used_by("neuclip", normalizer="mlp")["normalizer_lr"] == 1e-3
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_every_combination_works_or_says_why_not(name: str) -> None:
+    for normalizer, scheme in itertools.product(NORMALIZER_NAMES, TEMPERATURE_SCHEME_NAMES):
+        parts = {"normalizer": normalizer, "temperature_scheme": scheme}
+        try:
+            loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **parts)
+        except ValueError as error:
+            assert name in ("amorlip", "fastclip-v0")
+            assert "take " in str(error)
+            continue
+        for step in make_steps(3):
+            value, gradients = run_step(loss, step, torch.float32)
+            assert torch.isfinite(value)
+            assert all(torch.isfinite(gradient).all() for gradient in gradients)
+            assert gradients[0].norm() > 0
+            assert gradients[1].norm() > 0
+
+
+def test_options_need_no_torch() -> None:
+    code = "import sys, openclip_ext.losses.options; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_losses_import_nothing_heavy_but_torch_and_open_clip() -> None:
+    code = (
+        "import sys, openclip_ext.losses.registry; "
+        "found = {'webdataset', 'pandas', 'matplotlib', 'open_clip_train'} & sys.modules.keys(); "
+        "sys.exit(str(found) if found else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
+def test_option_parses_its_own_default(option: Any) -> None:
+    assert option.help
+    assert option.flag.startswith("--")
+    if option.default is None:
+        assert option.nullable
+        assert option.parse("none") is None
+    elif option.type is not bool:
+        assert option.parse(str(option.default)) == option.default
+
+
+def test_parse_rejects_text() -> None:
+    with pytest.raises(ValueError, match="prototypes='many': expected an integer"):
+        OPTIONS["prototypes"].parse("many")
+    with pytest.raises(ValueError, match="prototypes='none'"):
+        OPTIONS["prototypes"].parse("none")

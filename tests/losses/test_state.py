@@ -1,0 +1,194 @@
+"""What a loss remembers: saved, restored, moved between numbers of processes, and left alone in evaluation."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from openclip_ext.losses.base import ContrastiveLoss
+from openclip_ext.losses.registry import create_loss, list_losses
+from openclip_ext.losses.sharding import ShardedTable, log_mean_of_equal, mean_of_equal, reshard, shard_bounds
+from tests.losses.cases import CASES, SAMPLES, make_steps, run_step
+
+
+def _assert_state_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(actual[key].nan_to_num(nan=7.0), value.nan_to_num(nan=7.0)), key
+        else:
+            assert actual[key] == value
+
+
+def _same_steps(first: ContrastiveLoss, second: ContrastiveLoss, steps: list, dtype: torch.dtype) -> None:
+    for step in steps:
+        value, gradients = run_step(first, step, dtype)
+        expected, expected_gradients = run_step(second, step, dtype)
+        assert torch.equal(value, expected)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected_gradients, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", CASES)
+def test_resumes_bitwise_in_mid_epoch(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    steps = make_steps(8)
+    loss = CASES[name].create()
+    for step in steps[:5]:
+        run_step(loss, step, dtype)
+    torch.save(loss.state_dict(), tmp_path / "loss.pt")
+    # Neither .double() nor a first call: the state says what it is.
+    resumed = CASES[name].create()
+    resumed.load_state_dict(torch.load(tmp_path / "loss.pt", weights_only=True))
+    _assert_state_equal(resumed.state_dict(), loss.state_dict())
+    _same_steps(loss, resumed, steps[5:], dtype)
+    _assert_state_equal(resumed.state_dict(), loss.state_dict())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_copies_are_independent(name: str) -> None:
+    steps = make_steps(4)
+    loss = CASES[name].create()
+    run_step(loss, steps[0], torch.float32)
+    twin = copy.deepcopy(loss)
+    before = copy.deepcopy(loss.state_dict())
+    run_step(twin, steps[1], torch.float32)
+    _assert_state_equal(loss.state_dict(), before)
+    run_step(loss, steps[1], torch.float32)
+    _same_steps(loss, twin, steps[2:], torch.float32)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_evaluation_and_log_normalizers_change_nothing(name: str) -> None:
+    steps = make_steps(4)
+    loss = CASES[name].create().double()
+    for trained in range(2):
+        before = copy.deepcopy(loss.state_dict())
+        step = steps[2 + trained]
+        loss.eval()
+        value, _ = run_step(loss, steps[trained])
+        assert torch.isfinite(value)
+        loss.train()
+        alpha = loss.log_normalizers(step.images, step.texts, torch.tensor(10.0), index=torch.tensor(step.index))
+        assert [tuple(side.shape) for side in alpha] == [(6,), (6,)]
+        assert all(torch.isfinite(side).all() for side in alpha)
+        before["_extra_state"] = loss.state_dict()["_extra_state"]  # an epoch began
+        if trained == 0:
+            _assert_state_equal(loss.state_dict(), before)
+        run_step(loss, steps[trained])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_beginning_an_epoch_twice_is_beginning_it_once(name: str) -> None:
+    once, twice = CASES[name].create(), CASES[name].create()
+    for step in make_steps(6):
+        for epoch in (step.epoch, step.epoch):
+            twice.start_epoch(epoch)
+        _same_steps(twice, once, [step], torch.float32)
+    _assert_state_equal(twice.state_dict(), once.state_dict())
+
+
+def test_log_normalizers_of_a_moving_average_are_what_is_stored() -> None:
+    loss = create_loss("sogclr", num_samples=SAMPLES, gamma=0.5).double()
+    first, second, third = make_steps(3, duplicates=False)
+    first.index, second.index, third.index = list(range(6)), list(range(6)), [0, 1, 2, 10, 11, 12]
+    run_step(loss, first)
+    run_step(loss, second)
+    scale = torch.tensor(second.logit_scale)
+    stored = loss.log_normalizers(second.images, second.texts, scale, index=torch.tensor(second.index))
+    assert torch.equal(stored[0], loss.state_dict()["normalizer.table.shard"][0, :6])
+    mixed = loss.log_normalizers(third.images, third.texts, scale, index=torch.tensor(third.index))
+    batch = create_loss("sogclr", normalizer="minibatch").double()
+    estimate = batch.log_normalizers(third.images, third.texts, scale)
+    assert torch.equal(mixed[1][:3], stored[1][:3])
+    assert torch.equal(mixed[1][3:], estimate[1][3:])
+
+
+def test_log_normalizers_of_prototypes_do_not_foresee_a_restart() -> None:
+    loss = create_loss("neuclip", embed_dim=8, prototypes=6, restart_every=1, normalizer_updates=0).double()
+    first, second = make_steps(2)
+    scale = torch.tensor(first.logit_scale)
+    fresh = loss.log_normalizers(first.images, first.texts, scale)
+    run_step(loss, first)
+    for before, after in zip(fresh, loss.log_normalizers(first.images, first.texts, scale), strict=True):
+        assert torch.allclose(before, after, rtol=1e-12)
+    prototypes = loss.state_dict()["normalizer.prototypes"].clone()
+    assert torch.equal(prototypes, torch.stack([first.texts, first.images]))
+    of_second = loss.log_normalizers(second.images, second.texts, scale)
+    run_step(loss, second)
+    assert not torch.allclose(of_second[0], loss.log_normalizers(second.images, second.texts, scale)[0])
+
+
+@pytest.mark.parametrize("old_world", [1, 2, 3, 7])
+@pytest.mark.parametrize("new_world", [1, 2, 4])
+def test_tables_move_to_another_number_of_processes(old_world: int, new_world: int) -> None:
+    whole = torch.arange(2 * SAMPLES).reshape(2, SAMPLES)
+    bounds = [shard_bounds(SAMPLES, rank, old_world) for rank in range(old_world)]
+    old = [
+        {"a.shard": whole[:, first:end], "b": torch.tensor(3), "_extra_state": {"epoch": 1}} for first, end in bounds
+    ]
+    new = [reshard(old, rank, new_world) for rank in range(new_world)]
+    assert torch.equal(torch.cat([state["a.shard"] for state in new], dim=1), whole)
+    for rank, state in enumerate(new):
+        first, end = shard_bounds(SAMPLES, rank, new_world)
+        assert state["a.shard"].shape[1] == end - first
+        assert state["b"] == 3
+        assert state["_extra_state"] == {"epoch": 1}
+
+
+def test_more_processes_than_samples() -> None:
+    assert [shard_bounds(3, rank, 5) for rank in range(5)] == [(0, 1), (1, 2), (2, 3), (3, 3), (3, 3)]
+
+
+def test_reshard_needs_states() -> None:
+    with pytest.raises(ValueError, match="every old process"):
+        reshard([], 0, 1)
+
+
+def test_state_of_another_number_of_samples_is_refused() -> None:
+    state = create_loss("fastclip", num_samples=30).state_dict()
+    with pytest.raises(ValueError, match=r"\(2, 30\).*\(2, 20\)"):
+        create_loss("fastclip", num_samples=20).load_state_dict(state)
+
+
+def test_missing_table_is_reported() -> None:
+    state = create_loss("neuclip", embed_dim=8, prototypes=4).state_dict()
+    with pytest.raises(RuntimeError, match="Missing key"):
+        create_loss("fastclip", num_samples=20).load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", list_losses())
+def test_only_tables_are_sharded(name: str) -> None:
+    loss = create_loss(name, embed_dim=8, num_samples=SAMPLES)
+    sharded = loss.sharded_state_keys()
+    assert sharded <= loss.state_dict().keys()
+    assert bool(sharded) == loss.needs_index
+    assert all(loss.state_dict()[key].shape[1] == SAMPLES for key in sharded)
+
+
+def test_table_reads_what_was_written() -> None:
+    table = ShardedTable(2, 10)
+    index = torch.tensor([3, 9, 0])
+    values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    table.write(index, values, torch.tensor([True, False, True]))
+    assert torch.equal(table.read(index)[:, [0, 2]], values[:, [0, 2]])
+    assert torch.isnan(table.read(index)[:, 1]).all()
+    assert torch.isnan(table.state_dict()["shard"]).sum() == 2 * 8
+
+
+def test_mean_of_equal_indices() -> None:
+    index = torch.tensor([4, 1, 4, 1, 7, 4])
+    valid = torch.tensor([True, True, True, False, True, True])
+    values = torch.tensor([[1.0, 2.0, 3.0, 100.0, 5.0, 5.0]], dtype=torch.float64)
+    expected = torch.tensor([[3.0, 2.0, 3.0, 2.0, 5.0, 3.0]], dtype=torch.float64)
+    assert torch.allclose(mean_of_equal(index, values, valid), expected)
+    assert torch.allclose(log_mean_of_equal(index, values.log(), valid).exp(), expected)
+
+
+def test_log_mean_is_exact_without_duplicates_and_safe_with_large_ones() -> None:
+    values = torch.tensor([[-300.0, 250.0, 0.1]])
+    valid = torch.ones(3, dtype=torch.bool)
+    assert torch.equal(log_mean_of_equal(torch.tensor([2, 0, 1]), values, valid), values)
+    mean = log_mean_of_equal(torch.tensor([5, 5, 1]), values, valid)
+    assert torch.allclose(mean, torch.tensor([[250.0, 250.0, 0.1]]) - torch.tensor([[2.0, 2.0, 1.0]]).log())

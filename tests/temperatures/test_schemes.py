@@ -1,0 +1,144 @@
+"""Temperature schemes: what the model's parameter does, bounds, and schedules."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from openclip_ext.losses.registry import create_loss
+from tests.losses.cases import CASES, SAMPLES, WIDTH, make_steps, run_step
+
+
+def _parameter(tau: float) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(-math.log(tau)))
+
+
+def _after_step(name: str, before: float, after: float, **options: float) -> float:
+    loss = create_loss(name, num_samples=SAMPLES, embed_dim=WIDTH, **options)
+    parameter = _parameter(after)
+    loss.finish_logit_scale_step(parameter, _parameter(before).detach())
+    return math.exp(-parameter.item())
+
+
+@pytest.mark.parametrize("name", ["fastclip", "amorlip"])
+def test_a_third_of_the_learning_rate_below_three_hundredths(name: str) -> None:
+    assert _after_step(name, 0.05, 0.04) == pytest.approx(0.04)
+    expected = math.exp((2 * math.log(0.02) + math.log(0.025)) / 3)
+    assert _after_step(name, 0.02, 0.025) == pytest.approx(expected)
+    # Not latched: from above 0.03 the step is a whole one again.
+    assert _after_step(name, 0.031, 0.02) == pytest.approx(0.02)
+
+
+def test_a_third_of_the_learning_rate_is_a_third_of_adamws_step() -> None:
+    parameters = []
+    for lr in (3e-3, 1e-3):
+        parameter = _parameter(0.02)
+        optimizer = torch.optim.AdamW([parameter], lr=lr, weight_decay=0.0)
+        loss = create_loss("fastclip", num_samples=SAMPLES)
+        for gradient in (1.0, -0.5, 2.0):
+            before = parameter.detach().clone()
+            parameter.grad = torch.tensor(gradient)
+            optimizer.step()
+            loss.finish_logit_scale_step(parameter, before if lr == 3e-3 else None)
+        parameters.append(parameter.item())
+    assert parameters[0] == pytest.approx(parameters[1], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["neuclip", "queueclip", "fastclip-v0"])
+def test_whole_steps_elsewhere(name: str) -> None:
+    assert _after_step(name, 0.02, 0.025) == pytest.approx(0.025)
+
+
+@pytest.mark.parametrize("name", ["fastclip", "fastclip-v0", "amorlip", "neuclip", "queueclip"])
+def test_bounds(name: str) -> None:
+    assert _after_step(name, 0.05, 0.001) == pytest.approx(0.01)
+    assert _after_step(name, 0.9, 7.0) == pytest.approx(1.0)
+    assert _after_step(name, 0.05, 0.001, temperature_min=0.04) == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize("name", ["sogclr", "fastclip-v1", "fastclip-v2", "tempnet"])
+def test_models_parameter_is_left_alone(name: str) -> None:
+    assert _after_step(name, 0.05, 0.004) == pytest.approx(0.004)
+    loss = create_loss(name, num_samples=SAMPLES, embed_dim=WIDTH)
+    assert not loss.learns_logit_scale
+    assert loss.logit_scale_lr is None
+
+
+def test_start_and_learning_rate() -> None:
+    loss = create_loss("neuclip", embed_dim=WIDTH, temperature=0.05, lr_tau=1e-3)
+    assert loss.initial_logit_scale == pytest.approx(math.log(20))
+    assert loss.logit_scale_lr == 1e-3
+    assert create_loss("fastclip-v0", num_samples=4).logit_scale_lr is None
+    assert create_loss("fastclip-v1", num_samples=4, temperature=0.03).initial_logit_scale == pytest.approx(
+        -math.log(0.03)
+    )
+    assert create_loss("fastclip", num_samples=4).initial_logit_scale is None
+
+
+def test_constant_temperature_overrules_the_logit_scale() -> None:
+    step = make_steps(1)[0]
+    step.logit_scale = 20.0
+    fixed = run_step(create_loss("sogclr", num_samples=SAMPLES, temperature=0.05), step)[0]
+    step.logit_scale = 3.0
+    assert run_step(create_loss("sogclr", num_samples=SAMPLES, temperature=0.05), step)[0] == pytest.approx(
+        fixed.item()
+    )
+    followed = run_step(create_loss("sogclr", num_samples=SAMPLES), step)[0]
+    assert followed != pytest.approx(fixed.item())
+
+
+def test_rho_changes_for_the_last_part_of_the_run() -> None:
+    loss = create_loss("amorlip", embed_dim=WIDTH, epochs=8, rho=6.5, rho_end=-8.0, rho_switch=0.75)
+    assert [loss.temperature.rho(epoch) for epoch in (0, 5, 6, 7)] == [6.5, 6.5, -8.0, -8.0]
+    step = make_steps(1)[0]
+    terms = []
+    for epoch in (5, 6):
+        loss.start_epoch(epoch)
+        term = loss(step.images, step.texts, torch.tensor(10.0), output_dict=True)["temperature_loss"]
+        terms.append(term.item())
+        assert loss.metrics()["rho"] == (6.5 if epoch == 5 else -8.0)
+    assert terms == pytest.approx([0.5 * 6.5 / 10, -0.5 * 8.0 / 10])
+
+
+def test_gamma_falls_over_half_of_the_run_by_default() -> None:
+    loss = create_loss("fastclip", num_samples=SAMPLES, epochs=8, gamma=0.2)
+    gammas = [loss.normalizer.gamma(epoch) for epoch in range(6)]
+    assert gammas == pytest.approx([1.0, 0.8 * 0.853553 + 0.2, 0.6, 0.8 * 0.146447 + 0.2, 0.2, 0.2], abs=1e-5)
+    constant = create_loss("sogclr", num_samples=SAMPLES, gamma=0.3)
+    assert constant.normalizer.gamma(0) == constant.normalizer.gamma(9) == 0.3
+
+
+@pytest.mark.parametrize(("rho", "bound"), [(20.0, 0.045), (-20.0, 0.055)])
+def test_per_sample_temperatures_stay_within_their_bounds(rho: float, bound: float) -> None:
+    bounds = {"temperature_min": 0.045, "temperature_max": 0.055}
+    loss = create_loss("isogclr", num_samples=SAMPLES, temperature=0.05, lr_tau=0.1, rho=rho, **bounds)
+    for step in make_steps(4):
+        run_step(loss, step)
+    seen = loss.state_dict()["temperature.table.shard"][:2]
+    seen = seen[~seen.isnan()]
+    assert set(seen.tolist()) == {torch.tensor(bound).item()}
+    metrics = loss.metrics()
+    assert 0.045 <= metrics["temperature_min"] <= metrics["temperature_median"] <= metrics["temperature_max"] <= 0.0551
+
+
+def test_dropout_is_for_learning_only() -> None:
+    loss = CASES["tempnet"].create()
+    step = make_steps(1)[0]
+    arguments = (step.images, step.texts, torch.tensor(10.0))
+    index = torch.tensor(step.index)
+    loss.eval()
+    assert loss(*arguments, index=index) == loss(*arguments, index=index)
+    evaluated = loss.metrics()["temperature_median"]
+    twin = CASES["tempnet"].create()
+    twin(*arguments, index=index)
+    assert twin.metrics()["temperature_median"] != evaluated
+
+
+def test_random_numbers_of_the_training_are_left_alone() -> None:
+    state = torch.get_rng_state()
+    for name in ("tempnet", "amorlip"):
+        loss = CASES[name].create()
+        for step in make_steps(4):
+            run_step(loss, step)
+    assert torch.equal(torch.get_rng_state(), state)
