@@ -141,12 +141,14 @@ class ColourModel(nn.Module):
         return self.visual(image)
 
     def encode_text(self, tokens: Tensor) -> Tensor:
-        return F.one_hot(tokens, 3).float()
+        return F.one_hot(tokens[:, 0], 3).float()
 
 
 def colour_encoder(model: nn.Module) -> Encoder:
     words = ["red", "green", "blue"]
-    return Encoder(model, None, lambda texts: torch.tensor([words.index(text) for text in texts]), torch.device("cpu"))
+    return Encoder(
+        model, None, lambda texts: torch.tensor([[words.index(text)] for text in texts]), torch.device("cpu")
+    )
 
 
 def test_finds_the_planted_object() -> None:
