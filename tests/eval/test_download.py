@@ -351,11 +351,13 @@ def test_retrieval_comes_through_the_conversion(hub: FakeHub, tmp_path: Path) ->
     contents = retrieval_source(origin)
     (origin / "flickr.py").write_text("raise SystemExit('a loading script must not be run')")
     (origin / "LICENSE").write_text("terms")
+    (origin / "README.md").write_text("what it is")
     hub.repositories[source_of(TASKS[FLICKR]).repository] = origin
     assert download(hub, data_dir, task=FLICKR) == 0
     folder = set_folder(data_dir, FLICKR)
     assert sorted(path.name for path in folder.iterdir()) == [
         "LICENSE",
+        "README.md",
         MANIFEST_NAME,
         "dataset_type.txt",
         "test",
@@ -370,6 +372,24 @@ def test_retrieval_comes_through_the_conversion(hub: FakeHub, tmp_path: Path) ->
     hub.requests.clear()
     assert download(hub, data_dir, task=FLICKR) == 0
     assert hub.requests == []
+
+
+def test_a_failed_conversion_is_incomplete_and_needs_no_new_download(
+    hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    origin, data_dir = tmp_path / "origin", tmp_path / "data"
+    retrieval_source(origin)
+    images = (origin / "images.zip").read_bytes()
+    write_zip(origin / "images.zip", ["10.jpg"])
+    hub.repositories[source_of(TASKS[FLICKR]).repository] = origin
+    assert download(hub, data_dir, task=FLICKR) == 1
+    assert "no image 'COCO_val.2014.jpg'" in capsys.readouterr().err
+    assert verify(data_dir, FLICKR) == INCOMPLETE
+    (origin / "images.zip").write_bytes(images)  # repaired on the hub: the same commit here, so only the zip differs
+    hub.requests.clear()
+    assert download(hub, data_dir, task=FLICKR) == 0
+    assert {name for name, _ in hub.requests} == {"images.zip"}
+    assert verify(data_dir, FLICKR) == OK
 
 
 def test_winogavil_comes_through_the_conversion(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
