@@ -15,8 +15,9 @@ logger = logging.getLogger(__name__)
 
 # Lengths are rounded up to a multiple of this, so that few different shapes occur.
 _STEP = 8
-# Cosine between the two ways below which cutting is not trusted: rounding of float32, and of half precision.
-_AGREEMENT = {torch.float32: 1 - 1e-5, torch.float16: 0.999, torch.bfloat16: 0.99}
+# Cosine between the two ways below which cutting is not trusted: beyond the rounding of the type.
+_AGREEMENT = {torch.float16: 0.999, torch.bfloat16: 0.99}
+_AGREEMENT_IN_FLOAT32 = 1 - 1e-5
 
 
 class TextEncoder:
@@ -68,7 +69,8 @@ class TextEncoder:
             cut = self._cut(tokens, length)
         except (RuntimeError, ValueError):  # shapes that this tower cannot take
             return False
-        return bool((F.cosine_similarity(whole.float(), cut.float()) >= _AGREEMENT[whole.dtype]).all())
+        least = _AGREEMENT.get(whole.dtype, _AGREEMENT_IN_FLOAT32)
+        return bool((F.cosine_similarity(whole.float(), cut.float()) >= least).all())
 
 
 class _EncodeText(nn.Module):
