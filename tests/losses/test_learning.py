@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from openclip_ext.losses.registry import create_loss, list_losses
 
-SAMPLES, LATENT, WIDTH, BATCH, EPOCHS = 240, 10, 16, 24, 12
+SAMPLES, LATENT, WIDTH, BATCH, EPOCHS = 240, 10, 16, 24, 10
 
 # Where a default supposes a long run. AmorLIP's encoders see its networks only, so those must become useful within the run.
 _SMALL = {
