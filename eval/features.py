@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from eval.data import Batch, DataError, SampleFormat, make_loader
+from eval.text import TextEncoder
 
 PRECISIONS = ("datacomp", "fp32", "amp")
 
@@ -61,6 +62,10 @@ class Encoder:
     workers: int = 4
     show_progress: bool = False
     _class_embeddings: dict[tuple[str, ...], dict[str, Tensor]] = field(default_factory=dict, repr=False)
+    _text_encoder: TextEncoder = field(init=False, repr=False)
+
+    def __post_init__(self):
+        self._text_encoder = TextEncoder(self.model)
 
     def batches(self, shards: list[Path], spec: SampleFormat) -> Iterator[Batch]:
         """Batches of a data set. Reading starts here, not at the first batch, and so overlaps with encoding texts.
@@ -127,7 +132,7 @@ class Encoder:
             chunk = list(texts[start : start + self.batch_size])
             tokens = self.tokenizer(chunk).to(self.device)
             with self._autocast(True):
-                features = self.model.encode_text(tokens)
+                features = self._text_encoder(tokens)
             embeddings.append(_unit(features, "text"))
             bar.update(len(chunk))
         return torch.cat(embeddings)

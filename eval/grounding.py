@@ -135,7 +135,7 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
     if activations.dim() != 4 or activations.shape[-2:].numel() < 2:
         raise ModelError(
             f"Grad-CAM: {layer.name} gives features of shape {tuple(features.shape)} for images of "
-            f"{tuple(image.shape[-2:])}: that is no map of several positions."
+            f"{tuple(image.shape[-2:])}: that is no map of several positions. An earlier --layer has one."
         )
     maps = torch.cat([_weighted_map(activations, layer.to_map(gradient)) for gradient in gradients])
     maps = F.interpolate(maps.unsqueeze(1), size=image.shape[-2:], mode="bilinear", align_corners=False).squeeze(1)
@@ -226,12 +226,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     args = build_parser().parse_args(argv)
     try:
-        _, encoder = load_encoder(args)
-        layer = _named_layer(encoder.model.visual, args.layer)
-        images = [(path, open_image(path)) for path in args.images]
+        run(args)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write a picture for every image and print its path.
+
+    Raises:
+        ValueError: for a wrong model, a tower without places, or an image that does not decode.
+    """
+    _, encoder = load_encoder(args)
+    layer = _named_layer(encoder.model.visual, args.layer)
+    images = [(path, open_image(path)) for path in args.images]
     args.output_dir.mkdir(parents=True, exist_ok=True)
     for number, (path, image) in enumerate(images):
         tensor = encoder.preprocess(image)
@@ -240,7 +250,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         target = args.output_dir / f"{number:03d}_{re.sub(r'[^A-Za-z0-9_.-]+', '_', path.stem)}.png"
         picture.save(target)
         print(target)
-    return 0
 
 
 def _named_layer(visual: nn.Module, name: str | None) -> SpatialLayer:

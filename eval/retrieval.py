@@ -36,14 +36,15 @@ def evaluate_retrieval(task: Task, folder: Path, encoder: Encoder, any_size: boo
 
 
 def check_dataset_type(folder: Path, expected: str) -> None:
-    """Checks ``dataset_type.txt``, which tells the local form from others.
+    """Checks ``dataset_type.txt`` where there is one.
 
     Raises:
-        DataError: if it is missing or says something else.
+        DataError: if it says something else.
     """
-    found = read_lines(folder / DATASET_TYPE_FILE, f"type of the data set ({expected})")[0].lower()
+    path = folder / DATASET_TYPE_FILE
+    found = read_lines(path, f"type of the data set ({expected})")[0].lower() if path.is_file() else expected
     if found != expected:
-        raise DataError(f"{folder / DATASET_TYPE_FILE} says {found!r}, expected {expected!r}.")
+        raise DataError(f"{path} says {found!r}, expected {expected!r}.")
 
 
 def _encode_images(

@@ -122,16 +122,15 @@ def create_model(args: argparse.Namespace, device: torch.device) -> tuple[nn.Mod
 
 
 def embedding_dim(model_name: str, model: nn.Module | None = None) -> int:
-    """Width of the joint embedding space, from the model's configuration or, for hub models, the model itself.
+    """Width of the joint embedding space: the model's own, or without one, its configuration's.
+
+    The model is asked first, since OpenCLIP fetches the configuration of a hub model from the network.
 
     Raises:
         ValueError: neither tells.
     """
     import open_clip
 
-    config = open_clip.get_model_config(model_name)
-    if config is not None:
-        return int(config["embed_dim"])
     projection = getattr(model, "text_projection", None)
     if isinstance(projection, torch.Tensor):
         return int(projection.shape[1])
@@ -139,7 +138,10 @@ def embedding_dim(model_name: str, model: nn.Module | None = None) -> int:
         width = getattr(tower, "output_dim", None)
         if isinstance(width, int):
             return width
-    raise ValueError(f"cannot tell the embedding width of model {model_name!r}; known: open_clip.list_models()")
+    config = open_clip.get_model_config(model_name)
+    if config is None:
+        raise ValueError(f"cannot tell the embedding width of model {model_name!r}; known: open_clip.list_models()")
+    return int(config["embed_dim"])
 
 
 def replace_linear_layers(model: nn.Module, layer_name: str, device: torch.device) -> nn.Module:

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the other scripts: goes to the clone's root and provides $python, the interpreter of the virtual environment
 # in .venv, where this package is installed in place with all its extras. Made on the first call; afterwards a call costs a
 # fraction of a second, until requirements.txt or pyproject.toml change.
@@ -5,7 +6,7 @@
 # PYTHON names the interpreter to make the environment with (default: python3); pip's own PIP_* variables are obeyed.
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
-cd -- "$root"
+cd -- "$root" || exit
 python="$root/.venv/bin/python"
 
 say() {
@@ -53,10 +54,6 @@ ensure_environment() {
     if command -v flock >/dev/null; then flock 9; fi
     environment_is_ready || make_environment
   ) 9>.venv/.lock
-}
-
-available_cores() {
-  "$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())'
 }
 
 ensure_environment

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Set up the environment, check style and run the tests. Arguments go to pytest: bash scripts/test.sh tests/losses -x
 set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=_environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/_environment.sh"
 
 say "ruff"

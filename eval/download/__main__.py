@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.download.fetch import Plan, check_space, fetch_set, format_bytes, free_bytes, make_plan
-from eval.download.hub import DownloadError, Hub, HubUnreachableError
+from eval.download.hub import DownloadError, Hub
 from eval.download.verify import verify_set
 from eval.tasks import Task, select_tasks
 
@@ -47,9 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _verify(args.data_dir, tasks, args.allow_size_mismatch)
     try:
         return _download(args, tasks)
-    except (HubUnreachableError, OSError) as error:
+    except OSError as error:  # HubUnreachableError is one
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to go on from here", file=sys.stderr)
+        return 130
 
 
 def _verify(data_dir: Path, tasks: Sequence[Task], any_size: bool) -> int:

@@ -12,10 +12,9 @@ from tqdm import tqdm
 from eval.download.convert import convert_retrieval, convert_winogavil
 from eval.download.hub import PART_SUFFIX, DownloadError, Hub, RemoteFile, RemoteSet
 from eval.download.manifest import MANIFEST_NAME, Manifest, describe_file
-from eval.download.sources import Source, source_of
+from eval.download.sources import SOURCE_FOLDER, Source, is_document, source_of
 from eval.tasks import Task
 
-SOURCE_FOLDER = "source"
 # Left free on the disk: file system overhead, and the logs and results of whoever works there.
 SPARE_BYTES = 256 << 20
 
@@ -123,8 +122,9 @@ def fetch_set(hub: Hub, planned: PlannedSet, connections: int = 4, keep_source: 
     manifest.complete = True
     manifest.save()
     if planned.source.converted and not keep_source:
-        for path in planned.download_folder.glob("[Ll][Ii][Cc][Ee][Nn][Ss][Ee]*"):
-            path.replace(planned.folder / path.name)
+        for path in planned.download_folder.iterdir():
+            if is_document(path.name):
+                path.replace(planned.folder / path.name)
         shutil.rmtree(planned.download_folder)
 
 

@@ -82,7 +82,7 @@ class Hub:
             HubUnreachableError: if there is no answer.
             DownloadError: if the hub refuses, or has nothing of use there.
         """
-        from huggingface_hub.errors import HfHubHTTPError
+        from huggingface_hub.utils import HfHubHTTPError
 
         try:
             info = self._api.repo_info(source.repository, repo_type="dataset", files_metadata=True, timeout=_TIMEOUT_S)

@@ -8,6 +8,8 @@ from eval.tasks import Task
 DATACOMP_OWNER = "djghosh"
 # Retrieval and WinoGAViL: an annotation table and a zip of images, which DataComp reads through a loading script.
 TABLE_OWNER = "nlphuji"
+# Below the data set's folder: what is still to be converted.
+SOURCE_FOLDER = "source"
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,7 @@ class Source:
         """Whether a file of the repository is needed (or is its licence), given its path there."""
         folder, _, name = path.rpartition("/")
         if folder == "":
-            documents = name.lower().startswith(("readme", "license"))
-            return documents or name.endswith((".csv", ".zip") if self.converted else (".txt",))
+            return is_document(name) or name.endswith((".csv", ".zip") if self.converted else (".txt",))
         return not self.converted and folder == "test" and name.endswith((".tar", ".txt"))
 
 
@@ -36,3 +37,8 @@ def source_of(task: Task) -> Source:
     if task.kind in ("retrieval", "winogavil"):
         return Source(f"{TABLE_OWNER}/{task.key.split('/')[-1]}", converted=True)
     return Source(f"{DATACOMP_OWNER}/{task.folder}", converted=False)
+
+
+def is_document(name: str) -> bool:
+    """Whether a file says what the data is and how it may be used."""
+    return name.lower().startswith(("readme", "license"))

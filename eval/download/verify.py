@@ -17,6 +17,7 @@ from eval.data import (
 from eval.download.convert import INSTANCES_NAME
 from eval.download.hub import PART_SUFFIX
 from eval.download.manifest import Manifest
+from eval.download.sources import SOURCE_FOLDER
 from eval.tasks import Task
 
 OK, UNPROVEN, MISSING, INCOMPLETE, BROKEN = "ok", "ok, no checksums", "missing", "incomplete", "broken"
@@ -62,7 +63,8 @@ def verify_set(data_dir: Path, task: Task, any_size: bool = False) -> Verdict:
     except ValueError as error:
         return Verdict(task, BROKEN, problems=(str(error),))
     parts = [str(path.relative_to(folder)) for path in sorted(folder.rglob(f"*{PART_SUFFIX}"))]
-    if parts or (manifest is not None and not manifest.complete):
+    unconverted = manifest is None and (folder / SOURCE_FOLDER).is_dir()
+    if parts or unconverted or (manifest is not None and not manifest.complete):
         return Verdict(task, INCOMPLETE, problems=tuple(f"{part} is a partial download" for part in parts))
     problems = manifest.problems() if manifest is not None else []
     samples = None

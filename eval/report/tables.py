@@ -45,9 +45,11 @@ class Row:
 
 
 def build_rows(runs: Sequence[Run]) -> list[Row]:
-    """Group averages first, then every task that any run has, from the runs' final checkpoints."""
+    """Group averages first, then every task that any run has, from the runs' final checkpoints; none without any."""
     finals = [run.final for run in runs]
-    rows = []
+    rows: list[Row] = []
+    if not any(finals):
+        return rows
     for title, keys in AVERAGES.items():
         cells = []
         for final in finals:

@@ -397,7 +397,8 @@ class IndexedLoader:
 
         Raises:
             ValueError: The progress is not of this data set and seed, or has more batches than the epoch.
-            BadDataError: Too many samples are bad, or none of a shard is usable.
+            BadDataError: Too many samples are bad, or none of a shard is usable. The ranks add up their bad samples ten
+                times an epoch (a small collective, so all of them have to go through the batches side by side).
         """
         seen, start = self._parse_progress(progress)
         total = start + self.remaining_batches(epoch, progress)
@@ -407,10 +408,12 @@ class IndexedLoader:
             )
         self._bad_this_epoch = 0
         self._requests.epoch, self._requests.seen, self._requests.batches = epoch, seen, range(start, total)
-        for batch in self._loader:
+        for number, batch in enumerate(self._loader, start=start):
             if "error" in batch:
                 raise BadDataError(batch["error"])
             self._count_bad(batch.pop("bad", ()))
+            if self._asks_other_ranks_at(number, total):
+                self.check_bad_samples()
             yield batch
 
     def _count_bad(self, bad: Sequence[tuple[int, str]]) -> None:
@@ -420,6 +423,12 @@ class IndexedLoader:
             self._bad[index] = reason
         self._bad_this_epoch += len(bad)
         self._refuse_too_many(self._bad_this_epoch)
+
+    def _asks_other_ranks_at(self, batch: int, total: int) -> bool:
+        """Ten times an epoch and at its end: rare enough to cost nothing, and at the same batches on every rank."""
+        if self._layout.world_size == 1 or self._layout.world_size != distributed.world_size():
+            return False
+        return batch + 1 == total or (batch + 1) % max(1, self.batches_per_epoch // 10) == 0
 
     def _refuse_too_many(self, bad: int) -> None:
         if bad > self.max_bad_fraction * self._layout.epoch_samples:
@@ -440,7 +449,7 @@ class IndexedLoader:
     def check_bad_samples(self) -> dict[str, int]:
         """Bad samples by shard over all ranks; collective: every rank calls it at the same point.
 
-        Between the calls each rank stops on its own only when its own bad samples alone are too many.
+        :meth:`iterate` does so a few times an epoch.
 
         Raises:
             BadDataError: On every rank, if the ranks together have met too many in this epoch.

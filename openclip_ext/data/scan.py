@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import re
-import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -117,25 +116,38 @@ class _Grouping:
         self._found: set[str] = set()
         self._digest = hashlib.blake2b(digest_size=16)
         self.starts: list[int] = []
+        self.end = 0
         self.num_samples = 0
         self.fields: Counter[str] = Counter()
         self.problems: Counter[str] = Counter()
         self.bad_positions: list[int] = []
 
-    def add(self, name: str, size: int, start: int = 0) -> None:
-        """Take the next regular member."""
-        parts = tar.split_name(name)
+    def take(self, members: Iterator[tar.Member]) -> ShardScan:
+        """Go through the members, to the end or the first error."""
+        error = None
+        try:
+            for member in members:
+                if member.is_file:
+                    self._add(member)
+                self.end = member.end
+        except tar.STREAM_ERRORS as broken:
+            error = str(broken) or type(broken).__name__
+        self._finish()
+        return self._result(error)
+
+    def _add(self, member: tar.Member) -> None:
+        parts = tar.split_name(member.name)
         if parts is None:
             return
         key, member_field = parts
-        self._digest.update(f"{name}\0{size}\0".encode("utf-8", "surrogateescape"))
+        self._digest.update(f"{member.name}\0{member.size}\0".encode("utf-8", "surrogateescape"))
         if key != self._current or member_field in self._found:
-            self.finish()
+            self._finish()
             self._current = key
-            self.starts.append(start)
+            self.starts.append(member.start)
         self._found.add(member_field)
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Close the current sample, if any."""
         if self._current is None:
             return
@@ -154,7 +166,7 @@ class _Grouping:
         self.num_samples += 1
         self._current, self._found = None, set()
 
-    def result(self, error: str | None) -> ShardScan:
+    def _result(self, error: str | None) -> ShardScan:
         problems: dict[str, Any] = {name: count for name, count in sorted(self.problems.items()) if count}
         if 0 < len(self.bad_positions) <= _MAX_POSITIONS:
             problems["bad_positions"] = self.bad_positions
@@ -170,13 +182,12 @@ def scan_shard(path: str, image_key: str = DEFAULT_IMAGE_KEY, caption_key: str =
     """
     grouping = _Grouping(parse_keys(image_key, allow_json=False), parse_keys(caption_key, allow_json=True))
     try:
-        status = os.stat(path)
-        if tar.opener(path) is None:
-            with open(path, "rb") as file:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if tar.decompressor(os.pread(file.fileno(), 8, 0)) is None:
                 result = _scan_headers(file.fileno(), status.st_size, grouping)
-        else:
-            with tar.open_local(path) as stream:
-                result = grouping.result(_scan_stream(stream, grouping))
+            else:
+                result = _scan_stream(file, grouping)
     except OSError as error:
         return ShardScan(0, problems={"error": f"cannot be read: {error.strerror or error}"})
     result.size, result.mtime_ns = status.st_size, status.st_mtime_ns
@@ -184,35 +195,15 @@ def scan_shard(path: str, image_key: str = DEFAULT_IMAGE_KEY, caption_key: str =
 
 
 def _scan_headers(descriptor: int, size: int, grouping: _Grouping) -> ShardScan:
-    error, end = None, 0
-    try:
-        for member in tar.iter_members(_HeaderReader(descriptor), size):
-            if member.is_file:
-                grouping.add(member.name, member.size, member.start)
-            end = member.end
-    except tar.TarError as broken:
-        error = str(broken)
-    grouping.finish()
-    result = grouping.result(error)
+    result = grouping.take(tar.iter_members(_HeaderReader(descriptor), size))
     # Whatever lies between two samples (folders, hidden files) belongs to the one before, and the first begins at 0.
-    bounds = np.array([0, *grouping.starts[1:], end] if grouping.starts else [0], dtype=np.int64)
-    blocks = np.diff(bounds) // tar.BLOCK
-    result.blocks = blocks.astype(np.uint32)
+    bounds = np.array([0, *grouping.starts[1:], grouping.end] if grouping.starts else [0], dtype=np.int64)
+    result.blocks = (np.diff(bounds) // tar.BLOCK).astype(np.uint32)
     return result
 
 
-def _scan_stream(stream: BinaryIO, grouping: _Grouping) -> str | None:
-    error = None
-    try:
-        with tarfile.open(fileobj=stream, mode="r|*") as archive:
-            for info in archive:
-                archive.members = []
-                if info.isreg():
-                    grouping.add(info.name, info.size)
-    except tar.STREAM_ERRORS as broken:
-        error = str(broken) or type(broken).__name__
-    grouping.finish()
-    return error
+def _scan_stream(file: BinaryIO, grouping: _Grouping) -> ShardScan:
+    return grouping.take(tar.stream_members(file)[0])
 
 
 def scan_local(

@@ -1,6 +1,7 @@
 """WebDataset shards as a source: local tars are read by offset, remote and compressed ones as streams."""
 
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -102,7 +103,7 @@ class ShardSource(Source):
         shard = self.manifest.shards[number]
         offsets = self.manifest.sample_offsets(number)
         if offsets is not None:
-            return _OffsetFile(shard.url, offsets, self._wanted)
+            return _OffsetFile(shard.url, shard.size, offsets, self._wanted)
         return _StreamFile(shard.url, self._wanted)
 
 
@@ -119,7 +120,7 @@ class _ShardReader(Reader):
             if not self._first <= index < self._end:
                 self._open(index)
             fields, found = self._file.sample(index - self._first)
-        except (*tar.STREAM_ERRORS, tar.TarError) as error:
+        except tar.STREAM_ERRORS as error:
             name = self._source.group_of(index)[0]
             return RawSample(index, {}, problem=f"{name} cannot be read: {type(error).__name__}: {error}")
         return RawSample(index, fields, found)
@@ -138,10 +139,18 @@ class _ShardReader(Reader):
 
 
 class _OffsetFile:
-    """A local tar with known offsets."""
+    """A local tar with known offsets.
 
-    def __init__(self, path: str, offsets: np.ndarray, wanted: frozenset[str]) -> None:
+    Raises:
+        OSError: It is gone, or its size is no longer the manifest's: its samples may not be the ones that were indexed.
+    """
+
+    def __init__(self, path: str, size: int, offsets: np.ndarray, wanted: frozenset[str]) -> None:
         self._file = open(path, "rb", buffering=_READ_BUFFER)  # noqa: SIM115
+        found = os.fstat(self._file.fileno()).st_size
+        if found != size:
+            self._file.close()
+            raise OSError(f"it has {found:,} bytes, {size:,} when the manifest was made")
         self._offsets = offsets
         self._wanted = wanted
 
@@ -177,20 +186,17 @@ class _StreamFile:
             if self._unreadable is not None and position >= self._unreadable[0]:
                 break
             try:
-                sample = self._advance(position)
-                if sample is not None:
-                    return sample
-                self._unreadable = self._next, f"it has {self._next} samples, the manifest says more"
+                return self._advance(position)
             except tar.STREAM_ERRORS as error:
                 logging.warning(f"Reading {self._url} failed ({error}), attempt {attempt} of {_STREAM_ATTEMPTS}.")
                 if attempt == _STREAM_ATTEMPTS:
                     self._unreadable = self._next, f"{type(error).__name__}: {error}"
+                else:
+                    time.sleep(attempt)
                 self.close()
-                time.sleep(attempt - 1)
         raise EOFError(self._unreadable[1])
 
-    def _advance(self, position: int) -> tuple[dict[str, bytes], list[str]] | None:
-        """The sample at a position, None if the stream ends before."""
+    def _advance(self, position: int) -> tuple[dict[str, bytes], list[str]]:
         if self._stream is None or position < self._next:
             self.close()
             self._stream = open_stream(self._url)
@@ -199,7 +205,7 @@ class _StreamFile:
             self._next += 1
             if self._next > position:
                 return sample
-        return None
+        raise EOFError(f"it has {self._next} samples, the manifest says more")
 
     def close(self) -> None:
         stream, self._stream, self._samples, self._next = self._stream, None, iter(()), 0
@@ -213,7 +219,7 @@ class _StreamFile:
 def open_stream(url: str) -> Any:
     """Open a shard to read it forward."""
     if is_local(url):
-        return tar.open_local(local_path(url))
+        return open(local_path(url), "rb")
     # Only remote data need webdataset, which takes seconds to import.
     import webdataset
 

@@ -1,23 +1,22 @@
 """Samples in a tar file: WebDataset's grouping, found from the headers alone.
 
 A sample is a run of consecutive regular members that share everything before the first dot of the file name; what follows
-the dot is the field ("jpg", "txt", ...), in lower case. Python's ``tarfile`` takes 30 µs a member and cannot be told to stay
-out of the data of a file that it may seek in, so plain tars are read by the few lines here; compressed and remote ones go
-through ``tarfile`` as streams.
+the dot is the field ("jpg", "txt", ...), in lower case. The lines here read headers only, many times faster than Python's
+``tarfile``, and notice a file or stream that ends too soon, which ``tarfile`` takes for the end of the archive.
 """
 
 import bz2
 import gzip
+import io
 import lzma
 import re
-import tarfile
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, NamedTuple
 
 BLOCK = 512
-# What reading a broken stream raises; lzma and zlib have errors of their own.
-STREAM_ERRORS = (tarfile.TarError, OSError, EOFError, lzma.LZMAError, zlib.error)
+_STREAM_BUFFER = 1 << 20
 _COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 _METADATA = re.compile(r"__[^/]*__($|/)")
 _REGULAR_TYPES = frozenset(b"0\x007")
@@ -27,6 +26,10 @@ _DATALESS_TYPES = frozenset(b"123456")
 
 class TarError(ValueError):
     """A tar file ends or breaks where a header or data should be."""
+
+
+# What reading a broken stream raises; the decompressors have errors of their own.
+STREAM_ERRORS = (TarError, OSError, EOFError, lzma.LZMAError, zlib.error)
 
 
 class Member(NamedTuple):
@@ -45,15 +48,17 @@ class Member(NamedTuple):
 
 
 def _padded(size: int) -> int:
-    return (size + BLOCK - 1) // BLOCK * BLOCK
+    return size + -size % BLOCK
 
 
 def _number(field: bytes) -> int:
     """A number of a tar header: octal text, or base 256 if its first bit is set (GNU, sizes from 8 GiB on)."""
     if field[0] & 0x80:
         return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
-    text = field.partition(b"\0")[0].strip()
-    return int(text, 8) if text else 0
+    try:
+        return int(field.partition(b"\0")[0].strip() or b"0", 8)
+    except ValueError:
+        raise TarError(f"no octal number: {field!r}") from None
 
 
 def _text(field: bytes) -> str:
@@ -61,12 +66,17 @@ def _text(field: bytes) -> str:
 
 
 def _check(header: bytes, position: int) -> None:
+    """Verify the checksum: the sum of all bytes, with its own field taken as eight blanks (8 * 32 = 256).
+
+    It is compared modulo 255, where a byte string and the sum of its bytes are the same number: that still finds every
+    flipped bit, and 30,000 headers of a shard in a fraction of the time.
+    """
     try:
         expected = _number(header[148:156])
-    except ValueError:
-        expected = -1
-    # The checksum is taken with its own field filled with eight blanks (8 * 32).
-    if sum(header) - sum(header[148:156]) + 256 != expected:
+    except TarError:
+        raise TarError(f"no tar header at byte {position}") from None
+    others = int.from_bytes(header, "big") - int.from_bytes(header[148:156], "big")
+    if (others + 256 - expected) % 255:
         raise TarError(f"no tar header at byte {position}")
 
 
@@ -101,8 +111,8 @@ def iter_members(read_at: Callable[[int, int], bytes], end: int) -> Iterator[Mem
     while True:
         header = read_at(position, BLOCK)
         if len(header) < BLOCK:
-            raise TarError(f"the file ends at byte {end}, without the end-of-archive mark")
-        if not header[0] and header.count(0) == BLOCK:
+            raise TarError(f"it ends at byte {position + len(header)}, without the end-of-archive mark")
+        if not header[0] and not any(header):
             return
         _check(header, position)
         kind = header[156]
@@ -118,7 +128,7 @@ def iter_members(read_at: Callable[[int, int], bytes], end: int) -> Iterator[Mem
             is_file = kind in _REGULAR_TYPES
             member = Member(_member_name(header) if name is None else name, start, position + BLOCK, length, is_file)
             if member.data + length > end:
-                raise TarError(f"{member.name} is cut off: the file ends at byte {end}")
+                raise TarError(f"{member.name} is cut off: it ends at byte {end}")
             yield member
             name, size, start = None, None, member.end
         position += BLOCK + _padded(length)
@@ -177,45 +187,88 @@ def fields_in(data: bytes, wanted: frozenset[str]) -> tuple[dict[str, bytes], li
     return fields, found
 
 
-def opener(path: str) -> Callable[[str, str], BinaryIO] | None:
-    """What decompresses a local file (``gzip.open``, ...), None if it is not compressed."""
-    with open(path, "rb") as file:
-        magic = file.read(6)
+class _RawStream(io.RawIOBase):
+    """What only has ``read`` (webdataset's pipes) as a raw stream of Python's."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        data = self._stream.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class _ForwardReader:
+    """``read_at`` for a stream: offsets may only grow."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._position = 0
+
+    def __call__(self, offset: int, length: int) -> bytes:
+        while self._position < offset:
+            skipped = len(self._stream.read(min(offset - self._position, _STREAM_BUFFER)))
+            if not skipped:
+                return b""
+            self._position += skipped
+        data = self._stream.read(length)
+        self._position += len(data)
+        return data
+
+
+def decompressor(magic: bytes) -> Callable[[BinaryIO], BinaryIO] | None:
+    """What decompresses a file that begins with these bytes (``gzip.open``, ...), None if it is not compressed."""
     return next((opener for start, opener in _COMPRESSED.items() if magic.startswith(start)), None)
 
 
-def open_local(path: str) -> BinaryIO:
-    """Open a local tar to read it forward, decompressed; unlike ``tarfile``, gzip and others notice a cut-off end."""
-    return (opener(path) or open)(path, "rb")
+def stream_members(stream: BinaryIO) -> tuple[Iterator[Member], Callable[[int, int], bytes]]:
+    """The members of a tar that is read forward, decompressed if need be.
+
+    Returns:
+        The members, and a function that reads the data of the last one (``read_at(member.data, member.size)``).
+
+    Raises:
+        STREAM_ERRORS: While iterating, if the stream is broken or ends too soon.
+    """
+    buffered = io.BufferedReader(_RawStream(stream), _STREAM_BUFFER)
+    decompress = decompressor(buffered.peek(8))
+    read_at = _ForwardReader(buffered if decompress is None else decompress(buffered))
+    # The size of a stream is not known; a member that is cut off shows when its data or the next header are read.
+    return iter_members(read_at, sys.maxsize), read_at
 
 
 def stream_samples(stream: BinaryIO, wanted: frozenset[str]) -> Iterator[tuple[dict[str, bytes], list[str]]]:
     """Group a tar that can only be read forward (remote or compressed) into samples.
 
     Args:
-        stream: The tar file, any compression.
-        wanted: Fields whose data are read; the others are passed over.
+        stream: The tar file, any compression; anything with ``read``.
+        wanted: Fields whose data are kept; the others are passed over.
 
     Yields:
         The wanted fields and the names of all fields of each sample.
 
     Raises:
-        STREAM_ERRORS: The stream is broken; the sample at the break is not yielded.
+        STREAM_ERRORS: The stream is broken or ends too soon; the sample at the break is not yielded.
     """
     key, fields, found = None, {}, []
-    with tarfile.open(fileobj=stream, mode="r|*") as archive:
-        for info in archive:
-            archive.members = []  # tarfile keeps every header it has seen otherwise
-            parts = split_name(info.name) if info.isreg() else None
-            if parts is None:
-                continue
-            data = archive.extractfile(info).read() if parts[1] in wanted else None
-            if parts[0] != key or parts[1] in found:
-                if key is not None:
-                    yield fields, found
-                key, fields, found = parts[0], {}, []
-            found.append(parts[1])
-            if data is not None:
-                fields[parts[1]] = data
+    members, read_at = stream_members(stream)
+    for member in members:
+        parts = split_name(member.name) if member.is_file else None
+        if parts is None:
+            continue
+        if parts[0] != key or parts[1] in found:
+            if key is not None:
+                yield fields, found
+            key, fields, found = parts[0], {}, []
+        found.append(parts[1])
+        if parts[1] in wanted:
+            fields[parts[1]] = read_at(member.data, member.size)
+            if len(fields[parts[1]]) < member.size:
+                raise TarError(f"the stream ends in {member.name}")
     if key is not None:
         yield fields, found

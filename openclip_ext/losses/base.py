@@ -27,6 +27,8 @@ class ContrastiveLoss(nn.Module):
         initial_logit_scale: start value of OpenCLIP's parameter ``log(1/τ)``; None: leave the model's.
         initial_logit_bias: start value of OpenCLIP's ``logit_bias``; None: the model needs none.
         logit_scale_lr: learning rate of that parameter, without schedule; None: that of the encoders, with its schedule.
+        normalizers_include_positive: what ``log_normalizers`` estimates: False: ``log(ε + g)``; True: the positive pair is
+            in it, ``log((1 + (B−1)·g)/B)`` (AmorLIP).
     """
 
     needs_index = False
@@ -34,6 +36,7 @@ class ContrastiveLoss(nn.Module):
     initial_logit_scale: float | None = None
     initial_logit_bias: float | None = None
     logit_scale_lr: float | None = None
+    normalizers_include_positive = False
 
     def __init__(self) -> None:
         super().__init__()

@@ -70,9 +70,21 @@ def pair_weights(similarities: Tensor, positive: Tensor, tau: Tensor, log_diviso
     return exponents.clamp_(max=max_exponent(exponents.dtype)).exp_()
 
 
-def log_mean_prototypes(exponents: Tensor, eps: float) -> Tensor:
-    """``α = log(ε + Σ_j exp(exponent_ij))`` [NeuCLIP 10, 11]; the exponents contain ``−log m``."""
-    return log_add(torch.logsumexp(exponents, dim=-1), eps)
+def log_sum_prototypes(exponents: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """``α_i = log(ε + Σ_j exp(exponent_ij))`` [NeuCLIP 10, 11] and the terms' shares in ``exp(α_i)``.
+
+    Args:
+        exponents: ``(..., m)``, containing ``−log m``; overwritten.
+        eps: ε.
+
+    Returns:
+        ``α`` ``(...)``, terms ``(..., m)`` and scales ``(...)``; the shares are the terms times their row's scale, left
+        apart because whoever needs them has something smaller to multiply by the scale.
+    """
+    largest = exponents.amax(dim=-1)
+    terms = exponents.sub_(largest.unsqueeze(-1)).exp_()
+    alpha = log_add(largest + terms.sum(dim=-1).log_(), eps)
+    return alpha, terms, (largest - alpha).exp_()
 
 
 def infonce(log_g: Tensor, count: Tensor) -> Tensor:

@@ -83,6 +83,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self.learns_logit_scale = temperature.learns_logit_scale
         self.initial_logit_scale = temperature.initial_logit_scale
         self.logit_scale_lr = temperature.logit_scale_lr
+        self.normalizers_include_positive = surrogate.includes_positive
         self._last: _Report | None = None
         self.register_buffer("index_out_of_range", torch.zeros((), dtype=torch.bool), persistent=False)
 

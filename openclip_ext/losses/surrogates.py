@@ -41,6 +41,8 @@ class Contrastive:
     [13] is [12] with ``exp(−α)(ε+g)`` taken as 1: right where α is a moving average that follows ``log(ε+g)``.
     """
 
+    includes_positive = False
+
     def __init__(self, *, eps: float) -> None:
         self.eps = eps
 
@@ -107,6 +109,8 @@ class Partition:
     The positive pair is one of the ``B`` terms of the mean, and its attraction has coefficient exactly 1. ``λ`` is constant
     for the temperature, too.
     """
+
+    includes_positive = True
 
     def log_estimate(self, log_g: Tensor, block: Block) -> Tensor:
         """The batch's own estimate of α: ``log Z − c·s_ii = log((1 + (B−1)·g)/B)``."""

@@ -16,33 +16,30 @@ from openclip_ext.normalizers.ring import EmbeddingRing, repeated_block
 _SMALLEST_NORM = 1e-12
 
 
-def prototype_exponents(directions: Tensor, block: Block, log_weights: Tensor | float) -> tuple[Tensor, Tensor]:
-    """``(cos(e_i, W_j) − s_ii)/τ_i + log weight_j``, and the cosines: ``(2, B, m)`` each [NeuCLIP 10, 11].
+def prototype_exponents(directions: Tensor, block: Block) -> Tensor:
+    """``(cos(e_i, W_j) − s_ii)/τ_i`` ``(2, B, m)`` [NeuCLIP 10, 11].
 
     Args:
         directions: ``(2, m, d)`` unit prototypes.
         block: features are used as given.
-        log_weights: ``(m,)`` logarithms of the prototypes' shares, or one for all: ``−log m``.
     """
-    cosines = block.features @ directions.transpose(1, 2)
-    exponents = (cosines - block.positive[:, None]).div_(block.tau[:, :, None]).add_(log_weights)
-    return exponents, cosines
+    scaled = block.features / block.tau[:, :, None]
+    return torch.baddbmm(-(block.positive / block.tau)[:, :, None], scaled, directions.transpose(1, 2))
 
 
 def prototype_feature_gradient(
-    directions: Tensor, exponents: Tensor, alpha: Tensor, block: Block
+    directions: Tensor, terms: Tensor, scales: Tensor, block: Block
 ) -> Callable[[Tensor], Tensor]:
     """Gradient of ``Σ weight_k,i·α_k,i`` over this process's anchors in its own features; prototypes and τ held.
 
-    ``∇α1_i = Σ_j p_ij (∇(e1_i·Ŵ_j) − ∇s_ii)/τ_i`` with ``p_ij = exp(exponent_ij − α_i)``.
+    ``∇α1_i = Σ_j p_ij (∇(e1_i·Ŵ_j) − ∇s_ii)/τ_i`` with the shares ``p_ij = term_ij·scale_i``.
     """
     own = block.own
 
     def gradient(weights: Tensor) -> Tensor:
-        scaled = weights / block.tau[:, own]
-        shares = F.saturating_exp(exponents[:, own] - alpha[:, own, None])
-        through_cosine = scaled[:, :, None] * (shares @ directions)
-        through_positive = (scaled * shares.sum(dim=2)).sum(dim=0)
+        scaled = weights * scales[:, own] / block.tau[:, own]
+        through_cosine = scaled[:, :, None] * (terms[:, own] @ directions)
+        through_positive = (scaled * terms[:, own].sum(dim=2)).sum(dim=0)
         return through_cosine - through_positive[:, None] * block.features[:, own].flip(0)
 
     return gradient
@@ -128,23 +125,23 @@ class PrototypeNormalizer(Normalizer):
         norms = torch.linalg.vector_norm(prototypes, dim=2, keepdim=True).clamp_(min=_SMALLEST_NORM)
         return prototypes / norms, norms
 
-    def _exponents(self, directions: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-        exponents, cosines = prototype_exponents(directions, block, -math.log(self.ring.capacity))
-        return exponents, cosines, F.log_mean_prototypes(exponents, self.eps)
+    def _alpha(self, directions: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+        exponents = prototype_exponents(directions, block).sub_(math.log(self.ring.capacity))
+        return F.log_sum_prototypes(exponents, self.eps)
 
     def _update(self, block: Block) -> None:
         directions, norms = self._directions(self.prototypes)
-        exponents, cosines, alpha = self._exponents(directions, block)
+        alpha, terms, scales = self._alpha(directions, block)
         slope = F.objective_slope(self.objective, alpha, block.log_estimate, block.tau)
-        slope = torch.where(block.valid, slope, 0) / (block.tau * block.count)
-        shares = exponents.sub_(alpha[:, :, None]).exp_().mul_(slope[:, :, None])
-        along = (shares * cosines).sum(dim=1)
-        gradient = (shares.transpose(1, 2) @ block.features - along[:, :, None] * directions) / norms
+        in_cosine = torch.where(block.valid, slope * scales, 0) / (block.tau * block.count)
+        gradient = terms.transpose(1, 2) @ (in_cosine[:, :, None] * block.features)
+        along = (gradient * directions).sum(dim=2, keepdim=True)
+        gradient = gradient.sub_(along * directions).div_(norms)
         adagrad_step_(self.prototypes, gradient, self.accumulator, self.lr)
 
     def _estimate(self, prototypes: Tensor, block: Block) -> Estimate:
         directions, _ = self._directions(prototypes)
-        exponents, _, alpha = self._exponents(directions, block)
+        alpha, terms, scales = self._alpha(directions, block)
         if not self.alpha_gradient:
             return Estimate(alpha)
-        return Estimate(alpha, feature_gradient=prototype_feature_gradient(directions, exponents, alpha, block))
+        return Estimate(alpha, feature_gradient=prototype_feature_gradient(directions, terms, scales, block))

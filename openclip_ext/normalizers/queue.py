@@ -51,13 +51,12 @@ class QueueNormalizer(Normalizer):
 
     def _estimate(self, rows: Tensor, log_multiplicity: Tensor, block: Block) -> Estimate:
         directions = torch.nn.functional.normalize(rows, dim=2)
-        log_shares = log_multiplicity - math.log(self.ring.capacity)
-        exponents, _ = prototype_exponents(directions, block, log_shares)
-        queue_alpha = F.log_mean_prototypes(exponents, self.eps)
+        exponents = prototype_exponents(directions, block).add_(log_multiplicity - math.log(self.ring.capacity))
+        queue_alpha, terms, scales = F.log_sum_prototypes(exponents, self.eps)
         alpha = F.log_mix(queue_alpha, block.log_estimate, self.batch_weight)
         if not self.alpha_gradient:
             return Estimate(alpha)
-        through_queue = prototype_feature_gradient(directions, exponents, queue_alpha, block)
+        through_queue = prototype_feature_gradient(directions, terms, scales, block)
         queue_share = (1 - self.batch_weight) * F.saturating_exp(queue_alpha - alpha)[:, block.own]
         return Estimate(
             alpha,

@@ -65,6 +65,9 @@ def main(argv: list[str]) -> None:
     handlers = list(logging.root.handlers)
     try:
         _run(args, choice, device)
+    except Exception as error:
+        _log_failure(error, keep=handlers)
+        raise
     finally:
         _close_log(keep=handlers)
         distributed.shutdown()
@@ -464,6 +467,15 @@ def _reports(report_to: str) -> set[str]:
     return known if "all" in asked else asked
 
 
+def _log_failure(error: Exception, keep: list[logging.Handler]) -> None:
+    """Write into the run's log why it ended; the terminal gets it from whoever catches the error."""
+    trace = None if isinstance(error, ValueError) else (type(error), error, error.__traceback__)
+    record = logging.LogRecord("root", logging.ERROR, __file__, 0, f"The run ended: {error}", None, trace)
+    for handler in logging.root.handlers:
+        if handler not in keep and isinstance(handler, logging.FileHandler):
+            handler.handle(record)
+
+
 def _close_log(keep: list[logging.Handler]) -> None:
     """Leave logging as it was, so that ``main`` can be called again in the same process."""
     for handler in [handler for handler in logging.root.handlers if handler not in keep]:
@@ -486,7 +498,6 @@ def cli() -> None:
     except ValueError as error:
         if not isinstance(error, UsageError) and "--debug" in sys.argv:
             raise
-        logging.error(str(error))
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
 

@@ -21,6 +21,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
+        self._all_steps, self._all_seconds = 0, 0.0
         self.reset()
 
     def reset(self) -> None:
@@ -34,12 +35,18 @@ class Stopwatch:
         """Call at the end of the step."""
         now = time.perf_counter()
         self.seconds += now - self._last
+        self._all_seconds += now - self._last
         self._last = now
         self.steps += 1
+        self._all_steps += 1
 
     def restart(self) -> None:
         """Forget the time since the last step: a checkpoint or an evaluation was in between."""
         self._last = time.perf_counter()
+
+    def seconds_for(self, steps: int) -> float:
+        """How long so many steps take, at the average pace since the start."""
+        return steps * self._all_seconds / max(self._all_steps, 1)
 
     @property
     def seconds_per_step(self) -> float:
@@ -112,7 +119,7 @@ class Reporter:
             "batch_time": stopwatch.seconds_per_step,
             "data_time": stopwatch.data_seconds_per_step,
         }
-        left = (self.total_steps - record["step"] - 1) * stopwatch.seconds_per_step
+        left = stopwatch.seconds_for(self.total_steps - record["step"] - 1)
         self._log_line(record, timing, left)
         self._write("metrics.jsonl", {**record, **timing})
         self._scalars("train", {**record, **timing}, record["step"])

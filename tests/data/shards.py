@@ -30,6 +30,11 @@ def sample_members(number: int, fields: Iterable[str] = ("jpg", "txt", "json")) 
     return [(f"{number:06d}.{field}", content[field]()) for field in fields]
 
 
+def undecodable(number: int) -> list[tuple[str, bytes]]:
+    """A sample whose image is cut off."""
+    return [(name, data[: len(data) // 2] if name.endswith("jpg") else data) for name, data in sample_members(number)]
+
+
 def write_tar(path: Path, members: Members, mode: str = "w") -> Path:
     """Write a tar of these members; ``mode`` as in ``tarfile.open``."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,3 +62,16 @@ def write_shards(folder: Path, counts: Sequence[int], replaced: Mapping[int, Mem
             number += 1
         paths.append(str(write_tar(folder / f"{shard:05d}.tar", members)))
     return paths
+
+
+def write_csv(
+    folder: Path, rows: int = 30, separator: str = "\t", columns: tuple[str, str] = ("filepath", "title")
+) -> Path:
+    """Write images and a CSV file that names them, with the caption ``sample ROW``."""
+    lines = [separator.join(["number", *columns])]
+    for row in range(rows):
+        (folder / f"{row}.jpg").write_bytes(image_bytes(row))
+        lines.append(separator.join([str(row), str(folder / f"{row}.jpg"), f"sample {row}"]))
+    path = folder / "data.csv"
+    path.write_text("\n".join(lines) + "\n")
+    return path

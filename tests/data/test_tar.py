@@ -138,5 +138,18 @@ def test_compressed_tars_are_streams(tmp_path: Path, mode: str):
     scan = scan_shard(str(path))
     assert (scan.num_samples, scan.blocks, scan.problems) == (2, None, {})
     assert streamed(path) == streamed(write_tar(tmp_path / "0.tar", members))
-    path.write_bytes(path.read_bytes()[:-40])
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     assert "error" in scan_shard(str(path)).problems
+
+
+def test_every_cut_of_a_stream_is_noticed(tmp_path: Path):
+    """A broken connection must not look like the end of the shard, or samples would be lost silently."""
+    path = write_tar(tmp_path / "0.tar", [*sample_members(0), *sample_members(1)])
+    whole = path.read_bytes()
+    expected, end = streamed(path), members_of(path)[-1].end
+    for cut in range(0, end + 1, 256):
+        samples = tar.stream_samples(io.BytesIO(whole[:cut]), ALL_FIELDS)
+        received = []
+        with pytest.raises((tar.TarError, EOFError)):
+            received.extend(fields for fields, _ in samples)
+        assert received in (expected[:0], expected[:1])

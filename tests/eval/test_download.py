@@ -15,8 +15,8 @@ from eval.data import read_shard
 from eval.download import fetch
 from eval.download.__main__ import main
 from eval.download.convert import convert_retrieval, convert_winogavil
-from eval.download.hub import DownloadError, Hub, HubUnreachableError
-from eval.download.manifest import MANIFEST_NAME, Manifest
+from eval.download.hub import DownloadError, Hub, HubUnreachableError, RemoteFile, RemoteSet
+from eval.download.manifest import MANIFEST_NAME, FileRecord, Manifest
 from eval.download.sources import source_of
 from eval.download.verify import BROKEN, INCOMPLETE, MISSING, OK, UNPROVEN, verify_set
 from eval.tasks import FLICKR, TASKS, WINOGAVIL
@@ -169,6 +169,26 @@ def test_a_full_disk_ends_the_run_and_keeps_the_part(hub: FakeHub, tmp_path: Pat
     with pytest.raises(OSError, match="No space left"):
         Hub(hub.endpoint).fetch(remote, file, destination, full_disk)
     assert not destination.exists() and destination.with_name("0.tar.part").stat().st_size == file.size
+
+
+def test_control_c_stops_all_connections_and_keeps_what_arrived(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fetch_file = Hub.fetch
+
+    def interrupted(self: Hub, remote: RemoteSet, file: RemoteFile, *rest: object) -> FileRecord:
+        if file.path == "test/1.tar":
+            raise KeyboardInterrupt
+        return fetch_file(self, remote, file, *rest)
+
+    monkeypatch.setattr(Hub, "fetch", interrupted)
+    assert download(hub, tmp_path, "--connections", "1") == 130
+    assert "go on from here" in capsys.readouterr().err
+    assert set(Manifest.load(set_folder(tmp_path)).files) >= {"classnames.txt", "test/0.tar"}
+    monkeypatch.setattr(Hub, "fetch", fetch_file)
+    hub.requests.clear()
+    assert download(hub, tmp_path) == 0
+    assert ("test/0.tar", 0) not in hub.requests and ("test/1.tar", 0) in hub.requests
 
 
 def test_no_network_and_refusals_are_told_apart(
@@ -331,11 +351,13 @@ def test_retrieval_comes_through_the_conversion(hub: FakeHub, tmp_path: Path) ->
     contents = retrieval_source(origin)
     (origin / "flickr.py").write_text("raise SystemExit('a loading script must not be run')")
     (origin / "LICENSE").write_text("terms")
+    (origin / "README.md").write_text("what it is")
     hub.repositories[source_of(TASKS[FLICKR]).repository] = origin
     assert download(hub, data_dir, task=FLICKR) == 0
     folder = set_folder(data_dir, FLICKR)
     assert sorted(path.name for path in folder.iterdir()) == [
         "LICENSE",
+        "README.md",
         MANIFEST_NAME,
         "dataset_type.txt",
         "test",
@@ -350,6 +372,24 @@ def test_retrieval_comes_through_the_conversion(hub: FakeHub, tmp_path: Path) ->
     hub.requests.clear()
     assert download(hub, data_dir, task=FLICKR) == 0
     assert hub.requests == []
+
+
+def test_a_failed_conversion_is_incomplete_and_needs_no_new_download(
+    hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    origin, data_dir = tmp_path / "origin", tmp_path / "data"
+    retrieval_source(origin)
+    images = (origin / "images.zip").read_bytes()
+    write_zip(origin / "images.zip", ["10.jpg"])
+    hub.repositories[source_of(TASKS[FLICKR]).repository] = origin
+    assert download(hub, data_dir, task=FLICKR) == 1
+    assert "no image 'COCO_val.2014.jpg'" in capsys.readouterr().err
+    assert verify(data_dir, FLICKR) == INCOMPLETE
+    (origin / "images.zip").write_bytes(images)  # repaired on the hub: the same commit here, so only the zip differs
+    hub.requests.clear()
+    assert download(hub, data_dir, task=FLICKR) == 0
+    assert {name for name, _ in hub.requests} == {"images.zip"}
+    assert verify(data_dir, FLICKR) == OK
 
 
 def test_winogavil_comes_through_the_conversion(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,12 +141,14 @@ class ColourModel(nn.Module):
         return self.visual(image)
 
     def encode_text(self, tokens: Tensor) -> Tensor:
-        return F.one_hot(tokens, 3).float()
+        return F.one_hot(tokens[:, 0], 3).float()
 
 
 def colour_encoder(model: nn.Module) -> Encoder:
     words = ["red", "green", "blue"]
-    return Encoder(model, None, lambda texts: torch.tensor([words.index(text) for text in texts]), torch.device("cpu"))
+    return Encoder(
+        model, None, lambda texts: torch.tensor([[words.index(text)] for text in texts]), torch.device("cpu")
+    )
 
 
 def test_finds_the_planted_object() -> None:
@@ -216,5 +218,11 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--images", str(tmp_path / "broken.jpg"), "--phrases", "red") == 1
     assert "broken.jpg is not a readable image" in capsys.readouterr().err
     assert run("--images", str(tmp_path / "none.jpg"), "--phrases", "red") == 1
+    small = build_encoder(tmp_path, "cam-small", {**TOWERS["modified-resnet"], "image_size": 32})
+    torch.save({"state_dict": small.model.state_dict()}, tmp_path / "small.pt")
+    model = ["--model", "cam-small", "--checkpoint", str(tmp_path / "small.pt"), "--output-dir", str(tmp_path / "out")]
+    assert main([*model, "--images", images[0], "--phrases", "red"]) == 1
+    assert "An earlier --layer has one" in capsys.readouterr().err
+    assert main([*model, "--images", images[0], "--phrases", "red", "--layer", "layer2"]) == 0
     assert main(["--model", "cam-command", "--checkpoint", "nope", "--images", images[0], "--phrases", "x"]) == 1
     assert "nope" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Loading models: what OpenCLIP loads, we load; what does not fit is refused in one sentence."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import open_clip
@@ -131,8 +132,7 @@ def test_a_broken_model_is_no_score(tiny_folder, make_encoder):
     broken = load_model(TINY_MODEL, tiny_folder / "epoch_1.pt").model
     nn.init.constant_(broken.visual.proj, torch.nan)
     nn.init.constant_(broken.text_projection, torch.inf)
-    encoder = make_encoder()
-    encoder.model = broken
+    encoder = replace(make_encoder(), model=broken)
     with pytest.raises(ValueError, match="image embeddings that are not finite"):
         encoder.encode_images(torch.randn(2, 3, 32, 32))
     with pytest.raises(ValueError, match="text embeddings that are not finite"):

@@ -228,6 +228,8 @@ def test_without_training_log_curves_run_over_epochs(tmp_path: Path) -> None:
     reader, text = report(tmp_path, str(tmp_path / "new"), str(tmp_path / "run"))
     assert "no evaluated checkpoint" in text and "InfoNCE of the batch over samples seen" in charts_of(text)
     assert {row[0]: row[1:] for row in reader.tables[0]}[AVERAGE][0] == "-"
+    reader, text = report(tmp_path, str(tmp_path / "new"))
+    assert reader.tables == [] and "loss over samples seen" in charts_of(text)
 
 
 def test_what_makes_numbers_incomparable_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,7 @@ def test_bad_sample_is_as_good_as_absent(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 0.0])
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
 def test_bad_logit_scale_changes_nothing(name: str, scale: float) -> None:
     loss = CASES[name].create()
     steps = make_steps()

@@ -135,6 +135,12 @@ def test_missing_sizes_are_asked_for(name: str, sizes: dict[str, Any], message: 
         create_loss(name, **sizes)
 
 
+def test_what_log_normalizers_contain() -> None:
+    for name in list_losses():
+        loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES)
+        assert loss.normalizers_include_positive == (name == "amorlip")
+
+
 def test_requirements() -> None:
     assert requirements_of("openclip") == requirements_of("sogclr", normalizer="minibatch") == set()
     assert requirements_of("fastclip") == {"num_samples"}

@@ -202,6 +202,7 @@ def test_a_full_disk_warns_in_the_run_and_fails_its_end(shards, tmp_path, caplog
     with file_size_limit(1_000_000), pytest.raises(SaveFailed, match=r"epoch_2\.pt could not be saved"):
         run(command(shards, tmp_path, "full", "openclip"))
     assert "epoch_1.pt could not be saved" in caplog.text
+    assert "The run ended: the last checkpoint" in (tmp_path / "full" / "out.log").read_text()
     assert len(losses_of(tmp_path / "full")) == 10  # training went on
     assert list((tmp_path / "full" / "checkpoints").iterdir()) == []
 

@@ -63,6 +63,10 @@ def two_rank_runs(shards, tmp_path_factory):
             runs.append({"argv": command(shards, folder, f"{name}-whole", loss, *more)})
             runs.append({"argv": resumed, "stop_after": STOP_IN_EPOCH[1], "status": EXIT_AFTER_SIGTERM})
             runs.append({"argv": resumed})
+    for loss in ("fastclip", "neuclip"):
+        argv = command(shards, folder, f"{loss}-from-one", loss, "--resume", "latest")
+        assert run(argv, stop_after=STOP_IN_EPOCH[0]) == EXIT_AFTER_SIGTERM
+        runs.append({"argv": [*argv, "--batch-size", "8"]})
     run_on_two_ranks(folder, runs)
     return folder
 
@@ -72,3 +76,12 @@ def two_rank_runs(shards, tmp_path_factory):
 def test_two_ranks(two_rank_runs, loss, workers):
     name = f"{loss}-{workers}"
     assert_same_run(two_rank_runs / f"{name}-resumed", two_rank_runs / f"{name}-whole")
+
+
+@pytest.mark.parametrize("loss", ["fastclip", "neuclip"])
+def test_two_ranks_go_on_where_one_stopped(two_rank_runs, loss):
+    """In mid-epoch, at the first unseen sample; per-sample state is cut anew."""
+    folder = two_rank_runs / f"{loss}-from-one"
+    assert [step for step, *_ in losses_of(folder)] == list(range(10))
+    state = torch.load(folder / "checkpoints" / "epoch_2.state" / "step_10" / "shared.pt", weights_only=True)
+    assert state["world_size"] == 2

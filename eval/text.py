@@ -1,0 +1,99 @@
+"""Encoding texts without their padding.
+
+OpenCLIP pads every text to the context length, 77 tokens, while a prompt has some 15. In a causal text tower that reads
+its answer at the end-of-text token, nothing after that token enters the answer, so what follows can be cut off.
+"""
+
+import logging
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+logger = logging.getLogger(__name__)
+
+# Lengths are rounded up to a multiple of this, so that few different shapes occur.
+_STEP = 8
+# Cosine between the two ways below which cutting is not trusted: beyond the rounding of the type.
+_AGREEMENT = {torch.float16: 0.999, torch.bfloat16: 0.99}
+_AGREEMENT_IN_FLOAT32 = 1 - 1e-5
+
+
+class TextEncoder:
+    """``model.encode_text``, on as many tokens as the longest text of the batch has.
+
+    Only for towers that can be told to be causal with the answer at the end-of-text token; others are encoded whole. The
+    first batch is encoded both ways, and should they differ, all later ones are encoded whole, too.
+
+    Args:
+        model: has ``encode_text``.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = _EncodeText(model)
+        self._tower = _causal_tower(model)
+        self._checked = False
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """``(B, context_length)`` int64 -> ``(B, d)``."""
+        length = self._needed_length(tokens)
+        if length == tokens.shape[1]:
+            return self._model(tokens)
+        if self._checked:
+            return self._cut(tokens, length)
+        whole = self._model(tokens)
+        self._checked = True
+        if not self._agrees(whole, tokens, length):
+            logger.warning("This text tower gives other embeddings without padding: texts are encoded whole.")
+            self._tower = None
+        return whole
+
+    def _needed_length(self, tokens: Tensor) -> int:
+        if self._tower is None:
+            return tokens.shape[1]
+        # The end-of-text token has the largest number; that is how the tower itself finds it.
+        longest = int(tokens.argmax(dim=-1).max()) + 1
+        return min(-(-longest // _STEP) * _STEP, tokens.shape[1])
+
+    def _cut(self, tokens: Tensor, length: int) -> Tensor:
+        name, tower = self._tower
+        replaced = {
+            f"model.{name}positional_embedding": tower.positional_embedding[:length],
+            f"model.{name}attn_mask": tower.attn_mask[:length, :length],
+        }
+        return functional_call(self._model, replaced, (tokens[:, :length],))
+
+    def _agrees(self, whole: Tensor, tokens: Tensor, length: int) -> bool:
+        try:
+            cut = self._cut(tokens, length)
+        except (RuntimeError, ValueError):  # shapes that this tower cannot take
+            return False
+        least = _AGREEMENT.get(whole.dtype, _AGREEMENT_IN_FLOAT32)
+        return bool((F.cosine_similarity(whole.float(), cut.float()) >= least).all())
+
+
+class _EncodeText(nn.Module):
+    """Makes ``encode_text`` the module's forward, which is what ``functional_call`` calls."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model.encode_text(tokens)
+
+
+def _causal_tower(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """Prefix and module of the model's text tower if it is causal and pools at the end-of-text token."""
+    for name, module in model.named_modules():
+        pooling = getattr(module, "text_pool_type", getattr(module, "pool_type", None))
+        mask, positions = getattr(module, "attn_mask", None), getattr(module, "positional_embedding", None)
+        if pooling != "argmax" or not isinstance(mask, Tensor) or not isinstance(positions, Tensor):
+            continue
+        if getattr(module, "cls_emb", None) is not None:  # CoCa: a class token behind the padding
+            continue
+        causal = torch.full(mask.shape, -torch.inf, device=mask.device).triu(1)
+        if mask.shape == (len(positions), len(positions)) and torch.equal(mask.float(), causal):
+            return f"{name}." if name else "", module
+    return None

@@ -1,0 +1,139 @@
+"""Time of an optimizer step with each loss over that with OpenCLIP's, the same model and batches in memory, in one run.
+
+    python scripts/bench/step.py [--model demo-resnet] [--batch-size 64] [--losses neuclip fastclip] [--output results.json]
+
+The losses take turns, a block of steps each, round after round; the ratio is the median over the rounds, in which
+both sides saw the same machine. Options of a loss are its defaults.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import open_clip
+import torch
+from torch import nn
+
+from openclip_ext import compat
+from openclip_ext.losses import registry
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training.optimizer import create_optimizer
+from openclip_ext.training.run_folder import versions
+from openclip_ext.training.step import Batch, StepSettings, TrainStep
+
+BASELINE = "openclip"
+NUM_SAMPLES = 20_000
+
+
+@dataclass
+class Contestant:
+    """A loss with a model of its own."""
+
+    loss: str
+    step: TrainStep
+
+    def seconds_per_step(self, batches: list[Batch], device: torch.device) -> float:
+        synchronise(device)
+        start = time.perf_counter()
+        for batch in batches:
+            self.step([batch])
+        synchronise(device)
+        return (time.perf_counter() - start) / len(batches)
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def contestant(loss_name: str, args: argparse.Namespace, device: torch.device) -> Contestant:
+    torch.manual_seed(0)
+    start = {"init_logit_scale": 2.3, "init_logit_bias": -10.0} if loss_name == "siglip" else {}
+    model = open_clip.create_model(args.model, output_dict=True, device=device, **start).train()
+    width = compat.embedding_dim(args.model, model)
+    loss = registry.create_loss(loss_name, embed_dim=width, num_samples=NUM_SAMPLES).to(device)
+    if not loss.learns_logit_scale:
+        model.logit_scale.requires_grad_(False)
+    flags = argparse.Namespace(opt="adamw", lr=1e-3, wd=0.1, beta1=0.9, beta2=0.98, eps=1e-6)
+    optimizer = create_optimizer(model, flags, loss.logit_scale_lr)
+    settings = StepSettings(
+        device, open_clip.get_input_dtype(args.precision), compat.autocast_context(args.precision, device)
+    )
+    return Contestant(loss_name, TrainStep(model, loss, optimizer, settings))
+
+
+def make_batches(model: nn.Module, args: argparse.Namespace, device: torch.device, count: int = 4) -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    size = model.visual.image_size
+    height, width = size if isinstance(size, tuple) else (size, size)
+    batches = []
+    for _ in range(count):
+        text = torch.randint(1, 1000, (args.batch_size, model.context_length), generator=generator)
+        text[:, -1] = 49407  # end of text
+        batch = {
+            "image": torch.randn(args.batch_size, 3, height, width, generator=generator),
+            "text": text,
+            "index": torch.randint(0, NUM_SAMPLES, (args.batch_size,), generator=generator),
+        }
+        batches.append({key: value.to(device) for key, value in batch.items()})
+    return batches
+
+
+def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    device = torch.device(args.device)
+    names = [BASELINE, *[name for name in args.losses if name != BASELINE]]
+    contestants = [contestant(name, args, device) for name in names]
+    batches = make_batches(contestants[0].step.model, args, device)
+    block = [batches[number % len(batches)] for number in range(args.steps)]
+    for item in contestants:
+        item.seconds_per_step(block[: max(2, args.steps // 4)], device)  # warm-up
+    rounds = [{item.loss: item.seconds_per_step(block, device) for item in contestants} for _ in range(args.rounds)]
+    results = {}
+    for name in names:
+        ratios = [seconds[name] / seconds[BASELINE] for seconds in rounds]
+        results[name] = {
+            "ms_per_step": 1000 * statistics.median(seconds[name] for seconds in rounds),
+            "ratio": statistics.median(ratios),
+            "ratio_min": min(ratios),
+            "ratio_max": max(ratios),
+        }
+    return results
+
+
+def hardware(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name()
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="demo-resnet")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--losses", nargs="+", default=registry.list_losses())
+    parser.add_argument("--steps", type=int, default=20, help="steps in a block")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--output", type=Path, help="write the numbers as JSON")
+    args = parser.parse_args()
+    add_model_configs()
+    results = measure(args)
+    print(f"{'loss':<14}{'ms/step':>10}{'ratio':>8}{'min':>8}{'max':>8}")
+    for name, row in results.items():
+        print(
+            f"{name:<14}{row['ms_per_step']:>10.2f}{row['ratio']:>8.3f}{row['ratio_min']:>8.3f}{row['ratio_max']:>8.3f}"
+        )
+    if args.output is not None:
+        settings = {name: value for name, value in vars(args).items() if name != "output"}
+        report = {"baseline": BASELINE, "settings": settings, "hardware": hardware(args.device), "versions": versions()}
+        args.output.write_text(json.dumps({**report, "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+#!/bin/bash
+#SBATCH --job-name=datacomp_eval
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --time=12:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+#
+# Evaluates the checkpoints of a run folder on DataComp's tasks, the job's GPUs sharing the tasks of one checkpoint, and
+# writes a report. Submit it from the root of the clone, in the environment to evaluate in:
+#
+#   sbatch scripts/slurm/datacomp_eval.sh LOGS/NAME PATH/TO/datacomp
+#   CHECKPOINTS=last sbatch --gpus-per-node=1 scripts/slurm/datacomp_eval.sh LOGS/NAME PATH/TO/datacomp --tasks imagenet
+#
+# CHECKPOINTS is `all` (the default), `last`, or names such as `epoch_10 epoch_20`. Whatever follows the two folders goes
+# to eval.datacomp. What has a result already is not evaluated again, so the job can be requeued or submitted again at any
+# time. It fails if any task of any checkpoint does, after all others are done.
+set -euo pipefail
+
+if [ "$#" -lt 2 ]; then
+    echo "usage: sbatch scripts/slurm/datacomp_eval.sh RUN_FOLDER DATA_DIR [FLAGS of eval.datacomp...]" >&2
+    exit 2
+fi
+run_folder=${1%/}
+data_dir=$2
+shift 2
+python=${PYTHON:-python}
+processes=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
+master_port=$((20000 + ${SLURM_JOB_ID:-0} % 20000))
+
+# OpenCLIP, and our trainer, write the flags of a run there, a line each.
+model=$(sed -n 's/^model: //p' "$run_folder/params.txt")
+if [ -z "$model" ]; then
+    echo "$run_folder/params.txt names no model: is $run_folder a run folder?" >&2
+    exit 2
+fi
+
+case ${CHECKPOINTS:-all} in
+    all | last)
+        mapfile -t checkpoints < <(find "$run_folder/checkpoints" -maxdepth 1 -name 'epoch_*[0-9].pt' | sort -V)
+        ;;
+    *)
+        read -r -a names <<<"$CHECKPOINTS"
+        checkpoints=("${names[@]/#/$run_folder/checkpoints/}")
+        checkpoints=("${checkpoints[@]/%/.pt}")
+        ;;
+esac
+if [ "${#checkpoints[@]}" -eq 0 ]; then
+    echo "$run_folder/checkpoints holds no epoch_K.pt" >&2
+    exit 2
+fi
+if [ "${CHECKPOINTS:-all}" = last ]; then
+    checkpoints=("${checkpoints[-1]}")
+fi
+
+status=0
+for checkpoint in "${checkpoints[@]}"; do
+    echo "== $checkpoint"
+    srun --nodes=1 --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
+        "$python" -m torch.distributed.run --nproc-per-node="$processes" --master-port="$master_port" \
+        -m eval.datacomp --model "$model" --checkpoint "$checkpoint" --data-dir "$data_dir" "$@" || status=$?
+done
+"$python" -m eval.report "$run_folder" --output "$run_folder/datacomp/report" || status=$?
+exit "$status"

@@ -1,0 +1,48 @@
+"""A loader over small shards, and what tests look at in its batches."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from openclip_ext.data.indexed import IndexedLoader
+from openclip_ext.data.loader import build_train_loader
+
+
+def tokenize(text: str) -> Tensor:
+    """The number in the caption and its length, shaped as OpenCLIP's tokenizers do."""
+    return torch.tensor([[int(text.split()[1]), len(text)]])
+
+
+def preprocess(image: Image.Image) -> Tensor:
+    """A few pixels, and a draw from each generator that augmentations use."""
+    pixels = torch.from_numpy(np.asarray(image.resize((4, 4)), dtype=np.float32)).flatten()
+    draws = [torch.rand(()).item(), random.random(), np.random.rand(), torch.randn(()).item()]
+    return torch.cat([pixels, torch.tensor(draws)])
+
+
+def build(data: str, **options: Any) -> IndexedLoader:
+    """A loader of one rank with a small batch and window, unless the options say otherwise."""
+    settings = {"batch_size": 4, "seed": 7, "rank": 0, "world_size": 1, "shuffle_window": 25}
+    return build_train_loader(data, preprocess=preprocess, tokenizer=tokenize, **settings | options)
+
+
+def by_index(batches: list[dict[str, Tensor]]) -> dict[int, Tensor]:
+    """Each sample's pixels."""
+    return {int(i): image for batch in batches for i, image in zip(batch["index"], batch["image"], strict=True)}
+
+
+def indices(batches: list[dict[str, Tensor]]) -> list[int]:
+    """Indices of all samples in order."""
+    return [int(index) for batch in batches for index in batch["index"]]
+
+
+def assert_equal(first: list[dict[str, Tensor]], second: list[dict[str, Tensor]]) -> None:
+    """The same batches, bit for bit."""
+    assert len(first) == len(second)
+    for a, b in zip(first, second, strict=True):
+        assert a.keys() == b.keys() == {"image", "text", "index"}
+        assert all(torch.equal(a[name], b[name]) for name in a)

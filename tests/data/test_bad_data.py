@@ -1,0 +1,169 @@
+"""Bad samples are replaced and counted, too many of them stop the run, and nothing hangs."""
+
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from openclip_ext.data.indexed import IndexedLoader
+from openclip_ext.data.source import BadDataError
+from tests.data.loading import assert_equal, build, indices
+from tests.data.shards import sample_members, undecodable, write_shards
+
+NO_CAPTION = ["jpg", "json"]
+
+
+def bad_caption(number: int) -> list[tuple[str, bytes]]:
+    return [(name, b"\xff\xfe\xff" if name.endswith("txt") else data) for name, data in sample_members(number)]
+
+
+BAD = {
+    3: sample_members(3, NO_CAPTION),
+    17: undecodable(17),
+    40: bad_caption(40),
+    55: sample_members(55, ["txt"]),
+}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    write_shards(tmp_path, [20, 20, 20], BAD)
+    return str(tmp_path / "{00000..00002}.tar")
+
+
+def build_tolerant(data: str, **options) -> IndexedLoader:
+    return build(data, **{"max_bad_fraction": 0.1} | options)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_samples_are_replaced_and_counted(data: str, workers: int, caplog: pytest.LogCaptureFixture):
+    loader = build_tolerant(data, workers=workers)
+    with caplog.at_level(logging.WARNING):
+        batches = list(loader.iterate(2))
+    assert len(batches) == loader.batches_per_epoch == 15
+    assert all(len(batch["index"]) == 4 for batch in batches)
+    found = indices(batches)
+    assert set(BAD).isdisjoint(found)
+    assert set(found) == set(range(60)) - set(BAD)
+    twice = sorted(np.flatnonzero(np.bincount(found) == 2) // 20)
+    assert twice == [0, 0, 2, 2], "a replacement comes from the shard of the bad sample"
+    counts = {os.path.basename(shard): count for shard, count in loader.bad_samples().items()}
+    assert counts == {"00000.tar": 2, "00002.tar": 2}
+    for reason in ("no caption: expected txt, found jpg, json", "the image does not decode", "utf-8", "no image"):
+        assert reason in caplog.text
+    list(loader.iterate(3))
+    assert sum(loader.bad_samples().values()) == 4, "a bad sample counts once, however often it comes"
+    assert sum(loader.check_bad_samples().values()) == 4
+
+
+def test_replacements_depend_on_seed_epoch_and_index_alone(data: str):
+    def pairs(**layout) -> set[int]:
+        loader = build_tolerant(data, **layout)
+        found = indices(list(loader.iterate(1)))
+        return set(np.flatnonzero(np.bincount(found) == 2))
+
+    assert pairs() == pairs(workers=2) == pairs(batch_size=6, shuffle_window=3)
+    assert pairs() != pairs(seed=8)
+
+
+def test_resuming_is_bitwise_with_bad_samples(data: str):
+    loader = build_tolerant(data)
+    whole = list(loader.iterate(0))
+    for done in (1, 6, 14):
+        assert_equal(list(build_tolerant(data).iterate(0, loader.extend_progress(None, done))), whole[done:])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_too_many_undecodable_samples_stop_the_run(tmp_path: Path, workers: int):
+    write_shards(tmp_path, [20, 20], {number: undecodable(number) for number in range(0, 40, 8)})
+    data = str(tmp_path / "*.tar")
+    # From the first character on: a message to the user, not a worker's traceback.
+    message = r"^\d bad samples in this epoch of 40, more than the allowed 10.0% .*00000.tar.*does not decode"
+    with pytest.raises(BadDataError, match=message):
+        list(build_tolerant(data, workers=workers).iterate(0))
+    assert len(list(build_tolerant(data, workers=workers, max_bad_fraction=0.125).iterate(0))) == 10
+
+
+def test_too_many_samples_known_to_be_bad_stop_the_start(tmp_path: Path):
+    write_shards(tmp_path, [20, 20], {number: sample_members(number, NO_CAPTION) for number in range(5)})
+    with pytest.raises(BadDataError, match=r"5 of 40 samples \(12.5%\) .*more than the allowed 5.0%.*00000.tar"):
+        build(str(tmp_path / "*.tar"))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_shard_without_a_usable_sample_stops_the_run(tmp_path: Path, workers: int):
+    write_shards(tmp_path, [30, 4], {number: undecodable(number) for number in range(30, 34)})
+    message = r"00001.tar has no usable sample among its 4; sample 3\d: the image does not decode"
+    with pytest.raises(BadDataError, match=message):
+        list(build(str(tmp_path / "*.tar"), workers=workers, max_bad_fraction=1.0).iterate(0))
+
+
+def test_the_fields_that_were_found_are_told(tmp_path: Path):
+    """A json without the entry that is asked for looks good to the scan of the headers."""
+    write_shards(tmp_path, [30])
+    message = r"no caption: expected the text 'alt' in json, found caption, number"
+    with pytest.raises(BadDataError, match=message):
+        list(build(str(tmp_path / "*.tar"), caption_key="json:alt").iterate(0))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_shard_that_goes_away_stops_the_run(tmp_path: Path, workers: int):
+    paths = write_shards(tmp_path, [20, 20])
+    loader = build(str(tmp_path / "*.tar"), workers=workers)
+    os.unlink(paths[1])
+    with pytest.raises(BadDataError, match=r"00001.tar has no usable sample.*FileNotFoundError"):
+        list(loader.iterate(0))
+
+
+def test_a_shard_that_changes_before_it_is_opened(tmp_path: Path):
+    """Cut off or overwritten: its samples may not be the indexed ones, so none of them is used."""
+    paths = write_shards(tmp_path, [20, 20])
+    loader = build(str(tmp_path / "*.tar"), max_bad_fraction=1.0)
+    os.truncate(paths[1], os.path.getsize(paths[1]) - 512)
+    message = r"00001.tar has no usable sample.* it has [\d,]+ bytes, [\d,]+ when the manifest was made"
+    with pytest.raises(BadDataError, match=message):
+        list(loader.iterate(0))
+
+
+def test_a_shard_that_is_cut_off_while_it_is_read(tmp_path: Path):
+    (path,) = write_shards(tmp_path, [800])
+    loader = build(path, shuffle_window=0)
+    batches = loader.iterate(0)
+    next(batches)
+    os.truncate(path, 100 * 512)
+    with pytest.raises(BadDataError, match=r"00000.tar has no usable sample among its 800.*cannot be read"):
+        list(batches)
+
+
+def test_corrupt_and_truncated_shards_train_on_what_they_have(tmp_path: Path):
+    paths = write_shards(tmp_path, [20, 20])
+    os.truncate(paths[1], os.path.getsize(paths[1]) // 2)
+    loader = build(str(tmp_path / "*.tar"))
+    assert 25 < loader.num_samples < 32
+    found = indices(list(loader.iterate(0)))
+    assert len(found) == loader.batches_per_epoch * 4
+
+
+def test_an_error_of_the_transform_is_not_a_bad_sample(tmp_path: Path):
+    """It is a mistake in the program, and says where it came from."""
+    write_shards(tmp_path, [8])
+
+    def broken(image):
+        raise ZeroDivisionError("a mistake")
+
+    loader = build(str(tmp_path / "*.tar"))
+    loader._loader.dataset._transform = broken
+    with pytest.raises(ZeroDivisionError, match="a mistake"):
+        list(loader.iterate(0))
+
+
+def test_the_generators_are_put_back_after_an_error(tmp_path: Path):
+    write_shards(tmp_path, [20], {number: undecodable(number) for number in range(10)})
+    loader = build(str(tmp_path / "*.tar"))
+    before = torch.get_rng_state()
+    with pytest.raises(BadDataError):
+        list(loader.iterate(0))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,87 @@
+"""Validation data: every usable sample once, in order, whatever webdataset is installed."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from openclip_ext.data.evaluation import EvalLoader
+from openclip_ext.data.loader import build_eval_loader
+from openclip_ext.data.source import BadDataError
+from tests.data.loading import preprocess, tokenize
+from tests.data.shards import sample_members, undecodable, write_csv, write_shards
+
+
+def build(data: str, **options) -> EvalLoader:
+    return build_eval_loader(data, preprocess=preprocess, tokenizer=tokenize, **{"batch_size": 8} | options)
+
+
+def numbers(loader: EvalLoader) -> list[int]:
+    return [int(number) for batch in loader for number in batch["text"][:, 0]]
+
+
+def test_shards_come_whole_and_in_order(tmp_path: Path):
+    write_shards(tmp_path, [20, 11, 4])
+    data = str(tmp_path / "*.tar")
+    loader = build(data)
+    batches = list(loader)
+    assert [len(batch["image"]) for batch in batches] == [8, 8, 8, 8, 3]
+    assert all(batch.keys() == {"image", "text"} for batch in batches)
+    assert numbers(loader) == numbers(loader) == list(range(35))
+    assert sorted(numbers(build(data, workers=2))) == list(range(35))
+    assert sorted(numbers(build(data, workers=2, batch_size=100))) == list(range(35))
+    assert numbers(build(f"pipe:cat {tmp_path}/{{00000..00002}}.tar")) == list(range(35))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_csv_comes_whole_and_in_order(tmp_path: Path, workers: int):
+    loader = build(str(write_csv(tmp_path)), workers=workers)
+    assert numbers(loader) == list(range(30))
+    assert loader.num_samples == 30
+
+
+def test_bad_samples_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    paths = write_shards(tmp_path, [10, 10, 10], {3: sample_members(3, ["txt"]), 15: undecodable(15)})
+    with open(paths[2], "r+b") as file:
+        file.truncate(5 * 4096)
+    with caplog.at_level(logging.WARNING):
+        found = numbers(build(str(tmp_path / "*.tar")))
+    assert found[:18] == [*range(3), *range(4, 15), *range(16, 20)]
+    assert 20 in found
+    assert 29 not in found
+    assert "position 3: no image: expected jpg or png or jpeg or webp, found txt" in caplog.text
+    assert "position 5: the image does not decode" in caplog.text
+    csv = write_csv(tmp_path)
+    (tmp_path / "4.jpg").unlink()
+    assert numbers(build(str(csv))) == [*range(4), *range(5, 30)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_without_a_usable_sample_is_an_error(tmp_path: Path, workers: int):
+    write_shards(tmp_path, [3], {number: sample_members(number, ["json", "txt"]) for number in range(3)})
+    with pytest.raises(BadDataError, match=r"no image: expected jpg or .*, found json, txt"):
+        numbers(build(str(tmp_path / "*.tar"), workers=workers))
+    with pytest.raises(BadDataError, match=r"gone.tar has no usable sample: .*No such file"):
+        numbers(build(str(tmp_path / "gone.tar"), workers=workers))
+    path = write_csv(tmp_path, rows=3)
+    for row in range(3):
+        (tmp_path / f"{row}.jpg").unlink()
+    with pytest.raises(BadDataError, match="no usable sample"):
+        numbers(build(str(path), workers=workers))
+
+
+def test_random_generators_of_training_are_not_touched(tmp_path: Path):
+    write_shards(tmp_path, [3])
+    loader = build_eval_loader(
+        str(tmp_path / "*.tar"), preprocess=lambda image: torch.zeros(1), tokenizer=tokenize, batch_size=2
+    )
+    before = torch.get_rng_state()
+    assert len(list(loader)) == 2
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_synthetic_validation_data():
+    loader = build(None, dataset_type="synthetic", num_samples=10, batch_size=4)
+    loader._loader.dataset._tokenizer = lambda text: torch.zeros(1, 2)
+    assert [len(batch["image"]) for batch in loader] == [4, 4, 2]

@@ -1,0 +1,294 @@
+"""The training loader: every sample once, the same pixels on any layout, exact resuming that reads only what is left."""
+
+import json
+import pickle
+import random
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from openclip_ext.data import shards as shards_module
+from openclip_ext.data.loader import build_train_loader, resolve_dataset_type
+from openclip_ext.data.manifest import ManifestError
+from openclip_ext.data.shards import ShardSource
+from tests.data.loading import assert_equal, build, by_index, indices, tokenize
+from tests.data.shards import sample_members, write_shards
+
+COUNTS = [30, 17, 0, 41, 12]
+N = sum(COUNTS)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("data")
+    write_shards(folder, COUNTS)
+    return str(folder / "{00000..00004}.tar")
+
+
+def test_batches(data: str):
+    loader = build(data)
+    batches = list(loader.iterate(0))
+    assert (loader.num_samples, loader.batches_per_epoch, loader.batch_size) == (N, N // 4, 4)
+    assert len(batches) == N // 4
+    for batch in batches:
+        assert batch["image"].shape == (4, 52)
+        assert batch["image"].dtype == torch.float32
+        assert batch["text"].shape == (4, 2)
+        assert (batch["text"].dtype, batch["index"].dtype) == (torch.int64, torch.int64)
+        assert torch.equal(batch["text"][:, 0], batch["index"]), "the caption of sample i says i"
+    assert sorted(indices(batches)) == list(range(N))
+
+
+def test_pixels_depend_on_seed_epoch_and_index_alone(data: str):
+    reference = by_index(list(build(data).iterate(3)))
+    seen: dict[int, Tensor] = {}
+    for rank in range(2):
+        seen |= by_index(list(build(data, world_size=2, rank=rank, batch_size=5, workers=1).iterate(3)))
+    assert len(seen) == N
+    assert all(torch.equal(seen[index], reference[index]) for index in seen)
+    for other in (build(data).iterate(4), build(data, seed=8).iterate(3)):
+        pixels = by_index(list(other))
+        assert not any(torch.equal(pixels[index], reference[index]) for index in pixels)
+    draws = torch.stack(list(reference.values()))[:, -4:]
+    assert len(draws.unique(dim=0)) == N
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resuming_on_the_same_layout_is_bitwise(data: str, workers: int):
+    loader = build(data, workers=workers, accum_freq=2)
+    whole = list(loader.iterate(1))
+    for done in (0, 1, 7, 12, len(whole)):
+        progress = json.loads(json.dumps(loader.extend_progress(None, done)))
+        assert loader.remaining_batches(1, progress) == len(whole) - done
+        assert_equal(list(loader.iterate(1, progress)), whole[done:])
+    # Stopped twice in one epoch, the second time in a new process.
+    progress = loader.extend_progress(loader.extend_progress(None, 3), 5)
+    assert len(progress) == 1
+    assert_equal(list(build(data, workers=workers, accum_freq=2).iterate(1, progress)), whole[8:])
+    # An abandoned pass leaves nothing behind in persistent workers.
+    next(loader.iterate(2))
+    assert_equal(list(loader.iterate(1)), whole)
+
+
+def test_resuming_on_other_layouts_goes_on_at_the_unseen_samples(data: str):
+    """From 2 ranks x 2 workers to 1 x 0 to 3 x 1, every sample once, with its pixels."""
+    reference = by_index(list(build(data).iterate(5)))
+    seen, progress = [], None
+    for layout, batches in (
+        ({"world_size": 2, "workers": 2, "batch_size": 4}, 5),
+        ({"world_size": 1, "workers": 0, "batch_size": 3}, 7),
+        ({"world_size": 3, "workers": 1, "batch_size": 2, "shuffle_window": 5}, None),
+    ):
+        for rank in range(layout["world_size"]):
+            loader = build(data, rank=rank, **layout)
+            left = list(loader.iterate(5, progress))
+            assert len(left) == loader.remaining_batches(5, progress)
+            seen += left[:batches]
+        progress = loader.extend_progress(progress, len(left) if batches is None else batches)
+    assert len(progress) == 3
+    found = indices(seen)
+    assert len(set(found)) == len(found) > N - 6
+    pixels = by_index(seen)
+    assert all(torch.equal(pixels[index], reference[index]) for index in pixels)
+
+
+def test_ranks_get_equal_numbers_of_batches(data: str):
+    for world_size, batch_size, accum_freq in ((1, 7, 1), (3, 5, 2), (8, 3, 1)):
+        loaders = [
+            build(data, rank=rank, world_size=world_size, batch_size=batch_size, accum_freq=accum_freq)
+            for rank in range(world_size)
+        ]
+        batches = [list(loader.iterate(0)) for loader in loaders]
+        expected = N // (world_size * batch_size * accum_freq) * accum_freq
+        assert [len(of_rank) for of_rank in batches] == [expected] * world_size
+        everything = [index for of_rank in batches for index in indices(of_rank)]
+        assert len(set(everything)) == len(everything) == expected * world_size * batch_size
+
+
+def test_more_workers_than_shards_or_batches(tmp_path: Path):
+    write_shards(tmp_path, [9])
+    for batch_size, expected in ((2, 4), (8, 1)):
+        batches = list(build(str(tmp_path / "00000.tar"), workers=2, batch_size=batch_size).iterate(0))
+        assert len(batches) == expected
+        assert len(set(indices(batches))) == 8
+
+
+def test_random_generators_of_training_are_not_touched(data: str):
+    def states() -> list[Any]:
+        numpy_state = np.random.get_state()
+        return [torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist(), numpy_state[2]]
+
+    for workers in (0, 1):
+        loader = build(data, workers=workers)
+        before = states()
+        iterator = loader.iterate(0)
+        next(iterator)
+        assert states() == before
+        torch.rand(1), random.random(), np.random.rand()
+        expected = states()
+        list(iterator)
+        assert states() == expected
+
+
+@pytest.mark.parametrize("done", [0, 10, 20])
+def test_resuming_reads_and_decodes_only_what_is_left(data: str, monkeypatch: pytest.MonkeyPatch, done: int):
+    """Shards that are behind are not opened, samples that were seen are not read."""
+    loader = build(data, shuffle_window=10)
+    order = indices(list(loader.iterate(0)))
+    opened, read, decoded = [], [], []
+    open_shard, decode = ShardSource.open_shard, ShardSource.decode
+    sample = shards_module._OffsetFile.sample
+
+    def counting_sample(file, position):
+        read.append((opened[-1], position))
+        return sample(file, position)
+
+    monkeypatch.setattr(ShardSource, "open_shard", lambda self, n: opened.append(n) or open_shard(self, n))
+    monkeypatch.setattr(ShardSource, "decode", lambda self, raw: decoded.append(raw.index) or decode(self, raw))
+    monkeypatch.setattr(shards_module._OffsetFile, "sample", counting_sample)
+    rest = indices(list(loader.iterate(0, loader.extend_progress(None, done))))
+    assert rest == order[done * 4 :]
+    assert decoded == rest
+    first = [shard.first_index for shard in loader.source.manifest.shards]
+    assert sorted(first[shard] + position for shard, position in read) == sorted(rest)
+    assert set(opened) == {loader.source.shard_number(index) for index in rest}
+    if done == 20:
+        assert len(set(opened)) < 4, "the case is meant to leave shards behind"
+
+
+def test_memory_is_bounded_by_the_window(data: str):
+    """No sample is read more than a window before it is handed out."""
+    loader = build(data, shuffle_window=10)
+    iterator = loader.iterate(0)
+    dataset = loader._loader.dataset
+    for _ in range(loader.batches_per_epoch - 3):
+        next(iterator)
+        assert len(dataset._stream.gi_frame.f_locals["waiting"]) <= 10
+
+
+def test_a_worker_may_be_started_without_fork(data: str):
+    """Python 3.14 no longer forks by default: what a worker needs has to survive pickling, also in mid-epoch."""
+    loader = build(data)
+    iterator = loader.iterate(0)
+    expected = [next(iterator), next(iterator)]
+    copy = pickle.loads(pickle.dumps(loader._loader.dataset))
+    assert_equal([copy[request] for request in islice(loader._requests, 2)], expected)
+
+
+def test_shortened_epochs_see_other_samples_each_time(data: str):
+    loader = build(data, epoch_samples=20)
+    assert (loader.num_samples, loader.batches_per_epoch) == (N, 5)
+    epochs = [set(indices(list(loader.iterate(epoch)))) for epoch in range(60)]
+    assert all(len(epoch) == 20 for epoch in epochs)
+    assert set.union(*epochs) == set(range(N))
+    assert build(data, epoch_samples=10**6).batches_per_epoch == N // 4
+
+
+def test_too_few_samples_are_refused(data: str):
+    message = r"too few samples: the epoch has 100, one global batch is batch size 8 x 4 ranks x 4 accumulated = 128"
+    with pytest.raises(ValueError, match=message):
+        build(data, batch_size=8, world_size=4, accum_freq=4)
+    with pytest.raises(ValueError, match="must be at least 1"):
+        build(data, batch_size=0)
+    with pytest.raises(ValueError, match="must be at least 1"):
+        build(data, epoch_samples=0)
+
+
+def test_what_cannot_be_resumed_is_refused(data: str, tmp_path: Path):
+    progress = build(data).extend_progress(None, 5)
+    write_shards(tmp_path, [50, 50])
+    with pytest.raises(ValueError, match="made with seed 7, this run has 8"):
+        list(build(data, seed=8).iterate(0, progress))
+    with pytest.raises(ValueError, match="made with data set"):
+        list(build(str(tmp_path / "*.tar")).iterate(0, progress))
+    for batch_size in (4, 5):
+        with pytest.raises(ValueError, match=r"cannot resume.* (99|25)"):
+            list(build(data, batch_size=batch_size).iterate(0, [progress[0] | {"batches": 99}]))
+
+
+def test_layout_has_plain_types(data: str):
+    layout = build(data, workers=2, world_size=2).layout
+    assert {"world_size": 2, "workers": 2, "batch_size": 4}.items() <= layout.items()
+    assert json.loads(json.dumps(layout)) == layout
+    assert build(data, workers=0).layout == build(data, workers=1).layout
+
+
+def test_fields_can_be_named(tmp_path: Path):
+    write_shards(tmp_path, [8], {number: sample_members(number, ["png", "json"]) for number in range(8)})
+    batches = list(build(str(tmp_path / "*.tar"), caption_key="txt;json:caption").iterate(0))
+    assert sorted(indices(batches)) == list(range(8))
+    assert all(torch.equal(batch["text"][:, 0], batch["index"]) for batch in batches)
+    with pytest.raises(ManifestError, match="no sample with both an image \\(jpg\\)"):
+        build(str(tmp_path / "*.tar"), image_key="jpg", caption_key="json:caption")
+
+
+def test_resampled_shards(data: str, tmp_path: Path):
+    loader = build(data, resampled=True, epoch_samples=400)
+    batches = list(loader.iterate(0))
+    assert len(batches) == 100, "an epoch may be longer than the data"
+    times = np.bincount(indices(batches), minlength=N)
+    assert 1 < times.max() < 400 / min(count for count in COUNTS if count)
+    assert len(set(times[:29])) <= 2, "a shard comes whole, but for the two ends of the epoch"
+    assert_equal(list(loader.iterate(0, loader.extend_progress(None, 40))), batches[40:])
+    write_shards(tmp_path, [20, 20])
+    two = f"{data}::{tmp_path}/{{00000..00001}}.tar"
+    weighted = build(two, resampled=True, upsampling_factors="0::1", epoch_samples=64)
+    assert min(indices(list(weighted.iterate(0)))) >= N
+    for options, message in (
+        ({"upsampling_factors": "0::1"}, "needs --dataset-resampled"),
+        ({"upsampling_factors": "1", "resampled": True}, "1 upsampling factors for 2 data sources"),
+        ({"upsampling_factors": "0::0", "resampled": True}, "nor all be 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(two, **options)
+
+
+def test_dataset_types():
+    for path, dataset_type, expected in (
+        ("a/{0..9}.tar", "auto", "webdataset"),
+        ("pipe:cat a/0.tar", "auto", "webdataset"),
+        ("pipe:aws s3 cp s3://b/0.tar -", "auto", "webdataset"),
+        ("a.csv", "auto", "csv"),
+        ("a.tsv", "auto", "csv"),
+        ("a.anything", "csv", "csv"),
+        (None, "synthetic", "synthetic"),
+    ):
+        assert resolve_dataset_type(path, dataset_type) == expected
+    for path, dataset_type, message in (
+        ("a.zip", "auto", "--dataset-type"),
+        ("a.tar", "parquet", "unknown dataset type"),
+        (None, "auto", "no data given"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolve_dataset_type(path, dataset_type)
+
+
+@pytest.mark.filterwarnings("ignore:Unused augmentation")
+def test_openclip_transforms_are_reproducible(tmp_path: Path):
+    """OpenCLIP's own augmentation, and timm's, which draw from different generators."""
+    import open_clip
+
+    write_shards(tmp_path, [8])
+    augmentations = (
+        {"scale": (0.5, 1.0), "color_jitter": (0.4, 0.4, 0.4, 0.1), "color_jitter_prob": 0.8, "gray_scale_prob": 0.2},
+        {"use_timm": True, "scale": (0.5, 1.0), "re_prob": 0.5, "re_count": 2, "color_jitter": 0.4},
+    )
+    for augmentation in augmentations:
+        transform = open_clip.image_transform(16, is_train=True, aug_cfg=augmentation)
+        runs = []
+        for workers, batch_size in ((0, 4), (2, 1)):
+            torch.manual_seed(workers)
+            loader = build_train_loader(
+                str(tmp_path / "*.tar"),
+                preprocess=transform,
+                tokenizer=tokenize,
+                batch_size=batch_size,
+                workers=workers,
+            )
+            runs.append(by_index(list(loader.iterate(0))))
+        assert all(torch.equal(runs[0][index], runs[1][index]) for index in range(8))

@@ -1,0 +1,406 @@
+"""Manifests: counts and indices, what they report, what they refuse, how they are found and kept up to date."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from openclip_ext.data import scan
+from openclip_ext.data.manifest import Manifest, ManifestError, find_or_create_manifest, main
+from openclip_ext.data.scan import Key, parse_keys
+from openclip_ext.data.shardlist import expand_components, expand_shards, shard_name, sibling
+from tests.data.shards import sample_members, write_shards, write_tar
+
+COUNTS = [3, 5, 2]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Manifests that cannot be written next to their shards go to the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[str]:
+    return write_shards(tmp_path / "data", COUNTS)
+
+
+def test_counts_and_indices(shards: list[str], tmp_path: Path):
+    manifest = Manifest.scan(shards, workers=2)
+    assert [(shard.num_samples, shard.first_index) for shard in manifest.shards] == [(3, 0), (5, 3), (2, 8)]
+    assert (manifest.num_samples, manifest.num_bad, list(manifest.report())) == (10, 0, [])
+    manifest.save(tmp_path / "data" / "m.json")
+    content = json.loads((tmp_path / "data" / "m.json").read_text())
+    assert content["num_samples"] == 10
+    assert [entry["name"] for entry in content["shards"]] == ["00000.tar", "00001.tar", "00002.tar"]
+    loaded = Manifest.load(tmp_path / "data" / "m.json")
+    assert loaded.shards == manifest.shards
+    assert loaded.digest == manifest.digest
+    for number in range(3):
+        assert np.array_equal(loaded.sample_offsets(number), manifest.sample_offsets(number))
+
+
+def test_offsets_are_found_without_their_file(shards: list[str], tmp_path: Path):
+    """On a node that shares the shards but not the folder of the manifest, shards are scanned when they are opened."""
+    path = tmp_path / "m.json"
+    manifest = Manifest.scan(shards)
+    manifest.save(path)
+    (offsets,) = tmp_path.glob("m.*.npy")
+    copy = pickle.loads(pickle.dumps(manifest))
+    assert copy._blocks is None, "a saved table does not travel between processes"
+    assert np.array_equal(copy.sample_offsets(1), manifest.sample_offsets(1))
+    offsets.unlink()
+    assert np.array_equal(Manifest.load(path).sample_offsets(1), manifest.sample_offsets(1))
+
+
+def test_saving_replaces_the_old_pair_of_files(shards: list[str], tmp_path: Path):
+    path = tmp_path / "m.json"
+    Manifest.scan(shards[:2]).save(path)
+    (old,) = tmp_path.glob("m.*.npy")
+    Manifest.scan(shards).save(path)
+    (new,) = tmp_path.glob("m.*.npy")
+    assert old != new
+    assert Manifest.load(path).num_samples == 10
+    assert {file.name for file in tmp_path.iterdir()} == {"m.json", new.name, "data"}
+
+
+def test_specifications_expand_as_in_openclip(shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    data = tmp_path / "data"
+    for specification in (
+        str(data / "{00000..00002}.tar"),
+        str(data / "*.tar"),
+        str(data / "0000[0-2].tar"),
+        "::".join(shards),
+        shards,
+        [str(data / "{00000..00001}.tar"), shards[2]],
+        [f"{shards[0]}::{shards[1]}", f"file:{shards[2]}"],
+    ):
+        assert expand_shards(specification) == shards, specification
+    monkeypatch.chdir(data)
+    assert expand_shards("{00000..00002}.tar") == shards
+    assert expand_components(f"{shards[0]}::{data}/{{00001,00002}}.tar") == [shards[:1], shards[1:]]
+    pipes = expand_shards("pipe:cat a/{0..1}.tar::s3://bucket/*.tar")
+    assert pipes == ["pipe:cat a/0.tar", "pipe:cat a/1.tar", "s3://bucket/*.tar"]
+    for wrong in ("", [], str(data / "*.nothing")):
+        with pytest.raises(ValueError, match=r"no shards|no file matches"):
+            expand_shards(wrong)
+
+
+def test_names_and_neighbours_of_remote_shards():
+    for url, name, other in (
+        ("s3://bucket/a/00000.tar", "00000.tar", "s3://bucket/a/sizes.json"),
+        ("pipe:aws s3 cp s3://b/00000.tar -", "00000.tar", "pipe:aws s3 cp s3://b/sizes.json -"),
+        ("pipe:curl 'https://x.org/a.b/00.tar?t=5'", "00.tar", "pipe:curl 'https://x.org/a.b/sizes.json?t=5'"),
+        ("https://x.org/d/00.tar.gz", "00.tar.gz", "https://x.org/d/sizes.json"),
+        ("pipe:cat folder/some-file", "some-file", None),
+    ):
+        assert shard_name(url) == name
+        assert sibling(url, "sizes.json") == other
+
+
+def test_keys():
+    assert parse_keys("jpg;PNG", allow_json=False) == (Key("jpg"), Key("png"))
+    assert parse_keys("txt; json:caption;meta.json:text", allow_json=True) == (
+        Key("txt"),
+        Key("json", "caption"),
+        Key("meta.json", "text"),
+    )
+    for text, allow_json in (("", True), (";", True), ("json:url", False), ("json:", True), ("txt:a", True)):
+        with pytest.raises(ValueError, match=r"no key|is not understood"):
+            parse_keys(text, allow_json)
+
+
+def test_problems_are_reported_by_shard(tmp_path: Path):
+    replaced = {
+        1: sample_members(1, ["txt", "json"]),
+        2: sample_members(2, ["jpg"]),
+        3: sample_members(3, ["json"]),
+        6: sample_members(5),
+    }
+    shards = write_shards(tmp_path, [5, 3, 4], replaced)
+    with open(shards[2], "r+b") as file:
+        file.truncate(os.path.getsize(shards[2]) - 10 * 1024)
+    manifest = Manifest.scan(shards)
+    problems = [shard.problems for shard in manifest.shards]
+    assert problems[0] == {"bad": 3, "bad_positions": [1, 2, 3], "without_image": 2, "without_caption": 2}
+    assert problems[1] == {"duplicate_keys": 1}
+    assert "error" in problems[2]
+    lines = list(manifest.report())
+    assert f"{shards[0]}: 2 samples without image, 2 samples without caption, at positions [1, 2, 3]" in lines
+    assert f"{shards[1]}: 1 keys that occur again" in lines
+    assert "corrupt or truncated" in lines[2]
+    manifest.save(tmp_path / "m.json")
+    assert [shard.problems for shard in Manifest.load(tmp_path / "m.json").shards] == problems
+
+
+def test_many_bad_samples_are_only_counted(tmp_path: Path):
+    shards = write_shards(tmp_path, [50], {number: sample_members(number, ["txt"]) for number in range(40)})
+    assert Manifest.scan(shards).shards[0].problems == {"bad": 40, "without_image": 40}
+
+
+def test_what_would_train_wrongly_is_refused(shards: list[str], tmp_path: Path):
+    os.symlink(shards[0], tmp_path / "again.tar")
+    empty = str(write_tar(tmp_path / "empty.tar", []))
+    garbage = tmp_path / "garbage.tar"
+    garbage.write_bytes(b"no tar" * 1000)
+    no_image = write_shards(tmp_path / "no_image", [4], {i: sample_members(i, ["txt", "json"]) for i in range(4)})
+    # One after the other by field instead of by sample: no sample has both.
+    parts = [sample_members(number, ["jpg", "txt"]) for number in range(3)]
+    unsorted = str(write_tar(tmp_path / "unsorted.tar", [part[field] for field in (0, 1) for part in parts]))
+    for specification, message in (
+        ([shards[0], shards[0]], "given twice"),
+        ([shards[0], str(tmp_path / "again.tar")], "given twice"),
+        (
+            [
+                empty,
+            ],
+            "the data set is empty",
+        ),
+        ([*shards, str(garbage)], "1 of 4 shards have no sample with both.*no tar header at byte 0"),
+        ([*shards, str(tmp_path / "gone.tar")], "gone.tar.*No such file"),
+        ([*shards, *no_image], r"no sample with both an image.*4 samples with the fields: json \(4\), txt \(4\)"),
+        ([unsorted], r"no sample with both.*jpg \(3\), txt \(3\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Manifest.scan(specification)
+    assert Manifest.scan([*shards, empty]).num_samples == 10
+
+
+def test_caption_may_be_in_the_json(tmp_path: Path):
+    shards = write_shards(tmp_path, [4], {number: sample_members(number, ["png", "json"]) for number in range(4)})
+    assert Manifest.scan(shards, caption_key="txt;json:caption").num_bad == 0
+    with pytest.raises(ManifestError, match="no sample with both"):
+        Manifest.scan(shards)
+
+
+# ------------------------------------------------------------------ remote shards
+
+
+def piped(shards: list[str]) -> list[str]:
+    return [f"pipe:cat {shard}" for shard in shards]
+
+
+def test_remote_counts_come_from_sizes(shards: list[str], tmp_path: Path):
+    (tmp_path / "data" / "sizes.json").write_text(json.dumps({f"0000{i}.tar": n for i, n in enumerate(COUNTS)}))
+    manifest = Manifest.scan(piped(shards))
+    assert [shard.first_index for shard in manifest.shards] == [0, 3, 8]
+    assert manifest.sample_offsets(0) is None
+    manifest.save(tmp_path / "m.json")
+    assert Manifest.load(tmp_path / "m.json").shards == manifest.shards
+    assert not list(tmp_path.glob("m.*.npy"))
+
+
+def test_remote_counts_come_from_img2dataset_statistics(shards: list[str], tmp_path: Path):
+    for number, count in enumerate(COUNTS):
+        path = tmp_path / "data" / f"{number:05d}_stats.json"
+        path.write_text(json.dumps({"count": count + 3, "successes": count}))
+    for shard in shards:
+        os.truncate(shard, 0)  # it is not read
+    assert Manifest.scan(piped(shards)).num_samples == 10
+    (tmp_path / "data" / "00001_stats.json").unlink()
+    with pytest.raises(ValueError, match=r"unknown for 1 of 3 remote shards.*00001.tar.*--sizes"):
+        Manifest.scan(piped(shards))
+    with pytest.raises(ValueError, match="unknown for 1 of 3"):
+        Manifest.scan(piped(shards), sizes={"00000.tar": 3, "00002.tar": 2})
+    sizes = {"00000.tar": 3, "00001.tar": 5, "00002.tar": 2}
+    assert Manifest.scan(piped(shards), sizes=sizes).num_samples == 10
+
+
+# ------------------------------------------------------------------ verification
+
+
+def test_untouched_shards_verify(shards: list[str]):
+    manifest = Manifest.scan(shards)
+    assert manifest.verify(shards) is False
+    assert manifest.verify(shards[::-1]) is False
+    assert manifest.verify() is False
+
+
+def test_changed_shards_do_not_verify(shards: list[str]):
+    manifest = Manifest.scan(shards)
+    write_tar(Path(shards[1]), [*sample_members(3), *sample_members(4)])
+    with pytest.raises(ManifestError, match=r"1 of 3 shards were changed.*00001.tar \(size [\d,]+, was [\d,]+ bytes"):
+        manifest.verify(shards)
+    os.unlink(shards[2])
+    with pytest.raises(ManifestError, match=r"1 of 3 shards of the manifest are gone: .*00002.tar"):
+        manifest.verify(shards)
+
+
+def test_same_size_but_other_members_do_not_verify(tmp_path: Path):
+    """A sample renamed in place moves nothing, but the shard is not the one that was scanned."""
+    (shard,) = write_shards(tmp_path, [3])
+    manifest = Manifest.scan([shard])
+    members = [(name.replace("000001", "000009"), data) for n in range(3) for name, data in sample_members(n)]
+    size = os.path.getsize(shard)
+    write_tar(Path(shard), members)
+    assert os.path.getsize(shard) == size
+    os.utime(shard, ns=(1, 1))
+    with pytest.raises(ManifestError, match="1 of 1 shards were changed"):
+        manifest.verify()
+
+
+def test_touched_shards_are_scanned_again(shards: list[str], monkeypatch: pytest.MonkeyPatch):
+    manifest = Manifest.scan(shards)
+    os.utime(shards[1], ns=(1, 1))
+    assert manifest.verify(shards) is True
+    monkeypatch.setattr(scan, "scan_local", lambda *args, **options: pytest.fail("nothing was touched since"))
+    assert manifest.verify(shards) is False
+
+
+def test_moved_shards_are_found_by_name(shards: list[str], tmp_path: Path):
+    manifest = Manifest.scan(shards)
+    shutil.move(tmp_path / "data", tmp_path / "elsewhere")
+    moved = [shard.replace("/data/", "/elsewhere/") for shard in shards]
+    assert manifest.verify(moved) is True
+    assert [shard.url for shard in manifest.shards] == moved
+    assert manifest.num_samples == 10
+
+
+def test_a_folder_may_be_moved_with_its_manifest(shards: list[str], tmp_path: Path):
+    Manifest.scan(shards).save(tmp_path / "data" / "manifest.json")
+    shutil.move(tmp_path / "data", tmp_path / "elsewhere")
+    loaded = Manifest.load(tmp_path / "elsewhere" / "manifest.json")
+    assert loaded.verify() is False
+    assert [Path(shard.url).parent.name for shard in loaded.shards] == ["elsewhere"] * 3
+
+
+def test_manifest_of_other_shards_does_not_verify(shards: list[str], tmp_path: Path):
+    manifest = Manifest.scan(shards)
+    others = write_shards(tmp_path / "other", [2, 2, 2, 2])
+    for given, message in (
+        (shards[:2], "it has 3 shards, 2 were given; only in the manifest: .*00002.tar"),
+        (others, r"not in the manifest: .*; only in the manifest"),
+        ([*shards, others[3]], r"not in the manifest: .*00003.tar"),
+    ):
+        with pytest.raises(ManifestError, match=message):
+            manifest.verify(given)
+
+
+def test_files_that_are_no_manifest_are_refused(shards: list[str], tmp_path: Path):
+    path = tmp_path / "m.json"
+    Manifest.scan(shards).save(path)
+    good = json.loads(path.read_text())
+    for content, message in (
+        ("{", "is not a manifest"),
+        ("[]", "expected a JSON object"),
+        ('{"shards": []}', "expected a JSON object with 'format'"),
+        (json.dumps(good | {"version": 99}), "version 99"),
+        (json.dumps(good | {"num_samples": 11}), "num_samples is 11, the shards have 10"),
+        (json.dumps(good | {"shards": good["shards"][1:]}), "begins at 3, expected 0"),
+        (json.dumps({key: value for key, value in good.items() if key != "shards"}), "shards"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ManifestError, match=message):
+            Manifest.load(path)
+    with pytest.raises(FileNotFoundError):
+        Manifest.load(tmp_path / "none.json")
+
+
+# ------------------------------------------------------------------ finding one for a run
+
+
+def test_a_run_makes_its_manifest_and_finds_it_again(
+    shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made = find_or_create_manifest(shards)
+    assert (tmp_path / "data" / "manifest.json").exists()
+    subset = find_or_create_manifest(shards[:2])
+    captions = find_or_create_manifest(shards, caption_key="json:caption")
+    assert (made.num_samples, subset.num_samples, captions.num_samples) == (10, 8, 10)
+    assert len(list((tmp_path / "data").glob("manifest-*.json"))) == 2, "the first one is left alone"
+    monkeypatch.setattr(scan, "scan_local", lambda *args, **options: pytest.fail("all are known"))
+    assert find_or_create_manifest(shards).shards == made.shards
+    assert find_or_create_manifest(shards[:2]).shards == subset.shards
+    assert find_or_create_manifest(str(tmp_path / "data" / "*.tar"), caption_key="json:caption").num_samples == 10
+    assert find_or_create_manifest(shards, manifest=tmp_path / "data" / "manifest.json").num_samples == 10
+
+
+def test_a_stale_manifest_is_an_error_and_not_made_again(shards: list[str]):
+    """The state in a checkpoint belongs to its indices."""
+    find_or_create_manifest(shards)
+    write_tar(Path(shards[0]), sample_members(0))
+    with pytest.raises(ManifestError, match=r"were changed after the manifest was made.*Make the manifest again"):
+        find_or_create_manifest(shards)
+    assert main(shards) == 0
+    assert find_or_create_manifest(shards).num_samples == 8
+
+
+def test_a_given_manifest_that_does_not_match_is_an_error(shards: list[str], tmp_path: Path):
+    Manifest.scan(shards[:2]).save(tmp_path / "m.json")
+    with pytest.raises(ManifestError, match="does not match the training data"):
+        find_or_create_manifest(shards, manifest=tmp_path / "m.json")
+
+
+def test_touched_shards_are_scanned_once(shards: list[str], monkeypatch: pytest.MonkeyPatch):
+    find_or_create_manifest(shards)
+    os.utime(shards[0], ns=(5, 5))
+    find_or_create_manifest(shards)
+    monkeypatch.setattr(scan, "scan_local", lambda *args, **options: pytest.fail("the new time was not kept"))
+    find_or_create_manifest(shards)
+
+
+def test_read_only_data_keep_their_manifest_elsewhere(
+    shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    save = Manifest.save
+
+    def read_only(manifest: Manifest, path: Path) -> None:
+        if Path(path).parent == tmp_path / "data":
+            raise PermissionError(13, "Permission denied")
+        save(manifest, path)
+
+    monkeypatch.setattr(Manifest, "save", read_only)
+    find_or_create_manifest(shards, fallback_folder=tmp_path / "runs")
+    assert len(list((tmp_path / "runs").glob("manifest-*.json"))) == 1
+    find_or_create_manifest(shards[:1])
+    assert len(list((tmp_path / "cache" / "openclip_ext").glob("manifest-*.json"))) == 1
+
+
+def test_a_foreign_file_of_the_name_is_left_alone(shards: list[str], tmp_path: Path):
+    foreign = tmp_path / "data" / "manifest.json"
+    foreign.write_text('{"name": "something else"}')
+    assert find_or_create_manifest(shards).num_samples == 10
+    assert foreign.read_text() == '{"name": "something else"}'
+    assert find_or_create_manifest(shards).num_samples == 10
+
+
+# ------------------------------------------------------------------ command line
+
+
+def test_command_line(shards: list[str], tmp_path: Path, capsys: pytest.CaptureFixture):
+    write_tar(Path(shards[1]), [*sample_members(3), *sample_members(4, ["jpg"])])
+    assert main([str(tmp_path / "data" / "{00000..00002}.tar"), "--workers", "1"]) == 0
+    output = capsys.readouterr().out
+    assert f"{shards[1]}: 1 samples without caption, at positions [1]" in output
+    assert "7 samples in 3 shards, 1 (14.29%) without image or caption" in output
+    assert Manifest.load(tmp_path / "data" / "manifest.json").num_samples == 7
+    assert main([*shards, "--output", str(tmp_path / "m.json"), "--caption-key", "txt;jpg"]) == 0
+    assert Manifest.load(tmp_path / "m.json").num_bad == 0
+
+
+def test_command_line_refuses(shards: list[str], tmp_path: Path, capsys: pytest.CaptureFixture):
+    for arguments, message in (
+        ([shards[0], shards[0]], "given twice"),
+        ([str(tmp_path / "none*.tar")], "no file matches"),
+        (["pipe:cat a/0.tar"], "--output"),
+        ([*shards, "--sizes", str(tmp_path / "none.json")], "No such file"),
+        ([*shards, "--output", str(tmp_path / "no" / "folder.json")], "No such file"),
+    ):
+        assert main(arguments) == 1
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "data" / "manifest.json").exists()
+
+
+def test_command_line_needs_no_torch(shards: list[str]):
+    """It starts in a fraction of a second, also on a machine for the data only."""
+    code = (
+        "import sys; from openclip_ext.data.manifest import main; status = main(sys.argv[1:]); "
+        "assert not {'torch', 'webdataset', 'pandas'} & set(sys.modules); sys.exit(status)"
+    )
+    subprocess.run([sys.executable, "-c", code, *shards], check=True, capture_output=True)

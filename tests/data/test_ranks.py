@@ -1,0 +1,100 @@
+"""What the ranks of a run do together: one scan, one verdict on bad data. Two gloo processes."""
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from openclip_ext.data import manifest as manifest_module
+from openclip_ext.data.manifest import ManifestError, find_or_create_manifest
+from openclip_ext.data.source import BadDataError
+from tests.data.loading import build, indices
+from tests.data.shards import undecodable, write_shards
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def on_each_rank(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        data = Path(folder)
+        only_master_scans(rank, data)
+        every_rank_hears_of_an_error(rank, data)
+        ranks_divide_the_epoch(data)
+        ranks_add_up_their_bad_samples(data)
+    finally:
+        dist.destroy_process_group()
+
+
+def only_master_scans(rank: int, data: Path) -> None:
+    if rank == 1:
+        manifest_module.Manifest.scan = None
+    manifest = find_or_create_manifest(str(data / "good" / "*.tar"))
+    assert manifest.num_samples == 40
+    assert manifest.sample_offsets(1)[0] == 0
+    dist.barrier()
+    assert len(list((data / "good").glob("manifest*.json"))) == 1
+
+
+def every_rank_hears_of_an_error(rank: int, data: Path) -> None:
+    with pytest.raises(ManifestError if rank else ValueError, match="no file matches"):
+        find_or_create_manifest(str(data / "nothing" / "*.tar"))
+
+
+def ranks_divide_the_epoch(data: Path) -> None:
+    loader = build(str(data / "good" / "*.tar"), rank=None, world_size=None)
+    assert loader.layout["world_size"] == 2
+    batches = list(loader.iterate(0))
+    everything: list[list[int]] = [[], []]
+    dist.all_gather_object(everything, indices(batches))
+    assert sorted(everything[0] + everything[1]) == list(range(40))
+
+
+def ranks_add_up_their_bad_samples(data: Path) -> None:
+    """3 of 40 are bad: too many together, though no rank alone has met more than the 2 that are allowed."""
+    shards = str(data / "bad" / "*.tar")
+    tolerant = build(shards, rank=None, world_size=None, max_bad_fraction=0.075)
+    met: list[int] = [0, 0]
+    list(tolerant.iterate(0))
+    dist.all_gather_object(met, sum(tolerant.bad_samples().values()))
+    assert sorted(met) == [1, 2]
+    assert sum(tolerant.check_bad_samples().values()) == 3
+    with pytest.raises(BadDataError, match="3 bad samples in this epoch of 40"):
+        list(build(shards, rank=None, world_size=None, max_bad_fraction=0.05).iterate(0))
+
+
+def test_two_ranks(tmp_path: Path):
+    write_shards(tmp_path / "good", [20, 20])
+    write_shards(tmp_path / "bad", [20, 20], {number: undecodable(number) for number in (3, 15, 33)})
+    mp.spawn(on_each_rank, (free_port(), str(tmp_path)), nprocs=2)
+
+
+def stop_politely(data: str) -> None:
+    """A training process in a group of its own that answers SIGTERM by going on to the end of the epoch."""
+    os.setsid()
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    batches = build(data, workers=2).iterate(0)
+    next(batches)
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(0.3)
+    assert len(list(batches)) == 14
+
+
+def test_workers_outlive_a_signal_to_the_process_group(tmp_path: Path):
+    """torchrun and SLURM send SIGTERM to the whole group; training answers with a checkpoint and needs its workers."""
+    write_shards(tmp_path, [60])
+    process = mp.get_context("fork").Process(target=stop_politely, args=(str(tmp_path / "*.tar"),))
+    process.start()
+    process.join(timeout=60)
+    assert process.exitcode == 0

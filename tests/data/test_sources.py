@@ -1,0 +1,245 @@
+"""Remote and compressed shards, CSV files and synthetic data through the same loader."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from openclip_ext.data import shards as shards_module
+from openclip_ext.data.loader import build_train_loader
+from openclip_ext.data.manifest import Manifest
+from openclip_ext.data.shards import ShardSource
+from openclip_ext.data.source import BadDataError
+from openclip_ext.data.synthetic import CAPTION
+from tests.data.loading import assert_equal, build, by_index, indices, preprocess, tokenize
+from tests.data.shards import sample_members, write_csv, write_shards, write_tar
+
+COUNTS = [20, 11, 9]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Manifests of remote shards go to the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_shards(tmp_path / "data", COUNTS)
+    sizes = {f"{number:05d}.tar": count for number, count in enumerate(COUNTS)}
+    (tmp_path / "data" / "sizes.json").write_text(json.dumps(sizes))
+    return tmp_path / "data"
+
+
+def remote(folder: Path, command: str = "cat") -> str:
+    return f"pipe:{command} {folder}/{{00000..00002}}.tar"
+
+
+# ------------------------------------------------------------------ remote shards
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_piped_shards_give_the_same_batches_as_local_ones(folder: Path, workers: int):
+    local = build(str(folder / "*.tar"), workers=workers)
+    piped = build(remote(folder), workers=workers)
+    whole = list(local.iterate(1))
+    assert_equal(list(piped.iterate(1)), whole)
+    assert_equal(list(piped.iterate(1, piped.extend_progress(None, 6))), whole[6:])
+
+
+def test_remote_shards_that_are_behind_are_not_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    loader = build(remote(folder), shuffle_window=5)
+    order = indices(list(loader.iterate(0)))
+    opened = []
+    open_stream = shards_module.open_stream
+    monkeypatch.setattr(shards_module, "open_stream", lambda url: opened.append(url) or open_stream(url))
+    rest = indices(list(loader.iterate(0, loader.extend_progress(None, 8))))
+    assert rest == order[32:]
+    assert set(opened) == {loader.source.group_of(index)[0] for index in rest}
+    assert len(opened) == len(set(opened)) < 3
+
+
+def test_bad_samples_of_a_stream_are_replaced_from_its_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shards_module, "_STREAM_HEAD", 4)
+    bad = {number: sample_members(number, ["txt"]) for number in (2, 30, 31)}
+    write_shards(tmp_path, [40], bad)
+    sizes = tmp_path / "sizes.json"
+    sizes.write_text('{"00000.tar": 40}')
+    loader = build(f"pipe:cat {tmp_path}/00000.tar", max_bad_fraction=0.1)
+    found = indices(list(loader.iterate(0)))
+    replacements = [index for index in set(found) if found.count(index) > 1]
+    assert len(found) == 40
+    assert set(replacements) <= {0, 1, 3}
+    assert sum(loader.bad_samples().values()) == 3
+
+
+def test_a_stream_that_fails_is_tried_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The first attempt on each shard ends with an error in the middle."""
+    monkeypatch.setattr(shards_module.time, "sleep", lambda seconds: None)
+    script = tmp_path / "flaky.sh"
+    script.write_text(
+        f'mark="{tmp_path}/$(basename "$1").tried"\n'
+        'if [ -e "$mark" ] || [ "${1%.tar}" = "$1" ]; then cat "$1"; else touch "$mark"; head -c 20000 "$1"; exit 7; fi\n'
+    )
+    loader = build(remote(folder, f"sh {script}"))
+    assert_equal(list(loader.iterate(0)), list(build(str(folder / "*.tar")).iterate(0)))
+    assert len(list(tmp_path.glob("*.tried"))) == 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_keeps_failing_stops_the_run(folder: Path, workers: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shards_module.time, "sleep", lambda seconds: None)
+    loader = build(remote(folder), workers=workers)
+    (folder / "00001.tar").unlink()
+    with pytest.raises(BadDataError, match=r"00001.tar has no usable sample among its 11"):
+        list(loader.iterate(0))
+
+
+def test_a_stream_with_fewer_samples_than_promised(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(shards_module.time, "sleep", lambda seconds: None)
+    (folder / "sizes.json").write_text('{"00000.tar": 20, "00001.tar": 11, "00002.tar": 12}')
+    loader = build(remote(folder), max_bad_fraction=0.1)
+    with caplog.at_level(logging.WARNING):
+        found = indices(list(loader.iterate(0)))
+    assert loader.num_samples == 43
+    assert max(found) == 39
+    assert sum(loader.bad_samples().values()) >= 2
+    assert "it has 9 samples, the manifest says more" in caplog.text
+
+
+def test_compressed_local_shards(tmp_path: Path):
+    for number in range(2):
+        members = [member for n in range(number * 10, number * 10 + 10) for member in sample_members(n)]
+        write_tar(tmp_path / f"{number}.tar.gz", members, "w:gz")
+    loader = build(str(tmp_path / "*.tar.gz"), dataset_type="webdataset")
+    assert sorted(indices(list(loader.iterate(0)))) == list(range(20))
+
+
+def test_a_mixture_of_local_and_remote_shards(folder: Path):
+    mixed = f"{folder}/00000.tar::pipe:cat {folder}/{{00001..00002}}.tar"
+    assert_equal(list(build(mixed).iterate(0)), list(build(str(folder / "*.tar")).iterate(0)))
+
+
+def test_shards_are_read_without_the_offsets_file(folder: Path, tmp_path: Path):
+    expected = list(build(str(folder / "*.tar")).iterate(0))
+    (offsets,) = folder.glob("manifest.*.npy")
+    offsets.unlink()
+    manifest = Manifest.load(folder / "manifest.json")
+    source = ShardSource(manifest, "jpg", "txt")
+    assert source.reader().read(25).fields["txt"] == b"sample 25"
+    assert_equal(list(build(str(folder / "*.tar")).iterate(0)), expected)
+
+
+# ------------------------------------------------------------------ CSV
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_of_a_csv_file(tmp_path: Path, workers: int):
+    loader = build(str(write_csv(tmp_path)), workers=workers)
+    assert (loader.num_samples, loader.batches_per_epoch) == (30, 7)
+    whole = list(loader.iterate(0))
+    found = indices(whole)
+    assert len(set(found)) == 28
+    assert found != sorted(found)
+    assert all(torch.equal(batch["text"][:, 0], batch["index"]) for batch in whole)
+    assert_equal(list(loader.iterate(0, loader.extend_progress(None, 3))), whole[3:])
+
+
+def test_csv_pixels_and_order_on_two_ranks(tmp_path: Path):
+    path = str(write_csv(tmp_path))
+    reference = by_index(list(build(path, batch_size=1).iterate(0)))
+    batches = [list(build(path, batch_size=3, world_size=2, rank=rank).iterate(0)) for rank in range(2)]
+    seen = by_index([batch for of_rank in batches for batch in of_rank])
+    assert len(seen) == 30
+    assert all(torch.equal(seen[index], reference[index]) for index in seen)
+
+
+def test_csv_columns_and_separator(tmp_path: Path):
+    path = str(write_csv(tmp_path, separator=",", columns=("image", "text, with")))
+    with pytest.raises(ValueError, match=r"no column 'filepath' but \[.*--csv-img-key.*--csv-separator"):
+        build(path)
+    path = str(write_csv(tmp_path, separator=";", columns=("image", "text")))
+    loader = build(path, csv_separator=";", csv_image_key="image", csv_caption_key="text")
+    assert loader.num_samples == 30
+
+
+def test_csv_captions_are_text(tmp_path: Path):
+    """pandas would read these as missing values and numbers."""
+    from openclip_ext.data.csv import CsvSource
+
+    path = write_csv(tmp_path, rows=4)
+    captions = ["NA", "None", "17", "naïve 日本"]
+    lines = path.read_text().splitlines()
+    lines[1:] = [line.rpartition("\t")[0] + "\t" + text for line, text in zip(lines[1:], captions, strict=True)]
+    path.write_text("\n".join(lines))
+    source = CsvSource(str(path), "filepath", "title")
+    reader = source.reader()
+    assert [source.decode(reader.read(row))[1] for row in range(4)] == captions
+
+
+def test_bad_rows(tmp_path: Path):
+    path = write_csv(tmp_path)
+    (tmp_path / "7.jpg").unlink()
+    (tmp_path / "8.jpg").write_bytes(b"no image")
+    path.write_text(path.read_text().replace("\tsample 9\n", "\t\n"))
+    loader = build(str(path), max_bad_fraction=0.1)
+    found = indices(list(loader.iterate(0)) + list(loader.iterate(1)))
+    assert {7, 8, 9}.isdisjoint(found)
+    assert loader.bad_samples() == {str(path): 3}
+    with pytest.raises(BadDataError, match=r"1 of 30 samples .*data.csv, among them rows \[9\]"):
+        build(str(path), max_bad_fraction=0.01)
+    for row in range(30):
+        (tmp_path / f"{row}.jpg").unlink(missing_ok=True)
+    with pytest.raises(BadDataError, match=r"no usable sample among its 30.*No such file"):
+        list(build(str(path), max_bad_fraction=1.0).iterate(0))
+
+
+def test_a_csv_without_rows_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="the data set is empty"):
+        build(str(write_csv(tmp_path, rows=0)))
+    with pytest.raises(ValueError, match="need webdataset shards, not csv"):
+        build(str(write_csv(tmp_path)), resampled=True)
+
+
+def test_hopeless_files_are_not_tried_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With all images gone, the first sample does not try millions of rows as replacements."""
+    from openclip_ext.data import indexed
+
+    monkeypatch.setattr(indexed, "_PATIENCE", 5)
+    path = write_csv(tmp_path)
+    for row in range(30):
+        (tmp_path / f"{row}.jpg").unlink()
+    with pytest.raises(BadDataError, match=r"5 bad samples, more than the allowed 5.0% .* of 30"):
+        list(build(str(path)).iterate(0))
+
+
+# ------------------------------------------------------------------ synthetic
+
+
+def test_synthetic_data():
+    def first_pixel(image: Image.Image) -> torch.Tensor:
+        assert image.mode == "RGB"
+        return torch.tensor([*image.size, *image.getpixel((0, 0))])
+
+    loader = build_train_loader(
+        None,
+        dataset_type="synthetic",
+        preprocess=first_pixel,
+        tokenizer=lambda text: torch.full((1, 3), len(text)),
+        batch_size=8,
+        epoch_samples=20,
+    )
+    batches = list(loader.iterate(0))
+    assert (loader.num_samples, len(batches)) == (20, 2)
+    assert len(set(indices(batches))) == 16
+    assert batches[0]["image"].tolist() == [[224, 224, 0, 0, 0]] * 8
+    assert batches[0]["text"].tolist() == [[len(CAPTION)] * 3] * 8
+    with pytest.raises(ValueError, match="at least 1 sample"):
+        build_train_loader(
+            None, dataset_type="synthetic", preprocess=preprocess, tokenizer=tokenize, batch_size=1, epoch_samples=0
+        )

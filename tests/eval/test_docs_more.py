@@ -1,0 +1,41 @@
+"""The commands of docs/evaluation-more.md can be typed in."""
+
+import re
+import shlex
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+
+from eval import editing, grounding, probes
+from eval.download import __main__ as download
+from eval.report import __main__ as report
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "evaluation-more.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
+COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
+PARSERS = {
+    "eval.download": download.build_parser,
+    "eval.report": report.build_parser,
+    "eval.probes": probes.build_parser,
+    "eval.editing": editing.build_parser,
+    "eval.grounding": grounding.build_parser,
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_parses(command: str) -> None:
+    words = shlex.split(command, comments=True)
+    if "sbatch" in words:
+        scripts = [word for word in words if word.endswith(".sh")]
+        assert len(scripts) == 1 and (ROOT / scripts[0]).is_file()
+        return
+    assert words[:2] == ["python", "-m"]
+    parser: ArgumentParser = PARSERS[words[2]]()
+    parser.parse_args(words[3:])
+
+
+def test_every_command_is_shown() -> None:
+    words = {word for command in COMMANDS for word in shlex.split(command, comments=True)}
+    assert set(PARSERS) <= words

@@ -1,0 +1,84 @@
+"""Every loss teaches two linear encoders which of their inputs belong together, in an ordinary training loop."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from openclip_ext.losses.registry import create_loss, list_losses
+
+SAMPLES, LATENT, WIDTH, BATCH, EPOCHS = 240, 10, 16, 24, 10
+
+# Where a default supposes a long run. AmorLIP's encoders see its networks only, so those must become useful within the run.
+_SMALL = {
+    "neuclip": {"prototypes": 48, "restart_every": 50},
+    "queueclip": {"prototypes": 96},
+    "amorlip": {
+        "reinitialize": False,
+        "fit_every": 1,
+        "target_every": 1,
+        "ema_decay": 0.0,
+        "normalizer_updates": 10,
+        "normalizer_lr": 1e-2,
+    },
+}
+
+
+class _TwoTowers(nn.Module):
+    def __init__(self, initial_logit_scale: float | None, bias: float | None) -> None:
+        super().__init__()
+        self.image = nn.Linear(24, WIDTH, bias=False)
+        self.text = nn.Linear(24, WIDTH, bias=False)
+        self.logit_scale = nn.Parameter(
+            torch.tensor(-math.log(0.07) if initial_logit_scale is None else initial_logit_scale)
+        )
+        self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(bias))
+
+    def forward(self, images: Tensor, texts: Tensor) -> dict[str, Tensor]:
+        outputs = {
+            "image_features": nn.functional.normalize(self.image(images), dim=1),
+            "text_features": nn.functional.normalize(self.text(texts), dim=1),
+            "logit_scale": self.logit_scale.exp(),
+        }
+        return outputs if self.logit_bias is None else outputs | {"logit_bias": self.logit_bias}
+
+
+def _pairs() -> tuple[Tensor, Tensor]:
+    """Two views of the same latent variables."""
+    random = torch.Generator().manual_seed(0)
+    latent = torch.randn(SAMPLES, LATENT, generator=random)
+    images, texts = (latent @ torch.randn(LATENT, 24, generator=random) for _ in range(2))
+    return images + 0.3 * torch.randn(images.shape, generator=random), texts
+
+
+@torch.no_grad()
+def _recall(model: _TwoTowers, images: Tensor, texts: Tensor) -> float:
+    outputs = model(images, texts)
+    best = (outputs["image_features"] @ outputs["text_features"].T).argmax(dim=1)
+    return (best == torch.arange(len(best))).float().mean().item()
+
+
+@pytest.mark.parametrize("name", list_losses())
+def test_learns(name: str) -> None:
+    torch.manual_seed(0)
+    images, texts = _pairs()
+    loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **_SMALL.get(name, {}))
+    model = _TwoTowers(loss.initial_logit_scale, loss.initial_logit_bias)
+    model.logit_scale.requires_grad_(loss.learns_logit_scale)
+    before = _recall(model, images, texts)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.0)
+    for epoch in range(EPOCHS):
+        loss.start_epoch(epoch)
+        for index in torch.randperm(SAMPLES).split(BATCH):
+            old = model.logit_scale.detach().clone()
+            terms = loss(**model(images[index], texts[index]), index=index, output_dict=True)
+            optimizer.zero_grad()
+            sum(terms.values()).backward()
+            optimizer.step()
+            loss.finish_logit_scale_step(model.logit_scale, old)
+    metrics = loss.metrics()
+    assert before < 0.05
+    assert _recall(model, images, texts) > 0.4
+    assert metrics["infonce"] < 0.6 * metrics["chance"]
+    assert 0.0099 <= metrics["temperature_min"] <= metrics["temperature_max"] <= 1.0

@@ -1,0 +1,149 @@
+"""The scripts a newcomer runs: the environment is made once, and the pictures are drawn from what a run writes."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+SHELL_SCRIPTS = [*sorted(SCRIPTS.rglob("*.sh")), SCRIPTS.parent / ".ci" / "run"]
+
+
+def load(name):
+    pytest.importorskip("matplotlib")
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_run(folder, steps, **extra):
+    folder.mkdir()
+    records = [
+        {
+            "step": step,
+            "loss": 1.0 / (step + 1),
+            "infonce": 4 - step / 100,
+            "chance": 4.16,
+            "temperature": 0.07,
+            **extra,
+        }
+        for step in steps
+    ]
+    records.append({"step": steps[-1], "epoch": 1, "evaluation": {"top1": 0.5}})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A folder with the environment script, and an interpreter that notes calls of pip instead of making them."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(SCRIPTS / "_environment.sh", tmp_path / "scripts")
+    (tmp_path / "scripts" / "use.sh").write_text(
+        'set -euo pipefail\nsource "$(dirname -- "${BASH_SOURCE[0]}")/_environment.sh"\necho "ready in $PWD"\n'
+    )
+    (tmp_path / "requirements.txt").write_text("torch\n")
+    (tmp_path / "pyproject.toml").write_text("")
+    stub = tmp_path / "python-stub"
+    stub.write_text(
+        f"""#!/bin/sh
+case "$*" in
+  "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+  "-m pip install"*) echo "$*" >>"{tmp_path}/installs"; exit "${{PIP_STATUS:-0}}" ;;
+  "-m pip --version") ;;
+  *) exec "{sys.executable}" "$@" ;;
+esac
+"""
+    )
+    stub.chmod(0o755)
+    return tmp_path
+
+
+def use(clone, **environment):
+    command = ["bash", str(clone / "scripts" / "use.sh")]
+    settings = {**os.environ, "PYTHON": str(clone / "python-stub"), **environment}
+    return subprocess.run(command, env=settings, cwd="/", capture_output=True, text=True)
+
+
+def installs(clone):
+    return (clone / "installs").read_text().splitlines()
+
+
+def test_the_environment_is_made_once_and_again_when_requirements_change(clone):
+    first = use(clone)
+    assert first.returncode == 0 and f"ready in {clone}" in first.stdout, first.stderr
+    assert installs(clone) == ["-m pip install -e .[eval,plot,test]"]
+    assert "Installing" not in use(clone).stdout
+    assert len(installs(clone)) == 1
+    (clone / "requirements.txt").write_text("torch>=2.6\n")
+    assert use(clone).returncode == 0
+    assert len(installs(clone)) == 2
+
+
+def test_a_failed_installation_stops_the_script_and_is_tried_again(clone):
+    failed = use(clone, PIP_STATUS="1")
+    assert failed.returncode != 0 and "installation failed" in failed.stderr and "ready" not in failed.stdout
+    assert "ready" in use(clone).stdout
+    assert len(installs(clone)) == 2
+
+
+def test_an_interpreter_that_is_missing_or_too_old_is_named(clone):
+    assert "no-such-python not found: install Python 3.10" in use(clone, PYTHON="no-such-python").stderr
+    old = clone / "old-python"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.8.1 || exit 1\n')
+    old.chmod(0o755)
+    result = use(clone, PYTHON=str(old))
+    assert result.returncode != 0 and "Python 3.8.1 is too old" in result.stderr
+
+
+@pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
+def test_shell_scripts_parse(script):
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_curves_of_several_runs_are_drawn(tmp_path, capsys):
+    plot_run = load("plot_run")
+    quantiles = {
+        "alpha_q10": -2.0,
+        "alpha_q50": -1.0,
+        "alpha_q90": 0.0,
+        "temperature_min": 0.05,
+        "temperature_max": 0.09,
+    }
+    write_run(tmp_path / "neuclip", range(0, 200, 20), **quantiles)
+    write_run(tmp_path / "openclip", range(0, 100, 20))
+    (tmp_path / "just-started").mkdir()
+    output = tmp_path / "pictures" / "curves.png"
+    plot_run.main(
+        [*(str(tmp_path / name) for name in ("neuclip", "openclip", "just-started")), "--output", str(output)]
+    )
+    pixels = np.asarray(Image.open(output).convert("RGB")).reshape(-1, 3)
+    blue, orange = (31, 119, 180), (255, 127, 14)  # a line each
+    assert all((np.abs(pixels - np.array(color)).max(axis=1) < 3).sum() > 500 for color in (blue, orange))
+
+
+def test_curves_without_a_run_say_what_to_give(tmp_path):
+    plot_run = load("plot_run")
+    with pytest.raises(SystemExit, match="no run folder"):
+        plot_run.main([str(tmp_path / "none"), "--output", str(tmp_path / "x.png")])
+    with pytest.raises(SystemExit, match="no training step logged"):
+        plot_run.main([str(tmp_path), "--output", str(tmp_path / "x.png")])
+
+
+def test_smoothing_keeps_a_line_straight_and_averages_noise():
+    smooth = load("plot_run").smooth
+    assert smooth(np.arange(10.0)) == pytest.approx(np.arange(10.0))
+    assert smooth(np.array([0.0, 3, 0, 3, 0]), window=3) == pytest.approx([0, 1, 2, 1, 0])
+    assert smooth(np.array([])).size == 0
+
+
+def test_samples_are_drawn(tmp_path):
+    load("plot_samples").main(["--output", str(tmp_path / "samples.png"), "--split", "test"])
+    assert Image.open(tmp_path / "samples.png").width > 800
