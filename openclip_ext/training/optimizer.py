@@ -21,7 +21,7 @@ def create_optimizer(
 
     Args:
         model: the (possibly DDP-wrapped) model; parameters without ``requires_grad`` are left out.
-        args: OpenCLIP's flags (``opt``, ``lr``, ``wd``, ``beta1``, ...).
+        args: OpenCLIP's flags (``opt``, ``lr``, ``wd``, ``beta1``, ...), and ``lookahead_steps`` where given.
         logit_scale_lr: constant learning rate of ``log(1/τ)``, which then gets a group of its own, the last one; None
             leaves it in OpenCLIP's group without weight decay.
         head: modules of the loss that are trained with the model, in the same groups.
@@ -33,7 +33,8 @@ def create_optimizer(
     if logit_scale_lr is not None:
         groups[-1]["lr"] = logit_scale_lr
     name = args.opt.lower()
-    if args.lookahead_steps is not None and not name.startswith(LOOKAHEAD):
+    lookahead_steps = getattr(args, "lookahead_steps", None)
+    if lookahead_steps is not None and not name.startswith(LOOKAHEAD):
         raise UsageError(f"--lookahead-steps needs an optimizer with LookAhead, such as --opt {LOOKAHEAD}sgd")
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
@@ -41,9 +42,9 @@ def create_optimizer(
         raise UsageError(f"unknown optimizer --opt {args.opt!r}; known: adamw, timm/NAME")
     own_groups = logit_scale_lr is not None or head is not None
     optimizer = _timm_optimizer(groups if own_groups else model, name.removeprefix("timm/"), args)
-    if args.lookahead_steps is not None:
+    if lookahead_steps is not None:
         for group in optimizer.param_groups:
-            group["lookahead_k"] = args.lookahead_steps
+            group["lookahead_k"] = lookahead_steps
     return optimizer
 
 
