@@ -11,14 +11,10 @@ from typing import Any
 
 import open_clip
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from openclip_ext.heads import HEADS_KEY, HeadsError, build_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
-
-# Key of a checkpoint's dictionary under which a training method may keep modules that belong to its encoders:
-# {"kind": a name in HEADS, "config": plain types, "state_dict": tensors}.
-HEADS_KEY = "heads"
 
 
 class ModelError(ValueError):
@@ -46,33 +42,6 @@ class LoadedModel:
     checkpoint: str
     config: dict[str, Any]
     weights_sha256: str
-
-
-class ProjectedModel(nn.Module):
-    """An OpenCLIP model whose embeddings pass through heads that were trained with it (CLIP-Lite's projections).
-
-    ``heads`` must have ``image`` and ``text``, modules from ``(B, d)`` to ``(B, d')``.
-    """
-
-    def __init__(self, model: nn.Module, heads: nn.Module):
-        super().__init__()
-        self.model = model
-        self.heads = heads
-        self.visual = model.visual
-
-    def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:
-        """``(B, 3, H, W)`` -> ``(B, d')``."""
-        features = self.heads.image(self.model.encode_image(image))
-        return F.normalize(features, dim=-1) if normalize else features
-
-    def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
-        """``(B, context_length)`` -> ``(B, d')``."""
-        features = self.heads.text(self.model.encode_text(text))
-        return F.normalize(features, dim=-1) if normalize else features
-
-
-# Kind of heads -> builder from their config. A training method that keeps heads in its checkpoints adds its own here.
-HEADS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {}
 
 
 def load_model(
@@ -111,7 +80,10 @@ def load_model(
         raise ModelError(_why_not(name, source, error)) from error
     config["preprocess"] = copy.deepcopy(model.visual.preprocess_cfg)
     if heads is not None:
-        model = ProjectedModel(model, _build_heads(heads, source))
+        try:
+            model = with_heads(model, build_heads(heads, source))
+        except HeadsError as error:
+            raise ModelError(str(error)) from error
     model.eval()
     digest = weights_digest(model)
     return LoadedModel(model.to(device), preprocess, tokenizer, name, str(source or name), config, digest)
@@ -174,18 +146,6 @@ def _peek(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
     if not isinstance(content, dict):
         return {}, None
     return content.get("state_dict", content), content.get(HEADS_KEY)
-
-
-def _build_heads(heads: dict[str, Any], source: str) -> nn.Module:
-    kind = heads.get("kind")
-    if kind not in HEADS:
-        raise ModelError(
-            f"{source} holds heads of the kind {kind!r}, without which its embeddings mean nothing; "
-            f"known kinds: {', '.join(HEADS) or 'none'}. Evaluate it with the version that trained it."
-        )
-    module = HEADS[kind](heads["config"])
-    module.load_state_dict(heads["state_dict"])
-    return module
 
 
 def _why_not(name: str, source: str | None, error: Exception) -> str:

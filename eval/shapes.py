@@ -32,6 +32,7 @@ from openclip_ext.data.shapes.scene import (
     Scene,
     describe,
 )
+from openclip_ext.heads import read_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
 
 MAX_CANDIDATES = 1000
@@ -229,13 +230,15 @@ def _mean(hits: Tensor) -> float:
 def evaluate(
     model_name: str, checkpoint: str | None, data_dir: str, batch_size: int, device: str, seed: int = 0
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Build a model, load a checkpoint the way any OpenCLIP user would, and score it.
+    """Build a model, load a checkpoint the way any OpenCLIP user would (heads included), and score it.
 
     Returns:
         The metrics, and what guessing scores.
     """
     torch.manual_seed(seed)
     model, _, preprocess = open_clip.create_model_and_transforms(model_name, pretrained=checkpoint, device=device)
+    if checkpoint is not None:
+        model = with_heads(model, read_heads(checkpoint))
     evaluator = ShapesEvaluator(data_dir, preprocess, open_clip.get_tokenizer(model_name), batch_size)
     return evaluator.run(model), evaluator.chance()
 

@@ -243,9 +243,9 @@ def register() -> None:
     Afterwards it returns ours when ``args.loss`` names one (options are read from attributes of ``args`` named like
     the options, ``loss_eps`` for ``eps``), and OpenCLIP's otherwise. Calling it again changes nothing.
 
-    OpenCLIP's loop hands a loss no index and calls it once per micro-batch. The built function therefore raises
-    ``ValueError`` for a loss that needs the index, and for ``accum_freq > 1`` with a loss that keeps state; train those
-    with ``python -m openclip_ext.training.main``.
+    OpenCLIP's loop hands a loss no index, calls it once per micro-batch, and trains and saves the model alone. The built
+    function therefore raises ``ValueError`` for a loss that needs the index, for one with trained modules of its own, and
+    for ``accum_freq > 1`` with a loss that keeps state; train those with ``python -m openclip_ext.training.main``.
     """
     import open_clip
     import open_clip.factory
@@ -283,7 +283,13 @@ def _extended_create_loss(original: Callable) -> Callable:
                 f"calls the loss {args.accum_freq} times with --accum-freq {args.accum_freq}. "
                 "Use --accum-freq 1 or python -m openclip_ext.training.main"
             )
-        return registry.create_loss(name, embed_dim=embedding_dim(args.model), **options)
+        loss = registry.create_loss(name, embed_dim=embedding_dim(args.model), **options)
+        if loss.model_head() is not None:
+            raise ValueError(
+                f"--loss {name} trains modules of its own with the model, and OpenCLIP's optimizer has the model's parameters "
+                "only. Train it with: python -m openclip_ext.training.main"
+            )
+        return loss
 
     return create_loss
 

@@ -26,6 +26,7 @@ from openclip_ext.data.workers import leave_process_group, unchanged
 
 Transform = Callable[[Image.Image], Tensor]
 Tokenizer = Callable[[str], Tensor]
+PairTransform = Callable[[Image.Image, str], tuple[Image.Image, str]]
 Progress = Sequence[Mapping[str, Any]]
 
 DEFAULT_SHUFFLE_WINDOW = 10_000
@@ -91,6 +92,7 @@ class _BatchDataset(Dataset):
         rank: int,
         seed: int,
         max_bad_fraction: float,
+        pair_transform: PairTransform | None,
     ) -> None:
         self._source = source
         self._transform = transform
@@ -99,6 +101,7 @@ class _BatchDataset(Dataset):
         self._rank = rank
         self._seed = seed
         self._max_bad_fraction = max_bad_fraction
+        self._pair_transform = pair_transform
         self._stream: Iterator[RawSample] = iter(())
         self._expected: _Request | None = None
         self._spare_reader = None
@@ -136,6 +139,8 @@ class _BatchDataset(Dataset):
         for _ in range(self._layout.batch_size):
             index, image, caption = self._usable(next(self._stream), epoch, bad)
             _seed_generators(hash_int(Purpose.PIXELS, self._seed, epoch, index))
+            if self._pair_transform is not None:
+                image, caption = self._pair_transform(image, caption)
             images.append(self._transform(image))
             texts.append(self._tokenizer(caption)[0])
             indices.append(index)
@@ -247,6 +252,7 @@ class IndexedLoader:
         epoch_samples: Shorter epoch; another part of the data in each. The indices do not change.
         max_bad_fraction: The run stops when more of the epoch's samples than this are bad.
         shuffle_window: Over how many samples a worker shuffles (it holds about half as many in memory).
+        pair_transform: From an RGB image and its caption to both, before ``transform``; it may draw likewise.
         pin_memory, prefetch_factor: As in ``torch.utils.data.DataLoader``.
 
     Raises:
@@ -269,6 +275,7 @@ class IndexedLoader:
         epoch_samples: int | None = None,
         max_bad_fraction: float = 0.05,
         shuffle_window: int = DEFAULT_SHUFFLE_WINDOW,
+        pair_transform: PairTransform | None = None,
         pin_memory: bool = False,
         prefetch_factor: int = 2,
     ) -> None:
@@ -289,7 +296,9 @@ class IndexedLoader:
         self._bad_this_epoch = 0
         self._requests = _Requests()
         self._loader = DataLoader(
-            _BatchDataset(source, transform, tokenizer, self._layout, self.rank, seed, max_bad_fraction),
+            _BatchDataset(
+                source, transform, tokenizer, self._layout, self.rank, seed, max_bad_fraction, pair_transform
+            ),
             batch_size=None,
             sampler=self._requests,
             num_workers=workers,

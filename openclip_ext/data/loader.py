@@ -7,6 +7,7 @@ from typing import Any
 
 from openclip_ext.data import evaluation
 from openclip_ext.data.evaluation import EvalLoader
+from openclip_ext.data.flip import flip_at_random
 from openclip_ext.data.indexed import DEFAULT_SHUFFLE_WINDOW, IndexedLoader, Tokenizer, Transform
 from openclip_ext.data.manifest import find_or_create_manifest
 from openclip_ext.data.scan import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
@@ -62,6 +63,7 @@ def build_train_loader(
     upsampling_factors: str | Sequence[float] | None = None,
     max_bad_fraction: float = 0.05,
     shuffle_window: int = DEFAULT_SHUFFLE_WINDOW,
+    caption_aware_flip: bool = False,
     pin_memory: bool = False,
     prefetch_factor: int = 2,
 ) -> IndexedLoader:
@@ -77,6 +79,7 @@ def build_train_loader(
         manifest_fallback: Where a new manifest is written if the shards' folder is read-only.
         resampled: Draw shards with replacement; ``upsampling_factors`` are OpenCLIP's: one for each component
             of ``train_data`` ("1::2").
+        caption_aware_flip: Mirror half of the images, with 'left' and 'right' exchanged in their captions.
         batch_size, ...: See :class:`openclip_ext.data.indexed.IndexedLoader`.
 
     Raises:
@@ -108,6 +111,7 @@ def build_train_loader(
         epoch_samples=epoch_samples if resampled else _at_most_all(epoch_samples, source),
         max_bad_fraction=max_bad_fraction,
         shuffle_window=shuffle_window,
+        pair_transform=flip_at_random if caption_aware_flip else None,
         pin_memory=pin_memory,
         prefetch_factor=prefetch_factor,
     )

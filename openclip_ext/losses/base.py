@@ -83,6 +83,31 @@ class ContrastiveLoss(nn.Module):
         """Keys of ``state_dict()`` that hold this process's part of a table; all others are the same everywhere."""
         return {key for key in self.state_dict() if is_sharded(key)}
 
+    def model_head(self) -> nn.Module | None:
+        """Modules of the loss that are part of the trained model, or None.
+
+        Their parameters belong into the training's optimizer, with gradients averaged over the processes like the
+        model's; a checkpoint's model file holds them, and evaluation goes through them (see ``openclip_ext/heads.py``:
+        ``image`` and ``text``, ``kind`` and ``config``).
+        """
+        return None
+
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> Any:
+        """As ``nn.Module``'s; the loss takes on the precision of the state."""
+        if any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in state_dict.values()):
+            self.double()
+        return super().load_state_dict(state_dict, *args, **options)
+
+    def _follow(self, features: Tensor) -> torch.dtype:
+        """Bring the state to the input's device and precision: at least float32, and never below its own."""
+        state = [value for value in (*self.parameters(), *self.buffers()) if value.is_floating_point()]
+        dtype = torch.promote_types(features.dtype, torch.float32)
+        for value in state:
+            dtype = torch.promote_types(dtype, value.dtype)
+        if self.nonfinite.entries.device != features.device or any(value.dtype != dtype for value in state):
+            self.to(device=features.device, dtype=dtype)
+        return dtype
+
     def _note_nonfinite(self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None) -> None:
         finite = torch.isfinite(image.detach()).all(dim=1) & torch.isfinite(text.detach()).all(dim=1)
         named = isinstance(index, Tensor) and index.shape == finite.shape and not index.is_floating_point()

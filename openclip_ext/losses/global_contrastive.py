@@ -149,12 +149,6 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         super().start_epoch(epoch)
         self.normalizer.start_epoch(epoch)
 
-    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """As ``nn.Module``'s; the loss takes on the precision of the state."""
-        if any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in state_dict.values()):
-            self.double()
-        return super().load_state_dict(state_dict, *args, **options)
-
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None = None) -> None:
         """See :class:`ContrastiveLoss`."""
         with torch.no_grad():
@@ -232,16 +226,6 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             )
         self.index_out_of_range = self.index_out_of_range.to(index.device) | outside.any()
         return index
-
-    def _follow(self, features: Tensor) -> torch.dtype:
-        """Bring the state to the input's device and precision: at least float32, and never below its own."""
-        state = [value for value in (*self.parameters(), *self.buffers()) if value.is_floating_point()]
-        dtype = torch.promote_types(features.dtype, torch.float32)
-        for value in state:
-            dtype = torch.promote_types(dtype, value.dtype)
-        if self.index_out_of_range.device != features.device or any(value.dtype != dtype for value in state):
-            self.to(device=features.device, dtype=dtype)
-        return dtype
 
     def _contrasted(self, batch: LocalBatch, gather: bool) -> tuple[Block, Similarities]:
         """A block with its temperatures, similarities and batch estimates."""

@@ -279,6 +279,15 @@ _ALL = (
         False,
         "AmorLIP's second stage on the global batch instead of each process's own",
     ),
+    # CLIP-Lite.
+    Option(
+        "projection_dim",
+        int,
+        None,
+        "width of CLIP-Lite's joint space; none: that of the model's embeddings",
+        minimum=1,
+        nullable=True,
+    ),
     Option("seed", int, 0, "start of the loss's own networks", openclip_flag=True),
     # OpenCLIP's own losses.
     Option("local_loss", bool, False, "rows of this process only", openclip_flag=True),

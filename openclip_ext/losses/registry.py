@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from openclip_ext.losses.base import ContrastiveLoss
+from openclip_ext.losses.cliplite import ClipLiteLoss
 from openclip_ext.losses.global_contrastive import GlobalContrastiveLoss
 from openclip_ext.losses.openclip import OpenClipLoss, SiglipLoss
 from openclip_ext.losses.options import OPTIONS
@@ -114,7 +115,11 @@ _PRESETS = {
     ),
     "queueclip": Preset("queue", "global", temperature_defaults={"lr_tau": 1.25e-4}),
 }
-_STANDALONE: dict[str, type[ContrastiveLoss]] = {"openclip": OpenClipLoss, "siglip": SiglipLoss}
+_STANDALONE = {
+    "openclip": _Part(OpenClipLoss),
+    "siglip": _Part(SiglipLoss),
+    "cliplite": _Part(ClipLiteLoss, {"temperature": 0.07}),
+}
 
 
 def list_losses() -> list[str]:
@@ -183,7 +188,7 @@ _REQUIREMENTS = {
 
 @dataclass(frozen=True)
 class _Composition:
-    """Resolved parts of a loss: OpenCLIP's own, or a surrogate, a normalizer and a temperature scheme."""
+    """Resolved parts of a loss: one that is whole, or a surrogate, a normalizer and a temperature scheme."""
 
     title: str
     parts: tuple[_Part, ...]
@@ -218,8 +223,8 @@ def _compose(name: str, normalizer: str | None, temperature_scheme: str | None) 
     if name in _STANDALONE:
         if normalizer or temperature_scheme:
             given = "normalizer" if normalizer else "temperature_scheme"
-            raise ValueError(f"{given}: not used by the loss {name!r}, which is OpenCLIP's own")
-        return _Composition(name, (_Part(_STANDALONE[name]),))
+            raise ValueError(f"{given}: not used by the loss {name!r}, which is not made of such parts")
+        return _Composition(name, (_STANDALONE[name],))
     if name not in _PRESETS:
         close = difflib.get_close_matches(str(name), list_losses(), n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""

@@ -118,6 +118,11 @@ def _add_data_flags(group: argparse._ArgumentGroup) -> None:
         default=0.05,
         help="stop when more than this part of the data set is unusable (default: %(default)s)",
     )
+    group.add_argument(
+        "--caption-aware-flip",
+        action="store_true",
+        help="mirror half of the images, with 'left' and 'right' exchanged in their captions",
+    )
 
 
 def _add_run_flags(group: argparse._ArgumentGroup) -> None:
@@ -126,6 +131,12 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
         default=None,
         metavar="NAME",
         help=f"the papers' settings for the chosen loss on: {', '.join(recipes.names())}; flags given explicitly win",
+    )
+    group.add_argument(
+        "--lookahead-steps",
+        type=int,
+        default=None,
+        help="steps between two of LookAhead, for --opt timm/lookahead_NAME (CLIP-Lite: 5; default: timm's 6)",
     )
     group.add_argument(
         "--save-every-steps", type=int, default=0, help="also save a checkpoint every N optimizer steps (0: never)"
@@ -192,6 +203,8 @@ def _check_run_flags(args: argparse.Namespace) -> None:
         raise UsageError("--resume latest needs --name: without it every start makes a new run folder")
     if args.accum_freq < 1:
         raise UsageError(f"--accum-freq is {args.accum_freq}, must be at least 1")
+    if args.lookahead_steps is not None and args.lookahead_steps < 1:
+        raise UsageError(f"--lookahead-steps is {args.lookahead_steps}, must be at least 1")
     if args.eval_suite is not None and args.eval_data_dir is None:
         raise UsageError("--eval-suite needs --eval-data-dir")
     if args.train_data_upsampling_factors is not None and not args.dataset_resampled:

@@ -21,6 +21,7 @@ from torch import nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.data.loader import build_eval_loader, build_train_loader
+from openclip_ext.heads import read_heads, with_heads
 from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
@@ -95,8 +96,10 @@ def _train(
     options = loss_options(args, choice)
     loss = _build_loss(args, choice, options, parts, loader.num_samples)
     _refuse_resampling(args, loss)
+    if checkpoint is None and args.pretrained:
+        _load_pretrained_heads(loss, args.pretrained)
     model = _prepare_model(args, parts, loss, choice, is_fresh=checkpoint is None)
-    optimizer = create_optimizer(model, args, loss.logit_scale_lr)
+    optimizer = create_optimizer(model, args, loss.logit_scale_lr, loss.model_head())
     scaler = torch.amp.GradScaler(device=parts.device.type) if args.precision == "amp" else None
     identity = RunIdentity(
         model=args.model,
@@ -150,6 +153,7 @@ def _train_loader(args: argparse.Namespace, parts: Parts) -> Any:
         max_bad_fraction=args.max_bad_fraction,
         resampled=args.dataset_resampled,
         upsampling_factors=args.train_data_upsampling_factors,
+        caption_aware_flip=args.caption_aware_flip,
         pin_memory=parts.device.type == "cuda",
     )
 
@@ -167,6 +171,22 @@ def _build_loss(
     width = compat.embedding_dim(args.model, parts.model)
     loss = registry.create_loss(choice.name, embed_dim=width, num_samples=num_samples, **options)
     return loss.to(parts.device)
+
+
+def _load_pretrained_heads(loss: nn.Module, pretrained: str) -> None:
+    """Start the modules that the loss trains with the model from the checkpoint that the model starts from."""
+    heads, own = read_heads(pretrained), loss.model_head()
+    if heads is None:
+        return
+    if own is None:
+        logging.warning(f"{pretrained} holds heads of the kind {heads.kind!r}, which this loss leaves out.")
+    elif (own.kind, own.config) != (heads.kind, heads.config):
+        raise UsageError(
+            f"{pretrained} holds heads {heads.kind} {heads.config}, this run's are {own.kind} {own.config}: give the same "
+            "options, or start from another model"
+        )
+    else:
+        own.load_state_dict(heads.state_dict())
 
 
 def _refuse_resampling(args: argparse.Namespace, loss: nn.Module) -> None:
@@ -359,11 +379,13 @@ def _evaluate_only(args: argparse.Namespace, parts: Parts, folder: Path | None, 
             "nothing to do: give --train-data to train, or --val-data, --imagenet-val or --eval-suite to evaluate"
         )
     position = Position()
+    weights = args.pretrained
     if checkpoint is not None:
         ckpt.load_model(parts.model, checkpoint.model_file["state_dict"])
-        position = checkpoint.position
+        position, weights = checkpoint.position, checkpoint.path
     if distributed.is_master():
-        metrics = run_evaluators(evaluators, parts.model)
+        heads = read_heads(weights) if weights else None
+        metrics = run_evaluators(evaluators, with_heads(parts.model, heads))
         reporter = Reporter(folder, args, total_steps=0, steps_per_epoch=0)
         reporter.evaluation(metrics, {"step": position.step, "epoch": position.epoch})
         reporter.close()

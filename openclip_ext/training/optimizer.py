@@ -1,6 +1,7 @@
 """The optimizer and its learning rates: OpenCLIP's, with a rate of its own for the temperature where the loss asks."""
 
 import argparse
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -10,35 +11,47 @@ from openclip_ext import compat
 from openclip_ext.training.errors import UsageError
 
 LOGIT_SCALE = "logit_scale"
+LOOKAHEAD = "timm/lookahead_"
 
 
-def create_optimizer(model: nn.Module, args: argparse.Namespace, logit_scale_lr: float | None) -> torch.optim.Optimizer:
+def create_optimizer(
+    model: nn.Module, args: argparse.Namespace, logit_scale_lr: float | None, head: nn.Module | None = None
+) -> torch.optim.Optimizer:
     """Build the optimizer with OpenCLIP's parameter groups.
 
     Args:
         model: the (possibly DDP-wrapped) model; parameters without ``requires_grad`` are left out.
-        args: OpenCLIP's flags (``opt``, ``lr``, ``wd``, ``beta1``, ...).
+        args: OpenCLIP's flags (``opt``, ``lr``, ``wd``, ``beta1``, ...), and ``lookahead_steps`` where given.
         logit_scale_lr: constant learning rate of ``log(1/τ)``, which then gets a group of its own, the last one; None
             leaves it in OpenCLIP's group without weight decay.
+        head: modules of the loss that are trained with the model, in the same groups.
 
     Raises:
-        UsageError: unknown optimizer, or ``--beta1`` without ``--beta2``.
+        UsageError: unknown optimizer, ``--beta1`` without ``--beta2``, or ``--lookahead-steps`` without LookAhead.
     """
-    groups = _parameter_groups(model, args.wd, own_logit_scale=logit_scale_lr is not None)
+    groups = _parameter_groups([model] if head is None else [model, head], args.wd, logit_scale_lr is not None)
     if logit_scale_lr is not None:
         groups[-1]["lr"] = logit_scale_lr
     name = args.opt.lower()
+    lookahead_steps = getattr(args, "lookahead_steps", None)
+    if lookahead_steps is not None and not name.startswith(LOOKAHEAD):
+        raise UsageError(f"--lookahead-steps needs an optimizer with LookAhead, such as --opt {LOOKAHEAD}sgd")
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
     if not name.startswith("timm/"):
         raise UsageError(f"unknown optimizer --opt {args.opt!r}; known: adamw, timm/NAME")
-    return _timm_optimizer(model, groups, name.removeprefix("timm/"), args, own_groups=logit_scale_lr is not None)
+    own_groups = logit_scale_lr is not None or head is not None
+    optimizer = _timm_optimizer(groups if own_groups else model, name.removeprefix("timm/"), args)
+    if lookahead_steps is not None:
+        for group in optimizer.param_groups:
+            group["lookahead_k"] = lookahead_steps
+    return optimizer
 
 
-def _parameter_groups(model: nn.Module, weight_decay: float, own_logit_scale: bool) -> list[dict]:
+def _parameter_groups(modules: list[nn.Module], weight_decay: float, own_logit_scale: bool) -> list[dict]:
     """OpenCLIP's two groups (gains and biases without decay, the rest), and optionally the logit scale alone."""
     gains_and_biases, rest, logit_scale = [], [], []
-    for name, parameter in model.named_parameters():
+    for name, parameter in itertools.chain.from_iterable(module.named_parameters() for module in modules):
         if not parameter.requires_grad:
             continue
         if own_logit_scale and name.rsplit(".", 1)[-1] == LOGIT_SCALE:
@@ -54,8 +67,9 @@ def _parameter_groups(model: nn.Module, weight_decay: float, own_logit_scale: bo
 
 
 def _timm_optimizer(
-    model: nn.Module, groups: list[dict], name: str, args: argparse.Namespace, own_groups: bool
+    model_or_groups: nn.Module | list[dict], name: str, args: argparse.Namespace
 ) -> torch.optim.Optimizer:
+    """timm's optimizer; for a model timm makes its own groups, as under OpenCLIP."""
     from timm.optim import create_optimizer_v2
 
     if (args.beta1 is None) != (args.beta2 is None):
@@ -65,8 +79,7 @@ def _timm_optimizer(
         options["betas"] = (args.beta1, args.beta2)
     if args.momentum is not None:
         options["momentum"] = args.momentum
-    parameters = groups if own_groups else model  # for a model timm makes its own groups, as under OpenCLIP
-    return create_optimizer_v2(parameters, name, lr=args.lr, weight_decay=args.wd, eps=args.eps, **options)
+    return create_optimizer_v2(model_or_groups, name, lr=args.lr, weight_decay=args.wd, eps=args.eps, **options)
 
 
 def create_schedule(

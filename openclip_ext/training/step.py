@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from openclip_ext import compat
+from openclip_ext import compat, distributed
 
 Batch = dict[str, Tensor]
 # What a model returns that is one number for the whole model, not a row per sample.
@@ -38,7 +38,7 @@ class TrainStep:
     Args:
         model: OpenCLIP model returning a dictionary, possibly wrapped in DDP or compiled.
         loss: a loss of this package, moved to the device.
-        optimizer: over the model's parameters.
+        optimizer: over the parameters of the model and of the loss's head.
         settings: see ``StepSettings``.
         scaler: gradient scaler for float16, or None.
     """
@@ -57,6 +57,9 @@ class TrainStep:
         self.settings = settings
         self.scaler = scaler
         self._logit_scale = compat.unwrap(model).logit_scale
+        head = loss.model_head()
+        parameters = [] if head is None else head.parameters()
+        self._head_parameters = [parameter for parameter in parameters if parameter.requires_grad]
 
     def __call__(self, batches: list[Batch]) -> dict[str, Tensor]:
         """Take one optimizer step on one or more micro-batches.
@@ -148,11 +151,24 @@ class TrainStep:
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
+    def _average_head_gradients(self) -> None:
+        """What DDP does for the model's gradients, for those of the loss's head: the mean over the ranks."""
+        if not self._head_parameters or distributed.world_size() == 1:
+            return
+        gradients = [parameter.grad for parameter in self._head_parameters]
+        mean = distributed.all_reduce_sum(torch.cat([gradient.flatten() for gradient in gradients]))
+        mean /= distributed.world_size()
+        parts = mean.split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
     def _update(self) -> None:
+        self._average_head_gradients()
         if self.settings.grad_clip_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip_norm, norm_type=2.0)
+            parameters = [*self.model.parameters(), *self._head_parameters]
+            nn.utils.clip_grad_norm_(parameters, self.settings.grad_clip_norm, norm_type=2.0)
         before = self._logit_scale.detach().clone()
         if self.scaler is None:
             self.optimizer.step()

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from openclip_ext import distributed
+from openclip_ext import compat, distributed
+from openclip_ext.heads import HEADS_KEY, heads_entry, with_heads
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training.checkpoint import Position, RunIdentity
 from openclip_ext.training.evaluation import ScheduledEvaluator, run_evaluators
@@ -272,10 +273,15 @@ class Trainer:
         }
         if self.step.scaler is not None:
             content["scaler"] = self.step.scaler.state_dict()
+        head = self.loss.model_head()
+        if head is not None:
+            content[HEADS_KEY] = heads_entry(head)
         return content
 
     def _refuse_nonfinite_parameters(self) -> None:
-        finite = torch.stack([torch.isfinite(value).all() for value in self.model.parameters()]).all()
+        head = self.loss.model_head()
+        parameters = [*self.model.parameters(), *([] if head is None else head.parameters())]
+        finite = torch.stack([torch.isfinite(value).all() for value in parameters]).all()
         if not bool(finite):
             raise TrainingDiverged(
                 f"the parameters are not finite after step {self.position.step}; the last good checkpoint in "
@@ -287,7 +293,7 @@ class Trainer:
         due = [item.evaluator for item in self.evaluators if item.is_due(self.position.epoch, self.length.epochs)]
         if due and distributed.is_master():
             generators = ckpt.random_state()
-            metrics = run_evaluators(due, self.model)
+            metrics = run_evaluators(due, with_heads(compat.unwrap(self.model), self.loss.model_head()))
             ckpt.set_random_state(generators)
             self.reporter.evaluation(metrics, {"step": self.position.step, "epoch": self.position.epoch})
         distributed.barrier()

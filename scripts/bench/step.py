@@ -60,7 +60,7 @@ def contestant(loss_name: str, args: argparse.Namespace, device: torch.device) -
     if not loss.learns_logit_scale:
         model.logit_scale.requires_grad_(False)
     flags = argparse.Namespace(opt="adamw", lr=1e-3, wd=0.1, beta1=0.9, beta2=0.98, eps=1e-6)
-    optimizer = create_optimizer(model, flags, loss.logit_scale_lr)
+    optimizer = create_optimizer(model, flags, loss.logit_scale_lr, loss.model_head())
     settings = StepSettings(
         device, open_clip.get_input_dtype(args.precision), compat.autocast_context(args.precision, device)
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from openclip_ext.model_configs import add_model_configs
-from tests.distributed.training_cases import CASES, run
+from tests.distributed.training_cases import BLOCK_CASES, CASES, run, run_in_blocks
 
 TOLERANCE = 1e-9
 
@@ -17,7 +17,7 @@ def one_process():
     add_model_configs()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield {case.name: run(case) for case in CASES}
+    yield {case.name: run(case) for case in [*CASES, *BLOCK_CASES]}
     torch.set_num_threads(threads)
 
 
@@ -53,7 +53,15 @@ def test_two_processes_train_as_one(one_process, two_processes, case, micro_batc
         assert_equal_runs(results[case.name, micro_batches], one_process[case.name], sharded=True)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", BLOCK_CASES, ids=lambda case: case.name)
+def test_two_processes_are_the_mean_of_two_blocks(two_processes, case):
+    expected = run_in_blocks(case, blocks=2)
+    for micro_batches in (1, 2):
+        for results in two_processes:
+            assert_equal_runs(results[case.name, micro_batches], expected, sharded=False)
+
+
+@pytest.mark.parametrize("case", [*CASES, *BLOCK_CASES], ids=lambda case: case.name)
 @pytest.mark.parametrize("micro_batches", [2, 4])
 def test_accumulation_is_the_large_batch(one_process, case, micro_batches):
     assert_equal_runs(run(case, micro_batches=micro_batches), one_process[case.name], sharded=False)

@@ -4,6 +4,7 @@ Also run as a program by each of two ranks: ``python -m tests.distributed.traini
 """
 
 import argparse
+import copy
 import os
 import sys
 from dataclasses import dataclass, field
@@ -42,11 +43,21 @@ CASES = [
     Case("neuclip", {"prototypes": 20, "normalizer_updates": 3, "restart_every": 3}),
     Case("neuclip", {"prototypes": 8, "alpha_gradient": False}),
 ]
+# Each process contrasts its own samples: two processes are the mean of two blocks in one.
+BLOCK_CASES = [Case("cliplite"), Case("cliplite", {"projection_dim": 24})]
 
 
 def openclip_flags() -> argparse.Namespace:
     """What the optimizer and the schedule read."""
-    optimizer = {"opt": "adamw", "lr": 1e-3, "wd": 0.1, "beta1": 0.9, "beta2": 0.98, "eps": 1e-6}
+    optimizer = {
+        "opt": "adamw",
+        "lr": 1e-3,
+        "wd": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.98,
+        "eps": 1e-6,
+        "lookahead_steps": None,
+    }
     schedule = {"lr_scheduler": "cosine", "warmup": 2, "epochs": 1, "skip_scheduler": False}
     return argparse.Namespace(**optimizer, **schedule)
 
@@ -61,13 +72,44 @@ def run(case: Case, rank: int = 0, world_size: int = 1, micro_batches: int = 1) 
     loss = registry.create_loss(case.loss, embed_dim=64, num_samples=NUM_SAMPLES, **common, **case.options)
     loss = loss.double()
     wrapped = nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
-    optimizer = create_optimizer(wrapped, flags, loss.logit_scale_lr)
+    optimizer = create_optimizer(wrapped, flags, loss.logit_scale_lr, loss.model_head())
     schedule = create_schedule(flags, optimizer, STEPS, loss.logit_scale_lr)
     step = TrainStep(wrapped, loss, optimizer, StepSettings(torch.device("cpu"), input_dtype=torch.float64))
     loss.start_epoch(0)
     for number in range(STEPS):
         schedule(number)
         step(micro_batches_of(fixed_batch(number), rank, world_size, micro_batches))
+    return result_of(model, loss)
+
+
+def run_in_blocks(case: Case, blocks: int) -> dict[str, Tensor]:
+    """The same in one process: the mean of the losses of ``blocks`` parts of each batch, statistics averaged."""
+    torch.manual_seed(0)
+    model = open_clip.create_model(MODEL, output_dict=True).double()
+    flags = openclip_flags()
+    loss = registry.create_loss(case.loss, embed_dim=64, **case.options).double()
+    optimizer = create_optimizer(model, flags, None, loss.model_head())
+    schedule = create_schedule(flags, optimizer, STEPS, None)
+    for number in range(STEPS):
+        schedule(number)
+        optimizer.zero_grad()
+        before = copy.deepcopy(loss.state_dict())
+        after = []
+        for block in micro_batches_of(fixed_batch(number), 0, 1, blocks):
+            loss.load_state_dict(before)
+            outputs = model(block["image"], block["text"])
+            (loss(**outputs) / blocks).backward()
+            after.append(copy.deepcopy(loss.state_dict()))
+        mean = {name: sum(state[name] for state in after) / blocks for name in tensors(before)}
+        loss.load_state_dict({**after[0], **mean})
+        optimizer.step()
+        with torch.no_grad():
+            loss.finish_logit_scale_step(model.logit_scale)
+    return result_of(model, loss)
+
+
+def result_of(model: nn.Module, loss: nn.Module) -> dict[str, Tensor]:
+    """The model's parameters and the loss's state."""
     state = {f"loss.{name}": value for name, value in tensors(loss.state_dict()).items()}
     return {**state, **{name: value.detach().clone() for name, value in model.named_parameters()}}
 
@@ -112,7 +154,7 @@ def main() -> None:
     )
     results = {
         (case.name, micro_batches): run(case, rank, world_size, micro_batches)
-        for case in CASES
+        for case in [*CASES, *BLOCK_CASES]
         for micro_batches in (1, 2)
     }
     torch.save(results, f"{sys.argv[4]}.{rank}")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from eval import models
 from eval.features import resolve_precision
 from eval.models import ModelError, config_digest, load_model, weights_digest
+from openclip_ext.heads import HEADS, HEADS_KEY
 from tests.eval.datasets import TINY_MODEL, tiny_checkpoint, tiny_model_config
 
 
@@ -104,15 +104,17 @@ def test_heads_in_a_checkpoint_are_part_of_the_model(tiny, tmp_path, monkeypatch
     heads = Heads(8)
     entry = {"kind": "test", "config": {"width": 8}, "state_dict": heads.state_dict()}
     path: Path = tmp_path / "heads.pt"
-    torch.save({"state_dict": tiny.model.state_dict(), models.HEADS_KEY: entry}, path)
+    torch.save({"state_dict": tiny.model.state_dict(), HEADS_KEY: entry}, path)
     with pytest.raises(ModelError, match="heads of the kind 'test', without which its embeddings mean nothing"):
         load_model(TINY_MODEL, path)
-    monkeypatch.setitem(models.HEADS, "test", lambda config: Heads(**config))
+    monkeypatch.setitem(HEADS, "test", lambda config: Heads(**config))
     loaded = load_model(TINY_MODEL, path)
     image, text = torch.randn(2, 3, 32, 32), tiny.tokenizer(["one", "two"])
     with torch.no_grad():
-        torch.testing.assert_close(loaded.model.encode_image(image), heads.image(tiny.model.encode_image(image)))
-        torch.testing.assert_close(loaded.model.encode_text(text), heads.text(tiny.model.encode_text(text)))
+        expected = heads.image(tiny.model.encode_image(image, normalize=True))
+        torch.testing.assert_close(loaded.model.encode_image(image), expected)
+        expected = heads.text(tiny.model.encode_text(text, normalize=True))
+        torch.testing.assert_close(loaded.model.encode_text(text), expected)
         assert loaded.model.encode_image(image, normalize=True).norm(dim=1) == pytest.approx(1)
     assert loaded.weights_sha256 != tiny.weights_sha256
 

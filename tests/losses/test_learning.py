@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from openclip_ext.heads import with_heads
 from openclip_ext.losses.registry import create_loss, list_losses
 
 SAMPLES, LATENT, WIDTH, BATCH, EPOCHS = 240, 10, 16, 24, 10
@@ -53,7 +54,7 @@ def _pairs() -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _recall(model: _TwoTowers, images: Tensor, texts: Tensor) -> float:
+def _recall(model: nn.Module, images: Tensor, texts: Tensor) -> float:
     outputs = model(images, texts)
     best = (outputs["image_features"] @ outputs["text_features"].T).argmax(dim=1)
     return (best == torch.arange(len(best))).float().mean().item()
@@ -66,8 +67,10 @@ def test_learns(name: str) -> None:
     loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **_SMALL.get(name, {}))
     model = _TwoTowers(loss.initial_logit_scale, loss.initial_logit_bias)
     model.logit_scale.requires_grad_(loss.learns_logit_scale)
-    before = _recall(model, images, texts)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.0)
+    trained = with_heads(model, loss.model_head())
+    before = _recall(trained.eval(), images, texts)
+    trained.train()
+    optimizer = torch.optim.AdamW([p for p in trained.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.0)
     for epoch in range(EPOCHS):
         loss.start_epoch(epoch)
         for index in torch.randperm(SAMPLES).split(BATCH):
@@ -79,6 +82,6 @@ def test_learns(name: str) -> None:
             loss.finish_logit_scale_step(model.logit_scale, old)
     metrics = loss.metrics()
     assert before < 0.05
-    assert _recall(model, images, texts) > 0.4
+    assert _recall(trained.eval(), images, texts) > 0.4
     assert metrics["infonce"] < 0.6 * metrics["chance"]
     assert 0.0099 <= metrics["temperature_min"] <= metrics["temperature_max"] <= 1.0

@@ -1,0 +1,32 @@
+"""Horizontal flips that keep caption and image together: 'left' and 'right' change places in the words, too."""
+
+import random
+import re
+
+from PIL import Image, ImageOps
+
+_SIDES = re.compile(r"\b(left|right)\b", flags=re.IGNORECASE)
+_OPPOSITE = {"left": "right", "right": "left"}
+
+
+def flip_at_random(image: Image.Image, caption: str) -> tuple[Image.Image, str]:
+    """Mirror an image with probability 1/2 and exchange 'left' and 'right' in its caption (CLIP-Lite, section 4.1).
+
+    Draws once from the generator of :mod:`random`, which the loader seeds for each sample.
+    """
+    if random.random() < 0.5:
+        return image, caption
+    return ImageOps.mirror(image), exchange_sides(caption)
+
+
+def exchange_sides(caption: str) -> str:
+    """Exchange the words 'left' and 'right'; LEFT becomes RIGHT and Left Right. Parts of words ('leftover') stay."""
+    return _SIDES.sub(_opposite, caption)
+
+
+def _opposite(match: re.Match[str]) -> str:
+    word = match.group()
+    opposite = _OPPOSITE[word.lower()]
+    if word.isupper():
+        return opposite.upper()
+    return opposite.capitalize() if word[0].isupper() else opposite

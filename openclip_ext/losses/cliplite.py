@@ -1,0 +1,241 @@
+"""CLIP-Lite: a Jensen-Shannon bound on the mutual information, with one negative per pair.
+
+Shrivastava et al., "CLIP-Lite: Information Efficient Visual Representation Learning with Language Supervision",
+AISTATS 2023; equation numbers in [brackets] are the paper's.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from openclip_ext import distributed
+from openclip_ext.losses import functional as F
+from openclip_ext.losses.base import ContrastiveLoss, check_features, check_logit_scale, without_autocast
+from openclip_ext.losses.block import LocalBatch, Similarities, make_block
+from openclip_ext.losses.seeding import generator
+from openclip_ext.temperatures.base import global_temperatures
+
+_BATCH_NORM_EPS = 1e-5
+_BATCH_NORM_MOMENTUM = 0.1
+
+
+class Projection(nn.Module):
+    """``LayerNorm(Linear(ReLU(BatchNorm(Linear x))) + shortcut x)``: one side of the discriminator.
+
+    The shortcut is linear and starts as the identity where the widths agree. The first linear layer and the shortcut
+    have no bias: the BatchNorm and the second layer have.
+
+    Args:
+        embed_dim: width of the embeddings.
+        projection_dim: width of the joint space.
+        random: of the start values.
+    """
+
+    def __init__(self, embed_dim: int, projection_dim: int, random: torch.Generator) -> None:
+        super().__init__()
+        self.hidden = _linear(embed_dim, projection_dim, False, random)
+        self.scale = nn.Parameter(torch.ones(projection_dim))
+        self.shift = nn.Parameter(torch.zeros(projection_dim))
+        self.register_buffer("running_mean", torch.zeros(projection_dim))
+        self.register_buffer("running_var", torch.ones(projection_dim))
+        self.output = _linear(projection_dim, projection_dim, True, random)
+        self.shortcut = _linear(embed_dim, projection_dim, False, random)
+        if embed_dim == projection_dim:
+            nn.init.eye_(self.shortcut.weight)
+        self.layer_norm = nn.LayerNorm(projection_dim)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """``(B, embed_dim)`` unit embeddings to ``(B, projection_dim)``, with the running statistics: for evaluation."""
+        features = features.to(self.hidden.weight.dtype)
+        return self._finish(features, self.hidden(features), self.running_mean, self.running_var)
+
+    def project(self, features: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`forward`, with the statistics of the batch: for training.
+
+        Args:
+            features: ``(B, embed_dim)``.
+            valid: ``(B,)`` bool, the samples that count; at least two.
+
+        Returns:
+            The projections, and what the running statistics follow: mean and unbiased variance, ``(2, projection_dim)``.
+        """
+        hidden = self.hidden(features)
+        count = valid.sum().clamp(min=2)
+        mean = torch.where(valid[:, None], hidden, 0).sum(dim=0) / count
+        variance = torch.where(valid[:, None], hidden - mean, 0).square().sum(dim=0) / count
+        statistics = torch.stack([mean, variance * count / (count - 1)]).detach()
+        return self._finish(features, hidden, mean, variance), statistics
+
+    @torch.no_grad()
+    def follow(self, statistics: Tensor, share: Tensor) -> None:
+        """Move the running statistics towards ``(2, projection_dim)`` by ``share``, 0-d."""
+        self.running_mean.lerp_(statistics[0], share)
+        self.running_var.lerp_(statistics[1], share)
+
+    def _finish(self, features: Tensor, hidden: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        normalized = (hidden - mean) * torch.rsqrt(variance + _BATCH_NORM_EPS) * self.scale + self.shift
+        return self.layer_norm(self.output(torch.relu(normalized)) + self.shortcut(features))
+
+
+def _linear(width_in: int, width_out: int, bias: bool, random: torch.Generator) -> nn.Linear:
+    """A linear layer with torch's distribution of start values, from a generator of its own."""
+    layer = nn.utils.skip_init(nn.Linear, width_in, width_out, bias=bias)
+    bound = 1 / math.sqrt(width_in)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.uniform_(-bound, bound, generator=random)
+    return layer
+
+
+class Projections(nn.Module):
+    """The two projections of the discriminator; part of the trained model.
+
+    Args:
+        embed_dim: width of the embeddings.
+        projection_dim: width of the joint space.
+        seed: of the start values.
+    """
+
+    kind = "cliplite"
+
+    def __init__(self, embed_dim: int, projection_dim: int, seed: int = 0) -> None:
+        super().__init__()
+        self.config = {"embed_dim": embed_dim, "projection_dim": projection_dim}
+        self.image = Projection(embed_dim, projection_dim, generator("cpu", seed, "image projection"))
+        self.text = Projection(embed_dim, projection_dim, generator("cpu", seed, "text projection"))
+
+
+class ClipLiteLoss(ContrastiveLoss):
+    """``mean softplus(−T(x_i, t_i)) + mean softplus(T(x_i, t_π(i)))`` [CLIP-Lite 3, 4].
+
+    ``T(x, t) = logit_scale · cos(proj_1(x), proj_2(t))``, with the model's ``logit_scale`` as the learned scale; ``π``
+    is the cyclic shift of this process's batch, so that every pair has one negative. The projections' parameters belong
+    into the training's optimizer (:meth:`model_head`), and evaluation must go through them.
+
+    With several processes each takes its negatives and the BatchNorms' statistics from its own batch; the running
+    statistics follow the mean of all processes'.
+
+    Args:
+        embed_dim: width of the embeddings.
+        projection_dim: width of the joint space; None: that of the embeddings.
+        temperature: start of ``1/logit_scale``; None: the model's.
+        seed: of the projections' start values.
+    """
+
+    def __init__(self, *, embed_dim: int, projection_dim: int | None, temperature: float | None, seed: int) -> None:
+        super().__init__()
+        self.embed_dim = embed_dim
+        self.initial_logit_scale = None if temperature is None else -math.log(temperature)
+        self.projections = Projections(embed_dim, projection_dim or embed_dim, seed)
+        self._last: LocalBatch | None = None
+
+    def model_head(self) -> Projections:
+        """See :class:`ContrastiveLoss`."""
+        return self.projections
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
+        index: Tensor | None = None,
+        output_dict: bool = False,
+        **ignored: Any,
+    ) -> Tensor | dict[str, Tensor]:
+        """Loss of a batch.
+
+        Args:
+            image_features, text_features: ``(B_local, d)``, unit norm, any floating-point type. Samples with a non-finite
+                feature are left out, without waiting for the device, and reported by :meth:`pop_nonfinite`.
+            logit_scale: 0-d or one element. If not finite, the loss is 0 and nothing changes.
+            logit_bias: ignored, the discriminator has none.
+            index: ignored.
+            output_dict: return ``{"contrastive_loss": ...}``.
+            ignored: other outputs of the model.
+
+        Raises:
+            ValueError: wrong shapes or types, or fewer than two samples.
+        """
+        check_features(image_features, text_features, self.embed_dim)
+        if len(image_features) < 2:
+            raise ValueError(
+                "CLIP-Lite needs at least 2 samples, one of them a negative, found 1: raise the batch size"
+            )
+        with without_autocast(image_features):
+            scale = check_logit_scale(logit_scale, image_features)
+            dtype = self._follow(image_features)
+            self._note_nonfinite(image_features, text_features, scale, index)
+            value = self._value(image_features.to(dtype), text_features.to(dtype), scale.to(dtype))
+        self.calls += self.training
+        return {"contrastive_loss": value} if output_dict else value
+
+    def _value(self, images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
+        scale_ok = torch.isfinite(scale) & (scale > 0)
+        valid = torch.isfinite(images).all(dim=1) & torch.isfinite(texts).all(dim=1)
+        ok = scale_ok & (valid.sum() >= 2)
+        valid = valid & ok
+        scale = torch.where(scale_ok, scale, 1)
+        features = [torch.where(valid[:, None], side, 0) for side in (images, texts)]
+        image, text = (functional.normalize(side, dim=1) for side in self._projected(features, valid, ok))
+        positive = scale * (image * text).sum(dim=1)
+        negative = scale * (image * text[_next_valid(valid)]).sum(dim=1)
+        terms = functional.softplus(-positive) + functional.softplus(negative)
+        # Non-finite again where a sample does not count, so that the metrics leave it out, too.
+        image, text = (torch.where(valid[:, None], side.detach(), torch.nan) for side in (image, text))
+        self._last = LocalBatch(image, text, scale.detach(), None, image.dtype)
+        return torch.where(valid, terms, 0).sum() / valid.sum().clamp(min=2)
+
+    def _projected(self, features: list[Tensor], valid: Tensor, ok: Tensor) -> list[Tensor]:
+        sides = (self.projections.image, self.projections.text)
+        if not self.training:
+            return [projection(side) for projection, side in zip(sides, features, strict=True)]
+        results = [projection.project(side, valid) for projection, side in zip(sides, features, strict=True)]
+        statistics = torch.stack([statistics for _, statistics in results])
+        # One exchange: the sum of the statistics of the processes that have some, and how many these are.
+        sums = distributed.all_reduce_sum(torch.cat([(statistics * ok).flatten(), ok[None].to(statistics.dtype)]))
+        mean = (sums[:-1] / sums[-1].clamp(min=1)).reshape(statistics.shape)
+        share = _BATCH_NORM_MOMENTUM * (sums[-1] > 0).to(sums.dtype)
+        for projection, statistics in zip(sides, mean, strict=True):
+            projection.follow(statistics, share)
+        return [projected for projected, _ in results]
+
+    def log_normalizers(
+        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """CLIP-Lite has none.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("CLIP-Lite compares a pair with one negative only: it estimates no normalizer")
+
+    @torch.no_grad()
+    def metrics(self) -> dict[str, float]:
+        """``infonce`` and ``chance`` within this process's projections, and the temperature, of the last call.
+
+        Waits for the device.
+        """
+        last = self._last
+        if last is None:
+            return {}
+        with without_autocast(last.image):
+            block = make_block(last, None, gather=False)
+            block.tau = global_temperatures(block)
+            infonce = block.mean(F.infonce(Similarities(block).log_g(), block.count)).mean()
+        temperature = 1 / last.logit_scale.item()
+        return {
+            "infonce": infonce.item(),
+            "chance": math.log(block.size),
+            **{f"temperature_{name}": temperature for name in ("min", "median", "max")},
+        }
+
+
+def _next_valid(valid: Tensor) -> Tensor:
+    """``π``: for each sample the one that follows among those that count, cyclically; ``(B,)``."""
+    order = torch.argsort((~valid).to(torch.uint8), stable=True)
+    place = valid.cumsum(dim=0) - 1
+    return order[(place + 1) % valid.sum().clamp(min=1)]

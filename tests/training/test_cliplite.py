@@ -1,0 +1,146 @@
+"""A loss with modules of its own that belong to the model: trained, saved, and part of every evaluation."""
+
+import json
+import logging
+
+import open_clip
+import pytest
+import torch
+
+from eval.models import load_model
+from eval.shapes import evaluate
+from openclip_ext.data.shapes import write_shards
+from openclip_ext.data.shapes.write import ShapesConfig
+from openclip_ext.heads import HEADS_KEY, ProjectedModel, read_heads
+from openclip_ext.losses.registry import create_loss
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training.errors import UsageError
+from openclip_ext.training.flags import parse
+from openclip_ext.training.main import _load_pretrained_heads
+from openclip_ext.training.optimizer import create_optimizer
+from tests.training.runs import command, make_shards, run
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    add_model_configs()
+    return make_shards(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(scope="module")
+def finished(shards, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("finished")
+    assert run(command(shards, logs, "run", "cliplite", "--val-data", shards, "--lr", "0.05", "--warmup", "0")) == 0
+    return logs / "run"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(finished):
+    return finished / "checkpoints" / "epoch_2.pt"
+
+
+def results_of(folder):
+    lines = (folder / "checkpoints" / "results.jsonl").read_text().splitlines()
+    numbers = {name: value for name, value in json.loads(lines[-1]).items() if "_R@" in name or "rank" in name}
+    assert len(numbers) == 10
+    return numbers
+
+
+def test_projections_and_scale_are_trained(checkpoint):
+    trained = read_heads(checkpoint).state_dict()
+    start = create_loss("cliplite", embed_dim=64, seed=3).projections.state_dict()
+    assert trained.keys() == start.keys()
+    assert all(not torch.equal(trained[name], value) for name, value in start.items())
+    assert torch.load(checkpoint, weights_only=True)["state_dict"]["logit_scale"] != pytest.approx(2.6593, abs=1e-4)
+
+
+def test_stock_openclip_loads_the_model(checkpoint):
+    content = torch.load(checkpoint, weights_only=True)
+    assert HEADS_KEY in content
+    model = open_clip.create_model("demo-vit", pretrained=str(checkpoint))
+    assert model.state_dict().keys() == content["state_dict"].keys()
+    assert all(torch.equal(value, content["state_dict"][name]) for name, value in model.state_dict().items())
+
+
+def test_validation_goes_through_the_projections_also_after_reloading(finished, checkpoint, shards, tmp_path):
+    during = results_of(finished)
+    common = ["--model", "demo-vit", "--precision", "fp32", "--device", "cpu", "--batch-size", "16", "--workers", "0"]
+    common += ["--val-data", shards, "--logs", str(tmp_path), "--name"]
+    assert run([*common, "resumed", "--resume", str(checkpoint)]) == 0
+    assert run([*common, "pretrained", "--pretrained", str(checkpoint)]) == 0
+    assert results_of(tmp_path / "resumed") == results_of(tmp_path / "pretrained") == during
+    bare = tmp_path / "bare.pt"
+    torch.save({"state_dict": torch.load(checkpoint, weights_only=True)["state_dict"]}, bare)
+    assert run([*common, "bare", "--pretrained", str(bare)]) == 0
+    assert results_of(tmp_path / "bare") != during
+
+
+def test_the_harness_goes_through_the_projections(checkpoint, tmp_path):
+    loaded = load_model("demo-vit", checkpoint)
+    assert isinstance(loaded.model, ProjectedModel)
+    images, texts = torch.randn(5, 3, 32, 32), loaded.tokenizer(["left", "right"])
+    heads, plain = read_heads(checkpoint).eval(), open_clip.create_model("demo-vit", pretrained=str(checkpoint)).eval()
+    with torch.no_grad():
+        embeddings = loaded.model.encode_image(images, normalize=True)
+        expected = heads.image(plain.encode_image(images, normalize=True))
+        torch.testing.assert_close(embeddings, torch.nn.functional.normalize(expected, dim=1))
+        torch.testing.assert_close(
+            loaded.model.encode_text(texts), heads.text(plain.encode_text(texts, normalize=True))
+        )
+    write_shards(tmp_path / "test", ShapesConfig(150, 0, "test", 150), workers=1, progress=False)
+    bare = tmp_path / "bare.pt"
+    torch.save({"state_dict": plain.state_dict()}, bare)
+    whole, without = (
+        evaluate("demo-vit", str(path), str(tmp_path / "test"), 50, "cpu")[0] for path in (checkpoint, bare)
+    )
+    assert whole != without
+
+
+def test_calling_the_projected_model_is_encoding(checkpoint):
+    model = open_clip.create_model("demo-vit", pretrained=str(checkpoint), output_dict=True).eval()
+    projected = ProjectedModel(model, read_heads(checkpoint)).eval()
+    images = torch.randn(3, 3, 32, 32)
+    texts = open_clip.get_tokenizer("demo-vit")(["a", "b", "c"])
+    with torch.no_grad():
+        outputs = projected(images, texts)
+        torch.testing.assert_close(outputs["image_features"], projected.encode_image(images, normalize=True))
+        torch.testing.assert_close(outputs["text_features"], projected.encode_text(texts, normalize=True))
+        assert projected(image=images).get("text_features") is None
+    assert outputs["logit_scale"] == model.logit_scale.exp()
+
+
+def test_a_run_starts_from_the_heads_of_its_pretrained_checkpoint(checkpoint, caplog):
+    loss = create_loss("cliplite", embed_dim=64)
+    _load_pretrained_heads(loss, str(checkpoint))
+    stored = read_heads(checkpoint).state_dict()
+    assert all(torch.equal(value, stored[name]) for name, value in loss.projections.state_dict().items())
+    with pytest.raises(UsageError, match=r"'projection_dim': 64.*this run's are.*'projection_dim': 32"):
+        _load_pretrained_heads(create_loss("cliplite", embed_dim=64, projection_dim=32), str(checkpoint))
+    with caplog.at_level(logging.WARNING):
+        _load_pretrained_heads(create_loss("openclip"), str(checkpoint))
+    assert "holds heads of the kind 'cliplite', which this loss leaves out" in caplog.text
+    _load_pretrained_heads(create_loss("openclip"), "laion2b")
+
+
+def test_projections_are_in_the_optimizer_with_openclips_decay():
+    add_model_configs()
+    model = open_clip.create_model("demo-vit")
+    head = create_loss("cliplite", embed_dim=64).model_head()
+    for flags in ([], ["--opt", "timm/lookahead_sgd", "--momentum", "0.9", "--lookahead-steps", "5"]):
+        args, _ = parse(["--loss", "cliplite", "--lr", "0.2", "--wd", "1e-4", *flags])
+        optimizer = create_optimizer(model, args, None, head)
+        decay = {id(value): group["weight_decay"] for group in optimizer.param_groups for value in group["params"]}
+        assert len(decay) == len([*model.parameters(), *head.parameters()])
+        for parameter in head.parameters():
+            assert decay[id(parameter)] == (0.0 if parameter.ndim < 2 else 1e-4)
+    assert all((group["momentum"], group["lookahead_k"]) == (0.9, 5) for group in optimizer.param_groups)
+    assert all(group["lookahead_alpha"] == 0.5 for group in optimizer.param_groups)
+
+
+def test_lookahead_without_lookahead_is_refused():
+    add_model_configs()
+    args, _ = parse(["--lookahead-steps", "5"])
+    with pytest.raises(UsageError, match="needs an optimizer with LookAhead, such as --opt timm/lookahead_sgd"):
+        create_optimizer(open_clip.create_model("demo-vit"), args, None)
+    with pytest.raises(UsageError, match="--lookahead-steps is 0"):
+        parse(["--opt", "timm/lookahead_sgd", "--lookahead-steps", "0"])
