@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 # Lengths are rounded up to a multiple of this, so that few different shapes occur.
 _STEP = 8
+_CHECKED_TEXTS = 8
 # Cosine between the two ways below which cutting is not trusted: beyond the rounding of the type.
 _AGREEMENT = {torch.float16: 0.999, torch.bfloat16: 0.99}
 _AGREEMENT_IN_FLOAT32 = 1 - 1e-5
@@ -24,7 +25,7 @@ class TextEncoder:
     """``model.encode_text``, on as many tokens as the longest text of the batch has.
 
     Only for towers that can be told to be causal with the answer at the end-of-text token; others are encoded whole. The
-    first batch is encoded both ways, and should they differ, all later ones are encoded whole, too.
+    first texts are encoded both ways, and should they differ, all are encoded whole.
 
     Args:
         model: has ``encode_text``.
@@ -38,16 +39,14 @@ class TextEncoder:
     def __call__(self, tokens: Tensor) -> Tensor:
         """``(B, context_length)`` int64 -> ``(B, d)``."""
         length = self._needed_length(tokens)
-        if length == tokens.shape[1]:
+        if length < tokens.shape[1] and not self._checked:
+            self._checked = True
+            if not self._agrees(tokens[:_CHECKED_TEXTS], length):
+                logger.warning("This text tower gives other embeddings without padding: texts are encoded whole.")
+                self._tower = None
+        if length == tokens.shape[1] or self._tower is None:
             return self._model(tokens)
-        if self._checked:
-            return self._cut(tokens, length)
-        whole = self._model(tokens)
-        self._checked = True
-        if not self._agrees(whole, tokens, length):
-            logger.warning("This text tower gives other embeddings without padding: texts are encoded whole.")
-            self._tower = None
-        return whole
+        return self._cut(tokens, length)
 
     def _needed_length(self, tokens: Tensor) -> int:
         if self._tower is None:
@@ -64,7 +63,8 @@ class TextEncoder:
         }
         return functional_call(self._model, replaced, (tokens[:, :length],))
 
-    def _agrees(self, whole: Tensor, tokens: Tensor, length: int) -> bool:
+    def _agrees(self, tokens: Tensor, length: int) -> bool:
+        whole = self._model(tokens)
         try:
             cut = self._cut(tokens, length)
         except (RuntimeError, ValueError):  # shapes that this tower cannot take
