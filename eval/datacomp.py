@@ -107,14 +107,14 @@ def _at_least(lowest: int) -> Callable[[str], int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate; returns the exit status. Errors of the user are one line on stderr."""
+    """Evaluate; returns the exit status. What the user can mend is one line on stderr."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     logger.setLevel(logging.INFO)
     args = parse_args(argv)
     try:
         _init_processes()
         return run(args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         logger.error(error)
         return 2
     finally:
@@ -154,6 +154,8 @@ def run(args: argparse.Namespace) -> int:
     failed = {}
     for part in distributed.all_gather_object(evaluate_tasks(share, args, encoder, results)):
         failed.update(part)
+    # Evaluated earlier, and the data removed since.
+    problems = {key: reason for key, reason in problems.items() if key not in {line["key"] for line in results.lines()}}
     if distributed.is_master():
         _report(results, {**problems, **failed})
     return 1 if failed or (args.tasks and problems) else 0
@@ -225,9 +227,12 @@ def select_device(requested: str | None) -> torch.device:
     """The device asked for, or CUDA where there is one; under torchrun each process takes its own GPU.
 
     Raises:
-        ValueError: for CUDA where there is none.
+        ValueError: for CUDA where there is none, or what is no device.
     """
-    device = torch.device(requested or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        device = torch.device(requested or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"--device {requested}: expected cpu, cuda or cuda:N.") from None
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"--device {device}: this machine, or this build of torch, has no CUDA device.")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -140,6 +141,17 @@ def test_other_data_is_evaluated_again(tiny_folder, tmp_path):
     assert read_results(tmp_path / "out" / RESULTS_FILE) == [], "the old number would stand in for a failed evaluation"
 
 
+def test_results_outlive_their_data(tiny_folder, tmp_path, capfd):
+    arguments = ("--output-dir", str(tmp_path / "out"), "--tasks", "cifar10", "mnist")
+    folder = datasets.make_task(tmp_path, "cifar10", count=12)
+    datasets.make_task(tmp_path, "mnist", count=12)
+    assert evaluate(tiny_folder, tmp_path, *arguments) == 0
+    shutil.rmtree(folder)
+    assert evaluate(tiny_folder, tmp_path, *arguments) == 0
+    assert set(main_metrics(tmp_path / "out")) == {"cifar10", "mnist"}
+    assert "Not evaluated" not in capfd.readouterr().out
+
+
 def test_a_failing_task_stops_no_other(tiny_folder, tmp_path, capfd):
     for key in ("cifar10", "mnist", "stl10"):
         datasets.make_task(tmp_path, key, count=12)
@@ -171,6 +183,7 @@ def test_exit_status_for_data_that_is_not_there(tiny_folder, tmp_path):
         (["--data-dir", "/nowhere"], "--data-dir /nowhere is no folder"),
         (["--checkpoint", "/nowhere/epoch_1.pt"], "There is no checkpoint /nowhere/epoch_1.pt"),
         (["--device", "cuda"], "has no CUDA device"),
+        (["--device", "gpu"], "--device gpu: expected cpu, cuda or cuda:N"),
         (["--precision", "amp"], "--precision amp needs CUDA"),
     ],
 )
