@@ -5,7 +5,8 @@
 OpenCLIP 3.3's loader runs with webdataset 0.2.86, the last version it works with, which is installed next to the
 environment (``pip install --target``) and put on the path of the subprocesses that measure it. Both get the same
 transform, tokenizer, batch size and workers. Each measurement is a new process that reads an epoch to warm up and times
-the next one; the two loaders take turns, and the ratio is the median over the pairs.
+the next one; the two loaders take turns, and the ratio is the median over the pairs. On a busy machine,
+``--workers 0 --cpu-time`` compares samples per second of processor time instead, which other work hardly disturbs.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -82,12 +83,12 @@ def install_webdataset(folder: Path) -> Path:
     return target
 
 
-def time_epoch(batches: Iterable, key: str | int) -> float:
+def time_epoch(batches: Iterable, key: str | int, clock: Callable[[], float]) -> float:
     """Samples per second of one pass."""
-    start, samples = time.perf_counter(), 0
+    start, samples = clock(), 0
     for batch in batches:
         samples += len(batch[key])
-    return samples / (time.perf_counter() - start)
+    return samples / (clock() - start)
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -124,7 +125,8 @@ def measure(args: argparse.Namespace) -> None:
             workers=args.workers,
         )
         epochs, key = [loader.iterate(0), loader.iterate(1)], "image"
-    rates = [time_epoch(epoch, key) for epoch in epochs]
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    rates = [time_epoch(epoch, key, clock) for epoch in epochs]
     print(rates[-1])
 
 
@@ -134,7 +136,7 @@ def run_side(args: argparse.Namespace, side: str, name: str, shards: str, num_sa
     path = [str(old), root] if side == "openclip" else [root]
     command = [sys.executable, __file__, "--side", side, "--set", name, "--shards", shards]
     command += ["--num-samples", str(num_samples), "--batch-size", str(args.batch_size)]
-    command += ["--workers", str(args.workers)]
+    command += ["--workers", str(args.workers), *(["--cpu-time"] if args.cpu_time else [])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     return float(result.stdout.split()[-1])
@@ -164,6 +166,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--cpu-time", action="store_true", help="per second of processor time; needs --workers 0")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="keeps shards and the old webdataset (default: a temporary folder)")
     parser.add_argument("--output", type=Path, help="write the results as JSON")
@@ -171,7 +174,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--set", choices=SETS, help=argparse.SUPPRESS)
     parser.add_argument("--shards", help=argparse.SUPPRESS)
     parser.add_argument("--num-samples", type=int, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.cpu_time and args.workers:
+        parser.error(f"--cpu-time counts the time of one process: expected --workers 0, got {args.workers}")
+    return args
 
 
 def main() -> None:
@@ -187,7 +193,7 @@ def main() -> None:
     packages = ("torch", "torchvision", "open_clip_torch", "webdataset", "pillow", "numpy")
     report = {
         "results": results,
-        "settings": {"batch_size": args.batch_size, "workers": args.workers, "repeats": args.repeats},
+        "settings": {name: getattr(args, name) for name in ("batch_size", "workers", "cpu_time", "repeats")},
         "hardware": {"machine": platform.machine(), "cores": os.cpu_count(), "load_before": load_before},
         "versions": {name: version(name) for name in packages} | {"webdataset of openclip": OLD_WEBDATASET},
         "python": platform.python_version(),
