@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from joblib import Parallel, delayed
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score
 from sklearn.model_selection import cross_val_score, train_test_split
 from sklearn.preprocessing import StandardScaler
 from sklearn.svm import LinearSVC
+from sklearn.utils.parallel import Parallel, delayed
 from torch import Tensor, nn
 from tqdm import tqdm
 

@@ -13,6 +13,10 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/_environment.sh"
 
 loss="${1:-neuclip}"
 epochs="${EPOCHS:-3}"
+options=()
+case "$loss" in
+  neuclip | queueclip) options=(--prototypes 1024) ;; # the default, 4096, is meant for millions of samples
+esac
 # One thread is as fast as two on tensors this small, and much faster where cores are shared: OpenMP's threads spin while
 # they wait for each other. The second core decodes images.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
@@ -25,7 +29,7 @@ say "1/4 Demo set: 20,000 images to train on, 4,000 to test on"
 say "2/4 Training with --loss $loss"
 train=(
   "$python" -m openclip_ext.training.main
-  --loss "$loss"
+  --loss "$loss" ${options[@]+"${options[@]}"}
   --train-data 'demo/train/{00000..00019}.tar'
   --model demo-resnet
   --batch-size 64 --epochs "$epochs" --lr 1e-3 --warmup 100
@@ -44,4 +48,7 @@ say "4/4 Curves"
 "$python" scripts/plot_run.py demo/runs/*/ --output demo/curves.png
 
 say "Done. The checkpoint loads with stock OpenCLIP (demo/runs/$loss/checkpoints/epoch_$epochs.pt), the curves are in
-    demo/curves.png. To compare with OpenCLIP's own loss: bash scripts/quickstart.sh openclip"
+    demo/curves.png."
+if [[ "$loss" != openclip ]]; then
+  printf '    To compare with OpenCLIP'"'"'s own loss: bash scripts/quickstart.sh openclip\n'
+fi

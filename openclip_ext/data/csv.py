@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from PIL import Image
 
-from openclip_ext.data.order import RowSequence, Sequence64
+from openclip_ext.data.order import EpochSequence, RowSequence
 from openclip_ext.data.source import BadSampleError, RawSample, Reader, Source, decode_image
 
 
@@ -50,8 +50,8 @@ class CsvSource(Source):
         for column in (image_column, caption_column):
             if column not in table.columns:
                 raise ValueError(
-                    f"{path} has no column {column!r} but {list(table.columns)}; name the columns with --csv-img-key and "
-                    f"--csv-caption-key, and the separator (now {separator!r}) with --csv-separator"
+                    f"{path} has no column {column!r} but {list(table.columns)}; name the columns with --csv-img-key "
+                    f"and --csv-caption-key, and the separator (now {separator!r}) with --csv-separator"
                 )
         if table.empty:
             raise ValueError(f"the data set is empty: {path} has no rows")
@@ -73,7 +73,7 @@ class CsvSource(Source):
             content.update(texts.ends.tobytes())
         return content.hexdigest()
 
-    def sequence(self, seed: int, epoch: int, num_slots: int) -> Sequence64:
+    def sequence(self, seed: int, epoch: int, num_slots: int) -> EpochSequence:
         return RowSequence(self.num_samples, seed, epoch)
 
     def reader(self) -> Reader:

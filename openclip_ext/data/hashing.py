@@ -1,7 +1,8 @@
 """A counter-based hash: the only source of randomness in the data package.
 
-Orders, pixels and replacements are functions of numbers such as (seed, epoch, index). Hashing these numbers, rather than
-drawing from a generator, needs no state, works on whole arrays, and gives the same values with every numpy version.
+Orders, pixels and replacements are functions of numbers such as (seed, epoch, index). Hashing these numbers, rather
+than drawing from a generator, needs no state, works on whole arrays, and gives the same values with every numpy
+version.
 """
 
 from enum import IntEnum

@@ -337,8 +337,8 @@ class IndexedLoader:
         bad, where = source.known_bad()
         if bad > self.max_bad_fraction * source.num_samples:
             raise BadDataError(
-                f"{bad:,} of {source.num_samples:,} samples ({bad / source.num_samples:.1%}) have no image or no caption, "
-                f"more than the allowed {self.max_bad_fraction:.1%} (--max-bad-fraction): {where}"
+                f"{bad:,} of {source.num_samples:,} samples ({bad / source.num_samples:.1%}) have no image or no "
+                f"caption, more than the allowed {self.max_bad_fraction:.1%} (--max-bad-fraction): {where}"
             )
 
     @property
@@ -402,8 +402,8 @@ class IndexedLoader:
         Args:
             epoch: Number of the epoch, from 0.
             progress: What was seen of it, a list of entries as :meth:`extend_progress` makes them
-                (``loader.layout | {"batches": micro-batches done on each rank}``). If the last is of the current layout,
-                the batches are the ones that were to come; otherwise the unseen samples are laid out anew.
+                (``loader.layout | {"batches": micro-batches done on each rank}``). If the last is of the current
+                layout, the batches are the ones that were to come; otherwise the unseen samples are laid out anew.
 
         Yields:
             ``image`` ``(batch_size, ...)``, ``text`` ``(batch_size, L)`` int64, ``index`` ``(batch_size,)`` int64.

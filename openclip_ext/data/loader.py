@@ -93,18 +93,12 @@ def build_train_loader(
     source: Source
     if kind == "webdataset":
         found = find_or_create_manifest(train_data, manifest, image_key, caption_key, fallback_folder=manifest_fallback)
-        weights = _shard_weights(train_data, upsampling_factors, resampled, [s.url for s in found.shards])
+        weights = _shard_weights(train_data, upsampling_factors, resampled, [shard.url for shard in found.shards])
         source = ShardSource(found, image_key, caption_key, resampled, weights)
     elif kind == "csv":
         source = _csv_source(train_data, csv_image_key, csv_caption_key, csv_separator)
     else:
         source = _synthetic_source(preprocess, 100 if epoch_samples is None else epoch_samples)
-    if epoch_samples is not None and epoch_samples > source.num_samples and not resampled:
-        logging.warning(
-            f"--train-num-samples {epoch_samples:,} is more than the {source.num_samples:,} samples of the data set: an "
-            "epoch is the data set"
-        )
-        epoch_samples = source.num_samples
     return IndexedLoader(
         source,
         preprocess,
@@ -115,7 +109,7 @@ def build_train_loader(
         seed=seed,
         rank=rank,
         world_size=world_size,
-        epoch_samples=epoch_samples,
+        epoch_samples=epoch_samples if resampled else _at_most_all(epoch_samples, source),
         max_bad_fraction=max_bad_fraction,
         shuffle_window=shuffle_window,
         pair_transform=flip_at_random if caption_aware_flip else None,
@@ -167,6 +161,17 @@ def build_eval_loader(
         num_samples=num_samples,
         pin_memory=pin_memory,
     )
+
+
+def _at_most_all(epoch_samples: int | None, source: Source) -> int | None:
+    """OpenCLIP's commands often name a round number of samples, or that of another download."""
+    if epoch_samples is None or epoch_samples <= source.num_samples:
+        return epoch_samples
+    logging.warning(
+        f"--train-num-samples {epoch_samples:,} is more than the {source.num_samples:,} samples of the data set: an "
+        "epoch is the data set"
+    )
+    return source.num_samples
 
 
 def _csv_source(data: str | Sequence[str], image_key: str, caption_key: str, separator: str) -> Source:

@@ -1,7 +1,7 @@
 """The manifest: which samples there are, and the index of each.
 
-The index of a sample is the first index of its shard plus its position in the tar. It is dense, unique, stable, and known
-before training starts, whatever the keys in the tar are.
+The index of a sample is the first index of its shard plus its position in the tar. It is dense, unique, stable, and
+known before training starts, whatever the keys in the tar are.
 
 Command line::
 
@@ -86,8 +86,8 @@ class Manifest:
     Args:
         shards: In the order of their indices.
         image_key, caption_key: The fields that the samples were checked for.
-        blocks: ``(num_samples,)`` uint32, lengths of the samples in 512-byte blocks (0 in shards that are not seekable), or
-            None if unknown: readers then walk over the headers of a shard when they open it.
+        blocks: ``(num_samples,)`` uint32, lengths of the samples in 512-byte blocks (0 in shards that are not
+            seekable), or None if unknown: readers then walk over the headers of a shard when they open it.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class Manifest:
             progress: Show a bar (on a terminal).
 
         Raises:
-            ManifestError: A shard is given twice or cannot be read, has no sample with image and caption, or no shard has any
-                sample.
+            ManifestError: A shard is given twice or cannot be read, has no sample with image and caption, or no shard
+                has any sample.
             ValueError: The specification is wrong, or the count of a remote shard cannot be found.
         """
         urls = expand_shards(shards)
@@ -250,12 +250,12 @@ class Manifest:
     def verify(self, shards: str | Sequence[str] | None = None, progress: bool = True) -> bool:
         """Check that the manifest still describes the data.
 
-        A local shard that was touched or copied (same size, other modification time) is scanned again and accepted if its
-        members are the same.
+        A local shard that was touched or copied (same size, other modification time) is scanned again and accepted if
+        its members are the same.
 
         Args:
-            shards: The training data; None to check the files of the manifest only. Local shards that were moved are found
-                by their file names, and ``url`` is updated.
+            shards: The training data; None to check the files of the manifest only. Local shards that were moved are
+                found by their file names, and ``url`` is updated.
             progress: Show a bar while touched shards are scanned (on a terminal).
 
         Returns:
@@ -284,8 +284,8 @@ class Manifest:
             changed = self._rescan(touched, progress)
         if changed:
             raise ManifestError(
-                f"{len(changed)} of {len(self.shards)} shards were changed after the manifest was made: {_some(changed)}. "
-                "The indices of the samples are no longer right. Make the manifest again: "
+                f"{len(changed)} of {len(self.shards)} shards were changed after the manifest was made: "
+                f"{_some(changed)}. The indices of the samples are no longer right. Make the manifest again: "
                 "python -m openclip_ext.data.manifest SHARDS (and start the training afresh)"
             )
         return bool(moved or touched)
@@ -388,7 +388,8 @@ def _refuse_unusable(urls: Sequence[str], scans: Sequence[ShardScan], image_key:
     if unusable:
         raise ManifestError(
             f"{len(unusable)} of {len(urls)} shards have no sample with both an image ({image_key}) and a caption "
-            f"({caption_key}): {_some(unusable)}. Name the fields with --image-key and --caption-key, or leave the shards out"
+            f"({caption_key}): {_some(unusable)}. Name the fields with --image-key and --caption-key, or leave "
+            "the shards out"
         )
     if not any(result.num_samples for result in scans):
         raise ManifestError(f"the data set is empty: {len(urls)} shards without a single sample, {_some(list(urls))}")
@@ -435,10 +436,11 @@ def find_or_create_manifest(
 ) -> Manifest:
     """The manifest of a training run: the given one, the one next to the shards, or a new one.
 
-    With several processes rank 0 looks and scans, and the others get the result. A new one is written as ``manifest.json``
-    to the shards' common folder, or as ``manifest-HASH.json`` if that name is taken by one of other shards; where the folder
-    cannot be written to, to ``fallback_folder``, then to the user's cache folder. One that was found but no longer fits its
-    shards is an error, not a reason to scan again: the indices in a checkpoint would silently mean other samples.
+    With several processes rank 0 looks and scans, and the others get the result. A new one is written as
+    ``manifest.json`` to the shards' common folder, or as ``manifest-HASH.json`` if that name is taken by one of other
+    shards; where the folder cannot be written to, to ``fallback_folder``, then to the user's cache folder. One that was
+    found but no longer fits its shards is an error, not a reason to scan again: the indices in a checkpoint would
+    silently mean other samples.
 
     Args:
         train_data: See :func:`openclip_ext.data.shardlist.expand_components`.

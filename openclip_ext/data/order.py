@@ -18,7 +18,7 @@ from openclip_ext.data.hashing import Purpose, hash64, hash_int, permutation, un
 _SHUFFLE_BLOCK = 1 << 18
 
 
-class Sequence64(Protocol):
+class EpochSequence(Protocol):
     """An epoch's samples in sequence."""
 
     def indices(self, slots: np.ndarray) -> np.ndarray:
@@ -186,7 +186,7 @@ class EpochOrder:
         ValueError: A segment has more batches than there were samples for.
     """
 
-    def __init__(self, sequence: Sequence64, seed: int, epoch: int, seen: Sequence[Segment], layout: Layout) -> None:
+    def __init__(self, sequence: EpochSequence, seed: int, epoch: int, seen: Sequence[Segment], layout: Layout) -> None:
         self._sequence = sequence
         self._seed = seed
         self._epoch = epoch

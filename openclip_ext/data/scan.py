@@ -1,4 +1,4 @@
-"""Count the samples of shards: local tars by their headers, remote ones by the files that img2dataset leaves next to them."""
+"""Count the samples of shards: local tars by their headers, remote ones by what img2dataset leaves next to them."""
 
 import hashlib
 import json
@@ -38,8 +38,8 @@ class Key(NamedTuple):
 def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
     """Parse ``--image-key`` or ``--caption-key``: alternatives in order of preference, separated by ``;``.
 
-    ``jpg`` names a field of the tar, ``json:caption`` the entry "caption" of the field "json" (``meta.json:caption`` that of
-    the field "meta.json").
+    ``jpg`` names a field of the tar, ``json:caption`` the entry "caption" of the field "json" (``meta.json:caption``
+    that of the field "meta.json").
 
     Raises:
         ValueError: No key, or a json entry where an image is asked for.
@@ -66,8 +66,8 @@ class ShardScan:
         num_samples: Samples in the tar, bad ones included: each has an index.
         size, mtime_ns: Of the file; None for remote shards.
         digest: Hash of the names and sizes of all members; None for remote shards.
-        blocks: ``(num_samples,)`` uint32, the length of each sample in 512-byte blocks, headers included; None where samples
-            cannot be reached by offset (compressed or remote).
+        blocks: ``(num_samples,)`` uint32, the length of each sample in 512-byte blocks, headers included; None where
+            samples cannot be reached by offset (compressed or remote).
         problems: Counts and messages, empty for a good shard: ``error``, ``duplicate_keys``, ``without_image``,
             ``without_caption``, ``bad`` (samples without one or the other), ``bad_positions`` (if few).
         fields: How many samples have each field.
@@ -85,8 +85,8 @@ class ShardScan:
 class _HeaderReader:
     """Reads the headers of a tar with few system calls and without the images between them.
 
-    One read brings the headers that lie close together; the read size doubles as long as that pays (tars of small members)
-    and falls back when a member's data had to be jumped over.
+    One read brings the headers that lie close together; the read size doubles as long as that pays (tars of small
+    members) and falls back when a member's data had to be jumped over.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -256,9 +256,9 @@ def count_remote(
     unknown = [url for url, count in zip(urls, counts, strict=True) if count is None]
     if unknown:
         raise ValueError(
-            f"the number of samples is unknown for {len(unknown)} of {len(urls)} remote shards, among them {unknown[0]!r}: "
-            "neither sizes.json nor the shard's *_stats.json (img2dataset writes them) could be read next to it. "
-            'Write a file {"00000.tar": 9876, ...} and name it with --sizes'
+            f"the number of samples is unknown for {len(unknown)} of {len(urls)} remote shards, among them "
+            f"{unknown[0]!r}: neither sizes.json nor the shard's *_stats.json (img2dataset writes them) "
+            'could be read next to it. Write a file {"00000.tar": 9876, ...} and name it with --sizes'
         )
     return [ShardScan(int(count)) for count in counts]
 

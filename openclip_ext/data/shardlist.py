@@ -27,8 +27,8 @@ def expand_components(shards: str | Sequence[str]) -> list[list[str]]:
     """Expand each data source of a specification to its shards.
 
     Args:
-        shards: Path, URL or ``pipe:`` command with brace notation, several of them joined by ``::`` as in OpenCLIP, or a
-            list of such strings. ``*``, ``?`` and ``[...]`` are expanded in local paths.
+        shards: Path, URL or ``pipe:`` command with brace notation, several of them joined by ``::`` as in OpenCLIP, or
+            a list of such strings. ``*``, ``?`` and ``[...]`` are expanded in local paths.
 
     Returns:
         One list of shards for each ``::`` component; local ones as absolute paths.

@@ -13,7 +13,7 @@ from PIL import Image
 from openclip_ext.data import tar
 from openclip_ext.data.hashing import Purpose, hash_int
 from openclip_ext.data.manifest import Manifest
-from openclip_ext.data.order import ResampledShards, Sequence64, ShardSequence
+from openclip_ext.data.order import EpochSequence, ResampledShards, ShardSequence
 from openclip_ext.data.scan import parse_keys
 from openclip_ext.data.shardlist import is_local, local_path
 from openclip_ext.data.source import RawSample, Reader, Source, decode_fields
@@ -63,7 +63,7 @@ class ShardSource(Source):
     def digest(self) -> str:
         return self.manifest.digest
 
-    def sequence(self, seed: int, epoch: int, num_slots: int) -> Sequence64:
+    def sequence(self, seed: int, epoch: int, num_slots: int) -> EpochSequence:
         if self._resampled:
             return ResampledShards(self._counts, num_slots, seed, epoch, self._weights)
         return ShardSequence(self._counts, seed, epoch)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from openclip_ext.data.hashing import Purpose, hash_int
-from openclip_ext.data.order import Sequence64
+from openclip_ext.data.order import EpochSequence
 from openclip_ext.data.scan import Key
 
 
@@ -68,7 +68,7 @@ class Source(ABC):
         """Identifies the data set: a run is not resumed in mid-epoch on another."""
 
     @abstractmethod
-    def sequence(self, seed: int, epoch: int, num_slots: int) -> Sequence64:
+    def sequence(self, seed: int, epoch: int, num_slots: int) -> EpochSequence:
         """The samples of an epoch in sequence, of which ``num_slots`` are used."""
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from PIL import Image
 
-from openclip_ext.data.order import RowSequence, Sequence64
+from openclip_ext.data.order import EpochSequence, RowSequence
 from openclip_ext.data.source import RawSample, Reader, Source
 
 CAPTION = "Dummy caption"
@@ -32,7 +32,7 @@ class SyntheticSource(Source):
     def digest(self) -> str:
         return f"synthetic-{self._num_samples}-{self._image.width}x{self._image.height}"
 
-    def sequence(self, seed: int, epoch: int, num_slots: int) -> Sequence64:
+    def sequence(self, seed: int, epoch: int, num_slots: int) -> EpochSequence:
         return RowSequence(self._num_samples, seed, epoch)
 
     def reader(self) -> Reader:

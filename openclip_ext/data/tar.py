@@ -1,8 +1,9 @@
 """Samples in a tar file: WebDataset's grouping, found from the headers alone.
 
-A sample is a run of consecutive regular members that share everything before the first dot of the file name; what follows
-the dot is the field ("jpg", "txt", ...), in lower case. The lines here read headers only, many times faster than Python's
-``tarfile``, and notice a file or stream that ends too soon, which ``tarfile`` takes for the end of the archive.
+A sample is a run of consecutive regular members that share everything before the first dot of the file name; what
+follows the dot is the field ("jpg", "txt", ...), in lower case. The lines here read headers only, many times faster
+than Python's ``tarfile``, and notice a file or stream that ends too soon, which ``tarfile`` takes for the end of the
+archive.
 """
 
 import bz2

@@ -1,4 +1,4 @@
-"""The training loader: every sample once, the same pixels on any layout, exact resuming that reads only what is left."""
+"""The training loader: every sample once, the same pixels on any layout, exact resuming."""
 
 import json
 import pickle

@@ -108,6 +108,8 @@ def free_port() -> int:
 
 def losses_of(folder: Path) -> list[tuple[int, float, float]]:
     """Step, loss and InfoNCE of every logged step."""
+    if not (folder / "metrics.jsonl").is_file():
+        return []
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], line["loss"], line["infonce"]) for line in lines if "loss" in line]
 

@@ -1,5 +1,6 @@
 """Whole runs: what they leave behind, who can read it, and what wrong input is told."""
 
+import functools
 import json
 import logging
 import os
@@ -250,6 +251,26 @@ def test_a_failing_evaluation_costs_nothing_and_is_made_up_for(shards, tmp_path,
     assert (tmp_path / "run" / "checkpoints" / "epoch_1.pt").is_file()
     assert run(argv) == 0  # a restart runs what is missing
     assert [line["epoch"] for line in lines_of(tmp_path / "run" / "checkpoints" / "results.jsonl")] == [1]
+
+
+def test_datacomp_joins_the_metrics_after_the_checkpoint_is_safe(shards, tmp_path, monkeypatch):
+    from eval import suite
+    from tests.eval import datasets
+
+    datasets.make_task(tmp_path / "data", "cifar10", count=12)
+    monkeypatch.setattr(suite, "build_suite", functools.partial(suite.build_suite, any_size=True))
+    more = ["--eval-suite", "quick", "--eval-data-dir", str(tmp_path / "data"), "--eval-frequency", "2"]
+    assert run(command(shards, tmp_path, "run", "openclip", *more)) == 0
+    evaluations = [line for line in lines_of(tmp_path / "run" / "metrics.jsonl") if "evaluation" in line]
+    assert [line["epoch"] for line in evaluations] == [2]
+    assert 0.0 <= evaluations[0]["evaluation"]["datacomp/cifar10"] <= 1.0
+
+
+def test_a_suite_without_data_is_refused_before_training(shards, tmp_path):
+    more = ["--eval-suite", "quick", "--eval-data-dir", str(tmp_path / "nothing")]
+    with pytest.raises(ValueError, match="nothing"):
+        run(command(shards, tmp_path, "run", "openclip", *more))
+    assert losses_of(tmp_path / "run") == []
 
 
 def test_a_resumed_run_may_use_other_workers_in_mid_epoch(shards, tmp_path):
