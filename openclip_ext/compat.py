@@ -21,7 +21,7 @@ OPENCLIP_BELOW = (4, 0)
 
 # The names of OpenCLIP's own losses on our command line; the first is the default there and here.
 OPENCLIP_LOSSES = ("openclip", "siglip")
-_PARTS = ("normalizer", "temperature_scheme")
+_PARTS = ("normalizer", "temperature_scheme", "views")
 
 
 def check_version() -> str:

@@ -1,4 +1,4 @@
-"""Modules that a loss trains with the model and evaluation goes through: in checkpoints, and around a model.
+"""Modules that a loss trains with the model: in checkpoints, and, where evaluation goes through them, around a model.
 
 A checkpoint holds them under :data:`HEADS_KEY`, beside OpenCLIP's ``state_dict``, which stock OpenCLIP loads without
 them: ``{"kind": a name in HEADS, "config": plain types, "state_dict": tensors}``.
@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from openclip_ext.losses.cliplite import Projections
+from openclip_ext.losses.two_views import Projector
 
 HEADS_KEY = "heads"
 
 # Kind of heads -> builder from their config. A training method that keeps heads in its checkpoints adds its own here.
 HEADS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
     Projections.kind: lambda config: Projections(**config),
+    Projector.kind: lambda config: Projector(**config),
 }
 
 
@@ -110,7 +112,7 @@ def read_heads(path: str | Path) -> nn.Module | None:
 
 
 def with_heads(model: nn.Module, heads: nn.Module | None) -> nn.Module:
-    """The model that evaluations see: itself, or with the heads behind it, on its device."""
-    if heads is None:
+    """The model that evaluations see: itself, or with the heads behind it, on its device, if they are evaluated."""
+    if heads is None or not heads.evaluated:
         return model
     return ProjectedModel(model, heads.to(next(model.parameters()).device))

@@ -93,6 +93,7 @@ class _BatchDataset(Dataset):
         seed: int,
         max_bad_fraction: float,
         pair_transform: PairTransform | None,
+        views: int,
     ) -> None:
         self._source = source
         self._transform = transform
@@ -102,6 +103,7 @@ class _BatchDataset(Dataset):
         self._seed = seed
         self._max_bad_fraction = max_bad_fraction
         self._pair_transform = pair_transform
+        self._views = views
         self._stream: Iterator[RawSample] = iter(())
         self._expected: _Request | None = None
         self._spare_reader = None
@@ -138,14 +140,22 @@ class _BatchDataset(Dataset):
         bad: list[tuple[int, str]] = []
         for _ in range(self._layout.batch_size):
             index, image, caption = self._usable(next(self._stream), epoch, bad)
-            _seed_generators(hash_int(Purpose.PIXELS, self._seed, epoch, index))
-            if self._pair_transform is not None:
-                image, caption = self._pair_transform(image, caption)
-            images.append(self._transform(image))
-            texts.append(self._tokenizer(caption)[0])
+            pixels, text = self._view(image, caption, epoch, index)
+            if self._views > 1:
+                others = [self._view(image, caption, epoch, index, view)[0] for view in range(1, self._views)]
+                pixels = torch.stack([pixels, *others])
+            images.append(pixels)
+            texts.append(text)
             indices.append(index)
         batch = {"image": default_collate(images), "text": default_collate(texts), "index": torch.tensor(indices)}
         return batch | ({"bad": bad} if bad else {})
+
+    def _view(self, image: Image.Image, caption: str, epoch: int, index: int, *view: int) -> tuple[Tensor, Tensor]:
+        """Pixels and token ids ``(L,)``, random in (seed, epoch, index) and, for the views after the first, its number."""
+        _seed_generators(hash_int(Purpose.PIXELS, self._seed, epoch, index, *view))
+        if self._pair_transform is not None:
+            image, caption = self._pair_transform(image, caption)
+        return self._transform(image), self._tokenizer(caption)[0]
 
     def _usable(self, raw: RawSample, epoch: int, bad: list[tuple[int, str]]) -> tuple[int, Image.Image, str]:
         """Decode a sample, or the first of its replacements that decodes."""
@@ -253,6 +263,8 @@ class IndexedLoader:
         max_bad_fraction: The run stops when more of the epoch's samples than this are bad.
         shuffle_window: Over how many samples a worker shuffles (it holds about half as many in memory).
         pair_transform: From an RGB image and its caption to both, before ``transform``; it may draw likewise.
+        views: Augmented views of each image; with 2 or more, ``image`` is ``(batch_size, views, ...)``. The text is the
+            first view's.
         pin_memory, prefetch_factor: As in ``torch.utils.data.DataLoader``.
 
     Raises:
@@ -276,6 +288,7 @@ class IndexedLoader:
         max_bad_fraction: float = 0.05,
         shuffle_window: int = DEFAULT_SHUFFLE_WINDOW,
         pair_transform: PairTransform | None = None,
+        views: int = 1,
         pin_memory: bool = False,
         prefetch_factor: int = 2,
     ) -> None:
@@ -297,7 +310,7 @@ class IndexedLoader:
         self._requests = _Requests()
         self._loader = DataLoader(
             _BatchDataset(
-                source, transform, tokenizer, self._layout, self.rank, seed, max_bad_fraction, pair_transform
+                source, transform, tokenizer, self._layout, self.rank, seed, max_bad_fraction, pair_transform, views
             ),
             batch_size=None,
             sampler=self._requests,

@@ -64,6 +64,7 @@ def build_train_loader(
     max_bad_fraction: float = 0.05,
     shuffle_window: int = DEFAULT_SHUFFLE_WINDOW,
     caption_aware_flip: bool = False,
+    views: int = 1,
     pin_memory: bool = False,
     prefetch_factor: int = 2,
 ) -> IndexedLoader:
@@ -112,6 +113,7 @@ def build_train_loader(
         max_bad_fraction=max_bad_fraction,
         shuffle_window=shuffle_window,
         pair_transform=flip_at_random if caption_aware_flip else None,
+        views=views,
         pin_memory=pin_memory,
         prefetch_factor=prefetch_factor,
     )

@@ -26,12 +26,14 @@ class ContrastiveLoss(nn.Module):
         learns_logit_scale: whether the model's ``logit_scale`` gets a gradient; if not, freeze it.
         initial_logit_scale: start value of OpenCLIP's parameter ``log(1/τ)``; None: leave the model's.
         initial_logit_bias: start value of OpenCLIP's ``logit_bias``; None: the model needs none.
+        views: 2 for a loss of two views of each image: they take the places of ``image_features`` and ``text_features``.
         logit_scale_lr: learning rate of that parameter, without schedule; None: that of the encoders, with its schedule.
         normalizers_include_positive: what ``log_normalizers`` estimates: False: ``log(ε + g)``; True: the positive pair is
             in it, ``log((1 + (B−1)·g)/B)`` (AmorLIP).
     """
 
     needs_index = False
+    views = 1
     learns_logit_scale = True
     initial_logit_scale: float | None = None
     initial_logit_bias: float | None = None
@@ -87,8 +89,8 @@ class ContrastiveLoss(nn.Module):
         """Modules of the loss that are part of the trained model, or None.
 
         Their parameters belong into the training's optimizer, with gradients averaged over the processes like the
-        model's; a checkpoint's model file holds them, and evaluation goes through them (see ``openclip_ext/heads.py``:
-        ``image`` and ``text``, ``kind`` and ``config``).
+        model's, and a checkpoint's model file holds them. They have ``kind`` and ``config``, from which they can be built
+        again, and ``evaluated``: if so, evaluation goes through their ``image`` and ``text`` (``openclip_ext/heads.py``).
         """
         return None
 

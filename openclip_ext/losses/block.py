@@ -21,6 +21,8 @@ class LocalBatch:
         epoch: epoch of the run, from 0.
         call: number of calls in training mode before this one.
         learning: whether this is one of them.
+        views: 2 where the samples are views of half as many: ``image`` the first views of all and then the second ones,
+            ``text`` the second ones and then the first. A sample's own embedding is then on the other side, too.
     """
 
     image: Tensor
@@ -31,6 +33,7 @@ class LocalBatch:
     epoch: int = 0
     call: int = 0
     learning: bool = False
+    views: int = 1
 
 
 @dataclass
@@ -44,14 +47,15 @@ class Block:
         features: ``(2, B, d)``: images, texts.
         valid: ``(B,)`` bool.
         scale_ok: 0-d bool: the logit scale is finite and positive, which it is on all processes or on none.
-        ok: 0-d bool: the logit scale is, and at least two samples count. If not, ``valid`` is False everywhere.
+        ok: 0-d bool: the logit scale is, and at least two samples (of each view) count. If not, ``valid`` is False everywhere.
         logit_scale: 0-d, 1 where it is not finite.
         index: ``(B,)`` int64, or None.
         first: position of this process's first sample.
         local_size: number of this process's samples.
         world_size: number of processes whose samples these are.
-        epoch, call, learning: see :class:`LocalBatch`.
-        count: 0-d, number of samples that count, at least 2.
+        epoch, call, learning, views: see :class:`LocalBatch`.
+        count: 0-d, number of samples that count, at least 2 of each view.
+        negatives: 0-d, number of negatives of each anchor that counts.
         positive: ``(B,)``, ``s_ii``.
         tau: ``(2, B)`` temperatures, set by the temperature scheme.
         log_g: ``(2, B)`` (see :mod:`functional`), 0 where a sample does not count.
@@ -70,14 +74,17 @@ class Block:
     epoch: int
     call: int
     learning: bool
+    views: int
     count: Tensor = field(init=False)
+    negatives: Tensor = field(init=False)
     positive: Tensor = field(init=False)
     tau: Tensor = field(init=False)
     log_g: Tensor = field(init=False)
     log_estimate: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.count = self.valid.sum().clamp(min=2).to(self.features.dtype)
+        self.count = self.valid.sum().clamp(min=2 * self.views).to(self.features.dtype)
+        self.negatives = self.count - self.views
         self.positive = self.features.prod(dim=0).sum(dim=1)
 
     @property
@@ -125,7 +132,7 @@ def make_block(batch: LocalBatch, num_samples: int | None, gather: bool) -> Bloc
     valid = torch.isfinite(features).all(dim=2).all(dim=0)
     if index is not None and num_samples is not None:
         valid = valid & (index >= 0) & (index < num_samples)
-    ok = scale_ok & (valid.sum() >= 2)
+    ok = scale_ok & (valid.sum() >= 2 * batch.views)
     valid = valid & ok
     return Block(
         features=torch.where(valid[:, None], features.to(batch.dtype), 0),
@@ -140,6 +147,7 @@ def make_block(batch: LocalBatch, num_samples: int | None, gather: bool) -> Bloc
         epoch=batch.epoch,
         call=batch.call,
         learning=batch.learning,
+        views=batch.views,
     )
 
 
@@ -147,7 +155,7 @@ class Similarities:
     """Similarities of this process's anchors with all samples of a block, both sides.
 
     One product serves both sides where the block is this process's own. Pairs that do not count, an anchor's own pair
-    among them, are :data:`functional.MASKED_SIMILARITY`.
+    among them, and with views its own embedding, are :data:`functional.MASKED_SIMILARITY`.
     """
 
     def __init__(self, block: Block) -> None:
@@ -161,7 +169,13 @@ class Similarities:
 
     def _masked(self, similarities: Tensor) -> Tensor:
         block = self.block
-        similarities[:, block.own].fill_diagonal_(F.MASKED_SIMILARITY)
+        own = similarities[:, block.own]
+        own.fill_diagonal_(F.MASKED_SIMILARITY)
+        if block.views == 2:
+            # An anchor's own embedding, which the other side has half a batch further.
+            half = block.local_size // 2
+            own[:half, half:].fill_diagonal_(F.MASKED_SIMILARITY)
+            own[half:, :half].fill_diagonal_(F.MASKED_SIMILARITY)
         counts = block.valid[block.own, None] & block.valid[None, :]
         return similarities.masked_fill_(~counts, F.MASKED_SIMILARITY)
 
@@ -169,7 +183,7 @@ class Similarities:
         """``log g`` of all anchors of the block, ``(2, B)``: one exchange of ``2·B`` scalars."""
         block, own = self.block, self.block.own
         sides = [
-            F.log_mean_negatives(rows, block.positive[own], block.tau[side, own], block.count)
+            F.log_mean_negatives(rows, block.positive[own], block.tau[side, own], block.negatives)
             for side, rows in enumerate(self.rows)
         ]
         return torch.where(block.valid, block.gather_own(torch.stack(sides)), 0)

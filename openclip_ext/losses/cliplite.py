@@ -15,7 +15,7 @@ from openclip_ext import distributed
 from openclip_ext.losses import functional as F
 from openclip_ext.losses.base import ContrastiveLoss, check_features, check_logit_scale, without_autocast
 from openclip_ext.losses.block import LocalBatch, Similarities, make_block
-from openclip_ext.losses.seeding import generator
+from openclip_ext.losses.seeding import generator, linear
 from openclip_ext.temperatures.base import global_temperatures
 
 _BATCH_NORM_EPS = 1e-5
@@ -36,13 +36,13 @@ class Projection(nn.Module):
 
     def __init__(self, embed_dim: int, projection_dim: int, random: torch.Generator) -> None:
         super().__init__()
-        self.hidden = _linear(embed_dim, projection_dim, False, random)
+        self.hidden = linear(embed_dim, projection_dim, False, random)
         self.scale = nn.Parameter(torch.ones(projection_dim))
         self.shift = nn.Parameter(torch.zeros(projection_dim))
         self.register_buffer("running_mean", torch.zeros(projection_dim))
         self.register_buffer("running_var", torch.ones(projection_dim))
-        self.output = _linear(projection_dim, projection_dim, True, random)
-        self.shortcut = _linear(embed_dim, projection_dim, False, random)
+        self.output = linear(projection_dim, projection_dim, True, random)
+        self.shortcut = linear(embed_dim, projection_dim, False, random)
         if embed_dim == projection_dim:
             nn.init.eye_(self.shortcut.weight)
         self.layer_norm = nn.LayerNorm(projection_dim)
@@ -80,16 +80,6 @@ class Projection(nn.Module):
         return self.layer_norm(self.output(torch.relu(normalized)) + self.shortcut(features))
 
 
-def _linear(width_in: int, width_out: int, bias: bool, random: torch.Generator) -> nn.Linear:
-    """A linear layer with torch's distribution of start values, from a generator of its own."""
-    layer = nn.utils.skip_init(nn.Linear, width_in, width_out, bias=bias)
-    bound = 1 / math.sqrt(width_in)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.uniform_(-bound, bound, generator=random)
-    return layer
-
-
 class Projections(nn.Module):
     """The two projections of the discriminator; part of the trained model.
 
@@ -100,6 +90,7 @@ class Projections(nn.Module):
     """
 
     kind = "cliplite"
+    evaluated = True
 
     def __init__(self, embed_dim: int, projection_dim: int, seed: int = 0) -> None:
         super().__init__()
@@ -225,7 +216,7 @@ class ClipLiteLoss(ContrastiveLoss):
         with without_autocast(last.image):
             block = make_block(last, None, gather=False)
             block.tau = global_temperatures(block)
-            infonce = block.mean(F.infonce(Similarities(block).log_g(), block.count)).mean()
+            infonce = block.mean(F.infonce(Similarities(block).log_g(), block.negatives)).mean()
         temperature = 1 / last.logit_scale.item()
         return {
             "infonce": infonce.item(),

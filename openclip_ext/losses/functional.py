@@ -45,20 +45,20 @@ def log_mix(log_x: Tensor, log_y: Tensor, share: float) -> Tensor:
     return torch.logaddexp(log_x + math.log1p(-share), log_y + math.log(share))
 
 
-def log_mean_negatives(similarities: Tensor, positive: Tensor, tau: Tensor, count: Tensor) -> Tensor:
+def log_mean_negatives(similarities: Tensor, positive: Tensor, tau: Tensor, negatives: Tensor) -> Tensor:
     """``log g`` of anchors along the rows [NeuCLIP, below (1)].
 
     Args:
         similarities: ``(N, B)``, :data:`MASKED_SIMILARITY` at the anchor's own pair and at samples that do not count.
         positive: ``(N,)``, ``s_ii``.
         tau: ``(N,)`` temperatures of the anchors.
-        count: 0-d, number of samples that count.
+        negatives: 0-d, number of negatives of an anchor.
 
     Returns:
         ``(N,)``.
     """
     exponents = (similarities - positive[:, None]).div_(tau[:, None])
-    return torch.logsumexp(exponents, dim=1) - torch.log(count - 1)
+    return torch.logsumexp(exponents, dim=1) - torch.log(negatives)
 
 
 def pair_weights(similarities: Tensor, positive: Tensor, tau: Tensor, log_divisor: Tensor) -> Tensor:
@@ -87,9 +87,9 @@ def log_sum_prototypes(exponents: Tensor, eps: float) -> tuple[Tensor, Tensor, T
     return alpha, terms, (largest - alpha).exp_()
 
 
-def infonce(log_g: Tensor, count: Tensor) -> Tensor:
-    """Mini-batch InfoNCE of each anchor from its ``log g``: ``log(1 + (B−1)·g)``."""
-    return log_add(log_g + torch.log(count - 1), 1.0)
+def infonce(log_g: Tensor, negatives: Tensor) -> Tensor:
+    """Mini-batch InfoNCE of each anchor from its ``log g`` over so many negatives: ``log(1 + (B−1)·g)``."""
+    return log_add(log_g + torch.log(negatives), 1.0)
 
 
 def amortization_objective(name: str, log_lambda: Tensor, log_target: Tensor, log_batch: Tensor, tau: Tensor) -> Tensor:

@@ -63,6 +63,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         temperature: gives the temperatures.
         embed_dim: width of the embeddings, where a part of the loss fixes it.
         num_samples: size of the index space, where a part of the loss needs the index.
+        views: see :class:`LocalBatch`.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         temperature: TemperatureScheme,
         embed_dim: int | None,
         num_samples: int | None,
+        views: int = 1,
     ) -> None:
         super().__init__()
+        self.views = views
         self.surrogate = surrogate
         self.normalizer = normalizer
         self.temperature = temperature
@@ -173,7 +176,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         alpha, tau = last.alpha[last.valid], last.tau[last.valid]
         metrics = {
             "infonce": last.infonce.mean().item(),
-            "chance": math.log(last.valid.shape[1]),
+            "chance": math.log(last.valid.shape[1] + 1 - self.views),
             "weight_mean": last.weight_mean.mean().item(),
         }
         if len(tau):
@@ -205,10 +208,12 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         check_features(image_features, text_features, self.embed_dim)
         scale = check_logit_scale(logit_scale, image_features)
         dtype = self._follow(image_features)
-        index = self._checked_index(index, image_features) if self.needs_index else None
-        return LocalBatch(image_features, text_features, scale, index, dtype, self.epoch, self.calls, learning)
+        index = self.check_index(index, image_features) if self.needs_index else None
+        state = (self.epoch, self.calls, learning, self.views)
+        return LocalBatch(image_features, text_features, scale, index, dtype, *state)
 
-    def _checked_index(self, index: Tensor | None, features: Tensor) -> Tensor:
+    def check_index(self, index: Tensor | None, features: Tensor) -> Tensor:
+        """The index as int64 on the features' device; ValueError unless it has a position for each of them."""
         if index is None:
             raise ValueError(
                 "this loss keeps state for each sample and needs index=, a (batch,) int64 tensor of positions in the data set"
@@ -230,7 +235,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     def _contrasted(self, batch: LocalBatch, gather: bool) -> tuple[Block, Similarities]:
         """A block with its temperatures, similarities and batch estimates."""
         block = make_block(batch, self.num_samples if self.needs_index else None, gather)
-        if block.size < 2:
+        if block.size < 2 * block.views:
             raise ValueError("a contrastive loss needs at least 2 samples to contrast, found 1: raise the batch size")
         block.tau = self.temperature.temperatures(block)
         similarities = Similarities(block)
@@ -359,7 +364,7 @@ class _Report:
             valid=block.valid.expand(2, -1),
             tau=anchors.tau,
             alpha=anchors.alpha,
-            infonce=block.mean(F.infonce(block.log_g, block.count)),
+            infonce=block.mean(F.infonce(block.log_g, block.negatives)),
             weight_mean=block.mean(anchors.error),
         )
 

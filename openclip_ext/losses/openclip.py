@@ -149,8 +149,8 @@ class SiglipLoss(_OpenClipAdapter):
         """
         metrics = super().metrics()
         if metrics and len(self._features[0]) > 1:
-            log_g, count = _minibatch_log_g(*self._features, self._logit_scale, gather=False)
-            metrics |= {"infonce": F.infonce(log_g, count).mean().item(), "chance": math.log(log_g.shape[1])}
+            log_g, negatives = _minibatch_log_g(*self._features, self._logit_scale, gather=False)
+            metrics |= {"infonce": F.infonce(log_g, negatives).mean().item(), "chance": math.log(log_g.shape[1])}
         return metrics
 
     def log_normalizers(
@@ -166,10 +166,10 @@ class SiglipLoss(_OpenClipAdapter):
 
 @torch.no_grad()
 def _minibatch_log_g(image: Tensor, text: Tensor, logit_scale: Tensor, gather: bool) -> tuple[Tensor, Tensor]:
-    """``log g`` of this process's samples ``(2, B_local)`` and the number of samples that count."""
+    """``log g`` of this process's samples ``(2, B_local)`` and the number of their negatives."""
     with without_autocast(image):
         dtype = torch.promote_types(image.dtype, torch.float32)
         batch = LocalBatch(image, text, check_logit_scale(logit_scale, image), None, dtype)
         block = make_block(batch, None, gather)
         block.tau = global_temperatures(block)
-        return Similarities(block).log_g()[:, block.own], block.count
+        return Similarities(block).log_g()[:, block.own], block.negatives

@@ -129,6 +129,14 @@ _ALL = (
         choices=TEMPERATURE_SCHEME_NAMES,
         nullable=True,
     ),
+    Option(
+        "views",
+        int,
+        1,
+        "what is contrasted; 1: images with texts, 2: two augmented views of each image, without texts",
+        minimum=1,
+        maximum=2,
+    ),
     # The objective.
     Option(
         "eps",
@@ -279,12 +287,12 @@ _ALL = (
         False,
         "AmorLIP's second stage on the global batch instead of each process's own",
     ),
-    # CLIP-Lite.
+    # Projections of a loss's own.
     Option(
         "projection_dim",
         int,
         None,
-        "width of CLIP-Lite's joint space; none: that of the model's embeddings",
+        "width of the space into which a loss projects the embeddings; none: as wide as they are",
         minimum=1,
         nullable=True,
     ),

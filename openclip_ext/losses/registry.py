@@ -12,6 +12,7 @@ from openclip_ext.losses.global_contrastive import GlobalContrastiveLoss
 from openclip_ext.losses.openclip import OpenClipLoss, SiglipLoss
 from openclip_ext.losses.options import OPTIONS
 from openclip_ext.losses.surrogates import SURROGATES
+from openclip_ext.losses.two_views import DynamicContrastiveLoss, SimClrLoss
 from openclip_ext.normalizers.minibatch import MinibatchNormalizer
 from openclip_ext.normalizers.mlp import MlpNormalizer, PartitionNormalizer
 from openclip_ext.normalizers.moving_average import MovingAverageNormalizer
@@ -115,10 +116,17 @@ _PRESETS = {
     ),
     "queueclip": Preset("queue", "global", temperature_defaults={"lr_tau": 1.25e-4}),
 }
+_SIMCLR = {"temperature": 0.1, "projection_dim": 128}
 _STANDALONE = {
     "openclip": _Part(OpenClipLoss),
     "siglip": _Part(SiglipLoss),
     "cliplite": _Part(ClipLiteLoss, {"temperature": 0.07}),
+    "simclr": _Part(SimClrLoss, _SIMCLR | {"views": 2}),
+}
+# Losses of two views of each image; the names have another meaning (or none) with one.
+_TWO_VIEWS = {
+    "simclr": _STANDALONE["simclr"],
+    "sogclr": _Part(DynamicContrastiveLoss, _SIMCLR | _CONSTANT_GAMMA | {"views": 2}),
 }
 
 
@@ -150,7 +158,7 @@ def create_loss(
         >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
         >>> sum(terms.values()).backward()
     """
-    composition = _compose(name, options.get("normalizer"), options.get("temperature_scheme"))
+    composition = _compose(name, options.get("normalizer"), options.get("temperature_scheme"), options.get("views"))
     defaults = composition.defaults()
     unused = sorted(set(options) - set(defaults))
     if unused:
@@ -162,22 +170,27 @@ def create_loss(
     return composition.build(values | _required(composition, needed))
 
 
-def options_used_by(name: str, normalizer: str | None = None, temperature_scheme: str | None = None) -> dict[str, Any]:
+def options_used_by(
+    name: str, normalizer: str | None = None, temperature_scheme: str | None = None, views: int | None = None
+) -> dict[str, Any]:
     """The options a loss takes, with the defaults they have there.
 
     Args:
         name: one of :func:`list_losses`.
         normalizer, temperature_scheme: parts other than the loss's own.
+        views: 2 for the loss of that name on two views of each image.
 
     Raises:
         ValueError: as :func:`create_loss`.
     """
-    return _compose(name, normalizer, temperature_scheme).defaults()
+    return _compose(name, normalizer, temperature_scheme, views).defaults()
 
 
-def requirements_of(name: str, normalizer: str | None = None, temperature_scheme: str | None = None) -> set[str]:
+def requirements_of(
+    name: str, normalizer: str | None = None, temperature_scheme: str | None = None, views: int | None = None
+) -> set[str]:
     """Which of ``embed_dim`` and ``num_samples`` a loss cannot do without."""
-    return _compose(name, normalizer, temperature_scheme).keywords() & _REQUIREMENTS.keys()
+    return _compose(name, normalizer, temperature_scheme, views).keywords() & _REQUIREMENTS.keys()
 
 
 _REQUIREMENTS = {
@@ -219,16 +232,28 @@ class _Composition:
         return GlobalContrastiveLoss(*parts, **sizes)
 
 
-def _compose(name: str, normalizer: str | None, temperature_scheme: str | None) -> _Composition:
-    if name in _STANDALONE:
-        if normalizer or temperature_scheme:
-            given = "normalizer" if normalizer else "temperature_scheme"
-            raise ValueError(f"{given}: not used by the loss {name!r}, which is not made of such parts")
-        return _Composition(name, (_STANDALONE[name],))
-    if name not in _PRESETS:
+def _compose(name: str, normalizer: str | None, temperature_scheme: str | None, views: int | None) -> _Composition:
+    if name not in list_losses():
         close = difflib.get_close_matches(str(name), list_losses(), n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"unknown loss {name!r}: expected one of {', '.join(list_losses())}.{hint}")
+    two_views = views is not None and OPTIONS["views"].check(views) == 2
+    if two_views and name not in _TWO_VIEWS:
+        raise ValueError(
+            f"{name} with views={views}: it compares images with texts; those of two views of an image are "
+            f"{', '.join(_TWO_VIEWS)}"
+        )
+    whole = _TWO_VIEWS[name] if two_views else _STANDALONE.get(name)
+    if whole is not None:
+        title = f"{name} with views={views}" if two_views else name
+        if normalizer or temperature_scheme:
+            given = "normalizer" if normalizer else "temperature_scheme"
+            raise ValueError(f"{given}: not used by the loss {title!r}, which is not made of such parts")
+        return _Composition(title, (whole,))
+    return _compose_parts(name, normalizer, temperature_scheme)
+
+
+def _compose_parts(name: str, normalizer: str | None, temperature_scheme: str | None) -> _Composition:
     preset = _PRESETS[name]
     normalizer = OPTIONS["normalizer"].check(normalizer) or preset.normalizer
     scheme = OPTIONS["temperature_scheme"].check(temperature_scheme) or preset.temperature_scheme
@@ -246,7 +271,7 @@ def _compose(name: str, normalizer: str | None, temperature_scheme: str | None) 
     return _Composition(
         title=name if names == own else f"{name} with normalizer {normalizer}, temperature scheme {scheme}",
         parts=(_Part(SURROGATES[surrogate]), normalizer_part, temperature_part),
-        names=names,
+        names=names | ({"views": 1} if name in _TWO_VIEWS else {}),
         overrides=overrides,
         fixed={"slow_when_small": preset.slow_when_small},
     )

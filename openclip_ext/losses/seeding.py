@@ -1,8 +1,10 @@
 """Random numbers of the losses: the same on every rank, and no generator of the training is touched."""
 
 import hashlib
+import math
 
 import torch
+from torch import nn
 
 
 def generator(device: torch.device | str, *parts: int | str) -> torch.Generator:
@@ -13,3 +15,13 @@ def generator(device: torch.device | str, *parts: int | str) -> torch.Generator:
     """
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def linear(width_in: int, width_out: int, bias: bool, random: torch.Generator) -> nn.Linear:
+    """A linear layer with torch's distribution of start values, from a generator of one's own."""
+    layer = nn.utils.skip_init(nn.Linear, width_in, width_out, bias=bias)
+    bound = 1 / math.sqrt(width_in)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.uniform_(-bound, bound, generator=random)
+    return layer

@@ -52,7 +52,7 @@ class Contrastive:
 
     def log_divisor(self, block: Block) -> Tensor:
         """Log of what the sum over pairs is divided by."""
-        return torch.log(block.count - 1)
+        return torch.log(block.negatives)
 
     def pair_factor(self, tau: Tensor) -> Tensor:
         """Factor of ``w_ij`` in the derivative in ``s_ij``."""
@@ -114,7 +114,7 @@ class Partition:
 
     def log_estimate(self, log_g: Tensor, block: Block) -> Tensor:
         """The batch's own estimate of α: ``log Z − c·s_ii = log((1 + (B−1)·g)/B)``."""
-        return F.infonce(log_g, block.count) - torch.log(block.count)
+        return F.infonce(log_g, block.negatives) - torch.log(block.count)
 
     def log_divisor(self, block: Block) -> Tensor:
         """Log of what the sum over pairs is divided by."""
@@ -139,6 +139,51 @@ class Partition:
     def regularizer(self, rho: float) -> float:
         """Factor of ``mean τ`` in the regulariser."""
         return 0.5 * rho
+
+
+class InfoNce(Unscaled):
+    """SimCLR's NT-Xent: ``log(1 + N·g)`` over the ``N`` negatives of the batch, not multiplied by τ, no regulariser.
+
+    Here ``α`` is this value, so that the weights of the negatives are the softmax's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(eps=0.0)
+
+    def log_estimate(self, log_g: Tensor, block: Block) -> Tensor:
+        """The value itself."""
+        return F.infonce(log_g, block.negatives)
+
+    def log_divisor(self, block: Block) -> Tensor:
+        """The sum over pairs is not divided."""
+        return torch.zeros_like(block.tau)
+
+    def value(self, anchors: Anchors) -> Tensor:
+        """The surrogate, per anchor."""
+        return anchors.alpha
+
+
+class Decoupled(Contrastive):
+    """``−s_ii + τ·log(ε + u)`` with ``u ≈ mean_j exp(s_ij/τ)``: SogCLR as in the chapter's Algorithm 34.
+
+    The positive pair is in neither ``u`` nor its weight: its attraction has coefficient exactly 1. ``α = log(ε + u)``.
+    """
+
+    def log_estimate(self, log_g: Tensor, block: Block) -> Tensor:
+        """The batch's own ``log u``."""
+        return log_g + block.positive / block.tau
+
+    def log_divisor(self, block: Block) -> Tensor:
+        """Log of what the sum over pairs is divided by, and of the positive pair that their weights contain."""
+        return torch.log(block.negatives) - block.positive / block.tau
+
+    def own_pair(self, anchors: Anchors, weight_sum: Tensor, block: Block) -> Tensor:
+        """Derivative in ``s_ii``."""
+        return -torch.ones_like(weight_sum)
+
+    def value(self, anchors: Anchors) -> Tensor:
+        """The surrogate, per anchor."""
+        return anchors.tau * anchors.alpha - anchors.positive
 
 
 Surrogate = Contrastive | Partition

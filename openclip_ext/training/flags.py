@@ -16,7 +16,7 @@ from openclip_ext.losses.options import OPTIONS, Option
 from openclip_ext.training import recipes
 from openclip_ext.training.errors import UsageError
 
-PARTS = ("normalizer", "temperature_scheme")
+PARTS = ("normalizer", "temperature_scheme", "views")
 
 
 @dataclass(frozen=True)
@@ -211,6 +211,11 @@ def _check_run_flags(args: argparse.Namespace) -> None:
         raise UsageError("--train-data-upsampling-factors needs --dataset-resampled")
     if not 0.0 <= args.max_bad_fraction <= 1.0:
         raise UsageError(f"--max-bad-fraction is {args.max_bad_fraction}, must lie between 0 and 1")
+
+
+def views(choice: LossChoice) -> int:
+    """How many augmented views of each image the loss compares; 1 where it compares images with texts."""
+    return {"views": 1, **_options_used(choice), **choice.options}["views"]
 
 
 def loss_options(args: argparse.Namespace, choice: LossChoice) -> dict[str, Any]:

@@ -29,11 +29,12 @@ from openclip_ext.training import remote, run_folder
 from openclip_ext.training.checkpoint import Checkpoint, Position, RunIdentity
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import ImageNetZeroShot, ScheduledEvaluator, Validation, run_evaluators
-from openclip_ext.training.flags import LossChoice, loss_options, parse
+from openclip_ext.training.flags import LossChoice, loss_options, parse, views
 from openclip_ext.training.optimizer import create_optimizer, create_schedule
 from openclip_ext.training.reporting import Reporter
 from openclip_ext.training.step import StepSettings, TrainStep
 from openclip_ext.training.trainer import RunLength, SavePolicy, Trainer
+from openclip_ext.training.views import train_image_tower_only
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def _run(args: argparse.Namespace, choice: LossChoice, device: torch.device) -> 
 def _train(
     args: argparse.Namespace, choice: LossChoice, parts: Parts, folder: Path | None, checkpoint: Checkpoint | None
 ) -> None:
-    loader = _train_loader(args, parts)
+    loader = _train_loader(args, parts, views(choice))
     options = loss_options(args, choice)
     loss = _build_loss(args, choice, options, parts, loader.num_samples)
     _refuse_resampling(args, loss)
@@ -133,7 +134,7 @@ def _train(
         trainer.reporter.close()
 
 
-def _train_loader(args: argparse.Namespace, parts: Parts) -> Any:
+def _train_loader(args: argparse.Namespace, parts: Parts, image_views: int) -> Any:
     return build_train_loader(
         args.train_data,
         dataset_type=args.dataset_type,
@@ -154,6 +155,7 @@ def _train_loader(args: argparse.Namespace, parts: Parts) -> Any:
         resampled=args.dataset_resampled,
         upsampling_factors=args.train_data_upsampling_factors,
         caption_aware_flip=args.caption_aware_flip,
+        views=image_views,
         pin_memory=parts.device.type == "cuda",
     )
 
@@ -209,6 +211,8 @@ def _prepare_model(
     if not loss.learns_logit_scale:
         # DDP fails on a parameter that never receives a gradient.
         model.logit_scale.requires_grad_(False)
+    if loss.views > 1:
+        train_image_tower_only(model)
     if not args.distributed:
         return model
     if args.use_bn_sync:
@@ -257,7 +261,8 @@ def _announce(
     local_batch = args.batch_size * args.accum_freq
     parameters = sum(parameter.numel() for parameter in model.parameters())
     state = sum(value.numel() * value.element_size() for value in _tensors(loss.state_dict()))
-    similarities = 2 * local_batch * global_batch * 4
+    similarities = 2 * loss.views**2 * local_batch * global_batch * 4
+    candidates = loss.views * (global_batch - 1) + 1
     logging.debug(f"Model:\n{model}")
     logging.info(f"Model {args.model}: {parameters / 1e6:.1f} M parameters")
     logging.info(
@@ -267,7 +272,7 @@ def _announce(
         f"Loss {choice.name}: state {state / 2**20:.1f} MiB on this rank, "
         f"similarities {similarities / 2**20:.1f} MiB a step"
     )
-    logging.info(f"InfoNCE at chance is ln {global_batch} = {math.log(global_batch):.4f}")
+    logging.info(f"InfoNCE at chance is ln {candidates} = {math.log(candidates):.4f}")
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext import compat, distributed
+from openclip_ext.training.views import encode_views, is_views
 
 Batch = dict[str, Tensor]
 # What a model returns that is one number for the whole model, not a row per sample.
@@ -65,7 +66,8 @@ class TrainStep:
         """Take one optimizer step on one or more micro-batches.
 
         Args:
-            batches: micro-batches of ``image`` ``(b, 3, H, W)``, ``text`` ``(b, L)``, ``index`` ``(b,)``.
+            batches: micro-batches of ``image`` ``(b, 3, H, W)``, or ``(b, 2, 3, H, W)`` for two views of each image,
+                ``text`` ``(b, L)``, ``index`` ``(b,)``.
 
         Returns:
             The loss's terms, detached.
@@ -84,7 +86,8 @@ class TrainStep:
 
     def _forward(self, batch: Batch) -> dict[str, Tensor]:
         with self.settings.autocast():
-            outputs = self.model(batch["image"], batch["text"])
+            images = batch["image"]
+            outputs = encode_views(self.model, images) if is_views(images) else self.model(images, batch["text"])
         return {name: value for name, value in outputs.items() if value is not None}
 
     def _terms(self, outputs: dict[str, Tensor], index: Tensor | None) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.optimizer import create_optimizer, create_schedule
 from openclip_ext.training.step import Batch, StepSettings, TrainStep
+from openclip_ext.training.views import train_image_tower_only
 
 GLOBAL_BATCH, STEPS, NUM_SAMPLES = 8, 5, 40
 MODEL = "demo-vit"  # no BatchNorm: its statistics are those of a rank's batch
@@ -42,6 +43,8 @@ CASES = [
     Case("amorlip", {"gather_stage2": True, "fit_every": 2, "normalizer_lr": 1e-2}),
     Case("neuclip", {"prototypes": 20, "normalizer_updates": 3, "restart_every": 3}),
     Case("neuclip", {"prototypes": 8, "alpha_gradient": False}),
+    Case("simclr"),
+    Case("sogclr", {"views": 2, "gamma": 0.5}),
 ]
 # Each process contrasts its own samples: two processes are the mean of two blocks in one.
 BLOCK_CASES = [Case("cliplite"), Case("cliplite", {"projection_dim": 24})]
@@ -71,6 +74,8 @@ def run(case: Case, rank: int = 0, world_size: int = 1, micro_batches: int = 1) 
     common = {"local_loss": True, "gather_with_grad": True} if case.loss == "openclip" else {}
     loss = registry.create_loss(case.loss, embed_dim=64, num_samples=NUM_SAMPLES, **common, **case.options)
     loss = loss.double()
+    if loss.views > 1:
+        train_image_tower_only(model)
     wrapped = nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
     optimizer = create_optimizer(wrapped, flags, loss.logit_scale_lr, loss.model_head())
     schedule = create_schedule(flags, optimizer, STEPS, loss.logit_scale_lr)
@@ -78,7 +83,7 @@ def run(case: Case, rank: int = 0, world_size: int = 1, micro_batches: int = 1) 
     loss.start_epoch(0)
     for number in range(STEPS):
         schedule(number)
-        step(micro_batches_of(fixed_batch(number), rank, world_size, micro_batches))
+        step(micro_batches_of(fixed_batch(number, loss.views), rank, world_size, micro_batches))
     return result_of(model, loss)
 
 
@@ -114,13 +119,14 @@ def result_of(model: nn.Module, loss: nn.Module) -> dict[str, Tensor]:
     return {**state, **{name: value.detach().clone() for name, value in model.named_parameters()}}
 
 
-def fixed_batch(number: int) -> Batch:
+def fixed_batch(number: int, views: int = 1) -> Batch:
     """The global batch of a step; captions end with the end-of-text token, the largest."""
+    shape = (3, 32, 32) if views == 1 else (views, 3, 32, 32)
     generator = torch.Generator().manual_seed(100 + number)
     text = torch.randint(1, 1000, (GLOBAL_BATCH, 20), generator=generator)
     text[:, -1] = 49407
     return {
-        "image": torch.randn(GLOBAL_BATCH, 3, 32, 32, generator=generator, dtype=torch.float64),
+        "image": torch.randn(GLOBAL_BATCH, *shape, generator=generator, dtype=torch.float64),
         "text": text,
         "index": torch.randint(0, NUM_SAMPLES, (GLOBAL_BATCH,), generator=generator),
     }

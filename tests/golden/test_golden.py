@@ -23,6 +23,8 @@ FLAGS = {
     # steps turn a difference in the last digit into one in the first.
     "neuclip": ["--normalizer-lr", "0.01"],
     "queueclip": ["--prototypes", "24"],
+    # The one that contrasts images with texts; with two views it is simclr's relative.
+    "sogclr": ["--views", "1"],
 }
 
 

@@ -11,7 +11,7 @@ from openclip_ext.losses.base import ContrastiveLoss
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.normalizers.mlp import TwoSidedMlp
 from openclip_ext.temperatures.predicted import TemperatureNetwork
-from tests.references import contrastive, networks, prototypes
+from tests.references import contrastive, networks, prototypes, two_views
 
 WIDTH = 8
 SAMPLES = 20
@@ -83,6 +83,14 @@ def _queueclip(m: int, weight: float) -> Case:
         lambda loss: prototypes.QueueClip(m=m, batch_weight=weight, eps=EPS, rho=6.5),
         {"prototypes": m, "batch_weight": weight},
     )
+
+
+def _two_views(name: str, **options: Any) -> Case:
+    average = None
+    if name == "sogclr":
+        average = options.get("gamma", 0.8), options.get("gamma_decay_epochs"), options.get("eps", EPS)
+    tau = options.get("temperature", 0.1)
+    return Case(name, lambda loss: two_views.TwoViews(loss.projector, tau, average), options)
 
 
 _AMORLIP = {
@@ -217,6 +225,12 @@ CASES: dict[str, Case] = {
     "queueclip-few": _queueclip(4, 0.5),
     "queueclip-many": _queueclip(25, 0.3),
     "queueclip-queue-alone": _queueclip(9, 0.0),
+    "simclr": _two_views("simclr"),
+    "simclr-embeddings-width": _two_views("simclr", projection_dim=None, temperature=0.5),
+    "sogclr-views": _two_views("sogclr", views=2, projection_dim=5),
+    "sogclr-views-cosine": _two_views(
+        "sogclr", views=2, eps=0.5, gamma=0.2, gamma_schedule="cosine", gamma_decay_epochs=2
+    ),
     "queueclip-batch-alone": _queueclip(6, 1.0),
 }
 
@@ -253,12 +267,15 @@ def make_steps(number: int = 5, batch: int = 6, seed: int = 0, duplicates: bool 
     return steps
 
 
-def run_step(loss: ContrastiveLoss, step: Step, dtype: torch.dtype = torch.float64) -> tuple[Tensor, list[Tensor]]:
-    """One call and its gradients in the images, the texts and the logit scale."""
+def run_step(
+    loss: ContrastiveLoss, step: Step, dtype: torch.dtype = torch.float64, autocast: torch.dtype | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """One call, optionally under autocast, and its gradients in the images, the texts and the logit scale."""
     loss.start_epoch(step.epoch)
     images, texts = (features.to(dtype, copy=True).requires_grad_() for features in (step.images, step.texts))
     wide = torch.promote_types(dtype, torch.float32)
     logit_scale = torch.tensor(step.logit_scale, dtype=wide, requires_grad=True)
-    value = loss(images, texts, logit_scale, index=torch.tensor(step.index))
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        value = loss(images, texts, logit_scale, index=torch.tensor(step.index))
     gradients = torch.autograd.grad(value, (images, texts, logit_scale), allow_unused=True)
     return value.detach(), [torch.zeros(()) if gradient is None else gradient for gradient in gradients]

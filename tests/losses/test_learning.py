@@ -67,9 +67,11 @@ def test_learns(name: str) -> None:
     loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **_SMALL.get(name, {}))
     model = _TwoTowers(loss.initial_logit_scale, loss.initial_logit_bias)
     model.logit_scale.requires_grad_(loss.learns_logit_scale)
-    trained = with_heads(model, loss.model_head())
-    before = _recall(trained.eval(), images, texts)
-    trained.train()
+    head = loss.model_head()
+    evaluated = with_heads(model, head)
+    before = _recall(evaluated.eval(), images, texts)
+    evaluated.train()
+    trained = nn.ModuleList([model] if head is None else [model, head])
     optimizer = torch.optim.AdamW([p for p in trained.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.0)
     for epoch in range(EPOCHS):
         loss.start_epoch(epoch)
@@ -82,6 +84,6 @@ def test_learns(name: str) -> None:
             loss.finish_logit_scale_step(model.logit_scale, old)
     metrics = loss.metrics()
     assert before < 0.05
-    assert _recall(trained.eval(), images, texts) > 0.4
+    assert _recall(evaluated.eval(), images, texts) > 0.4
     assert metrics["infonce"] < 0.6 * metrics["chance"]
     assert 0.0099 <= metrics["temperature_min"] <= metrics["temperature_max"] <= 1.0

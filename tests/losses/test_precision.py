@@ -48,8 +48,7 @@ def test_autocast_changes_nothing(name: str) -> None:
     plain, cast = CASES[name].create(), CASES[name].create()
     for step in make_steps(3):
         expected, expected_gradients = run_step(plain, step, torch.float32)
-        with torch.autocast("cpu", torch.bfloat16):
-            value, gradients = run_step(cast, step, torch.float32)
+        value, gradients = run_step(cast, step, torch.float32, autocast=torch.bfloat16)
         assert torch.equal(value, expected)
         for actual, wanted in zip(gradients, expected_gradients, strict=True):
             assert torch.equal(actual, wanted)

@@ -29,6 +29,8 @@ LOSS_FLAGS = {
     "fastclip": ["--gamma-decay-epochs", "2"],
     "amorlip": ["--fit-every", "2", "--target-every", "2"],
     "neuclip": ["--prototypes", "24", "--normalizer-updates", "2", "--restart-every", "4"],
+    "simclr": [],
+    "sogclr": ["--views", "2"],
     "cliplite": ["--opt", "timm/lookahead_sgd", "--lookahead-steps", "3", "--momentum", "0.9", "--caption-aware-flip"],
 }
 

@@ -1,0 +1,79 @@
+"""SimCLR and SogCLR on two views of each image: loops over the anchors, after the papers."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.references.contrastive import StepResult, leaves
+
+
+class TwoViews:
+    """One of both losses, behind a projector with the values of ours.
+
+    Args:
+        projector: ours; its first and last layer are linear.
+        tau: temperature.
+        average: ``(γ_min, decay_epochs or None, ε)`` of SogCLR; None: SimCLR.
+    """
+
+    def __init__(self, projector: Any, tau: float, average: tuple[float, int | None, float] | None = None) -> None:
+        self.weights = [value.detach().double().clone() for value in projector.parameters()]
+        self.tau = tau
+        self.average = average
+        self.u: dict[int, float] = {}
+
+    def _project(self, features: Tensor) -> Tensor:
+        first, first_bias, second, second_bias = self.weights
+        projected = torch.relu(features @ first.T + first_bias) @ second.T + second_bias
+        return nn.functional.normalize(projected, dim=1)
+
+    def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
+        """``images`` are the first views, ``texts`` the second ones."""
+        first, second = leaves(images, texts)
+        views = [self._project(first), self._project(second)]
+        value, surrogate = self._simclr(views) if self.average is None else self._sogclr(views, index, epoch)
+        gradients = torch.autograd.grad(surrogate, (first, second))
+        return StepResult(value, *gradients, 0.0, [])
+
+    def _simclr(self, views: list[Tensor]) -> tuple[float, Tensor]:
+        """Mean over all views of ``−log(exp(s⁺/τ) / Σ_{z ≠ anchor} exp(s_z/τ))`` (Chen et al. 2020, Equation 1)."""
+        everything = torch.cat(views)
+        batch = len(views[0])
+        total = torch.zeros((), dtype=torch.float64)
+        for anchor in range(2 * batch):
+            positive = (anchor + batch) % (2 * batch)
+            others = [z for z in range(2 * batch) if z != anchor]
+            denominator = sum(torch.exp(everything[anchor] @ everything[z] / self.tau) for z in others)
+            total = total - torch.log(torch.exp(everything[anchor] @ everything[positive] / self.tau) / denominator)
+        mean = total / (2 * batch)
+        return mean.item(), mean
+
+    def _sogclr(self, views: list[Tensor], index: list[int], epoch: int) -> tuple[float, Tensor]:
+        """The chapter's ``dcl`` for both views, with each anchor's own new u; an image keeps the mean of its views'."""
+        gamma, eps = self._gamma(epoch), self.average[2]
+        batch = len(index)
+        value, surrogate = 0.0, torch.zeros((), dtype=torch.float64)
+        new: dict[int, list[float]] = {}
+        for view in (0, 1):
+            for i in range(batch):
+                anchor, positive = views[view][i], views[1 - view][i]
+                negatives = [views[side][j] for side in (0, 1) for j in range(batch) if j != i]
+                estimate = sum(math.exp((anchor @ z).item() / self.tau) for z in negatives) / len(negatives)
+                old = self.u.get(index[i])
+                u = estimate if old is None else (1 - gamma) * old + gamma * estimate
+                new.setdefault(index[i], []).append(u)
+                value += (-(anchor @ positive).item() + self.tau * math.log(eps + u)) / (2 * batch)
+                for z in negatives:
+                    p = math.exp((anchor @ z).item() / self.tau) / (eps + u) / len(negatives)
+                    surrogate = surrogate + p * (anchor @ z) / (2 * batch)
+                surrogate = surrogate - anchor @ positive / (2 * batch)
+        self.u |= {sample: sum(values) / len(values) for sample, values in new.items()}
+        return value, surrogate
+
+    def _gamma(self, epoch: int) -> float:
+        gamma, decay_epochs, _ = self.average
+        if decay_epochs is None:
+            return gamma
+        return gamma + 0.5 * (1 - gamma) * (1 + math.cos(math.pi * min(epoch / decay_epochs, 1)))
