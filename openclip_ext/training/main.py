@@ -128,8 +128,10 @@ def _train(
         evaluators=_evaluators(args, parts),
         position=position,
     )
+    # As the master sees its files: ranks that disagreed would wait for each other in different places.
+    evaluate_first = distributed.broadcast_object(checkpoint is not None and _lacks_evaluation(folder, position))
     try:
-        trainer.fit(evaluate_first=checkpoint is not None and _lacks_evaluation(folder, position))
+        trainer.fit(evaluate_first)
     finally:
         trainer.reporter.close()
 
