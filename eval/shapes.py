@@ -161,14 +161,15 @@ class ShapesEvaluator:
         hits = sum(self.captions[row] == self.captions[column] for row, column in enumerate(best))
         return hits / len(best)
 
-    def _encode_images(self, model: nn.Module) -> Tensor:
+    def images(self, model: nn.Module) -> Iterator[Tensor]:
+        """Batches ``(b, 3, H, W)`` of all samples' images, in order, where and as the model wants them."""
         parameter = next(model.parameters())
-        features = []
         for batch in _batches(self.samples, self.batch_size):
             images = [self.preprocess(Image.open(io.BytesIO(sample.png)).convert("RGB")) for sample in batch]
-            inputs = torch.stack(images).to(parameter.device, parameter.dtype)
-            features.append(model.encode_image(inputs, normalize=True).float())
-        return torch.cat(features)
+            yield torch.stack(images).to(parameter.device, parameter.dtype)
+
+    def _encode_images(self, model: nn.Module) -> Tensor:
+        return torch.cat([model.encode_image(batch, normalize=True).float() for batch in self.images(model)])
 
     def _encode_texts(self, model: nn.Module, texts: list[str]) -> Tensor:
         device = next(model.parameters()).device
