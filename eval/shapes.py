@@ -22,6 +22,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from eval.models import LoadedModel, load_model
 from openclip_ext.data.shapes.scene import (
     BACKGROUNDS,
     COLORS,
@@ -32,7 +33,6 @@ from openclip_ext.data.shapes.scene import (
     Scene,
     describe,
 )
-from openclip_ext.heads import read_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
 
 MAX_CANDIDATES = 1000
@@ -231,17 +231,24 @@ def _mean(hits: Tensor) -> float:
 def evaluate(
     model_name: str, checkpoint: str | None, data_dir: str, batch_size: int, device: str, seed: int = 0
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Build a model, load a checkpoint the way any OpenCLIP user would (heads included), and score it.
+    """Score a checkpoint (see :func:`eval.models.load_model`), or without one random weights.
 
     Returns:
         The metrics, and what guessing scores.
+
+    Raises:
+        ValueError: no such checkpoint, or of another model; not the demo set's test split.
     """
+    loaded = load_model(model_name, checkpoint, device) if checkpoint else untrained(model_name, device, seed)
+    evaluator = ShapesEvaluator(data_dir, loaded.preprocess, loaded.tokenizer, batch_size)
+    return evaluator.run(loaded.model), evaluator.chance()
+
+
+def untrained(model_name: str, device: str, seed: int = 0) -> LoadedModel:
+    """A model with random weights."""
     torch.manual_seed(seed)
-    model, _, preprocess = open_clip.create_model_and_transforms(model_name, pretrained=checkpoint, device=device)
-    if checkpoint is not None:
-        model = with_heads(model, read_heads(checkpoint))
-    evaluator = ShapesEvaluator(data_dir, preprocess, open_clip.get_tokenizer(model_name), batch_size)
-    return evaluator.run(model), evaluator.chance()
+    model, _, preprocess = open_clip.create_model_and_transforms(model_name, device=device)
+    return LoadedModel(model.eval(), preprocess, open_clip.get_tokenizer(model_name), model_name, "", {}, "")
 
 
 def format_table(columns: dict[str, dict[str, float]]) -> str:

@@ -19,14 +19,13 @@ import statistics
 from pathlib import Path
 
 import numpy as np
-import open_clip
 import torch
 from torch import nn
 
+from eval.models import load_model
 from eval.probes import Split, feature_function, probe_top1
-from eval.shapes import ShapesEvaluator
+from eval.shapes import ShapesEvaluator, untrained
 from openclip_ext.data.shapes.scene import SHAPES
-from openclip_ext.heads import read_heads, with_heads
 from openclip_ext.losses.registry import list_losses
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import main as training
@@ -80,15 +79,10 @@ def train(flags: str, folder: Path, args: argparse.Namespace, seed: int) -> Path
 
 def evaluate(checkpoint: Path | None, args: argparse.Namespace) -> dict[str, float]:
     """The demo set's metrics of a checkpoint, or of random weights."""
-    torch.manual_seed(0)
-    pretrained = None if checkpoint is None else str(checkpoint)
-    model, _, preprocess = open_clip.create_model_and_transforms(args.model, pretrained=pretrained, device=args.device)
-    model.eval()
-    evaluator = ShapesEvaluator(args.data_dir / "test", preprocess, open_clip.get_tokenizer(args.model))
-    probed = probe_shapes(model, evaluator)
-    if checkpoint is not None:
-        model = with_heads(model, read_heads(checkpoint))
-    return evaluator.run(model) | {"shape-probe-top1": probed}
+    device = args.device
+    loaded = untrained(args.model, device) if checkpoint is None else load_model(args.model, checkpoint, device)
+    evaluator = ShapesEvaluator(args.data_dir / "test", loaded.preprocess, loaded.tokenizer)
+    return evaluator.run(loaded.model) | {"shape-probe-top1": probe_shapes(loaded.model, evaluator)}
 
 
 @torch.no_grad()
