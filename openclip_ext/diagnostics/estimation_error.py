@@ -82,7 +82,9 @@ class EstimationError:
 def exact_log_normalizers(
     image: Any, text: Any, anchors: Any, tau: Any, *, eps: float = 0.0, include_positive: int | None = None
 ) -> Tensor:
-    """``α*`` of some anchors over all embeddings [NeuCLIP 9], in float64 and ``O(A·d + n·d)`` memory.
+    """``α*`` of some anchors over all embeddings [NeuCLIP 9], in float64.
+
+    Memory beside the embeddings is proportional to the number of anchors, not to ``n`` times it.
 
     ``log g_i = logsumexp_{j≠i} (s_ij − s_ii)/τ_i − log(n−1)``; ``α*_i = log(ε + g_i)``.
 

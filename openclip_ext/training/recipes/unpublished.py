@@ -38,7 +38,7 @@ UNPUBLISHED = (
         ("amorlip",),
         _DFN,
         "NeuCLIP's Table 2 has results of AmorLIP there, but no paper has its settings, and those of AmorLIP's own two scales "
-        "differ in all that counts (f_d, T_online, α, ρ's annealing)",
+        "differ (f_d, T_online, α, ρ's annealing)",
     ),
     Unpublished(
         ("tempnet",),
