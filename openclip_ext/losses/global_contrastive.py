@@ -56,7 +56,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     """An estimator of the log-normalizers, a temperature scheme, and the surrogate between them.
 
     Create it with :func:`openclip_ext.create_loss`, which names the combinations that papers have. Equations:
-    ``docs/methods.md``.
+    ``docs/methods/README.md``.
 
     Args:
         surrogate: what is minimised for given log-normalizers.
