@@ -1,9 +1,9 @@
 """Pure log-space mathematics of the global contrastive losses: no state, no communication.
 
 Notation of ``docs/methods/README.md``: ``s_ij`` similarity of image ``i`` and text ``j``, ``τ`` temperature, ``B`` samples
-in the batch, ``log g_i = logsumexp_{j≠i} (s_ij − s_ii)/τ − log(B−1)``, ``α_i`` estimated log-normalizer. Tensors with a leading
-dimension of 2 hold the two sides: 0 for image anchors (against texts), 1 for text anchors (against images). Equation
-numbers in [brackets] are the papers'.
+in the batch, ``log g_i = logsumexp_{j≠i} (s_ij − s_ii)/τ − log(B−1)``, ``α_i`` estimated log-normalizer. Tensors with a
+leading dimension of 2 hold the two sides: 0 for image anchors (against texts), 1 for text anchors (against images).
+Equation numbers in [brackets] are the papers'.
 """
 
 import math
