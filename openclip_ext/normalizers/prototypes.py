@@ -147,7 +147,7 @@ class PrototypeNormalizer(Normalizer):
         self._restart_if_due(block.ok)
         before = self._estimate(self.prototypes, block) if self.simultaneous else None
         if self.updates:
-            self._fit(block)
+            self.fit(block)
         self.steps += block.ok
         return before or self._estimate(self.prototypes, block)
 
@@ -166,7 +166,8 @@ class PrototypeNormalizer(Normalizer):
         if self.reset:
             self.accumulator.masked_fill_(due, 0)
 
-    def _fit(self, block: Block) -> None:
+    @torch.no_grad()
+    def fit(self, block: Block) -> None:
         """``T_u`` updates on the block, which all processes share where that saves more than it costs."""
         parts = block.world_size if shares_prototypes(self.prototypes, block) else 1
         size = self.ring.capacity // parts

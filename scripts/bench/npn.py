@@ -1,0 +1,105 @@
+"""Time of NeuCLIP's ``T_u`` prototype updates of a step over that of their bare matrix products.
+
+    python scripts/bench/npn.py [--batch-size 512] [--prototypes 4096] [--embed-dim 512] [--output results.json]
+
+Contestants take turns in one run: the two products an update needs and nothing else; ours, in closed form; and the plain way,
+``autograd`` through the equations with ``torch.optim.Adagrad``. Also given: the arithmetic, 8·B·m·d flops an update.
+"""
+
+import argparse
+import os
+from functools import partial
+from pathlib import Path
+
+import torch
+from _report import hardware, write_report
+from _turns import print_turns, take_turns
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from openclip_ext.losses.block import Block, LocalBatch, make_block
+from openclip_ext.losses.similarities import Similarities
+from openclip_ext.normalizers.prototypes import PrototypeNormalizer
+
+BASELINE = "matrix products"
+TAU = 0.07
+EPS = 1e-14
+
+
+def make_batch(args: argparse.Namespace) -> Block:
+    random = torch.Generator().manual_seed(0)
+    images, texts = normalize(torch.randn(2, args.batch_size, args.embed_dim, generator=random), dim=2).to(args.device)
+    batch = LocalBatch(images, texts, torch.tensor(1 / TAU, device=args.device), None, torch.float32)
+    block = make_block(batch, None, gather=False)
+    block.tau = torch.full_like(block.features[..., 0], TAU)
+    block.log_g = block.log_estimate = Similarities(block).log_g()
+    return block
+
+
+@torch.no_grad()
+def bare_products(features: Tensor, prototypes: Tensor, updates: int) -> None:
+    for _ in range(updates):
+        similarities = features @ prototypes.transpose(1, 2)
+        similarities.transpose(1, 2) @ features
+
+
+def autograd(prototypes: torch.nn.Parameter, optimizer: torch.optim.Optimizer, block: Block, updates: int) -> None:
+    number = prototypes.shape[1]
+    for _ in range(updates):
+        cosines = block.features @ normalize(prototypes, dim=2).transpose(1, 2)
+        exponents = (cosines - block.positive[:, None]) / TAU
+        alpha = torch.logsumexp(exponents, dim=2) - torch.log(torch.tensor(number))
+        alpha = torch.logaddexp(alpha, torch.tensor(EPS, device=alpha.device).log())
+        loss = (TAU * (torch.exp(block.log_estimate - alpha) + alpha)).mean(dim=1).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    block = make_batch(args)
+    normalizer = PrototypeNormalizer(
+        embed_dim=args.embed_dim,
+        eps=EPS,
+        prototypes=args.prototypes,
+        restart_every=500,
+        normalizer_updates=args.updates,
+        normalizer_lr=1.0,
+        normalizer_objective="unified",
+        normalizer_reset=True,
+        simultaneous=False,
+        alpha_gradient=True,
+    ).to(args.device)
+    normalizer.step(block)
+    plain = torch.nn.Parameter(normalizer.prototypes.clone())
+    contestants = {
+        BASELINE: partial(bare_products, block.features, normalizer.prototypes.clone(), args.updates),
+        "closed form": partial(normalizer.fit, block),
+        "autograd": partial(autograd, plain, torch.optim.Adagrad([plain], lr=1.0), block, args.updates),
+    }
+    return take_turns(contestants, BASELINE, args.rounds, args.device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--prototypes", type=int, default=4096)
+    parser.add_argument("--embed-dim", type=int, default=512)
+    parser.add_argument("--updates", type=int, default=10, help="T_u")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, help="write the numbers as JSON")
+    args = parser.parse_args()
+    flops = 8 * args.batch_size * args.prototypes * args.embed_dim * args.updates
+    print(f"{hardware(args.device)}, load {os.getloadavg()[0]:.1f}; {flops / 1e9:.1f} Gflop a step")
+    results = measure(args)
+    for row in results.values():
+        row["gflops"] = flops / row["ms"] / 1e6
+    print_turns(results)
+    if args.output is not None:
+        settings = {name: value for name, value in vars(args).items() if name != "output"}
+        write_report(args.output, settings, results, args.device, baseline=BASELINE, flops=flops)
+
+
+if __name__ == "__main__":
+    main()
