@@ -73,7 +73,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", help="checkpoint file, or one of the model's pretrained tags")
     parser.add_argument("--batch-size", type=_at_least(1), default=256, help="images, and texts, in a batch")
     parser.add_argument(
-        "--workers", type=_at_least(0), default=4, help="processes that decode images; never more than shards"
+        "--workers",
+        type=_at_least(0),
+        default=default_workers(),
+        help="images that are decoded at a time, in processes, never more than shards, and threads of theirs; "
+        "default: one a core (here %(default)s), at most 16",
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is one")
     parser.add_argument(
@@ -93,6 +97,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--image-std", type=float, nargs=3)
     group.add_argument("--image-interpolation", choices=("bicubic", "bilinear", "random"))
     group.add_argument("--image-resize-mode", choices=("shortest", "longest", "squash"))
+
+
+def default_workers() -> int:
+    """One for each core that this process may use; the processes of torchrun on one machine share the cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(16, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _at_least(lowest: int) -> Callable[[str], int]:
