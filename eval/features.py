@@ -89,20 +89,23 @@ class Encoder:
 
         return checked()
 
+    def model_input(self, images: Tensor) -> Tensor:
+        """What the model takes, from images as ``preprocess`` returns them, or uint8 as `batches` yields them."""
+        images = images.to(self.device, non_blocking=True)
+        if self._normalize is not None and images.dtype == torch.uint8:
+            images = self._normalize(images)
+        return images.to(_input_dtype(self.model))
+
     @torch.no_grad()
     def encode_images(self, images: Tensor, autocast: bool = False) -> Tensor:
         """Unit embeddings ``(B, d)``, float32, of preprocessed images.
 
         Args:
-            images: ``(B, 3, H, W)`` as ``preprocess`` returns them, or uint8 as `batches` yields them.
+            images: ``(B, 3, H, W)``, see `model_input`.
             autocast: whether to use autocast under precision ``datacomp``, too.
         """
-        images = images.to(self.device, non_blocking=True)
-        if self._normalize is not None and images.dtype == torch.uint8:
-            images = self._normalize(images)
-        images = images.to(_input_dtype(self.model))
         with self._autocast(autocast or self.precision == "amp"):
-            features = self.model.encode_image(images)
+            features = self.model.encode_image(self.model_input(images))
         return _unit(features, "image")
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:

@@ -148,7 +148,7 @@ def extract(
     numbers, features = [], []
     with tqdm(total=total, desc="features", unit="image", disable=not encoder.show_progress) as bar:
         for number, images in batches:
-            features.append(function(images.to(encoder.device)).float().cpu().numpy())
+            features.append(function(encoder.model_input(images)).float().cpu().numpy())
             numbers.append(number.numpy())
             bar.update(len(number))
     if not features:
