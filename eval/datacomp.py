@@ -22,7 +22,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from eval.data import DataError, MissingDataError, task_folder
 from eval.features import PRECISIONS, Encoder, resolve_precision
-from eval.models import LoadedModel, load_model
+from eval.models import MODEL_OPTIONS, LoadedModel, load_model
 from eval.results import ResultFile, Run
 from eval.runner import evaluate_task
 from eval.summary import summary, summary_text
@@ -30,17 +30,6 @@ from eval.tasks import SUITES, Task, select_tasks
 from openclip_ext import distributed
 
 SUMMARY_FILE = "eval_summary.json"
-# Options of open_clip.create_model_and_transforms, for checkpoints that were trained with them.
-MODEL_OPTIONS = (
-    "force_quick_gelu",
-    "force_custom_text",
-    "force_image_size",
-    "force_context_length",
-    "image_mean",
-    "image_std",
-    "image_interpolation",
-    "image_resize_mode",
-)
 logger = logging.getLogger("eval.datacomp")
 
 
