@@ -17,6 +17,10 @@ it is given, too. ``at_datacomps_size`` multiplies the measured times of an imag
 numbers of them.
 
     python scripts/bench/evaluation.py --output evaluation.json
+
+``--reading`` compares reading and preprocessing the images alone, which decides where the model is fast.
+
+    python scripts/bench/evaluation.py --reading --tasks imagenetv2 --scale 20 --shards 1
 """
 
 import argparse
@@ -47,14 +51,14 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from eval.data import read_classes
+from eval.data import SampleFormat, find_shards, read_classes
 from eval.features import Encoder, resolve_precision
 from eval.models import load_model
 from eval.runner import evaluate_task
 from eval.tasks import AVERAGED, GROUPS, TASKS, Task
 
 # Names of the parts of the work.
-MODEL, PROMPTS, IMAGES, METADATA = "model", "texts", "images", "metadata"
+MODEL, PROMPTS, IMAGES, METADATA, READING = "model", "texts", "images", "metadata", "reading"
 VARIANTS = GROUPS["ImageNet & variants (7)"]
 # clip-benchmark's name for the classes and templates of the tasks that it does not list under their own.
 TEXTS = dict.fromkeys(VARIANTS, "imagenet1k")
@@ -73,6 +77,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=64, help="of both ways; upstream's default")
     parser.add_argument("--workers", type=int, default=4, help="of both ways, at most one a shard; upstream's default")
+    parser.add_argument("--shards", type=int, default=2, help="of each task")
+    parser.add_argument("--reading", action="store_true", help="compare reading and preprocessing alone")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--data-dir", help="use DataComp's own data instead of making some")
     parser.add_argument("--output", help="JSON file for the result")
@@ -90,7 +96,7 @@ def main() -> None:
         tasks = [TASKS[key] for key in args.tasks]
         if not args.data_dir:
             for task in tasks:
-                make_data(data_dir, task, args.scale)
+                make_data(data_dir, task, args.scale, args.shards)
         result = compare(args, checkpoint, data_dir, tasks)
     print(json.dumps(result, indent=2))
     if args.output:
@@ -108,7 +114,7 @@ def compare(args: argparse.Namespace, checkpoint: Path, data_dir: Path, tasks: l
                 for shard in (data_dir / task.folder).rglob("*.tar"):
                     shard.read_bytes()
                 for way in ways.values():
-                    way.evaluate(task, data_dir)
+                    (way.read if args.reading else way.evaluate)(task, data_dir)
                 bar.update()
             runs.append(ways)
     return report(args, runs)
@@ -171,6 +177,12 @@ class Upstream(Way):
         self.prompts += len(dataset.classes) * len(dataset.templates)
         self.scores[task.key] = (logits.argmax(dim=1) == labels).double().mean().item()
 
+    def read(self, task: Task, data_dir: Path) -> None:
+        root = data_dir / task.folder
+        dataset = build_dataset(f"wds/{task.key}", root=str(root), transform=self._load()[1])
+        loader = self._loader(dataset, root)
+        self.samples += self.clock.time(task.key, READING, lambda: sum(len(labels) for _, labels in loader))
+
     def _load(self) -> tuple[torch.nn.Module, Callable, Callable]:
         model, _, preprocess = open_clip.create_model_and_transforms(self.args.model, pretrained=str(self.checkpoint))
         return model.eval().to(self.args.device), preprocess, open_clip.get_tokenizer(self.args.model)
@@ -202,6 +214,13 @@ class Ours(Way):
         self.samples += result.samples
         self.scores[task.key] = result.metrics["acc1"]
 
+    def read(self, task: Task, data_dir: Path) -> None:
+        shards, spec = find_shards(data_dir / task.folder), SampleFormat(num_classes=task.classes)
+        batches = self.encoder.batches
+        self.samples += self.clock.time(
+            task.key, READING, lambda: sum(len(batch.keys) for batch in batches(shards, spec))
+        )
+
     def _known_prompts(self) -> int:
         return sum(len(templates) * len(classes) for templates, classes in self.encoder._class_embeddings.items())
 
@@ -210,25 +229,32 @@ def report(args: argparse.Namespace, runs: list[dict[str, Way]]) -> dict:
     """Speeds, ratios, hardware and versions. Both ways must have scored the same samples alike."""
     for ways in runs:
         check_scores(ways, 1e-6 if args.device == "cpu" else 0.01)
-    first = runs[0]
     return {
         "ratio": spread(speed(ways["ours"]) / speed(ways["upstream"]) for ways in runs),
-        "ratio_without_loading_the_model": spread(
-            speed(ways["ours"], PROMPTS, IMAGES, METADATA) / speed(ways["upstream"], PROMPTS, IMAGES, METADATA)
-            for ways in runs
-        ),
-        "at_datacomps_size": {name: at_datacomps_size(tasks, runs) for name, tasks in PROJECTED.items()},
-        "samples": first["ours"].samples,
-        "prompts_for_each_image": {
-            "benchmark": first["upstream"].prompts / first["upstream"].samples,
-            "datacomp": sum(prompts(TASKS[key]) for key in args.tasks) / sum(TASKS[key].size for key in args.tasks),
-        },
-        "ways": {name: [details(ways[name]) for ways in runs] for name in first},
+        **({} if args.reading else work_ratios(args, runs)),
+        "samples": runs[0]["ours"].samples,
+        "ways": {name: [details(ways[name]) for ways in runs] for name in runs[0]},
         "arguments": vars(args),
         "hardware": hardware(args.device),
         "load_average": os.getloadavg(),
         "versions": {
             name: version(name) for name in ("torch", "open_clip_torch", "clip-benchmark", "webdataset", "pillow")
+        },
+    }
+
+
+def work_ratios(args: argparse.Namespace, runs: list[dict[str, Way]]) -> dict:
+    """What belongs beside the ratio of whole evaluations."""
+    work = (PROMPTS, IMAGES, METADATA)
+    upstream = runs[0]["upstream"]
+    return {
+        "ratio_without_loading_the_model": spread(
+            speed(ways["ours"], *work) / speed(ways["upstream"], *work) for ways in runs
+        ),
+        "at_datacomps_size": {name: at_datacomps_size(tasks, runs) for name, tasks in PROJECTED.items()},
+        "prompts_for_each_image": {
+            "benchmark": upstream.prompts / upstream.samples,
+            "datacomp": sum(prompts(TASKS[key]) for key in args.tasks) / sum(TASKS[key].size for key in args.tasks),
         },
     }
 
@@ -242,8 +268,9 @@ def check_scores(ways: dict[str, Way], tolerance: float) -> None:
 
 
 def speed(way: Way, *parts: str) -> float:
-    """Samples per second."""
-    return way.samples / way.seconds(*parts)
+    """Samples per second; of reading alone where only that was timed."""
+    reading = way.seconds(READING)
+    return way.samples / (reading or way.seconds(*parts))
 
 
 def details(way: Way) -> dict:
@@ -319,20 +346,20 @@ def prompts(task: Task) -> int:
     return len(classnames) * len(templates)
 
 
-def make_data(data_dir: Path, task: Task, scale: int) -> None:
-    """A task in DataComp's format: photographs of 300 to 500 pixels, two shards, some of its real classes."""
+def make_data(data_dir: Path, task: Task, scale: int, shards: int = 2) -> None:
+    """A task in DataComp's format: photographs of 300 to 500 pixels, some of its real classes."""
     classnames, templates = texts(task)
     classnames = classnames[: max(1, round(len(classnames) / scale))]
     folder = data_dir / task.folder
     (folder / "test").mkdir(parents=True)
-    (folder / "test" / "nshards.txt").write_text("2\n")
+    (folder / "test" / "nshards.txt").write_text(f"{shards}\n")
     (folder / "classnames.txt").write_text("\n".join(classnames))
     (folder / "zeroshot_classification_templates.txt").write_text("\n".join(templates))
     generator = np.random.default_rng(0)
     count = max(8, round(task.size / scale))
-    for shard in range(2):
+    for shard in range(shards):
         with tarfile.open(folder / "test" / f"{shard}.tar", "w") as archive:
-            for index in range(shard, count, 2):
+            for index in range(shard, count, shards):
                 files = {"jpg": photograph(generator), "cls": str(index % len(classnames)).encode()}
                 if task.metadata:
                     stream = io.BytesIO()

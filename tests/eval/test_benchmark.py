@@ -38,6 +38,17 @@ def test_both_ways_do_the_same(benchmark, tiny_folder, tmp_path, monkeypatch):
     assert result["ratio"]["min"] == result["ratio"]["median"] == result["ratio"]["max"]
 
 
+def test_reading_alone(benchmark, tiny_folder, tmp_path, monkeypatch):
+    output = tmp_path / "result.json"
+    command = f"evaluation.py --model {datasets.TINY_MODEL} --tasks cifar10 --scale 500 --shards 1 --reading"
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--repeats", "2", "--device", "cpu", "--output", str(output)])
+    benchmark.main()
+    result = json.loads(output.read_text())
+    assert result["samples"] == 20 and len(result["ways"]["ours"]) == 2
+    assert set(result["ways"]["upstream"][0]["seconds"]) == {"cifar10: reading"}
+    assert result["ratio"]["min"] <= result["ratio"]["median"] <= result["ratio"]["max"]
+
+
 def test_the_numbers_at_datacomps_size(benchmark):
     variants, classification = benchmark.PROJECTED.values()
     assert sum(task.size for task in variants) == 168963
