@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from eval.classification import class_logits
-from eval.datacomp import MODEL_OPTIONS, add_model_arguments, select_device
+from eval.datacomp import add_model_arguments, select_device
 from eval.features import Encoder, resolve_precision
 from eval.metrics import Metrics, classification_metrics, target_ranks
-from eval.models import load_model
+from eval.models import MODEL_OPTIONS, load_model
 from eval.results import Run
 from eval.retrieval import retrieval_metrics
 

@@ -9,7 +9,9 @@ Everything that would change a score without a word (a cut tar, a short shard co
 import hashlib
 import io
 import tarfile
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,7 +72,7 @@ class Batch:
     """Decoded samples of one worker.
 
     Attributes:
-        images: ``(B, 3, H, W)``.
+        images: ``(B, 3, H, W)``, of the type that the transform gives.
         order: ``(B,)`` int64, sorts all samples of the data set into their order on disk.
         keys: the samples' keys.
         labels: ``(B,)`` int64 or None.
@@ -239,15 +241,30 @@ def fingerprint(folder: Path) -> str:
 
 
 class ShardReader(IterableDataset):
-    """Reads shards front to back and yields `Batch` objects; worker w of W takes the shards w, w + W, ..."""
+    """Reads shards front to back and yields `Batch` objects; worker w of W takes the shards w, w + W, ...
+
+    Args:
+        shards: of the data set.
+        transform: PIL image -> ``(3, H, W)``.
+        spec: what the samples hold.
+        batch_size: samples in a batch.
+        threads: that decode in every worker, so that a data set with few shards, and so few workers, keeps more cores
+            busy. Pillow decodes and resizes without Python's global lock.
+    """
 
     def __init__(
-        self, shards: list[Path], transform: Callable[[Image.Image], Tensor], spec: SampleFormat, batch_size: int
+        self,
+        shards: list[Path],
+        transform: Callable[[Image.Image], Tensor],
+        spec: SampleFormat,
+        batch_size: int,
+        threads: int = 1,
     ):
         self.shards = shards
         self.transform = transform
         self.spec = spec
         self.batch_size = batch_size
+        self.threads = threads
 
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
@@ -255,7 +272,7 @@ class ShardReader(IterableDataset):
         samples: list[dict[str, Any]] = []
         skipped: list[Skipped] = []
         try:
-            for sample in self._samples(first, step):
+            for sample in _map_in_order(self._sample, self._entries(first, step), self.threads):
                 if "skipped" in sample:
                     skipped.append(sample["skipped"])
                 else:
@@ -269,11 +286,19 @@ class ShardReader(IterableDataset):
         if samples or skipped:
             yield _collate(samples, skipped)
 
-    def _samples(self, first: int, step: int) -> Iterator[dict[str, Any]]:
+    def _entries(self, first: int, step: int) -> Iterator[tuple[int, int, str, dict[str, bytes]]]:
+        """Number of the shard, position in it, key and files of every sample."""
         for shard_number in range(first, len(self.shards), step):
-            shard = self.shards[shard_number]
-            for position, (key, fields) in enumerate(read_shard(shard)):
-                yield {"key": key, "order": (shard_number << 32) + position, **self._decode(shard, key, fields)}
+            for position, (key, fields) in enumerate(read_shard(self.shards[shard_number])):
+                yield shard_number, position, key, fields
+
+    def _sample(self, entry: tuple[int, int, str, dict[str, bytes]]) -> dict[str, Any]:
+        shard_number, position, key, fields = entry
+        return {
+            "key": key,
+            "order": (shard_number << 32) + position,
+            **self._decode(self.shards[shard_number], key, fields),
+        }
 
     def _decode(self, shard: Path, key: str, fields: dict[str, bytes]) -> dict[str, Any]:
         where = f"{shard}: {key}"
@@ -347,6 +372,21 @@ def _collate(samples: list[dict[str, Any]], skipped: list[Skipped], error: str |
     )
 
 
+def _map_in_order(function: Callable[[Any], Any], items: Iterable[Any], threads: int) -> Iterator[Any]:
+    """``map`` on several threads, that runs ahead of what was asked for by two items a thread."""
+    if threads == 1:
+        yield from map(function, items)
+        return
+    pending: deque = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) == 2 * threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
 def make_loader(
     shards: list[Path],
     transform: Callable[[Image.Image], Tensor],
@@ -355,11 +395,15 @@ def make_loader(
     workers: int,
     pin_memory: bool = False,
 ) -> DataLoader:
-    """A loader of `Batch` objects with at most one worker a shard, so that every worker has something to read."""
+    """A loader of `Batch` objects with at most one worker a shard, so that every worker has something to read.
+
+    Where there are fewer shards than ``workers``, each worker decodes in several threads instead.
+    """
+    processes = min(workers, len(shards))
     return DataLoader(
-        ShardReader(shards, transform, spec, batch_size),
+        ShardReader(shards, transform, spec, batch_size, threads=workers // processes if processes else 1),
         batch_size=None,
-        num_workers=min(workers, len(shards)),
+        num_workers=processes,
         pin_memory=pin_memory,
         # Starting workers draws a seed: not from the global generator, which belongs to a training run.
         generator=torch.Generator(),

@@ -22,7 +22,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from eval.data import DataError, MissingDataError, task_folder
 from eval.features import PRECISIONS, Encoder, resolve_precision
-from eval.models import LoadedModel, load_model
+from eval.models import MODEL_OPTIONS, LoadedModel, load_model
 from eval.results import ResultFile, Run
 from eval.runner import evaluate_task
 from eval.summary import summary, summary_text
@@ -30,17 +30,6 @@ from eval.tasks import SUITES, Task, select_tasks
 from openclip_ext import distributed
 
 SUMMARY_FILE = "eval_summary.json"
-# Options of open_clip.create_model_and_transforms, for checkpoints that were trained with them.
-MODEL_OPTIONS = (
-    "force_quick_gelu",
-    "force_custom_text",
-    "force_image_size",
-    "force_context_length",
-    "image_mean",
-    "image_std",
-    "image_interpolation",
-    "image_resize_mode",
-)
 logger = logging.getLogger("eval.datacomp")
 
 
@@ -73,7 +62,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", help="checkpoint file, or one of the model's pretrained tags")
     parser.add_argument("--batch-size", type=_at_least(1), default=256, help="images, and texts, in a batch")
     parser.add_argument(
-        "--workers", type=_at_least(0), default=4, help="processes that decode images; never more than shards"
+        "--workers",
+        type=_at_least(0),
+        default=default_workers(),
+        help="images that are decoded at a time, in processes, never more than shards, and threads of theirs; "
+        "default: one a core (here %(default)s), at most 16",
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is one")
     parser.add_argument(
@@ -93,6 +86,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--image-std", type=float, nargs=3)
     group.add_argument("--image-interpolation", choices=("bicubic", "bilinear", "random"))
     group.add_argument("--image-resize-mode", choices=("shortest", "longest", "squash"))
+
+
+def default_workers() -> int:
+    """One for each core that this process may use; the processes of torchrun on one machine share the cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(16, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _at_least(lowest: int) -> Callable[[str], int]:

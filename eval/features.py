@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from eval.data import Batch, DataError, SampleFormat, make_loader
+from eval.preprocessing import split_transform
 from eval.text import TextEncoder
 
 PRECISIONS = ("datacomp", "fp32", "amp")
@@ -49,7 +50,8 @@ class Encoder:
         device: where the model is.
         precision: as `resolve_precision` returns it.
         batch_size: images, and texts, in a batch.
-        workers: processes that decode images; never more than a data set has shards.
+        workers: images that are decoded at a time: in processes, never more than a data set has shards, and, where it
+            has fewer, in threads of theirs.
         show_progress: whether to draw progress bars.
     """
 
@@ -63,9 +65,12 @@ class Encoder:
     show_progress: bool = False
     _class_embeddings: dict[tuple[str, ...], dict[str, Tensor]] = field(default_factory=dict, repr=False)
     _text_encoder: TextEncoder = field(init=False, repr=False)
+    _transform: Callable[[Any], Tensor] = field(init=False, repr=False)
+    _normalize: Callable[[Tensor], Tensor] | None = field(init=False, repr=False)
 
     def __post_init__(self):
         self._text_encoder = TextEncoder(self.model)
+        self._transform, self._normalize = split_transform(self.preprocess)
 
     def batches(self, shards: list[Path], spec: SampleFormat) -> Iterator[Batch]:
         """Batches of a data set. Reading starts here, not at the first batch, and so overlaps with encoding texts.
@@ -74,7 +79,7 @@ class Encoder:
             DataError: while iterating, for data that must not be scored.
         """
         pin_memory = self.device.type == "cuda"
-        reading = iter(make_loader(shards, self.preprocess, spec, self.batch_size, self.workers, pin_memory))
+        reading = iter(make_loader(shards, self._transform, spec, self.batch_size, self.workers, pin_memory))
 
         def checked() -> Iterator[Batch]:
             for batch in reading:
@@ -84,12 +89,23 @@ class Encoder:
 
         return checked()
 
+    def model_input(self, images: Tensor) -> Tensor:
+        """What the model takes, from images as ``preprocess`` returns them, or uint8 as `batches` yields them."""
+        images = images.to(self.device, non_blocking=True)
+        if self._normalize is not None and images.dtype == torch.uint8:
+            images = self._normalize(images)
+        return images.to(_input_dtype(self.model))
+
     @torch.no_grad()
     def encode_images(self, images: Tensor, autocast: bool = False) -> Tensor:
-        """``(B, 3, H, W)`` -> unit embeddings ``(B, d)``, float32; ``autocast``: under precision ``datacomp``, too."""
-        images = images.to(self.device, dtype=_input_dtype(self.model), non_blocking=True)
+        """Unit embeddings ``(B, d)``, float32, of preprocessed images.
+
+        Args:
+            images: ``(B, 3, H, W)``, see `model_input`.
+            autocast: whether to use autocast under precision ``datacomp``, too.
+        """
         with self._autocast(autocast or self.precision == "amp"):
-            features = self.model.encode_image(images)
+            features = self.model.encode_image(self.model_input(images))
         return _unit(features, "image")
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
@@ -127,15 +143,16 @@ class Encoder:
 
     @torch.no_grad()
     def _encode_texts(self, texts: Sequence[str], bar: tqdm) -> Tensor:
+        tokens = self.tokenizer(list(texts))
+        # Texts of similar length together, since a batch is as long as its longest text.
+        order = self._text_encoder.lengths(tokens).argsort(stable=True)
         embeddings = []
-        for start in range(0, len(texts), self.batch_size):
-            chunk = list(texts[start : start + self.batch_size])
-            tokens = self.tokenizer(chunk).to(self.device)
+        for rows in order.split(self.batch_size):
             with self._autocast(True):
-                features = self._text_encoder(tokens)
+                features = self._text_encoder(tokens[rows].to(self.device))
             embeddings.append(_unit(features, "text"))
-            bar.update(len(chunk))
-        return torch.cat(embeddings)
+            bar.update(len(rows))
+        return torch.cat(embeddings)[order.argsort()]
 
     def progress(self, total: int | None, description: str, unit: str) -> tqdm:
         """A bar within one task, below the bar over the tasks; sparse where the output is a log file."""

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from eval.data import IMAGE_EXTENSIONS
-from eval.datacomp import MODEL_OPTIONS, select_device
+from eval.datacomp import select_device
 from eval.features import Encoder, resolve_precision
-from eval.models import LoadedModel, load_model
+from eval.models import MODEL_OPTIONS, LoadedModel, load_model
 
 
 def load_encoder(args: argparse.Namespace) -> tuple[LoadedModel, Encoder]:

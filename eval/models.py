@@ -4,6 +4,7 @@ import copy
 import difflib
 import hashlib
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,18 @@ from torch import Tensor, nn
 
 from openclip_ext.heads import HEADS_KEY, HeadsError, build_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
+
+# Options of open_clip.create_model_and_transforms, for checkpoints that were trained with them.
+MODEL_OPTIONS = (
+    "force_quick_gelu",
+    "force_custom_text",
+    "force_image_size",
+    "force_context_length",
+    "image_mean",
+    "image_std",
+    "image_interpolation",
+    "image_resize_mode",
+)
 
 
 class ModelError(ValueError):
@@ -69,6 +82,7 @@ def load_model(
     source = _source(name, checkpoint)
     heads = None
     if source is not None and Path(source).is_file():
+        _warn_of_forgotten_options(source, options)
         state_dict, heads = _peek(Path(source))
         if "logit_bias" in state_dict or "module.logit_bias" in state_dict:
             # Trained with the sigmoid loss: stock configurations have no bias, which strict loading would refuse.
@@ -162,12 +176,29 @@ def _why_not(name: str, source: str | None, error: Exception) -> str:
 
 
 def _trained_model(source: str | None) -> str | None:
-    """The model that the run folder of a checkpoint names in OpenCLIP's ``params.txt``."""
-    parameters = Path(source or "").parent.parent / "params.txt"
-    if not parameters.is_file():
-        return None
-    lines = parameters.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model:")), None)
+    """The model that the run folder of a checkpoint names."""
+    return _run_parameters(source).get("model")
+
+
+def _run_parameters(source: str | None) -> dict[str, str]:
+    """OpenCLIP's ``params.txt`` of the run folder that a checkpoint lies in; empty where there is none."""
+    path = Path(source or "").parent.parent / "params.txt"
+    if not path.is_file():
+        return {}
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return {name: value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
+
+
+def _warn_of_forgotten_options(source: str, options: dict[str, Any]) -> None:
+    """Without an option that the run was trained with, the numbers would be another model's, and nothing would fail."""
+    parameters = _run_parameters(source)
+    for name in MODEL_OPTIONS:
+        value = parameters.get(name, "None")
+        if value not in ("None", "False") and name not in options:
+            logging.warning(
+                f"The run of {source} was trained with {name}: {value}, which is not given here: "
+                f"expected --{name.replace('_', '-')}, or the numbers are those of another model."
+            )
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -36,12 +36,14 @@ from eval.data import CLASSNAMES_FILE, SampleFormat, Skipped, find_shards, read_
 from eval.datacomp import add_model_arguments
 from eval.features import Encoder
 from eval.image_files import list_images, load_encoder, read_images
+from eval.logistic import TorchLogisticRegression
 from eval.models import ModelError
 
 SVM_COSTS = (0.01, 0.1, 1.0, 10.0)
 LOGISTIC_COSTS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 FOLDS = 3
 FEATURES = ("backbone", "embedding")
+SOLVERS = ("scikit-learn", "torch")
 PRESENT, DIFFICULT, ABSENT = 1, 0, -1
 
 Array = np.ndarray
@@ -148,7 +150,7 @@ def extract(
     numbers, features = [], []
     with tqdm(total=total, desc="features", unit="image", disable=not encoder.show_progress) as bar:
         for number, images in batches:
-            features.append(function(images.to(encoder.device)).float().cpu().numpy())
+            features.append(function(encoder.model_input(images)).float().cpu().numpy())
             numbers.append(number.numpy())
             bar.update(len(number))
     if not features:
@@ -319,6 +321,8 @@ def probe_top1(
     costs: Sequence[float] = LOGISTIC_COSTS,
     samples_per_class: int | None = None,
     max_iterations: int = 1000,
+    solver: str = "scikit-learn",
+    device: str | torch.device = "cpu",
 ) -> ProbeResult:
     """Multinomial logistic regression on standardised features.
 
@@ -328,6 +332,8 @@ def probe_top1(
         costs: scikit-learn's C, the inverse of the weight decay; the best on a tenth of the training data is taken.
         samples_per_class: train on at most this many a class; None: on all.
         max_iterations: of L-BFGS.
+        solver: ``scikit-learn``, or ``torch`` for data of ImageNet's size: the same classifier, in float32 on `device`.
+        device: of the solver ``torch``.
 
     Returns:
         ``acc1`` and ``train_acc1``.
@@ -344,8 +350,14 @@ def probe_top1(
         )
     scaler = StandardScaler().fit(features)
     features, test_features = scaler.transform(features), scaler.transform(test.features)
-    cost = costs[0] if len(costs) == 1 else _choose_cost(features, labels, costs, max_iterations)
-    classifier = _logistic(cost, max_iterations).fit(features, labels)
+
+    def classifier_of(cost: float) -> LogisticRegression | TorchLogisticRegression:
+        if solver == "torch":
+            return TorchLogisticRegression(cost, max_iterations, device)
+        return LogisticRegression(C=cost, max_iter=max_iterations)
+
+    cost = costs[0] if len(costs) == 1 else _choose_cost(features, labels, costs, classifier_of)
+    classifier = classifier_of(cost).fit(features, labels)
     metrics = {
         "acc1": float(np.mean(classifier.predict(test_features) == test.labels)),
         "train_acc1": float(np.mean(classifier.predict(features) == labels)),
@@ -353,18 +365,16 @@ def probe_top1(
     return ProbeResult(metrics, costs={"all": cost})
 
 
-def _choose_cost(features: Array, labels: Array, costs: Sequence[float], max_iterations: int) -> float:
+def _choose_cost(
+    features: Array, labels: Array, costs: Sequence[float], classifier_of: Callable[[float], Any]
+) -> float:
     """The cost that is best on a held-out tenth, which has every class in it."""
     held_out = max(len(np.unique(labels)), len(labels) // 10)
     train_x, valid_x, train_y, valid_y = train_test_split(
         features, labels, test_size=held_out, stratify=labels, random_state=0
     )
-    scores = [_logistic(cost, max_iterations).fit(train_x, train_y).score(valid_x, valid_y) for cost in costs]
+    scores = [classifier_of(cost).fit(train_x, train_y).score(valid_x, valid_y) for cost in costs]
     return costs[int(np.argmax(scores))]
-
-
-def _logistic(cost: float, max_iterations: int) -> LogisticRegression:
-    return LogisticRegression(C=cost, max_iter=max_iterations)
 
 
 def _limit(features: Array, labels: Array, samples_per_class: int | None) -> tuple[Array, Array]:
@@ -407,6 +417,12 @@ def build_parser() -> argparse.ArgumentParser:
         )
     top1.add_argument("--samples-per-class", type=int, help="train on at most this many a class")
     top1.add_argument("--max-iterations", type=int, default=1000, help="of L-BFGS (default: %(default)s)")
+    top1.add_argument(
+        "--solver",
+        choices=SOLVERS,
+        default=SOLVERS[0],
+        help="torch: the same classifier in float32 on --device, for data of ImageNet's size (default: %(default)s)",
+    )
     for probe, costs in ((voc07, SVM_COSTS), (top1, LOGISTIC_COSTS)):
         add_model_arguments(probe)
         probe.add_argument(
@@ -447,7 +463,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         result = probe_voc07(train, test, args.costs, args.jobs)
     else:
         train, test = (read_labelled(path, encoder, args.features) for path in (args.train, args.test))
-        result = probe_top1(train, test, args.costs, args.samples_per_class, args.max_iterations)
+        options = (args.samples_per_class, args.max_iterations, args.solver, encoder.device)
+        result = probe_top1(train, test, args.costs, *options)
     return {
         "probe": args.probe,
         **result.metrics,

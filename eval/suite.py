@@ -88,7 +88,7 @@ def build_suite(
         device: where the model is.
         precision: see `eval.features.resolve_precision`.
         batch_size: images, and texts, in a batch.
-        workers: processes that decode images.
+        workers: images that are decoded at a time, see `eval.features.Encoder`.
         any_size: score data whose size is not DataComp's.
 
     Raises:

@@ -48,11 +48,15 @@ class TextEncoder:
             return self._model(tokens)
         return self._cut(tokens, length)
 
-    def _needed_length(self, tokens: Tensor) -> int:
+    def lengths(self, tokens: Tensor) -> Tensor:
+        """Tokens that each text needs: ``(B, context_length)`` int64 -> ``(B,)`` int64."""
         if self._tower is None:
-            return tokens.shape[1]
+            return torch.full((len(tokens),), tokens.shape[1], device=tokens.device)
         # The end-of-text token has the largest number; that is how the tower itself finds it.
-        longest = int(tokens.argmax(dim=-1).max()) + 1
+        return tokens.argmax(dim=-1) + 1
+
+    def _needed_length(self, tokens: Tensor) -> int:
+        longest = int(self.lengths(tokens).max())
         return min(-(-longest // _STEP) * _STEP, tokens.shape[1])
 
     def _cut(self, tokens: Tensor, length: int) -> Tensor:

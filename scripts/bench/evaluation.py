@@ -3,15 +3,24 @@
 Upstream's way is DataComp's harness with clip-benchmark's functions: for every task the model is created and loaded, the
 classifier is made class by class (``zero_shot_classifier``), the images are scored (``run_classification``), and grouped
 tasks read their metadata in a second pass. Ours loads the model once and encodes texts in batches, without their padding,
-and equal classes once.
+and equal classes once. Images go through the same tower in the same precision both ways.
 
-The data has the proportions of DataComp's: images and classes of each task divided by ``--scale``, with clip-benchmark's
-own class names and templates, and photographs. The tasks are ImageNet and its variants, a group that is always reported
-together; ``--tasks`` takes any others. The two ways take turns, task by task and ``--repeats`` times, and the fastest time
-counts. Both must give the same accuracies, or the comparison is off. Loading the model is not scaled down with the data
-and therefore weighs more than in a full evaluation: the ratio without it is printed, too.
+The data has the proportions of DataComp's: images **and** classes of each task divided by ``--scale`` (with all the classes
+texts would weigh too much), with clip-benchmark's own class names and templates, and photographs. Sizes are rounded, to at
+least one class and eight images; the result names the prompts for each image that came of it beside DataComp's. The tasks
+are ImageNet and its variants, a group that is always reported together; ``--tasks`` takes any others.
+
+The two ways take turns, task by task, ``--repeats`` times. The ratio is that of a repetition's totals, and the median,
+minimum and maximum over the repetitions are given. Both ways must give the same accuracies, or the comparison is off.
+Loading the model is not scaled down with the data and therefore weighs more than in a full evaluation: the ratio without
+it is given, too. ``at_datacomps_size`` multiplies the measured times of an image, a prompt and a load with DataComp's
+numbers of them.
 
     python scripts/bench/evaluation.py --output evaluation.json
+
+``--reading`` compares reading and preprocessing the images alone, which decides where the model is fast.
+
+    python scripts/bench/evaluation.py --reading --tasks imagenetv2 --scale 20 --shards 1
 """
 
 import argparse
@@ -20,14 +29,17 @@ import json
 import logging
 import os
 import platform
+import statistics
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 
+import clip_benchmark
 import numpy as np
 import open_clip
 import torch
@@ -39,26 +51,34 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from eval.data import SampleFormat, find_shards, read_classes
 from eval.features import Encoder, resolve_precision
 from eval.models import load_model
 from eval.runner import evaluate_task
-from eval.tasks import GROUPS, TASKS, Task
+from eval.tasks import AVERAGED, GROUPS, TASKS, Task
 
-# Name of the part of the work that loads the model.
-MODEL = "model"
+# Names of the parts of the work.
+MODEL, PROMPTS, IMAGES, METADATA, READING = "model", "texts", "images", "metadata", "reading"
 VARIANTS = GROUPS["ImageNet & variants (7)"]
 # clip-benchmark's name for the classes and templates of the tasks that it does not list under their own.
 TEXTS = dict.fromkeys(VARIANTS, "imagenet1k")
+# Sets of tasks that the result is worked out for at their true size.
+PROJECTED = {
+    "ImageNet & variants (7)": [TASKS[key] for key in VARIANTS],
+    "classification tasks of the average (35)": [TASKS[key] for key in AVERAGED if TASKS[key].classes is not None],
+}
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--model", default="ViT-S-32-alt")
+    parser.add_argument("--model", default="ViT-B-32", help="default: that of DataComp's scales small and medium")
     parser.add_argument("--tasks", nargs="+", default=list(VARIANTS), choices=[*TASKS], metavar="TASK")
-    parser.add_argument("--scale", type=int, default=200, help="images and classes are DataComp's divided by this")
+    parser.add_argument("--scale", type=int, default=200, help="divides DataComp's numbers of images and of classes")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=64, help="of both ways; upstream's default")
     parser.add_argument("--workers", type=int, default=4, help="of both ways, at most one a shard; upstream's default")
+    parser.add_argument("--shards", type=int, default=2, help="of each task")
+    parser.add_argument("--reading", action="store_true", help="compare reading and preprocessing alone")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--data-dir", help="use DataComp's own data instead of making some")
     parser.add_argument("--output", help="JSON file for the result")
@@ -76,7 +96,7 @@ def main() -> None:
         tasks = [TASKS[key] for key in args.tasks]
         if not args.data_dir:
             for task in tasks:
-                make_data(data_dir, task, args.scale)
+                make_data(data_dir, task, args.scale, args.shards)
         result = compare(args, checkpoint, data_dir, tasks)
     print(json.dumps(result, indent=2))
     if args.output:
@@ -94,21 +114,10 @@ def compare(args: argparse.Namespace, checkpoint: Path, data_dir: Path, tasks: l
                 for shard in (data_dir / task.folder).rglob("*.tar"):
                     shard.read_bytes()
                 for way in ways.values():
-                    way.evaluate(task, data_dir)
+                    (way.read if args.reading else way.evaluate)(task, data_dir)
                 bar.update()
             runs.append(ways)
-    return report(args, {name: fastest([ways[name] for ways in runs]) for name in runs[0]})
-
-
-def fastest(ways: list["Way"]) -> dict:
-    """One way's repetitions as one, every part of every task in its fastest time."""
-    parts = ways[0].clock.seconds.keys()
-    seconds = {part: min(way.clock.seconds[part] for way in ways) for part in parts}
-    return {
-        "samples": ways[0].samples,
-        "seconds": {f"{task}: {part}": value for (task, part), value in seconds.items()},
-        "acc1": ways[0].scores,
-    }
+    return report(args, runs)
 
 
 class Clock:
@@ -133,11 +142,20 @@ class Clock:
 
 
 class Way:
-    """One of the two ways of evaluating: its times, its samples and its accuracies."""
+    """One of the two ways of evaluating: its times, samples, prompts and accuracies."""
 
     def __init__(self, args: argparse.Namespace, checkpoint: Path):
         self.args, self.checkpoint = args, checkpoint
-        self.clock, self.samples, self.scores = Clock(args.device), 0, {}
+        self.clock, self.samples, self.prompts, self.scores = Clock(args.device), 0, 0, {}
+
+    def count(self, part: str) -> int:
+        """How many images, prompts or loads the time of a part was for."""
+        loads = sum(name == MODEL for _, name in self.clock.seconds)
+        return {IMAGES: self.samples, PROMPTS: self.prompts, MODEL: loads}[part]
+
+    def seconds(self, *parts: str) -> float:
+        """Time of these parts of the work, of all without any."""
+        return sum(value for (_, part), value in self.clock.seconds.items() if not parts or part in parts)
 
 
 class Upstream(Way):
@@ -145,22 +163,29 @@ class Upstream(Way):
 
     def evaluate(self, task: Task, data_dir: Path) -> None:
         device, amp = self.args.device, self.args.device.startswith("cuda")
-        model, preprocess = self.clock.time(task.key, MODEL, self._load)
+        model, preprocess, tokenizer = self.clock.time(task.key, MODEL, self._load)
         root = data_dir / task.folder
         dataset = build_dataset(f"wds/{task.key}", root=str(root), transform=preprocess)
-        texts = (model, open_clip.get_tokenizer(self.args.model), dataset.classes, dataset.templates, device)
-        weights = self.clock.time(task.key, "texts", zero_shot_classifier, *texts, amp=amp)
+        prompting = (model, tokenizer, dataset.classes, dataset.templates, device)
+        weights = self.clock.time(task.key, PROMPTS, zero_shot_classifier, *prompting, amp=amp)
         images = (model, weights, self._loader(dataset, root), device)
-        logits, labels = self.clock.time(task.key, "images", run_classification, *images, amp=False)
+        logits, labels = self.clock.time(task.key, IMAGES, run_classification, *images, amp=False)
         if task.metadata:
-            dataset = build_dataset(f"wds/{task.key}", root=str(root), transform=lambda image: 0)
-            self.clock.time(task.key, "metadata", list, self._loader(dataset, root))
+            metadata = build_dataset(f"wds/{task.key}", root=str(root), transform=lambda image: 0)
+            self.clock.time(task.key, METADATA, list, self._loader(metadata, root))
         self.samples += len(labels)
+        self.prompts += len(dataset.classes) * len(dataset.templates)
         self.scores[task.key] = (logits.argmax(dim=1) == labels).double().mean().item()
 
-    def _load(self) -> tuple[torch.nn.Module, Callable]:
+    def read(self, task: Task, data_dir: Path) -> None:
+        root = data_dir / task.folder
+        dataset = build_dataset(f"wds/{task.key}", root=str(root), transform=self._load()[1])
+        loader = self._loader(dataset, root)
+        self.samples += self.clock.time(task.key, READING, lambda: sum(len(labels) for _, labels in loader))
+
+    def _load(self) -> tuple[torch.nn.Module, Callable, Callable]:
         model, _, preprocess = open_clip.create_model_and_transforms(self.args.model, pretrained=str(self.checkpoint))
-        return model.eval().to(self.args.device), preprocess
+        return model.eval().to(self.args.device), preprocess, open_clip.get_tokenizer(self.args.model)
 
     def _loader(self, dataset, root: Path) -> torch.utils.data.DataLoader:
         workers = min(self.args.workers, int((root / "test" / "nshards.txt").read_text()))
@@ -179,32 +204,113 @@ class Ours(Way):
         self.encoder = Encoder(*parts, args.batch_size, args.workers)
 
     def evaluate(self, task: Task, data_dir: Path) -> None:
+        classes = read_classes(data_dir / task.folder, task, any_size=True)
+        known = self._known_prompts()
+        self.clock.time(task.key, PROMPTS, self.encoder.class_embeddings, *classes)
+        self.prompts += self._known_prompts() - known
+        # The classes are known now: this is reading and encoding the images, scoring, and the check of the data.
         arguments = (task, data_dir, self.encoder)
-        result = self.clock.time(task.key, "texts and images", evaluate_task, *arguments, any_size=True)
+        result = self.clock.time(task.key, IMAGES, evaluate_task, *arguments, any_size=True)
         self.samples += result.samples
         self.scores[task.key] = result.metrics["acc1"]
 
+    def read(self, task: Task, data_dir: Path) -> None:
+        shards, spec = find_shards(data_dir / task.folder), SampleFormat(num_classes=task.classes)
+        batches = self.encoder.batches
+        self.samples += self.clock.time(
+            task.key, READING, lambda: sum(len(batch.keys) for batch in batches(shards, spec))
+        )
 
-def report(args: argparse.Namespace, runs: dict[str, dict]) -> dict:
+    def _known_prompts(self) -> int:
+        return sum(len(templates) * len(classes) for templates, classes in self.encoder._class_embeddings.items())
+
+
+def report(args: argparse.Namespace, runs: list[dict[str, Way]]) -> dict:
     """Speeds, ratios, hardware and versions. Both ways must have scored the same samples alike."""
-    for key, expected in runs["upstream"]["acc1"].items():
-        found = runs["ours"]["acc1"][key]
-        # On CUDA, batches of other shapes round differently, and a sample near a tie may change sides.
-        if abs(found - expected) > (1e-6 if args.device == "cpu" else 0.01):
-            raise RuntimeError(f"{key}: accuracy {found} here, {expected} upstream: the two ways do not do the same")
-    speeds = {}
-    for name, run in runs.items():
-        total = sum(run["seconds"].values())
-        run["samples_per_second"] = run["samples"] / total
-        loading = sum(value for part, value in run["seconds"].items() if part.endswith(MODEL))
-        speeds[name] = (run["samples_per_second"], run["samples"] / (total - loading))
+    for ways in runs:
+        check_scores(ways, 1e-6 if args.device == "cpu" else 0.01)
     return {
-        "ratio": speeds["ours"][0] / speeds["upstream"][0],
-        "ratio_without_loading_the_model": speeds["ours"][1] / speeds["upstream"][1],
-        "runs": runs,
+        "ratio": spread(speed(ways["ours"]) / speed(ways["upstream"]) for ways in runs),
+        **({} if args.reading else work_ratios(args, runs)),
+        "samples": runs[0]["ours"].samples,
+        "ways": {name: [details(ways[name]) for ways in runs] for name in runs[0]},
         "arguments": vars(args),
         "hardware": hardware(args.device),
-        "versions": {name: version(name) for name in ("torch", "open_clip_torch", "clip-benchmark", "webdataset")},
+        "load_average": os.getloadavg(),
+        "versions": {
+            name: version(name) for name in ("torch", "open_clip_torch", "clip-benchmark", "webdataset", "pillow")
+        },
+    }
+
+
+def work_ratios(args: argparse.Namespace, runs: list[dict[str, Way]]) -> dict:
+    """What belongs beside the ratio of whole evaluations."""
+    work = (PROMPTS, IMAGES, METADATA)
+    upstream = runs[0]["upstream"]
+    return {
+        "ratio_without_loading_the_model": spread(
+            speed(ways["ours"], *work) / speed(ways["upstream"], *work) for ways in runs
+        ),
+        "at_datacomps_size": {name: at_datacomps_size(tasks, runs) for name, tasks in PROJECTED.items()},
+        "prompts_for_each_image": {
+            "benchmark": upstream.prompts / upstream.samples,
+            "datacomp": sum(prompts(TASKS[key]) for key in args.tasks) / sum(TASKS[key].size for key in args.tasks),
+        },
+    }
+
+
+def check_scores(ways: dict[str, Way], tolerance: float) -> None:
+    """On CUDA, batches of other shapes round differently, and a sample near a tie may change sides."""
+    for key, expected in ways["upstream"].scores.items():
+        found = ways["ours"].scores[key]
+        if abs(found - expected) > tolerance:
+            raise RuntimeError(f"{key}: accuracy {found} here, {expected} upstream: the two ways do not do the same")
+
+
+def speed(way: Way, *parts: str) -> float:
+    """Samples per second; of reading alone where only that was timed."""
+    reading = way.seconds(READING)
+    return way.samples / (reading or way.seconds(*parts))
+
+
+def details(way: Way) -> dict:
+    """One way in one repetition."""
+    return {
+        "samples_per_second": speed(way),
+        "prompts": way.prompts,
+        "seconds": {f"{task}: {part}": value for (task, part), value in way.clock.seconds.items()},
+        "acc1": way.scores,
+    }
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Median, minimum and maximum."""
+    values = list(values)
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def at_datacomps_size(tasks: Sequence[Task], runs: list[dict[str, Way]]) -> dict:
+    """What the measured times make of DataComp's numbers of images and prompts.
+
+    That every image costs what one of the photographs here costs, and every prompt what one here does, is an assumption.
+    Upstream's second pass for metadata is left out.
+    """
+    distinct = len({(template, name) for task in tasks for name, template in product(*texts(task))})
+    numbers = {
+        "upstream": {IMAGES: sum(task.size for task in tasks), PROMPTS: sum(map(prompts, tasks)), MODEL: len(tasks)},
+        "ours": {IMAGES: sum(task.size for task in tasks), PROMPTS: distinct, MODEL: 1},
+    }
+    hours: dict[str, list[float]] = {}
+    for name, counts in numbers.items():
+        hours[name] = [
+            sum(count * way.seconds(part) / way.count(part) for part, count in counts.items()) / 3600
+            for way in (ways[name] for ways in runs)
+        ]
+    return {
+        "tasks": len(tasks),
+        "numbers": numbers,
+        "hours": {name: spread(values) for name, values in hours.items()},
+        "ratio": spread(up / ours for up, ours in zip(hours["upstream"], hours["ours"], strict=True)),
     }
 
 
@@ -222,26 +328,38 @@ def hardware(device: str) -> dict[str, object]:
     }
 
 
-def make_data(data_dir: Path, task: Task, scale: int) -> None:
-    """A task in DataComp's format: photographs of 300 to 500 pixels, two shards, some of its real classes."""
-    texts = Path(__import__("clip_benchmark").__file__).parent / "datasets"
-    name = TEXTS.get(task.key, task.key)
-    known = json.loads((texts / "en_classnames.json").read_text())
-    # ObjectNet has ImageNet's templates, but classes of its own.
-    own = [f"{task.name} class {number}" for number in range(task.classes)]
-    classnames = known.get(name, own) if task.key != "objectnet" else own
-    templates = json.loads((texts / "en_zeroshot_classification_templates.json").read_text())
-    classnames = classnames[: max(1, round(task.classes / scale))]
+def texts(task: Task) -> tuple[list[str], list[str]]:
+    """Class names and templates as clip-benchmark has them; stand-ins of the right number where it has none."""
+    folder = Path(clip_benchmark.__file__).parent / "datasets"
+    classnames = json.loads((folder / "en_classnames.json").read_text())
+    templates = json.loads((folder / "en_zeroshot_classification_templates.json").read_text())
+    name = TEXTS.get(task.key, task.key.removeprefix("vtab/"))
+    found = classnames.get(name, [])[: task.classes]
+    if len(found) != task.classes or task.key == "objectnet":  # ObjectNet: ImageNet's templates, its own classes
+        found = [f"{task.name} class {number}" for number in range(task.classes)]
+    return found, templates.get(name, ["a photo of {c}"])
+
+
+def prompts(task: Task) -> int:
+    """Number of a task's prompts."""
+    classnames, templates = texts(task)
+    return len(classnames) * len(templates)
+
+
+def make_data(data_dir: Path, task: Task, scale: int, shards: int = 2) -> None:
+    """A task in DataComp's format: photographs of 300 to 500 pixels, some of its real classes."""
+    classnames, templates = texts(task)
+    classnames = classnames[: max(1, round(len(classnames) / scale))]
     folder = data_dir / task.folder
     (folder / "test").mkdir(parents=True)
-    (folder / "test" / "nshards.txt").write_text("2\n")
+    (folder / "test" / "nshards.txt").write_text(f"{shards}\n")
     (folder / "classnames.txt").write_text("\n".join(classnames))
-    (folder / "zeroshot_classification_templates.txt").write_text("\n".join(templates.get(name, ["a photo of {c}"])))
+    (folder / "zeroshot_classification_templates.txt").write_text("\n".join(templates))
     generator = np.random.default_rng(0)
     count = max(8, round(task.size / scale))
-    for shard in range(2):
+    for shard in range(shards):
         with tarfile.open(folder / "test" / f"{shard}.tar", "w") as archive:
-            for index in range(shard, count, 2):
+            for index in range(shard, count, shards):
                 files = {"jpg": photograph(generator), "cls": str(index % len(classnames)).encode()}
                 if task.metadata:
                     stream = io.BytesIO()

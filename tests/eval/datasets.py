@@ -1,6 +1,6 @@
 """Small data sets in DataComp's on-disk format, one for every kind of task, and a tiny OpenCLIP model.
 
-The images are scikit-learn's bundled handwritten digits: real, small, and there without a network.
+The images are scikit-learn's bundled handwritten digits: real, small, and there without a network; and the demo shapes.
 """
 
 import io
@@ -16,6 +16,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from eval.tasks import TASKS
+from openclip_ext.data.shapes import COLORS
+from openclip_ext.data.shapes.write import make_sample
 
 TINY_MODEL = "tiny-vit-32"
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -108,6 +110,22 @@ def make_classification(data_dir: Path, key: str, count: int = 24, shards: int =
         classnames=DIGIT_NAMES,
         zeroshot_classification_templates=TEMPLATES,
     )
+
+
+def make_shapes(data_dir: Path, key: str, count: int = 24, shards: int = 2) -> Path:
+    """The demo shapes as a task: classified by colour, or, where ``key`` names one, as a retrieval task."""
+    samples = [make_sample(0, "test", index) for index in range(count)]
+    folder = data_dir / TASKS[key].folder
+    if TASKS[key].kind == "retrieval":
+        pairs = [(sample.key, {"png": sample.png, "txt": sample.txt}) for sample in samples]
+        return write_dataset(folder, pairs, shards, dataset_type=("retrieval",))
+    colors = [COLORS.index(json.loads(sample.json)["items"][0]["color"]) for sample in samples]
+    labelled = [
+        (sample.key, {"png": sample.png, "cls": str(color).encode()})
+        for sample, color in zip(samples, colors, strict=True)
+    ]
+    templates = ("a {c} thing", "something {c}")
+    return write_dataset(folder, labelled, shards, classnames=COLORS, zeroshot_classification_templates=templates)
 
 
 def make_faces(data_dir: Path, key: str = "fairness/fairface", count: int = 24, shards: int = 2, seed: int = 0) -> Path:

@@ -2,6 +2,7 @@
 
 import shutil
 import tarfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from eval.data import (
     DataError,
     MissingDataError,
     SampleFormat,
+    ShardReader,
     find_shards,
     fingerprint,
     make_loader,
@@ -46,8 +48,33 @@ def test_every_sample_is_read_once_whatever_the_workers(folder, workers):
     assert not any(batch.error or batch.skipped for batch in batches)
 
 
-def test_workers_never_exceed_shards(folder):
-    assert make_loader(find_shards(folder), to_tensor, SampleFormat(), 5, workers=8).num_workers == 3
+@pytest.mark.parametrize(("workers", "processes", "threads"), [(8, 3, 2), (3, 3, 1), (2, 2, 1), (0, 0, 1)])
+def test_workers_never_exceed_shards(workers, processes, threads, folder):
+    """What the shards leave over decodes in threads of the workers."""
+    loader = make_loader(find_shards(folder), to_tensor, SampleFormat(), 5, workers=workers)
+    assert (loader.num_workers, loader.dataset.threads) == (processes, threads)
+
+
+def test_images_of_one_shard_decode_in_several_threads(tmp_path):
+    folder = datasets.make_task(tmp_path, "cifar10", shards=1)
+    together = threading.Barrier(3, timeout=60)  # passes when three images are in the transform at once
+
+    def transform(image):
+        together.wait()
+        return to_tensor(image)
+
+    reader = ShardReader(find_shards(folder), transform, SampleFormat(num_classes=10), batch_size=5, threads=3)
+    expected = ShardReader(find_shards(folder), to_tensor, SampleFormat(num_classes=10), batch_size=5)
+    for found, alone in zip(reader, expected, strict=True):
+        assert found.keys == alone.keys
+        assert torch.equal(found.images, alone.images) and torch.equal(found.labels, alone.labels)
+
+
+def test_threads_name_what_is_wrong(tmp_path, make_encoder):
+    folder = datasets.make_task(tmp_path, "cifar10", shards=1)
+    rewrite(folder / "test" / "0.tar", spoil(10, cls=b"12"))
+    with pytest.raises(DataError, match=r"0\.tar: s0000010: label 12 is outside"):
+        evaluate_task(CIFAR, tmp_path, make_encoder(workers=3), any_size=True)
 
 
 def test_reading_leaves_the_global_random_state_alone(folder):

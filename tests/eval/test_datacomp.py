@@ -203,6 +203,14 @@ def test_tasks_are_shared_evenly():
     assert max(loads) <= max(TASKS["sun397"].size, 1.1 * sum(loads) / 8)
 
 
+@pytest.mark.parametrize(("cores", "processes", "workers"), [(16, 1, 16), (96, 8, 12), (96, 1, 16), (2, 8, 1)])
+def test_workers_are_the_cores_that_are_there(cores, processes, workers, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    args = datacomp.parse_args(["--model", "m", "--data-dir", "d"])
+    assert args.workers == workers
+
+
 def test_default_output_folders(tiny, tiny_folder):
     from dataclasses import replace
 

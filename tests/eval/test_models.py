@@ -154,3 +154,17 @@ def test_shared_classes_are_encoded_once(make_encoder, monkeypatch):
     assert torch.equal(first[1], second[1])
     encoder.class_embeddings(["dog"], ["a {c}"])
     assert encoded[6:] == ["a dog"]
+
+
+def test_options_of_the_training_that_are_not_given_are_named(tmp_path, caplog):
+    checkpoint = tiny_checkpoint(tmp_path, file_name="run/checkpoints/epoch_1.pt")
+    (tmp_path / "run" / "params.txt").write_text(
+        f"force_image_size: None\nforce_quick_gelu: True\nforce_custom_text: False\nmodel: {TINY_MODEL}\n"
+    )
+    load_model(TINY_MODEL, checkpoint, force_quick_gelu=True)
+    assert "trained with" not in caplog.text
+    load_model(TINY_MODEL, checkpoint)
+    assert (
+        "was trained with force_quick_gelu: True, which is not given here: expected --force-quick-gelu" in caplog.text
+    )
+    assert "force_image_size" not in caplog.text and "force_custom_text" not in caplog.text

@@ -150,16 +150,36 @@ def test_faces_equal_clip_benchmark(data_dir, tiny, make_encoder):
     assert found["main_metric"] is None
 
 
-def test_retrieval_equals_clip_benchmark(data_dir, tiny, make_encoder):
-    folder = data_dir / TASKS[FLICKR].folder
+def oracle_retrieval(tiny, folder: Path) -> dict[str, float]:
     dataset = build_dataset("wds/flickr", root=str(folder), transform=tiny.preprocess, task="zeroshot_retrieval")
     loader = torch.utils.data.DataLoader(list(dataset), batch_size=16, collate_fn=image_captions_collate_fn)
     expected = zeroshot_retrieval.evaluate(
         tiny.model, loader, tiny.tokenizer, "cpu", amp=False, recall_k_list=[1, 5, 10]
     )
-    found = evaluate_task(TASKS[FLICKR], data_dir, make_encoder(workers=2), any_size=True).metrics
     expected["mean_recall@1"] = (expected["image_retrieval_recall@1"] + expected["text_retrieval_recall@1"]) / 2
+    return expected
+
+
+def test_retrieval_equals_clip_benchmark(data_dir, tiny, make_encoder):
+    expected = oracle_retrieval(tiny, data_dir / TASKS[FLICKR].folder)
+    found = evaluate_task(TASKS[FLICKR], data_dir, make_encoder(workers=2), any_size=True).metrics
     assert 0 < expected["image_retrieval_recall@10"] < 1
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_demo_shapes_in_datacomps_format(tmp_path, tiny, make_encoder):
+    """Images of another kind than the digits, in one shard and with several threads."""
+    folder = datasets.make_shapes(tmp_path, "stl10", count=SAMPLES, shards=1)
+    logits, labels = oracle_logits(tiny, folder)
+    found = evaluate_task(TASKS["stl10"], tmp_path, make_encoder(workers=3), any_size=True).metrics
+    predictions = logits.argmax(dim=1).numpy()
+    assert found["acc1"] == pytest.approx((predictions == labels).mean(), abs=1e-6)
+    assert found["mean_per_class_recall"] == pytest.approx(balanced_accuracy_score(labels, predictions), abs=1e-6)
+    assert len(set(labels.tolist())) > 3 and len(set(predictions.tolist())) > 1
+
+    folder = datasets.make_shapes(tmp_path, FLICKR, count=SAMPLES)
+    expected = oracle_retrieval(tiny, folder)
+    found = evaluate_task(TASKS[FLICKR], tmp_path, make_encoder(), any_size=True).metrics
     assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-6)
 
 

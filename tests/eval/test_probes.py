@@ -8,14 +8,19 @@ import open_clip
 import pytest
 import torch
 from sklearn.datasets import load_digits
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV, StratifiedKFold
+from sklearn.preprocessing import StandardScaler
 from sklearn.svm import LinearSVC
 
+from eval import logistic
 from eval.models import ModelError
 from eval.probes import (
     ABSENT,
     DIFFICULT,
     PRESENT,
+    SOLVERS,
     SVM_COSTS,
     Split,
     eleven_point_precision,
@@ -160,6 +165,34 @@ def test_top1_probe_learns_digits() -> None:
     assert few == probe_top1(train, test, costs=(1e-2,), samples_per_class=5)
 
 
+@pytest.mark.parametrize("cost", [1e-4, 1e-2, 1.0])
+def test_the_torch_solver_finds_scikit_learns_classifier(cost: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    digits = load_digits()
+    features = StandardScaler().fit_transform(digits.data).astype(np.float32)
+    expected = LogisticRegression(C=cost, max_iter=1000, tol=1e-6).fit(features.astype(np.float64), digits.target)
+    monkeypatch.setattr(logistic, "_ROWS", 500)  # several chunks, the last one smaller
+    found = logistic.TorchLogisticRegression(cost, 1000, "cpu", tolerance=1e-6).fit(features, digits.target)
+    np.testing.assert_allclose(found._linear.weight.detach(), expected.coef_, atol=2e-3)
+    assert np.mean(found.predict(features) == expected.predict(features)) > 0.999
+    assert found.score(features, digits.target) == pytest.approx(expected.score(features, digits.target), abs=1e-3)
+
+
+def test_the_torch_solver_says_when_it_did_not_converge() -> None:
+    digits = load_digits()
+    with pytest.warns(ConvergenceWarning, match="after 3 iterations"):
+        logistic.TorchLogisticRegression(1.0, 3, "cpu").fit(digits.data, digits.target)
+
+
+def test_top1_probe_with_the_torch_solver_chooses_the_same() -> None:
+    digits = load_digits()
+    classes = tuple(str(number) for number in range(10))
+    train = Split(digits.data[:1200].astype(np.float32), digits.target[:1200], classes)
+    test = Split(digits.data[1200:].astype(np.float32), digits.target[1200:], classes)
+    expected, found = (probe_top1(train, test, costs=(1e-5, 1e-2), solver=solver) for solver in SOLVERS)
+    assert found.costs == expected.costs
+    assert found.metrics == pytest.approx(expected.metrics, abs=2e-3)
+
+
 def test_splits_that_do_not_fit() -> None:
     train, test = voc_splits(size=30)
     with pytest.raises(ValueError, match=r"differ in \['cat', 'owl'\]"):
@@ -246,7 +279,8 @@ def test_top1_command(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFi
     assert (report["train_images"], report["test_images"], report["costs"]) == (300, 60, {"all": 0.01})
     assert report["acc1"] > 0.3  # random features of digits are no good ones; chance is 0.1
 
-    assert run(checkpoint, "top1", "--train", str(datacomp), "--test", str(datacomp), "--costs", "0.01") == 0
+    both = ("--train", str(datacomp), "--test", str(datacomp), "--costs", "0.01")
+    assert run(checkpoint, "top1", *both, "--solver", "torch") == 0
     (datacomp / "test" / "nshards.txt").write_text("3\n")
     assert run(checkpoint, "top1", *arguments, str(datacomp)) == 1
     assert "2.tar" in capsys.readouterr().err
