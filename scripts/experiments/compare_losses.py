@@ -8,7 +8,8 @@ order of the samples, so that equal seeds pair the runs. Finished runs are kept 
 again with more losses or seeds. The table has the mean over the seeds, and each seed's value for retrieval.
 
 "shape, probe" is a linear classifier on the frozen image tower, trained on half of the test images and tested on the other:
-it also measures the losses of images alone, whose other columns mean nothing.
+it also measures the losses of images alone, whose other columns mean nothing. With ``--anchors`` the table also has the
+estimation error of the log-normalizers at the end, and the mini-batch estimate's on the same model.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from eval.models import load_model
 from eval.probes import Split, feature_function, probe_top1
 from eval.shapes import ShapesEvaluator, untrained
 from openclip_ext.data.shapes.scene import SHAPES
+from openclip_ext.diagnostics import estimation_error
 from openclip_ext.losses.registry import list_losses
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import main as training
@@ -57,6 +59,7 @@ COLUMNS = {
     "text-to-image-R@1": "R@1 t2i",
     "shape-probe-top1": "shape, probe",
 }
+ERRORS = {"error": "estimation error", "minibatch-error": "of the mini-batch"}
 PER_SEED = "image-to-text-R@1"
 
 
@@ -85,6 +88,22 @@ def evaluate(checkpoint: Path | None, args: argparse.Namespace) -> dict[str, flo
     return evaluator.run(loaded.model) | {"shape-probe-top1": probe_shapes(loaded.model, evaluator)}
 
 
+def estimation_errors(folder: Path, anchors: int) -> dict[str, float | None]:
+    """Mean squared errors of the log-normalizers of a finished run; None for a loss that has none."""
+    report = folder / "estimation_error.json"
+    if not report.exists():
+        try:
+            estimation_error.main([str(folder), "--anchors", str(anchors), "--json", str(report)])
+        except ValueError as error:
+            logging.info(f"{folder.name}: {error}")
+            return dict.fromkeys(ERRORS)
+    found = json.loads(report.read_text())
+    return {
+        "error": (found["estimator"] or found["minibatch"])["mean"],
+        "minibatch-error": found["minibatch"]["mean"],
+    }
+
+
 @torch.no_grad()
 def probe_shapes(model: nn.Module, evaluator: ShapesEvaluator) -> float:
     """Accuracy of a linear classifier of shapes on the frozen image tower's backbone."""
@@ -106,20 +125,26 @@ def run_all(runs: dict[str, str], args: argparse.Namespace) -> dict[str, list[di
             if not scores.exists():
                 metrics = evaluate(train(flags, folder, args, seed), args)
                 scores.write_text(json.dumps({"flags": flags, "seed": seed, **metrics}, indent=1) + "\n")
-            results[label].append(json.loads(scores.read_text()))
+            errors = estimation_errors(folder, args.anchors) if args.anchors else {}
+            results[label].append(json.loads(scores.read_text()) | errors)
     return results
 
 
-def format_table(results: dict[str, list[dict[str, float]]]) -> str:
+def format_table(results: dict[str, list[dict[str, float]]], with_errors: bool) -> str:
     """Markdown: a row a run, the mean over the seeds, each seed's retrieval behind."""
+    columns = COLUMNS | (ERRORS if with_errors else {})
     lines = [
-        "| run | " + " | ".join(COLUMNS.values()) + f" | {COLUMNS[PER_SEED]}, each seed |",
-        "|---|" + "---|" * (len(COLUMNS) + 1),
+        "| run | " + " | ".join(columns.values()) + f" | {COLUMNS[PER_SEED]}, each seed |",
+        "|---|" + "---|" * (len(columns) + 1),
     ]
     for label, scores in results.items():
-        means = " | ".join(f"{statistics.fmean(score[key] for score in scores):.3f}" for key in COLUMNS)
+        means = " | ".join(mean([score.get(key) for score in scores]) for key in columns)
         lines.append(f"| {label} | {means} | {' / '.join(f'{score[PER_SEED]:.3f}' for score in scores)} |")
     return "\n".join(lines)
+
+
+def mean(values: list[float | None]) -> str:
+    return "" if None in values else f"{statistics.fmean(values):.3f}"
 
 
 def parse_args() -> argparse.Namespace:
@@ -131,6 +156,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--anchors", type=int, default=0, help="of the estimation error; 0: not measured")
     parser.add_argument("--model", default="demo-resnet")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
@@ -143,7 +169,7 @@ def main() -> None:
     runs |= dict(run.split("=", maxsplit=1) for run in args.run)
     results = run_all(runs, args)
     logging.disable()
-    print(format_table({**results, "untrained": [evaluate(None, args)]}))
+    print(format_table({**results, "untrained": [evaluate(None, args)]}, args.anchors > 0))
 
 
 if __name__ == "__main__":
