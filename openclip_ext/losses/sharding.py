@@ -69,7 +69,7 @@ class ShardedTable(nn.Module):
         self.host: HostRows | None = None
         # The last row takes the writes that belong to other processes: no shape depends on data.
         rows = self.size + 1
-        if _on_host(device, folder, columns * rows * torch.float32.itemsize):
+        if goes_to_host(device, folder, columns * rows * torch.float32.itemsize):
             self.host, rows = HostRows(rows, columns, torch.float32, folder), 0
         self.register_buffer("values", torch.full((columns, rows), float("nan"), dtype=torch.float32), persistent=False)
         self.register_buffer("foreign", torch.zeros((), dtype=torch.bool), persistent=False)
@@ -221,7 +221,8 @@ def kept_apart(tables: Iterable[ShardedTable]) -> Iterator[None]:
             table._apart = False
 
 
-def _on_host(device: str, folder: str | None, size: int) -> bool:
+def goes_to_host(device: str, folder: str | None, size: int) -> bool:
+    """Whether a process's part of a table, of ``size`` bytes in float32, lies on the host; see :class:`ShardedTable`."""
     if folder is not None and device == "model":
         raise ValueError(f"state_device=model and state_dir={folder} contradict each other: give one of them")
     return folder is not None or device == "cpu" or (device == "auto" and size > _LARGEST_ON_DEVICE)
