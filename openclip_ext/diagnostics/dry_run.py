@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from openclip_ext import distributed
+from openclip_ext import compat, distributed
 from openclip_ext.losses.base import ContrastiveLoss
 
 ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND = "all-gather", "all-reduce", "reduce-scatter", "send"
@@ -141,9 +141,10 @@ def _pretended_ranks(world_size: int, exchanges: list[Exchange]) -> Iterator[Non
     with (
         mock.patch.multiple(distributed, **ours),
         mock.patch("torch.distributed.nn.all_gather", gather_with_gradient),
-        mock.patch("open_clip.loss.neighbour_exchange_with_grad", exchange),
-        mock.patch("open_clip.loss.neighbour_exchange_bidir_with_grad", exchange),
+        contextlib.ExitStack() as siglip,
     ):
+        for name in compat.SIGLIP_EXCHANGES:
+            siglip.enter_context(mock.patch(name, exchange))
         yield
 
 

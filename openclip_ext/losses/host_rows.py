@@ -126,7 +126,7 @@ class HostRows:
 
     def _submit(self, work: Callable[[], Any]) -> Future:
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="per-sample state")
+            self._thread = _new_thread()
         self._last = self._thread.submit(self._unless_failed, work)
         return self._last
 
@@ -138,6 +138,13 @@ class HostRows:
             except BaseException as error:
                 self._failure = error
         raise self._failure
+
+
+def _new_thread() -> ThreadPoolExecutor:
+    # A thread begins on the first GPU, and waiting for an event would take memory there (as torch's pinning thread knows).
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    start = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)} if on_gpu else {}
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="per-sample state", **start)
 
 
 def put(target: Tensor, rows: Tensor) -> None:

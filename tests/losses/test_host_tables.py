@@ -191,6 +191,8 @@ def test_a_folder_and_the_models_device_contradict_each_other(tmp_path: Path) ->
 def _two_ranks(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    fetched, fetch = [], ShardedTable._fetch
+    ShardedTable._fetch = lambda table, index: fetched.append(len(index)) or fetch(table, index)
     for name in ("fastclip", "fastclip-v2", "sogclr-views"):
         results, states = [], []
         for place in ("model", "cpu"):
@@ -204,6 +206,9 @@ def _two_ranks(rank: int, folder: str) -> None:
             states.append(loss)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True)), name
         assert_equal_state(*states)
+        # What was prefetched was what was read: nothing was fetched a second time.
+        assert fetched == [6 * states[1].views] * STEPS * len(states[1].tables())
+        fetched.clear()
     dist.destroy_process_group()
 
 
