@@ -22,6 +22,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from eval.models import LoadedModel, load_model
 from openclip_ext.data.shapes.scene import (
     BACKGROUNDS,
     COLORS,
@@ -32,7 +33,6 @@ from openclip_ext.data.shapes.scene import (
     Scene,
     describe,
 )
-from openclip_ext.heads import read_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
 
 MAX_CANDIDATES = 1000
@@ -161,14 +161,15 @@ class ShapesEvaluator:
         hits = sum(self.captions[row] == self.captions[column] for row, column in enumerate(best))
         return hits / len(best)
 
-    def _encode_images(self, model: nn.Module) -> Tensor:
+    def images(self, model: nn.Module) -> Iterator[Tensor]:
+        """Batches ``(b, 3, H, W)`` of all samples' images, in order, where and as the model wants them."""
         parameter = next(model.parameters())
-        features = []
         for batch in _batches(self.samples, self.batch_size):
             images = [self.preprocess(Image.open(io.BytesIO(sample.png)).convert("RGB")) for sample in batch]
-            inputs = torch.stack(images).to(parameter.device, parameter.dtype)
-            features.append(model.encode_image(inputs, normalize=True).float())
-        return torch.cat(features)
+            yield torch.stack(images).to(parameter.device, parameter.dtype)
+
+    def _encode_images(self, model: nn.Module) -> Tensor:
+        return torch.cat([model.encode_image(batch, normalize=True).float() for batch in self.images(model)])
 
     def _encode_texts(self, model: nn.Module, texts: list[str]) -> Tensor:
         device = next(model.parameters()).device
@@ -230,17 +231,24 @@ def _mean(hits: Tensor) -> float:
 def evaluate(
     model_name: str, checkpoint: str | None, data_dir: str, batch_size: int, device: str, seed: int = 0
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Build a model, load a checkpoint the way any OpenCLIP user would (heads included), and score it.
+    """Score a checkpoint (see :func:`eval.models.load_model`), or without one random weights.
 
     Returns:
         The metrics, and what guessing scores.
+
+    Raises:
+        ValueError: no such checkpoint, or of another model; not the demo set's test split.
     """
+    loaded = load_model(model_name, checkpoint, device) if checkpoint else untrained(model_name, device, seed)
+    evaluator = ShapesEvaluator(data_dir, loaded.preprocess, loaded.tokenizer, batch_size)
+    return evaluator.run(loaded.model), evaluator.chance()
+
+
+def untrained(model_name: str, device: str, seed: int = 0) -> LoadedModel:
+    """A model with random weights."""
     torch.manual_seed(seed)
-    model, _, preprocess = open_clip.create_model_and_transforms(model_name, pretrained=checkpoint, device=device)
-    if checkpoint is not None:
-        model = with_heads(model, read_heads(checkpoint))
-    evaluator = ShapesEvaluator(data_dir, preprocess, open_clip.get_tokenizer(model_name), batch_size)
-    return evaluator.run(model), evaluator.chance()
+    model, _, preprocess = open_clip.create_model_and_transforms(model_name, device=device)
+    return LoadedModel(model.eval(), preprocess, open_clip.get_tokenizer(model_name), model_name, "", {}, "")
 
 
 def format_table(columns: dict[str, dict[str, float]]) -> str:

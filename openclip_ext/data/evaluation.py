@@ -1,4 +1,4 @@
-"""Validation data: each usable sample once, in order, the last batch as large as it comes."""
+"""Data to evaluate on: each usable sample once, in order, the last batch as large as it comes."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,8 @@ from openclip_ext.data.shards import open_stream
 from openclip_ext.data.source import BadDataError, BadSampleError, RawSample, Source, decode_fields
 from openclip_ext.data.workers import leave_process_group, unchanged
 
-Sample = tuple[Image.Image, str]
+# Index in the data set, or None where nobody counted; image; caption.
+Sample = tuple[int | None, Image.Image, str]
 
 
 class _ShardSamples:
@@ -44,7 +45,8 @@ class _ShardSamples:
             with open_stream(url) as stream:
                 for position, (fields, found) in enumerate(tar.stream_samples(stream, self._wanted)):
                     try:
-                        yield decode_fields(RawSample(position, fields, found), self._image_keys, self._caption_keys)
+                        raw = RawSample(position, fields, found)
+                        yield None, *decode_fields(raw, self._image_keys, self._caption_keys)
                     except BadSampleError as error:
                         reasons.append(f"position {position}: {error}")
         except tar.STREAM_ERRORS as error:
@@ -64,7 +66,7 @@ class _SourceSamples:
         for begin in range(worker * batch_size, self._source.num_samples, workers * batch_size):
             for index in range(begin, min(begin + batch_size, self._source.num_samples)):
                 try:
-                    sample = self._source.decode(reader.read(index))
+                    sample = index, *self._source.decode(reader.read(index))
                 except BadSampleError as error:
                     bad, reason = bad + 1, str(error)
                     continue
@@ -86,23 +88,23 @@ class _EvalDataset(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        images, texts = [], []
+        samples = []
         try:
-            for image, caption in self._samples.part(worker, workers, self._batch_size):
-                images.append(self._transform(image))
-                texts.append(self._tokenizer(caption)[0])
-                if len(images) == self._batch_size:
-                    yield {"image": default_collate(images), "text": default_collate(texts)}
-                    images, texts = [], []
+            for index, image, caption in self._samples.part(worker, workers, self._batch_size):
+                sample = {"image": self._transform(image), "text": self._tokenizer(caption)[0]}
+                samples.append(sample if index is None else sample | {"index": index})
+                if len(samples) == self._batch_size:
+                    yield default_collate(samples)
+                    samples = []
         except BadDataError as error:
             yield {"error": str(error)}
             return
-        if images:
-            yield {"image": default_collate(images), "text": default_collate(texts)}
+        if samples:
+            yield default_collate(samples)
 
 
 class EvalLoader:
-    """Validation batches ``{"image", "text"}``; iterate over it as often as needed.
+    """Batches ``{"image", "text"}``, with ``"index"`` where the samples have one; iterate over it as often as needed.
 
     Bad samples are left out and logged. ``num_samples`` is what the caller said, or None if nobody counted: batches
     come until the data end.
@@ -148,5 +150,5 @@ def shard_samples(urls: Sequence[str], image_key: str, caption_key: str) -> Any:
 
 
 def source_samples(source: Source) -> Any:
-    """Samples of a source (CSV, synthetic), for :class:`EvalLoader`."""
+    """Samples of a source, with their index, for :class:`EvalLoader`."""
     return _SourceSamples(source)

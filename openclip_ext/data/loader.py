@@ -163,6 +163,52 @@ def build_eval_loader(
     )
 
 
+def build_indexed_pass(
+    train_data: str | Sequence[str] | None,
+    *,
+    preprocess: Transform,
+    tokenizer: Tokenizer,
+    batch_size: int,
+    dataset_type: str = "auto",
+    workers: int = 0,
+    num_samples: int | None = None,
+    manifest: str | os.PathLike | None = None,
+    image_key: str = DEFAULT_IMAGE_KEY,
+    caption_key: str = DEFAULT_CAPTION_KEY,
+    csv_separator: str = "\t",
+    csv_image_key: str = "filepath",
+    csv_caption_key: str = "title",
+    pin_memory: bool = False,
+) -> EvalLoader:
+    """Build a loader that reads the training data once, in order, with the index each sample has in training.
+
+    Its ``num_samples`` is the size of the index space; bad samples, which training replaces, are left out.
+
+    Args:
+        num_samples: Size of a synthetic data set; others have their own.
+        train_data, preprocess, ...: As in :func:`build_train_loader`.
+    """
+    kind = resolve_dataset_type(train_data, dataset_type)
+    source: Source
+    if kind == "webdataset":
+        source = ShardSource(
+            find_or_create_manifest(train_data, manifest, image_key, caption_key), image_key, caption_key
+        )
+    elif kind == "csv":
+        source = _csv_source(train_data, csv_image_key, csv_caption_key, csv_separator)
+    else:
+        source = _synthetic_source(preprocess, 100 if num_samples is None else num_samples)
+    return EvalLoader(
+        evaluation.source_samples(source),
+        preprocess,
+        tokenizer,
+        batch_size=batch_size,
+        workers=workers,
+        num_samples=source.num_samples,
+        pin_memory=pin_memory,
+    )
+
+
 def _at_most_all(epoch_samples: int | None, source: Source) -> int | None:
     """OpenCLIP's commands often name a round number of samples, or that of another download."""
     if epoch_samples is None or epoch_samples <= source.num_samples:

@@ -28,7 +28,7 @@ from openclip_ext.data.manifest import Manifest, Shard
 from openclip_ext.diagnostics.dry_run import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, DryRun, Exchange, dry_run
 from openclip_ext.losses import registry
 from openclip_ext.losses.base import ContrastiveLoss
-from openclip_ext.losses.options import OPTIONS
+from openclip_ext.losses.options import OPTIONS, PLACEMENT_OPTIONS
 from openclip_ext.losses.sharding import goes_to_host, shard_bounds
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.flags import add_loss_flags
@@ -68,7 +68,7 @@ class Setting:
     def create_loss(self, embed_dim: int, samples: int = _FEW_SAMPLES) -> ContrastiveLoss:
         """The loss, with state for few samples in place of ``n``, which lies with the model."""
         more = _OPENCLIP_OPTIONS if self.loss == "openclip" else {}
-        options = {name: value for name, value in self.options.items() if name not in ("state_device", "state_dir")}
+        options = {name: value for name, value in self.options.items() if name not in PLACEMENT_OPTIONS}
         return registry.create_loss(self.loss, embed_dim=embed_dim, num_samples=samples, **(more | options))
 
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from openclip_ext import distributed
-from openclip_ext.losses import functional as F
 
 
 @dataclass
@@ -149,41 +148,3 @@ def make_block(batch: LocalBatch, num_samples: int | None, gather: bool) -> Bloc
         learning=batch.learning,
         views=batch.views,
     )
-
-
-class Similarities:
-    """Similarities of this process's anchors with all samples of a block, both sides.
-
-    One product serves both sides where the block is this process's own. Pairs that do not count, an anchor's own pair
-    among them, and with views its own embedding, are :data:`functional.MASKED_SIMILARITY`.
-    """
-
-    def __init__(self, block: Block) -> None:
-        self.block = block
-        images, texts = block.features
-        own = block.own
-        self.shared = block.local_size == block.size
-        image_rows = self._masked(images[own] @ texts.T)
-        text_rows = image_rows.T if self.shared else self._masked(texts[own] @ images.T)
-        self.rows = (image_rows, text_rows)
-
-    def _masked(self, similarities: Tensor) -> Tensor:
-        block = self.block
-        own = similarities[:, block.own]
-        own.fill_diagonal_(F.MASKED_SIMILARITY)
-        if block.views == 2:
-            # An anchor's own embedding, which the other side has half a batch further.
-            half = block.local_size // 2
-            own[:half, half:].fill_diagonal_(F.MASKED_SIMILARITY)
-            own[half:, :half].fill_diagonal_(F.MASKED_SIMILARITY)
-        counts = block.valid[block.own, None] & block.valid[None, :]
-        return similarities.masked_fill_(~counts, F.MASKED_SIMILARITY)
-
-    def log_g(self) -> Tensor:
-        """``log g`` of all anchors of the block, ``(2, B)``: one exchange of ``2·B`` scalars."""
-        block, own = self.block, self.block.own
-        sides = [
-            F.log_mean_negatives(rows, block.positive[own], block.tau[side, own], block.negatives)
-            for side, rows in enumerate(self.rows)
-        ]
-        return torch.where(block.valid, block.gather_own(torch.stack(sides)), 0)

@@ -14,8 +14,9 @@ from torch.nn import functional
 from openclip_ext import distributed
 from openclip_ext.losses import functional as F
 from openclip_ext.losses.base import ContrastiveLoss, check_features, check_logit_scale, without_autocast
-from openclip_ext.losses.block import LocalBatch, Similarities, make_block
+from openclip_ext.losses.block import LocalBatch, make_block
 from openclip_ext.losses.seeding import generator, linear
+from openclip_ext.losses.similarities import Similarities
 from openclip_ext.temperatures.base import global_temperatures
 
 _BATCH_NORM_EPS = 1e-5

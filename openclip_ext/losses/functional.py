@@ -1,9 +1,9 @@
 """Pure log-space mathematics of the global contrastive losses: no state, no communication.
 
-Notation of ``docs/methods.md``: ``s_ij`` similarity of image ``i`` and text ``j``, ``τ`` temperature, ``B`` samples in the
-batch, ``log g_i = logsumexp_{j≠i} (s_ij − s_ii)/τ − log(B−1)``, ``α_i`` estimated log-normalizer. Tensors with a leading
-dimension of 2 hold the two sides: 0 for image anchors (against texts), 1 for text anchors (against images). Equation
-numbers in [brackets] are the papers'.
+Notation of ``docs/methods/README.md``: ``s_ij`` similarity of image ``i`` and text ``j``, ``τ`` temperature, ``B`` samples
+in the batch, ``log g_i = logsumexp_{j≠i} (s_ij − s_ii)/τ − log(B−1)``, ``α_i`` estimated log-normalizer. Tensors with a
+leading dimension of 2 hold the two sides: 0 for image anchors (against texts), 1 for text anchors (against images).
+Equation numbers in [brackets] are the papers'.
 """
 
 import math
@@ -45,46 +45,11 @@ def log_mix(log_x: Tensor, log_y: Tensor, share: float) -> Tensor:
     return torch.logaddexp(log_x + math.log1p(-share), log_y + math.log(share))
 
 
-def log_mean_negatives(similarities: Tensor, positive: Tensor, tau: Tensor, negatives: Tensor) -> Tensor:
-    """``log g`` of anchors along the rows [NeuCLIP, below (1)].
-
-    Args:
-        similarities: ``(N, B)``, :data:`MASKED_SIMILARITY` at the anchor's own pair and at samples that do not count.
-        positive: ``(N,)``, ``s_ii``.
-        tau: ``(N,)`` temperatures of the anchors.
-        negatives: 0-d, number of negatives of an anchor.
-
-    Returns:
-        ``(N,)``.
-    """
-    exponents = (similarities - positive[:, None]).div_(tau[:, None])
-    return torch.logsumexp(exponents, dim=1) - torch.log(negatives)
-
-
-def pair_weights(similarities: Tensor, positive: Tensor, tau: Tensor, log_divisor: Tensor) -> Tensor:
-    """``exp((s_ij − s_ii)/τ_i − log_divisor_i)``: the weights of the negatives of anchors along the rows.
-
-    With ``log_divisor = α + log(B−1)`` these are the terms of ``exp(−α)·g`` [NeuCLIP 4].
-    """
-    exponents = (similarities - positive[:, None]).div_(tau[:, None]).sub_(log_divisor[:, None])
-    return exponents.clamp_(max=max_exponent(exponents.dtype)).exp_()
-
-
-def log_sum_prototypes(exponents: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """``α_i = log(ε + Σ_j exp(exponent_ij))`` [NeuCLIP 10, 11] and the terms' shares in ``exp(α_i)``.
-
-    Args:
-        exponents: ``(..., m)``, containing ``−log m``; overwritten.
-        eps: ε.
-
-    Returns:
-        ``α`` ``(...)``, terms ``(..., m)`` and scales ``(...)``; the shares are the terms times their row's scale, left
-        apart because whoever needs them has something smaller to multiply by the scale.
-    """
-    largest = exponents.amax(dim=-1)
-    terms = exponents.sub_(largest.unsqueeze(-1)).exp_()
-    alpha = log_add(largest + terms.sum(dim=-1).log_(), eps)
-    return alpha, terms, (largest - alpha).exp_()
+def shifted_exp_(exponents: Tensor, dim: int) -> Tensor:
+    """Overwrite exponents with ``exp(exponent − largest)``, the largest along ``dim``, which is returned without it."""
+    largest = exponents.amax(dim, keepdim=True)
+    exponents.sub_(largest).exp_()
+    return largest.squeeze(dim)
 
 
 def infonce(log_g: Tensor, negatives: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from openclip_ext.losses import functional as F
 from openclip_ext.losses.base import ContrastiveLoss, check_features, check_logit_scale, without_autocast
-from openclip_ext.losses.block import Block, LocalBatch, Similarities, make_block
+from openclip_ext.losses.block import Block, LocalBatch, make_block
+from openclip_ext.losses.similarities import Similarities
 from openclip_ext.losses.surrogates import Anchors, Surrogate
 from openclip_ext.normalizers.base import Estimate, Normalizer
 from openclip_ext.normalizers.mlp import PartitionNormalizer
@@ -55,7 +56,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     """An estimator of the log-normalizers, a temperature scheme, and the surrogate between them.
 
     Create it with :func:`openclip_ext.create_loss`, which names the combinations that papers have. Equations:
-    ``docs/methods.md``.
+    ``docs/methods/README.md``.
 
     Args:
         surrogate: what is minimised for given log-normalizers.
@@ -258,6 +259,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
 
     def _terms(self, batch: LocalBatch) -> dict[str, Tensor]:
         block, similarities, estimate = self._estimated(batch)
+        learns_own = self.training and self.temperature.learns_own
         with torch.no_grad():
             anchors = Anchors(
                 tau=block.tau,
@@ -266,66 +268,39 @@ class GlobalContrastiveLoss(ContrastiveLoss):
                 error=F.saturating_exp(block.log_estimate - estimate.alpha),
                 positive=block.positive,
             )
-            image_gradient, text_gradient, tilt = self._feature_gradients(block, similarities, estimate, anchors)
-            own = _own_anchors(anchors, tilt, block)
             value = 0.5 * block.mean(self.surrogate.value(anchors)).sum()
-            tau_gradient = torch.where(block.valid[block.own], self.surrogate.tau_gradient(own), 0)
+            gradients, own = self._feature_gradients(
+                block, similarities, estimate, anchors, with_tilt=learns_own or self.temperature.learns_logit_scale
+            )
             self._last = _Report.of(block, anchors)
-        if self.training and self.temperature.learns_own:
-            self._update_temperatures(block, tau_gradient)
-        pairs = [(batch.image, image_gradient), (batch.text, text_gradient)]
-        if self.temperature.learns_logit_scale:
-            pairs.append((batch.logit_scale, self._through_logit_scale(0.5 * tau_gradient.sum(), block)))
+        pairs = [(batch.image, gradients[0]), (batch.text, gradients[1])]
+        if own.tilt is not None:
+            tau_gradient = torch.where(block.valid[block.own], self.surrogate.tau_gradient(own), 0)
+            if learns_own:
+                self._update_temperatures(block, tau_gradient)
+            if self.temperature.learns_logit_scale:
+                pairs.append((batch.logit_scale, self._through_logit_scale(0.5 * tau_gradient.sum(), block)))
         return {"contrastive_loss": with_gradients(value, *pairs), **self._regularizer(block, batch.logit_scale)}
 
     def _feature_gradients(
-        self, block: Block, similarities: Similarities, estimate: Estimate, anchors: Anchors
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of this process's images and texts, and the anchors' tilt ``(2, B_local)``."""
-        surrogate, own = self.surrogate, block.own
-        log_divisor = anchors.alpha + surrogate.log_divisor(block)
+        self, block: Block, similarities: Similarities, estimate: Estimate, anchors: Anchors, with_tilt: bool
+    ) -> tuple[Tensor, Anchors]:
+        """Gradients of this process's images and texts ``(2, B_local, d)``, and its anchors, with their tilt if asked for."""
+        surrogate = self.surrogate
         excess = 1 - anchors.error
         factor = surrogate.pair_factor(block.tau) * (1 + estimate.batch_share * excess)
         factor = torch.where(block.valid, 0.5 * factor / block.count, 0)
-        weights = [
-            F.pair_weights(similarities.rows[side], block.positive[own], block.tau[side, own], log_divisor[side, own])
-            for side in range(2)
-        ]
-        sums = torch.stack([weight.sum(dim=1) for weight in weights])
-        tilted = torch.stack(
-            [(weight * rows).sum(dim=1) for weight, rows in zip(weights, similarities.rows, strict=True)]
-        )
-        tilt = tilted - block.positive[own] * sums
-        own_pair = (factor[:, own] * surrogate.own_pair(_own_anchors(anchors, tilt, block), sums, block)).sum(dim=0)
-        coefficients = self._pair_coefficients(block, similarities, weights, factor, log_divisor)
-        gradients = torch.stack([coefficients[side] @ block.features[1 - side] for side in range(2)])
-        gradients += own_pair[:, None] * block.features[:, own].flip(0)
+        log_sum = block.log_g + torch.log(block.negatives)
+        # exp(-α) divided by what the surrogate divides by, times the sum over the negatives [NeuCLIP 4].
+        weight_sum = F.saturating_exp(log_sum - anchors.alpha - surrogate.log_divisor(block))
+        pairs = similarities.gradients(block.log_g, factor * weight_sum, with_mean_similarity=with_tilt)
+        own = _own_anchors(anchors, weight_sum, pairs.mean_similarity, block)
+        through_own_pair = (factor * surrogate.own_pair(anchors, weight_sum, block))[:, block.own].sum(dim=0)
+        gradients = pairs.features.addcmul_(through_own_pair[:, None], block.features[:, block.own].flip(0))
         if estimate.feature_gradient is not None:
             through_alpha = torch.where(block.valid, 0.5 * block.tau * excess / block.count, 0)
-            gradients += estimate.feature_gradient(through_alpha[:, own])
-        gradients = torch.where(block.valid[own, None], gradients, 0) * block.world_size
-        return gradients[0], gradients[1], tilt
-
-    def _pair_coefficients(
-        self, block: Block, similarities: Similarities, weights: list[Tensor], factor: Tensor, log_divisor: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Derivatives in ``s`` of (this process's images × all texts) and (its texts × all images), ``(B_local, B)`` each.
-
-        A pair is in the sum of its image as an anchor and in that of its text. Where the block is gathered the second is
-        another process's anchor, whose weight follows from its α, τ and positive, which are all known.
-        """
-        as_anchor = [weights[side].mul_(factor[side, block.own, None]) for side in range(2)]
-        if similarities.shared:
-            image_rows = as_anchor[0] + as_anchor[1].T
-            return image_rows, image_rows.T
-        both = []
-        for side in range(2):
-            other = 1 - side
-            as_negative = F.pair_weights(
-                similarities.rows[side].T, block.positive, block.tau[other], log_divisor[other]
-            ).mul_(factor[other, :, None])
-            both.append(as_anchor[side] + as_negative.T)
-        return both[0], both[1]
+            gradients += estimate.feature_gradient(through_alpha[:, block.own])
+        return torch.where(block.valid[block.own, None], gradients, 0) * block.world_size, own
 
     def _update_temperatures(self, block: Block, tau_gradient: Tensor) -> None:
         gradient = block.gather_own(tau_gradient) + self.surrogate.regularizer(self.temperature.rho(block.epoch))
@@ -369,9 +344,12 @@ class _Report:
         )
 
 
-def _own_anchors(anchors: Anchors, tilt: Tensor, block: Block) -> Anchors:
-    """The anchors of this process, with their tilt."""
+def _own_anchors(anchors: Anchors, weight_sum: Tensor, mean_similarity: Tensor | None, block: Block) -> Anchors:
+    """The anchors of this process, with their tilt where the mean similarity of their negatives is given."""
     own = block.own
+    tilt = None
+    if mean_similarity is not None:
+        tilt = weight_sum[:, own] * (mean_similarity - block.positive[own])
     return Anchors(
         tau=anchors.tau[:, own],
         alpha=anchors.alpha[:, own],

@@ -329,4 +329,7 @@ _ALL = (
     Option("coca_contrastive_loss_weight", float, 1.0, "weight of CoCa's contrastive loss", openclip_flag=True),
 )
 
+# Where state lies: of the machine, not of the method.
+PLACEMENT_OPTIONS = ("state_device", "state_dir")
+
 OPTIONS: dict[str, Option] = {option.name: option for option in _ALL}

@@ -1,12 +1,15 @@
 """The normalizer-prediction network (NPN) of NeuCLIP, and the queue, which is one without training."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from openclip_ext import distributed
 from openclip_ext.losses import functional as F
+from openclip_ext.losses import similarities
 from openclip_ext.losses.block import Block
 from openclip_ext.losses.inner_optimizers import adagrad_step_
 from openclip_ext.normalizers.base import Estimate, Normalizer
@@ -14,44 +17,84 @@ from openclip_ext.normalizers.ring import EmbeddingRing, repeated_block
 
 # Keeps the direction of a zero column finite.
 _SMALLEST_NORM = 1e-12
+# Below this many flops an update is so short that exchanging sums costs more than the arithmetic it saves.
+MIN_FLOPS_TO_SHARE = 2e10
 
 
-def prototype_exponents(directions: Tensor, block: Block) -> Tensor:
-    """``(cos(e_i, W_j) − s_ii)/τ_i`` ``(2, B, m)`` [NeuCLIP 10, 11].
+@dataclass
+class PrototypeEstimate:
+    """Log-normalizers of this process's anchors from prototypes, and their gradient in the embeddings.
+
+    Attributes:
+        alpha: ``(2, B_local)``.
+        pull: ``Σ_j p_ij·Ŵ_j`` with the prototypes' shares ``p`` in ``exp(α_i)``, ``(2, B_local, d)``; None if not asked for.
+        share: ``Σ_j p_ij``, below 1 by what ε has, ``(2, B_local)``.
+    """
+
+    alpha: Tensor
+    share: Tensor
+    pull: Tensor | None
+
+    def feature_gradient(self, weights: Tensor, block: Block) -> Tensor:
+        """``Σ weight_k,i·∇α_k,i`` over this process's anchors in its own features; prototypes and τ held.
+
+        ``∇α1_i = Σ_j p_ij (∇(e1_i·Ŵ_j) − ∇s_ii)/τ_i``.
+        """
+        own = block.own
+        scaled = weights / block.tau[:, own]
+        through_positive = (scaled * self.share).sum(dim=0)
+        return scaled[:, :, None] * self.pull - through_positive[:, None] * block.features[:, own].flip(0)
+
+
+def estimate_from_prototypes(
+    directions: Tensor, block: Block, eps: float, with_gradient: bool, log_multiplicity: Tensor | None = None
+) -> PrototypeEstimate:
+    """``α_i = log(ε + (1/m) Σ_j exp((cos(e_i, W_j) − s_ii)/τ_i))`` of this process's anchors [NeuCLIP 10, 11].
 
     Args:
         directions: ``(2, m, d)`` unit prototypes.
         block: features are used as given.
-    """
-    scaled = block.features / block.tau[:, :, None]
-    return torch.baddbmm(-(block.positive / block.tau)[:, :, None], scaled, directions.transpose(1, 2))
-
-
-def prototype_feature_gradient(
-    directions: Tensor, terms: Tensor, scales: Tensor, block: Block
-) -> Callable[[Tensor], Tensor]:
-    """Gradient of ``Σ weight_k,i·α_k,i`` over this process's anchors in its own features; prototypes and τ held.
-
-    ``∇α1_i = Σ_j p_ij (∇(e1_i·Ŵ_j) − ∇s_ii)/τ_i`` with the shares ``p_ij = term_ij·scale_i``.
+        eps: ε.
+        with_gradient: whether the gradient in the embeddings will be asked for.
+        log_multiplicity: how often each prototype counts ``(m,)``, as a logarithm; None: once.
     """
     own = block.own
+    offset = _log_offset(block, directions.shape[1])
+    alpha = torch.empty_like(block.tau[:, own], memory_format=torch.contiguous_format)
+    share = torch.empty_like(alpha)
+    pull = torch.empty_like(block.features[:, own]) if with_gradient else None
+    for anchors in anchor_chunks(own, directions.shape[1]):
+        here = slice(anchors.start - own.start, anchors.stop - own.start)
+        terms = (block.features[:, anchors] / block.tau[:, anchors, None]) @ directions.transpose(1, 2)
+        if log_multiplicity is not None:
+            terms += log_multiplicity
+        largest = F.shifted_exp_(terms, dim=2)
+        log_mean = largest + terms.sum(dim=2).log_() - offset[:, anchors]
+        alpha[:, here] = F.log_add(log_mean, eps)
+        share[:, here] = (log_mean - alpha[:, here]).exp_()
+        if pull is not None:
+            scale = (largest - offset[:, anchors] - alpha[:, here]).exp_()
+            pull[:, here] = (terms @ directions).mul_(scale[:, :, None])
+    return PrototypeEstimate(alpha, share, pull)
 
-    def gradient(weights: Tensor) -> Tensor:
-        scaled = weights * scales[:, own] / block.tau[:, own]
-        through_cosine = scaled[:, :, None] * (terms[:, own] @ directions)
-        through_positive = (scaled * terms[:, own].sum(dim=2)).sum(dim=0)
-        return through_cosine - through_positive[:, None] * block.features[:, own].flip(0)
 
-    return gradient
+def anchor_chunks(anchors: slice, prototypes: int) -> Iterator[slice]:
+    """Parts of a range of anchors, so small that their similarities with all prototypes fit in a chunk."""
+    size = max(1, similarities.MAX_PAIRS // (2 * prototypes))
+    for start in range(anchors.start, anchors.stop, size):
+        yield slice(start, min(start + size, anchors.stop))
+
+
+def _log_offset(block: Block, prototypes: int) -> Tensor:
+    """What makes of ``logsumexp_j e_i·Ŵ_j/τ_i`` the mean of ``exp((cos − s_ii)/τ_i)``, ``(2, B)``."""
+    return block.positive / block.tau + math.log(prototypes)
 
 
 class PrototypeNormalizer(Normalizer):
     """``α_i = log(ε + (1/m) Σ_j exp((cos(e_i, W_j) − s_ii)/τ))`` with trained prototypes [NeuCLIP 10, 11, Algorithm 1].
 
     A step that counts: restart when ``t mod T_r = 0`` (the first included) from the ``m`` most recent samples' embeddings,
-    ``T_u`` AdaGrad updates on the batch, prediction. The gradient has a closed form and needs no graph: with unit columns
-    ``Ŵ`` and ``p_ij`` the shares of the prototypes in ``exp(α_i)``, ``∂/∂cos_ij = (∂objective_i/∂α_i)·p_ij/(τ_i·B)`` and
-    ``∂cos_ij/∂W_j = (e_i − cos_ij·Ŵ_j)/‖W_j‖``. Columns are stored as they are and normalised in the cosine only.
+    ``T_u`` AdaGrad updates on the batch, prediction. Columns are stored as they are and normalised in the cosine only.
 
     Args:
         embed_dim: width ``d`` of the embeddings.
@@ -103,8 +146,8 @@ class PrototypeNormalizer(Normalizer):
         self.ring.push(block)
         self._restart_if_due(block.ok)
         before = self._estimate(self.prototypes, block) if self.simultaneous else None
-        for _ in range(self.updates):
-            self._update(block)
+        if self.updates:
+            self._fit(block)
         self.steps += block.ok
         return before or self._estimate(self.prototypes, block)
 
@@ -117,31 +160,114 @@ class PrototypeNormalizer(Normalizer):
     def _restart_if_due(self, ok: Tensor) -> None:
         due = self.steps == 0 if self.restart_every is None else self.steps % self.restart_every == 0
         due = due & ok
+        if due.is_cpu and not due:
+            return
         self.prototypes.copy_(torch.where(due, self.ring.repeated(), self.prototypes))
         if self.reset:
             self.accumulator.masked_fill_(due, 0)
 
-    def _directions(self, prototypes: Tensor) -> tuple[Tensor, Tensor]:
-        norms = torch.linalg.vector_norm(prototypes, dim=2, keepdim=True).clamp_(min=_SMALLEST_NORM)
-        return prototypes / norms, norms
-
-    def _alpha(self, directions: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-        exponents = prototype_exponents(directions, block).sub_(math.log(self.ring.capacity))
-        return F.log_sum_prototypes(exponents, self.eps)
-
-    def _update(self, block: Block) -> None:
-        directions, norms = self._directions(self.prototypes)
-        alpha, terms, scales = self._alpha(directions, block)
-        slope = F.objective_slope(self.objective, alpha, block.log_estimate, block.tau)
-        in_cosine = torch.where(block.valid, slope * scales, 0) / (block.tau * block.count)
-        gradient = terms.transpose(1, 2) @ (in_cosine[:, :, None] * block.features)
-        along = (gradient * directions).sum(dim=2, keepdim=True)
-        gradient = gradient.sub_(along * directions).div_(norms)
-        adagrad_step_(self.prototypes, gradient, self.accumulator, self.lr)
+    def _fit(self, block: Block) -> None:
+        """``T_u`` updates on the block, which all processes share where that saves more than it costs."""
+        parts = block.world_size if shares_prototypes(self.prototypes, block) else 1
+        size = self.ring.capacity // parts
+        first = distributed.rank() * size if parts > 1 else 0
+        part = slice(first, first + size)
+        fit = _Fit(block, self.prototypes[:, part], self.accumulator[:, part], self.eps, self.ring.capacity, parts > 1)
+        for _ in range(self.updates):
+            fit.update(self.objective, self.lr)
+        if parts > 1:
+            for state in (self.prototypes, self.accumulator):
+                gathered = distributed.all_gather(state[:, part].transpose(0, 1))
+                state.copy_(gathered.transpose(0, 1))
 
     def _estimate(self, prototypes: Tensor, block: Block) -> Estimate:
-        directions, _ = self._directions(prototypes)
-        alpha, terms, scales = self._alpha(directions, block)
+        directions = prototypes / norms_of(prototypes)
+        estimate = estimate_from_prototypes(directions, block, self.eps, self.alpha_gradient)
+        alpha = block.gather_own(estimate.alpha)
         if not self.alpha_gradient:
             return Estimate(alpha)
-        return Estimate(alpha, feature_gradient=prototype_feature_gradient(directions, terms, scales, block))
+        return Estimate(alpha, feature_gradient=lambda weights: estimate.feature_gradient(weights, block))
+
+
+class _Fit:
+    """Updates of prototypes on one block.
+
+    What does not change from one update to the next is computed once. The gradient has a closed form and needs no graph: two
+    matrix products an update. With unit columns ``Ŵ`` and the shares ``p_ij`` of the prototypes in ``exp(α_i)``,
+    ``∂/∂cos_ij = (∂objective_i/∂α_i)·p_ij/(τ_i·B)`` and ``∂cos_ij/∂W_j = (e_i − cos_ij·Ŵ_j)/‖W_j‖``.
+
+    Args:
+        block: the samples.
+        prototypes, accumulator: ``(2, m, d)``, updated in place; of all prototypes, or of this process's part.
+        eps: ε.
+        number: of all prototypes.
+        shared: whether the processes have a part each; an update then exchanges ``4·B`` scalars.
+    """
+
+    def __init__(
+        self, block: Block, prototypes: Tensor, accumulator: Tensor, eps: float, number: int, shared: bool
+    ) -> None:
+        self.block = block
+        self.prototypes = prototypes
+        self.accumulator = accumulator
+        self.eps = eps
+        self.shared = shared
+        self.scaled = block.features / block.tau[:, :, None]
+        self.offset = _log_offset(block, number)
+        self.chunks = list(anchor_chunks(slice(0, block.size), prototypes.shape[1]))
+        # Used in every update: on the CPU fresh memory of this size costs as much as a pass over it.
+        self.directions, self.gradient = prototypes.new_empty((2, *prototypes.shape))
+        self.terms = prototypes.new_empty(2, self.chunks[0].stop, prototypes.shape[1])
+
+    def update(self, objective: str, lr: float) -> None:
+        """One AdaGrad step."""
+        norms = norms_of(self.prototypes)
+        directions = torch.div(self.prototypes, norms, out=self.directions)
+        gradient = self._gradient_in_directions(directions, objective)
+        along = torch.linalg.vecdot(gradient, directions).unsqueeze(-1)
+        gradient.addcmul_(directions, along, value=-1).div_(norms)
+        adagrad_step_(self.prototypes, gradient, self.accumulator, lr)
+
+    def _gradient_in_directions(self, directions: Tensor, objective: str) -> Tensor:
+        for anchors in self.chunks:
+            terms = self.terms[:, : anchors.stop - anchors.start]
+            torch.bmm(self.scaled[:, anchors], directions.transpose(1, 2), out=terms)
+            largest = F.shifted_exp_(terms, dim=2)
+            log_sum = self._over_all_prototypes(largest + terms.sum(dim=2).log_())
+            alpha = F.log_add(log_sum - self.offset[:, anchors], self.eps)
+            scale = (largest - self.offset[:, anchors] - alpha).exp_()
+            pull = (self._slope(objective, alpha, anchors) * scale)[:, :, None] * self.scaled[:, anchors]
+            first = anchors.start == 0
+            self.gradient.baddbmm_(terms.transpose(1, 2), pull, beta=0 if first else 1)
+        return self.gradient
+
+    def _slope(self, objective: str, alpha: Tensor, anchors: slice) -> Tensor:
+        """Derivative of the mean objective in ``α``, ``(2, b)``."""
+        block = self.block
+        slope = F.objective_slope(objective, alpha, block.log_estimate[:, anchors], block.tau[:, anchors])
+        return torch.where(block.valid[anchors], slope / block.count, 0)
+
+    def _over_all_prototypes(self, log_sum: Tensor) -> Tensor:
+        """Log-sums over this process's prototypes to those over all, ``(2, b)``."""
+        if not self.shared:
+            return log_sum
+        every = distributed.all_gather(log_sum).view(self.block.world_size, *log_sum.shape)
+        return torch.logsumexp(every, dim=0)
+
+
+def norms_of(prototypes: Tensor) -> Tensor:
+    """``(2, m, 1)``."""
+    return torch.linalg.vector_norm(prototypes, dim=2, keepdim=True).clamp_(min=_SMALLEST_NORM)
+
+
+def shares_prototypes(prototypes: Tensor, block: Block) -> bool:
+    """Whether each process fits its own part of the prototypes instead of all of them.
+
+    The arithmetic, ``8·B·m·d`` flops an update, falls to ``1/K`` (the restart and the estimate are not concerned); an update
+    gains an exchange of ``4·B`` scalars, and a step one of ``4·m·d`` values (``docs/performance.md``). Decided from the sizes
+    alone, so that all processes decide alike.
+    """
+    _, number, width = prototypes.shape
+    if block.world_size == 1 or number % block.world_size:
+        return False
+    return 8 * block.size * number * width >= MIN_FLOPS_TO_SHARE

@@ -1,14 +1,12 @@
 """Prototypes that are a queue of recent embeddings, untrained. In none of the papers."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from openclip_ext.losses import functional as F
 from openclip_ext.losses.block import Block
 from openclip_ext.normalizers.base import Estimate, Normalizer
-from openclip_ext.normalizers.prototypes import prototype_exponents, prototype_feature_gradient
+from openclip_ext.normalizers.prototypes import estimate_from_prototypes
 from openclip_ext.normalizers.ring import EmbeddingRing, repeated_block
 
 
@@ -51,15 +49,14 @@ class QueueNormalizer(Normalizer):
 
     def _estimate(self, rows: Tensor, log_multiplicity: Tensor, block: Block) -> Estimate:
         directions = torch.nn.functional.normalize(rows, dim=2)
-        exponents = prototype_exponents(directions, block).add_(log_multiplicity - math.log(self.ring.capacity))
-        queue_alpha, terms, scales = F.log_sum_prototypes(exponents, self.eps)
+        queue = estimate_from_prototypes(directions, block, self.eps, self.alpha_gradient, log_multiplicity)
+        queue_alpha = block.gather_own(queue.alpha)
         alpha = F.log_mix(queue_alpha, block.log_estimate, self.batch_weight)
         if not self.alpha_gradient:
             return Estimate(alpha)
-        through_queue = prototype_feature_gradient(directions, terms, scales, block)
         queue_share = (1 - self.batch_weight) * F.saturating_exp(queue_alpha - alpha)[:, block.own]
         return Estimate(
             alpha,
             batch_share=self.batch_weight,
-            feature_gradient=lambda weights: through_queue(weights * queue_share),
+            feature_gradient=lambda weights: queue.feature_gradient(weights * queue_share, block),
         )

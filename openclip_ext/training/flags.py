@@ -184,6 +184,11 @@ def _recipe_argv(ours: argparse.Namespace, rest: list[str]) -> list[str]:
         used = registry.options_used_by(loss, **{part: getattr(ours, part, None) for part in PARTS})
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if getattr(ours, "views", 1) > 1:
+        raise UsageError(
+            f"recipe {ours.recipe} is for images with texts, and --views {ours.views} contrasts images alone: the papers at "
+            "hand have no settings for that; leave out --recipe, or --views"
+        )
     options = {name: value for name, value in recipe.loss_options.items() if name in used}
     return replace(recipe, loss_options=options).argv()
 

@@ -14,4 +14,7 @@
 #   sbatch scripts/slurm/cc12m.sh neuclip 'PATH/TO/cc12m/{00000..LAST}.tar'
 RECIPE=cc12m
 GLOBAL_BATCH=2048
+if [ "${1:-}" = tempnet ]; then
+    GLOBAL_BATCH=4096
+fi
 source "${SLURM_SUBMIT_DIR:-.}/scripts/slurm/recipe.sh"

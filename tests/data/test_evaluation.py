@@ -1,20 +1,22 @@
 """Validation data: every usable sample once, in order, whatever webdataset is installed."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from openclip_ext.data.evaluation import EvalLoader
-from openclip_ext.data.loader import build_eval_loader
+from openclip_ext.data.loader import build_eval_loader, build_indexed_pass, build_train_loader
 from openclip_ext.data.source import BadDataError
-from tests.data.loading import preprocess, tokenize
+from tests.data.loading import indices, preprocess, tokenize
 from tests.data.shards import sample_members, undecodable, write_csv, write_shards
 
 
-def build(data: str, **options) -> EvalLoader:
-    return build_eval_loader(data, preprocess=preprocess, tokenizer=tokenize, **{"batch_size": 8} | options)
+def build(data: str, loader: Callable = build_eval_loader, **options) -> Any:
+    return loader(data, preprocess=preprocess, tokenizer=tokenize, **{"batch_size": 8} | options)
 
 
 def numbers(loader: EvalLoader) -> list[int]:
@@ -55,6 +57,31 @@ def test_bad_samples_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     csv = write_csv(tmp_path)
     (tmp_path / "4.jpg").unlink()
     assert numbers(build(str(csv))) == [*range(4), *range(5, 30)]
+
+
+@pytest.mark.parametrize("kind", ["shards", "csv"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_data_come_once_with_the_index_they_have_in_training(tmp_path: Path, workers: int, kind: str):
+    write_shards(tmp_path, [20, 11, 4], {3: undecodable(3)})
+    data = str(tmp_path / "*.tar") if kind == "shards" else str(write_csv(tmp_path))
+    loader = build(data, loader=build_indexed_pass, workers=workers)
+    batches = list(loader)
+    assert loader.num_samples == (35 if kind == "shards" else 30)
+    assert all(batch["index"].dtype == torch.int64 for batch in batches)
+    found = indices(batches)
+    expected = [*range(3), *range(4, 35)] if kind == "shards" else list(range(30))
+    assert sorted(found) == expected
+    assert workers > 0 or found == expected
+    trained = {
+        int(index): int(text[0])
+        for batch in build(data, loader=build_train_loader, seed=5).iterate(0)
+        for index, text in zip(batch["index"], batch["text"], strict=True)
+    }
+    assert len(trained) >= 24
+    passed = {
+        int(index): int(text[0]) for batch in batches for index, text in zip(batch["index"], batch["text"], strict=True)
+    }
+    assert trained.items() <= passed.items()
 
 
 @pytest.mark.parametrize("workers", [0, 1])

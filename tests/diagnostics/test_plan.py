@@ -27,6 +27,7 @@ from openclip_ext.diagnostics.plan import Memory, Setting
 from openclip_ext.losses.base import ContrastiveLoss
 from openclip_ext.losses.registry import create_loss, list_losses
 from openclip_ext.model_configs import add_model_configs
+from openclip_ext.normalizers import prototypes
 from openclip_ext.training.optimizer import create_optimizer
 from openclip_ext.training.step import StepSettings, TrainStep
 from tests.distributed.training_cases import GLOBAL_BATCH, MODEL, fixed_batch, micro_batches_of, openclip_flags
@@ -41,6 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 STEPS = {"amorlip": 3}
 ON_HOST = {"fastclip-v2 on the host": "fastclip-v2"}
+# Each rank fits its own part of the prototypes, as it does with large batches.
+SHARING = "neuclip-sharing"
 
 
 def setting(name: str, **changed: Any) -> Setting:
@@ -133,8 +136,10 @@ def _counted(rank: int, folder: str) -> None:
     isend = dist.isend
     counting("batch_isend_irecv", SEND, lambda ops: sum(op.tensor.nbytes for op in ops if op.op is isend))
     found = {}
-    for name in [*CASES, *ON_HOST]:
-        loss = create(name) if name in CASES else create(ON_HOST[name], state_device="cpu")
+    least = prototypes.MIN_FLOPS_TO_SHARE
+    for name in [*CASES, *ON_HOST, SHARING]:
+        prototypes.MIN_FLOPS_TO_SHARE = 1 if name == SHARING else least
+        loss = create(ON_HOST[name], state_device="cpu") if name in ON_HOST else create(name.removesuffix("-sharing"))
         model = open_clip.create_model(
             MODEL, output_dict=True, **({"init_logit_bias": -10.0} if name == "siglip" else {})
         )
@@ -164,6 +169,12 @@ def test_communication_is_what_two_ranks_send(counted, name):
     for rank in counted:
         assert {kind: size for kind, size in sizes.items() if size} == {k: v for k, v in rank[name].items() if v}
     assert any(sizes.values())
+
+
+def test_communication_of_ranks_that_share_the_prototypes(counted, monkeypatch):
+    monkeypatch.setattr(prototypes, "MIN_FLOPS_TO_SHARE", 1)
+    planned = dry_run(lambda: create("neuclip"), GLOBAL_BATCH // 2, WIDTH, 2)
+    assert planned.size(ALL_GATHER) == counted[0][SHARING][ALL_GATHER] > counted[0]["neuclip"][ALL_GATHER]
 
 
 def test_ranks_with_tables_on_the_host_tell_one_another_the_index(counted):
@@ -234,15 +245,16 @@ def rows(text: str) -> dict[int, list[str]]:
 
 
 def test_a_plan_for_a_billion_samples(capsys):
-    plan.main([*COMMAND, "--loss", "neuclip"])
+    plan.main([*COMMAND, "--loss", "fastclip"])
     text = capsys.readouterr().out
     assert "n = 1,000,000,000, global batch 5120, 64 ranks, 8 a node" in text
     assert "149.6 M parameters" in text
     table = rows(text)
     assert list(table) == [2**power for power in range(11)]
     assert table[64][1] == "80"
-    # 2·B·d values and 2·B scalars, B = 5120, d = 512, of which a rank sends all but its own part.
-    assert float(table[64][7]) == pytest.approx((2 * 5120 * 512 + 2 * 5120) * 4 * 63 / 64 / 2**20, abs=0.01)
+    # Gathered: 2·B·d values, 2·B scalars, B indices; reduced: 2·B scalars. B = 5120, d = 512.
+    gathered, reduced = (2 * 5120 * 512 + 2 * 5120) * 4 + 5120 * 8, 2 * 5120 * 4
+    assert float(table[64][7]) == pytest.approx((gathered + 2 * reduced) * 63 / 64 / 2**20, abs=0.01)
     assert "WARNING" not in text
 
 

@@ -1,17 +1,22 @@
 """Two processes give what one process with the whole batch gives: values, gradients and state, without any gradient sent."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from openclip_ext.losses import similarities
 from openclip_ext.losses.base import ContrastiveLoss
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.losses.sharding import reshard
+from openclip_ext.normalizers import prototypes
 from tests.losses.cases import CASES, SAMPLES, WIDTH, Case, Step, make_steps, run_step
 from tests.references import networks
 
@@ -20,6 +25,9 @@ STEPS = 5
 # The same as one process, and one case each for what is different by nature or has input of its own.
 LOCAL_AMORLIP = "amorlip-local"
 NONFINITE = "-nonfinite"
+# Anchors in chunks; and every process with its own part of the prototypes.
+CHUNKS = "-chunks"
+SHARED_PROTOTYPES = "neuclip-shared"
 
 
 def _case(name: str) -> Case:
@@ -28,12 +36,26 @@ def _case(name: str) -> Case:
         return Case(gathered.loss, None, gathered.options | {"gather_stage2": False}, gathered.tolerance)
     if name == "openclip":
         return Case("openclip", None, {"local_loss": True, "gather_with_grad": True})
-    return CASES[name.removesuffix(NONFINITE)]
+    if name.startswith(SHARED_PROTOTYPES):
+        return Case("neuclip", None, CASES["neuclip"].options | {"prototypes": 8})
+    return CASES[name.removesuffix(NONFINITE).removesuffix(CHUNKS)]
 
 
 def _names() -> list[str]:
     spoilt = [name + NONFINITE for name in ("fastclip", "fastclip-v2", "tempnet", "amorlip", "neuclip", "queueclip")]
-    return [*CASES, "openclip", *spoilt]
+    chunks = [name + CHUNKS for name in ("fastclip-v2", "tempnet", "neuclip", "queueclip", SHARED_PROTOTYPES)]
+    return [*CASES, "openclip", *spoilt, *chunks, SHARED_PROTOTYPES, SHARED_PROTOTYPES + NONFINITE]
+
+
+@contextlib.contextmanager
+def _limits(name: str) -> Iterator[None]:
+    pairs = 13 if name.endswith(CHUNKS) else similarities.MAX_PAIRS
+    flops = 0 if name.startswith(SHARED_PROTOTYPES) else prototypes.MIN_FLOPS_TO_SHARE
+    with (
+        mock.patch.object(similarities, "MAX_PAIRS", pairs),
+        mock.patch.object(prototypes, "MIN_FLOPS_TO_SHARE", flops),
+    ):
+        yield
 
 
 def _steps(name: str) -> list[Step]:
@@ -71,7 +93,8 @@ def _worker(rank: int, folder: str) -> None:
     results = {}
     for name in [*_names(), LOCAL_AMORLIP]:
         loss = _case(name).create().double()
-        results[name] = _run(loss, [_own_part(step, rank) for step in _steps(name)])
+        with _limits(name):
+            results[name] = _run(loss, [_own_part(step, rank) for step in _steps(name)])
     torch.save(results, os.path.join(folder, f"{rank}.pt"))
     dist.destroy_process_group()
 
@@ -122,6 +145,15 @@ def test_each_process_reports_its_own_samples(two_processes: list[dict[str, dict
     steps = _steps(name)
     assert two_processes[0][name]["nonfinite"] == [(1, [steps[1].index[1]])]
     assert two_processes[1][name]["nonfinite"] == [(2, [steps[2].index[5]])]
+
+
+def test_processes_fit_their_own_part_of_the_prototypes_where_that_pays() -> None:
+    block = mock.Mock(size=4096, world_size=2)
+    assert prototypes.shares_prototypes(torch.empty(2, 4096, 512, device="meta"), block)
+    assert not prototypes.shares_prototypes(torch.empty(2, 4095, 512, device="meta"), block)
+    assert not prototypes.shares_prototypes(torch.empty(2, 64, 512, device="meta"), block)
+    block.world_size = 1
+    assert not prototypes.shares_prototypes(torch.empty(2, 4096, 512, device="meta"), block)
 
 
 def test_amorlip_stays_in_its_process_by_default(two_processes: list[dict[str, dict[str, Any]]]) -> None:

@@ -166,6 +166,13 @@ def test_command_line_loads_a_training_checkpoint_through_open_clip(data_dir, tm
     assert json.loads((tmp_path / "o.json").read_text())["untrained"] == numbers["trained"]
 
 
+def test_checkpoint_of_the_sigmoid_loss_has_a_bias_and_loads(data_dir, tmp_path):
+    add_model_configs()
+    model = open_clip.create_model("demo-vit", init_logit_bias=-10.0)
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "epoch_1.pt")
+    main(["--data-dir", str(data_dir), "--model", "demo-vit", "--checkpoint", str(tmp_path / "epoch_1.pt")])
+
+
 def test_wrong_folders_are_refused_with_the_cure(tmp_path):
     with pytest.raises(ValueError, match=r"no \*\.tar in .*--split test"):
         ShapesEvaluator(tmp_path, None, None)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from openclip_ext.losses import similarities
 from tests.losses.cases import CASES, Case, Step, make_steps, run_step, unit
 
 
@@ -45,6 +46,13 @@ def test_one_sample_twice_fills_the_batch(name: str) -> None:
     for step in steps:
         step.index = [5, 5, 5]
     _compare(CASES[name], steps)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chunks_of_anchors_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 2 of 6 image anchors at a time, and 1 anchor with its prototypes.
+    monkeypatch.setattr(similarities, "MAX_PAIRS", 13)
+    _compare(CASES[name], make_steps())
 
 
 def test_steps_have_related_pairs_and_duplicates() -> None:

@@ -1,41 +1,41 @@
-"""``docs/methods.md`` says what the table of options says."""
+"""The pages of ``docs/methods/`` say what the code says."""
 
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from openclip_ext.losses.options import OPTIONS, Option
-from openclip_ext.losses.registry import list_losses, options_used_by
+from openclip_ext.losses.options import OPTIONS
+from openclip_ext.losses.registry import list_losses
+from tests.losses.option_tables import PAGES, losses_on, updated
 
-PARTS = ("normalizer", "temperature_scheme")
-METHODS = Path(__file__).parents[2] / "docs" / "methods.md"
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
 
 
-def row(option: Option) -> str:
-    """The option's line in the documentation; its default, or those of the losses that use it if they differ."""
-    losses: dict[str, list[str]] = {}
-    for name in list_losses():
-        used = options_used_by(name)
-        if option.name in used:
-            losses.setdefault(_text(used[option.name]), []).append(f"`{name}`")
-    defaults = [f"{value} ({', '.join(names)})" for value, names in losses.items()]
-    default = next(iter(losses)) if len(losses) == 1 else "; ".join(defaults)
-    return f"| `{option.name}` | `{option.flag}` | {option.symbol} | {option.help} | {default} |"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_of_options_are_up_to_date(page: Path) -> None:
+    assert TEXTS[page.name] == updated(TEXTS[page.name]), "run: python -m tests.losses.option_tables"
 
 
-# Those two are the table of the losses.
-@pytest.mark.parametrize("option", [option for name, option in OPTIONS.items() if name not in PARTS])
-def test_option_is_documented(option: Option) -> None:
-    assert row(option) in METHODS.read_text(encoding="utf-8").splitlines()
+def test_every_loss_has_its_options_on_one_page() -> None:
+    documented = [loss for text in TEXTS.values() for loss in losses_on(text)]
+    assert sorted(loss for loss in documented if " " not in loss) == sorted(list_losses())
+    assert "sogclr views=2" in documented
 
 
-def test_every_loss_is_documented() -> None:
-    text = METHODS.read_text(encoding="utf-8")
-    assert all(f"`{name}`" in text for name in list_losses())
+def test_every_option_is_on_a_page() -> None:
+    rows = "\n".join(TEXTS.values())
+    assert [name for name in OPTIONS if f"| `{name}` |" not in rows] == []
+
+
+def test_the_index_names_every_loss_and_links_every_page() -> None:
+    index = TEXTS["README.md"]
+    assert [name for name in list_losses() if f"`{name}`" not in index] == []
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", index))
+    assert linked == set(TEXTS) - {"README.md"}
+
+
+def test_a_changed_default_is_noticed() -> None:
+    text = TEXTS["neuclip.md"]
+    assert "| 4096 |" in text
+    assert updated(text.replace("| 4096 |", "| 4095 |")) == text

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from openclip_ext.losses.options import OPTIONS
+from openclip_ext.losses.registry import list_losses
 from openclip_ext.training import recipes
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.flags import loss_options, parse
+from openclip_ext.training.recipes.unpublished import UNPUBLISHED, reason_without
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "scripts" / "slurm"
@@ -120,7 +122,7 @@ def test_both_names_of_a_loss_have_its_recipe():
 @pytest.mark.parametrize(
     ("name", "loss", "message"),
     [
-        ("cc3", "neuclip", "unknown recipe 'cc3' (did you mean 'cc3m'?); there are: cc3m, cc12m"),
+        ("cc3", "neuclip", "unknown recipe 'cc3' (did you mean 'cc3m'?); there are: coco, cc3m, cc12m"),
         ("dfn14m", "amorlip", "dfn14m has no published settings for the loss 'amorlip'"),
         ("dfn14m", "neuclp", "(did you mean 'neuclip'?); it has them for: openclip, siglip, fastclip, neuclip"),
     ],
@@ -146,6 +148,58 @@ def test_listing_recipes_needs_no_torch():
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "DataComp average 24.11 (AmorLIP, Table 1)" in shown
     assert "--rho-end=-8.0" in shown
+
+
+EXPECTED_REASONS = {
+    ("dfn14m", "amorlip"): "NeuCLIP's Table 2 has results of AmorLIP there",
+    ("cc3m", "tempnet"): "start from pretrained encoders",
+    ("cc12m", "cliplite"): "COCO Captions only",
+    ("dfn1b", "queueclip"): "in none of the papers",
+    ("cc3m", "simclr"): "images alone",
+    ("coco", "fastclip-v3"): "CLIP-Lite's alone trains on COCO",
+}
+
+
+@pytest.mark.parametrize(("name", "loss"), EXPECTED_REASONS)
+def test_a_missing_recipe_says_why(name, loss):
+    with pytest.raises(UsageError, match=EXPECTED_REASONS[name, loss]):
+        parse(["--recipe", name, "--loss", loss])
+
+
+def test_every_loss_has_a_recipe_or_a_reason():
+    known = set(list_losses()) - {"fastclip-v3"}
+    for name in recipes.names():
+        without = known - set(recipes.losses(name))
+        assert {loss for loss in known if reason_without(name, loss)} == without
+
+
+def test_the_documentation_has_every_reason():
+    lines = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").splitlines()
+    for entry in UNPUBLISHED:
+        losses, datasets = (", ".join(f"`{name}`" for name in names) for names in (entry.losses, entry.datasets))
+        assert f"| {entry.reason} | {losses} | {datasets} |" in lines
+
+
+def test_recipes_are_for_images_with_texts():
+    with pytest.raises(UsageError, match="is for images with texts, and --views 2 contrasts images alone"):
+        parse(["--recipe", "cc3m", "--loss", "sogclr", "--views", "2"])
+
+
+def test_settings_of_tempnet_are_those_of_its_command():
+    recipe = recipes.get("cc12m", "tempnet")
+    options, flags = recipe.loss_options, recipe.openclip_flags
+    found = [flags["lr"], options["lr_tau"], options["rho"], options["gamma"], flags["epochs"], recipe.global_batch]
+    assert found == [8e-4, 3e-5, 9.5, 0.8, 33, 8 * 512]
+
+
+def test_settings_of_cliplite_are_those_of_its_section_on_training():
+    recipe = recipes.get("coco", "cliplite")
+    assert recipe.global_batch == 1024
+    assert recipe.samples_seen == 250_000 * 1024
+    found = [recipe.openclip_flags[key] for key in ("momentum", "wd", "lookahead-steps", "warmup")]
+    assert found == [0.9, 1e-4, 5, 10_000]
+    assert [result.value for result in recipe.results] == [88.2, 55.3]
+    assert recipes.get("coco", "openclip").openclip_flags["lr"] == 1e-4
 
 
 def test_the_documentation_lists_every_recipe():
@@ -224,9 +278,8 @@ def run_job(script, *arguments):
     return subprocess.run(["bash", SLURM / script, *arguments], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("name", recipes.names())
-def test_every_recipe_has_a_job_script_whose_command_parses(name, cluster):
-    loss = recipes.losses(name)[-1]
+@pytest.mark.parametrize(("name", "loss"), ALL)
+def test_every_recipe_has_a_job_script_whose_command_parses(name, loss, cluster):
     job = run_job(f"{name}.sh", loss, "SHARDS", "--precision", "amp_bf16")
     assert job.returncode == 0, job.stderr
     launcher, arguments = split_launch((cluster / "argv").read_text().split("\0"))

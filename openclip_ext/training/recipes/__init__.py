@@ -7,14 +7,16 @@
 import difflib
 from dataclasses import replace
 
-from openclip_ext.training.recipes import cc3m, cc12m, dfn1b, dfn14m, dfn192m, laion400m
+from openclip_ext.training.recipes import cc3m, cc12m, coco, dfn1b, dfn14m, dfn192m, laion400m
 from openclip_ext.training.recipes.schema import Recipe, Result
+from openclip_ext.training.recipes.unpublished import reason_without
 
 __all__ = ["Recipe", "Result", "get", "losses", "names"]
 
 _RECIPES: dict[str, dict[str, Recipe]] = {
     recipes[0].dataset: {recipe.loss: recipe for recipe in recipes}
     for recipes in (
+        coco.RECIPES,
         cc3m.RECIPES,
         cc12m.RECIPES,
         dfn14m.RECIPES,
@@ -53,9 +55,10 @@ def get(name: str, loss: str) -> Recipe:
     known = losses(name)
     canonical = _ALIASES.get(loss, loss)
     if canonical not in known:
+        reason = reason_without(name, canonical)
+        hint = _did_you_mean(loss, known) if reason is None else f": {reason}"
         raise ValueError(
-            f"recipe {name} has no published settings for the loss {loss!r}{_did_you_mean(loss, known)}; "
-            f"it has them for: {', '.join(known)}"
+            f"recipe {name} has no published settings for the loss {loss!r}{hint}; it has them for: {', '.join(known)}"
         )
     return replace(_RECIPES[name][canonical], loss=loss)
 

@@ -1,8 +1,10 @@
 """CC12M: ViT-B/32, a global batch of 2048, 33 epochs (FastCLIP's and AmorLIP's large scale)."""
 
+from openclip_ext.training.recipes.schema import Result
 from openclip_ext.training.recipes.sources import (
     AMORLIP,
     AMORLIP_CODE,
+    DIST_TEMPNET,
     FAST_CLIP,
     NPN,
     NPN_NOTE,
@@ -34,7 +36,15 @@ _AMORLIP_SETTING = Setting(
     gpus=1,
 )
 
+_TEMPNET_SETTING = Setting(
+    dataset="cc12m",
+    openclip_flags={"model": "ViT-B-32", "epochs": 33, "batch-size": 512, "lr": 8e-4, "wd": 0.02, "warmup": 2000},
+    dataset_size=9_184_307,
+    samples_seen=33 * 9_184_307,
+)
+
 _TABLE = "NeuCLIP, Table 8"
+_TEMPNET_LOG = "the log ViTb32-cosine-decay-cc12m-DistTempNet-v1 of github.com/anantmehta33/DistTempNet, last epoch"
 
 RECIPES = (
     _SETTING.recipe(
@@ -63,6 +73,25 @@ RECIPES = (
         },
         f"the CC12M command in the README of {FAST_CLIP}",
         datacomp(_TABLE, (31.50, 0.43), (24.61, 0.05), (32.33, 0.48)),
+    ),
+    _TEMPNET_SETTING.recipe(
+        "tempnet",
+        {
+            "rho": 9.5,
+            "lr_tau": 3e-5,
+            "temperature_min": 1e-3,
+            "gamma": 0.8,
+            "gamma_schedule": "cosine",
+            "gamma_decay_epochs": 20,
+        },
+        f"the CC12M command in the README of {DIST_TEMPNET}, its version 1 (cosine γ)",
+        (Result("COCO text R@1", 28.56, _TEMPNET_LOG), Result("COCO image R@1", 18.52, _TEMPNET_LOG)),
+        (
+            "weight decay, warm-up, the temperature's lower bound and the epochs in which γ falls are the released code's",
+            "the released network has as many prototypes as a GPU has pairs, 512; here 256, as in the TempNet paper's code",
+            "the source's learning rate starts and ends at 1e-5, that of OpenCLIP's schedule at 0",
+            "Adam's β and ε are OpenCLIP's",
+        ),
     ),
     _AMORLIP_SETTING.recipe(
         "amorlip",

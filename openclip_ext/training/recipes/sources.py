@@ -11,6 +11,8 @@ Score = float | tuple[float, float]
 FAST_CLIP = "github.com/Optimization-AI/fast_clip"
 DRRHO_CLIP = "github.com/Optimization-AI/DRRho-CLIP"
 AMORLIP_CODE = "github.com/haotiansun14/AmorLIP"
+DIST_TEMPNET = "github.com/Optimization-AI/DistTempNet"
+CLIP_LITE_CODE = "github.com/4m4n5/CLIP-Lite"
 
 # NeuCLIP, Table 4 and Section 5.
 NPN = {"prototypes": 4096, "restart_every": 500, "normalizer_updates": 10, "normalizer_lr": 1.0}

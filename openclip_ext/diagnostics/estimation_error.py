@@ -1,0 +1,337 @@
+"""How far a loss's log-normalizers are from the exact ones: the papers' own yardstick (NeuCLIP, Appendix B.6).
+
+``α*_i = log(ε + g_i(S))`` [NeuCLIP 9] is computed over all ``n`` training embeddings ``S`` of a model, for some sampled
+anchors ``i``; the error of an estimator is the mean of ``(α_i − α*_i)²``, over the images and over the texts, averaged. The
+mini-batch estimate, in batches of the run's own size, is the baseline.
+
+Of a finished run::
+
+    python -m openclip_ext.diagnostics.estimation_error LOGS/NAME --checkpoint latest --anchors 10000
+
+In Python, of any loss of :func:`openclip_ext.create_loss` and embeddings of one's own: :func:`measure`; without a loss:
+:func:`exact_log_normalizers`.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from openclip_ext.losses import functional as F
+from openclip_ext.losses.base import ContrastiveLoss
+from openclip_ext.losses.block import LocalBatch, make_block
+from openclip_ext.losses.global_contrastive import GlobalContrastiveLoss
+from openclip_ext.losses.openclip import OpenClipLoss
+
+DEFAULT_ANCHORS = 10_000
+_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class Error:
+    """Mean squared error of log-normalizers.
+
+    Attributes:
+        mean: both sides averaged.
+        image, text: of the image anchors and of the text anchors.
+        bias: mean of ``α − α*``, both sides averaged.
+    """
+
+    mean: float
+    image: float
+    text: float
+    bias: float
+
+    @classmethod
+    def of(cls, estimate: Tensor, exact: Tensor) -> "Error":
+        """Compare ``(2, A)`` with ``(2, A)``: images, texts."""
+        difference = estimate.double() - exact.double()
+        image, text = difference.square().mean(dim=1).tolist()
+        return cls(mean=(image + text) / 2, image=image, text=text, bias=difference.mean().item())
+
+
+@dataclass(frozen=True)
+class EstimationError:
+    """Result of :func:`measure`.
+
+    Attributes:
+        estimator: error of ``loss.log_normalizers``; None where that is the mini-batch estimate.
+        minibatch: error of the mini-batch estimate.
+        anchors: number of anchors on each side.
+        samples: number ``n`` of embeddings that the exact log-normalizers are over.
+        batch_size: samples of the batches that were estimated in.
+    """
+
+    estimator: Error | None
+    minibatch: Error
+    anchors: int
+    samples: int
+    batch_size: int
+
+
+@torch.no_grad()
+def exact_log_normalizers(
+    image: Any, text: Any, anchors: Any, tau: Any, *, eps: float = 0.0, include_positive: int | None = None
+) -> Tensor:
+    """``α*`` of some anchors over all embeddings [NeuCLIP 9], in float64.
+
+    Memory beside the embeddings is proportional to the number of anchors, not to ``n`` times it.
+
+    ``log g_i = logsumexp_{j≠i} (s_ij − s_ii)/τ_i − log(n−1)``; ``α*_i = log(ε + g_i)``.
+
+    Args:
+        image, text: ``(n, d)`` unit embeddings, tensors or arrays.
+        anchors: ``(A,)`` which rows are anchors.
+        tau: temperature, or one for each anchor of both sides ``(2, A)``.
+        eps: ε.
+        include_positive: the global batch ``B`` of a loss whose normalizers contain the positive pair
+            (``loss.normalizers_include_positive``): ``α*_i = log((1 + (B−1)·g_i)/B)``.
+
+    Returns:
+        ``(2, A)`` float64 for the image anchors and the text anchors, on the device of ``anchors``.
+
+    Raises:
+        ValueError: the shapes do not fit, or there are fewer than 2 samples.
+    """
+    image, text = torch.as_tensor(image), torch.as_tensor(text)
+    anchors = torch.as_tensor(anchors)
+    if image.ndim != 2 or image.shape != text.shape or len(image) < 2:
+        raise ValueError(
+            f"image and text: expected two of shape (n, d) with n >= 2, found {tuple(image.shape)} and {tuple(text.shape)}"
+        )
+    tau = torch.as_tensor(tau, dtype=torch.float64, device=anchors.device).expand(2, len(anchors))
+    sides = [_log_g(*pair, anchors, tau[side]) for side, pair in enumerate(((image, text), (text, image)))]
+    log_g = torch.stack(sides)
+    if include_positive is None:
+        return F.log_add(log_g, eps)
+    negatives = log_g.new_tensor(include_positive - 1)
+    return F.infonce(log_g, negatives) - torch.log(negatives + 1)
+
+
+def _log_g(own: Tensor, other: Tensor, anchors: Tensor, tau: Tensor) -> Tensor:
+    """``log g`` ``(A,)`` of the rows ``anchors`` of ``own`` against all rows of ``other`` but their own."""
+    device = anchors.device
+    rows = own[anchors.to(own.device)].to(device, torch.float64)
+    positive = (rows * other[anchors.to(other.device)].to(device, torch.float64)).sum(dim=1)
+    total = torch.full_like(positive, -torch.inf)
+    for first in range(0, len(other), _CHUNK):
+        chunk = other[first : first + _CHUNK].to(device, torch.float64)
+        exponents = (rows @ chunk.T).sub_(positive[:, None]).div_(tau[:, None])
+        position = anchors - first
+        inside = torch.nonzero((position >= 0) & (position < len(chunk))).squeeze(1)
+        exponents[inside, position[inside]] = -torch.inf
+        total = torch.logaddexp(total, torch.logsumexp(exponents, dim=1))
+    return total - torch.log(total.new_tensor(len(other) - 1))
+
+
+@torch.no_grad()
+def measure(
+    loss: ContrastiveLoss,
+    image: Any,
+    text: Any,
+    logit_scale: float | Tensor,
+    *,
+    batch_size: int,
+    index: Any = None,
+    anchors: int = DEFAULT_ANCHORS,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> EstimationError:
+    """Estimation error of a loss's log-normalizers (NeuCLIP, Appendix B.6); the loss's state stays as it is.
+
+    Anchors are drawn without replacement, and estimated in shuffled batches of ``batch_size``, the last one filled up with
+    other samples: what an estimator that reads its batch says depends on the batch's size. Of AmorLIP, whose normalizers
+    contain the positive pair, the exact value is ``log((1 + (B−1)·g_i(S))/B)``.
+
+    Args:
+        loss: a loss that contrasts images with texts by normalizers, with the state to measure.
+        image, text: ``(n, d)`` unit embeddings of the whole training set, tensors or arrays, in any memory: they are moved
+            to the device in parts.
+        logit_scale: ``1/τ`` of the model.
+        batch_size: the run's global batch ``B``.
+        index: ``(n,)`` positions of the samples in the data set, for losses that need them; None: ``0 .. n−1``.
+        anchors: how many to sample; all, if there are fewer samples.
+        seed: of the sample.
+        device: where to compute; the loss must be there.
+
+    Raises:
+        ValueError: the loss has no normalizers, or embeddings are not finite, or fewer than a batch.
+    """
+    refuse_without_normalizers(loss)
+    image, text = torch.as_tensor(image), torch.as_tensor(text)
+    index = torch.arange(len(image)) if index is None else torch.as_tensor(index)
+    _check_embeddings(image, text, batch_size)
+    scale = torch.as_tensor(logit_scale, dtype=torch.float64, device=device)
+    total = min(anchors, len(image))
+    order = torch.randperm(len(image), generator=torch.Generator().manual_seed(seed))
+    settings = {
+        "eps": _eps(loss),
+        "include_positive": batch_size if loss.normalizers_include_positive else None,
+    }
+    alpha, minibatch, tau = [], [], []
+    for rows, count in _batches(order, total, batch_size):
+        batch = (image[rows].to(device), text[rows].to(device), scale, index[rows].to(device))
+        alpha.append(torch.stack(loss.log_normalizers(*batch))[:, :count])
+        tau.append(_temperatures(loss, *batch)[:, :count])
+        own = torch.arange(count, device=device)
+        minibatch.append(exact_log_normalizers(*batch[:2], own, tau[-1], **settings))
+    exact = exact_log_normalizers(image, text, order[:total].to(device), torch.cat(tau, dim=1), **settings)
+    return EstimationError(
+        # OpenCLIP's loss has no other estimate than the batch.
+        estimator=None if isinstance(loss, OpenClipLoss) else Error.of(torch.cat(alpha, dim=1), exact),
+        minibatch=Error.of(torch.cat(minibatch, dim=1), exact),
+        anchors=total,
+        samples=len(image),
+        batch_size=batch_size,
+    )
+
+
+def refuse_without_normalizers(loss: ContrastiveLoss) -> None:
+    """Raise ValueError unless the loss contrasts images with texts by normalizers."""
+    if not isinstance(loss, GlobalContrastiveLoss | OpenClipLoss) or loss.views > 1:
+        raise ValueError(
+            f"{type(loss).__name__} has no log-normalizers of images against texts, and so no estimation error; expected "
+            "openclip or a loss that is made of a normalizer and a temperature scheme"
+        )
+
+
+def _check_embeddings(image: Tensor, text: Tensor, batch_size: int) -> None:
+    if image.ndim != 2 or image.shape != text.shape:
+        raise ValueError(
+            f"image and text: expected two of shape (n, d), found {tuple(image.shape)} and {tuple(text.shape)}"
+        )
+    if not 2 <= batch_size <= len(image):
+        raise ValueError(f"batch_size={batch_size}: expected from 2 to the number of samples, {len(image)}")
+    broken = sum(int((~torch.isfinite(side).all(dim=1)).sum()) for side in (image, text))
+    if broken:
+        raise ValueError(f"{broken} of {2 * len(image)} embeddings are not finite: the model has diverged")
+
+
+def _eps(loss: ContrastiveLoss) -> float:
+    """ε of the loss's normalizers; those that contain the positive pair, and OpenCLIP's, have none."""
+    return getattr(getattr(loss, "surrogate", None), "eps", 0.0)
+
+
+def _batches(order: Tensor, anchors: int, batch_size: int) -> Iterator[tuple[Tensor, int]]:
+    """Batches of the first ``anchors`` of a permutation, and how many of each are anchors: its first ones."""
+    for first in range(0, anchors, batch_size):
+        positions = torch.arange(first, first + batch_size) % len(order)
+        yield order[positions], min(batch_size, anchors - first)
+
+
+def _temperatures(loss: ContrastiveLoss, image: Tensor, text: Tensor, scale: Tensor, index: Tensor) -> Tensor:
+    """Temperatures of a batch's anchors ``(2, B)``."""
+    if not isinstance(loss, GlobalContrastiveLoss):
+        return (1 / scale).expand(2, len(image))
+    dtype = torch.promote_types(image.dtype, torch.float32)
+    for value in (*loss.parameters(), *loss.buffers()):
+        dtype = torch.promote_types(dtype, value.dtype)
+    batch = LocalBatch(image, text, scale, index, dtype, loss.epoch, loss.calls)
+    return loss.temperature.temperatures(make_block(batch, num_samples=None, gather=False))
+
+
+# --- the program -----------------------------------------------------------------------------------------------------
+
+
+def table(title: str, result: EstimationError) -> str:
+    """A result as text."""
+    rows = {title: result.estimator, "mini-batch": result.minibatch}
+    width = max(len(name) for name in rows)
+    lines = [f"{'estimate':<{width}}  {'error':>9}  {'images':>9}  {'texts':>9}  {'bias':>9}"]
+    lines += [
+        f"{name:<{width}}  {error.mean:9.4f}  {error.image:9.4f}  {error.text:9.4f}  {error.bias:9.4f}"
+        for name, error in rows.items()
+        if error is not None
+    ]
+    about = f"{result.anchors:,} anchors a side against {result.samples:,} samples, batches of {result.batch_size:,}"
+    return "\n".join([*lines, f"Mean squared error of log-normalizers: {about}"])
+
+
+def main(argv: list[str]) -> None:
+    """Measure a run's estimation error, print it, and write it as JSON if asked to.
+
+    Raises:
+        UsageError: there is no such run or checkpoint, its state or its training data are gone, or its loss has no
+            normalizers.
+    """
+    from openclip_ext.diagnostics.finished_run import embed_training_set, load_run
+
+    args = _parser().parse_args(argv)
+    if args.anchors < 1:
+        _parser().error(f"--anchors is {args.anchors}, must be at least 1")
+    run = load_run(
+        Path(args.run), args.checkpoint, torch.device(args.device), args.train_data, args.workers, args.batch_size
+    )
+    refuse_without_normalizers(run.loss)
+    batches = math.ceil(run.num_samples / run.loader.batch_size)
+    embeddings = embed_training_set(run, partial(tqdm, desc="embedding", unit="batch", total=batches))
+    result = measure(
+        run.loss,
+        embeddings.image,
+        embeddings.text,
+        embeddings.logit_scale,
+        batch_size=run.global_batch,
+        index=embeddings.index,
+        anchors=args.anchors,
+        seed=args.seed,
+        device=args.device,
+    )
+    print(table(run.loss_name, result))
+    if run.num_samples > result.samples:
+        print(f"{run.num_samples - result.samples:,} samples that do not decode were left out")
+    if args.json:
+        about = {
+            "run": str(run.folder),
+            "checkpoint": run.checkpoint.name,
+            "loss": run.loss_name,
+            "step": run.step,
+            "temperature": 1 / embeddings.logit_scale,
+        }
+        Path(args.json).write_text(json.dumps(about | asdict(result), indent=2) + "\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m openclip_ext.diagnostics.estimation_error",
+        description="How far a run's log-normalizers are from the exact ones over the whole training set.",
+    )
+    parser.add_argument("run", metavar="RUN_FOLDER", help="LOGS/NAME, as training wrote it")
+    parser.add_argument(
+        "--checkpoint", default="latest", help="name of a file in its checkpoints/, or latest (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--anchors", type=int, default=DEFAULT_ANCHORS, help="samples to compare (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--train-data", default=None, help="the training data, where they are no longer where they were"
+    )
+    parser.add_argument("--json", default=None, metavar="FILE", help="also write the result here")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--workers", type=int, default=None, help="processes that read images (default: the run's)")
+    parser.add_argument(
+        "--batch-size", type=int, default=None, help="images embedded at a time (default: the run's --batch-size)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the sample of anchors (default: %(default)s)")
+    return parser
+
+
+def cli() -> None:
+    """The program: a user's mistake is a message and exit status 2, not a traceback."""
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+if __name__ == "__main__":
+    cli()

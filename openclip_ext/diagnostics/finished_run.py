@@ -1,0 +1,209 @@
+"""A run as its folder describes it: model, loss and training data, loaded to be looked at."""
+
+import argparse
+import json
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from torch import Tensor, nn
+
+from openclip_ext import compat
+from openclip_ext.data.evaluation import EvalLoader
+from openclip_ext.data.loader import build_indexed_pass
+from openclip_ext.losses import registry
+from openclip_ext.losses.base import ContrastiveLoss
+from openclip_ext.losses.options import PLACEMENT_OPTIONS
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training import checkpoint as ckpt
+from openclip_ext.training.checkpoint import Checkpoint
+from openclip_ext.training.errors import UsageError
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """Model and loss as they were at a checkpoint, and the training data.
+
+    Attributes:
+        folder: the run's.
+        checkpoint: its model file.
+        step: optimizer steps taken.
+        args: the run's flags.
+        loss_name, loss: with its state.
+        model: in evaluation mode.
+        loader: one pass over the training data with the evaluation's preprocessing.
+        num_samples: size ``n`` of the index space.
+        global_batch: samples of an optimizer step.
+        device: where model and loss are.
+    """
+
+    folder: Path
+    checkpoint: Path
+    step: int
+    args: argparse.Namespace
+    loss_name: str
+    loss: ContrastiveLoss
+    model: nn.Module
+    loader: EvalLoader
+    num_samples: int
+    global_batch: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Unit embeddings of a training set in host memory.
+
+    Attributes:
+        image, text: ``(n, d)`` float32.
+        index: ``(n,)`` positions in the data set; those of bad samples are missing.
+        logit_scale: the model's ``1/τ``.
+    """
+
+    image: Tensor
+    text: Tensor
+    index: Tensor
+    logit_scale: float
+
+
+def load_run(
+    folder: Path,
+    checkpoint: str = "latest",
+    device: torch.device | None = None,
+    train_data: str | None = None,
+    workers: int | None = None,
+    batch_size: int | None = None,
+) -> FinishedRun:
+    """Load a run from its folder. State that several ranks wrote is put together for this process.
+
+    Args:
+        folder: ``LOGS/NAME``.
+        checkpoint: name of a file in its ``checkpoints/``, or ``latest``.
+        device: where to; None: the CPU.
+        train_data: instead of the run's ``--train-data``.
+        workers, batch_size: of the loader; None: the run's.
+
+    Raises:
+        UsageError: there is no such run or checkpoint, its state is missing, or the training data are gone or others.
+    """
+    add_model_configs()
+    device = device or torch.device("cpu")
+    config = _read_config(folder)
+    loaded = _read_checkpoint(folder / "checkpoints", checkpoint)
+    args = argparse.Namespace(**config["flags"])
+    model, preprocess = _build_model(args, device)
+    ckpt.load_model(model, loaded.model_file["state_dict"])
+    if train_data is not None:
+        args.train_data, args.manifest = train_data, None
+    loader = _training_data(args, preprocess, workers, batch_size)
+    identity = loaded.shared["identity"]
+    if loader.num_samples != identity["num_samples"]:
+        raise UsageError(
+            f"{args.train_data} has {loader.num_samples:,} samples, the run was trained on {identity['num_samples']:,}: give "
+            "its training data with --train-data"
+        )
+    width = compat.embedding_dim(args.model, model)
+    options = {name: value for name, value in config["loss"]["options"].items() if name not in PLACEMENT_OPTIONS}
+    loss = registry.create_loss(config["loss"]["name"], embed_dim=width, num_samples=loader.num_samples, **options)
+    ckpt.restore_loss(loaded, loss)
+    return FinishedRun(
+        folder=folder,
+        checkpoint=loaded.path,
+        step=loaded.position.step,
+        args=args,
+        loss_name=config["loss"]["name"],
+        loss=loss.to(device).eval(),
+        model=model.eval(),
+        loader=loader,
+        num_samples=loader.num_samples,
+        global_batch=identity["global_batch"],
+        device=device,
+    )
+
+
+@torch.no_grad()
+def embed_training_set(run: FinishedRun, progress: Callable[[Iterable], Iterable] = iter) -> Embeddings:
+    """Embed the training set once, without augmentation, in the precision of the run.
+
+    Args:
+        run: model and data.
+        progress: wraps the batches, to show how far it is.
+    """
+    autocast = compat.autocast_context(run.args.precision, run.device)
+    input_dtype = open_clip.get_input_dtype(run.args.precision)
+    images, texts, indices = [], [], []
+    for batch in progress(run.loader):
+        with autocast():
+            output = run.model(
+                batch["image"].to(run.device, input_dtype, non_blocking=True),
+                batch["text"].to(run.device, non_blocking=True),
+            )
+        # On the host: the embeddings of a large training set do not fit beside the model.
+        images.append(output["image_features"].float().cpu())
+        texts.append(output["text_features"].float().cpu())
+        indices.append(batch["index"])
+    return Embeddings(torch.cat(images), torch.cat(texts), torch.cat(indices), output["logit_scale"].item())
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"no run in {folder}: it has no config.json; expected LOGS/NAME of a training") from None
+    except (OSError, json.JSONDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+
+
+def _read_checkpoint(folder: Path, name: str) -> Checkpoint:
+    path = ckpt.find_latest(folder) if name == "latest" else folder / name
+    if path is None or not path.is_file():
+        there = ", ".join(sorted(file.name for file in folder.glob("*.pt"))) or "none"
+        raise UsageError(f"no checkpoint {name} in {folder}; there: {there}")
+    loaded = ckpt.read(path)
+    if loaded.shared is None:
+        raise UsageError(f"{path} holds no state of the loss: it was written by OpenCLIP; give one of this program's")
+    return loaded
+
+
+def _build_model(args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, Callable]:
+    """The run's model without its weights, which the checkpoint has, and the evaluation's transform."""
+    # A tag also says how its images are normalised; a file that the run started from may be gone.
+    tagged = bool(args.pretrained) and bool(open_clip.get_pretrained_cfg(args.model, args.pretrained))
+    args.pretrained, args.pretrained_image = args.pretrained if tagged else None, False
+    logging.disable(logging.WARNING)  # OpenCLIP warns of random weights
+    try:
+        model, _, preprocess = compat.create_model(args, device)
+    finally:
+        logging.disable(logging.NOTSET)
+    return model, preprocess
+
+
+def _training_data(
+    args: argparse.Namespace, preprocess: Callable, workers: int | None, batch_size: int | None
+) -> EvalLoader:
+    tokenizer = open_clip.get_tokenizer(args.model, cache_dir=args.cache_dir, context_length=args.force_context_length)
+    try:
+        return build_indexed_pass(
+            args.train_data,
+            preprocess=preprocess,
+            tokenizer=tokenizer,
+            batch_size=batch_size or args.batch_size,
+            dataset_type=args.dataset_type,
+            workers=args.workers if workers is None else workers,
+            num_samples=args.train_num_samples,
+            manifest=args.manifest,
+            image_key=args.image_key,
+            caption_key=args.caption_key,
+            csv_separator=args.csv_separator,
+            csv_image_key=args.csv_img_key,
+            csv_caption_key=args.csv_caption_key,
+        )
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"cannot read the run's training data: {error}. If they have moved, say where to with --train-data"
+        ) from error

@@ -1,0 +1,150 @@
+"""Train losses on the demo set, from the same start and with the same budget, and print what they reach.
+
+    .venv/bin/python -m scripts.experiments.compare_losses --data-dir demo --output demo/compare
+        [--losses neuclip openclip] [--run 'LABEL=LOSS --flag ...'] [--seeds 0 1] [--batch-size 64] [--epochs 3]
+
+``DATA_DIR`` holds ``train/`` and ``test/`` as ``scripts/quickstart.sh`` makes them. A seed fixes the model's start and the
+order of the samples, so that equal seeds pair the runs. Finished runs are kept and an interrupted one goes on: call it
+again with more losses or seeds. The table has the mean over the seeds, and each seed's value for retrieval.
+
+"shape, probe" is a linear classifier on the frozen image tower, trained on half of the test images and tested on the other:
+it also measures the losses of images alone, whose other columns mean nothing.
+"""
+
+import argparse
+import json
+import logging
+import shlex
+import statistics
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from eval.models import load_model
+from eval.probes import Split, feature_function, probe_top1
+from eval.shapes import ShapesEvaluator, untrained
+from openclip_ext.data.shapes.scene import SHAPES
+from openclip_ext.losses.registry import list_losses
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training import main as training
+
+# What differs from a loss's defaults in a run of a few epochs over 20,000 samples (docs/choosing-a-loss.md): fewer prototypes;
+# averages that follow the batch; an MLP that is fitted in every step and kept over the epochs; SimCLR's augmentations.
+_MOVING_AVERAGE = "--gamma 0.8"
+_TWO_VIEWS = (
+    "--views 2 --caption-aware-flip --aug-cfg scale=(0.3,1.0) color_jitter=(0.4,0.4,0.4,0.1) color_jitter_prob=0.8"
+)
+SHORT_RUN_FLAGS = {
+    "neuclip": "--prototypes 1024",
+    "queueclip": "--prototypes 1024",
+    "amorlip": "--no-reinitialize --ema-decay 0 --fit-every 1 --target-every 1 --normalizer-lr 1e-2",
+    "simclr": _TWO_VIEWS,
+    **dict.fromkeys(
+        ("sogclr", "isogclr", "tempnet", "fastclip", "fastclip-v0", "fastclip-v1", "fastclip-v2"), _MOVING_AVERAGE
+    ),
+}
+DEFAULT_RUNS = {
+    **{name: f"{name} {SHORT_RUN_FLAGS.get(name, '')}" for name in list_losses() if name != "fastclip-v3"},
+    "sogclr, two views": f"sogclr {_MOVING_AVERAGE} {_TWO_VIEWS}",
+}
+COLUMNS = {
+    "shape-color-top1": "shape x color",
+    "held-out-top1": "unseen pairs",
+    "relation-top1": "relation",
+    "image-to-text-R@1": "R@1 i2t",
+    "text-to-image-R@1": "R@1 t2i",
+    "shape-probe-top1": "shape, probe",
+}
+PER_SEED = "image-to-text-R@1"
+
+
+def train(flags: str, folder: Path, args: argparse.Namespace, seed: int) -> Path:
+    """Train (or finish) one run; returns its last checkpoint."""
+    loss, *options = shlex.split(flags)
+    checkpoint = folder / "checkpoints" / f"epoch_{args.epochs}.pt"
+    if not checkpoint.exists():
+        training.main(
+            [
+                *("--loss", loss, *options, "--model", args.model, "--train-data", f"{args.data_dir}/train/*.tar"),
+                *("--batch-size", str(args.batch_size), "--epochs", str(args.epochs), "--seed", str(seed)),
+                *("--lr", "1e-3", "--warmup", "100", "--precision", "fp32", "--device", args.device, "--workers", "1"),
+                *("--logs", str(folder.parent), "--name", folder.name, "--resume", "latest"),
+                *("--log-every-n-steps", "50"),
+            ]
+        )
+    return checkpoint
+
+
+def evaluate(checkpoint: Path | None, args: argparse.Namespace) -> dict[str, float]:
+    """The demo set's metrics of a checkpoint, or of random weights."""
+    device = args.device
+    loaded = untrained(args.model, device) if checkpoint is None else load_model(args.model, checkpoint, device)
+    evaluator = ShapesEvaluator(args.data_dir / "test", loaded.preprocess, loaded.tokenizer)
+    return evaluator.run(loaded.model) | {"shape-probe-top1": probe_shapes(loaded.model, evaluator)}
+
+
+@torch.no_grad()
+def probe_shapes(model: nn.Module, evaluator: ShapesEvaluator) -> float:
+    """Accuracy of a linear classifier of shapes on the frozen image tower's backbone."""
+    encode = feature_function(model, "backbone")
+    features = torch.cat([encode(images).float() for images in evaluator.images(model)])[evaluator.singles].cpu()
+    shapes = np.array([SHAPES.index(evaluator.samples[number].scene.items[0].shape) for number in evaluator.singles])
+    halves = [Split(features[part::2].numpy(), shapes[part::2], tuple(SHAPES)) for part in range(2)]
+    return probe_top1(*halves, costs=(1.0,)).metrics["acc1"]
+
+
+def run_all(runs: dict[str, str], args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """Train and evaluate; seed after seed, so that an interrupted comparison has complete ones."""
+    results: dict[str, list[dict[str, float]]] = {label: [] for label in runs}
+    for seed in args.seeds:
+        for label, flags in runs.items():
+            slug = "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in label)
+            folder = args.output / f"batch{args.batch_size}" / f"{slug}-seed{seed}"
+            scores = folder / "scores.json"
+            if not scores.exists():
+                metrics = evaluate(train(flags, folder, args, seed), args)
+                scores.write_text(json.dumps({"flags": flags, "seed": seed, **metrics}, indent=1) + "\n")
+            results[label].append(json.loads(scores.read_text()))
+    return results
+
+
+def format_table(results: dict[str, list[dict[str, float]]]) -> str:
+    """Markdown: a row a run, the mean over the seeds, each seed's retrieval behind."""
+    lines = [
+        "| run | " + " | ".join(COLUMNS.values()) + f" | {COLUMNS[PER_SEED]}, each seed |",
+        "|---|" + "---|" * (len(COLUMNS) + 1),
+    ]
+    for label, scores in results.items():
+        means = " | ".join(f"{statistics.fmean(score[key] for score in scores):.3f}" for key in COLUMNS)
+        lines.append(f"| {label} | {means} | {' / '.join(f'{score[PER_SEED]:.3f}' for score in scores)} |")
+    return "\n".join(lines)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--data-dir", type=Path, required=True, help="folder with train/ and test/")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the runs")
+    parser.add_argument("--losses", nargs="*", default=list(DEFAULT_RUNS), choices=list(DEFAULT_RUNS))
+    parser.add_argument("--run", action="append", default=[], metavar="'LABEL=LOSS --flag ...'", help="one more run")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--model", default="demo-resnet")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    add_model_configs()
+    runs = {label: DEFAULT_RUNS[label] for label in args.losses}
+    runs |= dict(run.split("=", maxsplit=1) for run in args.run)
+    results = run_all(runs, args)
+    logging.disable()
+    print(format_table({**results, "untrained": [evaluate(None, args)]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""The estimation error: exact log-normalizers against the naive version, and what is compared with them."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from openclip_ext.diagnostics import estimation_error
+from openclip_ext.diagnostics.estimation_error import exact_log_normalizers, measure
+from openclip_ext.diagnostics.finished_run import embed_training_set, load_run
+from openclip_ext.losses.host_rows import decode
+from openclip_ext.losses.registry import create_loss
+from openclip_ext.training.errors import UsageError
+from tests.references import normalizers as reference
+from tests.training.runs import NUM_SAMPLES, command, make_shards, run, run_on_two_ranks
+
+SAMPLES, WIDTH, EPS = 23, 6, 1e-3
+
+
+def make_embeddings(seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    pair = torch.randn(2, SAMPLES, WIDTH, generator=random, dtype=dtype)
+    images, texts = torch.nn.functional.normalize(pair, dim=2)
+    return images, texts
+
+
+def mean_squared(estimate: torch.Tensor, exact: torch.Tensor) -> float:
+    return sum((a - b) ** 2 for a, b in zip(estimate.flatten().tolist(), exact.flatten().tolist(), strict=True)) / (
+        estimate.numel()
+    )
+
+
+@pytest.mark.parametrize("include_positive", [None, 8])
+@pytest.mark.parametrize("chunk", [1, 7, SAMPLES, 100])
+def test_exact_log_normalizers_are_the_naive_ones(monkeypatch, chunk, include_positive):
+    monkeypatch.setattr(estimation_error, "_CHUNK", chunk)
+    images, texts = make_embeddings()
+    anchors = [22, 0, 7, 6, 13]
+    # Down to 0.005, where exp overflows float32 and nearly float64.
+    tau = torch.linspace(0.005, 0.5, 10, dtype=torch.float64).reshape(2, 5)
+    eps = EPS if include_positive is None else 0.0
+    found = exact_log_normalizers(
+        images.float().numpy(), texts.float(), anchors, tau, eps=eps, include_positive=include_positive
+    )
+    expected = reference.exact_log_normalizers(images.float(), texts.float(), anchors, tau, eps, include_positive)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_one_temperature_stands_for_all_anchors():
+    images, texts = make_embeddings()
+    every = exact_log_normalizers(images, texts, range(SAMPLES), torch.full((2, SAMPLES), 0.1, dtype=torch.float64))
+    assert torch.equal(exact_log_normalizers(images, texts, range(SAMPLES), 0.1), every)
+
+
+def test_a_batch_that_is_the_data_set_has_no_error():
+    images, texts = make_embeddings()
+    loss = create_loss("neuclip", embed_dim=WIDTH, normalizer="minibatch", eps=EPS)
+    result = measure(loss, images, texts, 10.0, batch_size=SAMPLES, anchors=SAMPLES)
+    assert result.estimator.mean < 1e-20
+    assert result.minibatch.mean < 1e-20
+    assert (result.anchors, result.samples) == (SAMPLES, SAMPLES)
+
+
+def test_a_batchs_own_estimate_is_the_baseline():
+    images, texts = make_embeddings()
+    loss = create_loss("neuclip", embed_dim=WIDTH, normalizer="minibatch", eps=EPS)
+    # 9 anchors in batches of 4: the last batch is filled up.
+    result = measure(loss, images, texts, 10.0, batch_size=4, anchors=9, seed=3)
+    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(3))[:12]
+    tau = torch.full((2, 12), 0.1, dtype=torch.float64)
+    exact = reference.exact_log_normalizers(images, texts, order.tolist(), tau, EPS)
+    parts = [
+        reference.exact_log_normalizers(images[rows], texts[rows], range(4), tau[:, :4], EPS) for rows in order.split(4)
+    ]
+    expected = mean_squared(torch.cat(parts, dim=1)[:, :9], exact[:, :9])
+    assert result.minibatch.mean == pytest.approx(expected, rel=1e-9)
+    assert result.estimator.mean == pytest.approx(expected, rel=1e-9)
+    assert (result.anchors, result.samples, result.batch_size) == (9, SAMPLES, 4)
+
+
+def test_openclips_loss_has_the_baseline_only():
+    images, texts = make_embeddings()
+    without_eps = create_loss("neuclip", embed_dim=WIDTH, normalizer="minibatch", eps=0.0)
+    result = measure(create_loss("openclip"), images, texts, 10.0, batch_size=5)
+    assert result.estimator is None
+    assert result.minibatch == measure(without_eps, images, texts, 10.0, batch_size=5).minibatch
+
+
+def train_on_batches(loss: torch.nn.Module, images: torch.Tensor, texts: torch.Tensor, index: torch.Tensor) -> None:
+    scale = torch.tensor(10.0, dtype=images.dtype)
+    for rows in torch.arange(SAMPLES).split(8):
+        loss(images[rows], texts[rows], scale, index=index[rows])
+
+
+def test_stored_averages_and_temperatures_belong_to_the_index():
+    """Samples that did not decode leave gaps in the index; each anchor has its own temperature."""
+    images, texts = make_embeddings()
+    index = torch.arange(SAMPLES) * 2 + 1
+    loss = create_loss("isogclr", num_samples=50, eps=EPS).double()
+    train_on_batches(loss, images, texts, index)
+    tau = torch.linspace(0.05, 0.5, 2 * SAMPLES, dtype=torch.float64).reshape(2, SAMPLES)
+    loss.temperature.table.values[:2, index] = tau
+    before = {name: value.clone() for name, value in loss.state_dict().items() if isinstance(value, torch.Tensor)}
+    result = measure(loss, images, texts, 10.0, batch_size=8, index=index, anchors=SAMPLES)
+    after = loss.state_dict()
+    assert all(torch.equal(value.nan_to_num(), after[name].nan_to_num()) for name, value in before.items())
+    stored = loss.normalizer.table.values[:, index]
+    expected = reference.exact_log_normalizers(images, texts, range(SAMPLES), tau, EPS)
+    assert result.estimator.mean == pytest.approx(mean_squared(stored, expected), rel=1e-9)
+    assert result.estimator.image == pytest.approx(mean_squared(stored[0], expected[0]), rel=1e-9)
+    assert result.estimator.text == pytest.approx(mean_squared(stored[1], expected[1]), rel=1e-9)
+    assert result.estimator.bias == pytest.approx((stored - expected).mean().item(), rel=1e-9)
+
+
+def test_amorlip_is_compared_with_the_positive_pair_inside():
+    images, texts = make_embeddings()
+    loss = create_loss("amorlip", embed_dim=WIDTH, ema_decay=0.0, fit_every=1, target_every=1).double()
+    train_on_batches(loss, images, texts, torch.arange(SAMPLES))
+    result = measure(loss, images, texts, 10.0, batch_size=8, anchors=SAMPLES)
+    tau = torch.full((2, SAMPLES), 0.1, dtype=torch.float64)
+    exact = reference.exact_log_normalizers(images, texts, range(SAMPLES), tau, 0.0, include_positive=8)
+    predicted = loss.normalizer.target(torch.stack([images, texts])).detach() - (images * texts).sum(dim=1) * 10
+    assert result.estimator.mean == pytest.approx(mean_squared(predicted, exact), rel=1e-9)
+    # A batch that is the data set has g itself: its estimate with the positive pair is the exact one.
+    assert measure(loss, images, texts, 10.0, batch_size=SAMPLES).minibatch.mean < 1e-20
+
+
+def test_float32_embeddings_leave_a_losss_precision_as_it_is():
+    images, texts = make_embeddings(dtype=torch.float32)
+    loss = create_loss("neuclip", embed_dim=WIDTH, prototypes=8)
+    measure(loss, images.bfloat16(), texts.bfloat16(), 10.0, batch_size=8)
+    assert loss.normalizer.prototypes.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["siglip", "cliplite", "simclr"])
+def test_losses_without_normalizers_are_refused(name):
+    with pytest.raises(ValueError, match="has no log-normalizers of images against texts"):
+        measure(create_loss(name, embed_dim=WIDTH), *make_embeddings(), 10.0, batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_size": SAMPLES + 1}, "expected from 2 to the number of samples, 23"),
+        ({"text": torch.zeros(3, WIDTH)}, "expected two of shape"),
+        ({"image": torch.full((SAMPLES, WIDTH), float("nan"))}, "23 of 46 embeddings are not finite"),
+    ],
+)
+def test_wrong_input_is_named(change, message):
+    images, texts = make_embeddings()
+    with pytest.raises(ValueError, match=message):
+        measure(
+            create_loss("openclip"), **({"image": images, "text": texts, "logit_scale": 10.0, "batch_size": 8} | change)
+        )
+
+
+# --- of a run --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return make_shards(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(scope="module")
+def fastclip(shards, tmp_path_factory):
+    """A run of two ranks: each has written its half of the averages."""
+    logs = tmp_path_factory.mktemp("two_ranks")
+    run_on_two_ranks(logs, [{"argv": command(shards, logs, "run", "fastclip", "--batch-size", "8")}])
+    return logs / "run"
+
+
+@pytest.mark.parametrize("name", ["latest", "epoch_1.pt"])
+def test_the_program_measures_a_run_of_several_ranks(fastclip, tmp_path, capsys, name):
+    estimation_error.main([str(fastclip), "--checkpoint", name, "--json", str(tmp_path / "out.json")])
+    result = json.loads((tmp_path / "out.json").read_text())
+    printed = capsys.readouterr().out
+    assert f"{result['estimator']['mean']:.4f}" in printed
+    assert f"{result['minibatch']['mean']:.4f}" in printed
+    checkpoint = "epoch_2.pt" if name == "latest" else name
+    assert (result["checkpoint"], result["loss"], result["batch_size"]) == (checkpoint, "fastclip", 16)
+    assert (result["samples"], result["anchors"]) == (NUM_SAMPLES, NUM_SAMPLES)
+
+    embeddings = embed_training_set(load_run(fastclip, checkpoint))
+    assert embeddings.index.tolist() == list(range(NUM_SAMPLES))
+    assert embeddings.logit_scale == pytest.approx(1 / result["temperature"])
+    parts = sorted((fastclip / "checkpoints" / checkpoint).with_suffix(".state").glob("*/rank_*.normalizer.table.npy"))
+    assert len(parts) == 2
+    stored = torch.cat([decode(torch.from_numpy(np.load(part))).T for part in parts], dim=1)
+    seen = (~stored.isnan()).all(dim=0).nonzero().squeeze(1).tolist()
+    tau = torch.full((2, len(seen)), result["temperature"], dtype=torch.float64)
+    exact = reference.exact_log_normalizers(embeddings.image, embeddings.text, seen, tau, 1e-14)
+    expected = (stored[:, seen].double() - exact).square().sum().item() / (2 * NUM_SAMPLES)
+    if name == "latest":
+        assert len(seen) == NUM_SAMPLES
+        assert result["estimator"]["mean"] == pytest.approx(expected, rel=1e-4)
+    else:
+        # An epoch leaves out four samples; for those the estimate is that of a batch.
+        assert len(seen) == NUM_SAMPLES - 4
+        assert expected < result["estimator"]["mean"] < expected + 0.1
+
+
+@pytest.mark.parametrize("loss", ["neuclip", "cliplite"])
+def test_the_program_reads_runs_of_networks_and_refuses_those_without_normalizers(shards, tmp_path, capsys, loss):
+    assert run(command(shards, tmp_path, "run", loss, "--epochs", "1")) == 0
+    arguments = [str(tmp_path / "run"), "--anchors", "20", "--workers", "1", "--batch-size", "50"]
+    if loss == "cliplite":
+        with pytest.raises(ValueError, match="ClipLiteLoss has no log-normalizers"):
+            estimation_error.main(arguments)
+        return
+    estimation_error.main(arguments)
+    assert "20 anchors a side against 84 samples, batches of 16" in capsys.readouterr().out
+
+
+def test_errors_say_what_is_missing(fastclip, tmp_path, shards):
+    def message(*arguments: str, folder=fastclip) -> str:
+        with pytest.raises(UsageError) as caught:
+            estimation_error.main([str(folder), *arguments])
+        return str(caught.value)
+
+    assert "has no config.json" in message(folder=tmp_path)
+    assert "there: epoch_1.pt, epoch_2.pt" in message("--checkpoint", "epoch_9.pt")
+    assert "cannot read the run's training data" in message("--train-data", str(tmp_path / "{00000..00001}.tar"))
+    other = make_shards(tmp_path / "other").replace("{00000..00006}", "{00000..00001}")
+    assert "has 24 samples, the run was trained on 84" in message("--train-data", other)
+    copied = shutil.copytree(fastclip, tmp_path / "copied")
+    for part in copied.glob("checkpoints/epoch_2.state/*/rank_0001.pt"):
+        part.unlink()
+    assert "is incomplete, missing: rank_0001.pt" in message("--checkpoint", "epoch_2.pt", folder=copied)
+    shutil.rmtree(copied / "checkpoints" / "epoch_2.state")
+    assert "does not exist: the checkpoint is incomplete" in message("--checkpoint", "epoch_2.pt", folder=copied)
+    content = torch.load(copied / "checkpoints" / "epoch_1.pt", weights_only=True)
+    torch.save({key: value for key, value in content.items() if key != "step"}, copied / "checkpoints" / "stock.pt")
+    assert "written by OpenCLIP" in message("--checkpoint", "stock.pt", folder=copied)

@@ -1,0 +1,26 @@
+"""Exact log-normalizers in float64 loops, straight from NeuCLIP (9); nothing of the package is used."""
+
+import math
+
+import torch
+
+from tests.references.contrastive import inner
+
+
+def exact_log_normalizers(
+    images: torch.Tensor,
+    texts: torch.Tensor,
+    anchors: list[int],
+    tau: torch.Tensor,
+    eps: float,
+    include_positive: int | None = None,
+) -> torch.Tensor:
+    """``log(ε + g_i(S))``, or with AmorLIP's positive pair ``log((1 + (B−1)·g_i(S))/B)``: ``(2, A)``."""
+    images, texts = images.double(), texts.double()
+    result = torch.zeros(2, len(anchors), dtype=torch.float64)
+    for side in (0, 1):
+        for number, i in enumerate(anchors):
+            g = inner(images, texts, tau[side, number].item(), side, i).item()
+            batch = include_positive
+            result[side, number] = math.log(eps + g) if batch is None else math.log((1 + (batch - 1) * g) / batch)
+    return result
