@@ -55,10 +55,11 @@ HOST_TABLES = ["fastclip", "fastclip-v2"]
 
 @pytest.mark.parametrize("loss", HOST_TABLES)
 def test_tables_on_the_host_are_the_same_run(shards, tmp_path, loss):
-    """In a file and resumed in memory, against a table with the model and no interruption."""
-    assert run(command(shards, tmp_path, "whole", loss)) == 0
-    in_file = command(shards, tmp_path, "resumed", loss, "--state-dir", str(tmp_path), "--resume", "latest")
-    in_memory = command(shards, tmp_path, "resumed", loss, "--state-device", "cpu", "--resume", "latest")
+    """In a file and resumed in memory, against a table with the model and no interruption; with workers that fork."""
+    assert run(command(shards, tmp_path, "whole", loss, "--workers", "2")) == 0
+    resumed = command(shards, tmp_path, "resumed", loss, "--workers", "2", "--resume", "latest")
+    in_file = [*resumed, "--state-dir", str(tmp_path)]
+    in_memory = [*resumed, "--state-device", "cpu"]
     assert run(in_file, stop_after=STOP_IN_EPOCH[1]) == EXIT_AFTER_SIGTERM
     assert run(in_memory) == 0
     assert_same_run(tmp_path / "resumed", tmp_path / "whole")
