@@ -21,6 +21,11 @@ OPENCLIP_BELOW = (4, 0)
 
 # The names of OpenCLIP's own losses on our command line; the first is the default there and here.
 OPENCLIP_LOSSES = ("openclip", "siglip")
+# How SigLipLoss sends features to a neighbour; the bidirectional one takes and gives two tensors.
+SIGLIP_EXCHANGES = (
+    "open_clip.loss.neighbour_exchange_with_grad",
+    "open_clip.loss.neighbour_exchange_bidir_with_grad",
+)
 _PARTS = ("normalizer", "temperature_scheme", "views")
 
 

@@ -54,6 +54,16 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def all_gather_on_host(tensor: Tensor) -> Tensor:
+    """As :func:`all_gather`, for a tensor on the CPU whatever the backend; does not wait for the GPU."""
+    if world_size() == 1:
+        return tensor
+    gathered = tensor.new_empty((world_size() * tensor.shape[0], *tensor.shape[1:]))
+    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=_control_group())
+    return gathered
+
+
+@torch.no_grad()
 def all_reduce_sum(tensor: Tensor) -> Tensor:
     """Sum a tensor over all ranks into a new tensor, without gradient."""
     tensor = tensor.detach().clone()

@@ -17,6 +17,7 @@ from openclip_ext.data.evaluation import EvalLoader
 from openclip_ext.data.loader import build_indexed_pass
 from openclip_ext.losses import registry
 from openclip_ext.losses.base import ContrastiveLoss
+from openclip_ext.losses.options import PLACEMENT_OPTIONS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training.checkpoint import Checkpoint
@@ -106,9 +107,8 @@ def load_run(
             "its training data with --train-data"
         )
     width = compat.embedding_dim(args.model, model)
-    loss = registry.create_loss(
-        config["loss"]["name"], embed_dim=width, num_samples=loader.num_samples, **config["loss"]["options"]
-    )
+    options = {name: value for name, value in config["loss"]["options"].items() if name not in PLACEMENT_OPTIONS}
+    loss = registry.create_loss(config["loss"]["name"], embed_dim=width, num_samples=loader.num_samples, **options)
     ckpt.restore_loss(loaded, loss)
     return FinishedRun(
         folder=folder,

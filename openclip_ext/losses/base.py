@@ -2,16 +2,33 @@
 
 import contextlib
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from openclip_ext import distributed
 from openclip_ext.losses.nonfinite import NonfiniteLog
-from openclip_ext.losses.sharding import is_sharded
+from openclip_ext.losses.sharding import ShardedTable, kept_apart, sharded_key
 
 # OpenCLIP keeps the temperature in [0.01, 1].
 _OPENCLIP_BOUNDS = (0.0, math.log(100))
+
+
+@dataclass(frozen=True)
+class StateSize:
+    """Bytes that a loss keeps in one process.
+
+    Attributes:
+        replicated: networks, prototypes, their optimizers: the same in every process, where the model is.
+        with_model: tables of per-sample state that are where the model is, this process's part.
+        on_host: tables in the host's memory or in a memory-mapped file, this process's part.
+    """
+
+    replicated: int
+    with_model: int
+    on_host: int
 
 
 class ContrastiveLoss(nn.Module):
@@ -78,12 +95,61 @@ class ContrastiveLoss(nn.Module):
 
         The first call is number 0. Samples that came without an index are named by their position in the batch. An entry
         without indices: ``logit_scale`` was not finite. Waits for the device.
+
+        Raises:
+            ValueError: a step was for other samples than :meth:`prefetch` had been told.
         """
+        for name, table in self.tables().items():
+            if bool(table.foreign):
+                table.foreign.zero_()
+                raise ValueError(
+                    f"{name}: a step came with another index than prefetch() had been given, and its samples counted as new: "
+                    "give prefetch() the index of the next call in training mode, or do not call it"
+                )
         return self.nonfinite.pop()
+
+    def prefetch(self, index: Tensor) -> None:
+        """Begin to read the per-sample state of the batch that the next call in training mode will be for.
+
+        Optional. Of use where that state is on the host and the model on a GPU, or the state in a file: reading it then goes
+        on while the encoders compute. All processes must call it, or none.
+
+        Args:
+            index: ``(B_local,)`` as it will be given to :meth:`forward`, on the CPU. Does nothing if it is on another device.
+        """
+        tables = [table for table in self.tables().values() if table.host is not None]
+        if tables and index.is_cpu:
+            gathered = distributed.all_gather_on_host(index.to(torch.int64))
+            for table in tables:
+                table.prefetch(gathered)
+
+    def tables(self) -> dict[str, ShardedTable]:
+        """Tables of per-sample state, by their place in the loss."""
+        return {name: module for name, module in self.named_modules() if isinstance(module, ShardedTable)}
+
+    def state_size(self) -> StateSize:
+        """What the loss's state takes in this process."""
+        tables = self.tables().values()
+        on_host = sum(table.nbytes for table in tables if table.host is not None)
+        return StateSize(
+            replicated=sum(value.numel() * value.element_size() for value in _tensors(self.replicated_state())),
+            with_model=sum(table.nbytes for table in tables) - on_host,
+            on_host=on_host,
+        )
+
+    def replicated_state(self) -> dict[str, Any]:
+        """``state_dict()`` without the tables: what is the same in every process."""
+        with kept_apart(self.tables().values()):
+            return self.state_dict()
+
+    def load_replicated_state(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`replicated_state` gave; the tables stay as they are."""
+        with kept_apart(self.tables().values()):
+            self.load_state_dict(state)
 
     def sharded_state_keys(self) -> set[str]:
         """Keys of ``state_dict()`` that hold this process's part of a table; all others are the same everywhere."""
-        return {key for key in self.state_dict() if is_sharded(key)}
+        return {sharded_key(name) for name in self.tables()}
 
     def model_head(self) -> nn.Module | None:
         """Modules of the loss that are part of the trained model, or None.
@@ -115,6 +181,15 @@ class ContrastiveLoss(nn.Module):
         named = isinstance(index, Tensor) and index.shape == finite.shape and not index.is_floating_point()
         names = index.to(finite.device, torch.int64) if named else torch.arange(len(finite), device=finite.device)
         self.nonfinite.add(self.calls, names, ~finite, ~torch.isfinite(logit_scale.detach()).reshape(()))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """All tensors of a nested state."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
 
 
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -220,6 +220,22 @@ _ALL = (
         minimum=1,
         openclip_flag=True,
     ),
+    # State of each sample.
+    Option(
+        "state_device",
+        str,
+        "auto",
+        "where state of each sample lies; auto: with the model while a rank's part of a table is at most 1 GiB, else in the "
+        "host's memory",
+        choices=("auto", "model", "cpu"),
+    ),
+    Option(
+        "state_dir",
+        str,
+        None,
+        "folder (fast, local, not a network's) for a memory-mapped file that holds the state of each sample; none: in memory",
+        nullable=True,
+    ),
     # Networks that predict the normalizers.
     Option("prototypes", int, 4096, "number of prototypes", symbol="m", minimum=1),
     Option(
@@ -312,5 +328,8 @@ _ALL = (
     Option("coca_caption_loss_weight", float, 2.0, "weight of CoCa's caption loss", openclip_flag=True),
     Option("coca_contrastive_loss_weight", float, 1.0, "weight of CoCa's contrastive loss", openclip_flag=True),
 )
+
+# Where state lies: of the machine, not of the method.
+PLACEMENT_OPTIONS = ("state_device", "state_dir")
 
 OPTIONS: dict[str, Option] = {option.name: option for option in _ALL}

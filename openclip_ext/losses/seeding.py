@@ -7,12 +7,14 @@ import torch
 from torch import nn
 
 
-def generator(device: torch.device | str, *parts: int | str) -> torch.Generator:
+def generator(device: torch.device | str, *parts: int | str) -> torch.Generator | None:
     """A generator whose stream is a function of ``parts`` alone.
 
     What a step draws follows from the seed and from counters that are state anyway, so that there is no generator's state
-    to keep, move between devices and restore.
+    to keep, move between devices and restore. None for the meta device, on which nothing is drawn.
     """
+    if torch.device(device).type == "meta":
+        return None
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 

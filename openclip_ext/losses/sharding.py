@@ -1,14 +1,21 @@
 """Per-sample state, split over the processes by contiguous ranges of the index."""
 
+import contextlib
 import math
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from openclip_ext import distributed
+from openclip_ext.losses.host_rows import HostRows, chunks, decode, encode, put
 
 _SHARD = "shard"
+# With the automatic choice a process's part of a table that is larger goes to the host.
+_LARGEST_ON_DEVICE = 1 << 30
 
 
 def shard_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -18,24 +25,71 @@ def shard_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int
     return first, min(first + per_rank, num_samples)
 
 
+@dataclass
+class _Fetched:
+    """Rows on their way: what was asked for, and the future of the encoded rows ``(B, columns)`` on the CPU."""
+
+    index: Tensor
+    rows: "Future[Tensor]"
+
+
 class ShardedTable(nn.Module):
     """``columns`` numbers for each of ``num_samples`` samples, of which this process keeps its range only.
 
     Reading costs one all-reduce of ``columns·B`` scalars (the owner contributes, the others add zero); writing is local.
+    A sample that was never written is NaN.
+
+    The table lies with the model, or in the host's memory or a memory-mapped file (:class:`HostRows`), where it costs a
+    GPU nothing, and the parts that nobody wrote to cost nothing at all. There, tell :meth:`prefetch` which samples come
+    next: otherwise :meth:`read` waits for the device to learn it.
 
     Args:
         columns: numbers per sample.
         num_samples: size ``n`` of the index space.
-        fill: value of a sample that was never written. NaN can be told from every value that is written.
+        device: ``model``: where the model is; ``cpu``: in the host's memory; ``auto``: with the model while this process's
+            part is at most 1 GiB in float32.
+        folder: keep it in a memory-mapped file in this folder; the file disappears with the process.
+
+    Attributes:
+        values: ``(columns, size + 1)``; without numbers, only for precision and device, if the table is not there.
+        host: the rows, if the table is on the host.
+        foreign: 0-d bool: a read was for other samples than :meth:`prefetch` was told.
+
+    Raises:
+        ValueError: ``device="model"`` together with a folder.
+        OSError: too little memory, or room in the folder.
     """
 
-    def __init__(self, columns: int, num_samples: int, fill: float = float("nan")) -> None:
+    def __init__(self, columns: int, num_samples: int, device: str = "auto", folder: str | None = None) -> None:
         super().__init__()
         self.num_samples = num_samples
+        self.columns = columns
         self.world_size = distributed.world_size()
         self.first, self.end = shard_bounds(num_samples, distributed.rank(), self.world_size)
-        # The last column takes the writes that belong to other processes: no shape depends on data.
-        self.register_buffer("values", torch.full((columns, self.end - self.first + 1), fill), persistent=False)
+        self.host: HostRows | None = None
+        # The last row takes the writes that belong to other processes: no shape depends on data.
+        rows = self.size + 1
+        if goes_to_host(device, folder, columns * rows * torch.float32.itemsize):
+            self.host, rows = HostRows(rows, columns, torch.float32, folder), 0
+        self.register_buffer("values", torch.full((columns, rows), float("nan"), dtype=torch.float32), persistent=False)
+        self.register_buffer("foreign", torch.zeros((), dtype=torch.bool), persistent=False)
+        self._fetched: _Fetched | None = None
+        self._apart = False
+
+    @property
+    def size(self) -> int:
+        """Samples in this process's range."""
+        return self.end - self.first
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float32 or float64."""
+        return self.values.dtype if self.host is None else self.host.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this process's part."""
+        return self.columns * self.size * self.dtype.itemsize
 
     def _slots(self, index: Tensor, write: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if distributed.world_size() != self.world_size:
@@ -46,13 +100,24 @@ class ShardedTable(nn.Module):
         mine = (index >= self.first) & (index < self.end)
         if write is not None:
             mine = mine & write
-        return torch.where(mine, index - self.first, self.end - self.first), mine
+        return torch.where(mine, index - self.first, self.size), mine
+
+    # --- single samples ----------------------------------------------------------------------------------------------
+
+    def prefetch(self, index: Tensor) -> None:
+        """Begin to read the samples ``index`` ``(B,)`` on the CPU, which the next :meth:`read` will be for.
+
+        Of use only for a table on the host; costs no communication.
+        """
+        if self.host is not None:
+            self._fetched = self._fetch(index)
 
     @torch.no_grad()
     def read(self, index: Tensor, columns: slice = slice(None)) -> Tensor:
         """Values of the samples ``index`` ``(B,)``, the same on every process: ``(columns, B)``, or some of the columns."""
         slots, mine = self._slots(index)
-        values = torch.where(mine, self.values[columns, slots], 0)
+        values = self.values[columns, slots] if self.host is None else self._from_host(index)[columns]
+        values = torch.where(mine, values, 0)
         return distributed.all_reduce_sum(values) if self.world_size > 1 else values
 
     @torch.no_grad()
@@ -62,27 +127,110 @@ class ShardedTable(nn.Module):
         Equal indices must come with equal values (see :func:`log_mean_of_equal`).
         """
         slots, _ = self._slots(index, where)
-        self.values[:, slots] = values.to(self.values.dtype)
+        if self.host is None:
+            self.values[:, slots] = values.to(self.values.dtype)
+            return
+        self._fetched = None
+        self.host.scatter(slots, encode(values.to(self.host.dtype)).T)
+
+    def _fetch(self, index: Tensor) -> _Fetched:
+        slots, _ = self._slots(index)
+        on_gpu = self.values.is_cuda
+        return _Fetched(index.pin_memory() if on_gpu else index, self.host.gather(slots, pinned=on_gpu))
+
+    def _from_host(self, index: Tensor) -> Tensor:
+        """Stored values of the samples that are this process's, anything for others: ``(columns, B)``."""
+        fetched = self._fetched
+        fits = fetched is not None and fetched.index.shape == index.shape
+        if not fits or (index.is_cpu and not torch.equal(fetched.index, index)):
+            fetched = self._fetch(index.cpu())
+        bits = fetched.rows.result().to(index.device, non_blocking=True)
+        # What a GPU's index is, the host cannot see without waiting: an unexpected one is as if never seen, and reported.
+        expected = fetched.index.to(index.device, non_blocking=True) == index
+        self.foreign = self.foreign.to(index.device) | ~expected.all()
+        # Laid out as a table with the model gives it: vectorised and plain arithmetic differ in the last bit.
+        return torch.where(expected, decode(bits).T.contiguous(), float("nan"))
+
+    # --- the whole part ----------------------------------------------------------------------------------------------
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows ``start`` to ``stop`` of this process's part, encoded (:func:`encode`), ``(stop - start, columns)`` on the CPU.
+
+        A view of the table where it is on the host.
+        """
+        if self.host is not None:
+            return self.host.bits[start:stop]
+        return encode(self.values[:, start:stop].T).cpu().contiguous()
+
+    @torch.no_grad()
+    def set_rows(self, start: int, rows: Tensor) -> None:
+        """Overwrite the rows from ``start`` with encoded ones of this table's precision, ``(rows, columns)`` on the CPU."""
+        stop = start + len(rows)
+        self._fetched = None
+        if self.host is not None:
+            put(self.host.bits[start:stop], rows)
+        else:
+            self.values[:, start:stop] = decode(rows).T.to(self.values.device)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "ShardedTable":
+        super()._apply(fn, recurse)
+        dtype = torch.promote_types(self.values.dtype, torch.float32)
+        if self.host is not None and self.host.dtype != dtype:
+            self.host, self._fetched = self.host.converted(dtype), None
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which have nothing on its way."""
+        return {**self.__dict__, "_fetched": None}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + _SHARD] = self.values[:, :-1]
+        if not self._apart:
+            on_host = self.host is not None
+            # A copy where the table is on the host: what is memory-mapped must not change in somebody's checkpoint.
+            destination[prefix + _SHARD] = decode(self.rows(0, self.size)).T if on_host else self.values[:, :-1]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         missing = args[2]
         key = prefix + _SHARD
+        if self._apart:
+            return
         if key not in state_dict:
             missing.append(key)
             return
         shard = state_dict[key]
-        own = self.values[:, :-1]
-        if shard.shape != own.shape:
+        if shard.shape != (self.columns, self.size):
             raise ValueError(
-                f"{key} has shape {tuple(shard.shape)}, this process keeps {tuple(own.shape)}: the state is of another "
-                "number of samples or of processes (for the latter use openclip_ext.losses.sharding.reshard)"
+                f"{key} has shape {tuple(shard.shape)}, this process keeps {(self.columns, self.size)}: the state is of "
+                "another number of samples or of processes (for the latter use openclip_ext.losses.sharding.reshard)"
             )
-        with torch.no_grad():
-            own.copy_(shard)
+        for start, stop in chunks(self.size):
+            self.set_rows(start, encode(shard[:, start:stop].T.to(self.dtype)).cpu())
+
+
+@contextlib.contextmanager
+def kept_apart(tables: Iterable[ShardedTable]) -> Iterator[None]:
+    """Within it ``state_dict`` and ``load_state_dict`` leave these tables out, for who saves and restores them in parts."""
+    tables = list(tables)
+    for table in tables:
+        table._apart = True
+    try:
+        yield
+    finally:
+        for table in tables:
+            table._apart = False
+
+
+def goes_to_host(device: str, folder: str | None, size: int) -> bool:
+    """Whether a process's part of a table, of ``size`` bytes in float32, lies on the host; see :class:`ShardedTable`."""
+    if folder is not None and device == "model":
+        raise ValueError(f"state_device=model and state_dir={folder} contradict each other: give one of them")
+    return folder is not None or device == "cpu" or (device == "auto" and size > _LARGEST_ON_DEVICE)
+
+
+def sharded_key(name: str) -> str:
+    """Key of a table's part in the ``state_dict`` of a loss, in which its name is ``name``."""
+    return f"{name}.{_SHARD}"
 
 
 def is_sharded(key: str) -> bool:

@@ -176,6 +176,10 @@ class TwoViewLoss(ContrastiveLoss):
     def _project(self, features: Tensor) -> Tensor:
         return functional.normalize(self.projector(features), dim=1)
 
+    def prefetch(self, index: Tensor) -> None:
+        """See :class:`ContrastiveLoss`."""
+        super().prefetch(index.repeat(2))
+
     def _index_of_both(self, index: Tensor | None, features: Tensor) -> Tensor | None:
         return self.contrast.check_index(index, features).repeat(2) if self.needs_index else None
 
@@ -223,7 +227,7 @@ class DynamicContrastiveLoss(TwoViewLoss):
         views: 2.
         eps: ε.
         embed_dim, num_samples, projection_dim, temperature, seed: see :class:`TwoViewLoss`.
-        gamma, gamma_schedule, gamma_decay_epochs, epochs: see :class:`MovingAverageNormalizer`.
+        gamma, gamma_schedule, gamma_decay_epochs, epochs, state_device, state_dir: see :class:`MovingAverageNormalizer`.
     """
 
     def __init__(
@@ -240,6 +244,8 @@ class DynamicContrastiveLoss(TwoViewLoss):
         gamma_schedule: str,
         gamma_decay_epochs: int | None,
         epochs: int,
+        state_device: str,
+        state_dir: str | None,
     ) -> None:
         if views != 2:
             raise ValueError(f"views={views}: this is SogCLR of two views of each image")
@@ -250,5 +256,7 @@ class DynamicContrastiveLoss(TwoViewLoss):
             gamma_schedule=gamma_schedule,
             gamma_decay_epochs=gamma_decay_epochs,
             epochs=epochs,
+            state_device=state_device,
+            state_dir=state_dir,
         )
         super().__init__(Decoupled(eps=eps), normalizer, embed_dim, num_samples, projection_dim, temperature, seed)

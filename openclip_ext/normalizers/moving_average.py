@@ -17,6 +17,7 @@ class MovingAverageNormalizer(Normalizer):
 
     Args:
         num_samples: size ``n`` of the index space; 8 bytes for each sample, spread over the processes.
+        state_device, state_dir: where they lie, see :class:`ShardedTable`.
         gamma: final γ.
         gamma_schedule: ``constant``, or ``cosine``: from 1 at epoch 0 to ``gamma`` at ``gamma_decay_epochs``.
         gamma_decay_epochs: ``E``; None: half of ``epochs``.
@@ -33,9 +34,11 @@ class MovingAverageNormalizer(Normalizer):
         gamma_schedule: str,
         gamma_decay_epochs: int | None,
         epochs: int,
+        state_device: str,
+        state_dir: str | None,
     ) -> None:
         super().__init__()
-        self.table = ShardedTable(2, num_samples)
+        self.table = ShardedTable(2, num_samples, state_device, state_dir)
         self.final_gamma = gamma
         self.decays = gamma_schedule == "cosine"
         self.decay_epochs = gamma_decay_epochs or max(1, epochs // 2)

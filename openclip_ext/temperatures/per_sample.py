@@ -22,6 +22,7 @@ class PerSampleTemperature(TemperatureScheme):
 
     Args:
         num_samples: size ``n`` of the index space; 24 bytes for each sample, spread over the processes.
+        state_device, state_dir: where they lie, see :class:`ShardedTable`.
         rho: ρ.
         temperature: start value.
         temperature_min, temperature_max: bounds.
@@ -40,6 +41,8 @@ class PerSampleTemperature(TemperatureScheme):
         temperature_min: float,
         temperature_max: float,
         lr_tau: float | None,
+        state_device: str,
+        state_dir: str | None,
     ) -> None:
         super().__init__()
         check_bounds(temperature_min, temperature_max)
@@ -53,7 +56,7 @@ class PerSampleTemperature(TemperatureScheme):
         self.bounds = (temperature_min, temperature_max)
         self.lr = lr_tau
         # Rows: temperatures, first and second moments, two sides each.
-        self.table = ShardedTable(6, num_samples)
+        self.table = ShardedTable(6, num_samples, state_device, state_dir)
 
     def rho(self, epoch: int) -> float:
         """See :class:`TemperatureScheme`."""

@@ -6,7 +6,8 @@ dictionary. The loss's state, the random generators and the position in the data
 
     epoch_3.pt
     epoch_3.state/step_1200/shared.pt       the same on all ranks: loss, position
-    epoch_3.state/step_1200/rank_0000.pt    of one rank: random generators, its slice of per-sample state
+    epoch_3.state/step_1200/rank_0000.pt    of one rank: random generators
+    epoch_3.state/step_1200/rank_0000.normalizer.table.npy    of one rank: its part of a table of per-sample state
 
 A save writes everything under temporary names, moves the state folder into place first and the model file last. Until
 that last rename the old checkpoint is complete, so a killed save costs nothing but itself.
@@ -21,13 +22,16 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from openclip_ext import distributed
+from openclip_ext.losses.base import ContrastiveLoss
+from openclip_ext.losses.sharding import is_sharded
 from openclip_ext.training.errors import UsageError
+from openclip_ext.training.table_files import TablePart, open_table, part_of_shard, restore_table, write_table
 
 LATEST = "epoch_latest"
 _NAME = re.compile(r"epoch_(\d+)(?:_step_(\d+))?$")
@@ -119,8 +123,7 @@ def save(
     folder: Path,
     name: str,
     model_file: Callable[[], dict[str, Any]],
-    loss_state: dict[str, Any],
-    sharded_keys: set[str],
+    loss: ContrastiveLoss,
     position: Position,
     identity: RunIdentity,
 ) -> Path:
@@ -130,8 +133,7 @@ def save(
         folder: the run's ``checkpoints/``.
         name: file name without ending.
         model_file: makes OpenCLIP's dictionary; called on the master only.
-        loss_state: this rank's ``loss.state_dict()``.
-        sharded_keys: its keys that differ between ranks.
+        loss: its state is saved.
         position: where the run stands.
         identity: what a resuming run must agree with.
 
@@ -147,7 +149,7 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)
     _together(lambda: temporary.mkdir(parents=True, exist_ok=True))
     try:
-        _together(lambda: _write_state(temporary, loss_state, sharded_keys, position, identity))
+        _together(lambda: _write_state(temporary, loss, position, identity))
         _together(lambda: _commit(folder / f"{name}.pt", temporary, state_folder, model_file), master_only=True)
     except OSError:
         if distributed.is_master():
@@ -156,15 +158,20 @@ def save(
     return folder / f"{name}.pt"
 
 
-def _write_state(
-    folder: Path, loss_state: dict[str, Any], sharded_keys: set[str], position: Position, identity: RunIdentity
-) -> None:
+def _write_state(folder: Path, loss: ContrastiveLoss, position: Position, identity: RunIdentity) -> None:
+    tables = loss.tables()
     if distributed.is_master():
-        shared = {key: value for key, value in loss_state.items() if key not in sharded_keys}
-        state = {"loss": shared, "position": asdict(position), "identity": asdict(identity)}
-        _write(folder / "shared.pt", {**state, "world_size": distributed.world_size()})
-    own = {key: value for key, value in loss_state.items() if key in sharded_keys}
-    _write(folder / f"rank_{distributed.rank():04d}.pt", {"loss": own, "random": random_state()})
+        state = {"loss": loss.replicated_state(), "position": asdict(position), "identity": asdict(identity)}
+        _write(folder / "shared.pt", {**state, "world_size": distributed.world_size(), "tables": list(tables)})
+    rank_file = folder / f"rank_{distributed.rank():04d}.pt"
+    _write(rank_file, {"random": random_state()})
+    for name, table in tables.items():
+        _write_file(_table_file(rank_file, name), lambda file, table=table: write_table(table, file))
+
+
+def _table_file(rank_file: Path, table: str) -> Path:
+    """Where a rank's part of a table is, given the rank's other file."""
+    return rank_file.with_name(f"{rank_file.stem}.{table}.npy")
 
 
 def _commit(target: Path, temporary: Path, state_folder: Path, model_file: Callable[[], dict[str, Any]]) -> None:
@@ -189,10 +196,14 @@ def _discard(temporary: Path, target: Path, state_folder: Path) -> None:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
+    _write_file(path, lambda file: torch.save(content, file))
+
+
+def _write_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
     """Write and flush to the device, so that a rename never names an empty file."""
     try:
         with open(path, "wb") as file:
-            torch.save(content, file)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
     except _WRITE_ERRORS as error:
@@ -262,7 +273,8 @@ def read(path: Path, mmap: bool = False) -> Checkpoint:
     folder = path.with_suffix(".state") / f"step_{step}"
     shared = _load(folder / "shared.pt", mmap)
     ranks = tuple(folder / f"rank_{rank:04d}.pt" for rank in range(shared["world_size"]))
-    missing = [file.name for file in ranks if not file.is_file()]
+    files = [*ranks, *(_table_file(rank, table) for rank in ranks for table in shared.get("tables", []))]
+    missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise UsageError(f"the state of {path} is incomplete, missing: {', '.join(missing)}")
     return Checkpoint(path, model_file, shared, ranks)
@@ -299,25 +311,45 @@ def check_identity(checkpoint: Checkpoint, identity: RunIdentity) -> None:
         )
 
 
-def restore_loss(checkpoint: Checkpoint, loss: torch.nn.Module) -> None:
+def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
     """Load the loss's state and this rank's random generators; per-sample state is cut anew for other world sizes.
 
     With another number of ranks than at the save, generators start from the run's seeds (the data order does not depend
     on them).
     """
-    from openclip_ext.losses.sharding import reshard
-
     if checkpoint.shared is None:
         logging.warning(f"{checkpoint.path} was written by OpenCLIP: the state of the loss starts afresh.")
         return
-    rank, world_size = distributed.rank(), distributed.world_size()
-    if checkpoint.shared["world_size"] == world_size:
-        own = _load(checkpoint.rank_files[rank])
-        loss.load_state_dict({**checkpoint.shared["loss"], **own["loss"]})
-        set_random_state(own["random"])
-        return
-    states = [{**checkpoint.shared["loss"], **_load(file)["loss"]} for file in checkpoint.rank_files]
-    loss.load_state_dict(reshard(states, rank, world_size))
+    parts = _saved_tables(checkpoint)
+    tables = loss.tables()
+    if parts.keys() != tables.keys():
+        raise UsageError(
+            f"{checkpoint.path} has per-sample state of {sorted(parts)}, this run's loss keeps {sorted(tables)}: resume with "
+            "the options of the saved run"
+        )
+    if any(part.dtype == torch.float64 for saved in parts.values() for part in saved):
+        loss.double()
+    loss.load_replicated_state(checkpoint.shared["loss"])
+    for name, table in tables.items():
+        restore_table(table, parts[name])
+    if checkpoint.shared["world_size"] == distributed.world_size():
+        set_random_state(_load(checkpoint.rank_files[distributed.rank()])["random"])
+
+
+def _saved_tables(checkpoint: Checkpoint) -> dict[str, list[TablePart]]:
+    """All ranks' parts of the tables in a checkpoint, to be read in parts."""
+    if "tables" in checkpoint.shared:
+        return {
+            table: [open_table(_table_file(file, table)) for file in checkpoint.rank_files]
+            for table in checkpoint.shared["tables"]
+        }
+    # Before tables were files of their own.
+    parts: dict[str, list[TablePart]] = {}
+    for file in checkpoint.rank_files:
+        for key, shard in _load(file, mmap=True)["loss"].items():
+            if is_sharded(key):
+                parts.setdefault(key.rpartition(".")[0], []).append(part_of_shard(f"{file}: {key}", shard))
+    return parts
 
 
 def load_model(model: torch.nn.Module, state_dict: dict[str, torch.Tensor]) -> None:

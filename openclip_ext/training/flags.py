@@ -68,13 +68,14 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train CLIP with the losses of openclip_ext. All training flags of OpenCLIP work, too.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_loss_flags(parser.add_argument_group("loss"))
+    add_loss_flags(parser.add_argument_group("loss"))
     _add_data_flags(parser.add_argument_group("data"))
     _add_run_flags(parser.add_argument_group("run"))
     return parser
 
 
-def _add_loss_flags(group: argparse._ArgumentGroup) -> None:
+def add_loss_flags(group: argparse._ArgumentGroup) -> None:
+    """``--loss`` and the options of all losses."""
     group.add_argument("--loss", default=None, help=f"one of: {', '.join(registry.list_losses())} (default: openclip)")
     for option in OPTIONS.values():
         if not option.openclip_flag:

@@ -262,7 +262,7 @@ def _announce(
     global_batch = args.batch_size * args.accum_freq * args.world_size
     local_batch = args.batch_size * args.accum_freq
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    state = sum(value.numel() * value.element_size() for value in _tensors(loss.state_dict()))
+    state = loss.state_size()
     similarities = 2 * loss.views**2 * local_batch * global_batch * 4
     candidates = loss.views * (global_batch - 1) + 1
     logging.debug(f"Model:\n{model}")
@@ -271,20 +271,14 @@ def _announce(
         f"Data: {loader.num_samples} samples, {steps_per_epoch} steps of {global_batch} an epoch, {args.epochs} epochs"
     )
     logging.info(
-        f"Loss {choice.name}: state {state / 2**20:.1f} MiB on this rank, "
+        f"Loss {choice.name}: state {(state.replicated + state.with_model) / 2**20:.1f} MiB on this rank, "
         f"similarities {similarities / 2**20:.1f} MiB a step"
     )
+    if state.on_host:
+        folder = choice.options.get("state_dir")
+        place = f"a file in {folder}" if folder else "the host's memory"
+        logging.info(f"State of each sample: {state.on_host / 2**20:.1f} MiB of this rank, in {place}")
     logging.info(f"InfoNCE at chance is ln {candidates} = {math.log(candidates):.4f}")
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _tensors(item)]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
 
 
 # --- model and evaluation --------------------------------------------------------------------------------------------

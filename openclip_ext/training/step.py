@@ -72,6 +72,8 @@ class TrainStep:
         Returns:
             The loss's terms, detached.
         """
+        if self.loss.needs_index:
+            self.loss.prefetch(torch.cat([batch["index"] for batch in batches]))
         batches = [self._to_device(batch) for batch in batches]
         self.optimizer.zero_grad(set_to_none=True)
         terms = self._one_batch(batches[0]) if len(batches) == 1 else self._cached_features(batches)

@@ -248,8 +248,7 @@ class Trainer:
                 policy.folder,
                 name,
                 self._model_file,
-                self.loss.state_dict(),
-                self.loss.sharded_state_keys(),
+                self.loss,
                 self.position,
                 self.identity,
             )

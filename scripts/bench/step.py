@@ -7,9 +7,6 @@ both sides saw the same machine. Options of a loss are its defaults.
 """
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
 from dataclasses import dataclass
@@ -17,13 +14,13 @@ from pathlib import Path
 
 import open_clip
 import torch
+from _report import write_report
 from torch import nn
 
 from openclip_ext import compat
 from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.optimizer import create_optimizer
-from openclip_ext.training.run_folder import versions
 from openclip_ext.training.step import Batch, StepSettings, TrainStep
 
 BASELINE = "openclip"
@@ -105,12 +102,6 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     return results
 
 
-def hardware(device: str) -> str:
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name()
-    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo-resnet")
@@ -131,8 +122,7 @@ def main() -> None:
         )
     if args.output is not None:
         settings = {name: value for name, value in vars(args).items() if name != "output"}
-        report = {"baseline": BASELINE, "settings": settings, "hardware": hardware(args.device), "versions": versions()}
-        args.output.write_text(json.dumps({**report, "results": results}, indent=2) + "\n")
+        write_report(args.output, settings, results, args.device, baseline=BASELINE)
 
 
 if __name__ == "__main__":

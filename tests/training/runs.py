@@ -13,6 +13,7 @@ import sys
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
@@ -124,7 +125,10 @@ def final_state(folder: Path) -> dict:
         for file in sorted(model_file.with_suffix(".state").glob("*/*.pt"))
     }
     assert state
-    return {"model": content, **state}
+    tables = {
+        file.name: torch.from_numpy(np.load(file)) for file in sorted(model_file.with_suffix(".state").glob("*/*.npy"))
+    }
+    return {"model": content, **state, **tables}
 
 
 def differences(first, second, path: str = "") -> list[str]:

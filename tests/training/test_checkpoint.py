@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from openclip_ext.losses.base import ContrastiveLoss
+from openclip_ext.losses.sharding import ShardedTable
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training.checkpoint import Position, RunIdentity
 from openclip_ext.training.errors import UsageError
@@ -17,14 +19,23 @@ IDENTITY = RunIdentity(model="demo-vit", loss="neuclip", num_samples=100, global
 PROGRESS = [{"world_size": 1, "workers": 2, "batch_size": 8, "batches": 5}]
 
 
+class SmallLoss(ContrastiveLoss):
+    """A table of state for each sample, and something that is the same on all ranks."""
+
+    def __init__(self, size: int, step: float, **table) -> None:
+        super().__init__()
+        self.register_buffer("net", torch.ones(size))
+        self.table = ShardedTable(2, 10, **table)
+        self.table.write(torch.tensor([3, 4]), torch.full((2, 2), step), torch.ones(2, dtype=torch.bool))
+
+
 def save(folder: Path, position: Position, name: str | None = None, size: int = 10, identity=IDENTITY) -> Path:
     content = {"epoch": position.epoch, "name": "run", "step": position.step, "optimizer": {}}
     return ckpt.save(
         folder,
         name or ckpt.checkpoint_name(position),
         lambda: {**content, "state_dict": {"weight": torch.full((size,), float(position.step))}},
-        {"table": torch.arange(4.0), "net": torch.ones(size)},
-        {"table"},
+        SmallLoss(size, float(position.step)),
         position,
         identity,
     )
@@ -46,8 +57,10 @@ def test_a_checkpoint_comes_back_with_its_position(tmp_path):
     checkpoint = ckpt.read(path)
     assert checkpoint.position == position
     assert torch.equal(checkpoint.model_file["state_dict"]["weight"], torch.full((10,), 25.0))
-    assert set(checkpoint.shared["loss"]) == {"net"}  # what is sharded lies in the rank's file alone
-    assert set(torch.load(checkpoint.rank_files[0], weights_only=True)["loss"]) == {"table"}
+    assert set(checkpoint.shared["loss"]) == {"net", "_extra_state"}  # what is sharded lies in the rank's files alone
+    loss = SmallLoss(10, 0.0)
+    ckpt.restore_loss(checkpoint, loss)
+    assert torch.equal(loss.table.values.nan_to_num(-1), SmallLoss(10, 25.0).table.values.nan_to_num(-1))
 
 
 def test_random_generators_continue_where_they_were():
@@ -75,10 +88,13 @@ def test_latest_is_the_newest_usable_one(tmp_path, caplog):
     incomplete = save(tmp_path, Position(3, 30))
     (incomplete.with_suffix(".state") / "step_30" / "rank_0000.pt").unlink()
     assert ckpt.find_latest(tmp_path) == newest
+    incomplete = save(tmp_path, Position(3, 31))
+    (incomplete.with_suffix(".state") / "step_31" / "rank_0000.table.npy").unlink()
+    assert ckpt.find_latest(tmp_path) == newest
     assert save(tmp_path, Position(4, 40), name=ckpt.LATEST) == ckpt.find_latest(tmp_path)
 
 
-@pytest.mark.parametrize("crash_after", range(6))
+@pytest.mark.parametrize("crash_after", range(7))
 def test_a_save_killed_at_any_moment_leaves_the_previous_one(tmp_path, monkeypatch, crash_after):
     """The same name is written again (as epoch_latest is), and the process dies at each of its file operations."""
     save(tmp_path, Position(1, 10), name=ckpt.LATEST)
@@ -96,14 +112,17 @@ def test_a_save_killed_at_any_moment_leaves_the_previous_one(tmp_path, monkeypat
 
         return call
 
-    monkeypatch.setattr(ckpt, "_write", mortal(ckpt._write))
+    monkeypatch.setattr(ckpt, "_write_file", mortal(ckpt._write_file))
     monkeypatch.setattr(ckpt.os, "replace", mortal(ckpt.os.replace))
-    with pytest.raises(Killed) if crash_after < 5 else contextlib.nullcontext():
+    with pytest.raises(Killed) if crash_after < 6 else contextlib.nullcontext():
         save(tmp_path, Position(2, 20), name=ckpt.LATEST)
     monkeypatch.undo()
     latest = ckpt.read(ckpt.find_latest(tmp_path))
-    assert latest.position.step == (10 if crash_after < 5 else 20)
+    assert latest.position.step == (10 if crash_after < 6 else 20)
     assert float(latest.model_file["state_dict"]["weight"][0]) == latest.position.step
+    loss = SmallLoss(10, 0.0)
+    ckpt.restore_loss(latest, loss)
+    assert loss.table.read(torch.tensor([3])).tolist() == [[latest.position.step]] * 2
     # And the next save cleans up after the killed one.
     save(tmp_path, Position(3, 30), name=ckpt.LATEST)
     assert ckpt.read(ckpt.find_latest(tmp_path)).position.step == 30

@@ -50,6 +50,21 @@ def test_one_rank(shards, tmp_path, loss, workers):
     assert_same_run(tmp_path / "resumed", tmp_path / "whole")
 
 
+HOST_TABLES = ["fastclip", "fastclip-v2"]
+
+
+@pytest.mark.parametrize("loss", HOST_TABLES)
+def test_tables_on_the_host_are_the_same_run(shards, tmp_path, loss):
+    """In a file and resumed in memory, against a table with the model and no interruption; with workers that fork."""
+    assert run(command(shards, tmp_path, "whole", loss, "--workers", "2")) == 0
+    resumed = command(shards, tmp_path, "resumed", loss, "--workers", "2", "--resume", "latest")
+    in_file = [*resumed, "--state-dir", str(tmp_path)]
+    in_memory = [*resumed, "--state-device", "cpu"]
+    assert run(in_file, stop_after=STOP_IN_EPOCH[1]) == EXIT_AFTER_SIGTERM
+    assert run(in_memory) == 0
+    assert_same_run(tmp_path / "resumed", tmp_path / "whole")
+
+
 @pytest.fixture(scope="module")
 def two_rank_runs(shards, tmp_path_factory):
     """All losses in one pair of processes: starting them costs more than the runs."""
@@ -63,6 +78,13 @@ def two_rank_runs(shards, tmp_path_factory):
             runs.append({"argv": command(shards, folder, f"{name}-whole", loss, *more)})
             runs.append({"argv": resumed, "stop_after": STOP_IN_EPOCH[1], "status": EXIT_AFTER_SIGTERM})
             runs.append({"argv": resumed})
+    for loss in HOST_TABLES:
+        more = ["--batch-size", "8"]
+        on_host = [*command(shards, folder, f"{loss}-host-resumed", loss, *more), "--resume", "latest"]
+        runs.append({"argv": command(shards, folder, f"{loss}-host-whole", loss, *more)})
+        in_memory = [*on_host, "--state-device", "cpu"]
+        runs.append({"argv": in_memory, "stop_after": STOP_IN_EPOCH[1], "status": EXIT_AFTER_SIGTERM})
+        runs.append({"argv": [*on_host, "--state-dir", str(folder)]})
     for loss in ("fastclip", "neuclip"):
         argv = command(shards, folder, f"{loss}-from-one", loss, "--resume", "latest")
         assert run(argv, stop_after=STOP_IN_EPOCH[0]) == EXIT_AFTER_SIGTERM
@@ -76,6 +98,11 @@ def two_rank_runs(shards, tmp_path_factory):
 def test_two_ranks(two_rank_runs, loss, workers):
     name = f"{loss}-{workers}"
     assert_same_run(two_rank_runs / f"{name}-resumed", two_rank_runs / f"{name}-whole")
+
+
+@pytest.mark.parametrize("loss", HOST_TABLES)
+def test_tables_on_the_host_of_two_ranks(two_rank_runs, loss):
+    assert_same_run(two_rank_runs / f"{loss}-host-resumed", two_rank_runs / f"{loss}-host-whole")
 
 
 @pytest.mark.parametrize("loss", ["fastclip", "neuclip"])

@@ -1,0 +1,300 @@
+"""The plan says what is: its sizes against real states, its communication against what two ranks send."""
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from openclip_ext import distributed
+from openclip_ext.data.manifest import Manifest, Shard
+from openclip_ext.diagnostics import plan
+from openclip_ext.diagnostics.dry_run import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    SEND,
+    Exchange,
+    _PeakMemory,
+    dry_run,
+)
+from openclip_ext.diagnostics.plan import Memory, Setting
+from openclip_ext.losses.base import ContrastiveLoss
+from openclip_ext.losses.registry import create_loss, list_losses
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.normalizers import prototypes
+from openclip_ext.training.optimizer import create_optimizer
+from openclip_ext.training.step import StepSettings, TrainStep
+from tests.distributed.training_cases import GLOBAL_BATCH, MODEL, fixed_batch, micro_batches_of, openclip_flags
+
+WIDTH = 64
+# Every loss, and what they can be made of besides.
+CASES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in list_losses()},
+    "amorlip": {"fit_every": 3, "previous_weight": 0.0},
+    "neuclip": {"prototypes": 24, "restart_every": 2},
+    "queueclip": {"prototypes": 24},
+}
+STEPS = {"amorlip": 3}
+ON_HOST = {"fastclip-v2 on the host": "fastclip-v2"}
+# Each rank fits its own part of the prototypes, as it does with large batches.
+SHARING = "neuclip-sharing"
+
+
+def setting(name: str, **changed: Any) -> Setting:
+    values = {"loss": name, "options": CASES[name], "model": MODEL, "samples": 1000, "global_batch": GLOBAL_BATCH}
+    return Setting(**(values | changed))
+
+
+def create(name: str, **more: Any) -> ContrastiveLoss:
+    common = {"local_loss": True, "gather_with_grad": True} if name == "openclip" else {}
+    return create_loss(name, embed_dim=WIDTH, num_samples=40, **common, **(CASES[name] | more))
+
+
+def bytes_of(state: Any) -> int:
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else []
+    return sum(bytes_of(value) for value in values)
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("name", list_losses())
+def test_state_is_that_of_the_real_loss(name, world_size, monkeypatch):
+    planned = plan.loss_state(setting(name), WIDTH)
+    on_gpu, on_host = plan.table_bytes(setting(name), planned, world_size)
+    monkeypatch.setattr(distributed, "world_size", lambda: world_size)
+    real = setting(name).create_loss(WIDTH, samples=1000)
+    assert planned.replicated + on_gpu == bytes_of(real.state_dict())
+    assert on_host == 0
+
+
+@pytest.mark.parametrize(("device", "place"), [("model", 0), ("cpu", 1)])
+def test_tables_are_planned_where_they_would_lie(device, place, tmp_path):
+    options = {"state_device": device}
+    planned = plan.table_bytes(setting("fastclip-v2", options=options), plan.LossState(0, (8, 24)), 4)
+    assert planned[place] == 250 * 32
+    assert planned[1 - place] == 0
+    large = setting("fastclip-v2", options={}, samples=10**9)
+    assert plan.table_bytes(large, plan.LossState(0, (8, 24)), 8) == (10**9, 3 * 10**9)
+    in_file = setting("fastclip-v2", options={"state_dir": str(tmp_path)})
+    assert plan.table_bytes(in_file, plan.LossState(0, (8, 24)), 1) == (0, 32_000)
+
+
+def test_the_manifest_is_as_large_as_a_real_one(tmp_path):
+    import numpy as np
+
+    shards = [
+        Shard(f"/data/{n:05d}.tar", 500, n * 500, 123456789, 1795000000000000000, "d" * 16, True) for n in range(40)
+    ]
+    Manifest(shards, blocks=np.zeros(20_000, np.uint32)).save(tmp_path / "manifest.json")
+    real = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert plan.manifest_bytes(20_000, 500) == pytest.approx(real, rel=0.05)
+
+
+def test_the_model_is_counted_as_it_is():
+    add_model_configs()
+    model = open_clip.create_model(MODEL)
+    size = plan.model_size(MODEL)
+    assert size.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert size.embed_dim == WIDTH
+
+
+# --- communication ---------------------------------------------------------------------------------------------------
+
+
+def _counted(rank: int, folder: str) -> None:
+    """One of two ranks: trains some steps with each loss and counts what goes through ``torch.distributed``."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    add_model_configs()
+    counts: Counter = Counter()
+
+    def counting(name: str, kind: str, size: Any) -> None:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            counts[kind] += size(*args)
+            return original(*args, **options)
+
+        setattr(dist, name, call)
+
+    counting("all_gather_into_tensor", ALL_GATHER, lambda result, tensor: result.nbytes)
+    counting("all_gather", ALL_GATHER, lambda results, tensor, *_: sum(result.nbytes for result in results))
+    counting("all_reduce", ALL_REDUCE, lambda tensor: tensor.nbytes)
+    # The backward pass of OpenCLIP's gather, as torch does it with gloo.
+    counting("scatter", REDUCE_SCATTER, lambda own, parts=None, *_: sum(part.nbytes for part in parts or []))
+    isend = dist.isend
+    counting("batch_isend_irecv", SEND, lambda ops: sum(op.tensor.nbytes for op in ops if op.op is isend))
+    found = {}
+    least = prototypes.MIN_FLOPS_TO_SHARE
+    for name in [*CASES, *ON_HOST, SHARING]:
+        prototypes.MIN_FLOPS_TO_SHARE = 1 if name == SHARING else least
+        loss = create(ON_HOST[name], state_device="cpu") if name in ON_HOST else create(name.removesuffix("-sharing"))
+        model = open_clip.create_model(
+            MODEL, output_dict=True, **({"init_logit_bias": -10.0} if name == "siglip" else {})
+        )
+        optimizer = create_optimizer(model, openclip_flags(), loss.logit_scale_lr, loss.model_head())
+        step = TrainStep(model, loss, optimizer, StepSettings(torch.device("cpu"), input_dtype=torch.float32))
+        counts.clear()
+        loss.start_epoch(0)
+        for number in range(STEPS.get(name, 1)):
+            step(micro_batches_of(fixed_batch(number, loss.views), rank, 2, 1))
+        found[name] = dict(counts)
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory) -> list[dict[str, dict[str, int]]]:
+    folder: Path = tmp_path_factory.mktemp("counted")
+    mp.spawn(_counted, (str(folder),), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_communication_is_what_two_ranks_send(counted, name):
+    steps = STEPS.get(name, 1)
+    planned = dry_run(lambda: create(name), GLOBAL_BATCH // 2, WIDTH, 2, steps)
+    sizes = {kind: round(steps * planned.size(kind)) for kind in (ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND)}
+    for rank in counted:
+        assert {kind: size for kind, size in sizes.items() if size} == {k: v for k, v in rank[name].items() if v}
+    assert any(sizes.values())
+
+
+def test_communication_of_ranks_that_share_the_prototypes(counted, monkeypatch):
+    monkeypatch.setattr(prototypes, "MIN_FLOPS_TO_SHARE", 1)
+    planned = dry_run(lambda: create("neuclip"), GLOBAL_BATCH // 2, WIDTH, 2)
+    assert planned.size(ALL_GATHER) == counted[0][SHARING][ALL_GATHER] > counted[0]["neuclip"][ALL_GATHER]
+
+
+def test_ranks_with_tables_on_the_host_tell_one_another_the_index(counted):
+    for name, loss in ON_HOST.items():
+        planned = dry_run(lambda loss=loss: create(loss), GLOBAL_BATCH // 2, WIDTH, 2).size(ALL_GATHER)
+        planned += plan.prefetch_exchange(GLOBAL_BATCH).size
+        assert planned == counted[0][name][ALL_GATHER] == counted[1][name][ALL_GATHER]
+
+
+def test_amorlip_communicates_when_it_fits():
+    often = dry_run(lambda: create("amorlip", fit_every=1), 4, WIDTH, 2, 3)
+    seldom = dry_run(lambda: create("amorlip", fit_every=3), 4, WIDTH, 2, 3)
+    assert often.size(ALL_GATHER) == pytest.approx(3 * seldom.size(ALL_GATHER))
+
+
+@pytest.mark.parametrize("name", list_losses())
+def test_one_rank_sends_nothing(name):
+    assert dry_run(lambda: create(name), GLOBAL_BATCH, WIDTH, 1).exchanges == []
+
+
+def test_what_a_rank_sends_in_a_ring():
+    assert Exchange(ALL_GATHER, 100.0).sent(4) == 75.0
+    assert Exchange(REDUCE_SCATTER, 100.0).sent(4) == 75.0
+    assert Exchange(ALL_REDUCE, 100.0).sent(4) == 150.0
+    assert Exchange(SEND, 100.0).sent(4) == 100.0
+
+
+# --- work memory -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_peak_is_that_of_what_lives_at_once(device):
+    given = torch.ones(1000, device=device)
+    memory = _PeakMemory()
+    with memory:
+        first = given + 1
+        second = (first * 2)[:10]  # the view keeps all of it
+        given.add_(1)
+        del first
+        third = given[:500] - 1
+    assert memory.peak == 4 * 2000
+    with memory:
+        del second, third
+        fourth = torch.empty(2500, device=device)
+    assert memory.peak == 4 * 2500
+    assert len(fourth) == 2500
+
+
+@pytest.mark.parametrize("name", ["openclip", "fastclip", "amorlip", "neuclip", "simclr"])
+def test_a_run_without_values_works_in_the_memory_of_a_real_one(name):
+    torch.manual_seed(0)
+    features = [torch.nn.functional.normalize(torch.randn(64, WIDTH), dim=1).requires_grad_() for _ in range(2)]
+    loss, scale, memory = create(name), torch.tensor(10.0, requires_grad=True), _PeakMemory()
+    with memory:
+        sum(loss(*features, scale, index=torch.arange(64) % 40, output_dict=True).values()).backward()
+    # Not equal: a sum of integers, or a check of the index, may be made on one device only.
+    assert dry_run(lambda: create(name), 64, WIDTH, 1).work_bytes == pytest.approx(memory.peak, rel=0.05)
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+COMMAND = ["--samples", "1e9", "--world-size", "64", "--global-batch", "5120", "--model", "ViT-B-16"]
+
+
+def rows(text: str) -> dict[int, list[str]]:
+    lines = text[text.index("ranks  batch") :].splitlines()[1:]
+    return {int(line.split()[0]): line.split() for line in lines if line.split()[0].isdigit()}
+
+
+def test_a_plan_for_a_billion_samples(capsys):
+    plan.main([*COMMAND, "--loss", "fastclip"])
+    text = capsys.readouterr().out
+    assert "n = 1,000,000,000, global batch 5120, 64 ranks, 8 a node" in text
+    assert "149.6 M parameters" in text
+    table = rows(text)
+    assert list(table) == [2**power for power in range(11)]
+    assert table[64][1] == "80"
+    # Gathered: 2·B·d values, 2·B scalars, B indices; reduced: 2·B scalars. B = 5120, d = 512.
+    gathered, reduced = (2 * 5120 * 512 + 2 * 5120) * 4 + 5120 * 8, 2 * 5120 * 4
+    assert float(table[64][7]) == pytest.approx((gathered + 2 * reduced) * 63 / 64 / 2**20, abs=0.01)
+    assert "WARNING" not in text
+
+
+def test_what_does_not_fit_is_said(capsys):
+    plan.main([*COMMAND, "--loss", "fastclip-v2", "--gpu-memory", "2", "--host-memory", "16", "--state-device", "cpu"])
+    text = capsys.readouterr().out
+    assert "WARNING: 64 ranks: a GPU needs" in text
+    assert "does not fit" in text
+    assert float(rows(text)[1][6]) == pytest.approx(32e9 / 2**30, abs=0.01)
+    gib = 2**30
+    sized = plan.plan_row(
+        setting("fastclip-v2", options={"state_device": "cpu"}, samples=10**9),
+        plan.ModelSize(1, WIDTH),
+        plan.LossState(0, (32,)),
+        2,
+    )
+    assert plan.warnings(setting("fastclip-v2"), sized, Memory(80 * gib, 512 * gib)) == []
+    (warning,) = plan.warnings(setting("fastclip-v2"), sized, Memory(80 * gib, 16 * gib))
+    assert "29.802 GiB of its memory, it has 16.000: take more nodes, or --state-dir" in warning
+
+
+def test_a_batch_that_cannot_be_cut_has_no_row(capsys):
+    plan.main(["--samples", "1000", "--global-batch", "48", "--model", "demo-vit", "--loss", "siglip"])
+    text = capsys.readouterr().out
+    assert "a global batch of 48 cannot be cut into 32 equal parts" in text
+    assert rows(text)[16][1] == "3"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "ViT-B-17"], "--model ViT-B-17: expected one of"),
+        (["--loss", "neuclp"], "Did you mean 'neuclip'"),
+        (["--loss", "neuclip", "--gamma", "0.5"], "gamma=: not used by the loss 'neuclip'"),
+        (["--world-size", "48"], "cannot be cut into 48 equal parts"),
+    ],
+)
+def test_mistakes_are_named(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["plan", *COMMAND, *arguments])
+    with pytest.raises(SystemExit) as stop:
+        plan.cli()
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err

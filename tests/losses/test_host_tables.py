@@ -1,0 +1,240 @@
+"""Tables on the host, in memory or in a file: bit for bit the one with the model, and free where nobody wrote."""
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from openclip_ext.losses import host_rows
+from openclip_ext.losses.base import ContrastiveLoss
+from openclip_ext.losses.host_rows import HostRows, decode, encode, recode
+from openclip_ext.losses.registry import create_loss
+from openclip_ext.losses.sharding import ShardedTable
+from tests.losses.cases import CASES, Step, make_steps, run_step
+
+WITH_TABLES = ["sogclr", "fastclip-v0", "fastclip", "isogclr", "fastclip-v2", "tempnet", "sogclr-views"]
+STEPS = 7
+
+
+def memory_in_use() -> int:
+    """Resident bytes of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+def steps(number: int = STEPS) -> list[Step]:
+    """With duplicates (see ``make_steps``), samples that come back, and one that does not count."""
+    made = make_steps(number)
+    made[2].images[1, 3] = float("nan")
+    return made
+
+
+def bitwise(state: dict[str, Any]) -> dict[str, Any]:
+    """NaNs compare as what they are: never written."""
+    return {
+        key: value.nan_to_num(nan=777.0) if isinstance(value, torch.Tensor) else value for key, value in state.items()
+    }
+
+
+def assert_equal_state(actual: ContrastiveLoss, expected: ContrastiveLoss) -> None:
+    actual, expected = bitwise(actual.state_dict()), bitwise(expected.state_dict())
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(actual[key], value) if isinstance(value, torch.Tensor) else actual[key] == value, key
+
+
+def train(loss: ContrastiveLoss, batches: list[Step], dtype: torch.dtype, prefetch: bool = False) -> list[torch.Tensor]:
+    results = []
+    for step in batches:
+        if prefetch:
+            loss.prefetch(torch.tensor(step.index))
+        value, gradients = run_step(loss, step, dtype)
+        results += [value, *gradients]
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_bit_pattern_comes_back(dtype: torch.dtype) -> None:
+    special = [0.0, -0.0, 1.0, -1.5, float("inf"), float("-inf"), 1e-40, -1e-45, 3e38]
+    values = torch.cat([torch.tensor(special, dtype=dtype), torch.randn(1000).to(dtype)])
+    integer = {torch.float32: torch.int32, torch.float64: torch.int64}[dtype]
+    assert torch.equal(decode(encode(values)).view(integer), values.view(integer))
+    assert not (encode(values) == 0).any()
+    never_written = torch.zeros(3, dtype=integer)
+    assert torch.isnan(decode(never_written)).all()
+    assert torch.equal(encode(torch.full((3,), float("nan"), dtype=dtype)), never_written)
+
+
+def test_precision_changes_and_what_is_missing_stays_missing() -> None:
+    values = torch.tensor([0.1, float("nan"), -3.0])
+    wide = recode(encode(values), torch.float64)
+    assert torch.equal(decode(wide)[[0, 2]], values.double()[[0, 2]])
+    assert wide[1] == 0
+    assert torch.equal(recode(wide, torch.float32), encode(values))
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("place", ["memory", "file"])
+@pytest.mark.parametrize("name", WITH_TABLES)
+def test_the_loss_is_bitwise_the_same(
+    name: str, place: str, dtype: torch.dtype, prefetch: bool, tmp_path: Path
+) -> None:
+    options = {"state_device": "cpu"} if place == "memory" else {"state_dir": str(tmp_path)}
+    loss, expected = CASES[name].create(**options), CASES[name].create(state_device="model")
+    assert all(table.host is not None for table in loss.tables().values())
+    for ours, theirs in zip(
+        train(loss, steps(), dtype, prefetch), train(expected, steps(), dtype, prefetch), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+    assert_equal_state(loss, expected)
+    step = steps()[0]
+    inputs = step.images.to(dtype), step.texts.to(dtype), torch.tensor(9.0), torch.tensor(step.index)
+    for ours, theirs in zip(loss.log_normalizers(*inputs), expected.log_normalizers(*inputs), strict=True):
+        assert torch.equal(ours, theirs)
+    loss.pop_nonfinite()  # nothing was foreign
+
+
+@pytest.mark.parametrize("name", ["fastclip", "fastclip-v2"])
+def test_states_go_from_one_place_to_the_other_and_copies_are_independent(name: str) -> None:
+    host, model = CASES[name].create(state_device="cpu"), CASES[name].create(state_device="model")
+    train(host, steps()[:4], torch.float64)
+    model.load_state_dict(host.state_dict())
+    back = CASES[name].create(state_device="cpu")
+    back.load_state_dict(model.state_dict())
+    twin = copy.deepcopy(host)
+    for other in (model, back, twin):
+        assert_equal_state(other, host)
+    before = host.state_dict()
+    train(twin, steps()[4:], torch.float64)
+    for key, value in bitwise(host.state_dict()).items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, bitwise(before)[key])
+    expected = train(host, steps()[4:], torch.float64)
+    for other in (model, back):
+        for ours, theirs in zip(train(other, steps()[4:], torch.float64), expected, strict=True):
+            assert torch.equal(ours, theirs)
+    assert_equal_state(twin, host)
+
+
+def test_a_state_on_the_host_is_a_copy() -> None:
+    loss = CASES["fastclip"].create(state_device="cpu")
+    train(loss, steps()[:2], torch.float32)
+    state = loss.state_dict()
+    before = bitwise(copy.deepcopy(state))
+    train(loss, steps()[2:], torch.float32)
+    assert torch.equal(bitwise(state)["normalizer.table.shard"], before["normalizer.table.shard"])
+
+
+def test_a_prefetch_of_other_samples_changes_nothing() -> None:
+    table, expected = ShardedTable(2, 20, "cpu"), ShardedTable(2, 20, "model")
+    everywhere, values = torch.ones(3, dtype=torch.bool), torch.arange(6.0).view(2, 3)
+    for each in (table, expected):
+        each.write(torch.tensor([3, 17, 5]), values, everywhere)
+    for told, asked in (([3, 17], [3, 17]), ([3, 17], [17, 5]), ([3, 17], [3, 17, 5]), ([3, 99], [99, 3])):
+        table.prefetch(torch.tensor(told))
+        read, wanted = (each.read(torch.tensor(asked)) for each in (table, expected))
+        assert torch.equal(read.nan_to_num(-1), wanted.nan_to_num(-1))
+    table.prefetch(torch.tensor([3]))
+    table.write(torch.tensor([3]), torch.tensor([[7.0], [8.0]]), everywhere[:1])
+    assert table.read(torch.tensor([3])).tolist() == [[7.0], [8.0]]
+    assert not table.foreign
+
+
+def test_what_fails_in_the_background_is_raised() -> None:
+    rows = HostRows(4, 2, torch.float32)
+    rows.scatter(torch.tensor([9]), torch.zeros((1, 2), dtype=torch.int32))
+    later = rows.gather(torch.tensor([0]))
+    for wait in (later.result, rows.finish, lambda: rows.bits):
+        with pytest.raises(IndexError):
+            wait()
+
+
+@pytest.mark.parametrize("place", ["memory", "file"])
+def test_what_nobody_wrote_takes_no_memory(place: str, tmp_path: Path) -> None:
+    before = memory_in_use()
+    table = ShardedTable(2, 100_000_000, "cpu", str(tmp_path) if place == "file" else None)
+    index = torch.arange(0, 100_000_000, 1_000_000)
+    table.write(index, torch.ones(2, len(index)), torch.ones(len(index), dtype=torch.bool))
+    assert bool((table.read(index) == 1).all())
+    assert torch.isnan(table.read(index + 500_000)).all()
+    assert table.nbytes == 800_000_000
+    # Large pages of 2 MiB may be behind each of the 200 places that were looked at.
+    assert memory_in_use() - before < 450_000_000
+
+
+def test_large_tables_go_to_the_host_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openclip_ext.losses.sharding._LARGEST_ON_DEVICE", 2 * 4 * 21)
+    small, large = (create_loss("fastclip", num_samples=number) for number in (20, 21))
+    assert (small.state_size().on_host, small.state_size().with_model) == (0, 160)
+    assert (large.state_size().on_host, large.state_size().with_model) == (168, 0)
+
+
+def test_a_folder_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(host_rows.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(OSError, match=r"0.0 GiB free, the per-sample state of 2 process\(es\) grows to 0.1 GiB"):
+        create_loss("fastclip", num_samples=10_000_000, state_dir=str(tmp_path))
+
+
+def test_a_folder_and_the_models_device_contradict_each_other(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="contradict each other"):
+        create_loss("fastclip", num_samples=20, state_dir=str(tmp_path), state_device="model")
+
+
+def _two_ranks(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    fetched, fetch = [], ShardedTable._fetch
+    ShardedTable._fetch = lambda table, index: fetched.append(len(index)) or fetch(table, index)
+    for name in ("fastclip", "fastclip-v2", "sogclr-views"):
+        results, states = [], []
+        for place in ("model", "cpu"):
+            loss = CASES[name].create(state_device=place)
+            own = [slice(0, 3), slice(3, 6)][rank]
+            batches = [
+                Step(step.images[own], step.texts[own], step.logit_scale, step.index[own], step.epoch)
+                for step in steps()
+            ]
+            results.append(train(loss, batches, torch.float32, prefetch=True))
+            states.append(loss)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True)), name
+        assert_equal_state(*states)
+        # What was prefetched was what was read: nothing was fetched a second time.
+        assert fetched == [6 * states[1].views] * STEPS * len(states[1].tables())
+        fetched.clear()
+    dist.destroy_process_group()
+
+
+def test_two_ranks_are_bitwise_the_same_too(tmp_path: Path) -> None:
+    mp.spawn(_two_ranks, (str(tmp_path),), nprocs=2)  # raises what a rank raises
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu_reads_and_writes_the_hosts_table() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    host, model = (CASES["fastclip-v2"].create(state_device=place).cuda() for place in ("cpu", "model"))
+    for number, step in enumerate(make_steps(STEPS)):
+        index = torch.tensor(step.index)
+        if number % 2:
+            host.prefetch(index)
+        results = []
+        for loss in (host, model):
+            loss.start_epoch(step.epoch)
+            features = [side.float().cuda().requires_grad_() for side in (step.images, step.texts)]
+            value = loss(*features, torch.tensor(step.logit_scale, device="cuda"), index=index)
+            results.append([value.detach(), *torch.autograd.grad(value, features)])
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    ours, theirs = (loss.normalizer.table.read(torch.arange(20, device="cuda")) for loss in (host, model))
+    assert torch.equal(ours.nan_to_num(777), theirs.nan_to_num(777))
+    host.prefetch(torch.tensor(step.index).flip(0))
+    host(*features, torch.tensor(9.0, device="cuda"), index=index)
+    with pytest.raises(ValueError, match="another index than prefetch"):
+        host.pop_nonfinite()

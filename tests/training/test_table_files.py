@@ -1,0 +1,206 @@
+"""Tables on disk: in parts, for any number of ranks, sparse where nothing was written, and readable as they were before."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from openclip_ext import distributed
+from openclip_ext.losses import host_rows
+from openclip_ext.losses.base import ContrastiveLoss
+from openclip_ext.losses.host_rows import decode, encode
+from openclip_ext.losses.sharding import ShardedTable, shard_bounds
+from openclip_ext.training import checkpoint as ckpt
+from openclip_ext.training.checkpoint import Position, RunIdentity
+from openclip_ext.training.errors import UsageError
+from openclip_ext.training.table_files import open_table, part_of_shard, restore_table, write_table
+
+SAMPLES = 103
+IDENTITY = RunIdentity(model="demo-vit", loss="fastclip", num_samples=SAMPLES, global_batch=8, seed=0)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(host_rows, "CHUNK_ROWS", 8)
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """Make what is created afterwards that of a rank of several."""
+
+    def pretend(rank: int, world_size: int) -> None:
+        monkeypatch.setattr(distributed, "rank", lambda: rank)
+        monkeypatch.setattr(distributed, "world_size", lambda: world_size)
+
+    return pretend
+
+
+def numbers(dtype=torch.float32) -> torch.Tensor:
+    """A table ``(columns, SAMPLES)`` of which a third was never written, a whole chunk among it."""
+    values = torch.randn(3, SAMPLES, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    values[:, ::3] = float("nan")
+    values[:, 40:60] = float("nan")
+    values[0, 1], values[1, 1] = -0.0, float("-inf")
+    return values
+
+
+def filled(values: torch.Tensor, device: str = "cpu") -> ShardedTable:
+    """The part of this rank of a table."""
+    table = ShardedTable(3, SAMPLES, device).to(values.dtype)
+    if table.size:
+        table.set_rows(0, encode(values[:, table.first : table.end].T))
+    return table
+
+
+def write(table: ShardedTable, path: Path) -> Path:
+    with open(path, "wb") as file:
+        write_table(table, file)
+    return path
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.int32 if values.dtype == torch.float32 else torch.int64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("device", ["cpu", "model"])
+@pytest.mark.parametrize("worlds", [(1, 2, 1), (2, 1, 2), (3, 2, 7), (1, 1, 1)])
+def test_tables_move_between_numbers_of_ranks(tmp_path, as_rank, worlds, device, dtype):
+    values = numbers(dtype)
+    for generation, world_size in enumerate(worlds):
+        for rank in range(world_size):
+            as_rank(rank, world_size)
+            if generation == 0:
+                table = filled(values, device)
+            else:
+                table = ShardedTable(3, SAMPLES, device).to(dtype)
+                previous = [tmp_path / f"{generation - 1}.{old}.npy" for old in range(worlds[generation - 1])]
+                restore_table(table, [open_table(path) for path in previous])
+            first, end = shard_bounds(SAMPLES, rank, world_size)
+            assert torch.equal(bits(decode(table.rows(0, table.size)).T), bits(values[:, first:end]))
+            write(table, tmp_path / f"{generation}.{rank}.npy")
+
+
+def test_a_used_table_is_overwritten_with_what_was_never_written(tmp_path):
+    path = write(filled(numbers()), tmp_path / "table.npy")
+    for device in ("cpu", "model"):
+        table = filled(torch.ones(3, SAMPLES), device)
+        restore_table(table, [open_table(path)])
+        assert torch.equal(bits(decode(table.rows(0, SAMPLES)).T), bits(numbers()))
+
+
+def test_numpy_reads_a_file_and_finds_the_numbers(tmp_path):
+    stored = np.load(write(filled(numbers()), tmp_path / "table.npy"), mmap_mode="r")
+    assert (stored.shape, stored.dtype.str) == ((SAMPLES, 3), "<i4")
+    values = (np.asarray(stored) ^ 0x7FC00000).view(np.float32)
+    assert np.array_equal(values.T, numbers().numpy(), equal_nan=True)
+
+
+def test_what_nobody_wrote_takes_no_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_rows, "CHUNK_ROWS", 1 << 19)
+    table = ShardedTable(2, 30_000_000, "cpu")
+    table.write(torch.tensor([20_000_000]), torch.ones(2, 1), torch.ones(1, dtype=torch.bool))
+    path = write(table, tmp_path / "table.npy")
+    assert path.stat().st_size > 240_000_000
+    if os.statvfs(tmp_path).f_bsize <= 1 << 16:
+        assert path.stat().st_blocks * 512 < 10_000_000
+    other = ShardedTable(2, 30_000_000, "cpu")
+    restore_table(other, [open_table(path)])
+    assert other.read(torch.tensor([20_000_000])).tolist() == [[1.0], [1.0]]
+
+
+@pytest.mark.parametrize("saved", [torch.float32, torch.float64])
+@pytest.mark.parametrize("device", ["cpu", "model"])
+def test_precision_follows_the_table(tmp_path, device, saved):
+    path = write(filled(numbers(saved), device), tmp_path / "table.npy")
+    table = ShardedTable(3, SAMPLES, device).double()
+    restore_table(table, [open_table(path)])
+    assert torch.equal(decode(table.rows(0, SAMPLES)).T.nan_to_num(7.0), numbers(saved).double().nan_to_num(7.0))
+
+
+def test_damaged_and_foreign_files_are_refused(tmp_path):
+    path = write(filled(numbers()), tmp_path / "table.npy")
+    whole = path.read_bytes()
+    for damaged, message in ((whole[:-4], f"has {len(whole) - 4} bytes, expected {len(whole)}"), (whole[:20], "EOF")):
+        path.write_bytes(damaged)
+        with pytest.raises(UsageError, match=message):
+            open_table(path)
+    path.write_bytes(whole)
+    with pytest.raises(UsageError, match="103 samples with 3 numbers each, this run's has 103 with 2"):
+        restore_table(ShardedTable(2, SAMPLES), [open_table(path)])
+    with pytest.raises(UsageError, match="206 samples"):
+        restore_table(ShardedTable(3, SAMPLES), [open_table(path), open_table(path)])
+
+
+class TableLoss(ContrastiveLoss):
+    def __init__(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.average = filled(numbers(dtype), device)
+
+
+def save(folder: Path, loss: ContrastiveLoss, step: int) -> Path:
+    content = {"epoch": 1, "name": "run", "step": step, "optimizer": {}, "state_dict": {}}
+    return ckpt.save(folder, f"epoch_{step}", lambda: content, loss, Position(epoch=1, step=step), IDENTITY)
+
+
+def test_a_checkpoint_in_float64_makes_the_loss_float64(tmp_path):
+    path = save(tmp_path, TableLoss(dtype=torch.float64), 1)
+    loss = TableLoss()
+    ckpt.restore_loss(ckpt.read(path), loss)
+    assert loss.average.dtype == torch.float64
+    assert torch.equal(bits(loss.state_dict()["average.shard"]), bits(numbers(torch.float64)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "model"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_checkpoints_from_before_tables_were_files_load(tmp_path, as_rank, world_size, device):
+    path = save(tmp_path, TableLoss(), 5)
+    state = path.with_suffix(".state") / "step_5"
+    shared = torch.load(state / "shared.pt", weights_only=True)
+    del shared["tables"]
+    torch.save({**shared, "world_size": 2}, state / "shared.pt")
+    (state / "rank_0000.average.npy").unlink()
+    random = torch.load(state / "rank_0000.pt", weights_only=True)["random"]
+    for rank in range(2):
+        first, end = shard_bounds(SAMPLES, rank, 2)
+        shard = numbers()[:, first:end].clone()
+        torch.save({"loss": {"average.shard": shard}, "random": random}, state / f"rank_000{rank}.pt")
+    checkpoint = ckpt.read(path)
+    for rank in range(world_size):
+        as_rank(rank, world_size)
+        loss = TableLoss(device)
+        loss.average.set_rows(0, torch.ones_like(loss.average.rows(0, loss.average.size)))
+        ckpt.restore_loss(checkpoint, loss)
+        first, end = shard_bounds(SAMPLES, rank, world_size)
+        assert torch.equal(bits(loss.state_dict()["average.shard"]), bits(numbers()[:, first:end]))
+
+
+def test_a_part_of_an_old_checkpoint_may_be_float64():
+    part = part_of_shard("old", numbers(torch.float64))
+    table = ShardedTable(3, SAMPLES).double()
+    restore_table(table, [part])
+    assert torch.equal(bits(decode(table.rows(0, SAMPLES)).T), bits(numbers(torch.float64)))
+
+
+def test_a_loss_with_other_tables_is_refused(tmp_path):
+    path = save(tmp_path, TableLoss(), 1)
+    with pytest.raises(UsageError, match=r"state of \['average'\], this run's loss keeps \[\]"):
+        ckpt.restore_loss(ckpt.read(path), ContrastiveLoss())
+
+
+def test_a_disk_that_fills_up_with_a_table_fails_the_save_alone(tmp_path, monkeypatch):
+    save(tmp_path, TableLoss(), 1)
+    loss = TableLoss()
+
+    def full(table, file):
+        file.write(b"x" * 1000)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ckpt, "write_table", full)
+        with pytest.raises(OSError, match=r"cannot write rank_0000.average.npy .*No space left"):
+            save(tmp_path, loss, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch_1.pt", "epoch_1.state"]
+    assert ckpt.read(save(tmp_path, loss, 3)).position.step == 3
