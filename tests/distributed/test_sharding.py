@@ -12,7 +12,15 @@ import torch
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.parallel import blocks_of
 from tests.distributed.sharding_cases import CASES, REPLICATED, RESUMED, SHARDED
-from tests.training.runs import EXIT_AFTER_SIGTERM, command, differences, final_state, make_shards, run_on_two_ranks
+from tests.training.runs import (
+    EXIT_AFTER_SIGTERM,
+    command,
+    differences,
+    final_state,
+    make_shards,
+    run,
+    run_on_two_ranks,
+)
 
 # The order of additions is all that differs; AdaGrad and Adam amplify it where a gradient is nearly zero.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-6}
@@ -160,3 +168,15 @@ def test_stock_openclip_loads_and_the_evaluation_was_of_the_checkpoint(trainings
     ]
     for sharded, replicated in zip(*results, strict=True):
         assert sharded["clip_val_loss"] == pytest.approx(replicated["clip_val_loss"], rel=1e-4)
+
+
+def test_a_single_process_has_nobody_to_share_with(trainings, tmp_path, caplog):
+    assert (
+        run(
+            command(
+                str(trainings / "shards" / "00000.tar"), tmp_path, "alone", "openclip", "--fsdp", "--batch-size", "4"
+            )
+        )
+        == 0
+    )
+    assert "--fsdp does nothing in a single process" in caplog.text

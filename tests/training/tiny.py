@@ -45,9 +45,13 @@ def tiny_model(tower: str = "vit") -> CLIP:
     return CLIP(WIDTH, vision, text, output_dict=True)
 
 
-def tiny_loss(name: str, model: nn.Module) -> ContrastiveLoss:
-    """The loss, and the model prepared for it as the training does."""
-    loss = registry.create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **LOSSES[name])
+def tiny_loss(name: str) -> ContrastiveLoss:
+    """The loss with the options above."""
+    return registry.create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **LOSSES[name])
+
+
+def prepare(model: nn.Module, loss: ContrastiveLoss) -> None:
+    """Set the temperature's start and freeze what the loss does not train, as the training does."""
     if loss.initial_logit_scale is not None:
         with torch.no_grad():
             model.logit_scale.fill_(loss.initial_logit_scale)
@@ -56,7 +60,6 @@ def tiny_loss(name: str, model: nn.Module) -> ContrastiveLoss:
         model.logit_bias = nn.Parameter(torch.full_like(model.logit_scale, loss.initial_logit_bias))
     if loss.views > 1:
         train_image_tower_only(model)
-    return loss
 
 
 def tiny_batch(number: int, views: int = 1, dtype: torch.dtype = torch.float32, size: int = IMAGE) -> Batch:
