@@ -200,11 +200,11 @@ def whole_model(model: nn.Module, needed: bool) -> contextlib.AbstractContextMan
         needed: whether there is something to evaluate; only the master's word counts.
 
     Returns:
-        A context with the model, or with None where there is nothing to do. All processes must enter it.
+        A context with the model on the master, and None elsewhere or if it is not needed. All processes must enter it.
     """
     if isinstance(model, ShardedDataParallel):
         return model.whole(needed)
-    return contextlib.nullcontext(compat.unwrap(model) if needed else None)
+    return contextlib.nullcontext(compat.unwrap(model) if needed and distributed.is_master() else None)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -277,8 +277,10 @@ def _gathered(value: Any, is_scalar: bool) -> Any:
 
 
 def _scattered(value: Any, like: Tensor) -> Any:
-    """This process's part of a whole tensor, spread as ``like`` is; what is not spread stays as it is."""
-    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.numel() != like.numel():
+    """This process's part of a whole tensor, spread as ``like`` is; what is not spread, or of another shape, as it is."""
+    if not isinstance(like, DTensor) or not isinstance(value, Tensor):
+        return value
+    if value.shape != like.shape and (value.ndim > 0 or like.numel() > 1):
         return value
     whole = value.to(like.device, like.dtype).reshape(like.shape)
     return distribute_tensor(whole, like.device_mesh, like.placements)

@@ -293,7 +293,7 @@ class Trainer:
         """Run what is due, on the master; the others wait. Training's random numbers are left as they were."""
         due = [item.evaluator for item in self.evaluators if item.is_due(self.position.epoch, self.length.epochs)]
         with parallel.whole_model(self.model, needed=bool(due)) as model:
-            if model is not None and distributed.is_master():
+            if model is not None:
                 generators = ckpt.random_state()
                 metrics = run_evaluators(due, with_heads(model, self.loss.model_head()))
                 ckpt.set_random_state(generators)

@@ -69,6 +69,12 @@ def test_the_comparison_sees_a_difference(ranks):
     assert max(float((first[name] - second[name]).abs().max()) for name in same_names) > 1e-5
 
 
+def test_all_processes_skip_a_step_that_overflows(ranks):
+    result = ranks[0]["amorlip-amp-overflow"][SHARDED]
+    assert result[".scale"] == CASES["amorlip-amp-overflow"].scale / 4  # halved twice
+    assert result[".optimizer.state.0.step"] == 1
+
+
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_run_goes_on_the_same_or_the_other_way(ranks, name):
     results = ranks[0][name]
