@@ -72,6 +72,16 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@torch.no_grad()
+def log_add_over_ranks(log_values: Tensor) -> Tensor:
+    """Logarithm of the sum over all ranks of ``exp(log_values)``, without gradient; the same bits everywhere."""
+    largest = log_values.detach().clone()
+    if world_size() == 1:
+        return largest
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest + all_reduce_sum((log_values - largest).exp_()).log_()
+
+
 def _control_group() -> dist.ProcessGroup:
     """A gloo group for objects and waiting: no GPU work, and patient, since one rank may evaluate for hours."""
     return _control_group_of(dist.group.WORLD)

@@ -21,6 +21,14 @@ MAX_PAIRS = 2**25
 _ROWS, _COLUMNS = 1, 0
 
 
+def chunk_bytes(local_size: int, size: int) -> int:
+    """What a step keeps of the similarities of so many anchors with so many samples: values and terms of both sides.
+
+    In float32; while it computes, about two more buffers of a third of this.
+    """
+    return 3 * 4 * min(local_size * size, max(MAX_PAIRS, size))
+
+
 @dataclass
 class PairGradients:
     """What :meth:`Similarities.gradients` returns.

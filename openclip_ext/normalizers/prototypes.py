@@ -234,7 +234,9 @@ class _Fit:
             terms = self.terms[:, : anchors.stop - anchors.start]
             torch.bmm(self.scaled[:, anchors], directions.transpose(1, 2), out=terms)
             largest = F.shifted_exp_(terms, dim=2)
-            log_sum = self._over_all_prototypes(largest + terms.sum(dim=2).log_())
+            log_sum = largest + terms.sum(dim=2).log_()
+            if self.shared:
+                log_sum = distributed.log_add_over_ranks(log_sum)
             alpha = F.log_add(log_sum - self.offset[:, anchors], self.eps)
             scale = (largest - self.offset[:, anchors] - alpha).exp_()
             pull = (self._slope(objective, alpha, anchors) * scale)[:, :, None] * self.scaled[:, anchors]
@@ -247,13 +249,6 @@ class _Fit:
         block = self.block
         slope = F.objective_slope(objective, alpha, block.log_estimate[:, anchors], block.tau[:, anchors])
         return torch.where(block.valid[anchors], slope / block.count, 0)
-
-    def _over_all_prototypes(self, log_sum: Tensor) -> Tensor:
-        """Log-sums over this process's prototypes to those over all, ``(2, b)``."""
-        if not self.shared:
-            return log_sum
-        every = distributed.all_gather(log_sum).view(self.block.world_size, *log_sum.shape)
-        return torch.logsumexp(every, dim=0)
 
 
 def norms_of(prototypes: Tensor) -> Tensor:

@@ -143,6 +143,16 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
         "--save-every-steps", type=int, default=0, help="also save a checkpoint every N optimizer steps (0: never)"
     )
     group.add_argument(
+        "--fsdp",
+        action="store_true",
+        help="spread parameters, gradients and optimizer state over the processes (FSDP2) instead of replicating them (DDP)",
+    )
+    group.add_argument(
+        "--fsdp-no-reshard-after-forward",
+        action="store_true",
+        help="with --fsdp: keep the gathered parameters from forward to backward; less communication, more memory",
+    )
+    group.add_argument(
         "--eval-suite", choices=["quick", "full"], default=None, help="DataComp tasks to run during training"
     )
     group.add_argument("--eval-data-dir", default=None, help="folder with the evaluation data sets")
@@ -213,6 +223,10 @@ def _check_run_flags(args: argparse.Namespace) -> None:
         raise UsageError(f"--lookahead-steps is {args.lookahead_steps}, must be at least 1")
     if args.eval_suite is not None and args.eval_data_dir is None:
         raise UsageError("--eval-suite needs --eval-data-dir")
+    if args.fsdp_no_reshard_after_forward and not args.fsdp:
+        raise UsageError("--fsdp-no-reshard-after-forward needs --fsdp")
+    if args.fsdp and args.ddp_static_graph:
+        raise UsageError("--ddp-static-graph is for DistributedDataParallel, which --fsdp replaces; give one of them")
     if args.train_data_upsampling_factors is not None and not args.dataset_resampled:
         raise UsageError("--train-data-upsampling-factors needs --dataset-resampled")
     if not 0.0 <= args.max_bad_fraction <= 1.0:

@@ -23,9 +23,10 @@ from openclip_ext import compat, distributed
 from openclip_ext.data.loader import build_eval_loader, build_train_loader
 from openclip_ext.heads import read_heads, with_heads
 from openclip_ext.losses import registry
+from openclip_ext.losses.similarities import chunk_bytes
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
-from openclip_ext.training import remote, run_folder
+from openclip_ext.training import parallel, remote, run_folder
 from openclip_ext.training.checkpoint import Checkpoint, Position, RunIdentity
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import ImageNetZeroShot, ScheduledEvaluator, Validation, run_evaluators
@@ -97,6 +98,7 @@ def _train(
     options = loss_options(args, choice)
     loss = _build_loss(args, choice, options, parts, loader.num_samples)
     _refuse_resampling(args, loss)
+    _check_fsdp(args, loss)
     if checkpoint is None and args.pretrained:
         _load_pretrained_heads(loss, args.pretrained)
     model = _prepare_model(args, parts, loss, choice, is_fresh=checkpoint is None)
@@ -201,6 +203,13 @@ def _refuse_resampling(args: argparse.Namespace, loss: nn.Module) -> None:
         )
 
 
+def _check_fsdp(args: argparse.Namespace, loss: nn.Module) -> None:
+    if args.fsdp and not args.distributed:
+        logging.warning("--fsdp does nothing in a single process: there is nobody to share the model with.")
+    elif args.fsdp:
+        parallel.check_shardable(args.opt, args.precision == "amp", loss.model_head() is not None)
+
+
 def _prepare_model(
     args: argparse.Namespace, parts: Parts, loss: nn.Module, choice: LossChoice, is_fresh: bool
 ) -> nn.Module:
@@ -219,13 +228,19 @@ def _prepare_model(
         return model
     if args.use_bn_sync:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    devices = None if parts.device.type == "cpu" else [parts.device]
-    static = {"static_graph": True} if args.ddp_static_graph else {}
-    return nn.parallel.DistributedDataParallel(model, device_ids=devices, **static)
+    if not args.fsdp:
+        return parallel.replicate(model, parts.device, static_graph=args.ddp_static_graph)
+    return parallel.ShardedDataParallel(
+        model,
+        parts.device,
+        reshard_after_forward=not args.fsdp_no_reshard_after_forward,
+        compile_blocks=args.torchcompile,
+        keep_whole=_evaluates(args),
+    )
 
 
 def _compiled(args: argparse.Namespace, model: nn.Module) -> nn.Module:
-    if not args.torchcompile:
+    if not args.torchcompile or isinstance(model, parallel.ShardedDataParallel):  # which has compiled its blocks
         return model
     if args.grad_checkpointing and args.distributed:
         # Dynamo's DDP optimizer does not work together with gradient checkpointing (OpenCLIP does the same).
@@ -263,7 +278,7 @@ def _announce(
     local_batch = args.batch_size * args.accum_freq
     parameters = sum(parameter.numel() for parameter in model.parameters())
     state = loss.state_size()
-    similarities = 2 * loss.views**2 * local_batch * global_batch * 4
+    similarities = chunk_bytes(loss.views * local_batch, loss.views * global_batch)
     candidates = loss.views * (global_batch - 1) + 1
     logging.debug(f"Model:\n{model}")
     logging.info(f"Model {args.model}: {parameters / 1e6:.1f} M parameters")
@@ -333,6 +348,11 @@ def _evaluators(args: argparse.Namespace, parts: Parts) -> list[ScheduledEvaluat
     if args.eval_suite is not None:
         evaluators += [ScheduledEvaluator(item, args.eval_frequency) for item in _datacomp_suite(args, parts)]
     return evaluators
+
+
+def _evaluates(args: argparse.Namespace) -> bool:
+    """Whether the flags ask for any evaluation."""
+    return any(value is not None for value in (args.val_data, args.imagenet_val, args.imagenet_v2, args.eval_suite))
 
 
 def _validation(args: argparse.Namespace, parts: Parts) -> Validation:
@@ -427,7 +447,7 @@ def _resume(
     content = checkpoint.model_file
     ckpt.load_model(model, content["state_dict"])
     try:
-        optimizer.load_state_dict(content["optimizer"])
+        parallel.load_optimizer_state_dict(model, optimizer, content["optimizer"])
     except (KeyError, ValueError) as error:
         raise UsageError(f"the optimizer state in {checkpoint.path} does not fit this run: {error}") from error
     if scaler is not None and "scaler" in content:

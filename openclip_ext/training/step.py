@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from openclip_ext import compat, distributed
+from openclip_ext import distributed
+from openclip_ext.training import parallel
 from openclip_ext.training.views import encode_views, is_views
 
 Batch = dict[str, Tensor]
@@ -37,7 +38,7 @@ class TrainStep:
     """Runs optimizer steps.
 
     Args:
-        model: OpenCLIP model returning a dictionary, possibly wrapped in DDP or compiled.
+        model: OpenCLIP model returning a dictionary, possibly wrapped (see ``training/parallel.py``) or compiled.
         loss: a loss of this package, moved to the device.
         optimizer: over the parameters of the model and of the loss's head.
         settings: see ``StepSettings``.
@@ -57,7 +58,7 @@ class TrainStep:
         self.optimizer = optimizer
         self.settings = settings
         self.scaler = scaler
-        self._logit_scale = compat.unwrap(model).logit_scale
+        self._logit_scale = parallel.unwrap(model).logit_scale
         head = loss.model_head()
         parameters = [] if head is None else head.parameters()
         self._head_parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -173,15 +174,16 @@ class TrainStep:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
             parameters = [*self.model.parameters(), *self._head_parameters]
-            nn.utils.clip_grad_norm_(parameters, self.settings.grad_clip_norm, norm_type=2.0)
-        before = self._logit_scale.detach().clone()
+            parallel.clip_grad_norm_(parameters, self.settings.grad_clip_norm)
+        logit_scale = parallel.local(self._logit_scale.detach())
+        before = logit_scale.clone()
         if self.scaler is None:
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         with torch.no_grad():
-            self.loss.finish_logit_scale_step(self._logit_scale, before)
+            self.loss.finish_logit_scale_step(logit_scale, before)
 
 
 def _leaf(value: Tensor) -> Tensor:

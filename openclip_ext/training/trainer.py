@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from openclip_ext import compat, distributed
+from openclip_ext import distributed
 from openclip_ext.heads import HEADS_KEY, heads_entry, with_heads
 from openclip_ext.training import checkpoint as ckpt
+from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import Position, RunIdentity
 from openclip_ext.training.evaluation import ScheduledEvaluator, run_evaluators
 from openclip_ext.training.reporting import Reporter, Stopwatch
@@ -243,11 +244,12 @@ class Trainer:
         if policy.folder is None or self._last_saved == (name, self.position.step):
             return None
         self._refuse_nonfinite_parameters()
+        content = self._model_file()
         try:
             path = ckpt.save(
                 policy.folder,
                 name,
-                self._model_file,
+                lambda: content,
                 self.loss,
                 self.position,
                 self.identity,
@@ -261,13 +263,13 @@ class Trainer:
         return path
 
     def _model_file(self) -> dict[str, Any]:
-        """OpenCLIP's checkpoint dictionary, and the step that finds our state beside it."""
+        """OpenCLIP's checkpoint dictionary, and the step that finds our state beside it; complete on the master."""
         model = getattr(self.model, "_orig_mod", self.model)
         content = {
             "epoch": self.position.epoch,
             "name": self.policy.name,
             "state_dict": model.state_dict(),
-            "optimizer": self.step.optimizer.state_dict(),
+            "optimizer": parallel.optimizer_state_dict(model, self.step.optimizer),
             "step": self.position.step,
         }
         if self.step.scaler is not None:
@@ -280,8 +282,7 @@ class Trainer:
     def _refuse_nonfinite_parameters(self) -> None:
         head = self.loss.model_head()
         parameters = [*self.model.parameters(), *([] if head is None else head.parameters())]
-        finite = torch.stack([torch.isfinite(value).all() for value in parameters]).all()
-        if not bool(finite):
+        if not parallel.all_finite(parameters):
             raise TrainingDiverged(
                 f"the parameters are not finite after step {self.position.step}; the last good checkpoint in "
                 f"{self.policy.folder} is untouched. Lower --lr, lengthen --warmup, or set --grad-clip-norm"
@@ -290,9 +291,10 @@ class Trainer:
     def _evaluate(self) -> None:
         """Run what is due, on the master; the others wait. Training's random numbers are left as they were."""
         due = [item.evaluator for item in self.evaluators if item.is_due(self.position.epoch, self.length.epochs)]
-        if due and distributed.is_master():
-            generators = ckpt.random_state()
-            metrics = run_evaluators(due, with_heads(compat.unwrap(self.model), self.loss.model_head()))
-            ckpt.set_random_state(generators)
-            self.reporter.evaluation(metrics, {"step": self.position.step, "epoch": self.position.epoch})
+        with parallel.whole_model(self.model, needed=bool(due)) as model:
+            if model is not None:
+                generators = ckpt.random_state()
+                metrics = run_evaluators(due, with_heads(model, self.loss.model_head()))
+                ckpt.set_random_state(generators)
+                self.reporter.evaluation(metrics, {"step": self.position.step, "epoch": self.position.epoch})
         distributed.barrier()

@@ -71,6 +71,8 @@ def test_a_recipe_combines_with_another_part():
         (["--eval-suite", "quick"], "--eval-data-dir"),
         (["--max-bad-fraction", "2"], "between 0 and 1"),
         (["--train-data-upsampling-factors", "1::2"], "--dataset-resampled"),
+        (["--fsdp-no-reshard-after-forward"], "needs --fsdp"),
+        (["--fsdp", "--ddp-static-graph"], "--fsdp replaces"),
     ],
 )
 def test_wrong_command_lines_are_refused_with_the_reason(argv, message):
@@ -93,6 +95,7 @@ def test_help_shows_both_groups_of_flags(capsys):
     assert "--restart-every" in shown
     assert "--local-loss" in shown
     assert "--save-every-steps" in shown
+    assert "--fsdp " in shown
 
 
 def test_every_option_of_a_loss_has_exactly_one_flag():

@@ -1,0 +1,188 @@
+"""FSDP2 over two processes trains as DDP does: every loss, every way to compute a step; and checkpoints go both ways."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training.parallel import blocks_of
+from tests.distributed.sharding_cases import CASES, REPLICATED, RESUMED, SHARDED
+from tests.training.runs import (
+    EXIT_AFTER_SIGTERM,
+    command,
+    differences,
+    final_state,
+    make_shards,
+    run,
+    run_on_two_ranks,
+)
+
+# The order of additions is all that differs; AdaGrad and Adam amplify it where a gradient is nearly zero.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-6}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharding")
+    program = [sys.executable, "-m", "tests.distributed.sharding_cases"]
+    processes = [
+        subprocess.Popen([*program, str(rank), "2", str(folder / "rendezvous"), str(folder / "results")])
+        for rank in range(2)
+    ]
+    try:
+        assert [process.wait(timeout=600) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    return [torch.load(folder / f"results.{rank}", weights_only=True) for rank in range(2)]
+
+
+def assert_same(actual: dict, expected: dict, tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            actual[name],
+            value,
+            rtol=0,
+            atol=tolerance,
+            equal_nan=True,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_spread_parameters_train_as_replicas(ranks, name):
+    """Values, parameters, optimizer and loss state after three steps, under the names and shapes of a whole model."""
+    results = ranks[0][name]
+    assert_same(results[SHARDED], results[REPLICATED], TOLERANCE[CASES[name].dtype])
+
+
+def test_the_comparison_sees_a_difference(ranks):
+    """Parameters move by far more than the tolerance, so equality means something."""
+    first, second = (ranks[0][name][SHARDED] for name in ("fastclip", "neuclip"))
+    same_names = [name for name in first if name.startswith(".model")]
+    assert max(float((first[name] - second[name]).abs().max()) for name in same_names) > 1e-5
+
+
+def test_all_processes_skip_a_step_that_overflows(ranks):
+    result = ranks[0]["amorlip-amp-overflow"][SHARDED]
+    assert result[".scale"] == CASES["amorlip-amp-overflow"].scale / 4  # halved twice
+    assert result[".optimizer.state.0.step"] == 1
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_goes_on_the_same_or_the_other_way(ranks, name):
+    results = ranks[0][name]
+    assert_same(results[SHARDED, SHARDED], results[SHARDED], 0.0)
+    for switch in ((SHARDED, REPLICATED), (REPLICATED, SHARDED)):
+        assert_same(results[switch], results[SHARDED], TOLERANCE[CASES[name].dtype])
+
+
+def test_only_the_master_holds_the_whole_model(ranks):
+    assert [name for name in ranks[1]["fastclip"][SHARDED] if name.startswith(".model")] == []
+
+
+def test_evaluations_see_the_trained_model(ranks):
+    assert ranks[0]["evaluated"] == []
+
+
+def test_what_cannot_be_spread_is_refused_with_the_reason(ranks):
+    types, optimizer, scaler = ranks[0]["refused"]
+    assert "torch.bfloat16, torch.float32" in types or "torch.float16, torch.float32" in types
+    assert "timm/lamb is not known to allow" in optimizer
+    assert "GradScaler cannot scale" in scaler
+
+
+# Blocks of the visual tower and 12 of the text tower's; a timm tower's stages are stacked, too.
+@pytest.mark.parametrize(
+    ("model", "number"), [("ViT-B-32", 12 + 12), ("RN50", 16 + 12), ("convnext_base", 4 + 36 + 12)]
+)
+def test_blocks_of_towers(model, number):
+    with torch.device("meta"):
+        blocks = blocks_of(open_clip.create_model(model, device="meta", load_weights=False))
+    assert len(blocks) == number
+    # Inner ones first, as fully_shard wants them.
+    for position, block in enumerate(blocks):
+        assert not any(module in blocks[position + 1 :] for module in list(block.modules())[1:])
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("fsdp")
+    shards = make_shards(folder / "shards")
+    more = ["--batch-size", "8", "--val-data", shards]
+
+    def planned(name: str, *flags: str, stop_after: int | None = None) -> dict:
+        argv = command(shards, folder, name, "neuclip", *more, "--resume", "latest", *flags)
+        return {"argv": argv} | ({"stop_after": stop_after, "status": EXIT_AFTER_SIGTERM} if stop_after else {})
+
+    runs = [
+        planned("ddp"),
+        planned("fsdp", "--fsdp"),
+        planned("resumed", "--fsdp", stop_after=3),
+        planned("resumed", "--fsdp"),
+        planned("to-fsdp", stop_after=3),
+        planned("to-fsdp", "--fsdp"),
+        planned("to-ddp", "--fsdp", stop_after=8),
+        planned("to-ddp"),
+    ]
+    run_on_two_ranks(folder, runs)
+    return folder
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(trainings):
+    assert differences(final_state(trainings / "resumed"), final_state(trainings / "fsdp")) == []
+
+
+def assert_close_states(actual, expected, path=""):
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(
+            actual, expected, rtol=1e-4, atol=1e-5, equal_nan=True, msg=lambda text: f"{path}: {text}"
+        )
+    elif isinstance(expected, dict):
+        for key in expected:
+            assert_close_states(actual[key], expected[key], f"{path}/{key}")
+
+
+@pytest.mark.parametrize("name", ["fsdp", "to-fsdp", "to-ddp"])
+def test_sharded_and_replicated_runs_agree(trainings, name):
+    found, expected = (final_state(trainings / run) for run in (name, "ddp"))
+    for state in (found, expected):
+        model = state["model"]["state_dict"]
+        state["model"]["state_dict"] = {key.removeprefix("module."): value for key, value in model.items()}
+    assert_close_states(found, expected)
+
+
+def test_stock_openclip_loads_and_the_evaluation_was_of_the_checkpoint(trainings):
+    add_model_configs()
+    path = trainings / "fsdp" / "checkpoints" / "epoch_2.pt"
+    model = open_clip.create_model("demo-vit", pretrained=str(path))
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, saved[name]), name
+    results = [
+        [json.loads(line) for line in (trainings / run / "checkpoints" / "results.jsonl").read_text().splitlines()]
+        for run in ("fsdp", "ddp")
+    ]
+    for sharded, replicated in zip(*results, strict=True):
+        assert sharded["clip_val_loss"] == pytest.approx(replicated["clip_val_loss"], rel=1e-4)
+
+
+def test_a_single_process_has_nobody_to_share_with(trainings, tmp_path, caplog):
+    assert (
+        run(
+            command(
+                str(trainings / "shards" / "00000.tar"), tmp_path, "alone", "openclip", "--fsdp", "--batch-size", "4"
+            )
+        )
+        == 0
+    )
+    assert "--fsdp does nothing in a single process" in caplog.text

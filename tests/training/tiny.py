@@ -1,0 +1,95 @@
+"""A CLIP so small that every loss can take some steps in a moment, in all the ways that training can be asked to compute."""
+
+import argparse
+from typing import Any
+
+import torch
+from open_clip.model import CLIP
+from torch import Tensor, nn
+
+from openclip_ext.losses import registry
+from openclip_ext.losses.base import ContrastiveLoss
+from openclip_ext.training.step import Batch
+from openclip_ext.training.views import train_image_tower_only
+
+BATCH, SAMPLES, WIDTH = 8, 40, 16
+IMAGE, CONTEXT, VOCABULARY = 16, 6, 50
+
+# Every loss, with options that put all its parts to work within three steps.
+LOSSES: dict[str, dict[str, Any]] = {
+    "openclip": {"local_loss": True, "gather_with_grad": True},
+    "siglip": {},
+    "sogclr": {},
+    "isogclr": {},
+    "fastclip": {},
+    "fastclip-v0": {},
+    "fastclip-v1": {},
+    "fastclip-v2": {},
+    "fastclip-v3": {},
+    "tempnet": {},
+    "amorlip": {"gather_stage2": True, "fit_every": 2, "target_every": 2, "normalizer_lr": 1e-3},
+    "neuclip": {"prototypes": 12, "normalizer_updates": 2, "restart_every": 2, "normalizer_lr": 1e-2},
+    "queueclip": {"prototypes": 12},
+    "simclr": {},
+    "cliplite": {},
+}
+
+
+def tiny_model(tower: str = "vit") -> CLIP:
+    """The same weights at each call."""
+    torch.manual_seed(0)
+    vision = {"image_size": IMAGE, "patch_size": 8, "layers": 2, "width": 16, "head_width": 8}
+    if tower == "resnet":
+        vision = {"image_size": 32, "patch_size": None, "layers": [1, 1, 1, 1], "width": 8}
+    text = {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 16, "heads": 2, "layers": 2}
+    return CLIP(WIDTH, vision, text, output_dict=True)
+
+
+def tiny_loss(name: str) -> ContrastiveLoss:
+    """The loss with the options above."""
+    return registry.create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **LOSSES[name])
+
+
+def prepare(model: nn.Module, loss: ContrastiveLoss) -> None:
+    """Set the temperature's start and freeze what the loss does not train, as the training does."""
+    if loss.initial_logit_scale is not None:
+        with torch.no_grad():
+            model.logit_scale.fill_(loss.initial_logit_scale)
+    model.logit_scale.requires_grad_(loss.learns_logit_scale)
+    if loss.initial_logit_bias is not None:
+        model.logit_bias = nn.Parameter(torch.full_like(model.logit_scale, loss.initial_logit_bias))
+    if loss.views > 1:
+        train_image_tower_only(model)
+
+
+def tiny_batch(number: int, views: int = 1, dtype: torch.dtype = torch.float32, size: int = IMAGE) -> Batch:
+    """The whole batch of a step; captions end with the end-of-text token, the largest."""
+    generator = torch.Generator().manual_seed(100 + number)
+    shape = (3, size, size) if views == 1 else (views, 3, size, size)
+    text = torch.randint(1, VOCABULARY - 1, (BATCH, CONTEXT), generator=generator)
+    text[:, -1] = VOCABULARY - 1
+    return {
+        "image": torch.randn(BATCH, *shape, generator=generator).to(dtype),
+        "text": text,
+        "index": torch.randperm(SAMPLES, generator=generator)[:BATCH],
+    }
+
+
+def parts_of(batch: Batch, count: int) -> list[Batch]:
+    """The batch in equal parts, in order."""
+    chunks = {key: value.chunk(count) for key, value in batch.items()}
+    return [{key: chunks[key][number] for key in chunks} for number in range(count)]
+
+
+def optimizer_flags(**changed: Any) -> argparse.Namespace:
+    """What ``create_optimizer`` reads."""
+    flags = {"opt": "adamw", "lr": 1e-3, "wd": 0.1, "beta1": 0.9, "beta2": 0.98, "eps": 1e-6}
+    return argparse.Namespace(**{**flags, "momentum": None, "lookahead_steps": None, **changed})
+
+
+def tensors(state: Any, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of a nested state, by dotted name."""
+    if isinstance(state, Tensor):
+        return {prefix: state.detach().clone()}
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
+    return {name: value for key, item in items for name, value in tensors(item, f"{prefix}.{key}").items()}
