@@ -73,12 +73,18 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def all_reduce_max(tensor: Tensor) -> Tensor:
+    """Largest of all ranks' values into a new tensor, without gradient."""
+    tensor = tensor.detach().clone()
+    if world_size() > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor
+
+
+@torch.no_grad()
 def log_add_over_ranks(log_values: Tensor) -> Tensor:
     """Logarithm of the sum over all ranks of ``exp(log_values)``, without gradient; the same bits everywhere."""
-    largest = log_values.detach().clone()
-    if world_size() == 1:
-        return largest
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    largest = all_reduce_max(log_values)
     return largest + all_reduce_sum((log_values - largest).exp_()).log_()
 
 

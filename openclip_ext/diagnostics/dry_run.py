@@ -116,7 +116,7 @@ def _pretended_ranks(world_size: int, exchanges: list[Exchange]) -> Iterator[Non
         note(ALL_GATHER, world_size * tensor.nbytes)
         return tensor.detach().repeat(world_size, *[1] * (tensor.ndim - 1)) if world_size > 1 else tensor.detach()
 
-    def all_reduce_sum(tensor: Tensor) -> Tensor:
+    def all_reduce(tensor: Tensor) -> Tensor:
         note(ALL_REDUCE, tensor.nbytes)
         return tensor.detach().clone()
 
@@ -136,7 +136,8 @@ def _pretended_ranks(world_size: int, exchanges: list[Exchange]) -> Iterator[Non
         "world_size": lambda: world_size,
         "rank": lambda: 0,
         "all_gather": all_gather,
-        "all_reduce_sum": all_reduce_sum,
+        "all_reduce_sum": all_reduce,
+        "all_reduce_max": all_reduce,
     }
     with (
         mock.patch.multiple(distributed, **ours),
