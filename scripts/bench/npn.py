@@ -7,6 +7,7 @@ Contestants take turns in one run: the two products an update needs and nothing 
 """
 
 import argparse
+import math
 import os
 from functools import partial
 from pathlib import Path
@@ -26,10 +27,10 @@ TAU = 0.07
 EPS = 1e-14
 
 
-def make_batch(args: argparse.Namespace) -> Block:
+def make_batch(args: argparse.Namespace, dtype: torch.dtype = torch.float32) -> Block:
     random = torch.Generator().manual_seed(0)
     images, texts = normalize(torch.randn(2, args.batch_size, args.embed_dim, generator=random), dim=2).to(args.device)
-    batch = LocalBatch(images, texts, torch.tensor(1 / TAU, device=args.device), None, torch.float32)
+    batch = LocalBatch(images, texts, torch.tensor(1 / TAU, device=args.device), None, dtype)
     block = make_block(batch, None, gather=False)
     block.tau = torch.full_like(block.features[..., 0], TAU)
     block.log_g = block.log_estimate = Similarities(block).log_g()
@@ -48,17 +49,16 @@ def autograd(prototypes: torch.nn.Parameter, optimizer: torch.optim.Optimizer, b
     for _ in range(updates):
         cosines = block.features @ normalize(prototypes, dim=2).transpose(1, 2)
         exponents = (cosines - block.positive[:, None]) / TAU
-        alpha = torch.logsumexp(exponents, dim=2) - torch.log(torch.tensor(number))
-        alpha = torch.logaddexp(alpha, torch.tensor(EPS, device=alpha.device).log())
+        alpha = torch.logsumexp(exponents, dim=2) - math.log(number)
+        alpha = torch.logaddexp(alpha, alpha.new_full((), math.log(EPS)))
         loss = (TAU * (torch.exp(block.log_estimate - alpha) + alpha)).mean(dim=1).sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
 
-def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    block = make_batch(args)
-    normalizer = PrototypeNormalizer(
+def make_normalizer(args: argparse.Namespace) -> PrototypeNormalizer:
+    return PrototypeNormalizer(
         embed_dim=args.embed_dim,
         eps=EPS,
         prototypes=args.prototypes,
@@ -70,6 +70,11 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
         simultaneous=False,
         alpha_gradient=True,
     ).to(args.device)
+
+
+def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    block = make_batch(args)
+    normalizer = make_normalizer(args)
     normalizer.step(block)
     plain = torch.nn.Parameter(normalizer.prototypes.clone())
     contestants = {

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from _report import hardware, write_report
+from _turns import Action, peak_mib, seconds, spread
 
 from openclip_ext.losses.host_rows import chunks
 from openclip_ext.losses.sharding import ShardedTable
@@ -63,15 +64,11 @@ def measure_lookups(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     return {
         f"{number:.0e}": {
             "ms": 1000 * statistics.median(seconds[number] for seconds in rounds),
-            **ratios([seconds[number] / seconds[SIZES[0]] for seconds in rounds]),
+            **spread([seconds[number] / seconds[SIZES[0]] for seconds in rounds]),
             "first_ms": 1000 * first[number],
         }
         for number in SIZES
     }
-
-
-def ratios(values: list[float]) -> dict[str, float]:
-    return {"ratio": statistics.median(values), "ratio_min": min(values), "ratio_max": max(values)}
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
@@ -95,18 +92,11 @@ def measure_checkpoints(args: argparse.Namespace) -> dict[str, dict[str, float]]
     return {name: summary(found) for name, found in rows.items()}
 
 
-def measured(action: Callable[[], object]) -> tuple[float, float]:
+def measured(action: Action) -> tuple[float, float]:
     """Seconds, and by how many MiB the process's memory grew at its largest."""
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-    before = memory("VmRSS")
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start, (memory("VmHWM") - before) / 2**20
-
-
-def memory(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+    taken: list[float] = []
+    growth = peak_mib(lambda: taken.append(seconds(action, "cpu")), "cpu")
+    return taken[0], growth
 
 
 def compared(ours: tuple[float, float], plain: tuple[float, float], size: int) -> dict[str, float]:
@@ -117,7 +107,7 @@ def summary(found: list[dict[str, float]]) -> dict[str, float]:
     return {
         "MiB": found[0]["size"],
         "MiB_per_s": statistics.median(row["throughput"] for row in found),
-        **ratios([row["ratio"] for row in found]),
+        **spread([row["ratio"] for row in found]),
         "peak_memory_MiB": max(row["memory"] for row in found),
     }
 

@@ -3,18 +3,18 @@
     python scripts/bench/step.py [--model demo-resnet] [--batch-size 64] [--losses neuclip fastclip] [--output results.json]
 
 The losses take turns, a block of steps each, round after round; the ratio is the median over the rounds, in which
-both sides saw the same machine. Options of a loss are its defaults.
+both sides saw the same machine. Options of a loss are its defaults, but for --prototypes.
 """
 
 import argparse
-import statistics
-import time
-from dataclasses import dataclass
+import os
+from functools import partial
 from pathlib import Path
 
 import open_clip
 import torch
-from _report import write_report
+from _report import hardware, write_report
+from _turns import peak_mib, print_turns, take_turns
 from torch import nn
 
 from openclip_ext import compat
@@ -27,33 +27,13 @@ BASELINE = "openclip"
 NUM_SAMPLES = 20_000
 
 
-@dataclass
-class Contestant:
-    """A loss with a model of its own."""
-
-    loss: str
-    step: TrainStep
-
-    def seconds_per_step(self, batches: list[Batch], device: torch.device) -> float:
-        synchronise(device)
-        start = time.perf_counter()
-        for batch in batches:
-            self.step([batch])
-        synchronise(device)
-        return (time.perf_counter() - start) / len(batches)
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def contestant(loss_name: str, args: argparse.Namespace, device: torch.device) -> Contestant:
+def contestant(loss_name: str, args: argparse.Namespace, device: torch.device) -> TrainStep:
     torch.manual_seed(0)
     start = {"init_logit_scale": 2.3, "init_logit_bias": -10.0} if loss_name == "siglip" else {}
     model = open_clip.create_model(args.model, output_dict=True, device=device, **start).train()
     width = compat.embedding_dim(args.model, model)
-    loss = registry.create_loss(loss_name, embed_dim=width, num_samples=NUM_SAMPLES).to(device)
+    options = {"prototypes": args.prototypes} if loss_name in ("neuclip", "queueclip") else {}
+    loss = registry.create_loss(loss_name, embed_dim=width, num_samples=NUM_SAMPLES, **options).to(device)
     if not loss.learns_logit_scale:
         model.logit_scale.requires_grad_(False)
     flags = argparse.Namespace(opt="adamw", lr=1e-3, wd=0.1, beta1=0.9, beta2=0.98, eps=1e-6)
@@ -61,7 +41,7 @@ def contestant(loss_name: str, args: argparse.Namespace, device: torch.device) -
     settings = StepSettings(
         device, open_clip.get_input_dtype(args.precision), compat.autocast_context(args.precision, device)
     )
-    return Contestant(loss_name, TrainStep(model, loss, optimizer, settings))
+    return TrainStep(model, loss, optimizer, settings)
 
 
 def make_batches(model: nn.Module, args: argparse.Namespace, device: torch.device, count: int = 4) -> list[Batch]:
@@ -84,29 +64,31 @@ def make_batches(model: nn.Module, args: argparse.Namespace, device: torch.devic
 def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     device = torch.device(args.device)
     names = [BASELINE, *[name for name in args.losses if name != BASELINE]]
-    contestants = [contestant(name, args, device) for name in names]
-    batches = make_batches(contestants[0].step.model, args, device)
+    contestants = {name: contestant(name, args, device) for name in names}
+    batches = make_batches(contestants[BASELINE].model, args, device)
     block = [batches[number % len(batches)] for number in range(args.steps)]
-    for item in contestants:
-        item.seconds_per_step(block[: max(2, args.steps // 4)], device)  # warm-up
-    rounds = [{item.loss: item.seconds_per_step(block, device) for item in contestants} for _ in range(args.rounds)]
-    results = {}
-    for name in names:
-        ratios = [seconds[name] / seconds[BASELINE] for seconds in rounds]
-        results[name] = {
-            "ms_per_step": 1000 * statistics.median(seconds[name] for seconds in rounds),
-            "ratio": statistics.median(ratios),
-            "ratio_min": min(ratios),
-            "ratio_max": max(ratios),
-        }
+    results = take_turns(
+        {name: partial(run, step, block) for name, step in contestants.items()}, BASELINE, args.rounds, args.device
+    )
+    for name, step in contestants.items():
+        results[name]["ms"] /= len(block)
+        if args.device.startswith("cuda"):  # on the CPU the allocator's own habits are larger than what differs
+            results[name]["peak_mib"] = peak_mib(partial(run, step, block[:1]), args.device)
     return results
+
+
+def run(step: TrainStep, batches: list[Batch]) -> None:
+    for batch in batches:
+        step([batch])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo-resnet")
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--losses", nargs="+", default=registry.list_losses())
+    image_text = [name for name in registry.list_losses() if name != "simclr"]
+    parser.add_argument("--losses", nargs="+", default=image_text, choices=image_text)
+    parser.add_argument("--prototypes", type=int, default=4096, help="of neuclip and queueclip")
     parser.add_argument("--steps", type=int, default=20, help="steps in a block")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -114,12 +96,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the numbers as JSON")
     args = parser.parse_args()
     add_model_configs()
+    print(f"{hardware(args.device)}, load {os.getloadavg()[0]:.1f}")
     results = measure(args)
-    print(f"{'loss':<14}{'ms/step':>10}{'ratio':>8}{'min':>8}{'max':>8}")
-    for name, row in results.items():
-        print(
-            f"{name:<14}{row['ms_per_step']:>10.2f}{row['ratio']:>8.3f}{row['ratio_min']:>8.3f}{row['ratio_max']:>8.3f}"
-        )
+    print_turns(results)
     if args.output is not None:
         settings = {name: value for name, value in vars(args).items() if name != "output"}
         write_report(args.output, settings, results, args.device, baseline=BASELINE)
