@@ -2,8 +2,11 @@
 
     python scripts/bench/npn.py [--batch-size 512] [--prototypes 4096] [--embed-dim 512] [--output results.json]
 
+    torchrun --nproc-per-node 2 scripts/bench/npn.py
+
 Contestants take turns in one run: the two products an update needs and nothing else; ours, in closed form; and the plain way,
-``autograd`` through the equations with ``torch.optim.Adagrad``. Also given: the arithmetic, 8·B·m·d flops an update.
+``autograd`` through the equations with ``torch.optim.Adagrad``. Also given: the arithmetic, 8·B·m·d flops an update. With
+several ranks, which hold the same gathered batch: all prototypes on every rank, and each rank its own part of them.
 """
 
 import argparse
@@ -18,13 +21,16 @@ from _turns import print_turns, take_turns
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from openclip_ext import distributed
 from openclip_ext.losses.block import Block, LocalBatch, make_block
 from openclip_ext.losses.similarities import Similarities
+from openclip_ext.normalizers import prototypes
 from openclip_ext.normalizers.prototypes import PrototypeNormalizer
 
 BASELINE = "matrix products"
 TAU = 0.07
 EPS = 1e-14
+SHARE_ALWAYS, SHARE_NEVER = 0.0, float("inf")
 
 
 def make_batch(args: argparse.Namespace, dtype: torch.dtype = torch.float32) -> Block:
@@ -38,16 +44,16 @@ def make_batch(args: argparse.Namespace, dtype: torch.dtype = torch.float32) -> 
 
 
 @torch.no_grad()
-def bare_products(features: Tensor, prototypes: Tensor, updates: int) -> None:
+def bare_products(features: Tensor, weights: Tensor, updates: int) -> None:
     for _ in range(updates):
-        similarities = features @ prototypes.transpose(1, 2)
+        similarities = features @ weights.transpose(1, 2)
         similarities.transpose(1, 2) @ features
 
 
-def autograd(prototypes: torch.nn.Parameter, optimizer: torch.optim.Optimizer, block: Block, updates: int) -> None:
-    number = prototypes.shape[1]
+def autograd(weights: torch.nn.Parameter, optimizer: torch.optim.Optimizer, block: Block, updates: int) -> None:
+    number = weights.shape[1]
     for _ in range(updates):
-        cosines = block.features @ normalize(prototypes, dim=2).transpose(1, 2)
+        cosines = block.features @ normalize(weights, dim=2).transpose(1, 2)
         exponents = (cosines - block.positive[:, None]) / TAU
         alpha = torch.logsumexp(exponents, dim=2) - math.log(number)
         alpha = torch.logaddexp(alpha, alpha.new_full((), math.log(EPS)))
@@ -74,15 +80,23 @@ def make_normalizer(args: argparse.Namespace) -> PrototypeNormalizer:
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     block = make_batch(args)
+    block.world_size = distributed.world_size()
     normalizer = make_normalizer(args)
     normalizer.step(block)
     plain = torch.nn.Parameter(normalizer.prototypes.clone())
     contestants = {
         BASELINE: partial(bare_products, block.features, normalizer.prototypes.clone(), args.updates),
-        "closed form": partial(normalizer.fit, block),
+        "closed form": partial(fit, normalizer, block, SHARE_NEVER),
         "autograd": partial(autograd, plain, torch.optim.Adagrad([plain], lr=1.0), block, args.updates),
     }
+    if distributed.world_size() > 1:
+        contestants["closed form, in parts"] = partial(fit, normalizer, block, SHARE_ALWAYS)
     return take_turns(contestants, BASELINE, args.rounds, args.device)
+
+
+def fit(normalizer: PrototypeNormalizer, block: Block, min_flops_to_share: float) -> None:
+    prototypes.MIN_FLOPS_TO_SHARE = min_flops_to_share
+    normalizer.fit(block)
 
 
 def main() -> None:
@@ -95,15 +109,26 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="write the numbers as JSON")
     args = parser.parse_args()
+    if "WORLD_SIZE" in os.environ:
+        torch.distributed.init_process_group()
+        if args.device == "cuda":
+            args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(args.device)
     flops = 8 * args.batch_size * args.prototypes * args.embed_dim * args.updates
-    print(f"{hardware(args.device)}, load {os.getloadavg()[0]:.1f}; {flops / 1e9:.1f} Gflop a step")
+    ranks = distributed.world_size()
+    if distributed.is_master():
+        print(
+            f"{hardware(args.device)}, {ranks} rank(s), load {os.getloadavg()[0]:.1f}; {flops / 1e9:.1f} Gflop a step"
+        )
     results = measure(args)
     for row in results.values():
         row["gflops"] = flops / row["ms"] / 1e6
-    print_turns(results)
-    if args.output is not None:
+    if distributed.is_master():
+        print_turns(results)
+    if args.output is not None and distributed.is_master():
         settings = {name: value for name, value in vars(args).items() if name != "output"}
-        write_report(args.output, settings, results, args.device, baseline=BASELINE, flops=flops)
+        write_report(args.output, settings, results, args.device, baseline=BASELINE, flops=flops, ranks=ranks)
+    distributed.shutdown()
 
 
 if __name__ == "__main__":
