@@ -218,7 +218,8 @@ class _Fit:
         self.chunks = list(anchor_chunks(slice(0, block.size), prototypes.shape[1]))
         # Used in every update: on the CPU fresh memory of this size costs as much as a pass over it.
         self.directions, self.gradient = prototypes.new_empty((2, *prototypes.shape))
-        self.terms = prototypes.new_empty(2, self.chunks[0].stop, prototypes.shape[1])
+        # Prototypes along the rows: both products then read their first factor row by row.
+        self.terms = prototypes.new_empty(2, prototypes.shape[1], self.chunks[0].stop)
 
     def update(self, objective: str, lr: float) -> None:
         """One AdaGrad step."""
@@ -231,17 +232,17 @@ class _Fit:
 
     def _gradient_in_directions(self, directions: Tensor, objective: str) -> Tensor:
         for anchors in self.chunks:
-            terms = self.terms[:, : anchors.stop - anchors.start]
-            torch.bmm(self.scaled[:, anchors], directions.transpose(1, 2), out=terms)
-            largest = F.shifted_exp_(terms, dim=2)
-            log_sum = largest + terms.sum(dim=2).log_()
+            scaled = self.scaled[:, anchors]
+            terms = self.terms[:, :, : anchors.stop - anchors.start]
+            torch.bmm(directions, scaled.transpose(1, 2), out=terms)
+            largest = F.shifted_exp_(terms, dim=1)
+            log_sum = largest + terms.sum(dim=1).log_()
             if self.shared:
                 log_sum = distributed.log_add_over_ranks(log_sum)
             alpha = F.log_add(log_sum - self.offset[:, anchors], self.eps)
             scale = (largest - self.offset[:, anchors] - alpha).exp_()
-            pull = (self._slope(objective, alpha, anchors) * scale)[:, :, None] * self.scaled[:, anchors]
-            first = anchors.start == 0
-            self.gradient.baddbmm_(terms.transpose(1, 2), pull, beta=0 if first else 1)
+            pull = (self._slope(objective, alpha, anchors) * scale)[:, :, None] * scaled
+            self.gradient.baddbmm_(terms, pull, beta=0 if anchors.start == 0 else 1)
         return self.gradient
 
     def _slope(self, objective: str, alpha: Tensor, anchors: slice) -> Tensor:
