@@ -41,7 +41,7 @@ _TWO_VIEWS = (
 SHORT_RUN_FLAGS = {
     "neuclip": "--prototypes 1024",
     "queueclip": "--prototypes 1024",
-    "amorlip": "--no-reinitialize --ema-decay 0 --fit-every 1 --target-every 1 --normalizer-lr 1e-2",
+    "amorlip": "--no-reinitialize --ema-decay 0 --fit-every 1 --target-every 1",
     "simclr": _TWO_VIEWS,
     **dict.fromkeys(
         ("sogclr", "isogclr", "tempnet", "fastclip", "fastclip-v0", "fastclip-v1", "fastclip-v2"), _MOVING_AVERAGE
