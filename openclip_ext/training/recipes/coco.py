@@ -42,8 +42,8 @@ RECIPES = (
             _STEPS_NOTE,
             _JITTER_NOTE,
             "the paper gives no learning rate; the released configuration has 0.2 for the ResNet and 1e-3 for all else, and "
-            "here is one rate: the ResNet's, not tested. On the demo set 0.2 or 0.05 for everything collapses within 150 steps, "
-            "and --opt adamw --lr 1e-3 learns",
+            "here is one rate: the ResNet's, not tested. On the demo set 0.2 or 0.05 for everything collapses within 150 "
+            "steps, and --opt adamw --lr 1e-3 learns",
             "the paper's text encoder starts from BERT-base; here it is OpenCLIP's, from scratch (in the paper's Table 10 "
             "twelve layers from scratch cost 0.2 of VOC07)",
         ),
