@@ -17,8 +17,9 @@ from openclip_ext.normalizers.ring import EmbeddingRing, repeated_block
 
 # Keeps the direction of a zero column finite.
 _SMALLEST_NORM = 1e-12
-# Below this many flops an update is so short that exchanging sums costs more than the arithmetic it saves.
-MIN_FLOPS_TO_SHARE = 2e10
+# Below this many flops an update is so short that the exchange of sums costs more than the arithmetic it saves. On the CPU
+# measured (docs/performance.md); on a GPU what it computes in the 50 µs that two small reductions are expected to take.
+MIN_FLOPS_TO_SHARE = {"cpu": 2e9, "cuda": 2e10}
 
 
 @dataclass
@@ -267,4 +268,5 @@ def shares_prototypes(prototypes: Tensor, block: Block) -> bool:
     _, number, width = prototypes.shape
     if block.world_size == 1 or number % block.world_size:
         return False
-    return 8 * block.size * number * width >= MIN_FLOPS_TO_SHARE
+    least = MIN_FLOPS_TO_SHARE.get(prototypes.device.type, MIN_FLOPS_TO_SHARE["cuda"])
+    return 8 * block.size * number * width >= least

@@ -95,7 +95,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def fit(normalizer: PrototypeNormalizer, block: Block, min_flops_to_share: float) -> None:
-    prototypes.MIN_FLOPS_TO_SHARE = min_flops_to_share
+    prototypes.MIN_FLOPS_TO_SHARE[block.features.device.type] = min_flops_to_share
     normalizer.fit(block)
 
 

@@ -50,10 +50,10 @@ def _names() -> list[str]:
 @contextlib.contextmanager
 def _limits(name: str) -> Iterator[None]:
     pairs = 13 if name.endswith(CHUNKS) else similarities.MAX_PAIRS
-    flops = 0 if name.startswith(SHARED_PROTOTYPES) else prototypes.MIN_FLOPS_TO_SHARE
+    flops = {"cpu": 0} if name.startswith(SHARED_PROTOTYPES) else {}
     with (
         mock.patch.object(similarities, "MAX_PAIRS", pairs),
-        mock.patch.object(prototypes, "MIN_FLOPS_TO_SHARE", flops),
+        mock.patch.dict(prototypes.MIN_FLOPS_TO_SHARE, flops),
     ):
         yield
 
