@@ -7,8 +7,8 @@
 order of the samples, so that equal seeds pair the runs. Finished runs are kept and an interrupted one goes on: call it
 again with more losses or seeds. The table has the mean over the seeds, and each seed's value for retrieval.
 
-"shape, probe" is a linear classifier on the frozen image tower, trained on half of the test images and tested on the other:
-it also measures the losses of images alone, whose other columns mean nothing. With ``--anchors`` the table also has the
+"Probe" is a linear classifier on the frozen image tower, trained on half of the test images and tested on the other: it
+also measures the losses of images alone, whose other columns mean nothing. With ``--anchors`` the table also has the
 estimation error of the log-normalizers at the end, and the mini-batch estimate's on the same model.
 """
 
@@ -26,7 +26,7 @@ from torch import nn
 from eval.models import load_model
 from eval.probes import Split, feature_function, probe_top1
 from eval.shapes import ShapesEvaluator, untrained
-from openclip_ext.data.shapes.scene import SHAPES
+from openclip_ext.data.shapes.scene import COLORS, SHAPES
 from openclip_ext.diagnostics import estimation_error
 from openclip_ext.losses.registry import list_losses
 from openclip_ext.model_configs import add_model_configs
@@ -58,6 +58,7 @@ COLUMNS = {
     "image-to-text-R@1": "R@1 i2t",
     "text-to-image-R@1": "R@1 t2i",
     "shape-probe-top1": "shape, probe",
+    "color-probe-top1": "color, probe",
 }
 ERRORS = {"error": "estimation error", "minibatch-error": "of the mini-batch"}
 PER_SEED = "image-to-text-R@1"
@@ -85,7 +86,7 @@ def evaluate(checkpoint: Path | None, args: argparse.Namespace) -> dict[str, flo
     device = args.device
     loaded = untrained(args.model, device) if checkpoint is None else load_model(args.model, checkpoint, device)
     evaluator = ShapesEvaluator(args.data_dir / "test", loaded.preprocess, loaded.tokenizer)
-    return evaluator.run(loaded.model) | {"shape-probe-top1": probe_shapes(loaded.model, evaluator)}
+    return evaluator.run(loaded.model) | probe(loaded.model, evaluator)
 
 
 def estimation_errors(folder: Path, anchors: int) -> dict[str, float | None]:
@@ -105,13 +106,21 @@ def estimation_errors(folder: Path, anchors: int) -> dict[str, float | None]:
 
 
 @torch.no_grad()
-def probe_shapes(model: nn.Module, evaluator: ShapesEvaluator) -> float:
-    """Accuracy of a linear classifier of shapes on the frozen image tower's backbone."""
+def probe(model: nn.Module, evaluator: ShapesEvaluator) -> dict[str, float]:
+    """Accuracies of linear classifiers of the single items' shape and color on the frozen image tower's backbone."""
     encode = feature_function(model, "backbone")
     features = torch.cat([encode(images).float() for images in evaluator.images(model)])[evaluator.singles].cpu()
-    shapes = np.array([SHAPES.index(evaluator.samples[number].scene.items[0].shape) for number in evaluator.singles])
-    halves = [Split(features[part::2].numpy(), shapes[part::2], tuple(SHAPES)) for part in range(2)]
-    return probe_top1(*halves, costs=(1.0,)).metrics["acc1"]
+    items = [evaluator.samples[number].scene.items[0] for number in evaluator.singles]
+    labels = {
+        "shape-probe-top1": (SHAPES, [item.shape for item in items]),
+        "color-probe-top1": (COLORS, [item.color for item in items]),
+    }
+    accuracies = {}
+    for name, (classes, truth) in labels.items():
+        numbers = np.array([classes.index(label) for label in truth])
+        halves = [Split(features[part::2].numpy(), numbers[part::2], tuple(classes)) for part in range(2)]
+        accuracies[name] = probe_top1(*halves, costs=(1.0,)).metrics["acc1"]
+    return accuracies
 
 
 def run_all(runs: dict[str, str], args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
