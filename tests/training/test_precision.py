@@ -204,15 +204,19 @@ def test_a_loss_survives_being_compiled_itself(name):
     torch._dynamo.reset()
     plain, inside = CASES[name].create().double(), CASES[name].create().double()
     compiled = torch.compile(inside, backend="eager")
+    # Under Dynamo torch's AdaGrad is not the fused one, which rounds differently.
+    tolerance = CASES[name].tolerance
     with torch._dynamo.config.patch(recompile_limit=2):
         for step in make_steps(4):
             expected, expected_gradients = run_step(plain, step)
             value, gradients = run_step(compiled, step)
-            assert torch.equal(value, expected)
-            assert all(torch.equal(*pair) for pair in zip(gradients, expected_gradients, strict=True))
+            for actual, wanted in zip((value, *gradients), (expected, *expected_gradients), strict=True):
+                torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
     assert inside.calls == plain.calls == 4
     for key, state in tensors(plain.state_dict()).items():
-        torch.testing.assert_close(tensors(inside.state_dict())[key], state, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            tensors(inside.state_dict())[key], state, rtol=tolerance, atol=tolerance, equal_nan=True
+        )
 
 
 # --- the command line ------------------------------------------------------------------------------------------------
