@@ -1,6 +1,7 @@
 """Loading models: what OpenCLIP loads, we load; what does not fit is refused in one sentence."""
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -157,6 +158,7 @@ def test_shared_classes_are_encoded_once(make_encoder, monkeypatch):
 
 
 def test_options_of_the_training_that_are_not_given_are_named(tmp_path, caplog):
+    caplog.set_level(logging.WARNING)  # whatever a program that ran before has set
     checkpoint = tiny_checkpoint(tmp_path, file_name="run/checkpoints/epoch_1.pt")
     (tmp_path / "run" / "params.txt").write_text(
         f"force_image_size: None\nforce_quick_gelu: True\nforce_custom_text: False\nmodel: {TINY_MODEL}\n"
