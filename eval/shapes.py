@@ -248,7 +248,10 @@ def untrained(model_name: str, device: str, seed: int = 0) -> LoadedModel:
     """A model with random weights."""
     torch.manual_seed(seed)
     model, _, preprocess = open_clip.create_model_and_transforms(model_name, device=device)
-    return LoadedModel(model.eval(), preprocess, open_clip.get_tokenizer(model_name), model_name, "", {}, "")
+    tokenizer = open_clip.get_tokenizer(model_name)
+    return LoadedModel(
+        model.eval(), preprocess, tokenizer, name=model_name, checkpoint="", config={}, weights_sha256=""
+    )
 
 
 def format_table(columns: dict[str, dict[str, float]]) -> str:

@@ -15,7 +15,6 @@ In Python, of any loss of :func:`openclip_ext.create_loss` and embeddings of one
 import argparse
 import json
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from openclip_ext.diagnostics import command_line
 from openclip_ext.losses import functional as F
 from openclip_ext.losses.base import ContrastiveLoss
 from openclip_ext.losses.block import LocalBatch, make_block
@@ -324,14 +324,5 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def cli() -> None:
-    """The program: a user's mistake is a message and exit status 2, not a traceback."""
-    try:
-        main(sys.argv[1:])
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
-
-
 if __name__ == "__main__":
-    cli()
+    command_line.run(main)

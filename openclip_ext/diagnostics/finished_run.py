@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from openclip_ext import compat
 from openclip_ext.data.evaluation import EvalLoader
 from openclip_ext.data.loader import build_indexed_pass
+from openclip_ext.diagnostics.command_line import without_warnings
 from openclip_ext.losses import registry
 from openclip_ext.losses.base import ContrastiveLoss
 from openclip_ext.losses.options import PLACEMENT_OPTIONS
@@ -175,11 +175,8 @@ def _build_model(args: argparse.Namespace, device: torch.device) -> tuple[nn.Mod
     # A tag also says how its images are normalised; a file that the run started from may be gone.
     tagged = bool(args.pretrained) and bool(open_clip.get_pretrained_cfg(args.model, args.pretrained))
     args.pretrained, args.pretrained_image = args.pretrained if tagged else None, False
-    logging.disable(logging.WARNING)  # OpenCLIP warns of random weights
-    try:
+    with without_warnings():
         model, _, preprocess = compat.create_model(args, device)
-    finally:
-        logging.disable(logging.NOTSET)
     return model, preprocess
 
 

@@ -8,11 +8,8 @@ counted: activations of the encoders, and what libraries keep for themselves.
 """
 
 import argparse
-import contextlib
-import logging
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -25,6 +22,7 @@ import torch
 
 from openclip_ext import compat
 from openclip_ext.data.manifest import Manifest, Shard
+from openclip_ext.diagnostics import command_line
 from openclip_ext.diagnostics.dry_run import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, DryRun, Exchange, dry_run
 from openclip_ext.losses import registry
 from openclip_ext.losses.base import ContrastiveLoss
@@ -145,7 +143,7 @@ def model_size(name: str) -> ModelSize:
     """
     if name not in open_clip.list_models():
         raise ValueError(f"--model {name}: expected one of {', '.join(open_clip.list_models())}")
-    with _quiet():
+    with command_line.without_warnings():
         model = open_clip.create_model(name, device="meta")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return ModelSize(parameters, compat.embedding_dim(name, model))
@@ -345,16 +343,6 @@ def _gib(size: float) -> str:
     return f"{size / _GIB:.3f}" if size < 100 * _GIB else f"{size / _GIB:.0f}"
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """OpenCLIP logs that a model was built, and that it has no weights."""
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 # --- the command line ------------------------------------------------------------------------------------------------
 
 
@@ -405,14 +393,5 @@ def _count(text: str) -> int:
     return int(value)
 
 
-def cli() -> None:
-    """The program: a user's mistake is a message and exit status 2, not a traceback."""
-    try:
-        main(sys.argv[1:])
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
-
-
 if __name__ == "__main__":
-    cli()
+    command_line.run(main)

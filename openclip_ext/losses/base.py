@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from openclip_ext import distributed
 from openclip_ext.losses.nonfinite import NonfiniteLog
@@ -132,7 +133,7 @@ class ContrastiveLoss(nn.Module):
         tables = self.tables().values()
         on_host = sum(table.nbytes for table in tables if table.host is not None)
         return StateSize(
-            replicated=sum(value.numel() * value.element_size() for value in _tensors(self.replicated_state())),
+            replicated=sum(leaf.nbytes for leaf in tree_leaves(self.replicated_state()) if isinstance(leaf, Tensor)),
             with_model=sum(table.nbytes for table in tables) - on_host,
             on_host=on_host,
         )
@@ -181,15 +182,6 @@ class ContrastiveLoss(nn.Module):
         named = isinstance(index, Tensor) and index.shape == finite.shape and not index.is_floating_point()
         names = index.to(finite.device, torch.int64) if named else torch.arange(len(finite), device=finite.device)
         self.nonfinite.add(self.calls, names, ~finite, ~torch.isfinite(logit_scale.detach()).reshape(()))
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """All tensors of a nested state."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
 
 
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

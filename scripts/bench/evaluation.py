@@ -28,7 +28,6 @@ import io
 import json
 import logging
 import os
-import platform
 import statistics
 import sys
 import tarfile
@@ -43,6 +42,7 @@ import clip_benchmark
 import numpy as np
 import open_clip
 import torch
+from _report import hardware
 from clip_benchmark.datasets.builder import build_dataset
 from clip_benchmark.metrics.zeroshot_classification import run_classification, zero_shot_classifier
 from PIL import Image
@@ -311,20 +311,6 @@ def at_datacomps_size(tasks: Sequence[Task], runs: list[dict[str, Way]]) -> dict
         "numbers": numbers,
         "hours": {name: spread(values) for name, values in hours.items()},
         "ratio": spread(up / ours for up, ours in zip(hours["upstream"], hours["ours"], strict=True)),
-    }
-
-
-def hardware(device: str) -> dict[str, object]:
-    cpu_info = Path("/proc/cpuinfo")
-    lines = cpu_info.read_text().splitlines() if cpu_info.is_file() else []
-    processor = next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
-    return {
-        "processor": processor,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
     }
 
 

@@ -25,6 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+from _report import hardware
 from PIL import Image
 from tqdm import tqdm
 
@@ -194,7 +195,8 @@ def main() -> None:
     report = {
         "results": results,
         "settings": {name: getattr(args, name) for name in ("batch_size", "workers", "cpu_time", "repeats")},
-        "hardware": {"machine": platform.machine(), "cores": os.cpu_count(), "load_before": load_before},
+        "hardware": hardware(),
+        "load_before": load_before,
         "versions": {name: version(name) for name in packages} | {"webdataset of openclip": OLD_WEBDATASET},
         "python": platform.python_version(),
     }

@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[512, 4096])
     parser.add_argument("--embed-dim", type=int, default=512)
-    image_text = [name for name in registry.list_losses() if name != "simclr"]
+    image_text = [name for name in registry.list_losses() if registry.options_used_by(name).get("views", 1) == 1]
     parser.add_argument("--losses", nargs="+", default=image_text, choices=image_text)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -32,7 +32,7 @@ def contestant(loss_name: str, args: argparse.Namespace, device: torch.device) -
     start = {"init_logit_scale": 2.3, "init_logit_bias": -10.0} if loss_name == "siglip" else {}
     model = open_clip.create_model(args.model, output_dict=True, device=device, **start).train()
     width = compat.embedding_dim(args.model, model)
-    options = {"prototypes": args.prototypes} if loss_name in ("neuclip", "queueclip") else {}
+    options = {"prototypes": args.prototypes} if "prototypes" in registry.options_used_by(loss_name) else {}
     loss = registry.create_loss(loss_name, embed_dim=width, num_samples=NUM_SAMPLES, **options).to(device)
     if not loss.learns_logit_scale:
         model.logit_scale.requires_grad_(False)
@@ -86,9 +86,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo-resnet")
     parser.add_argument("--batch-size", type=int, default=64)
-    image_text = [name for name in registry.list_losses() if name != "simclr"]
+    image_text = [name for name in registry.list_losses() if registry.options_used_by(name).get("views", 1) == 1]
     parser.add_argument("--losses", nargs="+", default=image_text, choices=image_text)
-    parser.add_argument("--prototypes", type=int, default=4096, help="of neuclip and queueclip")
+    parser.add_argument("--prototypes", type=int, default=4096, help="of the losses that have them")
     parser.add_argument("--steps", type=int, default=20, help="steps in a block")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

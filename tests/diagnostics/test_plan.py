@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 
 from openclip_ext import distributed
 from openclip_ext.data.manifest import Manifest, Shard
-from openclip_ext.diagnostics import plan
+from openclip_ext.diagnostics import command_line, plan
 from openclip_ext.diagnostics.dry_run import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -296,6 +296,6 @@ def test_a_batch_that_cannot_be_cut_has_no_row(capsys):
 def test_mistakes_are_named(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["plan", *COMMAND, *arguments])
     with pytest.raises(SystemExit) as stop:
-        plan.cli()
+        command_line.run(plan.main)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err

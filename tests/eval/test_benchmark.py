@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -13,12 +14,14 @@ from tests.eval import datasets
 
 
 @pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
+def benchmark() -> Iterator[ModuleType]:
     path = Path(__file__).parents[2] / "scripts" / "bench" / "evaluation.py"
+    sys.path.insert(0, str(path.parent))  # where a script finds its neighbours
     spec = importlib.util.spec_from_file_location("bench_evaluation", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    yield module
+    sys.path.remove(str(path.parent))
 
 
 def test_both_ways_do_the_same(benchmark, tiny_folder, tmp_path, monkeypatch):
