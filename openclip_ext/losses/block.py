@@ -96,9 +96,9 @@ class Block:
         """Where this process's samples are."""
         return slice(self.first, self.first + self.local_size)
 
-    def mean(self, values: Tensor) -> Tensor:
-        """Mean over the samples that count, along the last dimension of ``(..., B)``."""
-        return torch.where(self.valid, values, 0).sum(dim=-1) / self.count
+    def mean(self, values: Tensor, anchors: slice = slice(None)) -> Tensor:
+        """Mean over the samples that count, along the last dimension of ``(..., B)``; of some anchors, their part of it."""
+        return torch.where(self.valid[anchors], values, 0).sum(dim=-1) / self.count
 
     def gather_own(self, values: Tensor) -> Tensor:
         """Complete ``(rows, B_local)``, one value for each of this process's samples, to ``(rows, B)``."""

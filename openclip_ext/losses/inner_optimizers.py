@@ -4,7 +4,7 @@
 and ``.to()``, and cannot skip a step without waiting for the device. These have the same formulas with tensors as state.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -53,12 +53,12 @@ class InnerAdam(nn.Module):
         for buffer in self.buffers():
             buffer.zero_()
 
-    def step(self, network: nn.Module, objective: Callable[[], Tensor], lr: float, ok: Tensor) -> None:
-        """One step on ``objective()``.
+    def step(self, network: nn.Module, objectives: Sequence[Callable[[], Tensor]], lr: float, ok: Tensor) -> None:
+        """One step on the sum of the objectives, whose graphs live one after the other.
 
         Args:
             network: what to update, in place.
-            objective: computes the 0-d loss from the network's parameters.
+            objectives: each computes a 0-d term of the loss from the network's parameters.
             lr: learning rate.
             ok: 0-d bool; where False nothing changes.
         """
@@ -66,7 +66,10 @@ class InnerAdam(nn.Module):
         with torch.enable_grad():
             for parameter in parameters:
                 parameter.requires_grad_(True)
-            gradients = torch.autograd.grad(objective(), parameters)
+            gradients = torch.autograd.grad(objectives[0](), parameters)
+            for objective in objectives[1:]:
+                for total, part in zip(gradients, torch.autograd.grad(objective(), parameters), strict=True):
+                    total.add_(part)
             for parameter in parameters:
                 parameter.requires_grad_(False)
         with torch.no_grad():

@@ -281,6 +281,12 @@ _ALL = (
         maximum=1.0,
     ),
     Option(
+        "leave_own_out",
+        bool,
+        False,
+        "leave an anchor's own pair out of the queue: a smaller error, and weights without the bound that it gives them",
+    ),
+    Option(
         "width_factor", float, 0.5, "hidden width of the MLP over the embedding's", symbol="f_d", exclusive_minimum=0.0
     ),
     Option("fit_every", int, 1, "steps between two fits of the MLP", symbol="T_online", minimum=1),

@@ -21,6 +21,13 @@ MAX_PAIRS = 2**25
 _ROWS, _COLUMNS = 1, 0
 
 
+def anchor_chunks(anchors: slice, width: int) -> Iterator[slice]:
+    """Parts of a range of anchors, so small that ``width`` numbers for each of them on both sides fit in a chunk."""
+    size = max(1, MAX_PAIRS // (2 * width))
+    for start in range(anchors.start, anchors.stop, size):
+        yield slice(start, min(start + size, anchors.stop))
+
+
 def chunk_bytes(local_size: int, size: int) -> int:
     """What a step keeps of the similarities of so many anchors with so many samples: values and terms of both sides.
 

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,13 @@ from openclip_ext.losses import functional as F
 from openclip_ext.losses.block import Block
 from openclip_ext.losses.inner_optimizers import InnerAdam
 from openclip_ext.losses.seeding import generator
+from openclip_ext.losses.similarities import anchor_chunks
 from openclip_ext.normalizers.base import Estimate, Normalizer
 
 # With re-initialisation at every epoch's start, the network needs about this many steps to be of use again.
 _STEPS_AN_EPOCH_NEEDS = 1000
+# So many tensors of the embedding's width has the graph of a fit.
+_GRAPH_TENSORS = 8
 
 
 class TwoSidedMlp(nn.Module):
@@ -184,14 +188,16 @@ class MlpNormalizer(Normalizer):
         log_batch = self._log_batch_partition(block)
         log_target = F.log_mix(log_batch, self.previous(block.features), self.beta(block.epoch))
 
-        def objective() -> Tensor:
-            values = F.amortization_objective(
-                self.objective, self.online(block.features), log_target, log_batch, block.tau
-            )
-            return block.mean(values).sum()
+        def objective(anchors: slice) -> Tensor:
+            """These anchors' part of the mean over all."""
+            log_lambda = self.online(block.features[:, anchors])
+            others = (values[:, anchors] for values in (log_target, log_batch, block.tau))
+            return block.mean(F.amortization_objective(self.objective, log_lambda, *others), anchors).sum()
 
+        width = _GRAPH_TENSORS * block.features.shape[2]
+        parts = [partial(objective, anchors) for anchors in anchor_chunks(slice(0, block.size), width)]
         for _ in range(self.updates):
-            self.adam.step(self.online, objective, self.lr, block.ok)
+            self.adam.step(self.online, parts, self.lr, block.ok)
 
     @torch.no_grad()
     def _average_target(self, ok: Tensor) -> None:

@@ -1,7 +1,6 @@
 """The normalizer-prediction network (NPN) of NeuCLIP, and the queue, which is one without training."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +8,9 @@ from torch import Tensor
 
 from openclip_ext import distributed
 from openclip_ext.losses import functional as F
-from openclip_ext.losses import similarities
 from openclip_ext.losses.block import Block
 from openclip_ext.losses.inner_optimizers import adagrad_step_
+from openclip_ext.losses.similarities import anchor_chunks
 from openclip_ext.normalizers.base import Estimate, Normalizer
 from openclip_ext.normalizers.ring import EmbeddingRing, repeated_block
 
@@ -48,7 +47,12 @@ class PrototypeEstimate:
 
 
 def estimate_from_prototypes(
-    directions: Tensor, block: Block, eps: float, with_gradient: bool, log_multiplicity: Tensor | None = None
+    directions: Tensor,
+    block: Block,
+    eps: float,
+    with_gradient: bool,
+    multiplicity: Tensor | None = None,
+    left_out: Tensor | None = None,
 ) -> PrototypeEstimate:
     """``α_i = log(ε + (1/m) Σ_j exp((cos(e_i, W_j) − s_ii)/τ_i))`` of this process's anchors [NeuCLIP 10, 11].
 
@@ -57,18 +61,24 @@ def estimate_from_prototypes(
         block: features are used as given.
         eps: ε.
         with_gradient: whether the gradient in the embeddings will be asked for.
-        log_multiplicity: how often each prototype counts ``(m,)``, as a logarithm; None: once.
+        multiplicity: how often each prototype counts ``(m,)``; None: once.
+        left_out: with a multiplicity, the prototype that does not count for each anchor ``(B,)``, −1 for none; None: all do.
     """
     own = block.own
-    offset = _log_offset(block, directions.shape[1])
+    number = directions.shape[1]
+    if left_out is not None:
+        number = number - torch.where(left_out < 0, 0, multiplicity[left_out])
+    offset = _log_offset(block, number)
     alpha = torch.empty_like(block.tau[:, own], memory_format=torch.contiguous_format)
     share = torch.empty_like(alpha)
     pull = torch.empty_like(block.features[:, own]) if with_gradient else None
     for anchors in anchor_chunks(own, directions.shape[1]):
         here = slice(anchors.start - own.start, anchors.stop - own.start)
         terms = (block.features[:, anchors] / block.tau[:, anchors, None]) @ directions.transpose(1, 2)
-        if log_multiplicity is not None:
-            terms += log_multiplicity
+        if multiplicity is not None:
+            terms += multiplicity.to(terms.dtype).log()
+        if left_out is not None:
+            _leave_out_(terms, left_out[anchors])
         largest = F.shifted_exp_(terms, dim=2)
         log_mean = largest + terms.sum(dim=2).log_() - offset[:, anchors]
         alpha[:, here] = F.log_add(log_mean, eps)
@@ -79,16 +89,22 @@ def estimate_from_prototypes(
     return PrototypeEstimate(alpha, share, pull)
 
 
-def anchor_chunks(anchors: slice, prototypes: int) -> Iterator[slice]:
-    """Parts of a range of anchors, so small that their similarities with all prototypes fit in a chunk."""
-    size = max(1, similarities.MAX_PAIRS // (2 * prototypes))
-    for start in range(anchors.start, anchors.stop, size):
-        yield slice(start, min(start + size, anchors.stop))
+def _log_offset(block: Block, prototypes: int | Tensor) -> Tensor:
+    """What makes of ``logsumexp_j e_i·Ŵ_j/τ_i`` the mean of ``exp((cos − s_ii)/τ_i)``, ``(2, B)``.
+
+    Args:
+        block: the anchors.
+        prototypes: how many the sum is over, for all anchors or for each ``(B,)``.
+    """
+    log_number = prototypes.to(block.tau.dtype).log() if isinstance(prototypes, Tensor) else math.log(prototypes)
+    return block.positive / block.tau + log_number
 
 
-def _log_offset(block: Block, prototypes: int) -> Tensor:
-    """What makes of ``logsumexp_j e_i·Ŵ_j/τ_i`` the mean of ``exp((cos − s_ii)/τ_i)``, ``(2, B)``."""
-    return block.positive / block.tau + math.log(prototypes)
+def _leave_out_(exponents: Tensor, left_out: Tensor) -> None:
+    """Make the exponentials ``(2, b, m)`` of one prototype of each anchor vanish; −1: of none."""
+    column = left_out.clamp(min=0).expand(2, -1)[:, :, None]
+    kept = torch.where(left_out[:, None] < 0, exponents.gather(2, column), -torch.inf)
+    exponents.scatter_(2, column, kept)
 
 
 class PrototypeNormalizer(Normalizer):

@@ -24,14 +24,20 @@ class EmbeddingRing(nn.Module):
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
 
     @torch.no_grad()
-    def push(self, block: Block) -> None:
-        """Add a block's samples; rows ``[0]`` are texts, ``[1]`` images: what each side's anchors are contrasted with."""
+    def push(self, block: Block) -> Tensor:
+        """Add a block's samples; rows ``[0]`` are texts, ``[1]`` images: what each side's anchors are contrasted with.
+
+        Returns:
+            The row that each of the samples has now ``(B,)`` int64; −1 where it has none.
+        """
         candidates, positions, is_new = self._placement(block)
         rows = torch.where(is_new[:, None], block.features.flip(0)[:, candidates], self.rows[:, positions])
         self.rows[:, positions] = rows
         added = is_new.sum()
         self.next.copy_((self.next + added) % self.capacity)
         self.filled.copy_((self.filled + added).clamp(max=self.capacity))
+        rows_of = torch.full((block.size,), -1, device=positions.device)
+        return rows_of.scatter_(0, candidates, torch.where(is_new, positions, -1))
 
     def _placement(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
         """Samples that count first, in order; the slots they would go to; and which of them do count."""
@@ -45,12 +51,11 @@ class EmbeddingRing(nn.Module):
         position = torch.arange(self.capacity, device=self.rows.device) % self.filled.clamp(min=1)
         return self.rows[:, (self.next - self.filled + position) % self.capacity]
 
-    def log_multiplicity(self) -> Tensor:
-        """How often :meth:`repeated` takes each slot ``(capacity,)``, as a logarithm."""
+    def multiplicity(self) -> Tensor:
+        """How often :meth:`repeated` takes each slot, ``(capacity,)`` int64."""
         slots = torch.arange(self.capacity, device=self.rows.device)
         filled = self.filled.clamp(min=1)
-        times = torch.where(slots < filled, (self.capacity - 1 - slots) // filled + 1, 0)
-        return times.to(self.rows.dtype).log()
+        return torch.where(slots < filled, (self.capacity - 1 - slots) // filled + 1, 0)
 
 
 def repeated_block(block: Block, number: int) -> Tensor:

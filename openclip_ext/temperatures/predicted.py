@@ -1,6 +1,7 @@
 """Temperatures predicted from the embeddings by a small network: TempNet."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -8,12 +9,15 @@ from torch import Tensor, nn
 from openclip_ext.losses.block import Block
 from openclip_ext.losses.inner_optimizers import InnerAdam
 from openclip_ext.losses.seeding import generator
+from openclip_ext.losses.similarities import anchor_chunks
 from openclip_ext.temperatures.base import TemperatureScheme, check_bounds
 
 _PROTOTYPES = 256
 _SHARPNESS = 0.01
 _DROPOUT = 0.5
 _LR_DECAY = 0.9
+# So many tensors of the embedding's width, and of the prototypes' number, has the graph of an update.
+_GRAPH_TENSORS = 4
 
 
 class TemperatureNetwork(nn.Module):
@@ -96,20 +100,24 @@ class PredictedTemperature(TemperatureScheme):
 
     def temperatures(self, block: Block) -> Tensor:
         """See :class:`TemperatureScheme`."""
-        return self._predict(block, self._kept(block))
+        return self._bounded(block.features, self._kept(block))
 
     def update(self, block: Block, gradient: Tensor) -> None:
         """See :class:`TemperatureScheme`."""
         keep = self._kept(block)
-        self.adam.step(
-            self.network,
-            lambda: block.mean(self._predict(block, keep) * gradient).sum(),
-            self.lr * _LR_DECAY**block.epoch,
-            block.ok,
-        )
 
-    def _predict(self, block: Block, keep: Tensor | None) -> Tensor:
-        return self.network(block.features, self.weight, keep).clamp(*self.bounds)
+        def objective(anchors: slice) -> Tensor:
+            """These anchors' part of the mean over all."""
+            kept = None if keep is None else keep[:, anchors]
+            values = self._bounded(block.features[:, anchors], kept) * gradient[:, anchors]
+            return block.mean(values, anchors).sum()
+
+        width = _GRAPH_TENSORS * (block.features.shape[2] + _PROTOTYPES)
+        parts = [partial(objective, anchors) for anchors in anchor_chunks(slice(0, block.size), width)]
+        self.adam.step(self.network, parts, self.lr * _LR_DECAY**block.epoch, block.ok)
+
+    def _bounded(self, features: Tensor, keep: Tensor | None) -> Tensor:
+        return self.network(features, self.weight, keep).clamp(*self.bounds)
 
     def _kept(self, block: Block) -> Tensor | None:
         """What dropout leaves in this call: the same on every process, and again in the update."""

@@ -77,11 +77,11 @@ def _neuclip(**changed: Any) -> Case:
     return Case("neuclip", reference, options, tolerance=1e-7)
 
 
-def _queueclip(m: int, weight: float) -> Case:
+def _queueclip(m: int, weight: float, leave_own_out: bool = False) -> Case:
     return Case(
         "queueclip",
-        lambda loss: prototypes.QueueClip(m=m, batch_weight=weight, eps=EPS, rho=6.5),
-        {"prototypes": m, "batch_weight": weight},
+        lambda loss: prototypes.QueueClip(m=m, batch_weight=weight, eps=EPS, rho=6.5, leave_own_out=leave_own_out),
+        {"prototypes": m, "batch_weight": weight, "leave_own_out": leave_own_out},
     )
 
 
@@ -225,6 +225,9 @@ CASES: dict[str, Case] = {
     "queueclip-few": _queueclip(4, 0.5),
     "queueclip-many": _queueclip(25, 0.3),
     "queueclip-queue-alone": _queueclip(9, 0.0),
+    "queueclip-others-alone": _queueclip(9, 0.0, leave_own_out=True),
+    "queueclip-others-many": _queueclip(25, 0.4, leave_own_out=True),
+    "queueclip-others-few": _queueclip(4, 0.3, leave_own_out=True),
     "simclr": _two_views("simclr"),
     "simclr-embeddings-width": _two_views("simclr", projection_dim=None, temperature=0.5),
     "sogclr-views": _two_views("sogclr", views=2, projection_dim=5),

@@ -61,7 +61,7 @@ def test_multiplicity_counts_the_repetitions(pushes: list[int]) -> None:
     ring = EmbeddingRing(5, 2)
     for number, size in enumerate(pushes):
         ring.push(_numbered(10 * number + 1, size))
-    times = ring.log_multiplicity().exp().round().int().tolist()
+    times = ring.multiplicity().tolist()
     contents = _contents(ring)
     assert times == [contents.count(value) if value else 0 for value in ring.rows[1, :, 0].tolist()]
 
@@ -98,6 +98,11 @@ def test_queue_bounds_the_weights() -> None:
             batch = create_loss("queueclip", embed_dim=WIDTH, normalizer="minibatch")
             estimate = torch.stack(batch.log_normalizers(step.images, step.texts, torch.tensor(100.0)))
             assert ((estimate - alpha).exp() <= bound * (1 + 1e-6)).all()
+
+
+def test_a_queue_of_one_cannot_leave_it_out() -> None:
+    with pytest.raises(ValueError, match="leave_own_out=True: needs prototypes >= 2"):
+        create_loss("queueclip", embed_dim=WIDTH, prototypes=1, leave_own_out=True)
 
 
 def test_prototypes_learn_the_normalizers_of_a_fixed_batch() -> None:

@@ -9,17 +9,27 @@ from tests.references.contrastive import StepResult, inner, leaves
 
 
 def predicted(
-    images: Tensor, texts: Tensor, prototypes: Tensor, tau: Tensor | float, eps: float, side: int
+    images: Tensor,
+    texts: Tensor,
+    prototypes: Tensor,
+    tau: Tensor | float,
+    eps: float,
+    side: int,
+    left_out: list[set[int]] | None = None,
 ) -> list[Tensor]:
-    """α_k of all anchors of a side [NeuCLIP 10, 11]; ``prototypes`` (m, d), columns normalised in the cosine."""
+    """α_k of all anchors of a side [NeuCLIP 10, 11]; ``prototypes`` (m, d), columns normalised in the cosine.
+
+    ``left_out``: for each anchor the prototypes that are not in its mean.
+    """
     anchors = images if side == 0 else texts
     found = []
     for i in range(len(images)):
         total = torch.zeros((), dtype=torch.float64)
-        for column in prototypes:
+        counted = [column for j, column in enumerate(prototypes) if left_out is None or j not in left_out[i]]
+        for column in counted:
             cosine = anchors[i] @ (column / column.norm())
             total = total + torch.exp((cosine - images[i] @ texts[i]) / tau)
-        found.append(torch.log(eps + total / len(prototypes)))
+        found.append(torch.log(eps + total / len(counted)))
     return found
 
 
@@ -29,11 +39,22 @@ class Recent:
     def __init__(self, number: int) -> None:
         self.number = number
         self.rows: list[tuple[Tensor, Tensor]] = []
+        # What the rows are of: each sample that comes has a number of its own.
+        self.numbers: list[int] = []
+        self.seen = 0
 
-    def push(self, images: Tensor, texts: Tensor) -> None:
-        """Add a batch."""
-        new = [(text.clone(), image.clone()) for image, text in zip(images, texts, strict=True)][: self.number]
-        self.rows = (self.rows + new)[-self.number :]
+    def push(self, images: Tensor, texts: Tensor) -> list[int]:
+        """Add a batch; returns the numbers of its samples."""
+        new = [(text.clone(), image.clone()) for image, text in zip(images, texts, strict=True)]
+        numbers = list(range(self.seen, self.seen + len(new)))
+        self.seen += len(new)
+        self.rows = (self.rows + new[: self.number])[-self.number :]
+        self.numbers = (self.numbers + numbers[: self.number])[-self.number :]
+        return numbers
+
+    def places(self, number: int) -> set[int]:
+        """Where a sample is in what :meth:`repeated` returns."""
+        return {j for j in range(self.number) if self.numbers[j % len(self.numbers)] == number}
 
     def repeated(self) -> tuple[Tensor, Tensor]:
         """(W1, W2): texts and images, repeated from the oldest on while there are fewer than m."""
@@ -135,20 +156,24 @@ class NeuClip:
 class QueueClip:
     """The NPN without training: T_r = 1, T_u = 0, and the mixture with the batch."""
 
-    def __init__(self, *, m: int, batch_weight: float, eps: float, rho: float) -> None:
+    def __init__(self, *, m: int, batch_weight: float, eps: float, rho: float, leave_own_out: bool = False) -> None:
         self.recent = Recent(m)
         self.weight, self.eps, self.rho = batch_weight, eps, rho
+        self.leave_own_out = leave_own_out
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
         """One step; neither the index nor the epoch plays a part."""
-        self.recent.push(images, texts)
+        numbers = self.recent.push(images, texts)
         queue = self.recent.repeated()
         tau = 1 / logit_scale
+        left_out = None
+        if self.leave_own_out:
+            left_out = [self.recent.places(number) for number in numbers]
 
         def alpha_of(images: Tensor, texts: Tensor) -> list[list[Tensor]]:
             mixed = []
             for side in (0, 1):
-                alpha = predicted(images, texts, queue[side], tau, self.eps, side)
+                alpha = predicted(images, texts, queue[side], tau, self.eps, side, left_out)
                 mixed.append(
                     [
                         torch.log(
