@@ -90,16 +90,25 @@ def amortization_objective(name: str, log_lambda: Tensor, log_target: Tensor, lo
     return saturating_exp(log_batch - log_target) * divergence + 0.1 * squared
 
 
-def objective_slope(name: str, alpha: Tensor, log_estimate: Tensor, tau: Tensor) -> Tensor:
-    """Derivative in ``α`` of what the prototypes minimise, per anchor.
+def objective_slope(name: str, log_ratio: Tensor) -> Tensor:
+    """Derivative in ``α`` of what the prototypes minimise, per anchor, over :func:`objective_factor`.
 
     ``unified``: ``τ·(exp(−α)(ε+g) + α)`` [NeuCLIP 12]; ``l2-log``: ``½(α − log(ε+g))²`` (NeuCLIP, section 5.2).
+
+    Args:
+        name: which.
+        log_ratio: ``log(ε+g) − α``.
     """
     if name == "unified":
-        return tau * (1 - saturating_exp(log_estimate - alpha))
+        return 1 - saturating_exp(log_ratio)
     if name == "l2-log":
-        return alpha - log_estimate
+        return -log_ratio
     raise ValueError(f"normalizer_objective={name!r}: prototypes take unified or l2-log")
+
+
+def objective_factor(name: str, tau: Tensor) -> Tensor:
+    """Factor of what the prototypes minimise that does not depend on ``α``: ``τ``, or 1; see :func:`objective_slope`."""
+    return tau if name == "unified" else torch.ones_like(tau)
 
 
 def cosine_decay(start: float, end: float, epoch: int, epochs: int) -> float:

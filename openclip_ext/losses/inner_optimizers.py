@@ -15,21 +15,30 @@ ADAM_BETAS = (0.9, 0.999)
 ADAM_EPS = 1e-8
 
 
-def adagrad_step_(parameter: Tensor, gradient: Tensor, accumulator: Tensor, lr: float) -> None:
-    """One step of ``torch.optim.Adagrad`` (other settings: its defaults), in place; a zero gradient changes nothing.
+class InnerAdagrad:
+    """``torch.optim.Adagrad`` (other settings: its defaults) of one parameter whose gradient somebody else computes.
 
     Args:
-        parameter, gradient, accumulator: ``(2, ...)``; dense within ``[0]`` and ``[1]``.
+        parameter, gradient, accumulator: ``(2, ...)``; dense within ``[0]`` and ``[1]``. A step changes the first and the
+            last in place; a zero gradient changes nothing.
         lr: learning rate.
     """
-    if parameter.is_cpu:
-        # One pass over memory instead of four.
-        sides = [list(tensor) for tensor in (parameter, gradient, accumulator)]
-        steps = [torch.zeros(()), torch.zeros(())]  # which a constant learning rate does not look at
-        adagrad(*sides, steps, fused=True, lr=lr, weight_decay=0.0, lr_decay=0.0, eps=ADAGRAD_EPS, maximize=False)
-        return
-    accumulator.addcmul_(gradient, gradient)
-    parameter.addcdiv_(gradient, accumulator.sqrt().add_(ADAGRAD_EPS), value=-lr)
+
+    def __init__(self, parameter: Tensor, gradient: Tensor, accumulator: Tensor, lr: float) -> None:
+        self.parameter, self.gradient, self.accumulator = parameter, gradient, accumulator
+        self.lr = lr
+        self._sides = [list(tensor) for tensor in (parameter, gradient, accumulator)]
+        self._steps = [torch.zeros(()), torch.zeros(())]  # which a constant learning rate does not look at
+
+    def step(self) -> None:
+        """One step on the gradient as it is now."""
+        settings = {"lr": self.lr, "weight_decay": 0.0, "lr_decay": 0.0, "eps": ADAGRAD_EPS, "maximize": False}
+        if self.parameter.is_cpu:
+            # One pass over memory instead of four.
+            adagrad(*self._sides, self._steps, fused=True, **settings)
+            return
+        self.accumulator.addcmul_(self.gradient, self.gradient)
+        self.parameter.addcdiv_(self.gradient, self.accumulator.sqrt().add_(ADAGRAD_EPS), value=-self.lr)
 
 
 class InnerAdam(nn.Module):

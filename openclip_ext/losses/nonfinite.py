@@ -26,6 +26,8 @@ class NonfiniteLog(nn.Module):
             bad: ``(B_local,)`` bool.
             logit_scale_bad: 0-d bool; noted as a step without indices.
         """
+        if bad.is_cpu and not (bad.any() or logit_scale_bad):
+            return
         names = torch.cat([index, index.new_full((1,), _LOGIT_SCALE)])
         bad = torch.cat([bad, logit_scale_bad[None]])
         slots = (self.filled + bad.cumsum(0) - 1).clamp(max=_CAPACITY)

@@ -270,8 +270,10 @@ def log_mean_of_equal(index: Tensor, log_values: Tensor, valid: Tensor) -> Tenso
         valid: ``(B,)``, which samples count.
 
     Returns:
-        ``(rows, B)`` logarithms of the means.
+        ``(rows, B)`` logarithms of the means; anything for samples that do not count.
     """
+    if _all_differ(index):
+        return log_values
     group, size = _groups(index, valid)
     group = group.expand_as(log_values)
     masked = torch.where(valid, log_values, -torch.inf)
@@ -284,11 +286,18 @@ def log_mean_of_equal(index: Tensor, log_values: Tensor, valid: Tensor) -> Tenso
 
 def mean_of_equal(index: Tensor, values: Tensor, valid: Tensor) -> Tensor:
     """As :func:`log_mean_of_equal`, of the values ``(rows, B)`` themselves."""
+    if _all_differ(index):
+        return values
     group, size = _groups(index, valid)
     group = group.expand_as(values)
     wide = torch.where(valid, values, 0).double()
     sums = torch.zeros_like(wide).scatter_add(1, group, wide).gather(1, group)
     return (sums / size).to(values.dtype)
+
+
+def _all_differ(index: Tensor) -> bool:
+    """Whether no index is there twice; False on a GPU, where to know it would be to wait for it."""
+    return index.is_cpu and len(torch.unique(index)) == len(index)
 
 
 def _groups(index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """The normalizer-prediction network (NPN) of NeuCLIP, and the queue, which is one without training."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from openclip_ext import distributed
 from openclip_ext.losses import functional as F
 from openclip_ext.losses.block import Block
-from openclip_ext.losses.inner_optimizers import adagrad_step_
+from openclip_ext.losses.inner_optimizers import InnerAdagrad
 from openclip_ext.losses.similarities import anchor_chunks
 from openclip_ext.normalizers.base import Estimate, Normalizer
 from openclip_ext.normalizers.ring import EmbeddingRing, repeated_block
@@ -190,9 +191,18 @@ class PrototypeNormalizer(Normalizer):
         size = self.ring.capacity // parts
         first = distributed.rank() * size if parts > 1 else 0
         part = slice(first, first + size)
-        fit = _Fit(block, self.prototypes[:, part], self.accumulator[:, part], self.eps, self.ring.capacity, parts > 1)
+        fit = _Fit(
+            block,
+            self.prototypes[:, part],
+            self.accumulator[:, part],
+            number=self.ring.capacity,
+            shared=parts > 1,
+            eps=self.eps,
+            objective=self.objective,
+            lr=self.lr,
+        )
         for _ in range(self.updates):
-            fit.update(self.objective, self.lr)
+            fit.update()
         if parts > 1:
             for state in (self.prototypes, self.accumulator):
                 gathered = distributed.all_gather(state[:, part].transpose(0, 1))
@@ -207,66 +217,100 @@ class PrototypeNormalizer(Normalizer):
         return Estimate(alpha, feature_gradient=lambda weights: estimate.feature_gradient(weights, block))
 
 
+@dataclass
+class _FitAnchors:
+    """Some anchors of a fit, with what does not change from one update to the next.
+
+    Attributes:
+        scaled: ``e_i/τ_i``, ``(2, b, d)``.
+        offset: see :func:`_log_offset`, ``(2, b)``.
+        log_estimate: the batch's own estimate of ``α``, ``(2, b)``.
+        factor: of the objective's slope, ``(2, b)``, 0 for anchors that do not count.
+        terms: memory for their similarities with the prototypes, ``(2, m, b)``.
+    """
+
+    scaled: Tensor
+    offset: Tensor
+    log_estimate: Tensor
+    factor: Tensor
+    terms: Tensor
+
+
 class _Fit:
     """Updates of prototypes on one block.
 
-    What does not change from one update to the next is computed once. The gradient has a closed form and needs no graph: two
-    matrix products an update. With unit columns ``Ŵ`` and the shares ``p_ij`` of the prototypes in ``exp(α_i)``,
-    ``∂/∂cos_ij = (∂objective_i/∂α_i)·p_ij/(τ_i·B)`` and ``∂cos_ij/∂W_j = (e_i − cos_ij·Ŵ_j)/‖W_j‖``.
+    The gradient has a closed form and needs no graph: two matrix products an update. With unit columns ``Ŵ`` and the shares
+    ``p_ij`` of the prototypes in ``exp(α_i)``, ``∂/∂cos_ij = (∂objective_i/∂α_i)·p_ij/(τ_i·B)`` and ``∂cos_ij/∂W_j =
+    (e_i − cos_ij·Ŵ_j)/‖W_j‖``.
 
     Args:
         block: the samples.
         prototypes, accumulator: ``(2, m, d)``, updated in place; of all prototypes, or of this process's part.
-        eps: ε.
         number: of all prototypes.
         shared: whether the processes have a part each; an update then exchanges ``4·B`` scalars.
+        eps: ε.
+        objective: what is minimised, see :func:`functional.objective_slope`.
+        lr: AdaGrad's learning rate.
     """
 
     def __init__(
-        self, block: Block, prototypes: Tensor, accumulator: Tensor, eps: float, number: int, shared: bool
+        self,
+        block: Block,
+        prototypes: Tensor,
+        accumulator: Tensor,
+        *,
+        number: int,
+        shared: bool,
+        eps: float,
+        objective: str,
+        lr: float,
     ) -> None:
-        self.block = block
         self.prototypes = prototypes
-        self.accumulator = accumulator
-        self.eps = eps
         self.shared = shared
-        self.scaled = block.features / block.tau[:, :, None]
-        self.offset = _log_offset(block, number)
-        self.chunks = list(anchor_chunks(slice(0, block.size), prototypes.shape[1]))
+        self.eps = eps
+        self.objective = objective
+        self.count = block.count
         # Used in every update: on the CPU fresh memory of this size costs as much as a pass over it.
         self.directions, self.gradient = prototypes.new_empty((2, *prototypes.shape))
-        # Prototypes along the rows: both products then read their first factor row by row.
-        self.terms = prototypes.new_empty(2, prototypes.shape[1], self.chunks[0].stop)
+        self.adagrad = InnerAdagrad(prototypes, self.gradient, accumulator, lr)
+        self.chunks = list(self._chunks(block, number))
 
-    def update(self, objective: str, lr: float) -> None:
+    def _chunks(self, block: Block, number: int) -> Iterator[_FitAnchors]:
+        size = self.prototypes.shape[1]
+        scaled = block.features / block.tau[:, :, None]
+        offset = _log_offset(block, number)
+        factor = torch.where(block.valid, F.objective_factor(self.objective, block.tau), 0)
+        terms = None
+        for anchors in anchor_chunks(slice(0, block.size), size):
+            length = anchors.stop - anchors.start
+            if terms is None:
+                # Prototypes along the rows: both products then read their first factor row by row.
+                terms = scaled.new_empty(2, size, length)
+            rows = (values[:, anchors] for values in (scaled, offset, block.log_estimate, factor))
+            yield _FitAnchors(*rows, terms=terms[:, :, :length])
+
+    def update(self) -> None:
         """One AdaGrad step."""
         norms = norms_of(self.prototypes)
         directions = torch.div(self.prototypes, norms, out=self.directions)
-        gradient = self._gradient_in_directions(directions, objective)
-        along = torch.linalg.vecdot(gradient, directions).unsqueeze(-1)
-        gradient.addcmul_(directions, along, value=-1).div_(norms)
-        adagrad_step_(self.prototypes, gradient, self.accumulator, lr)
+        for position, anchors in enumerate(self.chunks):
+            self._add_gradient(directions, anchors, first=position == 0)
+        along = torch.linalg.vecdot(self.gradient, directions).unsqueeze(-1)
+        self.gradient.addcmul_(directions, along, value=-1).div_(norms)
+        self.adagrad.step()
 
-    def _gradient_in_directions(self, directions: Tensor, objective: str) -> Tensor:
-        for anchors in self.chunks:
-            scaled = self.scaled[:, anchors]
-            terms = self.terms[:, :, : anchors.stop - anchors.start]
-            torch.bmm(directions, scaled.transpose(1, 2), out=terms)
-            largest = F.shifted_exp_(terms, dim=1)
-            log_sum = largest + terms.sum(dim=1).log_()
-            if self.shared:
-                log_sum = distributed.log_add_over_ranks(log_sum)
-            alpha = F.log_add(log_sum - self.offset[:, anchors], self.eps)
-            scale = (largest - self.offset[:, anchors] - alpha).exp_()
-            pull = (self._slope(objective, alpha, anchors) * scale)[:, :, None] * scaled
-            self.gradient.baddbmm_(terms, pull, beta=0 if anchors.start == 0 else 1)
-        return self.gradient
-
-    def _slope(self, objective: str, alpha: Tensor, anchors: slice) -> Tensor:
-        """Derivative of the mean objective in ``α``, ``(2, b)``."""
-        block = self.block
-        slope = F.objective_slope(objective, alpha, block.log_estimate[:, anchors], block.tau[:, anchors])
-        return torch.where(block.valid[anchors], slope / block.count, 0)
+    def _add_gradient(self, directions: Tensor, anchors: _FitAnchors, first: bool) -> None:
+        """Add some anchors' part of the gradient in the directions; the first ones overwrite what was there."""
+        terms = torch.bmm(directions, anchors.scaled.transpose(1, 2), out=anchors.terms)
+        largest = F.shifted_exp_(terms, dim=1)
+        log_sum = largest + terms.sum(dim=1).log_()
+        if self.shared:
+            log_sum = distributed.log_add_over_ranks(log_sum)
+        alpha = F.log_add(log_sum - anchors.offset, self.eps)
+        scale = (largest - anchors.offset - alpha).exp_()
+        slope = anchors.factor * F.objective_slope(self.objective, anchors.log_estimate - alpha)
+        pull = (slope.div_(self.count).mul_(scale))[:, :, None] * anchors.scaled
+        self.gradient.baddbmm_(terms, pull, beta=0 if first else 1)
 
 
 def norms_of(prototypes: Tensor) -> Tensor:
