@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from openclip_ext import distributed
+from openclip_ext.losses.block import LocalBatch
 from openclip_ext.losses.nonfinite import NonfiniteLog
 from openclip_ext.losses.sharding import ShardedTable, kept_apart, sharded_key
 
@@ -35,27 +36,30 @@ class StateSize:
 class ContrastiveLoss(nn.Module):
     """Base of all losses.
 
-    ``forward(image_features, text_features, logit_scale, logit_bias=None, index=None, output_dict=False)`` returns the
-    loss, or a dictionary whose values sum to it; other outputs of a model are accepted and ignored. One call in training
-    mode is one optimizer step: state is updated in it, and is not in evaluation mode.
+    A subclass gives :meth:`_terms`, and :meth:`log_normalizers` where it estimates any. One call in training mode is one
+    optimizer step: state is updated in it, and is not in evaluation mode.
 
     Attributes:
+        embed_dim: width that the features must have; None: any.
         needs_index: whether ``forward`` needs the samples' index.
         learns_logit_scale: whether the model's ``logit_scale`` gets a gradient; if not, freeze it.
         initial_logit_scale: start value of OpenCLIP's parameter ``log(1/τ)``; None: leave the model's.
         initial_logit_bias: start value of OpenCLIP's ``logit_bias``; None: the model needs none.
         views: 2 for a loss of two views of each image: they take the places of ``image_features`` and ``text_features``.
         logit_scale_lr: learning rate of that parameter, without schedule; None: that of the encoders, with its schedule.
+        follows_autocast: whether it computes as the caller's autocast says, instead of in the precision of the features.
         normalizers_include_positive: what ``log_normalizers`` estimates: False: ``log(ε + g)``; True: the positive pair is
             in it, ``log((1 + (B−1)·g)/B)`` (AmorLIP).
     """
 
+    embed_dim: int | None = None
     needs_index = False
     views = 1
     learns_logit_scale = True
     initial_logit_scale: float | None = None
     initial_logit_bias: float | None = None
     logit_scale_lr: float | None = None
+    follows_autocast = False
     normalizers_include_positive = False
 
     def __init__(self) -> None:
@@ -63,6 +67,69 @@ class ContrastiveLoss(nn.Module):
         self.epoch = 0
         self.calls = 0
         self.nonfinite = NonfiniteLog()
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
+        index: Tensor | None = None,
+        output_dict: bool = False,
+        **outputs: Any,
+    ) -> Tensor | dict[str, Tensor]:
+        """Loss of a batch; in training mode also one update of the state.
+
+        Args:
+            image_features, text_features: ``(B_local, d)``, unit norm, any floating-point type; for a loss of two views the
+                embeddings of the first and of the second views. Samples with a non-finite feature are left out, without
+                waiting for the device, and reported by :meth:`pop_nonfinite` (OpenCLIP's own losses only report them).
+            logit_scale: 0-d or one element, ``1/τ``. If not finite, the loss is 0 and nothing changes.
+            logit_bias: for SigLIP; it cancels in a softmax, and other losses ignore it.
+            index: ``(B_local,)`` positions of the samples in the data set; ignored by losses that need none.
+            output_dict: return the terms.
+            outputs: other outputs of the model; what a loss has no use for is ignored.
+
+        Returns:
+            The terms by name, ``contrastive_loss`` among them, or their sum.
+
+        Raises:
+            ValueError: wrong shapes or types; too few samples to contrast; an index that is missing, or (at once on the
+                CPU, at the next :meth:`metrics` or :meth:`pop_nonfinite` on other devices) outside of ``[0, num_samples)``.
+        """
+        with contextlib.nullcontext() if self.follows_autocast else without_autocast(image_features):
+            batch = self._batch(image_features, text_features, logit_scale, index, learning=self.training)
+            terms = self._terms(batch, {"logit_bias": logit_bias, **outputs})
+            self._note_nonfinite(batch, index)
+        self.calls += self.training
+        return terms if output_dict else sum(terms.values())
+
+    def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
+        """The loss's terms, with their graph; in training mode also one update of the state.
+
+        Args:
+            batch: what :meth:`forward` was given, checked.
+            outputs: the model's other outputs.
+        """
+        raise NotImplementedError
+
+    def log_normalizers(
+        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Estimated log-normalizers ``α`` of this process's samples, from the state as it is; nothing changes.
+
+        With several processes all of them must call it, with equally many samples.
+
+        Args:
+            image_features, text_features, logit_scale, index: as for :meth:`forward`.
+
+        Returns:
+            ``(B_local,)`` for the images and for the texts, or for the first and the second views.
+
+        Raises:
+            NotImplementedError: the loss estimates none.
+        """
+        raise NotImplementedError(f"{type(self).__name__} estimates no normalizer")
 
     def get_extra_state(self) -> dict[str, Any]:
         """Counters that decide what the host does; part of ``state_dict``."""
@@ -177,11 +244,26 @@ class ContrastiveLoss(nn.Module):
             self.to(device=features.device, dtype=dtype)
         return dtype
 
-    def _note_nonfinite(self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None) -> None:
-        finite = torch.isfinite(image.detach()).all(dim=1) & torch.isfinite(text.detach()).all(dim=1)
+    def _batch(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        index: Tensor | None,
+        learning: bool = False,
+    ) -> LocalBatch:
+        """What the caller gave, checked; the state follows its device and precision."""
+        check_features(image_features, text_features, self.embed_dim)
+        scale = check_logit_scale(logit_scale, image_features)
+        dtype = self._follow(image_features)
+        state = (self.epoch, self.calls, learning, self.views)
+        return LocalBatch(image_features, text_features, scale, index, dtype, *state)
+
+    def _note_nonfinite(self, batch: LocalBatch, index: Tensor | None) -> None:
+        finite = torch.isfinite(batch.image.detach()).all(dim=1) & torch.isfinite(batch.text.detach()).all(dim=1)
         named = isinstance(index, Tensor) and index.shape == finite.shape and not index.is_floating_point()
         names = index.to(finite.device, torch.int64) if named else torch.arange(len(finite), device=finite.device)
-        self.nonfinite.add(self.calls, names, ~finite, ~torch.isfinite(logit_scale.detach()).reshape(()))
+        self.nonfinite.add(self.calls, names, ~finite, ~torch.isfinite(batch.logit_scale.detach()))
 
 
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from openclip_ext import distributed
 from openclip_ext.losses import functional as F
-from openclip_ext.losses.base import ContrastiveLoss, check_features, check_logit_scale, without_autocast
+from openclip_ext.losses.base import ContrastiveLoss, without_autocast
 from openclip_ext.losses.block import LocalBatch, make_block
 from openclip_ext.losses.seeding import generator, linear
 from openclip_ext.losses.similarities import Similarities
@@ -128,42 +128,14 @@ class ClipLiteLoss(ContrastiveLoss):
         """See :class:`ContrastiveLoss`."""
         return self.projections
 
-    def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None = None,
-        index: Tensor | None = None,
-        output_dict: bool = False,
-        **ignored: Any,
-    ) -> Tensor | dict[str, Tensor]:
-        """Loss of a batch.
-
-        Args:
-            image_features, text_features: ``(B_local, d)``, unit norm, any floating-point type. Samples with a non-finite
-                feature are left out, without waiting for the device, and reported by :meth:`pop_nonfinite`.
-            logit_scale: 0-d or one element. If not finite, the loss is 0 and nothing changes.
-            logit_bias: ignored, the discriminator has none.
-            index: ignored.
-            output_dict: return ``{"contrastive_loss": ...}``.
-            ignored: other outputs of the model.
-
-        Raises:
-            ValueError: wrong shapes or types, or fewer than two samples.
-        """
-        check_features(image_features, text_features, self.embed_dim)
-        if len(image_features) < 2:
+    def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
+        """See :class:`ContrastiveLoss`."""
+        if len(batch.image) < 2:
             raise ValueError(
                 "CLIP-Lite needs at least 2 samples, one of them a negative, found 1: raise the batch size"
             )
-        with without_autocast(image_features):
-            scale = check_logit_scale(logit_scale, image_features)
-            dtype = self._follow(image_features)
-            self._note_nonfinite(image_features, text_features, scale, index)
-            value = self._value(image_features.to(dtype), text_features.to(dtype), scale.to(dtype))
-        self.calls += self.training
-        return {"contrastive_loss": value} if output_dict else value
+        value = self._value(*(tensor.to(batch.dtype) for tensor in (batch.image, batch.text, batch.logit_scale)))
+        return {"contrastive_loss": value}
 
     def _value(self, images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
         scale_ok = torch.isfinite(scale) & (scale > 0)
@@ -194,16 +166,6 @@ class ClipLiteLoss(ContrastiveLoss):
         for projection, statistics in zip(sides, mean, strict=True):
             projection.follow(statistics, share)
         return [projected for projected, _ in results]
-
-    def log_normalizers(
-        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """CLIP-Lite has none.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError("CLIP-Lite compares a pair with one negative only: it estimates no normalizer")
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from openclip_ext.losses import functional as F
-from openclip_ext.losses.base import ContrastiveLoss, check_features, check_logit_scale, without_autocast
+from openclip_ext.losses.base import ContrastiveLoss, without_autocast
 from openclip_ext.losses.block import Block, LocalBatch, make_block
 from openclip_ext.losses.similarities import Similarities
 from openclip_ext.losses.surrogates import Anchors, Surrogate
@@ -91,57 +91,13 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self._last: _Report | None = None
         self.register_buffer("index_out_of_range", torch.zeros((), dtype=torch.bool), persistent=False)
 
-    def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None = None,
-        index: Tensor | None = None,
-        output_dict: bool = False,
-        **ignored: Any,
-    ) -> Tensor | dict[str, Tensor]:
-        """Loss of a batch; in training mode also one update of the estimators.
-
-        Args:
-            image_features, text_features: ``(B_local, d)``, unit norm, any floating-point type. Samples with a non-finite
-                feature are left out, without waiting for the device, and reported by :meth:`pop_nonfinite`.
-            logit_scale: 0-d or one element, ``1/τ``. If not finite, the loss is 0 and nothing changes.
-            logit_bias: cancels in a softmax, and so is ignored.
-            index: ``(B_local,)`` positions of the samples in the data set; ignored by losses that need none.
-            output_dict: return the terms.
-            ignored: other outputs of the model.
-
-        Returns:
-            The terms, ``contrastive_loss`` and where the temperature has a regulariser ``temperature_loss``, or their sum.
-
-        Raises:
-            ValueError: wrong shapes or types; an index that is missing, or (at once on the CPU, at the next
-                :meth:`metrics` or :meth:`pop_nonfinite` on other devices) outside of ``[0, num_samples)``.
-        """
-        with without_autocast(image_features):
-            batch = self._checked(image_features, text_features, logit_scale, index, learning=self.training)
-            self._note_nonfinite(batch.image, batch.text, batch.logit_scale, index)
-            terms = self._terms(batch)
-        self.calls += self.training
-        return terms if output_dict else sum(terms.values())
-
     @torch.no_grad()
     def log_normalizers(
         self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Estimated log-normalizers ``α`` of this process's samples, from the state as it is; nothing changes.
-
-        With several processes all of them must call it, with equally many samples.
-
-        Args:
-            image_features, text_features, logit_scale, index: as for :meth:`forward`.
-
-        Returns:
-            ``(B_local,)`` for the images and for the texts.
-        """
+        """See :class:`ContrastiveLoss`."""
         with without_autocast(image_features):
-            batch = self._checked(image_features, text_features, logit_scale, index)
+            batch = self._batch(image_features, text_features, logit_scale, index)
             block, _ = self._contrasted(batch, gather=True)
             alpha = self.normalizer.predict(block).alpha[:, block.own]
         return alpha[0], alpha[1]
@@ -198,20 +154,11 @@ class GlobalContrastiveLoss(ContrastiveLoss):
                 "or the index is of another data set"
             )
 
-    def _checked(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor | float,
-        index: Tensor | None,
-        learning: bool = False,
-    ) -> LocalBatch:
-        check_features(image_features, text_features, self.embed_dim)
-        scale = check_logit_scale(logit_scale, image_features)
-        dtype = self._follow(image_features)
-        index = self.check_index(index, image_features) if self.needs_index else None
-        state = (self.epoch, self.calls, learning, self.views)
-        return LocalBatch(image_features, text_features, scale, index, dtype, *state)
+    def _batch(self, *inputs: Any, **options: Any) -> LocalBatch:
+        """See :class:`ContrastiveLoss`; with a checked index where the loss needs one."""
+        batch = super()._batch(*inputs, **options)
+        batch.index = self.check_index(batch.index, batch.image) if self.needs_index else None
+        return batch
 
     def check_index(self, index: Tensor | None, features: Tensor) -> Tensor:
         """The index as int64 on the features' device; ValueError unless it has a position for each of them."""
@@ -257,7 +204,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             return block, similarities, normalizer.step(block, fit_block)
         return block, similarities, normalizer.step(block)
 
-    def _terms(self, batch: LocalBatch) -> dict[str, Tensor]:
+    def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
+        """See :class:`ContrastiveLoss`."""
         block, similarities, estimate = self._estimated(batch)
         learns_own = self.training and self.temperature.learns_own
         with torch.no_grad():

@@ -1,6 +1,7 @@
 """OpenCLIP's own losses behind the same interface, their arithmetic unchanged."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,30 +10,24 @@ from torch import Tensor, nn
 
 from openclip_ext import distributed
 from openclip_ext.losses import functional as F
-from openclip_ext.losses.base import ContrastiveLoss, check_features, check_logit_scale, without_autocast
+from openclip_ext.losses.base import ContrastiveLoss, without_autocast
 from openclip_ext.losses.block import LocalBatch, make_block
 from openclip_ext.losses.similarities import Similarities
 from openclip_ext.temperatures.base import global_temperatures
-
-Terms = Tensor | dict[str, Tensor] | tuple[Tensor, ...]
 
 
 class _OpenClipAdapter(ContrastiveLoss):
     """Passes a batch, and other outputs of the model, on to a loss of OpenCLIP's."""
 
-    def _start(self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None) -> None:
-        """Check and note what came in."""
-        check_features(image, text)
-        self._note_nonfinite(image, text, check_logit_scale(logit_scale, image), index)
-        self.calls += self.training
-        self._logit_scale = torch.as_tensor(logit_scale).detach()
+    follows_autocast = True
+    _logit_scale: Tensor | None = None
 
     def metrics(self) -> dict[str, float]:
         """The temperature of the last call. Waits for the device."""
-        logit_scale = getattr(self, "_logit_scale", None)
-        if logit_scale is None:
+        if self._logit_scale is None:
             return {}
-        return {f"temperature_{name}": 1 / logit_scale.item() for name in ("min", "median", "max")}
+        temperature = 1 / self._logit_scale.item()
+        return {f"temperature_{name}": temperature for name in ("min", "median", "max")}
 
 
 class OpenClipLoss(_OpenClipAdapter):
@@ -65,19 +60,9 @@ class OpenClipLoss(_OpenClipAdapter):
         )
         self.distill = DistillClipLoss(**common)
 
-    def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None = None,
-        index: Tensor | None = None,
-        output_dict: bool = False,
-        **outputs: Any,
-    ) -> Tensor | dict[str, Tensor]:
-        """As OpenCLIP's; the index is ignored."""
-        self._start(image_features, text_features, logit_scale, index)
-        features = {"image_features": image_features, "text_features": text_features, "logit_scale": logit_scale}
+    def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
+        """As OpenCLIP's."""
+        features = {"image_features": batch.image, "text_features": batch.text, "logit_scale": batch.logit_scale}
         loss: nn.Module = self.clip
         if "dist_image_features" in outputs:
             loss = self.distill
@@ -86,11 +71,12 @@ class OpenClipLoss(_OpenClipAdapter):
             loss = self.coca
             features |= {"logits": outputs["logits"], "labels": outputs["labels"]}
         else:
-            features["logit_bias"] = logit_bias
+            features["logit_bias"] = outputs["logit_bias"]
         terms = loss(**features, output_dict=True)
+        self._logit_scale = batch.logit_scale.detach()
         self._infonce = terms["contrastive_loss"].detach()
-        self._chance = math.log(len(image_features) * self.clip.world_size)
-        return terms if output_dict else sum(terms.values())
+        self._chance = math.log(len(batch.image) * self.clip.world_size)
+        return terms
 
     def metrics(self) -> dict[str, float]:
         """``infonce``, which is this loss, ``chance``, and the temperature, of the last call. Waits for the device."""
@@ -103,9 +89,9 @@ class OpenClipLoss(_OpenClipAdapter):
     def log_normalizers(
         self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The mini-batch estimate ``log g``, which this loss in effect uses. With several processes all must call it."""
-        check_features(image_features, text_features)
-        log_g, _ = _minibatch_log_g(image_features, text_features, logit_scale, gather=True)
+        """See :class:`ContrastiveLoss`; the mini-batch estimate ``log g``, which this loss in effect uses."""
+        batch = self._batch(image_features, text_features, logit_scale, None)
+        log_g, _ = _minibatch_log_g(batch, gather=True)
         return log_g[0], log_g[1]
 
 
@@ -128,20 +114,12 @@ class SiglipLoss(_OpenClipAdapter):
             dist_impl=loss_dist_impl,
         )
 
-    def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None = None,
-        index: Tensor | None = None,
-        output_dict: bool = False,
-        **ignored: Any,
-    ) -> Tensor | dict[str, Tensor]:
-        """As OpenCLIP's; the index is ignored."""
-        self._start(image_features, text_features, logit_scale, index)
-        self._features = image_features.detach(), text_features.detach()
-        return self.siglip(image_features, text_features, logit_scale, logit_bias, output_dict=output_dict)
+    def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
+        """As OpenCLIP's."""
+        self._logit_scale = batch.logit_scale.detach()
+        image, text = batch.image.detach(), batch.text.detach()
+        self._last = replace(batch, image=image, text=text, logit_scale=self._logit_scale, index=None)
+        return self.siglip(batch.image, batch.text, batch.logit_scale, outputs["logit_bias"], output_dict=True)
 
     def metrics(self) -> dict[str, float]:
         """``infonce`` and ``chance`` within this process's samples, and the temperature, of the last call.
@@ -149,28 +127,16 @@ class SiglipLoss(_OpenClipAdapter):
         SigLIP compares no sample with all others at once, so the comparable InfoNCE is computed here. Waits for the device.
         """
         metrics = super().metrics()
-        if metrics and len(self._features[0]) > 1:
-            log_g, negatives = _minibatch_log_g(*self._features, self._logit_scale, gather=False)
+        if metrics and len(self._last.image) > 1:
+            log_g, negatives = _minibatch_log_g(self._last, gather=False)
             metrics |= {"infonce": F.infonce(log_g, negatives).mean().item(), "chance": math.log(log_g.shape[1])}
         return metrics
 
-    def log_normalizers(
-        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """SigLIP has none.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError("SigLIP's loss has no normalizer")
-
 
 @torch.no_grad()
-def _minibatch_log_g(image: Tensor, text: Tensor, logit_scale: Tensor, gather: bool) -> tuple[Tensor, Tensor]:
+def _minibatch_log_g(batch: LocalBatch, gather: bool) -> tuple[Tensor, Tensor]:
     """``log g`` of this process's samples ``(2, B_local)`` and the number of their negatives."""
-    with without_autocast(image):
-        dtype = torch.promote_types(image.dtype, torch.float32)
-        batch = LocalBatch(image, text, check_logit_scale(logit_scale, image), None, dtype)
+    with without_autocast(batch.image):
         block = make_block(batch, None, gather)
         block.tau = global_temperatures(block)
         return Similarities(block).log_g()[:, block.own], block.negatives

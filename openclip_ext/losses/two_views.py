@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openclip_ext.losses import functional as F
-from openclip_ext.losses.base import ContrastiveLoss, check_features, check_logit_scale, without_autocast
-from openclip_ext.losses.block import Block
+from openclip_ext.losses.base import ContrastiveLoss, without_autocast
+from openclip_ext.losses.block import Block, LocalBatch
 from openclip_ext.losses.global_contrastive import GlobalContrastiveLoss
 from openclip_ext.losses.seeding import generator, linear
 from openclip_ext.losses.sharding import log_mean_of_equal
@@ -116,61 +116,31 @@ class TwoViewLoss(ContrastiveLoss):
         """See :class:`ContrastiveLoss`."""
         return self.projector
 
-    def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None = None,
-        index: Tensor | None = None,
-        output_dict: bool = False,
-        **ignored: Any,
-    ) -> Tensor | dict[str, Tensor]:
-        """Loss of a batch; in training mode also one update of the estimator.
-
-        Args:
-            image_features, text_features: the embeddings of the first and of the second views, ``(B_local, d)``, unit
-                norm. Images with a non-finite feature in either are left out.
-            logit_scale: ``1/τ`` where no temperature was given. If not finite, the loss is 0 and nothing changes.
-            logit_bias: ignored.
-            index: ``(B_local,)`` positions of the images in the data set; ignored where none is needed.
-            output_dict: return ``{"contrastive_loss": ...}``.
-            ignored: other outputs of the model.
-
-        Raises:
-            ValueError: as :meth:`GlobalContrastiveLoss.forward`.
-        """
-        first, second = self._projected(image_features, text_features)
-        self._note_nonfinite(image_features, text_features, check_logit_scale(logit_scale, image_features), index)
-        twice = self._index_of_both(index, first)
+    def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
+        """See :class:`ContrastiveLoss`."""
+        first, second = self._projected(batch)
+        index = self._index_of_both(batch)
         self.contrast.train(self.training)
-        terms = self.contrast(*_as_pairs(first, second), logit_scale, index=twice, output_dict=True)
-        self.calls += self.training
-        return terms if output_dict else sum(terms.values())
+        return self.contrast(*_as_pairs(first, second), batch.logit_scale, index=index, output_dict=True)
 
     @torch.no_grad()
     def log_normalizers(
         self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Estimated ``α`` of the anchors, ``(B_local,)`` of the first and of the second views; nothing changes.
+        """See :class:`ContrastiveLoss`. For SogCLR ``log(ε + u)`` as stored, for SimCLR the batch's own."""
+        with without_autocast(image_features):
+            batch = self._batch(image_features, text_features, logit_scale, index)
+            pairs = _as_pairs(*self._projected(batch))
+            alpha, _ = self.contrast.log_normalizers(*pairs, batch.logit_scale, index=self._index_of_both(batch))
+        return alpha[: len(image_features)], alpha[len(image_features) :]
 
-        For SogCLR ``log(ε + u)`` as stored, for SimCLR the batch's own. With several processes all must call it.
-        """
-        first, second = self._projected(image_features, text_features)
-        twice = self._index_of_both(index, first)
-        alpha, _ = self.contrast.log_normalizers(*_as_pairs(first, second), logit_scale, index=twice)
-        return alpha[: len(first)], alpha[len(first) :]
-
-    def _projected(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    def _projected(self, batch: LocalBatch) -> tuple[Tensor, Tensor]:
         """The projections of both views, unit norm; NaN where an image does not count."""
-        check_features(first, second, self.embed_dim)
-        dtype = self._follow(first)
-        valid = torch.isfinite(first).all(dim=1) & torch.isfinite(second).all(dim=1)
-        with without_autocast(first):
-            first, second = (
-                torch.where(valid[:, None], self._project(torch.where(valid[:, None], view.to(dtype), 0)), torch.nan)
-                for view in (first, second)
-            )
+        views = (batch.image, batch.text)
+        valid = torch.stack([torch.isfinite(view).all(dim=1) for view in views]).all(dim=0)[:, None]
+        first, second = (
+            torch.where(valid, self._project(torch.where(valid, view.to(batch.dtype), 0)), torch.nan) for view in views
+        )
         return first, second
 
     def _project(self, features: Tensor) -> Tensor:
@@ -180,8 +150,8 @@ class TwoViewLoss(ContrastiveLoss):
         """See :class:`ContrastiveLoss`."""
         super().prefetch(index.repeat(2))
 
-    def _index_of_both(self, index: Tensor | None, features: Tensor) -> Tensor | None:
-        return self.contrast.check_index(index, features).repeat(2) if self.needs_index else None
+    def _index_of_both(self, batch: LocalBatch) -> Tensor | None:
+        return self.contrast.check_index(batch.index, batch.image).repeat(2) if self.needs_index else None
 
     def start_epoch(self, epoch: int) -> None:
         """See :class:`ContrastiveLoss`."""
