@@ -67,6 +67,14 @@ def init_device(args: argparse.Namespace) -> torch.device:
     return init_distributed_device(args)
 
 
+def set_backends() -> None:
+    """OpenCLIP's settings for NVIDIA GPUs: products in TF32, convolutions by what is fastest."""
+    if torch.cuda.is_available():
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.deterministic = False
+
+
 def setup_logging(log_path: str | None, level: int) -> None:
     """OpenCLIP's log format, on the terminal and into ``log_path``."""
     from open_clip_train.logger import setup_logging as setup

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
     add_model_configs()
     args, choice = parse(argv)
     args.reports = _reports(args.report_to)
-    _set_backends()
+    compat.set_backends()
     device = compat.init_device(args)
     handlers = list(logging.root.handlers)
     try:
@@ -502,14 +502,6 @@ def _close_log(keep: list[logging.Handler]) -> None:
     for handler in [handler for handler in logging.root.handlers if handler not in keep]:
         logging.root.removeHandler(handler)
         handler.close()
-
-
-def _set_backends() -> None:
-    """OpenCLIP's settings for NVIDIA GPUs."""
-    if torch.cuda.is_available():
-        torch.backends.cuda.matmul.allow_tf32 = True
-        torch.backends.cudnn.benchmark = True
-        torch.backends.cudnn.deterministic = False
 
 
 def cli() -> None:

@@ -17,6 +17,7 @@ from _turns import Action, peak_mib, print_turns, take_turns
 from open_clip.loss import ClipLoss
 from torch.nn.functional import normalize
 
+from openclip_ext import compat
 from openclip_ext.losses import registry
 
 BASELINE = "ClipLoss"
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="write the numbers as JSON")
     args = parser.parse_args()
+    compat.set_backends()
     print(f"{hardware(args.device)}, load {os.getloadavg()[0]:.1f}")
     results = {}
     for batch_size in args.batch_sizes:

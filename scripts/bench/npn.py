@@ -21,7 +21,7 @@ from _turns import print_turns, take_turns
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from openclip_ext import distributed
+from openclip_ext import compat, distributed
 from openclip_ext.losses.block import Block, LocalBatch, make_block
 from openclip_ext.losses.similarities import Similarities
 from openclip_ext.normalizers import prototypes
@@ -114,6 +114,7 @@ def main() -> None:
         if args.device == "cuda":
             args.device = f"cuda:{os.environ['LOCAL_RANK']}"
             torch.cuda.set_device(args.device)
+    compat.set_backends()
     flops = 8 * args.batch_size * args.prototypes * args.embed_dim * args.updates
     ranks = distributed.world_size()
     if distributed.is_master():

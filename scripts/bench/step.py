@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the numbers as JSON")
     args = parser.parse_args()
     add_model_configs()
+    compat.set_backends()
     print(f"{hardware(args.device)}, load {os.getloadavg()[0]:.1f}")
     results = measure(args)
     print_turns(results)
