@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from eval.classification import class_logits
-from eval.datacomp import add_model_arguments, select_device
-from eval.features import Encoder, resolve_precision
+from eval.command_line import add_model_arguments, load_encoder
+from eval.features import Encoder
 from eval.metrics import Metrics, classification_metrics, target_ranks
-from eval.models import MODEL_OPTIONS, load_model
 from eval.results import Run
 from eval.retrieval import retrieval_metrics
 
@@ -52,24 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     args = parse_args(argv)
     try:
-        device = select_device(args.device)
-        precision = resolve_precision(args.precision, device)
-        options = {name: getattr(args, name) for name in MODEL_OPTIONS}
-        loaded = load_model(args.model, args.checkpoint, device, args.model_config, **options)
+        loaded, encoder = load_encoder(args)
     except ValueError as error:
         logger.error(error)
         return 2
-    encoder = Encoder(
-        loaded.model,
-        loaded.preprocess,
-        loaded.tokenizer,
-        device,
-        precision,
-        args.batch_size,
-        args.workers,
-        show_progress=True,
-    )
-    run = Run.of(loaded, precision)
+    run = Run.of(loaded, encoder.precision)
     failed = False
     for name in expand_collections(args.dataset):
         try:

@@ -12,17 +12,17 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from eval.command_line import add_model_arguments, load_encoder
 from eval.data import DataError, MissingDataError, task_folder
-from eval.features import PRECISIONS, Encoder, resolve_precision
-from eval.models import MODEL_OPTIONS, LoadedModel, load_model
+from eval.features import Encoder
+from eval.models import LoadedModel
 from eval.results import ResultFile, Run
 from eval.runner import evaluate_task
 from eval.summary import summary, summary_text
@@ -56,55 +56,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model, and how to run it."""
-    parser.add_argument("--model", required=True, help="OpenCLIP's name of the model, hf-hub: and local-dir: too")
-    parser.add_argument("--checkpoint", help="checkpoint file, or one of the model's pretrained tags")
-    parser.add_argument("--batch-size", type=_at_least(1), default=256, help="images, and texts, in a batch")
-    parser.add_argument(
-        "--workers",
-        type=_at_least(0),
-        default=default_workers(),
-        help="images that are decoded at a time, in processes, never more than shards, and threads of theirs; "
-        "default: one a core (here %(default)s), at most 16",
-    )
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is one")
-    parser.add_argument(
-        "--precision",
-        choices=PRECISIONS,
-        default="datacomp",
-        help="datacomp: as DataComp's harness on CUDA (texts, and in retrieval images too, in autocast), float32 on "
-        "CPU; fp32: float32 everywhere; amp: autocast everywhere (CUDA)",
-    )
-    group = parser.add_argument_group("model options", "as in training with OpenCLIP, for checkpoints that need them")
-    group.add_argument("--model-config", help="JSON of a model that OpenCLIP does not ship")
-    group.add_argument("--force-quick-gelu", action="store_true", default=None)
-    group.add_argument("--force-custom-text", action="store_true", default=None)
-    group.add_argument("--force-image-size", type=int)
-    group.add_argument("--force-context-length", type=int)
-    group.add_argument("--image-mean", type=float, nargs=3)
-    group.add_argument("--image-std", type=float, nargs=3)
-    group.add_argument("--image-interpolation", choices=("bicubic", "bilinear", "random"))
-    group.add_argument("--image-resize-mode", choices=("shortest", "longest", "squash"))
-
-
-def default_workers() -> int:
-    """One for each core that this process may use; the processes of torchrun on one machine share the cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(16, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
-def _at_least(lowest: int) -> Callable[[str], int]:
-    """An argument type: integers from ``lowest``."""
-
-    def integer(text: str) -> int:
-        if int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"{text} is less than {lowest}")
-        return int(text)
-
-    return integer
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate; returns the exit status. What the user can mend is one line on stderr."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
@@ -131,24 +82,11 @@ def run(args: argparse.Namespace) -> int:
     problems = _missing(tasks, args.data_dir)
     if len(problems) == len(tasks):
         raise ValueError(_wrong_folder(tasks, args.data_dir))
-    device = select_device(args.device)
-    precision = resolve_precision(args.precision, device)
-    options = {name: getattr(args, name) for name in MODEL_OPTIONS}
-    loaded = load_model(args.model, args.checkpoint, device, args.model_config, **options)
-    identity = Run.of(loaded, precision, args.allow_size_mismatch)
+    loaded, encoder = load_encoder(args, show_progress=distributed.is_master())
+    identity = Run.of(loaded, encoder.precision, args.allow_size_mismatch)
     results = ResultFile(args.output_dir or default_output_dir(loaded), identity, loaded.checkpoint)
     todo = [task for task in tasks if task.key not in problems]
     todo = distributed.broadcast_object(_without_results(todo, results, args) if distributed.is_master() else None)
-    encoder = Encoder(
-        loaded.model,
-        loaded.preprocess,
-        loaded.tokenizer,
-        device,
-        precision,
-        args.batch_size,
-        args.workers,
-        show_progress=distributed.is_master(),
-    )
     share = share_tasks(todo, distributed.world_size())[distributed.rank()]
     failed = {}
     for part in distributed.all_gather_object(evaluate_tasks(share, args, encoder, results)):
@@ -220,25 +158,6 @@ def _init_processes() -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # A process waits for the others' last tasks, which may take hours.
         dist.init_process_group("gloo", timeout=datetime.timedelta(days=7))
-
-
-def select_device(requested: str | None) -> torch.device:
-    """The device asked for, or CUDA where there is one; under torchrun each process takes its own GPU.
-
-    Raises:
-        ValueError: for CUDA where there is none, or what is no device.
-    """
-    try:
-        device = torch.device(requested or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        raise ValueError(f"--device {requested}: expected cpu, cuda or cuda:N.") from None
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"--device {device}: this machine, or this build of torch, has no CUDA device.")
-        if device.index is None:
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    return device
 
 
 def _missing(tasks: Sequence[Task], data_dir: str) -> dict[str, str]:

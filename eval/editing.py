@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from eval.command_line import add_model_arguments, load_encoder
 from eval.data import read_lines
-from eval.datacomp import add_model_arguments
 from eval.features import Encoder
-from eval.image_files import list_images, load_encoder, read_images
+from eval.image_files import list_images, read_images
 
 # The concept of the paper: gender. The first two pairs and the first template are its examples.
 PAIRS = (

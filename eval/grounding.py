@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
-from eval.datacomp import add_model_arguments
+from eval.command_line import add_model_arguments, load_encoder
 from eval.features import Encoder
-from eval.image_files import load_encoder, open_image
+from eval.image_files import open_image
 from eval.models import ModelError
 
 # Colours of the heat maps at 0, 1/4, ..., 1: dark blue, blue, green, yellow, red. Interpolated linearly.

@@ -1,6 +1,5 @@
-"""Images as plain files, and the model of a command line; shared by the evaluations beyond DataComp's tasks."""
+"""Images as plain files; shared by the evaluations beyond DataComp's tasks."""
 
-import argparse
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,32 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from eval.data import IMAGE_EXTENSIONS
-from eval.datacomp import select_device
-from eval.features import Encoder, resolve_precision
-from eval.models import MODEL_OPTIONS, LoadedModel, load_model
-
-
-def load_encoder(args: argparse.Namespace) -> tuple[LoadedModel, Encoder]:
-    """The model that arguments of `eval.datacomp.add_model_arguments` name.
-
-    Raises:
-        ValueError: no such model, checkpoint or device.
-    """
-    device = select_device(args.device)
-    precision = resolve_precision(args.precision, device)
-    options = {name: getattr(args, name) for name in MODEL_OPTIONS}
-    loaded = load_model(args.model, args.checkpoint, device, args.model_config, **options)
-    encoder = Encoder(
-        loaded.model,
-        loaded.preprocess,
-        loaded.tokenizer,
-        device,
-        precision,
-        args.batch_size,
-        args.workers,
-        show_progress=True,
-    )
-    return loaded, encoder
+from eval.features import Encoder
 
 
 def list_images(folder: Path) -> list[Path]:

@@ -32,10 +32,10 @@ from sklearn.utils.parallel import Parallel, delayed
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from eval.command_line import add_model_arguments, load_encoder
 from eval.data import CLASSNAMES_FILE, SampleFormat, Skipped, find_shards, read_lines
-from eval.datacomp import add_model_arguments
 from eval.features import Encoder
-from eval.image_files import list_images, load_encoder, read_images
+from eval.image_files import list_images, read_images
 from eval.logistic import TorchLogisticRegression
 from eval.models import ModelError
 
