@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,9 @@ def benchmark() -> Iterator[ModuleType]:
     spec = importlib.util.spec_from_file_location("bench_evaluation", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    level = logging.root.level
     yield module
+    logging.root.setLevel(level)  # it silences the libraries
     sys.path.remove(str(path.parent))
 
 
