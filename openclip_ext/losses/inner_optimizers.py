@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
 
 ADAGRAD_EPS = 1e-10
 ADAM_BETAS = (0.9, 0.999)
@@ -81,13 +82,30 @@ class InnerAdam(nn.Module):
                     total.add_(part)
             for parameter in parameters:
                 parameter.requires_grad_(False)
-        with torch.no_grad():
-            self.steps += ok
-            steps = self.steps.clamp(min=1)
-            correction1, correction2 = (1 - beta**steps for beta in ADAM_BETAS)
-            for position, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-                mean, square = self.get_buffer(f"mean_{position}"), self.get_buffer(f"square_{position}")
-                mean.copy_(torch.where(ok, mean.lerp(gradient, 1 - ADAM_BETAS[0]), mean))
-                square.copy_(torch.where(ok, square.lerp(gradient.square(), 1 - ADAM_BETAS[1]), square))
-                update = (mean / correction1) / ((square / correction2).sqrt() + ADAM_EPS)
-                parameter.sub_(torch.where(ok, lr * update, 0))
+        self._apply_gradients(parameters, [gradient.contiguous() for gradient in gradients], lr, ok)
+
+    @torch.no_grad()
+    def _apply_gradients(self, parameters: list[Tensor], gradients: list[Tensor], lr: float, ok: Tensor) -> None:
+        """One kernel for all of them, which does nothing where ``ok`` does not hold."""
+        means, squares = (
+            [self.get_buffer(f"{name}_{position}") for position in range(len(parameters))] for name in ("mean", "square")
+        )
+        steps = [self.steps.to(torch.float32, copy=True) for _ in parameters]
+        adam(
+            parameters,
+            gradients,
+            means,
+            squares,
+            [],
+            steps,
+            fused=True,
+            found_inf=(~ok).to(torch.float32),
+            amsgrad=False,
+            beta1=ADAM_BETAS[0],
+            beta2=ADAM_BETAS[1],
+            lr=lr,
+            weight_decay=0.0,
+            eps=ADAM_EPS,
+            maximize=False,
+        )
+        self.steps.copy_(steps[0])
