@@ -88,7 +88,8 @@ class InnerAdam(nn.Module):
     def _apply_gradients(self, parameters: list[Tensor], gradients: list[Tensor], lr: float, ok: Tensor) -> None:
         """One kernel for all of them, which does nothing where ``ok`` does not hold."""
         means, squares = (
-            [self.get_buffer(f"{name}_{position}") for position in range(len(parameters))] for name in ("mean", "square")
+            [self.get_buffer(f"{name}_{position}") for position in range(len(parameters))]
+            for name in ("mean", "square")
         )
         steps = [self.steps.to(torch.float32, copy=True) for _ in parameters]
         adam(
