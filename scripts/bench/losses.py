@@ -2,8 +2,8 @@
 
     python scripts/bench/losses.py [--batch-sizes 512 4096] [--embed-dim 512] [--losses fastclip neuclip] [--output FILE]
 
-Random unit features on one device; options of a loss are its defaults. The losses take turns, round after round; a ratio is
-the median over the rounds. Memory is what a call needs beyond features and state.
+Random unit features on one device; options of a loss are its defaults, but for --prototypes. The losses take turns, round
+after round; a ratio is the median over the rounds. Memory is what a call needs beyond features and state.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from _report import hardware, write_report
-from _turns import Action, peak_mib, print_turns, take_turns
+from _turns import Action, peak_mib, print_turns, prototypes_option, take_turns
 from open_clip.loss import ClipLoss
 from torch.nn.functional import normalize
 
@@ -31,8 +31,9 @@ def make_contestants(batch_size: int, args: argparse.Namespace) -> dict[str, Act
     ]
     inputs = [*features, torch.tensor(1 / 0.07, device=args.device, requires_grad=True)]
     index = torch.arange(batch_size, device=args.device)
+    sizes = {"embed_dim": args.embed_dim, "num_samples": batch_size}
     losses = {
-        name: registry.create_loss(name, embed_dim=args.embed_dim, num_samples=batch_size).to(args.device)
+        name: registry.create_loss(name, **sizes, **prototypes_option(name, args.prototypes)).to(args.device)
         for name in args.losses
     }
     with_index = {name: partial(call, partial(loss, *inputs, index=index), inputs) for name, loss in losses.items()}
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--embed-dim", type=int, default=512)
     image_text = [name for name in registry.list_losses() if registry.options_used_by(name).get("views", 1) == 1]
     parser.add_argument("--losses", nargs="+", default=image_text, choices=image_text)
+    parser.add_argument("--prototypes", type=int, default=4096, help="of the losses that have them")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="write the numbers as JSON")

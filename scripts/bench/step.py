@@ -14,7 +14,7 @@ from pathlib import Path
 import open_clip
 import torch
 from _report import hardware, write_report
-from _turns import peak_mib, print_turns, take_turns
+from _turns import peak_mib, print_turns, prototypes_option, take_turns
 from torch import nn
 
 from openclip_ext import compat
@@ -32,7 +32,7 @@ def contestant(loss_name: str, args: argparse.Namespace, device: torch.device) -
     start = {"init_logit_scale": 2.3, "init_logit_bias": -10.0} if loss_name == "siglip" else {}
     model = open_clip.create_model(args.model, output_dict=True, device=device, **start).train()
     width = compat.embedding_dim(args.model, model)
-    options = {"prototypes": args.prototypes} if "prototypes" in registry.options_used_by(loss_name) else {}
+    options = prototypes_option(loss_name, args.prototypes)
     loss = registry.create_loss(loss_name, embed_dim=width, num_samples=NUM_SAMPLES, **options).to(device)
     if not loss.learns_logit_scale:
         model.logit_scale.requires_grad_(False)
