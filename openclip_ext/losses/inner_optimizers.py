@@ -91,7 +91,7 @@ class InnerAdam(nn.Module):
             [self.get_buffer(f"{name}_{position}") for position in range(len(parameters))]
             for name in ("mean", "square")
         )
-        steps = [self.steps.to(torch.float32, copy=True) for _ in parameters]
+        steps = list(self.steps.to(torch.float32).repeat(len(parameters)))
         adam(
             parameters,
             gradients,

@@ -137,7 +137,9 @@ class TwoViewLoss(ContrastiveLoss):
     def _projected(self, batch: LocalBatch) -> tuple[Tensor, Tensor]:
         """The projections of both views, unit norm; NaN where an image does not count."""
         views = (batch.image, batch.text)
-        valid = torch.stack([torch.isfinite(view).all(dim=1) for view in views]).all(dim=0)[:, None]
+        valid = torch.isfinite(batch.image).all(dim=1, keepdim=True) & torch.isfinite(batch.text).all(
+            dim=1, keepdim=True
+        )
         first, second = (
             torch.where(valid, self._project(torch.where(valid, view.to(batch.dtype), 0)), torch.nan) for view in views
         )

@@ -73,11 +73,12 @@ def estimate_from_prototypes(
     alpha = torch.empty_like(block.tau[:, own], memory_format=torch.contiguous_format)
     share = torch.empty_like(alpha)
     pull = torch.empty_like(block.features[:, own]) if with_gradient else None
+    log_multiplicity = None if multiplicity is None else multiplicity.to(block.tau.dtype).log()
     for anchors in anchor_chunks(own, directions.shape[1]):
         here = slice(anchors.start - own.start, anchors.stop - own.start)
         terms = (block.features[:, anchors] / block.tau[:, anchors, None]) @ directions.transpose(1, 2)
-        if multiplicity is not None:
-            terms += multiplicity.to(terms.dtype).log()
+        if log_multiplicity is not None:
+            terms += log_multiplicity
         if left_out is not None:
             _leave_out_(terms, left_out[anchors])
         largest = F.shifted_exp_(terms, dim=2)

@@ -7,14 +7,7 @@ from pathlib import Path
 
 import torch
 
-from openclip_ext.losses import registry
-
 Action = Callable[[], object]
-
-
-def prototypes_option(loss_name: str, number: int) -> dict[str, int]:
-    """The option that sets the number of prototypes, for a loss that has some."""
-    return {"prototypes": number} if "prototypes" in registry.options_used_by(loss_name) else {}
 
 
 def take_turns(contestants: dict[str, Action], baseline: str, rounds: int, device: str) -> dict[str, dict[str, float]]:

@@ -2,10 +2,10 @@
 # The sizes that docs/performance.md asks about, on one GPU, in one go: bash scripts/bench/gpu.sh FOLDER
 # Needs some 70 GiB of the GPU's memory, for OpenCLIP's loss at batch 65,536; PYTHON names the interpreter.
 set -euo pipefail
-folder="${1:?where to write the numbers}"
+mkdir -p "${1:?where to write the numbers}"
+folder="$(cd -- "$1" && pwd)"
 python="${PYTHON:-python}"
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.."
-mkdir -p "$folder"
 
 bench() {
     local report="$1" script="$2"

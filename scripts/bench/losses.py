@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from _losses import IMAGE_TEXT_LOSSES, prototypes_option
 from _report import hardware, write_report
-from _turns import Action, peak_mib, print_turns, prototypes_option, take_turns
+from _turns import Action, peak_mib, print_turns, take_turns
 from open_clip.loss import ClipLoss
 from torch.nn.functional import normalize
 
@@ -59,8 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[512, 4096])
     parser.add_argument("--embed-dim", type=int, default=512)
-    image_text = [name for name in registry.list_losses() if registry.options_used_by(name).get("views", 1) == 1]
-    parser.add_argument("--losses", nargs="+", default=image_text, choices=image_text)
+    parser.add_argument("--losses", nargs="+", default=IMAGE_TEXT_LOSSES, choices=IMAGE_TEXT_LOSSES)
     parser.add_argument("--prototypes", type=int, default=4096, help="of the losses that have them")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

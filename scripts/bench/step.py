@@ -13,8 +13,9 @@ from pathlib import Path
 
 import open_clip
 import torch
+from _losses import IMAGE_TEXT_LOSSES, prototypes_option
 from _report import hardware, write_report
-from _turns import peak_mib, print_turns, prototypes_option, take_turns
+from _turns import peak_mib, print_turns, take_turns
 from torch import nn
 
 from openclip_ext import compat
@@ -86,8 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo-resnet")
     parser.add_argument("--batch-size", type=int, default=64)
-    image_text = [name for name in registry.list_losses() if registry.options_used_by(name).get("views", 1) == 1]
-    parser.add_argument("--losses", nargs="+", default=image_text, choices=image_text)
+    parser.add_argument("--losses", nargs="+", default=IMAGE_TEXT_LOSSES, choices=IMAGE_TEXT_LOSSES)
     parser.add_argument("--prototypes", type=int, default=4096, help="of the losses that have them")
     parser.add_argument("--steps", type=int, default=20, help="steps in a block")
     parser.add_argument("--rounds", type=int, default=9)
