@@ -172,8 +172,9 @@ def replace_linear_layers(model: nn.Module, layer_name: str, device: torch.devic
 def unwrap(model: nn.Module) -> nn.Module:
     """The model itself, out of DistributedDataParallel and ``torch.compile``."""
     while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod
+        compiled = getattr(model, "_orig_mod", None)
+        if isinstance(compiled, nn.Module):
+            model = compiled
         elif isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         else:
@@ -268,11 +269,10 @@ def register() -> None:
         create = open_clip.create_loss
     else:
         create = _extended_create_loss(open_clip.create_loss)
-    open_clip.create_loss = open_clip.factory.create_loss = create
     # open_clip_train.main binds the function by name when it is imported.
-    training_script = sys.modules.get("open_clip_train.main")
-    if training_script is not None:
-        training_script.create_loss = create
+    modules: list[Any] = [open_clip, open_clip.factory, sys.modules.get("open_clip_train.main")]
+    for module in filter(None, modules):
+        module.create_loss = create
 
 
 def _extended_create_loss(original: Callable) -> Callable:
