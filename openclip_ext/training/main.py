@@ -21,7 +21,9 @@ from torch import nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.similarities import chunk_bytes
-from openclip_ext.data.loader import build_eval_loader, build_train_loader
+from openclip_ext.data.build import build_eval_loader, build_train_loader
+from openclip_ext.data.spec import DataSpec
+from openclip_ext.data.train_loader import TrainLoader, TrainLoaderConfig
 from openclip_ext.heads import read_heads, with_heads
 from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
@@ -138,30 +140,18 @@ def _train(
         trainer.reporter.close()
 
 
-def _train_loader(args: argparse.Namespace, parts: Parts, image_views: int) -> Any:
-    return build_train_loader(
-        args.train_data,
-        dataset_type=args.dataset_type,
-        preprocess=parts.preprocess_train,
-        tokenizer=parts.tokenizer,
+def _train_loader(args: argparse.Namespace, parts: Parts, image_views: int) -> TrainLoader:
+    config = TrainLoaderConfig(
         batch_size=args.batch_size,
         accum_freq=args.accum_freq,
         workers=args.workers,
         seed=args.seed,
-        epoch_samples=args.train_num_samples,
-        manifest=args.manifest,
-        image_key=args.image_key,
-        caption_key=args.caption_key,
-        csv_separator=args.csv_separator,
-        csv_image_key=args.csv_img_key,
-        csv_caption_key=args.csv_caption_key,
-        max_bad_fraction=args.max_bad_fraction,
-        resampled=args.dataset_resampled,
-        upsampling_factors=args.train_data_upsampling_factors,
-        caption_aware_flip=args.caption_aware_flip,
         views=image_views,
+        caption_aware_flip=args.caption_aware_flip,
         pin_memory=parts.device.type == "cuda",
     )
+    spec = DataSpec.of_training(vars(args))
+    return build_train_loader(spec, config, preprocess=parts.preprocess_train, tokenizer=parts.tokenizer)
 
 
 def _build_loss(
@@ -357,18 +347,11 @@ def _evaluates(args: argparse.Namespace) -> bool:
 
 def _validation(args: argparse.Namespace, parts: Parts) -> Validation:
     loader = build_eval_loader(
-        args.val_data,
-        dataset_type=args.dataset_type,
+        DataSpec.of_validation(vars(args)),
         preprocess=parts.preprocess_val,
         tokenizer=parts.tokenizer,
         batch_size=args.batch_size,
         workers=args.workers,
-        image_key=args.image_key,
-        caption_key=args.caption_key,
-        csv_separator=args.csv_separator,
-        csv_image_key=args.csv_img_key,
-        csv_caption_key=args.csv_caption_key,
-        num_samples=args.val_num_samples,
     )
     settings = _step_settings(args, parts.device)
     return Validation(loader, settings.device, settings.input_dtype, settings.autocast)
