@@ -3,6 +3,7 @@
 This file assembles the parts, in the order of the data flow; the parts do the work.
 """
 
+import functools
 import logging
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from openclip_ext.training.loss import build_loss, load_pretrained_heads
 from openclip_ext.training.model import BuiltModel, build_model, prepare_for
 from openclip_ext.training.optimizer import create_optimizer, create_schedule
 from openclip_ext.training.reporting import Reporter, announce
+from openclip_ext.training.resume import Start
 from openclip_ext.training.step import TrainStep
 from openclip_ext.training.trainer import Trainer
 
@@ -48,14 +50,13 @@ def main(argv: list[str]) -> None:
         config = training_config(args, choice, device)
         folder = run_folder.prepare(config.folder)
         with remote.synchronised(config.remote, folder):
-            checkpoint = resume.find_checkpoint(
-                config.resume, folder, lambda folder: remote.fetch_checkpoints(config.remote, folder)
-            )
+            fetch = functools.partial(remote.fetch_checkpoints, config.remote)
+            start = resume.find_start(config.resume, folder, fetch)
             built = build_model(config.model, device, config.loading.seed)
             if config.data is None:
-                _evaluate_only(config, built, folder, checkpoint)
+                _evaluate_only(config, built, folder, start.checkpoint)
             else:
-                _train(config, built, folder, checkpoint)
+                _train(config, built, folder, start)
     except Exception as error:
         _log_failure(error, keep=handlers)
         raise
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> None:
         distributed.shutdown()
 
 
-def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, checkpoint: Checkpoint | None) -> None:
+def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> None:
     assert config.data is not None
     loader = build_train_loader(
         config.data, config.loading, preprocess=built.preprocess_train, tokenizer=built.tokenizer
@@ -72,7 +73,7 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, check
     steps_per_epoch = loader.batches_per_epoch // config.length.accum_freq
     loss = build_loss(config.loss, config.model.name, built.model, loader.num_samples, built.device)
     _check_combination(config, loss)
-    model = _prepare_model(config, built, loss, is_fresh=checkpoint is None)
+    model = _prepare_model(config, built, loss, is_fresh=start.checkpoint is None)
     optimizer = create_optimizer(model, config.optimizer, loss.logit_scale_lr, loss.model_head())
     scaler = config.step.scaler(built.device)
     identity = RunIdentity(
@@ -82,7 +83,7 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, check
         global_batch=config.global_batch,
         seed=config.loading.seed,
     )
-    position = resume.restore(checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
+    position = resume.restore(start.checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
     if folder is not None and distributed.is_master():
         _begin_folder(config, folder, position)
     announce(identity, config.loss.options, built.model, loss, steps_per_epoch, config.length.epochs)
@@ -97,12 +98,10 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, check
         reporter=Reporter(folder, config.reporting, steps_per_epoch * config.length.epochs, steps_per_epoch),
         evaluators=build_evaluators(config.evaluation, built, config.step),
         position=position,
+        unreadable=start.unreadable,
     )
-    # As the master sees its files: ranks that disagreed would wait for each other in different places.
-    is_resumed = checkpoint is not None
-    evaluate_first = distributed.broadcast_object(is_resumed and resume.lacks_evaluation(folder, position))
     try:
-        trainer.fit(evaluate_first)
+        trainer.fit(start.checkpoint is not None and resume.lacks_evaluation(folder, position))
     finally:
         trainer.reporter.close()
 

@@ -93,6 +93,7 @@ class Trainer:
         reporter: where numbers go.
         evaluators: run at epoch ends, after the checkpoint is safe.
         position: where to start.
+        unreadable: checkpoints that could not be read, which are neither overwritten nor deleted.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Trainer:
         reporter: Reporter,
         evaluators: Sequence[ScheduledEvaluator] = (),
         position: Position | None = None,
+        unreadable: frozenset[Path] = frozenset(),
     ) -> None:
         self.step = step
         self.loader = loader
@@ -116,6 +118,7 @@ class Trainer:
         self.reporter = reporter
         self.evaluators = evaluators
         self.position = position if position is not None else Position()
+        self.unreadable = unreadable
         self.steps_per_epoch = loader.batches_per_epoch // length.accum_freq
         self.stopwatch = Stopwatch()
         self._last_saved: tuple[str, int] | None = None
@@ -240,7 +243,7 @@ class Trainer:
     def _save_mid_epoch(self, must_succeed: bool) -> None:
         path = self._save(ckpt.checkpoint_name(self.position), must_succeed)
         if path is not None and distributed.is_master():
-            ckpt.remove_older_mid_epoch(path.parent, kept=path)
+            ckpt.remove_older_mid_epoch(path.parent, kept=path, spared=self.unreadable)
 
     def _save_epoch(self) -> None:
         completed, policy = self.position.epoch, self.policy
@@ -252,9 +255,10 @@ class Trainer:
             saved = self._save(ckpt.LATEST, must_succeed=False) or saved
         if saved is None or not distributed.is_master():
             return
-        ckpt.remove_older_mid_epoch(saved.parent, kept=saved)
-        if policy.delete_previous:
-            ckpt.remove(saved.parent / f"epoch_{completed - 1}.pt")
+        ckpt.remove_older_mid_epoch(saved.parent, kept=saved, spared=self.unreadable)
+        previous = saved.parent / f"epoch_{completed - 1}.pt"
+        if policy.delete_previous and previous not in self.unreadable:
+            ckpt.remove(previous)
 
     def _save(self, name: str, must_succeed: bool) -> Path | None:
         """Write a checkpoint; a failure is a warning, unless it is the run's last chance."""
@@ -263,7 +267,11 @@ class Trainer:
             return None
         self._refuse_nonfinite_parameters()
         content = self._model_file()
+        target = policy.folder / f"{name}.pt"
         try:
+            if target in self.unreadable:
+                ckpt.set_aside(target)
+            self.unreadable -= {target}
             path = ckpt.save(
                 policy.folder,
                 name,

@@ -1,0 +1,118 @@
+"""What breaks around a run: nothing is lost in silence, and nothing that could not be read is overwritten."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from openclip_ext.training.errors import UsageError
+from tests.training.runs import (
+    EXIT_AFTER_SIGTERM,
+    command,
+    differences,
+    final_state,
+    losses_of,
+    make_shards,
+    run,
+    run_on_two_ranks,
+)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return make_shards(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def damage(path: Path) -> bytes:
+    content = bytearray(path.read_bytes())
+    for position in range(64):
+        content[len(content) // 2 + position] ^= 1
+    path.write_bytes(content)
+    return bytes(content)
+
+
+@pytest.fixture(scope="module")
+def whole(shards, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("whole")
+    assert run(command(shards, logs, "run", "fastclip", "--val-data", shards)) == 0
+    return logs / "run"
+
+
+def with_damage(shards: str, logs: Path) -> tuple[Path, bytes, bytes]:
+    """A finished run whose newest checkpoint is damaged, with a foreign file and torn logs."""
+    assert run(command(shards, logs, "run", "fastclip", "--val-data", shards)) == 0
+    checkpoints = logs / "run" / "checkpoints"
+    damaged = damage(checkpoints / "epoch_2.pt")
+    torch.save([1, 2, 3], checkpoints / "epoch_9.pt")
+    for log in (logs / "run" / "metrics.jsonl", checkpoints / "results.jsonl"):
+        with open(log, "a") as lines:
+            lines.write('{"step": 3, "epoch": 1, "los')
+    return checkpoints, damaged, (checkpoints / "epoch_9.pt").read_bytes()
+
+
+def assert_went_on(logs: Path, checkpoints: Path, damaged: bytes, foreign: bytes, whole: Path) -> None:
+    assert losses_of(logs / "run") == losses_of(whole)
+    assert differences(final_state(logs / "run"), final_state(whole)) == []
+    assert (checkpoints / "epoch_2.pt.unreadable").read_bytes() == damaged
+    assert (checkpoints / "epoch_9.pt").read_bytes() == foreign
+    results = [json.loads(line) for line in (checkpoints / "results.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in results] == [1, 2]
+
+
+def test_a_resume_falls_back_to_the_newest_readable_checkpoint(shards, whole, tmp_path, caplog):
+    checkpoints, damaged, foreign = with_damage(shards, tmp_path)
+    assert run(command(shards, tmp_path, "run", "fastclip", "--val-data", shards, "--resume", "latest")) == 0
+    assert "epoch_2.pt is damaged: epoch_2.pt is not as it was written" in caplog.text
+    assert "epoch_9.pt holds no training checkpoint, but a list" in caplog.text
+    assert_went_on(tmp_path, checkpoints, damaged, foreign, whole)
+
+
+def test_two_ranks_fall_back_together(shards, tmp_path):
+    """Rank 1 looks at nothing that rank 0 has not repaired; both take the same checkpoint."""
+    argv = [*command(shards, tmp_path, "whole", "fastclip", "--val-data", shards), "--batch-size", "8"]
+    run_on_two_ranks(tmp_path, [{"argv": argv}])
+    again = [argument if argument != "whole" else "run" for argument in argv]
+    run_on_two_ranks(tmp_path, [{"argv": again}])
+    checkpoints = tmp_path / "run" / "checkpoints"
+    damaged = damage(checkpoints / "epoch_2.state" / "step_10" / "rank_0001.pt")
+    with open(checkpoints / "results.jsonl", "a") as lines:
+        lines.write('{"epoch": 1, "im')
+    run_on_two_ranks(tmp_path, [{"argv": [*again, "--resume", "latest"]}])
+    assert differences(final_state(tmp_path / "run"), final_state(tmp_path / "whole")) == []
+    assert (checkpoints / "epoch_2.state.unreadable" / "step_10" / "rank_0001.pt").read_bytes() == damaged
+
+
+def test_a_run_of_which_no_checkpoint_can_be_read_is_left_alone(shards, tmp_path):
+    argv = command(shards, tmp_path, "run", "fastclip", "--resume", "latest")
+    assert run(argv, stop_after=3) == EXIT_AFTER_SIGTERM
+    damage(tmp_path / "run" / "checkpoints" / "epoch_0_step_3.pt")
+    before = files_of(tmp_path)
+    with pytest.raises(UsageError, match=r"none of the checkpoints in .* can be read"):
+        run(argv)
+    after = files_of(tmp_path)
+    assert {name: after[name] for name in before if name != "run/out.log"} == {
+        name: content for name, content in before.items() if name != "run/out.log"
+    }
+    assert after.keys() == before.keys()
+
+
+def test_a_damaged_checkpoint_named_by_its_path_is_refused(shards, tmp_path):
+    argv = command(shards, tmp_path, "run", "openclip", "--epochs", "1")
+    assert run(argv) == 0
+    path = tmp_path / "run" / "checkpoints" / "epoch_1.pt"
+    damage(path)
+    with pytest.raises(UsageError, match=r"epoch_1\.pt is damaged"):
+        run(command(shards, tmp_path, "other", "openclip", "--resume", str(path)))
