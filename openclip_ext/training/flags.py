@@ -41,6 +41,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, LossChoice]:
         SystemExit: ``--help``, and what argparse itself refuses.
     """
     parser = build_parser()
+    if argv[:1] == ["--"]:
+        # From ``torchrun ... -m openclip_ext.training.main -- --logs DIR``: without it torchrun refuses ``--logs``.
+        argv = argv[1:]
     if any(argument in ("-h", "--help") for argument in argv):
         _print_help(parser)
         raise SystemExit(0)

@@ -16,7 +16,7 @@ from openclip_ext.data.build import build_train_loader
 from openclip_ext.heads import read_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
-from openclip_ext.training import parallel, remote, resume, run_folder
+from openclip_ext.training import parallel, remote, resume, run_folder, signals
 from openclip_ext.training.checkpoint import Checkpoint, Position, RunIdentity
 from openclip_ext.training.config import TrainingConfig, training_config
 from openclip_ext.training.errors import UsageError
@@ -43,13 +43,13 @@ def main(argv: list[str]) -> None:
     """
     add_model_configs()
     args, choice = parse(argv)
+    signals.end_with_torchrun()
     compat.set_backends()
     device = compat.init_device(args)
     handlers = list(logging.root.handlers)
     try:
         config = training_config(args, choice, device)
-        folder = run_folder.prepare(config.folder)
-        with remote.synchronised(config.remote, folder):
+        with run_folder.opened(config.folder) as folder, remote.synchronised(config.remote, folder):
             fetch = functools.partial(remote.fetch_checkpoints, config.remote)
             start = resume.find_start(config.resume, folder, fetch)
             built = build_model(config.model, device, config.loading.seed)

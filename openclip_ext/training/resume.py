@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,9 +14,7 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import Checkpoint, Position, RunIdentity
-from openclip_ext.training.errors import UsageError
-
-T = TypeVar("T")
+from openclip_ext.training.errors import UsageError, on_master
 
 
 @dataclass(frozen=True)
@@ -63,24 +60,6 @@ def _find(resume: str, folder: Path | None, fetch: Callable[[Path], None]) -> tu
     newest = ckpt.newest_of(found, folder / "checkpoints")
     logging.info(f"Resuming from {newest}." if newest else f"No checkpoint in {folder} yet: starting afresh.")
     return newest, frozenset(found.unreadable)
-
-
-def on_master(action: Callable[[], T]) -> T:
-    """What an action gives on the master, on all ranks; a UsageError is raised on all of them, so that none waits.
-
-    Raises:
-        UsageError: the master's.
-    """
-    outcome: tuple[T | None, str | None] = (None, None)
-    if distributed.is_master():
-        try:
-            outcome = (action(), None)
-        except UsageError as error:
-            outcome = (None, str(error))
-    result, failure = distributed.broadcast_object(outcome)
-    if failure is not None:
-        raise UsageError(failure)
-    return result
 
 
 def restore(

@@ -1,7 +1,10 @@
 """Requests from outside: SIGUSR1 asks for a checkpoint, SIGTERM for a checkpoint and the end of the run."""
 
+import ctypes
 import enum
+import os
 import signal
+import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -15,6 +18,19 @@ class Request(enum.IntEnum):
     NOTHING = 0
     SAVE = 1
     SAVE_AND_STOP = 2
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_torchrun() -> None:
+    """Ask the kernel to send this process SIGTERM when torchrun, its parent, dies: it saves and ends then.
+
+    Otherwise the trainers of a torchrun that was killed outright would go on beside a restarted run. Linux only. Started in
+    another way a process may outlive its parent (``nohup``), and does.
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class SignalRequests:

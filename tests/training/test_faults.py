@@ -1,17 +1,23 @@
 """What breaks around a run: nothing is lost in silence, and nothing that could not be read is overwritten."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from openclip_ext.training import run_folder
 from openclip_ext.training.errors import UsageError
 from tests.training.runs import (
     EXIT_AFTER_SIGTERM,
     command,
     differences,
     final_state,
+    free_port,
     losses_of,
     make_shards,
     run,
@@ -116,3 +122,91 @@ def test_a_damaged_checkpoint_named_by_its_path_is_refused(shards, tmp_path):
     damage(path)
     with pytest.raises(UsageError, match=r"epoch_1\.pt is damaged"):
         run(command(shards, tmp_path, "other", "openclip", "--resume", str(path)))
+
+
+# --- two programs, one folder ----------------------------------------------------------------------------------------
+
+
+def start(argv: list[str], *launcher: str) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    program = [*launcher, "-m", "openclip_ext.training.main", "--", *argv]
+    return subprocess.Popen(program, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def wait_for_lines(program: subprocess.Popen, path: Path, count: int) -> None:
+    def are_there() -> bool:
+        assert program.poll() is None
+        return lines_in(path) >= count
+
+    wait_for(are_there)
+
+
+def wait_for(condition, seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def lines_in(path: Path) -> int:
+    return path.read_text().count("\n") if path.is_file() else 0
+
+
+def is_alive(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return state.is_file() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_second_run_in_the_same_folder_is_refused(shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "LOCK_PATIENCE", 0.1)
+    argv = command(shards, tmp_path, "run", "openclip", "--epochs", "200", "--resume", "latest")
+    program = start(argv, sys.executable)
+    try:
+        wait_for_lines(program, tmp_path / "run" / "metrics.jsonl", 2)
+        with pytest.raises(UsageError, match=rf"is in use by process {program.pid} on .*: wait until it ends"):
+            run(argv)
+    finally:
+        program.kill()
+        program.wait()
+    steps = [step for step, *_ in losses_of(tmp_path / "run")]
+    assert steps == list(range(len(steps)))
+    assert run([*argv, "--epochs", "1"]) == 0  # the lock went with the process
+
+
+def test_trainers_end_with_torchrun(shards, tmp_path):
+    argv = [*command(shards, tmp_path, "run", "openclip", "--epochs", "200", "--resume", "latest"), "--batch-size", "8"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
+    torchrun = start(argv, *launcher)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    try:
+        wait_for_lines(torchrun, metrics, 3)
+        trainers = [int(pid) for pid in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()]
+        assert len(trainers) == 2
+    finally:
+        torchrun.kill()
+        torchrun.wait()
+    wait_for(lambda: not any(is_alive(pid) for pid in trainers), 60)
+    steps = [step for step, *_ in losses_of(tmp_path / "run")]
+    assert run([*argv, "--batch-size", "16"], stop_after=2) == EXIT_AFTER_SIGTERM
+    assert [step for step, *_ in losses_of(tmp_path / "run")] == list(range(len(steps) + 2))  # each once
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_that_cannot_be_written_to_is_named(shards, tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(UsageError, match="cannot write to the run folder"):
+        run(command(shards, tmp_path, "run", "openclip"))
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(shards, tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(UsageError, match="cannot write to the run folder"):
+        run(command(shards, tmp_path, "run", "openclip"))
