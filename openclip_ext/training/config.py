@@ -87,7 +87,7 @@ def training_config(args: argparse.Namespace, choice: LossChoice, device: torch.
         schedule=_schedule(args),
         step=StepConfig(precision=args.precision, grad_clip_norm=args.grad_clip_norm),
         parallel=_parallel(args),
-        length=RunLength(args.epochs, args.accum_freq, args.log_every_n_steps),
+        length=RunLength(args.epochs, args.accum_freq, args.log_every_n_steps, args.max_skipped_steps),
         saving=_saving(args, folder),
         evaluation=_evaluation(args),
         folder=folder,

@@ -146,6 +146,13 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
         "--save-every-steps", type=int, default=0, help="also save a checkpoint every N optimizer steps (0: never)"
     )
     group.add_argument(
+        "--max-skipped-steps",
+        type=int,
+        default=50,
+        metavar="N",
+        help="stop after so many steps in a row whose gradients are not finite; such a step changes nothing (default: 50)",
+    )
+    group.add_argument(
         "--fsdp",
         action="store_true",
         help="spread parameters, gradients and optimizer state over the processes (FSDP2) instead of replicating them (DDP)",
@@ -224,6 +231,8 @@ def _check_run_flags(args: argparse.Namespace) -> None:
         raise UsageError(f"--accum-freq is {args.accum_freq}, must be at least 1")
     if args.lookahead_steps is not None and args.lookahead_steps < 1:
         raise UsageError(f"--lookahead-steps is {args.lookahead_steps}, must be at least 1")
+    if args.max_skipped_steps < 1:
+        raise UsageError(f"--max-skipped-steps is {args.max_skipped_steps}, must be at least 1")
     if args.eval_suite is not None and args.eval_data_dir is None:
         raise UsageError("--eval-suite needs --eval-data-dir")
     if args.fsdp_no_reshard_after_forward and not args.fsdp:

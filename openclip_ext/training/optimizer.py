@@ -101,7 +101,10 @@ def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim
     if config.beta1 is None or config.beta2 is None or config.eps is None:
         raise UsageError("--opt adamw needs --beta1, --beta2 and --eps")
     parameters = [parameter for group in groups for parameter in group["params"]]
-    fused = (distributed.world_size() == 1 and all(map(_gains_from_fusing, parameters))) or None
+    on_gpu = all(parameter.is_cuda for parameter in parameters)
+    on_cpu = distributed.world_size() == 1 and all(map(_gains_from_fusing, parameters))
+    # On a GPU only the fused one can skip a step without a wait (``guard.py``).
+    fused = on_gpu or on_cpu or None
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
 
