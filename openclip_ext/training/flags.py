@@ -234,6 +234,16 @@ def _check_run_flags(args: argparse.Namespace) -> None:
         raise UsageError(f"--max-bad-fraction is {args.max_bad_fraction}, must lie between 0 and 1")
 
 
+def flags_without_effect(args: argparse.Namespace, choice: LossChoice) -> tuple[str, ...]:
+    """OpenCLIP's flags for its own losses that were given and that the chosen loss does not use."""
+    unused = [
+        option for option in OPTIONS.values() if option.openclip_flag and option.name not in _options_used(choice)
+    ]
+    # ``seed`` and ``epochs`` are the run's as well.
+    ours = (option for option in unused if option.name not in ("seed", "epochs"))
+    return tuple(option.flag for option in ours if getattr(args, option.name) != option.default)
+
+
 def views(choice: LossChoice) -> int:
     """How many augmented views of each image the loss compares; 1 where it compares images with texts."""
     return {"views": 1, **_options_used(choice), **choice.options}["views"]

@@ -30,7 +30,7 @@ from openclip_ext.losses.registry import create_loss, list_losses
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.optimizer import create_optimizer
 from openclip_ext.training.step import StepSettings, TrainStep
-from tests.distributed.training_cases import GLOBAL_BATCH, MODEL, fixed_batch, micro_batches_of, openclip_flags
+from tests.distributed.training_cases import GLOBAL_BATCH, MODEL, OPTIMIZER, fixed_batch, micro_batches_of
 
 WIDTH = 64
 # Every loss, and what they can be made of besides.
@@ -143,7 +143,7 @@ def _counted(rank: int, folder: str) -> None:
         model = open_clip.create_model(
             MODEL, output_dict=True, **({"init_logit_bias": -10.0} if name == "siglip" else {})
         )
-        optimizer = create_optimizer(model, openclip_flags(), loss.logit_scale_lr, loss.model_head())
+        optimizer = create_optimizer(model, OPTIMIZER, loss.logit_scale_lr, loss.model_head())
         step = TrainStep(model, loss, optimizer, StepSettings(torch.device("cpu"), input_dtype=torch.float32))
         counts.clear()
         loss.start_epoch(0)
