@@ -1,6 +1,6 @@
 """Collectives that are right with one process, too, and never carry a gradient.
 
-The exact gradients of the losses need no communication in the backward pass (see ``losses/global_contrastive.py``), so
+The exact gradients of the losses need no communication in the backward pass (see ``contrastive/global_loss.py``), so
 nothing here is differentiable. Every function is the identity (or trivial) without ``torch.distributed``.
 """
 

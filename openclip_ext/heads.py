@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from openclip_ext.losses.cliplite import Projections
-from openclip_ext.losses.two_views import Projector
+from openclip_ext.losses.simclr import Projector
 
 HEADS_KEY = "heads"
 

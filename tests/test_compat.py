@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import openclip_ext
 from openclip_ext import compat
-from openclip_ext.losses.global_contrastive import GlobalContrastiveLoss
+from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.model_configs import add_model_configs
 
 

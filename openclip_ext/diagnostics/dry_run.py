@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from openclip_ext import compat, distributed
-from openclip_ext.losses.base import ContrastiveLoss
+from openclip_ext.contrastive.loss import ContrastiveLoss
 
 ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND = "all-gather", "all-reduce", "reduce-scatter", "send"
 

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from openclip_ext.contrastive import log_math as F
+from openclip_ext.contrastive.batch import LocalBatch, gather_batch
+from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
+from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.diagnostics import command_line
-from openclip_ext.losses import functional as F
-from openclip_ext.losses.base import ContrastiveLoss
-from openclip_ext.losses.block import LocalBatch, make_block
-from openclip_ext.losses.global_contrastive import GlobalContrastiveLoss
 from openclip_ext.losses.openclip import OpenClipLoss
 
 DEFAULT_ANCHORS = 10_000
@@ -236,7 +236,7 @@ def _temperatures(loss: ContrastiveLoss, image: Tensor, text: Tensor, scale: Ten
     for value in (*loss.parameters(), *loss.buffers()):
         dtype = torch.promote_types(dtype, value.dtype)
     batch = LocalBatch(image, text, scale, index, dtype, loss.epoch, loss.calls)
-    return loss.temperature.temperatures(make_block(batch, num_samples=None, gather=False))
+    return loss.temperature.temperatures(gather_batch(batch, num_samples=None, gather=False))
 
 
 # --- the program -----------------------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext import compat
+from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.evaluation import EvalLoader
 from openclip_ext.data.loader import build_indexed_pass
 from openclip_ext.diagnostics.command_line import without_warnings
 from openclip_ext.losses import registry
-from openclip_ext.losses.base import ContrastiveLoss
 from openclip_ext.losses.options import PLACEMENT_OPTIONS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openclip_ext import distributed
-from openclip_ext.losses import functional as F
-from openclip_ext.losses.base import ContrastiveLoss, without_autocast
-from openclip_ext.losses.block import LocalBatch, make_block
-from openclip_ext.losses.seeding import generator, linear
-from openclip_ext.losses.similarities import Similarities
-from openclip_ext.temperatures.base import global_temperatures
+from openclip_ext.contrastive import log_math as F
+from openclip_ext.contrastive.batch import LocalBatch, gather_batch
+from openclip_ext.contrastive.loss import ContrastiveLoss, without_autocast
+from openclip_ext.contrastive.seeding import generator, linear
+from openclip_ext.contrastive.similarities import Similarities
+from openclip_ext.contrastive.temperature import global_temperatures
 
 _BATCH_NORM_EPS = 1e-5
 _BATCH_NORM_MOMENTUM = 0.1
@@ -177,7 +177,7 @@ class ClipLiteLoss(ContrastiveLoss):
         if last is None:
             return {}
         with without_autocast(last.image):
-            block = make_block(last, None, gather=False)
+            block = gather_batch(last, None, gather=False)
             block.tau = global_temperatures(block)
             infonce = block.mean(F.infonce(Similarities(block).log_g(), block.negatives)).mean()
         temperature = 1 / last.logit_scale.item()

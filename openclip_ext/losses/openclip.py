@@ -9,11 +9,11 @@ from open_clip.loss import ClipLoss, CoCaLoss, DistillClipLoss, SigLipLoss
 from torch import Tensor, nn
 
 from openclip_ext import distributed
-from openclip_ext.losses import functional as F
-from openclip_ext.losses.base import ContrastiveLoss, without_autocast
-from openclip_ext.losses.block import LocalBatch, make_block
-from openclip_ext.losses.similarities import Similarities
-from openclip_ext.temperatures.base import global_temperatures
+from openclip_ext.contrastive import log_math as F
+from openclip_ext.contrastive.batch import LocalBatch, gather_batch
+from openclip_ext.contrastive.loss import ContrastiveLoss, without_autocast
+from openclip_ext.contrastive.similarities import Similarities
+from openclip_ext.contrastive.temperature import global_temperatures
 
 
 class _OpenClipAdapter(ContrastiveLoss):
@@ -137,6 +137,6 @@ class SiglipLoss(_OpenClipAdapter):
 def _minibatch_log_g(batch: LocalBatch, gather: bool) -> tuple[Tensor, Tensor]:
     """``log g`` of this process's samples ``(2, B_local)`` and the number of their negatives."""
     with without_autocast(batch.image):
-        block = make_block(batch, None, gather)
+        block = gather_batch(batch, None, gather)
         block.tau = global_temperatures(block)
         return Similarities(block).log_g()[:, block.own], block.negatives

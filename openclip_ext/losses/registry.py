@@ -6,22 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from openclip_ext.losses.base import ContrastiveLoss
+from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.normalizer import MinibatchNormalizer
+from openclip_ext.contrastive.objectives import SURROGATES
+from openclip_ext.contrastive.temperature import ConstantTemperature, GlobalTemperature, UnregularizedTemperature
+from openclip_ext.losses.amorlip import MlpNormalizer, PartitionNormalizer
 from openclip_ext.losses.cliplite import ClipLiteLoss
-from openclip_ext.losses.global_contrastive import GlobalContrastiveLoss
+from openclip_ext.losses.fastclip import MovingAverageNormalizer
+from openclip_ext.losses.isogclr import PerSampleTemperature
+from openclip_ext.losses.neuclip import PrototypeNormalizer
 from openclip_ext.losses.openclip import OpenClipLoss, SiglipLoss
 from openclip_ext.losses.options import OPTIONS
-from openclip_ext.losses.surrogates import SURROGATES
-from openclip_ext.losses.two_views import DynamicContrastiveLoss, SimClrLoss
-from openclip_ext.normalizers.minibatch import MinibatchNormalizer
-from openclip_ext.normalizers.mlp import MlpNormalizer, PartitionNormalizer
-from openclip_ext.normalizers.moving_average import MovingAverageNormalizer
-from openclip_ext.normalizers.prototypes import PrototypeNormalizer
-from openclip_ext.normalizers.queue import QueueNormalizer
-from openclip_ext.temperatures.constant import ConstantTemperature
-from openclip_ext.temperatures.global_learned import GlobalTemperature, UnregularizedTemperature
-from openclip_ext.temperatures.per_sample import PerSampleTemperature
-from openclip_ext.temperatures.predicted import PredictedTemperature
+from openclip_ext.losses.queueclip import QueueNormalizer
+from openclip_ext.losses.simclr import DynamicContrastiveLoss, SimClrLoss
+from openclip_ext.losses.tempnet import PredictedTemperature
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ import numpy as np
 import torch
 
 from openclip_ext import distributed
-from openclip_ext.losses.base import ContrastiveLoss
-from openclip_ext.losses.sharding import is_sharded
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.state.sharded_table import is_sharded
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.table_files import TablePart, open_table, part_of_shard, restore_table, write_table
 

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from openclip_ext import compat, distributed
+from openclip_ext.contrastive.similarities import chunk_bytes
 from openclip_ext.data.loader import build_eval_loader, build_train_loader
 from openclip_ext.heads import read_heads, with_heads
 from openclip_ext.losses import registry
-from openclip_ext.losses.similarities import chunk_bytes
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training import parallel, remote, run_folder

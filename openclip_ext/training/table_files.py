@@ -1,7 +1,7 @@
 """Tables of per-sample state on disk, written and read in parts: never a second copy of one in memory.
 
 A file holds one rank's part as numpy's format describes it (``numpy.load`` opens it): a row of integers for each sample,
-which are its numbers' bits XOR those of NaN (``losses/host_rows.py``). What nobody wrote to is a hole in the file.
+which are its numbers' bits XOR those of NaN (``state/host_table.py``). What nobody wrote to is a hole in the file.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openclip_ext.losses.host_rows import chunks, encode, is_zero, recode
-from openclip_ext.losses.sharding import ShardedTable
+from openclip_ext.state.host_table import chunks, encode, is_zero, recode
+from openclip_ext.state.sharded_table import ShardedTable
 from openclip_ext.training.errors import UsageError
 
 _FORMAT = np.lib.format

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from openclip_ext import compat, distributed
-from openclip_ext.losses.block import Block, LocalBatch, make_block
-from openclip_ext.losses.similarities import Similarities
-from openclip_ext.normalizers import prototypes
-from openclip_ext.normalizers.prototypes import PrototypeNormalizer
+from openclip_ext.contrastive.batch import GatheredBatch, LocalBatch, gather_batch
+from openclip_ext.contrastive.similarities import Similarities
+from openclip_ext.losses import neuclip as prototypes
+from openclip_ext.losses.neuclip import PrototypeNormalizer
 
 BASELINE = "matrix products"
 TAU = 0.07
@@ -33,11 +33,11 @@ EPS = 1e-14
 SHARE_ALWAYS, SHARE_NEVER = 0.0, float("inf")
 
 
-def make_batch(args: argparse.Namespace, dtype: torch.dtype = torch.float32) -> Block:
+def make_batch(args: argparse.Namespace, dtype: torch.dtype = torch.float32) -> GatheredBatch:
     random = torch.Generator().manual_seed(0)
     images, texts = normalize(torch.randn(2, args.batch_size, args.embed_dim, generator=random), dim=2).to(args.device)
     batch = LocalBatch(images, texts, torch.tensor(1 / TAU, device=args.device), None, dtype)
-    block = make_block(batch, None, gather=False)
+    block = gather_batch(batch, None, gather=False)
     block.tau = torch.full_like(block.features[..., 0], TAU)
     block.log_g = block.log_estimate = Similarities(block).log_g()
     return block
@@ -50,7 +50,7 @@ def bare_products(features: Tensor, weights: Tensor, updates: int) -> None:
         similarities.transpose(1, 2) @ features
 
 
-def autograd(weights: torch.nn.Parameter, optimizer: torch.optim.Optimizer, block: Block, updates: int) -> None:
+def autograd(weights: torch.nn.Parameter, optimizer: torch.optim.Optimizer, block: GatheredBatch, updates: int) -> None:
     number = weights.shape[1]
     for _ in range(updates):
         cosines = block.features @ normalize(weights, dim=2).transpose(1, 2)
@@ -94,7 +94,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     return take_turns(contestants, BASELINE, args.rounds, args.device)
 
 
-def fit(normalizer: PrototypeNormalizer, block: Block, min_flops_to_share: float) -> None:
+def fit(normalizer: PrototypeNormalizer, block: GatheredBatch, min_flops_to_share: float) -> None:
     prototypes.MIN_FLOPS_TO_SHARE[block.features.device.type] = min_flops_to_share
     normalizer.fit(block)
 

@@ -23,8 +23,8 @@ import torch
 from _report import hardware, write_report
 from _turns import Action, peak_mib, seconds, spread
 
-from openclip_ext.losses.host_rows import chunks
-from openclip_ext.losses.sharding import ShardedTable
+from openclip_ext.state.host_table import chunks
+from openclip_ext.state.sharded_table import ShardedTable
 from openclip_ext.training.table_files import open_table, restore_table, write_table
 
 SIZES = (10**4, 10**6, 10**8)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from openclip_ext import distributed
+from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.manifest import Manifest, Shard
 from openclip_ext.diagnostics import command_line, plan
 from openclip_ext.diagnostics.dry_run import (
@@ -24,10 +25,9 @@ from openclip_ext.diagnostics.dry_run import (
     dry_run,
 )
 from openclip_ext.diagnostics.plan import Memory, Setting
-from openclip_ext.losses.base import ContrastiveLoss
+from openclip_ext.losses import neuclip as prototypes
 from openclip_ext.losses.registry import create_loss, list_losses
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.normalizers import prototypes
 from openclip_ext.training.optimizer import create_optimizer
 from openclip_ext.training.step import StepSettings, TrainStep
 from tests.distributed.training_cases import GLOBAL_BATCH, MODEL, fixed_batch, micro_batches_of, openclip_flags

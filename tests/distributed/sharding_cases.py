@@ -17,7 +17,7 @@ import torch
 from open_clip.model import convert_weights_to_lp
 from torch import Tensor, nn
 
-from openclip_ext.losses.base import ContrastiveLoss
+from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training import parallel
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.optimizer import create_optimizer

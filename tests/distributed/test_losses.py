@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from openclip_ext.losses import similarities
-from openclip_ext.losses.base import ContrastiveLoss
+from openclip_ext.contrastive import similarities
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.losses import neuclip as prototypes
 from openclip_ext.losses.registry import create_loss
-from openclip_ext.losses.sharding import reshard
-from openclip_ext.normalizers import prototypes
+from openclip_ext.state.sharded_table import reshard
 from tests.losses.cases import CASES, SAMPLES, WIDTH, Case, Step, make_steps, run_step
 from tests.references import networks
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openclip_ext.losses.base import ContrastiveLoss
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.losses.amorlip import TwoSidedMlp
 from openclip_ext.losses.registry import create_loss
-from openclip_ext.normalizers.mlp import TwoSidedMlp
-from openclip_ext.temperatures.predicted import TemperatureNetwork
+from openclip_ext.losses.tempnet import TemperatureNetwork
 from tests.references import contrastive, networks, prototypes, two_views
 
 WIDTH = 8

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from openclip_ext.losses import similarities
+from openclip_ext.contrastive import similarities
 from tests.losses.cases import CASES, Case, Step, make_steps, run_step, unit
 
 

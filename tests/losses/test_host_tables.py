@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from openclip_ext.losses import host_rows
-from openclip_ext.losses.base import ContrastiveLoss
-from openclip_ext.losses.host_rows import HostRows, decode, encode, recode
+from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses.registry import create_loss
-from openclip_ext.losses.sharding import ShardedTable
+from openclip_ext.state import host_table
+from openclip_ext.state.host_table import HostTable, decode, encode, recode
+from openclip_ext.state.sharded_table import ShardedTable
 from tests.losses.cases import CASES, Step, make_steps, run_step
 
 WITH_TABLES = ["sogclr", "fastclip-v0", "fastclip", "isogclr", "fastclip-v2", "tempnet", "sogclr-views"]
@@ -147,7 +147,7 @@ def test_a_prefetch_of_other_samples_changes_nothing() -> None:
 
 
 def test_what_fails_in_the_background_is_raised() -> None:
-    rows = HostRows(4, 2, torch.float32)
+    rows = HostTable(4, 2, torch.float32)
     rows.scatter(torch.tensor([9]), torch.zeros((1, 2), dtype=torch.int32))
     later = rows.gather(torch.tensor([0]))
     for wait in (later.result, rows.finish, lambda: rows.bits):
@@ -169,7 +169,7 @@ def test_what_nobody_wrote_takes_no_memory(place: str, tmp_path: Path) -> None:
 
 
 def test_large_tables_go_to_the_host_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openclip_ext.losses.sharding._LARGEST_ON_DEVICE", 2 * 4 * 21)
+    monkeypatch.setattr("openclip_ext.state.sharded_table._LARGEST_ON_DEVICE", 2 * 4 * 21)
     small, large = (create_loss("fastclip", num_samples=number) for number in (20, 21))
     assert (small.state_size().on_host, small.state_size().with_model) == (0, 160)
     assert (large.state_size().on_host, large.state_size().with_model) == (168, 0)
@@ -177,7 +177,7 @@ def test_large_tables_go_to_the_host_by_themselves(monkeypatch: pytest.MonkeyPat
 
 def test_a_folder_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
-    monkeypatch.setattr(host_rows.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(host_table.shutil, "disk_usage", lambda folder: usage)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(OSError, match=r"0.0 GiB free, the per-sample state of 2 process\(es\) grows to 0.1 GiB"):
         create_loss("fastclip", num_samples=10_000_000, state_dir=str(tmp_path))

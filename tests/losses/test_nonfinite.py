@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from openclip_ext.losses.base import ContrastiveLoss
+from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses.registry import create_loss
 from tests.losses.cases import CASES, Step, make_steps, run_step
 

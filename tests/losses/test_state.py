@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from openclip_ext.losses.base import ContrastiveLoss
+from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses.registry import create_loss, list_losses
-from openclip_ext.losses.sharding import ShardedTable, log_mean_of_equal, mean_of_equal, reshard, shard_bounds
+from openclip_ext.state.sharded_table import ShardedTable, log_mean_of_equal, mean_of_equal, reshard, shard_bounds
 from tests.losses.cases import CASES, SAMPLES, make_steps, run_step
 
 

@@ -5,15 +5,15 @@ import warnings
 import pytest
 import torch
 
-from openclip_ext.losses.block import LocalBatch, make_block
+from openclip_ext.contrastive.batch import LocalBatch, gather_batch
+from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_block
+from openclip_ext.losses.amorlip import TwoSidedMlp
 from openclip_ext.losses.registry import create_loss
-from openclip_ext.normalizers.mlp import TwoSidedMlp
-from openclip_ext.normalizers.ring import EmbeddingRing, repeated_block
 from tests.losses.cases import WIDTH, make_steps, run_step
 
 
 def _block(images: torch.Tensor, texts: torch.Tensor) -> object:
-    return make_block(LocalBatch(images, texts, torch.tensor(10.0), None, images.dtype), None, gather=False)
+    return gather_batch(LocalBatch(images, texts, torch.tensor(10.0), None, images.dtype), None, gather=False)
 
 
 def _numbered(first: int, number: int, bad: tuple[int, ...] = ()) -> object:
@@ -23,14 +23,14 @@ def _numbered(first: int, number: int, bad: tuple[int, ...] = ()) -> object:
     return _block(images, -images)
 
 
-def _contents(ring: EmbeddingRing) -> list[float]:
+def _contents(ring: EmbeddingQueue) -> list[float]:
     texts, images = ring.repeated()
     assert torch.equal(texts, -images)
     return images[:, 0].tolist()
 
 
 def test_ring_keeps_the_most_recent_in_order_and_repeats_what_is_there() -> None:
-    ring = EmbeddingRing(5, 2)
+    ring = EmbeddingQueue(5, 2)
     ring.push(_numbered(1, 2))
     assert _contents(ring) == [1, 2, 1, 2, 1]
     ring.push(_numbered(3, 2))
@@ -42,14 +42,14 @@ def test_ring_keeps_the_most_recent_in_order_and_repeats_what_is_there() -> None
 
 
 def test_ring_takes_the_first_samples_of_a_large_batch() -> None:
-    ring = EmbeddingRing(3, 2)
+    ring = EmbeddingQueue(3, 2)
     ring.push(_numbered(1, 7))
     ring.push(_numbered(11, 7))
     assert _contents(ring) == [11, 12, 13]
 
 
 def test_ring_passes_over_bad_samples() -> None:
-    ring = EmbeddingRing(4, 2)
+    ring = EmbeddingQueue(4, 2)
     ring.push(_numbered(1, 4, bad=(1,)))
     assert _contents(ring) == [1, 3, 4, 1]
     ring.push(_numbered(5, 6, bad=(0, 2, 3, 5)))
@@ -58,7 +58,7 @@ def test_ring_passes_over_bad_samples() -> None:
 
 @pytest.mark.parametrize("pushes", [[2], [2, 2], [2, 2, 2], [7], [5, 1]])
 def test_multiplicity_counts_the_repetitions(pushes: list[int]) -> None:
-    ring = EmbeddingRing(5, 2)
+    ring = EmbeddingQueue(5, 2)
     for number, size in enumerate(pushes):
         ring.push(_numbered(10 * number + 1, size))
     times = ring.multiplicity().tolist()
@@ -69,7 +69,7 @@ def test_multiplicity_counts_the_repetitions(pushes: list[int]) -> None:
 @pytest.mark.parametrize("number", [2, 4, 9])
 def test_a_blocks_repetition_is_that_of_a_fresh_ring(number: int) -> None:
     block = _numbered(1, 4, bad=(2,))
-    ring = EmbeddingRing(number, 2)
+    ring = EmbeddingQueue(number, 2)
     ring.push(block)
     assert torch.equal(repeated_block(block, number), ring.repeated())
 

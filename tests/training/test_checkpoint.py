@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from openclip_ext.losses.base import ContrastiveLoss
-from openclip_ext.losses.sharding import ShardedTable
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.state.sharded_table import ShardedTable
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training.checkpoint import Position, RunIdentity
 from openclip_ext.training.errors import UsageError

@@ -14,8 +14,8 @@ from open_clip.model import convert_weights_to_lp
 from torch import Tensor, nn
 
 from openclip_ext import compat
+from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses import registry
-from openclip_ext.losses.base import ContrastiveLoss
 from openclip_ext.training.optimizer import create_optimizer
 from openclip_ext.training.step import StepSettings, TrainStep
 from tests.losses.cases import CASES, make_steps, run_step

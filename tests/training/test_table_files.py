@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from openclip_ext import distributed
-from openclip_ext.losses import host_rows
-from openclip_ext.losses.base import ContrastiveLoss
-from openclip_ext.losses.host_rows import decode, encode
-from openclip_ext.losses.sharding import ShardedTable, shard_bounds
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.state import host_table
+from openclip_ext.state.host_table import decode, encode
+from openclip_ext.state.sharded_table import ShardedTable, shard_bounds
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training.checkpoint import Position, RunIdentity
 from openclip_ext.training.errors import UsageError
@@ -23,7 +23,7 @@ IDENTITY = RunIdentity(model="demo-vit", loss="fastclip", num_samples=SAMPLES, g
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(host_rows, "CHUNK_ROWS", 8)
+    monkeypatch.setattr(host_table, "CHUNK_ROWS", 8)
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_numpy_reads_a_file_and_finds_the_numbers(tmp_path):
 
 
 def test_what_nobody_wrote_takes_no_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(host_rows, "CHUNK_ROWS", 1 << 19)
+    monkeypatch.setattr(host_table, "CHUNK_ROWS", 1 << 19)
     table = ShardedTable(2, 30_000_000, "cpu")
     table.write(torch.tensor([20_000_000]), torch.ones(2, 1), torch.ones(1, dtype=torch.bool))
     path = write(table, tmp_path / "table.npy")

@@ -7,8 +7,8 @@ import torch
 from open_clip.model import CLIP
 from torch import Tensor, nn
 
+from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses import registry
-from openclip_ext.losses.base import ContrastiveLoss
 from openclip_ext.training.step import Batch
 from openclip_ext.training.views import train_image_tower_only
 

@@ -47,7 +47,7 @@ def _nan_bits(dtype: torch.dtype) -> int:
     return int(torch.tensor(float("nan"), dtype=dtype).view(_INTEGER_OF[dtype]))
 
 
-class HostRows:
+class HostTable:
     """``rows`` × ``columns`` encoded numbers (:func:`encode`) of which pages that nobody wrote to take no room.
 
     One background thread does all reading and writing of single rows, in the order in which it was asked for; so nobody
@@ -112,9 +112,9 @@ class HostRows:
         if self._last is not None:
             self._last.result()
 
-    def converted(self, dtype: torch.dtype) -> "HostRows":
+    def converted(self, dtype: torch.dtype) -> "HostTable":
         """The same numbers in another precision."""
-        other = HostRows(*self._bits.shape, dtype, self.folder)
+        other = HostTable(*self._bits.shape, dtype, self.folder)
         for start, stop in chunks(len(self._bits)):
             put(other._bits[start:stop], recode(self.bits[start:stop], dtype))
         return other

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openclip_ext.losses import functional as F
-from openclip_ext.losses.base import ContrastiveLoss, without_autocast
-from openclip_ext.losses.block import Block, LocalBatch, make_block
-from openclip_ext.losses.similarities import Similarities
-from openclip_ext.losses.surrogates import Anchors, Surrogate
-from openclip_ext.normalizers.base import Estimate, Normalizer
-from openclip_ext.normalizers.mlp import PartitionNormalizer
-from openclip_ext.temperatures.base import TemperatureScheme
+from openclip_ext.contrastive import log_math as F
+from openclip_ext.contrastive.batch import GatheredBatch, LocalBatch, gather_batch
+from openclip_ext.contrastive.loss import ContrastiveLoss, without_autocast
+from openclip_ext.contrastive.normalizer import Estimate, Normalizer
+from openclip_ext.contrastive.objectives import Anchors, Surrogate
+from openclip_ext.contrastive.similarities import Similarities
+from openclip_ext.contrastive.temperature import TemperatureScheme
+from openclip_ext.losses.amorlip import PartitionNormalizer
 
 _QUANTILES = (0.1, 0.5, 0.9)
 
@@ -180,9 +180,9 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self.index_out_of_range = self.index_out_of_range.to(index.device) | outside.any()
         return index
 
-    def _contrasted(self, batch: LocalBatch, gather: bool) -> tuple[Block, Similarities]:
+    def _contrasted(self, batch: LocalBatch, gather: bool) -> tuple[GatheredBatch, Similarities]:
         """A block with its temperatures, similarities and batch estimates."""
-        block = make_block(batch, self.num_samples if self.needs_index else None, gather)
+        block = gather_batch(batch, self.num_samples if self.needs_index else None, gather)
         if block.size < 2 * block.views:
             raise ValueError("a contrastive loss needs at least 2 samples to contrast, found 1: raise the batch size")
         block.tau = self.temperature.temperatures(block)
@@ -192,7 +192,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         return block, similarities
 
     @torch.no_grad()
-    def _estimated(self, batch: LocalBatch) -> tuple[Block, Similarities, Estimate]:
+    def _estimated(self, batch: LocalBatch) -> tuple[GatheredBatch, Similarities, Estimate]:
         """What to contrast, and its log-normalizers; in training mode the normalizer takes its step."""
         normalizer = self.normalizer
         local = isinstance(normalizer, PartitionNormalizer) and not normalizer.gather_stage2
@@ -231,7 +231,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         return {"contrastive_loss": with_gradients(value, *pairs), **self._regularizer(block, batch.logit_scale)}
 
     def _feature_gradients(
-        self, block: Block, similarities: Similarities, estimate: Estimate, anchors: Anchors, with_tilt: bool
+        self, block: GatheredBatch, similarities: Similarities, estimate: Estimate, anchors: Anchors, with_tilt: bool
     ) -> tuple[Tensor, Anchors]:
         """Gradients of this process's images and texts ``(2, B_local, d)``, and its anchors, with their tilt if asked for."""
         surrogate = self.surrogate
@@ -250,16 +250,16 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             gradients += estimate.feature_gradient(through_alpha[:, block.own])
         return torch.where(block.valid[block.own, None], gradients, 0) * block.world_size, own
 
-    def _update_temperatures(self, block: Block, tau_gradient: Tensor) -> None:
+    def _update_temperatures(self, block: GatheredBatch, tau_gradient: Tensor) -> None:
         gradient = block.gather_own(tau_gradient) + self.surrogate.regularizer(self.temperature.rho(block.epoch))
         self.temperature.update(block, gradient)
 
-    def _through_logit_scale(self, tau_gradient: Tensor, block: Block) -> Tensor:
+    def _through_logit_scale(self, tau_gradient: Tensor, block: GatheredBatch) -> Tensor:
         """Gradient of the logit scale from that of τ, a sum over this process's anchors: the mean over its share."""
         mean = tau_gradient * block.world_size / block.count
         return torch.where(block.ok, -mean / block.logit_scale.square(), 0)
 
-    def _regularizer(self, block: Block, logit_scale: Tensor) -> dict[str, Tensor]:
+    def _regularizer(self, block: GatheredBatch, logit_scale: Tensor) -> dict[str, Tensor]:
         rho = self.temperature.rho(block.epoch)
         if rho is None:
             return {}
@@ -282,7 +282,7 @@ class _Report:
     weight_mean: Tensor
 
     @classmethod
-    def of(cls, block: Block, anchors: Anchors) -> "_Report":
+    def of(cls, block: GatheredBatch, anchors: Anchors) -> "_Report":
         return cls(
             valid=block.valid.expand(2, -1),
             tau=anchors.tau,
@@ -292,7 +292,7 @@ class _Report:
         )
 
 
-def _own_anchors(anchors: Anchors, weight_sum: Tensor, mean_similarity: Tensor | None, block: Block) -> Anchors:
+def _own_anchors(anchors: Anchors, weight_sum: Tensor, mean_similarity: Tensor | None, block: GatheredBatch) -> Anchors:
     """The anchors of this process, with their tilt where the mean similarity of their negatives is given."""
     own = block.own
     tilt = None

@@ -11,17 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from openclip_ext.losses import functional as F
-from openclip_ext.losses.base import ContrastiveLoss, without_autocast
-from openclip_ext.losses.block import Block, LocalBatch
-from openclip_ext.losses.global_contrastive import GlobalContrastiveLoss
-from openclip_ext.losses.seeding import generator, linear
-from openclip_ext.losses.sharding import log_mean_of_equal
-from openclip_ext.losses.surrogates import Decoupled, InfoNce, Surrogate
-from openclip_ext.normalizers.base import Estimate, Normalizer
-from openclip_ext.normalizers.minibatch import MinibatchNormalizer
-from openclip_ext.normalizers.moving_average import MovingAverageNormalizer
-from openclip_ext.temperatures.constant import ConstantTemperature
+from openclip_ext.contrastive import log_math as F
+from openclip_ext.contrastive.batch import GatheredBatch, LocalBatch
+from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
+from openclip_ext.contrastive.loss import ContrastiveLoss, without_autocast
+from openclip_ext.contrastive.normalizer import Estimate, MinibatchNormalizer, Normalizer
+from openclip_ext.contrastive.objectives import Decoupled, InfoNce, Surrogate
+from openclip_ext.contrastive.seeding import generator, linear
+from openclip_ext.contrastive.temperature import ConstantTemperature
+from openclip_ext.losses.fastclip import MovingAverageNormalizer
+from openclip_ext.state.sharded_table import log_mean_of_equal
 
 
 class Projector(nn.Module):
@@ -64,13 +63,13 @@ class DynamicNormalizer(MovingAverageNormalizer):
         self.eps = eps
 
     @torch.no_grad()
-    def step(self, block: Block) -> Estimate:
+    def step(self, block: GatheredBatch) -> Estimate:
         """See :class:`Normalizer`."""
         averaged = F.log_mix(self._stored(block), block.log_estimate, self.gamma(block.epoch))
         self.table.write(block.index, log_mean_of_equal(block.index, averaged, block.valid), block.valid)
         return Estimate(F.log_add(averaged, self.eps))
 
-    def predict(self, block: Block) -> Estimate:
+    def predict(self, block: GatheredBatch) -> Estimate:
         """See :class:`Normalizer`."""
         return Estimate(F.log_add(self._stored(block), self.eps))
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from openclip_ext import distributed
-from openclip_ext.losses.block import LocalBatch
-from openclip_ext.losses.nonfinite import NonfiniteLog
-from openclip_ext.losses.sharding import ShardedTable, kept_apart, sharded_key
+from openclip_ext.contrastive.batch import LocalBatch
+from openclip_ext.contrastive.nonfinite import NonfiniteLog
+from openclip_ext.state.sharded_table import ShardedTable, kept_apart, sharded_key
 
 # OpenCLIP keeps the temperature in [0.01, 1].
 _OPENCLIP_BOUNDS = (0.0, math.log(100))

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from openclip_ext.losses import functional as F
-from openclip_ext.losses.block import Block
-from openclip_ext.normalizers.base import Estimate, Normalizer
-from openclip_ext.normalizers.prototypes import estimate_from_prototypes
-from openclip_ext.normalizers.ring import EmbeddingRing, repeated_block
+from openclip_ext.contrastive import log_math as F
+from openclip_ext.contrastive.batch import GatheredBatch
+from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_block
+from openclip_ext.contrastive.normalizer import Estimate, Normalizer
+from openclip_ext.losses.neuclip import estimate_from_prototypes
 
 
 class QueueNormalizer(Normalizer):
@@ -46,22 +46,24 @@ class QueueNormalizer(Normalizer):
         self.batch_weight = batch_weight
         self.leave_own_out = leave_own_out
         self.alpha_gradient = alpha_gradient
-        self.ring = EmbeddingRing(prototypes, embed_dim)
+        self.ring = EmbeddingQueue(prototypes, embed_dim)
 
     @torch.no_grad()
-    def step(self, block: Block) -> Estimate:
+    def step(self, block: GatheredBatch) -> Estimate:
         """See :class:`Normalizer`."""
         own_rows = self.ring.push(block)
         return self._estimate(self.ring.rows, self.ring.multiplicity(), block, own_rows if self.leave_own_out else None)
 
     @torch.no_grad()
-    def predict(self, block: Block) -> Estimate:
+    def predict(self, block: GatheredBatch) -> Estimate:
         """See :class:`Normalizer`; from the queue as it is, and from this very block while the queue is empty."""
         empty = self.ring.filled == 0
         rows = torch.where(empty, repeated_block(block, self.ring.capacity), self.ring.rows)
         return self._estimate(rows, torch.where(empty, 1, self.ring.multiplicity()), block)
 
-    def _estimate(self, rows: Tensor, multiplicity: Tensor, block: Block, left_out: Tensor | None = None) -> Estimate:
+    def _estimate(
+        self, rows: Tensor, multiplicity: Tensor, block: GatheredBatch, left_out: Tensor | None = None
+    ) -> Estimate:
         directions = torch.nn.functional.normalize(rows, dim=2)
         queue = estimate_from_prototypes(directions, block, self.eps, self.alpha_gradient, multiplicity, left_out)
         queue_alpha = block.gather_own(queue.alpha)

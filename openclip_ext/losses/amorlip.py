@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from openclip_ext.losses import functional as F
-from openclip_ext.losses.block import Block
-from openclip_ext.losses.inner_optimizers import InnerAdam
-from openclip_ext.losses.seeding import generator
-from openclip_ext.losses.similarities import anchor_chunks
-from openclip_ext.normalizers.base import Estimate, Normalizer
+from openclip_ext.contrastive import log_math as F
+from openclip_ext.contrastive.batch import GatheredBatch
+from openclip_ext.contrastive.inner_optimizers import InnerAdam
+from openclip_ext.contrastive.normalizer import Estimate, Normalizer
+from openclip_ext.contrastive.seeding import generator
+from openclip_ext.contrastive.similarities import anchor_chunks
 
 # With re-initialisation at every epoch's start, the network needs about this many steps to be of use again.
 _STEPS_AN_EPOCH_NEEDS = 1000
@@ -161,7 +161,7 @@ class MlpNormalizer(Normalizer):
         """Whether the next :meth:`step` fits the network; only then it needs the global batch."""
         return self.epoch_step % self.fit_every == 0
 
-    def step(self, block: Block, fit_block: Block | None = None) -> Estimate:
+    def step(self, block: GatheredBatch, fit_block: GatheredBatch | None = None) -> Estimate:
         """See :class:`Normalizer`.
 
         Args:
@@ -176,15 +176,15 @@ class MlpNormalizer(Normalizer):
         return self.predict(block)
 
     @torch.no_grad()
-    def predict(self, block: Block) -> Estimate:
+    def predict(self, block: GatheredBatch) -> Estimate:
         """See :class:`Normalizer`."""
         return Estimate(self.target(block.features) - block.positive / block.tau)
 
-    def _log_batch_partition(self, block: Block) -> Tensor:
+    def _log_batch_partition(self, block: GatheredBatch) -> Tensor:
         return block.log_estimate + block.positive / block.tau
 
     @torch.no_grad()
-    def _fit(self, block: Block) -> None:
+    def _fit(self, block: GatheredBatch) -> None:
         log_batch = self._log_batch_partition(block)
         log_target = F.log_mix(log_batch, self.previous(block.features), self.beta(block.epoch))
 
@@ -220,14 +220,14 @@ class PartitionNormalizer(MlpNormalizer):
         self.negatives_only = negatives_only
         self.gather_stage2 = gather_stage2
 
-    def _log_batch_partition(self, block: Block) -> Tensor:
+    def _log_batch_partition(self, block: GatheredBatch) -> Tensor:
         if not self.negatives_only:
             return super()._log_batch_partition(block)
         log_share = torch.log(block.count - 1) - torch.log(block.count)
         return block.log_g + log_share + block.positive / block.tau
 
     @torch.no_grad()
-    def predict(self, block: Block) -> Estimate:
+    def predict(self, block: GatheredBatch) -> Estimate:
         """See :class:`Normalizer`."""
         alpha = super().predict(block).alpha
         return Estimate(torch.logaddexp(alpha, -torch.log(block.count)) if self.negatives_only else alpha)

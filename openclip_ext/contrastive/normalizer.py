@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from openclip_ext.losses.block import Block
+from openclip_ext.contrastive.batch import GatheredBatch
 
 
 @dataclass
@@ -37,11 +37,11 @@ class Normalizer(nn.Module):
 
     needs_index = False
 
-    def step(self, block: Block) -> Estimate:
+    def step(self, block: GatheredBatch) -> Estimate:
         """Update the state with a training batch and estimate its log-normalizers."""
         return self.predict(block)
 
-    def predict(self, block: Block) -> Estimate:
+    def predict(self, block: GatheredBatch) -> Estimate:
         """Estimate a block's log-normalizers from the stored state, which stays as it is."""
         raise NotImplementedError
 
@@ -53,6 +53,14 @@ class Normalizer(nn.Module):
         return {}
 
 
-def batch_estimate_where_missing(stored: Tensor, block: Block) -> Tensor:
+def batch_estimate_where_missing(stored: Tensor, block: GatheredBatch) -> Tensor:
     """``stored`` ``(2, B)``, and the batch's own estimate where it is NaN."""
     return torch.where(torch.isnan(stored), block.log_estimate, stored)
+
+
+class MinibatchNormalizer(Normalizer):
+    """``α_i = log(ε + g_i(batch))`` (NeuCLIP, section 3, mini-batch approximation). No state."""
+
+    def predict(self, block: GatheredBatch) -> Estimate:
+        """See :class:`Normalizer`."""
+        return Estimate(block.log_estimate)

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from openclip_ext.losses import functional as F
-from openclip_ext.losses.block import Block
-from openclip_ext.losses.sharding import ShardedTable, log_mean_of_equal
-from openclip_ext.normalizers.base import Estimate, Normalizer, batch_estimate_where_missing
+from openclip_ext.contrastive import log_math as F
+from openclip_ext.contrastive.batch import GatheredBatch
+from openclip_ext.contrastive.normalizer import Estimate, Normalizer, batch_estimate_where_missing
+from openclip_ext.state.sharded_table import ShardedTable, log_mean_of_equal
 
 
 class MovingAverageNormalizer(Normalizer):
@@ -50,18 +50,18 @@ class MovingAverageNormalizer(Normalizer):
         return F.cosine_decay(1.0, self.final_gamma, epoch, self.decay_epochs)
 
     @torch.no_grad()
-    def step(self, block: Block) -> Estimate:
+    def step(self, block: GatheredBatch) -> Estimate:
         """See :class:`Normalizer`."""
         averaged = F.log_mix(self._stored(block), block.log_estimate, self.gamma(block.epoch))
         averaged = log_mean_of_equal(block.index, averaged, block.valid)
         self.table.write(block.index, averaged, block.valid)
         return Estimate(averaged)
 
-    def predict(self, block: Block) -> Estimate:
+    def predict(self, block: GatheredBatch) -> Estimate:
         """See :class:`Normalizer`."""
         return Estimate(self._stored(block))
 
-    def _stored(self, block: Block) -> Tensor:
+    def _stored(self, block: GatheredBatch) -> Tensor:
         return batch_estimate_where_missing(self.table.read(block.index), block)
 
     def metrics(self, epoch: int) -> dict[str, float]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openclip_ext.losses import functional as F
-from openclip_ext.losses.block import Block
+from openclip_ext.contrastive import log_math as F
+from openclip_ext.contrastive.batch import GatheredBatch
 
 
 @dataclass
@@ -46,11 +46,11 @@ class Contrastive:
     def __init__(self, *, eps: float) -> None:
         self.eps = eps
 
-    def log_estimate(self, log_g: Tensor, block: Block) -> Tensor:
+    def log_estimate(self, log_g: Tensor, block: GatheredBatch) -> Tensor:
         """The batch's own estimate of α: ``log(ε + g)``."""
         return F.log_add(log_g, self.eps)
 
-    def log_divisor(self, block: Block) -> Tensor:
+    def log_divisor(self, block: GatheredBatch) -> Tensor:
         """Log of what the sum over pairs is divided by."""
         return torch.log(block.negatives)
 
@@ -58,7 +58,7 @@ class Contrastive:
         """Factor of ``w_ij`` in the derivative in ``s_ij``."""
         return torch.ones_like(tau)
 
-    def own_pair(self, anchors: Anchors, weight_sum: Tensor, block: Block) -> Tensor:
+    def own_pair(self, anchors: Anchors, weight_sum: Tensor, block: GatheredBatch) -> Tensor:
         """Derivative in ``s_ii``, over :meth:`pair_factor`."""
         return -weight_sum
 
@@ -112,11 +112,11 @@ class Partition:
 
     includes_positive = True
 
-    def log_estimate(self, log_g: Tensor, block: Block) -> Tensor:
+    def log_estimate(self, log_g: Tensor, block: GatheredBatch) -> Tensor:
         """The batch's own estimate of α: ``log Z − c·s_ii = log((1 + (B−1)·g)/B)``."""
         return F.infonce(log_g, block.negatives) - torch.log(block.count)
 
-    def log_divisor(self, block: Block) -> Tensor:
+    def log_divisor(self, block: GatheredBatch) -> Tensor:
         """Log of what the sum over pairs is divided by."""
         return torch.log(block.count)
 
@@ -124,7 +124,7 @@ class Partition:
         """Factor of ``w_ij`` in the derivative in ``s_ij``."""
         return torch.ones_like(tau)
 
-    def own_pair(self, anchors: Anchors, weight_sum: Tensor, block: Block) -> Tensor:
+    def own_pair(self, anchors: Anchors, weight_sum: Tensor, block: GatheredBatch) -> Tensor:
         """Derivative in ``s_ii``."""
         return F.saturating_exp(-anchors.alpha) / block.count - 1
 
@@ -150,11 +150,11 @@ class InfoNce(Unscaled):
     def __init__(self) -> None:
         super().__init__(eps=0.0)
 
-    def log_estimate(self, log_g: Tensor, block: Block) -> Tensor:
+    def log_estimate(self, log_g: Tensor, block: GatheredBatch) -> Tensor:
         """The value itself."""
         return F.infonce(log_g, block.negatives)
 
-    def log_divisor(self, block: Block) -> Tensor:
+    def log_divisor(self, block: GatheredBatch) -> Tensor:
         """The sum over pairs is not divided."""
         return torch.zeros_like(block.tau)
 
@@ -169,15 +169,15 @@ class Decoupled(Contrastive):
     The positive pair is in neither ``u`` nor its weight: its attraction has coefficient exactly 1. ``α = log(ε + u)``.
     """
 
-    def log_estimate(self, log_g: Tensor, block: Block) -> Tensor:
+    def log_estimate(self, log_g: Tensor, block: GatheredBatch) -> Tensor:
         """The batch's own ``log u``."""
         return log_g + block.positive / block.tau
 
-    def log_divisor(self, block: Block) -> Tensor:
+    def log_divisor(self, block: GatheredBatch) -> Tensor:
         """Log of what the sum over pairs is divided by, and of the positive pair that their weights contain."""
         return torch.log(block.negatives) - block.positive / block.tau
 
-    def own_pair(self, anchors: Anchors, weight_sum: Tensor, block: Block) -> Tensor:
+    def own_pair(self, anchors: Anchors, weight_sum: Tensor, block: GatheredBatch) -> Tensor:
         """Derivative in ``s_ii``."""
         return -torch.ones_like(weight_sum)
 

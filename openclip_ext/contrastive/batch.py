@@ -36,7 +36,7 @@ class LocalBatch:
 
 
 @dataclass
-class Block:
+class GatheredBatch:
     """``B`` samples that are contrasted with one another, without gradient, in the loss's own precision.
 
     A sample with a non-finite feature (or an index out of range) does not count: its features are zero here and
@@ -110,7 +110,7 @@ class Block:
 
 
 @torch.no_grad()
-def make_block(batch: LocalBatch, num_samples: int | None, gather: bool) -> Block:
+def gather_batch(batch: LocalBatch, num_samples: int | None, gather: bool) -> GatheredBatch:
     """Gather (or not) a batch, promote it and find the samples that count.
 
     Args:
@@ -133,7 +133,7 @@ def make_block(batch: LocalBatch, num_samples: int | None, gather: bool) -> Bloc
         valid = valid & (index >= 0) & (index < num_samples)
     ok = scale_ok & (valid.sum() >= 2 * batch.views)
     valid = valid & ok
-    return Block(
+    return GatheredBatch(
         features=torch.where(valid[:, None], features.to(batch.dtype), 0),
         valid=valid,
         scale_ok=scale_ok,

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from openclip_ext.losses.block import Block
-from openclip_ext.losses.sharding import ShardedTable, mean_of_equal
-from openclip_ext.temperatures.base import TemperatureScheme, check_bounds
+from openclip_ext.contrastive.batch import GatheredBatch
+from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds
+from openclip_ext.state.sharded_table import ShardedTable, mean_of_equal
 
 _LARGEST_GRADIENT = 5.0
 _BETAS = (0.9, 0.999)
@@ -62,13 +62,13 @@ class PerSampleTemperature(TemperatureScheme):
         """See :class:`TemperatureScheme`."""
         return self.weight
 
-    def temperatures(self, block: Block) -> Tensor:
+    def temperatures(self, block: GatheredBatch) -> Tensor:
         """See :class:`TemperatureScheme`."""
         stored = self.table.read(block.index, _TEMPERATURES)
         return torch.where(block.valid & ~torch.isnan(stored), stored, self.start)
 
     @torch.no_grad()
-    def update(self, block: Block, gradient: Tensor) -> None:
+    def update(self, block: GatheredBatch, gradient: Tensor) -> None:
         """See :class:`TemperatureScheme`."""
         gradient = mean_of_equal(block.index, gradient, block.valid).clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
         mean, square = self.table.read(block.index, _ALL).nan_to_num(nan=0.0)[2:].split(2)

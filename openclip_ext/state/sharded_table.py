@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext import distributed
-from openclip_ext.losses.host_rows import HostRows, chunks, decode, encode, put
+from openclip_ext.state.host_table import HostTable, chunks, decode, encode, put
 
 _SHARD = "shard"
 # With the automatic choice a process's part of a table that is larger goes to the host.
@@ -39,7 +39,7 @@ class ShardedTable(nn.Module):
     Reading costs one all-reduce of ``columns·B`` scalars (the owner contributes, the others add zero); writing is local.
     A sample that was never written is NaN.
 
-    The table lies with the model, or in the host's memory or a memory-mapped file (:class:`HostRows`), where it costs a
+    The table lies with the model, or in the host's memory or a memory-mapped file (:class:`HostTable`), where it costs a
     GPU nothing, and the parts that nobody wrote to cost nothing at all. There, tell :meth:`prefetch` which samples come
     next: otherwise :meth:`read` waits for the device to learn it.
 
@@ -66,11 +66,11 @@ class ShardedTable(nn.Module):
         self.columns = columns
         self.world_size = distributed.world_size()
         self.first, self.end = shard_bounds(num_samples, distributed.rank(), self.world_size)
-        self.host: HostRows | None = None
+        self.host: HostTable | None = None
         # The last row takes the writes that belong to other processes: no shape depends on data.
         rows = self.size + 1
         if goes_to_host(device, folder, columns * rows * torch.float32.itemsize):
-            self.host, rows = HostRows(rows, columns, torch.float32, folder), 0
+            self.host, rows = HostTable(rows, columns, torch.float32, folder), 0
         self.register_buffer("values", torch.full((columns, rows), float("nan"), dtype=torch.float32), persistent=False)
         self.register_buffer("foreign", torch.zeros((), dtype=torch.bool), persistent=False)
         self._fetched: _Fetched | None = None
@@ -202,7 +202,7 @@ class ShardedTable(nn.Module):
         if shard.shape != (self.columns, self.size):
             raise ValueError(
                 f"{key} has shape {tuple(shard.shape)}, this process keeps {(self.columns, self.size)}: the state is of "
-                "another number of samples or of processes (for the latter use openclip_ext.losses.sharding.reshard)"
+                "another number of samples or of processes (for the latter use openclip_ext.state.sharded_table.reshard)"
             )
         for start, stop in chunks(self.size):
             self.set_rows(start, encode(shard[:, start:stop].T.to(self.dtype)).cpu())

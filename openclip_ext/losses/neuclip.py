@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from openclip_ext import distributed
-from openclip_ext.losses import functional as F
-from openclip_ext.losses.block import Block
-from openclip_ext.losses.inner_optimizers import InnerAdagrad
-from openclip_ext.losses.similarities import anchor_chunks
-from openclip_ext.normalizers.base import Estimate, Normalizer
-from openclip_ext.normalizers.ring import EmbeddingRing, repeated_block
+from openclip_ext.contrastive import log_math as F
+from openclip_ext.contrastive.batch import GatheredBatch
+from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_block
+from openclip_ext.contrastive.inner_optimizers import InnerAdagrad
+from openclip_ext.contrastive.normalizer import Estimate, Normalizer
+from openclip_ext.contrastive.similarities import anchor_chunks
 
 # Keeps the direction of a zero column finite.
 _SMALLEST_NORM = 1e-12
@@ -36,7 +36,7 @@ class PrototypeEstimate:
     share: Tensor
     pull: Tensor | None
 
-    def feature_gradient(self, weights: Tensor, block: Block) -> Tensor:
+    def feature_gradient(self, weights: Tensor, block: GatheredBatch) -> Tensor:
         """``Σ weight_k,i·∇α_k,i`` over this process's anchors in its own features; prototypes and τ held.
 
         ``∇α1_i = Σ_j p_ij (∇(e1_i·Ŵ_j) − ∇s_ii)/τ_i``.
@@ -49,7 +49,7 @@ class PrototypeEstimate:
 
 def estimate_from_prototypes(
     directions: Tensor,
-    block: Block,
+    block: GatheredBatch,
     eps: float,
     with_gradient: bool,
     multiplicity: Tensor | None = None,
@@ -91,7 +91,7 @@ def estimate_from_prototypes(
     return PrototypeEstimate(alpha, share, pull)
 
 
-def _log_offset(block: Block, prototypes: int | Tensor) -> Tensor:
+def _log_offset(block: GatheredBatch, prototypes: int | Tensor) -> Tensor:
     """What makes of ``logsumexp_j e_i·Ŵ_j/τ_i`` the mean of ``exp((cos − s_ii)/τ_i)``, ``(2, B)``.
 
     Args:
@@ -153,14 +153,14 @@ class PrototypeNormalizer(Normalizer):
         self.reset = normalizer_reset
         self.simultaneous = simultaneous
         self.alpha_gradient = alpha_gradient
-        self.ring = EmbeddingRing(prototypes, embed_dim)
+        self.ring = EmbeddingQueue(prototypes, embed_dim)
         self.register_buffer("prototypes", torch.zeros(2, prototypes, embed_dim))
         self.register_buffer("accumulator", torch.zeros(2, prototypes, embed_dim))
         # Steps that counted. On the device, so that a step without a usable sample needs no look at it.
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     @torch.no_grad()
-    def step(self, block: Block) -> Estimate:
+    def step(self, block: GatheredBatch) -> Estimate:
         """See :class:`Normalizer`."""
         self.ring.push(block)
         self._restart_if_due(block.ok)
@@ -171,7 +171,7 @@ class PrototypeNormalizer(Normalizer):
         return before or self._estimate(self.prototypes, block)
 
     @torch.no_grad()
-    def predict(self, block: Block) -> Estimate:
+    def predict(self, block: GatheredBatch) -> Estimate:
         """See :class:`Normalizer`; before the first step the prediction of a restart from this very block."""
         fresh = repeated_block(block, self.ring.capacity)
         return self._estimate(torch.where(self.steps > 0, self.prototypes, fresh), block)
@@ -186,7 +186,7 @@ class PrototypeNormalizer(Normalizer):
             self.accumulator.masked_fill_(due, 0)
 
     @torch.no_grad()
-    def fit(self, block: Block) -> None:
+    def fit(self, block: GatheredBatch) -> None:
         """``T_u`` updates on the block, which all processes share where that saves more than it costs."""
         parts = block.world_size if shares_prototypes(self.prototypes, block) else 1
         size = self.ring.capacity // parts
@@ -209,7 +209,7 @@ class PrototypeNormalizer(Normalizer):
                 gathered = distributed.all_gather(state[:, part].transpose(0, 1))
                 state.copy_(gathered.transpose(0, 1))
 
-    def _estimate(self, prototypes: Tensor, block: Block) -> Estimate:
+    def _estimate(self, prototypes: Tensor, block: GatheredBatch) -> Estimate:
         directions = prototypes / norms_of(prototypes)
         estimate = estimate_from_prototypes(directions, block, self.eps, self.alpha_gradient)
         alpha = block.gather_own(estimate.alpha)
@@ -256,7 +256,7 @@ class _Fit:
 
     def __init__(
         self,
-        block: Block,
+        block: GatheredBatch,
         prototypes: Tensor,
         accumulator: Tensor,
         *,
@@ -276,7 +276,7 @@ class _Fit:
         self.adagrad = InnerAdagrad(prototypes, self.gradient, accumulator, lr)
         self.chunks = list(self._chunks(block, number))
 
-    def _chunks(self, block: Block, number: int) -> Iterator[_FitAnchors]:
+    def _chunks(self, block: GatheredBatch, number: int) -> Iterator[_FitAnchors]:
         size = self.prototypes.shape[1]
         scaled = block.features / block.tau[:, :, None]
         offset = _log_offset(block, number)
@@ -319,7 +319,7 @@ def norms_of(prototypes: Tensor) -> Tensor:
     return torch.linalg.vector_norm(prototypes, dim=2, keepdim=True).clamp_(min=_SMALLEST_NORM)
 
 
-def shares_prototypes(prototypes: Tensor, block: Block) -> bool:
+def shares_prototypes(prototypes: Tensor, block: GatheredBatch) -> bool:
     """Whether each process fits its own part of the prototypes instead of all of them.
 
     The arithmetic, ``8·B·m·d`` flops an update, falls to ``1/K`` (the restart and the estimate are not concerned); an update

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from openclip_ext.losses import functional as F
-from openclip_ext.losses.block import Block
+from openclip_ext.contrastive import log_math as F
+from openclip_ext.contrastive.batch import GatheredBatch
 
 # Pairs in a chunk. About five buffers of this many numbers live at a time: 0.7 GB in float32.
 MAX_PAIRS = 2**25
@@ -59,7 +59,7 @@ class Similarities:
         block: the samples.
     """
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: GatheredBatch) -> None:
         self.block = block
         self.shared = block.local_size == block.size
         rows = max(1, MAX_PAIRS // block.size)
@@ -141,7 +141,7 @@ class _Chunk:
         values: ``(c, B)``.
     """
 
-    block: Block
+    block: GatheredBatch
     side: int
     anchors: slice
     values: Tensor = field(init=False)

@@ -6,11 +6,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from openclip_ext.losses.block import Block
-from openclip_ext.losses.inner_optimizers import InnerAdam
-from openclip_ext.losses.seeding import generator
-from openclip_ext.losses.similarities import anchor_chunks
-from openclip_ext.temperatures.base import TemperatureScheme, check_bounds
+from openclip_ext.contrastive.batch import GatheredBatch
+from openclip_ext.contrastive.inner_optimizers import InnerAdam
+from openclip_ext.contrastive.seeding import generator
+from openclip_ext.contrastive.similarities import anchor_chunks
+from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds
 
 _PROTOTYPES = 256
 _SHARPNESS = 0.01
@@ -98,11 +98,11 @@ class PredictedTemperature(TemperatureScheme):
         """See :class:`TemperatureScheme`."""
         return self.weight
 
-    def temperatures(self, block: Block) -> Tensor:
+    def temperatures(self, block: GatheredBatch) -> Tensor:
         """See :class:`TemperatureScheme`."""
         return self._bounded(block.features, self._kept(block))
 
-    def update(self, block: Block, gradient: Tensor) -> None:
+    def update(self, block: GatheredBatch, gradient: Tensor) -> None:
         """See :class:`TemperatureScheme`."""
         keep = self._kept(block)
 
@@ -119,7 +119,7 @@ class PredictedTemperature(TemperatureScheme):
     def _bounded(self, features: Tensor, keep: Tensor | None) -> Tensor:
         return self.network(features, self.weight, keep).clamp(*self.bounds)
 
-    def _kept(self, block: Block) -> Tensor | None:
+    def _kept(self, block: GatheredBatch) -> Tensor | None:
         """What dropout leaves in this call: the same on every process, and again in the update."""
         if not block.learning:
             return None

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from openclip_ext.losses.block import Block
+from openclip_ext.contrastive.batch import GatheredBatch
 
 
-class EmbeddingRing(nn.Module):
+class EmbeddingQueue(nn.Module):
     """Keeps the ``capacity`` most recent samples' embeddings that count, both sides.
 
     Of a batch larger than the capacity it keeps the first samples, in order.
@@ -24,7 +24,7 @@ class EmbeddingRing(nn.Module):
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
 
     @torch.no_grad()
-    def push(self, block: Block) -> Tensor:
+    def push(self, block: GatheredBatch) -> Tensor:
         """Add a block's samples; rows ``[0]`` are texts, ``[1]`` images: what each side's anchors are contrasted with.
 
         Returns:
@@ -39,7 +39,7 @@ class EmbeddingRing(nn.Module):
         rows_of = torch.full((block.size,), -1, device=positions.device)
         return rows_of.scatter_(0, candidates, torch.where(is_new, positions, -1))
 
-    def _placement(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    def _placement(self, block: GatheredBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Samples that count first, in order; the slots they would go to; and which of them do count."""
         number = min(block.size, self.capacity)
         candidates = torch.argsort((~block.valid).to(torch.int8), stable=True)[:number]
@@ -58,7 +58,7 @@ class EmbeddingRing(nn.Module):
         return torch.where(slots < filled, (self.capacity - 1 - slots) // filled + 1, 0)
 
 
-def repeated_block(block: Block, number: int) -> Tensor:
+def repeated_block(block: GatheredBatch, number: int) -> Tensor:
     """What a ring of ``number`` samples that has seen nothing but this block would hold: ``(2, number, d)``."""
     order = torch.argsort((~block.valid).to(torch.int8), stable=True)
     filled = block.valid.sum().clamp(min=1, max=number)
