@@ -318,7 +318,7 @@ def _extended_create_loss(original: Callable) -> Callable:
 def _loss_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """The options of loss ``name`` that ``args`` sets, under the names of their flags (Adam's ``eps`` is not ours)."""
     from openclip_ext.losses import registry
-    from openclip_ext.losses.options import OPTIONS
+    from openclip_ext.losses.registry import OPTIONS
 
     def value_of(option: str) -> Any:
         return getattr(args, OPTIONS[option].flag.removeprefix("--").replace("-", "_"), None)

@@ -12,7 +12,8 @@ from typing import Any
 
 from openclip_ext import compat
 from openclip_ext.losses import registry
-from openclip_ext.losses.options import OPTIONS, Option
+from openclip_ext.losses.options import Option
+from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.training import recipes
 from openclip_ext.training.errors import UsageError
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from openclip_ext.losses.options import OPTIONS
-from openclip_ext.losses.registry import list_losses
+from openclip_ext.losses.registry import OPTIONS, list_losses
 from openclip_ext.training import recipes
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.flags import loss_options, parse

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from openclip_ext.losses.options import OPTIONS
+from openclip_ext.losses.registry import OPTIONS
 
 Value = int | float | str | bool | None
 
