@@ -27,7 +27,7 @@ class Verdict:
 
     Attributes:
         good: 0-d bool, the same on all ranks: all gradients are finite, and some sample is valid.
-        bad_rows: ``(B_local,)`` bool, samples with non-finite features.
+        bad_rows: ``(B_local,)`` bool, samples with non-finite pixels, or if there are none, features.
     """
 
     good: Tensor
@@ -40,13 +40,14 @@ class SkippedStep:
 
     Attributes:
         number: what :meth:`StepGuard.judge` was told.
-        samples: indices of this rank's samples with non-finite features; those of its whole batch if there are none.
-        has_bad_features: which of the two.
+        samples: indices of this rank's samples with non-finite pixels or features; those of its whole batch if there are
+            none.
+        are_bad: which of the two.
     """
 
     number: int
     samples: list[int]
-    has_bad_features: bool
+    are_bad: bool
 
 
 class StepGuard:
@@ -94,10 +95,11 @@ class StepGuard:
         self._rows = {} if self._index is None else {name: table.read(self._index) for name, table in tables.items()}
 
     @torch.no_grad()
-    def judge(self, outputs: dict[str, Tensor], parameters: list[nn.Parameter]) -> Verdict:
+    def judge(self, images: list[Tensor], outputs: dict[str, Tensor], parameters: list[nn.Parameter]) -> Verdict:
         """Look at a step after its backward pass; all ranks must call it.
 
         Args:
+            images: of all micro-batches.
             outputs: the model's for the whole batch.
             parameters: those with gradients, averaged over the ranks.
         """
@@ -107,7 +109,12 @@ class StepGuard:
         flags = torch.stack([~_all_finite(parameters), has_valid]).to(torch.float32)
         if distributed.world_size() > 1:
             flags = distributed.all_reduce_max(flags)
-        return Verdict((flags[0] == 0) & (flags[1] > 0), bad_rows)
+        good = (flags[0] == 0) & (flags[1] > 0)
+        if not good.is_cpu or not good:
+            # BatchNorm makes the features of all samples NaN: look for those that began it.
+            bad_images = torch.cat([~image.flatten(1).isfinite().all(dim=1) for image in images])
+            bad_rows = torch.where(bad_images.any(), bad_images, bad_rows)
+        return Verdict(good, bad_rows)
 
     # --- the update -------------------------------------------------------------------------------------------------
 

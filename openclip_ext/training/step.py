@@ -115,7 +115,7 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         self.guard.before_forward()
         terms, outputs = self._one_batch(batches[0]) if len(batches) == 1 else self._cached_features(batches)
-        verdict = self._update(outputs)
+        verdict = self._update([batch["image"] for batch in batches], outputs)
         self.guard.finish(verdict, number, index)
         return {name: value.detach() for name, value in terms.items()}
 
@@ -209,13 +209,13 @@ class TrainStep:
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
 
-    def _update(self, outputs: dict[str, Tensor]) -> Verdict:
+    def _update(self, images: list[Tensor], outputs: dict[str, Tensor]) -> Verdict:
         """Update the parameters, if the gradients are finite."""
         self._average_head_gradients()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         parameters = [*self.model.parameters(), *self._head_parameters]
-        verdict = self.guard.judge(outputs, parameters)
+        verdict = self.guard.judge(images, outputs, parameters)
         if self.settings.grad_clip_norm is not None:
             parallel.clip_grad_norm_(parameters, self.settings.grad_clip_norm)
         logit_scale = parallel.local(self._logit_scale.detach())

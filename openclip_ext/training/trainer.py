@@ -237,9 +237,9 @@ class Trainer:
         """Say which steps changed nothing, and which samples of all ranks they had."""
         for step in steps:
             parts = distributed.all_gather_object(step)
-            named = [part for part in parts if part.has_bad_features] or parts
+            named = [part for part in parts if part.are_bad] or parts
             samples = [sample for part in named for sample in part.samples]
-            what = "the features of samples" if named[0].has_bad_features else "its gradients; samples of the batch:"
+            what = "samples" if named[0].are_bad else "its gradients; the batch has samples"
             more = f" and {len(samples) - _NAMED_SAMPLES} more" if len(samples) > _NAMED_SAMPLES else ""
             if distributed.is_master():
                 logging.warning(
