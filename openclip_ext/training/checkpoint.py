@@ -310,6 +310,30 @@ def remove_older_mid_epoch(folder: Path, kept: Path, spared: Container[Path] = (
             remove(path)
 
 
+def remove_leftovers(folder: Path, spared: Container[Path] = ()) -> None:
+    """Remove what killed saves left; to be called when no save is under way.
+
+    Args:
+        folder: the run's ``checkpoints/``.
+        spared: checkpoints whose parts stay as they are.
+    """
+    for unfinished in folder.glob("epoch_*.pt.tmp"):
+        unfinished.unlink(missing_ok=True)
+    for state in folder.glob("epoch_*.state"):
+        model_file = state.with_suffix(".pt")
+        if model_file in spared or not state.is_dir():
+            continue
+        try:
+            used = f"step_{_load(model_file, mmap=True).get('step')}" if model_file.is_file() else None
+        except UsageError:
+            continue
+        for part in state.iterdir():
+            if part.name != used:
+                shutil.rmtree(part, ignore_errors=True)
+        if used is None:
+            shutil.rmtree(state, ignore_errors=True)
+
+
 # --- finding and loading ---------------------------------------------------------------------------------------------
 
 

@@ -37,6 +37,7 @@ class TrainingConfig:
 
     Attributes:
         data: what to train on; None: only evaluate.
+        rank_patience: seconds without a sign of life after which a rank is missing.
         resume: a checkpoint's path, ``latest`` or None.
         copy_codebase: keep the source with the run.
         flags: all flags with their values, as the run folder stores them.
@@ -56,6 +57,7 @@ class TrainingConfig:
     folder: RunFolderConfig
     remote: RemoteConfig | None
     reporting: ReportingConfig
+    rank_patience: float
     resume: str | None
     copy_codebase: bool
     flags: Mapping[str, Any]
@@ -93,6 +95,7 @@ def training_config(args: argparse.Namespace, choice: LossChoice, device: torch.
         folder=folder,
         remote=_remote(args, folder),
         reporting=_reporting(args, folder, destinations, flags),
+        rank_patience=args.rank_patience,
         resume=args.resume,
         copy_codebase=args.copy_codebase,
         flags=flags,

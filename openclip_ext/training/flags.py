@@ -147,6 +147,13 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
         "--save-every-steps", type=int, default=0, help="also save a checkpoint every N optimizer steps (0: never)"
     )
     group.add_argument(
+        "--rank-patience",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="end the run when a rank has given no sign of life for so long, and say which (default: 600)",
+    )
+    group.add_argument(
         "--max-skipped-steps",
         type=int,
         default=50,
@@ -234,6 +241,8 @@ def _check_run_flags(args: argparse.Namespace) -> None:
         raise UsageError(f"--lookahead-steps is {args.lookahead_steps}, must be at least 1")
     if args.max_skipped_steps < 1:
         raise UsageError(f"--max-skipped-steps is {args.max_skipped_steps}, must be at least 1")
+    if not args.rank_patience > 0:
+        raise UsageError(f"--rank-patience is {args.rank_patience:g}, must be positive")
     if args.eval_suite is not None and args.eval_data_dir is None:
         raise UsageError("--eval-suite needs --eval-data-dir")
     if args.fsdp_no_reshard_after_forward and not args.fsdp:

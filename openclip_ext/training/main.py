@@ -6,6 +6,7 @@ This file assembles the parts, in the order of the data flow; the parts do the w
 import functools
 import logging
 import sys
+from collections.abc import Container
 from pathlib import Path
 
 from torch import nn
@@ -16,7 +17,7 @@ from openclip_ext.data.build import build_train_loader
 from openclip_ext.heads import read_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
-from openclip_ext.training import parallel, remote, resume, run_folder, signals
+from openclip_ext.training import heartbeat, parallel, remote, resume, run_folder, signals
 from openclip_ext.training.checkpoint import Checkpoint, Position, RunIdentity
 from openclip_ext.training.config import TrainingConfig, training_config
 from openclip_ext.training.errors import UsageError
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> None:
 
     Raises:
         UsageError: a wrong command line, or data or a checkpoint that does not fit it.
-        SystemExit: after ``--help``, argparse's errors, and a run that SIGTERM has stopped.
+        SystemExit: after ``--help``, argparse's errors, and a run that SIGTERM or SIGINT has stopped.
     """
     add_model_configs()
     args, choice = parse(argv)
@@ -49,7 +50,11 @@ def main(argv: list[str]) -> None:
     handlers = list(logging.root.handlers)
     try:
         config = training_config(args, choice, device)
-        with run_folder.opened(config.folder) as folder, remote.synchronised(config.remote, folder):
+        with (
+            heartbeat.watched(config.rank_patience),
+            run_folder.opened(config.folder) as folder,
+            remote.synchronised(config.remote, folder),
+        ):
             fetch = functools.partial(remote.fetch_checkpoints, config.remote)
             start = resume.find_start(config.resume, folder, fetch)
             built = build_model(config.model, device, config.loading.seed)
@@ -85,7 +90,7 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
     )
     position = resume.restore(start.checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
     if folder is not None and distributed.is_master():
-        _begin_folder(config, folder, position)
+        _begin_folder(config, folder, position, start.unreadable)
     announce(identity, config.loss.options, built.model, loss, steps_per_epoch, config.length.epochs)
     settings = config.step.settings(built.device)
     trainer = Trainer(
@@ -131,10 +136,11 @@ def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveL
     return parallel.distribute(built.model, config.parallel, built.device, keep_whole=config.evaluation.is_wanted)
 
 
-def _begin_folder(config: TrainingConfig, folder: Path, position: Position) -> None:
-    """Write what the folder says about the run, and cut its logs to where the run goes on."""
+def _begin_folder(config: TrainingConfig, folder: Path, position: Position, unreadable: Container[Path]) -> None:
+    """Write what the folder says about the run, and bring the rest to where the run goes on."""
     run_folder.write_settings(folder, config.flags, config.loss.name, dict(config.loss.options))
     resume.cut_logs(folder, position)
+    ckpt.remove_leftovers(folder / "checkpoints", spared=unreadable)
     if config.copy_codebase:
         run_folder.copy_codebase(folder)
 

@@ -22,8 +22,6 @@ from openclip_ext.training.reporting import Reporter, Stopwatch
 from openclip_ext.training.signals import Request, SignalRequests
 from openclip_ext.training.step import Batch, TrainStep
 
-# The conventional exit status of a program that SIGTERM has ended.
-EXIT_AFTER_SIGTERM = 143
 # How many samples of a skipped step the log names.
 _NAMED_SAMPLES = 32
 
@@ -153,7 +151,7 @@ class Trainer:
             evaluate_first: run the evaluations that were due at the position the run starts from.
 
         Raises:
-            SystemExit: with 143, after SIGTERM and a saved checkpoint.
+            SystemExit: with 143 after SIGTERM, 130 after SIGINT, and a saved checkpoint.
             SaveFailed: the last checkpoint could not be written.
             TrainingDiverged: a checkpoint was due and the parameters are not finite.
         """
@@ -176,7 +174,7 @@ class Trainer:
             self.stopwatch.restart()
             for step_batches in batches:
                 self._one_step(step_batches)
-                self._act_on(signals.agreed())
+                self._act_on(signals.agreed(), signals)
 
     def _batches_of_steps(self) -> Iterator[list[Batch]]:
         """The rest of the epoch's micro-batches, grouped by optimizer step."""
@@ -207,7 +205,7 @@ class Trainer:
         position.step_in_epoch += 1
         self._batches_since += len(batches)
 
-    def _act_on(self, request: Request) -> None:
+    def _act_on(self, request: Request, signals: SignalRequests) -> None:
         if self.step.guard.in_a_row >= self.length.max_skipped_steps:
             self._give_up()
         every = self.policy.every_steps
@@ -218,8 +216,8 @@ class Trainer:
         self._save_mid_epoch(must_succeed=request == Request.SAVE_AND_STOP)
         self.stopwatch.restart()
         if request == Request.SAVE_AND_STOP:
-            logging.warning(f"Stopped by SIGTERM after step {self.position.step}; --resume latest goes on from here.")
-            raise SystemExit(EXIT_AFTER_SIGTERM)
+            logging.warning(f"Stopped by a signal after step {self.position.step}; --resume latest goes on from here.")
+            raise SystemExit(signals.exit_status)
 
     def _give_up(self) -> None:
         """Save the last good state, which is the present one, and end the run."""
