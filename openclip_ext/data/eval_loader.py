@@ -31,19 +31,21 @@ class ShardSamples:
     def part(self, worker: int, workers: int, batch_size: int) -> Iterator[Sample]:
         """The samples of one worker: workers take shards in turn."""
         for url in self._urls[worker::workers]:
-            usable, reasons = 0, []
+            usable = 0
+            reasons: list[str] = []
             for sample in self._decoded(url, reasons):
                 usable += 1
                 yield sample
             if reasons:
-                logging.warning(f"{len(reasons)} bad samples in {url} are left out; the first: {reasons[0]}")
+                logging.warning(f"{len(reasons)} bad samples or places in {url} are left out; the first: {reasons[0]}")
             if not usable and reasons:
                 raise BadDataError(f"{url} has no usable sample: {reasons[0]}")
 
     def _decoded(self, url: str, reasons: list[str]) -> Iterator[Sample]:
+        gaps: list[tar.Gap] = []
         try:
             with open_stream(url) as stream:
-                for position, (fields, found) in enumerate(tar.stream_samples(stream, self._wanted)):
+                for position, (fields, found) in enumerate(tar.stream_samples(stream, self._wanted, gaps)):
                     try:
                         raw = RawSample(position, fields, found)
                         yield None, *decode_fields(raw, self._image_keys, self._caption_keys)
@@ -51,6 +53,7 @@ class ShardSamples:
                         reasons.append(f"position {position}: {error}")
         except tar.STREAM_ERRORS as error:
             reasons.append(f"cannot be read to its end: {type(error).__name__}: {error}")
+        reasons += [f"damaged: no readable header in the bytes {gap.start:,} to {gap.end:,}" for gap in gaps]
 
 
 class SourceSamples:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -10,19 +11,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from openclip_ext.data import tar
-from openclip_ext.data.shardlist import shard_name, sibling
+from openclip_ext.data.shardlist import open_regular, shard_name, sibling
 
 DEFAULT_IMAGE_KEY = "jpg;png;jpeg;webp"
 DEFAULT_CAPTION_KEY = "txt"
 
 # Positions of bad samples are written down only when they are few: a manifest stays small.
 _MAX_POSITIONS = 20
+_MAX_GAPS = 5
 # A read brings in at least this much: the headers around small members (captions, json) come with the one before.
 _MIN_READ = 4096
 _MAX_READ = 1 << 18
@@ -68,8 +71,10 @@ class ShardScan:
         digest: Hash of the names and sizes of all members; None for remote shards.
         blocks: ``(num_samples,)`` uint32, the length of each sample in 512-byte blocks, headers included; None where
             samples cannot be reached by offset (compressed or remote).
-        problems: Counts and messages, empty for a good shard: ``error``, ``duplicate_keys``, ``without_image``,
-            ``without_caption``, ``bad`` (samples without one or the other), ``bad_positions`` (if few).
+        problems: Counts and messages, empty for a good shard: ``duplicate_keys``, ``without_image``,
+            ``without_caption``, ``bad`` (samples without one or the other), ``bad_positions`` (if few), ``gaps``
+            (``[start, end]`` bytes without a readable header, the first few), ``lost`` (samples in the gaps, estimated),
+            ``error`` (why the shard could not be read to its end).
         fields: How many samples have each field.
     """
 
@@ -115,37 +120,50 @@ class _Grouping:
         self._current: str | None = None
         self._found: set[str] = set()
         self._digest = hashlib.blake2b(digest_size=16)
+        self._lost: list[tuple[int, int]] = []  # samples before a gap between samples, bytes of the gap
+        self.gaps: list[tar.Gap] = []
         self.starts: list[int] = []
         self.end = 0
         self.num_samples = 0
         self.fields: Counter[str] = Counter()
         self.problems: Counter[str] = Counter()
-        self.bad_positions: list[int] = []
+        self.bad: list[int] = []
 
     def take(self, members: Iterator[tar.Member]) -> ShardScan:
-        """Go through the members, to the end or the first error."""
+        """Go through the members of a tar whose gaps go to ``self.gaps``, to the end or the first error."""
         error = None
+        gaps_seen = gap_bytes = 0
         try:
             for member in members:
-                if member.is_file:
-                    self._add(member)
+                gap_bytes += sum(gap.end - gap.start for gap in self.gaps[gaps_seen:])
+                gaps_seen = len(self.gaps)
+                before = len(self.starts)
+                if member.is_file and self._add(member):
+                    # A gap between two members of one sample holds no other sample.
+                    if gap_bytes and len(self.starts) > before:
+                        self._lost.append((before, gap_bytes))
+                    gap_bytes = 0
                 self.end = member.end
         except tar.STREAM_ERRORS as broken:
             error = str(broken) or type(broken).__name__
+        gap_bytes += sum(gap.end - gap.start for gap in self.gaps[gaps_seen:])
+        self._lost.append((len(self.starts), gap_bytes))
         self._finish()
         return self._result(error)
 
-    def _add(self, member: tar.Member) -> None:
+    def _add(self, member: tar.Member) -> bool:
+        """Returns whether the member belongs to a sample."""
         parts = tar.split_name(member.name)
         if parts is None:
-            return
+            return False
         key, member_field = parts
-        self._digest.update(f"{member.name}\0{member.size}\0".encode("utf-8", "surrogateescape"))
+        self._digest.update(f"{member.name}\0{member.size}\0".encode())
         if key != self._current or member_field in self._found:
             self._finish()
             self._current = key
             self.starts.append(member.start)
         self._found.add(member_field)
+        return True
 
     def _finish(self) -> None:
         """Close the current sample, if any."""
@@ -160,16 +178,26 @@ class _Grouping:
         self.problems["without_image"] += not has_image
         self.problems["without_caption"] += not has_caption
         if not (has_image and has_caption):
-            self.problems["bad"] += 1
-            if len(self.bad_positions) <= _MAX_POSITIONS:
-                self.bad_positions.append(self.num_samples)
+            self.bad.append(self.num_samples)
         self.num_samples += 1
         self._current, self._found = None, set()
 
+    def _lost_samples(self) -> int:
+        """How many samples of mean size the gaps have room for, without the incomplete samples beside them."""
+        usable_bytes = self.end - sum(gap.end - gap.start for gap in self.gaps if gap.end <= self.end)
+        mean_size = usable_bytes / max(self.num_samples, 1) or tar.BLOCK
+        bad = set(self.bad)
+        return sum(
+            max(0, math.ceil(size / mean_size) - ((before - 1) in bad) - (before in bad)) for before, size in self._lost
+        )
+
     def _result(self, error: str | None) -> ShardScan:
-        problems: dict[str, Any] = {name: count for name, count in sorted(self.problems.items()) if count}
-        if 0 < len(self.bad_positions) <= _MAX_POSITIONS:
-            problems["bad_positions"] = self.bad_positions
+        counts = {**self.problems, "bad": len(self.bad), "lost": self._lost_samples()}
+        problems: dict[str, Any] = {name: count for name, count in sorted(counts.items()) if count}
+        if 0 < len(self.bad) <= _MAX_POSITIONS:
+            problems["bad_positions"] = self.bad
+        if self.gaps:
+            problems["gaps"] = [list(gap) for gap in self.gaps[:_MAX_GAPS]]
         if error is not None:
             problems["error"] = error
         return ShardScan(self.num_samples, digest=self._digest.hexdigest(), problems=problems, fields=dict(self.fields))
@@ -178,11 +206,11 @@ class _Grouping:
 def scan_shard(path: str, image_key: str = DEFAULT_IMAGE_KEY, caption_key: str = DEFAULT_CAPTION_KEY) -> ShardScan:
     """Scan one local tar; plain ones by their headers only, compressed ones by reading them through.
 
-    A broken tar counts up to the break, which is told in ``problems["error"]``.
+    After damage the scan goes on at the next readable header; what was lost is told in ``problems``.
     """
     grouping = _Grouping(parse_keys(image_key, allow_json=False), parse_keys(caption_key, allow_json=True))
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             status = os.fstat(file.fileno())
             if tar.decompressor(os.pread(file.fileno(), 8, 0)) is None:
                 result = _scan_headers(file.fileno(), status.st_size, grouping)
@@ -191,11 +219,13 @@ def scan_shard(path: str, image_key: str = DEFAULT_IMAGE_KEY, caption_key: str =
     except OSError as error:
         return ShardScan(0, problems={"error": f"cannot be read: {error.strerror or error}"})
     result.size, result.mtime_ns = status.st_size, status.st_mtime_ns
+    if "gaps" in result.problems or "error" in result.problems:
+        _count_missing(path, result)
     return result
 
 
 def _scan_headers(descriptor: int, size: int, grouping: _Grouping) -> ShardScan:
-    result = grouping.take(tar.iter_members(_HeaderReader(descriptor), size))
+    result = grouping.take(tar.iter_members(_HeaderReader(descriptor), size, grouping.gaps))
     # Whatever lies between two samples (folders, hidden files) belongs to the one before, and the first begins at 0.
     bounds = np.array([0, *grouping.starts[1:], grouping.end] if grouping.starts else [0], dtype=np.int64)
     result.blocks = (np.diff(bounds) // tar.BLOCK).astype(np.uint32)
@@ -203,7 +233,14 @@ def _scan_headers(descriptor: int, size: int, grouping: _Grouping) -> ShardScan:
 
 
 def _scan_stream(file: BinaryIO, grouping: _Grouping) -> ShardScan:
-    return grouping.take(tar.stream_members(file)[0])
+    return grouping.take(tar.stream_members(file, grouping.gaps)[0])
+
+
+def _count_missing(path: str, result: ShardScan) -> None:
+    """Correct the number of lost samples if img2dataset has left the number that it wrote."""
+    written = _SizeTables(lambda name: Path(name).read_bytes()).count(path)
+    if written is not None and written > result.num_samples:
+        result.problems["lost"] = max(result.problems.get("lost", 0), written - result.num_samples)
 
 
 def scan_local(
@@ -266,22 +303,24 @@ def count_remote(
 class _SizeTables:
     """Sample counts by file name: given, or from the files next to a shard."""
 
-    def __init__(self, read: Callable[[str], bytes], sizes: dict[str, int] | None) -> None:
+    def __init__(self, read: Callable[[str], bytes], sizes: dict[str, int] | None = None) -> None:
         self._read = read
         self._sizes = sizes
-        self._folders: dict[str, dict[str, int]] = {}
+        self._folders: dict[str, dict[str, Any]] = {}
 
     def count(self, url: str) -> int | None:
         name = shard_name(url)
         if self._sizes is not None:
-            return self._sizes.get(name)
+            return _as_count(self._sizes.get(name))
         folder_sizes = self._folder_sizes(sibling(url, "sizes.json"))
         if name in folder_sizes:
-            return int(folder_sizes[name])
+            return _as_count(folder_sizes[name])
         stats = self._json(sibling(url, re.sub(r"\.(tar(\.\w+)?|tgz)$", "", name) + "_stats.json"))
-        return int(stats["successes"]) if "successes" in stats else None
+        return _as_count(stats.get("successes"))
 
-    def _folder_sizes(self, url: str | None) -> dict[str, int]:
+    def _folder_sizes(self, url: str | None) -> dict[str, Any]:
+        if url is None:
+            return {}
         # Two threads may read the same table at the same time; both get the same.
         if url not in self._folders:
             self._folders[url] = self._json(url)
@@ -292,6 +331,11 @@ class _SizeTables:
             return {}
         try:
             content = json.loads(self._read(url))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
+
+
+def _as_count(value: Any) -> int | None:
+    """A number of samples as a file next to a shard has it; None if it has no such number."""
+    return int(value) if isinstance(value, int | float) and 0 <= value < math.inf else None

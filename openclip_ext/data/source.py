@@ -7,8 +7,10 @@ import io
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
+import numpy as np
 from PIL import Image
 
 from openclip_ext.data.hashing import Purpose, hash_int
@@ -24,7 +26,8 @@ class BadSampleError(ValueError):
     """One sample lacks its image or caption or does not decode; it is skipped and counted."""
 
 
-class RawSample(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RawSample:
     """A sample as read.
 
     Attributes:
@@ -101,19 +104,29 @@ class Source(ABC):
                 yield candidate
 
 
-def decode_image(data: bytes | io.BufferedIOBase) -> Image.Image:
-    """Decode to RGB, as webdataset's "pilrgb" does.
+def decode_image(data: bytes | BinaryIO) -> Image.Image:
+    """Decode to RGB, as webdataset's "pilrgb" does, except that 16 bits a channel are scaled to 8.
+
+    As in OpenCLIP, the EXIF orientation is not applied.
 
     Raises:
         BadSampleError: The bytes are no image that Pillow can read to the end.
     """
     try:
-        image = Image.open(io.BytesIO(data) if isinstance(data, bytes) else data)
+        image: Image.Image = Image.open(io.BytesIO(data) if isinstance(data, bytes) else data)
         image.load()
+        if image.mode.startswith("I"):
+            image = _to_8_bits(image)
         return image if image.mode == "RGB" else image.convert("RGB")
     # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, DecompressionBombError and others.
     except Exception as error:
         raise BadSampleError(f"the image does not decode: {type(error).__name__}: {error}") from error
+
+
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    """The upper of two bytes, which Pillow takes of 16-bit colours, too; ``convert`` would turn all above 255 white."""
+    values = np.asarray(image).astype(np.int64).clip(0, 65535)
+    return Image.fromarray((values >> 8).astype(np.uint8))
 
 
 def decode_fields(raw: RawSample, image_keys: Sequence[Key], caption_keys: Sequence[Key]) -> tuple[Image.Image, str]:
@@ -144,10 +157,13 @@ def _caption(data: bytes, key: Key) -> str:
         if key.entry is None:
             return text
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadSampleError(f"the caption ({key.field}) does not decode: {error}") from error
     entry = content.get(key.entry) if isinstance(content, dict) else None
     if not isinstance(entry, str):
         found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
         raise BadSampleError(f"no caption: expected the text {key.entry!r} in {key.field}, found {found or 'nothing'}")
+    if not entry.isprintable() and any("\ud800" <= character <= "\udfff" for character in entry):
+        # JSON can write half of a surrogate pair, on which tokenizers fail.
+        raise BadSampleError(f"the caption ({key.field}) does not decode: it has a lone surrogate")
     return entry

@@ -345,8 +345,8 @@ class TrainLoader:
         bad, where = source.known_bad()
         if bad > self.max_bad_fraction * source.num_samples:
             raise BadDataError(
-                f"{bad:,} of {source.num_samples:,} samples ({bad / source.num_samples:.1%}) have no image or no "
-                f"caption, more than the allowed {self.max_bad_fraction:.1%} (--max-bad-fraction): {where}"
+                f"{bad:,} of {source.num_samples:,} samples ({bad / source.num_samples:.1%}) are lost or have no image "
+                f"or no caption, more than the allowed {self.max_bad_fraction:.1%} (--max-bad-fraction): {where}"
             )
 
     @property
