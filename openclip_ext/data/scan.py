@@ -29,6 +29,8 @@ _MAX_GAPS = 5
 # A read brings in at least this much: the headers around small members (captions, json) come with the one before.
 _MIN_READ = 4096
 _MAX_READ = 1 << 18
+# What all tar formats of today have in their headers.
+_MARK = b"ustar"
 
 
 class Key(NamedTuple):
@@ -119,37 +121,45 @@ class _Grouping:
         self._keys: set[str] = set()
         self._current: str | None = None
         self._found: set[str] = set()
+        self._bytes = 0  # of the current sample
+        self._all_bytes = 0  # of all samples before it
         self._digest = hashlib.blake2b(digest_size=16)
-        self._lost: list[tuple[int, int]] = []  # samples before a gap between samples, bytes of the gap
+        self._between: list[tuple[int, list[tar.Gap]]] = []  # the gaps between samples, and how many come before them
         self.gaps: list[tar.Gap] = []
         self.starts: list[int] = []
         self.end = 0
         self.num_samples = 0
         self.fields: Counter[str] = Counter()
         self.problems: Counter[str] = Counter()
-        self.bad: list[int] = []
+        self.bad: dict[int, int] = {}  # positions of incomplete samples, and their bytes
 
-    def take(self, members: Iterator[tar.Member]) -> ShardScan:
-        """Go through the members of a tar whose gaps go to ``self.gaps``, to the end or the first error."""
+    def take(self, members: Iterator[tar.Member], count_headers: Callable[[tar.Gap], int] = lambda gap: 0) -> ShardScan:
+        """Go through the members of a tar, to the end or the first error.
+
+        Args:
+            members: Their gaps go to ``self.gaps``.
+            count_headers: How many headers can be recognised in a gap; 0 where it cannot be read again.
+        """
         error = None
-        gaps_seen = gap_bytes = 0
+        gaps_seen = 0
+        pending: list[tar.Gap] = []
         try:
             for member in members:
-                gap_bytes += sum(gap.end - gap.start for gap in self.gaps[gaps_seen:])
-                gaps_seen = len(self.gaps)
+                if len(self.gaps) > gaps_seen:
+                    pending += self.gaps[gaps_seen:]
+                    gaps_seen = len(self.gaps)
                 before = len(self.starts)
-                if member.is_file and self._add(member):
+                if member.is_file and self._add(member) and pending:
                     # A gap between two members of one sample holds no other sample.
-                    if gap_bytes and len(self.starts) > before:
-                        self._lost.append((before, gap_bytes))
-                    gap_bytes = 0
+                    if len(self.starts) > before:
+                        self._between.append((before, pending))
+                    pending = []
                 self.end = member.end
         except tar.STREAM_ERRORS as broken:
             error = str(broken) or type(broken).__name__
-        gap_bytes += sum(gap.end - gap.start for gap in self.gaps[gaps_seen:])
-        self._lost.append((len(self.starts), gap_bytes))
+        self._between.append((len(self.starts), pending + self.gaps[gaps_seen:]))
         self._finish()
-        return self._result(error)
+        return self._result(error, self._lost_samples(count_headers))
 
     def _add(self, member: tar.Member) -> bool:
         """Returns whether the member belongs to a sample."""
@@ -163,6 +173,7 @@ class _Grouping:
             self._current = key
             self.starts.append(member.start)
         self._found.add(member_field)
+        self._bytes += member.end - member.start
         return True
 
     def _finish(self) -> None:
@@ -178,24 +189,31 @@ class _Grouping:
         self.problems["without_image"] += not has_image
         self.problems["without_caption"] += not has_caption
         if not (has_image and has_caption):
-            self.bad.append(self.num_samples)
+            self.bad[self.num_samples] = self._bytes
+        self._all_bytes += self._bytes
         self.num_samples += 1
-        self._current, self._found = None, set()
+        self._current, self._found, self._bytes = None, set(), 0
 
-    def _lost_samples(self) -> int:
-        """How many samples of mean size the gaps have room for, without the incomplete samples beside them."""
-        usable_bytes = self.end - sum(gap.end - gap.start for gap in self.gaps if gap.end <= self.end)
-        mean_size = usable_bytes / max(self.num_samples, 1) or tar.BLOCK
-        bad = set(self.bad)
-        return sum(
-            max(0, math.ceil(size / mean_size) - ((before - 1) in bad) - (before in bad)) for before, size in self._lost
-        )
+    def _lost_samples(self, count_headers: Callable[[tar.Gap], int]) -> int:
+        """How many samples the gaps have room for, or headers of: the larger number, at least 1 for a gap.
 
-    def _result(self, error: str | None) -> ShardScan:
-        counts = {**self.problems, "bad": len(self.bad), "lost": self._lost_samples()}
+        What the incomplete samples beside a gap lack is in the gap, too.
+        """
+        mean_size = self._all_bytes / self.num_samples if self.num_samples else tar.BLOCK
+        mean_fields = sum(self.fields.values()) / self.num_samples if self.num_samples else 1
+        lost = 0
+        for before, gaps in self._between:
+            lacking = [max(0, mean_size - self.bad[i]) for i in (before - 1, before) if i in self.bad]
+            room = sum(gap.end - gap.start for gap in gaps) - sum(lacking)
+            headers = sum(count_headers(gap) for gap in gaps)
+            lost += max(0, math.ceil(room / mean_size), math.ceil(headers / mean_fields) - len(lacking))
+        return lost
+
+    def _result(self, error: str | None, lost: int) -> ShardScan:
+        counts = {**self.problems, "bad": len(self.bad), "lost": lost}
         problems: dict[str, Any] = {name: count for name, count in sorted(counts.items()) if count}
         if 0 < len(self.bad) <= _MAX_POSITIONS:
-            problems["bad_positions"] = self.bad
+            problems["bad_positions"] = list(self.bad)
         if self.gaps:
             problems["gaps"] = [list(gap) for gap in self.gaps[:_MAX_GAPS]]
         if error is not None:
@@ -225,11 +243,20 @@ def scan_shard(path: str, image_key: str = DEFAULT_IMAGE_KEY, caption_key: str =
 
 
 def _scan_headers(descriptor: int, size: int, grouping: _Grouping) -> ShardScan:
-    result = grouping.take(tar.iter_members(_HeaderReader(descriptor), size, grouping.gaps))
+    members = tar.iter_members(_HeaderReader(descriptor), size, grouping.gaps)
+    result = grouping.take(members, partial(_count_headers, descriptor))
     # Whatever lies between two samples (folders, hidden files) belongs to the one before, and the first begins at 0.
     bounds = np.array([0, *grouping.starts[1:], grouping.end] if grouping.starts else [0], dtype=np.int64)
     result.blocks = (np.diff(bounds) // tar.BLOCK).astype(np.uint32)
     return result
+
+
+def _count_headers(descriptor: int, gap: tar.Gap) -> int:
+    """How often the mark of a tar header occurs in a gap, at any byte: also where bytes were inserted or removed."""
+    count = 0
+    for begin in range(gap.start, gap.end, _MAX_READ):
+        count += os.pread(descriptor, min(_MAX_READ, gap.end - begin) + len(_MARK) - 1, begin).count(_MARK)
+    return count
 
 
 def _scan_stream(file: BinaryIO, grouping: _Grouping) -> ShardScan:

@@ -151,7 +151,7 @@ def iter_members(read_at: Callable[[int, int], bytes], end: int, gaps: list[Gap]
     damage: TarError | None = None  # the first since the last good member
     while True:
         try:
-            member = _read_member(read_at, position, end)
+            member = _read_member(read_at, position, end, after_gap=position > good_end)
         except _DamageError as error:
             damage = damage or error
             position, zeros = error.resume, None
@@ -177,8 +177,10 @@ def iter_members(read_at: Callable[[int, int], bytes], end: int, gaps: list[Gap]
         gaps.append(Gap(zeros, file_end))
 
 
-def _read_member(read_at: Callable[[int, int], bytes], start: int, end: int) -> Member | None:
+def _read_member(read_at: Callable[[int, int], bytes], start: int, end: int, after_gap: bool) -> Member | None:
     """The member whose first header is at ``start``, None at a block of zeros.
+
+    After a gap, a name that fills its field is taken for the beginning of a longer one, which the gap has swallowed.
 
     Raises:
         TarError: The header is damaged, the member is cut off, or the file ends.
@@ -209,6 +211,8 @@ def _read_member(read_at: Callable[[int, int], bytes], start: int, end: int) -> 
             except ValueError:
                 raise _DamageError(f"broken extended header at byte {position}", data + _padded(length)) from None
         elif kind not in b"gK":
+            if after_gap and name is None and header[99]:
+                raise _DamageError(f"the name of the member at byte {position} is lost", data + _padded(length))
             return Member(_member_name(header) if name is None else name, start, data, length, kind in _REGULAR_TYPES)
         position = data + _padded(length)
 
