@@ -96,7 +96,9 @@ def _control_group() -> dist.ProcessGroup:
 @functools.lru_cache(maxsize=1)
 def _control_group_of(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """Made at the first use, and anew when ``torch.distributed`` was started anew."""
-    return dist.new_group(backend="gloo", timeout=_PATIENCE)
+    group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    assert isinstance(group, dist.ProcessGroup), "every rank is in the group"
+    return group
 
 
 def shutdown() -> None:

@@ -39,6 +39,10 @@ class ProjectedModel(nn.Module):
         heads: has ``image`` and ``text``, modules from ``(B, d)`` to ``(B, d')``.
     """
 
+    # OpenCLIP's models have no common typed base, nor have heads: what is used of them is named above.
+    model: Any
+    heads: Any
+
     def __init__(self, model: nn.Module, heads: nn.Module) -> None:
         super().__init__()
         self.model = model

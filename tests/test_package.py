@@ -9,6 +9,7 @@ import pytest
 
 import openclip_ext
 
+ROOT = Path(__file__).parents[1]
 PACKAGE = Path(openclip_ext.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
@@ -70,3 +71,21 @@ def test_the_trainer_knows_no_loss_by_name():
         source = (PACKAGE / "training" / name).read_text().lower()
         strings = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
         assert not strings & set(openclip_ext.list_losses()), name
+
+
+def test_the_lowest_versions_that_are_tested_are_those_in_the_docs():
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / ".github" / "lowest-versions.txt").read_text().splitlines()
+        if not line.startswith("#")
+    )
+    documented = {}
+    for line in (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("| ") and "lowest" not in line:
+            names, versions = line.strip("|").split("|")[:2]
+            documented |= dict(zip(names.split(","), versions.split(","), strict=True))
+    assert pins == {name.strip(): version.strip() for name, version in documented.items()}
+
+
+def test_the_version_to_cite_is_the_packages():
+    assert f"\nversion: {openclip_ext.__version__}\n" in (ROOT / "CITATION.cff").read_text()

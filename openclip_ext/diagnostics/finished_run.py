@@ -22,6 +22,7 @@ from openclip_ext.losses.options import PLACEMENT_OPTIONS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training.checkpoint import Checkpoint
+from openclip_ext.training.config import model_config
 from openclip_ext.training.errors import UsageError
 
 
@@ -177,7 +178,7 @@ def _build_model(args: argparse.Namespace, device: torch.device) -> tuple[nn.Mod
     tagged = bool(args.pretrained) and bool(open_clip.get_pretrained_cfg(args.model, args.pretrained))
     args.pretrained, args.pretrained_image = args.pretrained if tagged else None, False
     with without_warnings():
-        model, _, preprocess = compat.create_model(args, device)
+        model, _, preprocess = model_config(args).create(device)
     return model, preprocess
 
 

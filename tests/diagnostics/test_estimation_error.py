@@ -168,7 +168,7 @@ def shards(tmp_path_factory):
 def fastclip(shards, tmp_path_factory):
     """A run of two ranks: each has written its half of the averages."""
     logs = tmp_path_factory.mktemp("two_ranks")
-    run_on_two_ranks(logs, [{"argv": command(shards, logs, "run", "fastclip", "--batch-size", "8")}])
+    run_on_two_ranks([{"argv": command(shards, logs, "run", "fastclip", "--batch-size", "8")}])
     return logs / "run"
 
 

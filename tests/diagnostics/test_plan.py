@@ -1,15 +1,16 @@
 """The plan says what is: its sizes against real states, its communication against what two ranks send."""
 
-import os
+import functools
 from collections import Counter
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import open_clip
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
@@ -30,9 +31,10 @@ from openclip_ext.losses.registry import create_loss, list_losses
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.optimizer import create_optimizer
 from openclip_ext.training.step import StepSettings, TrainStep
-from tests.distributed.training_cases import GLOBAL_BATCH, MODEL, fixed_batch, micro_batches_of, openclip_flags
+from tests.distributed.pool import two_ranks
+from tests.training.tiny import BATCH, OPTIMIZER, WIDTH, parts_of, prepare, tiny_batch, tiny_model
 
-WIDTH = 64
+MODEL = "demo-vit"
 # Every loss, and what they can be made of besides.
 CASES: dict[str, dict[str, Any]] = {
     **{name: {} for name in list_losses()},
@@ -47,7 +49,7 @@ SHARING = "neuclip-sharing"
 
 
 def setting(name: str, **changed: Any) -> Setting:
-    values = {"loss": name, "options": CASES[name], "model": MODEL, "samples": 1000, "global_batch": GLOBAL_BATCH}
+    values = {"loss": name, "options": CASES[name], "model": MODEL, "samples": 1000, "global_batch": BATCH}
     return Setting(**(values | changed))
 
 
@@ -105,84 +107,76 @@ def test_the_model_is_counted_as_it_is():
     model = open_clip.create_model(MODEL)
     size = plan.model_size(MODEL)
     assert size.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert size.embed_dim == WIDTH
+    assert size.embed_dim == model.text_projection.shape[1]
 
 
 # --- communication ---------------------------------------------------------------------------------------------------
 
 
-def _counted(rank: int, folder: str) -> None:
-    """One of two ranks: trains some steps with each loss and counts what goes through ``torch.distributed``."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    add_model_configs()
+def _counted(name: str) -> dict[str, int]:
+    """One of two ranks: trains some steps with a loss and counts what goes through ``torch.distributed``."""
     counts: Counter = Counter()
+    isend = dist.isend
+    sizes = {
+        "all_gather_into_tensor": (ALL_GATHER, lambda result, tensor: result.nbytes),
+        "all_gather": (ALL_GATHER, lambda results, tensor, *_: sum(result.nbytes for result in results)),
+        "all_reduce": (ALL_REDUCE, lambda tensor: tensor.nbytes),
+        # The backward pass of OpenCLIP's gather, as torch does it with gloo.
+        "scatter": (REDUCE_SCATTER, lambda own, parts=None, *_: sum(part.nbytes for part in parts or [])),
+        "batch_isend_irecv": (SEND, lambda ops: sum(op.tensor.nbytes for op in ops if op.op is isend)),
+    }
 
-    def counting(name: str, kind: str, size: Any) -> None:
-        original = getattr(dist, name)
-
+    def counting(function: Callable, kind: str, size: Callable) -> Callable:
         def call(*args: Any, **options: Any) -> Any:
             counts[kind] += size(*args)
-            return original(*args, **options)
+            return function(*args, **options)
 
-        setattr(dist, name, call)
+        return call
 
-    counting("all_gather_into_tensor", ALL_GATHER, lambda result, tensor: result.nbytes)
-    counting("all_gather", ALL_GATHER, lambda results, tensor, *_: sum(result.nbytes for result in results))
-    counting("all_reduce", ALL_REDUCE, lambda tensor: tensor.nbytes)
-    # The backward pass of OpenCLIP's gather, as torch does it with gloo.
-    counting("scatter", REDUCE_SCATTER, lambda own, parts=None, *_: sum(part.nbytes for part in parts or []))
-    isend = dist.isend
-    counting("batch_isend_irecv", SEND, lambda ops: sum(op.tensor.nbytes for op in ops if op.op is isend))
-    found = {}
-    least = prototypes.MIN_FLOPS_TO_SHARE["cpu"]
-    for name in [*CASES, *ON_HOST, SHARING]:
-        prototypes.MIN_FLOPS_TO_SHARE["cpu"] = 1 if name == SHARING else least
-        loss = create(ON_HOST[name], state_device="cpu") if name in ON_HOST else create(name.removesuffix("-sharing"))
-        model = open_clip.create_model(
-            MODEL, output_dict=True, **({"init_logit_bias": -10.0} if name == "siglip" else {})
-        )
-        optimizer = create_optimizer(model, openclip_flags(), loss.logit_scale_lr, loss.model_head())
-        step = TrainStep(model, loss, optimizer, StepSettings(torch.device("cpu"), input_dtype=torch.float32))
-        counts.clear()
-        loss.start_epoch(0)
+    loss = create(ON_HOST[name], state_device="cpu") if name in ON_HOST else create(name.removesuffix("-sharing"))
+    model = tiny_model()
+    prepare(model, loss)
+    optimizer = create_optimizer(model, OPTIMIZER, loss.logit_scale_lr, loss.model_head())
+    step = TrainStep(model, loss, optimizer, StepSettings(torch.device("cpu"), input_dtype=torch.float32))
+    loss.start_epoch(0)
+    sharing = {"cpu": 1} if name == SHARING else {}
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.dict(prototypes.MIN_FLOPS_TO_SHARE, sharing))
+        for function, (kind, size) in sizes.items():
+            patches.enter_context(mock.patch.object(dist, function, counting(getattr(dist, function), kind, size)))
         for number in range(STEPS.get(name, 1)):
-            step(micro_batches_of(fixed_batch(number, loss.views), rank, 2, 1))
-        found[name] = dict(counts)
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+            step([parts_of(tiny_batch(number, loss.views), 2)[dist.get_rank()]])
+    return dict(counts)
 
 
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory) -> list[dict[str, dict[str, int]]]:
-    folder: Path = tmp_path_factory.mktemp("counted")
-    mp.spawn(_counted, (str(folder),), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+@functools.cache
+def counted(name: str) -> list[dict[str, int]]:
+    """What each of two ranks has sent."""
+    return two_ranks().run(_counted, name)
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_communication_is_what_two_ranks_send(counted, name):
+def test_communication_is_what_two_ranks_send(name):
     steps = STEPS.get(name, 1)
-    planned = dry_run(lambda: create(name), GLOBAL_BATCH // 2, WIDTH, 2, steps)
+    planned = dry_run(lambda: create(name), BATCH // 2, WIDTH, 2, steps)
     sizes = {kind: round(steps * planned.size(kind)) for kind in (ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND)}
-    for rank in counted:
-        assert {kind: size for kind, size in sizes.items() if size} == {k: v for k, v in rank[name].items() if v}
+    for rank in counted(name):
+        assert {kind: size for kind, size in sizes.items() if size} == {k: v for k, v in rank.items() if v}
     assert any(sizes.values())
 
 
-def test_communication_of_ranks_that_share_the_prototypes(counted, monkeypatch):
+def test_communication_of_ranks_that_share_the_prototypes(monkeypatch):
     monkeypatch.setitem(prototypes.MIN_FLOPS_TO_SHARE, "cuda", 1)  # which also stands for the meta device
-    planned = dry_run(lambda: create("neuclip"), GLOBAL_BATCH // 2, WIDTH, 2)
+    planned = dry_run(lambda: create("neuclip"), BATCH // 2, WIDTH, 2)
     for kind in (ALL_GATHER, ALL_REDUCE):
-        assert planned.size(kind) == counted[0][SHARING][kind] > counted[0]["neuclip"].get(kind, 0)
+        assert planned.size(kind) == counted(SHARING)[0][kind] > counted("neuclip")[0].get(kind, 0)
 
 
-def test_ranks_with_tables_on_the_host_tell_one_another_the_index(counted):
+def test_ranks_with_tables_on_the_host_tell_one_another_the_index():
     for name, loss in ON_HOST.items():
-        planned = dry_run(lambda loss=loss: create(loss), GLOBAL_BATCH // 2, WIDTH, 2).size(ALL_GATHER)
-        planned += plan.prefetch_exchange(GLOBAL_BATCH).size
-        assert planned == counted[0][name][ALL_GATHER] == counted[1][name][ALL_GATHER]
+        planned = dry_run(lambda loss=loss: create(loss), BATCH // 2, WIDTH, 2).size(ALL_GATHER)
+        planned += plan.prefetch_exchange(BATCH).size
+        assert planned == counted(name)[0][ALL_GATHER] == counted(name)[1][ALL_GATHER]
 
 
 def test_amorlip_communicates_when_it_fits():
@@ -193,7 +187,7 @@ def test_amorlip_communicates_when_it_fits():
 
 @pytest.mark.parametrize("name", list_losses())
 def test_one_rank_sends_nothing(name):
-    assert dry_run(lambda: create(name), GLOBAL_BATCH, WIDTH, 1).exchanges == []
+    assert dry_run(lambda: create(name), BATCH, WIDTH, 1).exchanges == []
 
 
 def test_what_a_rank_sends_in_a_ring():

@@ -1,17 +1,12 @@
-"""Steps with the model replicated (DDP) and spread (FSDP2) over two ranks; ``test_sharding.py`` compares them.
-
-Run as a program by each rank: ``python -m tests.distributed.sharding_cases RANK WORLD RENDEZVOUS OUTPUT``.
-"""
+"""Steps with the model replicated (DDP) and spread (FSDP2) over two ranks; ``test_sharding.py`` compares them."""
 
 import contextlib
 import functools
-import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from open_clip.model import convert_weights_to_lp
@@ -20,13 +15,13 @@ from torch import Tensor, nn
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training import parallel
 from openclip_ext.training.errors import UsageError
-from openclip_ext.training.optimizer import create_optimizer
+from openclip_ext.training.optimizer import OptimizerConfig, create_optimizer
 from openclip_ext.training.step import StepSettings, TrainStep
 from tests.training.tiny import (
     BATCH,
     LOSSES,
+    OPTIMIZER,
     WIDTH,
-    optimizer_flags,
     parts_of,
     prepare,
     tensors,
@@ -56,18 +51,13 @@ class Case:
     dtype: torch.dtype = torch.float64
     autocast: Callable[[], AbstractContextManager] = contextlib.nullcontext
     scale: float | None = None
-    flags: dict[str, Any] = field(default_factory=dict)
+    optimizer: OptimizerConfig = OPTIMIZER
     reshard: bool = True
 
 
-LOOKAHEAD = {
-    "opt": "timm/lookahead_sgd",
-    "beta1": None,
-    "beta2": None,
-    "momentum": 0.9,
-    "lookahead_steps": 2,
-    "lr": 0.1,
-}
+LOOKAHEAD = replace(
+    OPTIMIZER, name="timm/lookahead_sgd", beta1=None, beta2=None, momentum=0.9, lookahead_steps=2, lr=0.1
+)
 
 CASES = {
     **{loss: Case(loss) for loss in LOSSES},
@@ -88,13 +78,14 @@ CASES = {
     "neuclip-compiled-checkpointed": Case("neuclip", compiled=True, checkpointing=True),
     "neuclip-no-reshard": Case("neuclip", reshard=False, micro_batches=2),
     "fastclip-resnet": Case("fastclip", tower="resnet", clip=0.05),
-    "cliplite-lookahead": Case("cliplite", flags=LOOKAHEAD, clip=0.05),
+    "cliplite-lookahead": Case("cliplite", optimizer=LOOKAHEAD, clip=0.05),
     **{
-        f"fastclip-{name}": Case("fastclip", flags={"opt": f"timm/{name}", "momentum": 0.9})
+        f"fastclip-{name}": Case("fastclip", optimizer=replace(OPTIMIZER, name=f"timm/{name}", momentum=0.9))
         for name in ("adamw", "sgd", "momentum", "lion")
     },
 }
 
+# Trained in one go, and resumed.
 RESUMED = ["openclip", "siglip", "fastclip", "neuclip", "cliplite-lookahead", "neuclip-pure_bf16"]
 
 
@@ -115,8 +106,7 @@ class Run:
             self.model = parallel.ShardedDataParallel(model, CPU, case.reshard, case.compiled, keep_whole)
         else:
             self.model = parallel.replicate(model, CPU)
-        flags = optimizer_flags(**case.flags)
-        self.optimizer = create_optimizer(self.model, flags, self.loss.logit_scale_lr, self.loss.model_head())
+        self.optimizer = create_optimizer(self.model, case.optimizer, self.loss.logit_scale_lr, self.loss.model_head())
         scaler = None if case.scale is None else torch.amp.GradScaler("cpu", init_scale=case.scale)
         settings = StepSettings(CPU, case.dtype, case.autocast, case.clip)
         # As ``training/main.py`` does; a sharded model has compiled its blocks.
@@ -194,26 +184,22 @@ def refused() -> list[str]:
     return messages
 
 
-def main() -> None:
-    rank, world_size = int(sys.argv[1]), int(sys.argv[2])
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=world_size, timeout=timedelta(minutes=2)
-    )
-    # What is compared is how the blocks are compiled, not the compiler.
-    nn.Module.compile = functools.partialmethod(nn.Module.compile, backend=BACKEND)
-    torch._dynamo.config.optimize_ddp = False  # main does so where gradient checkpointing asks for it
-    results: dict[str, Any] = {}
-    for name, case in CASES.items():
-        results[name] = {kind: Run(case, kind == SHARDED).steps().result() for kind in (REPLICATED, SHARDED)}
-    for name in RESUMED:
-        for before, after in ((SHARDED, SHARDED), (SHARDED, REPLICATED), (REPLICATED, SHARDED)):
-            results[name][before, after] = resumed(CASES[name], before == SHARDED, after == SHARDED)
-    results["evaluated"], results["refused"] = evaluated(), refused()
-    torch.save(results, f"{sys.argv[4]}.{rank}")
-    torch.distributed.destroy_process_group()
+@contextlib.contextmanager
+def _compiler() -> Iterator[None]:
+    """What is compared is how the blocks are compiled, not the compiler."""
+    compile_module = functools.partialmethod(nn.Module.compile, backend=BACKEND)
+    # main() switches this off where gradient checkpointing asks for it.
+    with mock.patch.object(nn.Module, "compile", compile_module), torch._dynamo.config.patch(optimize_ddp=False):
+        yield
 
 
-if __name__ == "__main__":
-    main()
+def trained(name: str) -> dict[Any, dict[str, Tensor]]:
+    """The case both ways."""
+    with _compiler():
+        return {kind: Run(CASES[name], kind == SHARDED).steps().result() for kind in (REPLICATED, SHARDED)}
+
+
+def resumed_both_ways(name: str) -> dict[Any, dict[str, Tensor]]:
+    """The case resumed in the same way, and in the other."""
+    ways = [(SHARDED, SHARDED), (SHARDED, REPLICATED), (REPLICATED, SHARDED)]
+    return {(before, after): resumed(CASES[name], before == SHARDED, after == SHARDED) for before, after in ways}

@@ -1,26 +1,24 @@
 """Two processes give what one process with the whole batch gives: values, gradients and state, without any gradient sent."""
 
 import contextlib
-import os
+import functools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from openclip_ext.contrastive import similarities
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses import neuclip as prototypes
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.state.sharded_table import reshard
+from tests.distributed.pool import WORLD_SIZE, two_ranks
 from tests.losses.cases import CASES, SAMPLES, WIDTH, Case, Step, make_steps, run_step
 from tests.references import networks
 
-WORLD_SIZE = 2
 STEPS = 5
 # The same as one process, and one case each for what is different by nature or has input of its own.
 LOCAL_AMORLIP = "amorlip-local"
@@ -87,24 +85,17 @@ def _own_part(step: Step, rank: int) -> Step:
     return Step(step.images[own], step.texts[own], step.logit_scale, step.index[own], step.epoch)
 
 
-def _worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
-    results = {}
-    for name in [*_names(), LOCAL_AMORLIP]:
-        loss = _case(name).create().double()
-        with _limits(name):
-            results[name] = _run(loss, [_own_part(step, rank) for step in _steps(name)])
-    torch.save(results, os.path.join(folder, f"{rank}.pt"))
-    dist.destroy_process_group()
+def _run_own_part(name: str) -> dict[str, Any]:
+    """What this rank has after the case."""
+    loss = _case(name).create().double()
+    with _limits(name):
+        return _run(loss, [_own_part(step, dist.get_rank()) for step in _steps(name)])
 
 
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    folder: Path = tmp_path_factory.mktemp("losses")
-    mp.spawn(_worker, (str(folder),), nprocs=WORLD_SIZE)
-    # weights_only: a loss's state consists of tensors and plain types.
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD_SIZE)]
+@functools.cache
+def two_processes(name: str) -> list[dict[str, Any]]:
+    """What each rank has after the case."""
+    return two_ranks().run(_run_own_part, name)
 
 
 def _averaged(ranks: list[dict[str, Any]], step: int) -> list[torch.Tensor]:
@@ -119,8 +110,8 @@ def _assert_equal(actual: Any, expected: Any, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("name", _names())
-def test_two_processes_equal_one(two_processes: list[dict[str, dict[str, Any]]], name: str) -> None:
-    ranks = [results[name] for results in two_processes]
+def test_two_processes_equal_one(name: str) -> None:
+    ranks = two_processes(name)
     case = _case(name)
     single = _run(case.create().double(), _steps(name))
     for step in range(STEPS):
@@ -141,10 +132,10 @@ def test_two_processes_equal_one(two_processes: list[dict[str, dict[str, Any]]],
 
 
 @pytest.mark.parametrize("name", [name for name in _names() if name.endswith(NONFINITE)])
-def test_each_process_reports_its_own_samples(two_processes: list[dict[str, dict[str, Any]]], name: str) -> None:
+def test_each_process_reports_its_own_samples(name: str) -> None:
     steps = _steps(name)
-    assert two_processes[0][name]["nonfinite"] == [(1, [steps[1].index[1]])]
-    assert two_processes[1][name]["nonfinite"] == [(2, [steps[2].index[5]])]
+    assert two_processes(name)[0]["nonfinite"] == [(1, [steps[1].index[1]])]
+    assert two_processes(name)[1]["nonfinite"] == [(2, [steps[2].index[5]])]
 
 
 def test_processes_fit_their_own_part_of_the_prototypes_where_that_pays() -> None:
@@ -156,8 +147,8 @@ def test_processes_fit_their_own_part_of_the_prototypes_where_that_pays() -> Non
     assert not prototypes.shares_prototypes(torch.empty(2, 4096, 512, device="meta"), block)
 
 
-def test_amorlip_stays_in_its_process_by_default(two_processes: list[dict[str, dict[str, Any]]]) -> None:
-    ranks = [results[LOCAL_AMORLIP] for results in two_processes]
+def test_amorlip_stays_in_its_process_by_default() -> None:
+    ranks = two_processes(LOCAL_AMORLIP)
     case = _case(LOCAL_AMORLIP)
     gathered = CASES["amorlip"].reference(case.create().double())
     reference = networks.AmorLip(gathered.amortized, 6.5, blocks=WORLD_SIZE)
@@ -171,11 +162,11 @@ def test_amorlip_stays_in_its_process_by_default(two_processes: list[dict[str, d
         assert logit_scale.item() == pytest.approx(expected.logit_scale, rel=1e-8)
 
 
-def test_state_of_each_sample_is_kept_once(two_processes: list[dict[str, dict[str, Any]]]) -> None:
+def test_state_of_each_sample_is_kept_once() -> None:
     for name in ("fastclip", "fastclip-v2"):
-        shards = [results[name]["state"]["normalizer.table.shard"] for results in two_processes]
+        state = [results["state"] for results in two_processes(name)]
+        shards = [rank["normalizer.table.shard"] for rank in state]
         assert [shard.shape[1] for shard in shards] == [SAMPLES // 2, SAMPLES // 2]
         keys = create_loss(name, num_samples=SAMPLES, embed_dim=WIDTH).sharded_state_keys()
-        state = [results[name]["state"] for results in two_processes]
         for key in state[0].keys() - keys:
             _assert_equal(state[0][key], state[1][key], 0.0)

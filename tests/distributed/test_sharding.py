@@ -1,8 +1,7 @@
 """FSDP2 over two processes trains as DDP does: every loss, every way to compute a step; and checkpoints go both ways."""
 
+import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import open_clip
@@ -11,6 +10,8 @@ import torch
 
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.parallel import blocks_of
+from tests.distributed import sharding_cases
+from tests.distributed.pool import two_ranks
 from tests.distributed.sharding_cases import CASES, REPLICATED, RESUMED, SHARDED
 from tests.training.runs import (
     EXIT_AFTER_SIGTERM,
@@ -26,20 +27,10 @@ from tests.training.runs import (
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-6}
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sharding")
-    program = [sys.executable, "-m", "tests.distributed.sharding_cases"]
-    processes = [
-        subprocess.Popen([*program, str(rank), "2", str(folder / "rendezvous"), str(folder / "results")])
-        for rank in range(2)
-    ]
-    try:
-        assert [process.wait(timeout=600) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-    return [torch.load(folder / f"results.{rank}", weights_only=True) for rank in range(2)]
+@functools.cache
+def trained(name: str) -> list[dict]:
+    """What each rank has after a case, both ways."""
+    return two_ranks().run(sharding_cases.trained, name)
 
 
 def assert_same(actual: dict, expected: dict, tolerance: float) -> None:
@@ -56,43 +47,44 @@ def assert_same(actual: dict, expected: dict, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_spread_parameters_train_as_replicas(ranks, name):
+def test_spread_parameters_train_as_replicas(name):
     """Values, parameters, optimizer and loss state after three steps, under the names and shapes of a whole model."""
-    results = ranks[0][name]
+    results = trained(name)[0]
     assert_same(results[SHARDED], results[REPLICATED], TOLERANCE[CASES[name].dtype])
 
 
-def test_the_comparison_sees_a_difference(ranks):
+def test_the_comparison_sees_a_difference():
     """Parameters move by far more than the tolerance, so equality means something."""
-    first, second = (ranks[0][name][SHARDED] for name in ("fastclip", "neuclip"))
+    first, second = (trained(name)[0][SHARDED] for name in ("fastclip", "neuclip"))
     same_names = [name for name in first if name.startswith(".model")]
     assert max(float((first[name] - second[name]).abs().max()) for name in same_names) > 1e-5
 
 
-def test_all_processes_skip_a_step_that_overflows(ranks):
-    result = ranks[0]["amorlip-amp-overflow"][SHARDED]
+def test_all_processes_skip_a_step_that_overflows():
+    result = trained("amorlip-amp-overflow")[0][SHARDED]
     assert result[".scale"] == CASES["amorlip-amp-overflow"].scale / 4  # halved twice
     assert result[".optimizer.state.0.step"] == 1
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_run_goes_on_the_same_or_the_other_way(ranks, name):
-    results = ranks[0][name]
-    assert_same(results[SHARDED, SHARDED], results[SHARDED], 0.0)
+def test_a_run_goes_on_the_same_or_the_other_way(name):
+    expected = trained(name)[0][SHARDED]
+    resumed, _ = two_ranks().run(sharding_cases.resumed_both_ways, name)
+    assert_same(resumed[SHARDED, SHARDED], expected, 0.0)
     for switch in ((SHARDED, REPLICATED), (REPLICATED, SHARDED)):
-        assert_same(results[switch], results[SHARDED], TOLERANCE[CASES[name].dtype])
+        assert_same(resumed[switch], expected, TOLERANCE[CASES[name].dtype])
 
 
-def test_only_the_master_holds_the_whole_model(ranks):
-    assert [name for name in ranks[1]["fastclip"][SHARDED] if name.startswith(".model")] == []
+def test_only_the_master_holds_the_whole_model():
+    assert [name for name in trained("fastclip")[1][SHARDED] if name.startswith(".model")] == []
 
 
-def test_evaluations_see_the_trained_model(ranks):
-    assert ranks[0]["evaluated"] == []
+def test_evaluations_see_the_trained_model():
+    assert two_ranks().run(sharding_cases.evaluated)[0] == []
 
 
-def test_what_cannot_be_spread_is_refused_with_the_reason(ranks):
-    types, optimizer, scaler = ranks[0]["refused"]
+def test_what_cannot_be_spread_is_refused_with_the_reason():
+    types, optimizer, scaler = two_ranks().run(sharding_cases.refused)[0]
     assert "torch.bfloat16, torch.float32" in types or "torch.float16, torch.float32" in types
     assert "timm/lamb is not known to allow" in optimizer
     assert "GradScaler cannot scale" in scaler
@@ -134,7 +126,7 @@ def trainings(tmp_path_factory) -> Path:
         planned("to-ddp", "--fsdp", stop_after=8),
         planned("to-ddp"),
     ]
-    run_on_two_ranks(folder, runs)
+    run_on_two_ranks(runs)
     return folder
 
 

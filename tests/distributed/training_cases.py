@@ -3,7 +3,6 @@
 Also run as a program by each of two ranks: ``python -m tests.distributed.training_cases RANK WORLD RENDEZVOUS OUTPUT``.
 """
 
-import argparse
 import copy
 import os
 import sys
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training.optimizer import create_optimizer, create_schedule
+from openclip_ext.training.optimizer import OptimizerConfig, ScheduleConfig, create_optimizer, create_schedule
 from openclip_ext.training.step import Batch, StepSettings, TrainStep
 from openclip_ext.training.views import train_image_tower_only
 
@@ -50,19 +49,8 @@ CASES = [
 BLOCK_CASES = [Case("cliplite"), Case("cliplite", {"projection_dim": 24})]
 
 
-def openclip_flags() -> argparse.Namespace:
-    """What the optimizer and the schedule read."""
-    optimizer = {
-        "opt": "adamw",
-        "lr": 1e-3,
-        "wd": 0.1,
-        "beta1": 0.9,
-        "beta2": 0.98,
-        "eps": 1e-6,
-        "lookahead_steps": None,
-    }
-    schedule = {"lr_scheduler": "cosine", "warmup": 2, "epochs": 1, "skip_scheduler": False}
-    return argparse.Namespace(**optimizer, **schedule)
+OPTIMIZER = OptimizerConfig(name="adamw", lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.98, eps=1e-6)
+SCHEDULE = ScheduleConfig(name="cosine", lr=1e-3, warmup=2, epochs=1)
 
 
 def run(case: Case, rank: int = 0, world_size: int = 1, micro_batches: int = 1) -> dict[str, Tensor]:
@@ -70,15 +58,14 @@ def run(case: Case, rank: int = 0, world_size: int = 1, micro_batches: int = 1) 
     torch.manual_seed(0)
     bias = {"init_logit_scale": 2.3, "init_logit_bias": -10.0} if case.loss == "siglip" else {}
     model = open_clip.create_model(MODEL, output_dict=True, **bias).double()
-    flags = openclip_flags()
     common = {"local_loss": True, "gather_with_grad": True} if case.loss == "openclip" else {}
     loss = registry.create_loss(case.loss, embed_dim=64, num_samples=NUM_SAMPLES, **common, **case.options)
     loss = loss.double()
     if loss.views > 1:
         train_image_tower_only(model)
     wrapped = nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
-    optimizer = create_optimizer(wrapped, flags, loss.logit_scale_lr, loss.model_head())
-    schedule = create_schedule(flags, optimizer, STEPS, loss.logit_scale_lr)
+    optimizer = create_optimizer(wrapped, OPTIMIZER, loss.logit_scale_lr, loss.model_head())
+    schedule = create_schedule(SCHEDULE, optimizer, STEPS, loss.logit_scale_lr)
     step = TrainStep(wrapped, loss, optimizer, StepSettings(torch.device("cpu"), input_dtype=torch.float64))
     loss.start_epoch(0)
     for number in range(STEPS):
@@ -91,10 +78,9 @@ def run_in_blocks(case: Case, blocks: int) -> dict[str, Tensor]:
     """The same in one process: the mean of the losses of ``blocks`` parts of each batch, statistics averaged."""
     torch.manual_seed(0)
     model = open_clip.create_model(MODEL, output_dict=True).double()
-    flags = openclip_flags()
     loss = registry.create_loss(case.loss, embed_dim=64, **case.options).double()
-    optimizer = create_optimizer(model, flags, None, loss.model_head())
-    schedule = create_schedule(flags, optimizer, STEPS, None)
+    optimizer = create_optimizer(model, OPTIMIZER, None, loss.model_head())
+    schedule = create_schedule(SCHEDULE, optimizer, STEPS, None)
     for number in range(STEPS):
         schedule(number)
         optimizer.zero_grad()

@@ -1,16 +1,8 @@
-"""Short training runs on a few demo shards: one after another in this process, or by two ranks side by side.
-
-As a program it is one rank: ``python -m tests.training.runs PLAN`` runs the JSON list of runs in the file PLAN, with
-torchrun's environment variables.
-"""
+"""Short training runs on a few demo shards: one after another in this process, or by two ranks side by side."""
 
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +11,7 @@ import torch
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 from openclip_ext.training import trainer
 from openclip_ext.training.main import main
+from tests.distributed.pool import two_ranks
 
 NUM_SAMPLES, SAMPLES_PER_SHARD = 84, 12
 EXIT_AFTER_SIGTERM = trainer.EXIT_AFTER_SIGTERM
@@ -81,30 +74,11 @@ def run(argv: list[str], stop_after: int | None = None) -> int:
     return 0
 
 
-def run_on_two_ranks(folder: Path, runs: list[dict]) -> None:
+def run_on_two_ranks(runs: list[dict]) -> None:
     """Run several command lines (``{"argv": [...], "stop_after": n, "status": n}``) on two gloo ranks."""
-    plan = folder / "plan.json"
-    # A port for each run: the ranks leave one run and enter the next at different times.
-    plan.write_text(json.dumps([{**planned, "port": free_port()} for planned in runs]))
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    with ExitStack() as stack:
-        ranks = []
-        for rank in range(2):
-            log = stack.enter_context(open(folder / f"rank_{rank}.log", "w"))
-            environment = {**common, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            arguments = [sys.executable, "-m", "tests.training.runs", str(plan)]
-            ranks.append(subprocess.Popen(arguments, env=environment, stdout=log, stderr=subprocess.STDOUT))
-            stack.callback(ranks[-1].kill)
-        statuses = [rank.wait(timeout=300) for rank in ranks]
-    logs = "\n".join((folder / f"rank_{rank}.log").read_text()[-4000:] for rank in range(2))
-    assert statuses == [0, 0], logs
-
-
-def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    for planned in runs:
+        statuses = two_ranks().run(run, planned["argv"], planned.get("stop_after"), group=False)
+        assert statuses == [planned.get("status", 0)] * 2, planned
 
 
 def losses_of(folder: Path) -> list[tuple[int, float, float]]:
@@ -154,11 +128,3 @@ def differences(first, second, path: str = "") -> list[str]:
         pairs = enumerate(zip(first, second, strict=True))
         return [found for number, (a, b) in pairs for found in differences(a, b, f"{path}/{number}")]
     return [] if first == second else [path]
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for planned in json.loads(Path(sys.argv[1]).read_text()):
-        os.environ["MASTER_PORT"] = str(planned["port"])
-        status = run(planned["argv"], planned.get("stop_after"))
-        assert status == planned.get("status", 0), (status, planned)

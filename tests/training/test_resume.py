@@ -89,7 +89,7 @@ def two_rank_runs(shards, tmp_path_factory):
         argv = command(shards, folder, f"{loss}-from-one", loss, "--resume", "latest")
         assert run(argv, stop_after=STOP_IN_EPOCH[0]) == EXIT_AFTER_SIGTERM
         runs.append({"argv": [*argv, "--batch-size", "8"]})
-    run_on_two_ranks(folder, runs)
+    run_on_two_ranks(runs)
     return folder
 
 

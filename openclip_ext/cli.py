@@ -1,0 +1,72 @@
+"""The console program ``openclip-ext``: ``openclip-ext COMMAND ...`` runs ``python -m MODULE ...``.
+
+Nothing heavy is imported before a command is chosen, so that ``openclip-ext --help`` answers at once.
+"""
+
+import difflib
+import runpy
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from openclip_ext.version import __version__
+
+
+class Command(NamedTuple):
+    """A module that ``python -m`` runs, and the line about it in ``--help``."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "train": Command("openclip_ext.training.main", "train CLIP: OpenCLIP's flags and ours"),
+    "manifest": Command("openclip_ext.data.manifest", "count the samples of shards and fix their indices"),
+    "plan": Command("openclip_ext.diagnostics.plan", "memory and communication of a training before it starts"),
+    "estimation-error": Command(
+        "openclip_ext.diagnostics.estimation_error", "compare a run's normalizers with the exact ones"
+    ),
+    "evaluate": Command("eval.datacomp", "evaluate a checkpoint on DataComp's tasks"),
+    "report": Command("eval.report", "compare evaluated runs in tables and charts"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command line.
+
+    Args:
+        argv: the arguments after the program's name (default: the process's own).
+
+    Raises:
+        SystemExit: with the command's exit status; 2 for a command that does not exist.
+    """
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print(_help())
+    elif name == "--version":
+        print(f"openclip-ext {__version__}")
+    elif name in COMMANDS:
+        sys.argv[1:] = rest
+        runpy.run_module(COMMANDS[name].module, run_name="__main__", alter_sys=True)
+    else:
+        print(f"openclip-ext: {_unknown(name)}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    commands = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: openclip-ext [--help] [--version] COMMAND ...",
+            "",
+            "commands (openclip-ext COMMAND --help describes one):",
+            *commands,
+        ]
+    )
+
+
+def _unknown(name: str) -> str:
+    nearest = difflib.get_close_matches(name, COMMANDS, n=1)
+    suggestion = f" Did you mean {nearest[0]}?" if nearest else ""
+    return f"there is no command {name!r}.{suggestion} Commands: {', '.join(COMMANDS)}."

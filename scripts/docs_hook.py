@@ -1,0 +1,57 @@
+"""MkDocs hook: pages that lie outside of docs/, and links that leave it.
+
+A page is written for readers of the repository, with links relative to its own file. On the site a link to another page
+leads to that page, and a link to any other file of the repository leads to ``repo_url``, or is plain text without one.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+# File of the repository -> page of the site.
+PAGES_OUTSIDE = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "patches/README.md": "patches.md",
+}
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages outside of docs/."""
+    for source, page in PAGES_OUTSIDE.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Rewrite the relative links of a page."""
+    source = Path(page.file.abs_src_path or ROOT)
+    pages = {Path(file.abs_src_path): file.src_uri for file in files if file.abs_src_path}
+
+    def rewritten(link: re.Match[str]) -> str:
+        image, text, target, anchor = link.group(1), link.group(2), link.group(3), link.group(4) or ""
+        if "://" in target or target.startswith("mailto:"):
+            return link.group()
+        linked = (source.parent / target).resolve()
+        if linked in pages:
+            return f"{image}[{text}]({_relative(pages[linked], page.file.src_uri)}{anchor})"
+        if not linked.exists() or not linked.is_relative_to(ROOT):
+            return link.group()  # a broken link, which MkDocs reports
+        if not config.repo_url:
+            return text
+        kind = "tree" if linked.is_dir() else "blob"
+        path = linked.relative_to(ROOT).as_posix()
+        return f"[{text}]({config.repo_url.rstrip('/')}/{kind}/main/{path}{anchor})"
+
+    return _LINK.sub(rewritten, markdown)
+
+
+def _relative(target: str, page: str) -> str:
+    return Path(os.path.relpath(target, Path(page).parent)).as_posix()

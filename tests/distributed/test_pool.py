@@ -1,0 +1,73 @@
+"""The pool of ranks gives results in order, says what went wrong on which rank, and works again afterwards."""
+
+import os
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.pool import RankError, two_ranks
+
+
+def gathered(value: int) -> dict:
+    """What both ranks send."""
+    values = [torch.zeros(1) for _ in range(dist.get_world_size())]
+    dist.all_gather(values, torch.tensor([float(value + dist.get_rank())]))
+    return {"rank": dist.get_rank(), "all": torch.cat(values), "process": os.getpid()}
+
+
+def environment(name: str) -> list:
+    """What torchrun's programs see, a variable of the test's, and the working directory."""
+    return [os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ.get(name), os.getcwd(), dist.is_initialized()]
+
+
+def fail(how: str) -> None:
+    """Fail on rank 1 alone; rank 0 waits for it."""
+    print("before the failure")
+    if dist.get_rank() == 1:
+        if how == "raise":
+            raise ValueError("rank 1 has had enough")
+        if how == "exit":
+            sys.exit(4)
+        if how == "die":
+            os._exit(3)
+        time.sleep(60)
+    dist.barrier()
+
+
+def test_results_come_in_the_order_of_ranks_from_the_same_processes():
+    first, second = two_ranks().run(gathered, 5), two_ranks().run(gathered, 7)
+    assert [result["rank"] for result in first] == [0, 1]
+    assert all(torch.equal(result["all"], torch.tensor([7.0, 8.0])) for result in second)
+    assert [result["process"] for result in first] == [result["process"] for result in second]
+    assert len({os.getpid(), *(result["process"] for result in first)}) == 3
+
+
+def test_without_a_group_the_ranks_see_what_torchrun_sets(monkeypatch, tmp_path):
+    monkeypatch.setenv("OF_THE_TEST", "1")
+    monkeypatch.chdir(tmp_path)
+    folder = os.getcwd()
+    assert two_ranks().run(environment, "OF_THE_TEST", group=False) == [
+        ["0", "2", "1", folder, False],
+        ["1", "2", "1", folder, False],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", "ValueError: rank 1 has had enough"),
+        ("exit", "SystemExit: 4"),
+        ("die", "rank 1 exited with status 3"),
+        ("hang", "rank 1 did not answer"),
+    ],
+)
+def test_a_failure_tells_the_rank_and_the_reason_and_the_next_job_works(how, message):
+    ranks = two_ranks()
+    ranks.run(gathered, 0)
+    with pytest.raises(RankError) as failure:
+        ranks.run(fail, how, timeout=3)
+    assert message in str(failure.value) and "before the failure" in str(failure.value)
+    assert ranks.run(gathered, 1)[1]["rank"] == 1

@@ -1,0 +1,69 @@
+"""The documentation as a site; scripts/test.sh builds it whole, here are the links that leave docs/."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """The files that the site is made of, to change."""
+    for folder in ("docs", "patches"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    (tmp_path / "scripts" / "slurm").mkdir(parents=True)
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "mkdocs.yml", "scripts/docs_hook.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def build(clone, **environment):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    return subprocess.run(command, cwd=clone, env={**os.environ, **environment}, capture_output=True, text=True)
+
+
+def links_of(clone, page):
+    return set(re.findall(r'href="([^"]*)"', (clone / "site" / page).read_text(encoding="utf-8")))
+
+
+def test_links_between_pages_lead_to_pages_and_links_to_other_files_to_the_repository(clone):
+    page = clone / "docs" / "methods" / "neuclip.md"
+    page.write_text(
+        page.read_text(encoding="utf-8") + "\n[`jobs`](../../scripts/slurm), [start](../../README.md#install)\n"
+    )
+    (clone / "CHANGELOG.md").write_text("# Changelog\n\n[hook](scripts/docs_hook.py#L1)\n")
+    done = build(clone, REPOSITORY_URL="https://example.org/us/here")
+    assert done.returncode == 0, done.stderr
+    assert {"https://example.org/us/here/tree/main/scripts/slurm", "../../#install"} <= links_of(
+        clone, "methods/neuclip/index.html"
+    )
+    assert "https://example.org/us/here/blob/main/scripts/docs_hook.py#L1" in links_of(clone, "changelog/index.html")
+    assert {"choosing-a-loss/", "contributing/", "patches/"} <= links_of(clone, "index.html")
+
+
+def test_without_a_repository_a_link_to_a_source_file_is_text(clone):
+    (clone / "CHANGELOG.md").write_text("# Changelog\n\nThe [hook](scripts/docs_hook.py) is small.\n")
+    assert build(clone, REPOSITORY_URL="").returncode == 0
+    assert "<p>The hook is small.</p>" in (clone / "site" / "changelog" / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "message"),
+    [
+        ("docs/scale.md", "[gone](gone.md)", "gone.md"),
+        ("README.md", "[gone](docs/gone.md)", "docs/gone.md"),
+        ("docs/scale.md", "[gone](data.md#gone)", "gone"),
+        ("docs/new.md", "# A page that is not in the navigation", "new.md"),
+    ],
+)
+def test_broken_links_and_pages_without_a_place_stop_the_build(clone, page, text, message):
+    with (clone / page).open("a", encoding="utf-8") as file:
+        file.write(f"\n{text}\n")
+    done = build(clone)
+    assert done.returncode != 0 and message in done.stderr
