@@ -445,7 +445,7 @@ def _some(items: Sequence[str]) -> str:
 
 
 def _blocks_hash(blocks: np.ndarray) -> str:
-    return hashlib.blake2b(memoryview(np.ascontiguousarray(blocks)), digest_size=6).hexdigest()
+    return hashlib.blake2b(np.ascontiguousarray(blocks).data, digest_size=6).hexdigest()
 
 
 def _checksum(content: dict[str, Any]) -> str:

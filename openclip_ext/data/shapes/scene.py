@@ -110,7 +110,10 @@ def sample_scene(seed: int, split: str, index: int) -> Scene:
     count = 2 if generator.random() < _TWO_ITEMS else 1
     # Without replacement: two items that look alike could not be told apart by any caption.
     chosen = generator.choice(len(pairs), size=count, replace=False)
-    items = tuple(Item(*pairs[pair], _pick(generator, SIZES), _pick(generator, TEXTURES)) for pair in chosen)
+    items = tuple(
+        Item(shape, color, _pick(generator, SIZES), _pick(generator, TEXTURES))
+        for shape, color in (pairs[pair] for pair in chosen)
+    )
     background = _pick(generator, BACKGROUNDS)
     relation = _pick(generator, RELATIONS) if count == 2 else None
     return Scene(items, background, relation)
