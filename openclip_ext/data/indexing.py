@@ -114,21 +114,23 @@ class _WebDatasetIndex:
     def __call__(self, samples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         seen: set[str] = set()
         for url, of_shard in itertools.groupby(samples, key=lambda sample: str(sample["__url__"])):
-            if url in seen:
-                raise ValueError(
-                    f"the samples of {url} come a second time in this epoch, so their indices would recur. Call with_index "
-                    "before shuffle(), and use no resampled=True"
-                )
-            seen.add(url)
             first, count = self._place(url)
+            first_key = None
             for position, sample in enumerate(of_shard):
-                _refuse_taken(sample)
+                if url in seen or sample["__key__"] == first_key:
+                    raise ValueError(
+                        f"the samples of {url} come a second time in this epoch, so their indices would recur. Call "
+                        "with_index before shuffle(), and use no resampled=True"
+                    )
                 if position >= count:
                     raise ValueError(
                         f"{url} has more than the {count} samples of the manifest: it was changed, or the count in "
                         "sizes.json is too low. Make the manifest again: python -m openclip_ext.data.manifest SHARDS"
                     )
+                first_key = sample["__key__"] if first_key is None else first_key
+                _refuse_taken(sample)
                 yield sample | {INDEX: first + position}
+            seen.add(url)
 
     def _place(self, url: str) -> tuple[int, int]:
         from openclip_ext.data.shardlist import is_local, local_path

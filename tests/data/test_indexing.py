@@ -87,11 +87,13 @@ def test_webdataset_samples_have_the_index_that_the_trainer_uses(shards: list[st
         assert sorted(int(i) for batch in batches for i in batch[1]) == list(range(12))
 
 
-@pytest.mark.parametrize("kind", ["resampled", "late", "unknown shard", "more samples"])
+@pytest.mark.parametrize("kind", ["resampled", "twice in a row", "late", "unknown shard", "more samples"])
 def test_webdataset_indices_that_would_be_wrong_are_refused(shards: list[str], tmp_path: Path, kind: str):
     message = "come a second time in this epoch.*before shuffle.*no resampled"
     if kind == "resampled":
         dataset = with_index(pipeline(shards, resampled=True), shards=shards)
+    elif kind == "twice in a row":
+        dataset = with_index(pipeline([shards[0], shards[0]]))
     elif kind == "late":
         dataset = with_index(pipeline(shards).shuffle(100))
     elif kind == "unknown shard":
