@@ -1,4 +1,4 @@
-"""Data to evaluate on: each usable sample once, in order, the last batch as large as it comes."""
+"""Batches for evaluation: each usable sample once, in order; the last batch may be smaller."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -111,8 +111,8 @@ class _EvalDataset(IterableDataset):
 class EvalLoader:
     """Batches ``{"image", "text"}``, with ``"index"`` where the samples have one; iterate over it as often as needed.
 
-    Bad samples are left out and logged. ``num_samples`` is what the caller said, or None if nobody counted: batches
-    come until the data end.
+    Bad samples are left out and logged. ``num_samples`` is what the caller gave, or None: the batches end with the
+    data.
 
     Raises:
         BadDataError: While iterating, if a shard (or a whole file) has no usable sample.

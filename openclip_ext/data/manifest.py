@@ -1,7 +1,7 @@
-"""The manifest: which samples there are, and the index of each.
+"""The manifest: the number of samples in each shard, and so the index of every sample.
 
 The index of a sample is the first index of its shard plus its position in the tar. It is dense, unique, stable, and
-known before training starts, whatever the keys in the tar are.
+known before training starts, independent of the keys in the tar.
 
 Command line::
 
@@ -37,7 +37,7 @@ class ManifestError(ValueError):
 
 
 class DamagedManifestError(ManifestError):
-    """The file of a manifest is not as it was written."""
+    """The file of a manifest was damaged after it was written."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Shard:
         size, mtime_ns: Of the local file when it was scanned; None if remote.
         digest: Hash of the names and sizes of its members; None if remote.
         seekable: Whether samples can be reached by offset (a local, uncompressed tar).
-        problems: See :class:`openclip_ext.data.scan.ShardScan`.
+        problems: What is wrong with it (:class:`openclip_ext.data.scan.ShardScan`).
     """
 
     url: str
@@ -144,7 +144,7 @@ class Manifest:
         """Count the samples of all shards.
 
         Args:
-            shards: See :func:`openclip_ext.data.shardlist.expand_components`.
+            shards: Paths, URLs or ``pipe:`` commands with brace notation or globs, joined by ``::``, or a list of them.
             image_key, caption_key: Fields of image and caption, alternatives separated by ``;``.
             sizes: Counts of remote shards by file name, instead of the files next to them.
             workers: Processes for local shards; None for one per core.
@@ -312,7 +312,7 @@ class Manifest:
         return bool(moved or touched or damaged)
 
     def _rescan(self, touched: Sequence[Shard], progress: bool, all_offsets: bool) -> list[str]:
-        """Scan touched shards, or all of which the offsets are needed; returns those whose members differ."""
+        """Scan the touched shards, or all seekable ones to restore the offsets; returns those whose members differ."""
         shards = [shard for shard in self.shards if shard.seekable] if all_offsets else touched
         paths = [shard.url for shard in shards]
         scans = scan.scan_local(paths, self.image_key, self.caption_key, progress=progress)
@@ -395,7 +395,7 @@ class Manifest:
         return self.__dict__ | ({"_blocks": None} if saved else {})
 
     def report(self) -> Iterator[str]:
-        """Lines about what is wrong with the shards; none if all are good."""
+        """One line for each shard with problems."""
         for shard in self.shards:
             if shard.problems:
                 yield f"{shard.url}: " + ", ".join(_describe(shard.problems))
@@ -496,9 +496,9 @@ def find_or_create_manifest(
     silently mean other samples.
 
     Args:
-        train_data: See :func:`openclip_ext.data.shardlist.expand_components`.
+        train_data: Shards, as in :meth:`Manifest.scan`.
         manifest: Path of the manifest to use; None to look for one.
-        image_key, caption_key, sizes, workers: See :meth:`Manifest.scan`.
+        image_key, caption_key, sizes, workers: As in :meth:`Manifest.scan`.
 
     Raises:
         ManifestError: On every rank, with the reason.

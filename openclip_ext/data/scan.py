@@ -65,7 +65,7 @@ def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
 
 @dataclass
 class ShardScan:
-    """What was found in one shard.
+    """Result of scanning one shard.
 
     Attributes:
         num_samples: Samples in the tar, bad ones included: each has an index.
@@ -195,9 +195,9 @@ class _Grouping:
         self._current, self._found, self._bytes = None, set(), 0
 
     def _lost_samples(self, count_headers: Callable[[tar.Gap], int]) -> int:
-        """How many samples the gaps have room for, or headers of: the larger number, at least 1 for a gap.
+        """Estimate how many samples the gaps held, from their size and from the headers in them: the larger, rounded up.
 
-        What the incomplete samples beside a gap lack is in the gap, too.
+        The missing parts of incomplete samples beside a gap are taken off first.
         """
         mean_size = self._all_bytes / self.num_samples if self.num_samples else tar.BLOCK
         mean_fields = sum(self.fields.values()) / self.num_samples if self.num_samples else 1
@@ -252,7 +252,7 @@ def _scan_headers(descriptor: int, size: int, grouping: _Grouping) -> ShardScan:
 
 
 def _count_headers(descriptor: int, gap: tar.Gap) -> int:
-    """How often the mark of a tar header occurs in a gap, at any byte: also where bytes were inserted or removed."""
+    """Count the marks of tar headers in a gap, at any byte: where bytes were inserted or removed, headers are misaligned."""
     count = 0
     for begin in range(gap.start, gap.end, _MAX_READ):
         count += os.pread(descriptor, min(_MAX_READ, gap.end - begin) + len(_MARK) - 1, begin).count(_MARK)
@@ -264,7 +264,7 @@ def _scan_stream(file: BinaryIO, grouping: _Grouping) -> ShardScan:
 
 
 def _count_missing(path: str, result: ShardScan) -> None:
-    """Correct the number of lost samples if img2dataset has left the number that it wrote."""
+    """Correct the number of lost samples by the count that img2dataset left next to the shard, if there is one."""
     written = _SizeTables(lambda name: Path(name).read_bytes()).count(path)
     if written is not None and written > result.num_samples:
         result.problems["lost"] = max(result.problems.get("lost", 0), written - result.num_samples)
@@ -277,7 +277,7 @@ def scan_local(
 
     Args:
         paths: The tars.
-        image_key, caption_key: See :func:`parse_keys`.
+        image_key, caption_key: Fields of image and caption, as :func:`parse_keys` takes them.
         workers: Processes; None for one per CPU core, at most 32.
         progress: Show a bar (on a terminal).
     """
@@ -364,5 +364,5 @@ class _SizeTables:
 
 
 def _as_count(value: Any) -> int | None:
-    """A number of samples as a file next to a shard has it; None if it has no such number."""
+    """A number of samples as read from JSON; None if it is no such number."""
     return int(value) if isinstance(value, int | float) and 0 <= value < math.inf else None

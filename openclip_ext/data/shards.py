@@ -30,7 +30,7 @@ class ShardSource(Source):
 
     Args:
         manifest: Shards and sample counts, verified.
-        image_key, caption_key: See :func:`openclip_ext.data.scan.parse_keys`.
+        image_key, caption_key: Fields of image and caption, alternatives separated by ``;``.
         resampled: Draw shards with replacement instead of taking each once an epoch.
         weights: ``(num_shards,)`` relative frequencies for ``resampled``.
     """
@@ -75,7 +75,7 @@ class ShardSource(Source):
         return decode_fields(raw, self._image_keys, self._caption_keys)
 
     def shard_number(self, index: int) -> int:
-        """Which shard holds a sample."""
+        """Number of the shard that holds a sample."""
         return int(np.searchsorted(self._first_indices, index, side="right")) - 1
 
     def group_of(self, index: int) -> tuple[str, int, int]:
@@ -213,7 +213,7 @@ class _StreamFile:
         raise EOFError(f"it has {self._next} samples, the manifest says {self._num_samples}")
 
     def _warn_of_more(self) -> None:
-        """Samples beyond the promised number have no index and are never read."""
+        """Warn if the shard has samples beyond the promised number: they have no index and are never read."""
         try:
             more = next(self._samples, None) is not None
         except tar.STREAM_ERRORS:

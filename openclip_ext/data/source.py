@@ -1,4 +1,4 @@
-"""What a loader reads from: samples by index, raw first and decoded later.
+"""Sources: what loaders read samples from, by index, raw first and decoded later.
 
 Reading and decoding are apart because they happen at different times: a shuffle holds raw bytes, not images.
 """
@@ -32,8 +32,8 @@ class RawSample:
 
     Attributes:
         index: Global index.
-        fields: Data by field, whatever the source decodes.
-        found: Names of all fields that are there, for messages.
+        fields: Data by field, in the form that the source decodes.
+        found: Names of all fields of the sample, for messages.
         problem: Why the sample could not be read; None if it could.
     """
 
@@ -51,7 +51,7 @@ class Reader(ABC):
         """The raw sample; never raises for a bad one."""
 
     def close(self) -> None:  # noqa: B027 (nothing to do for most)
-        """Let go of open files."""
+        """Close open files."""
 
 
 class Source(ABC):
@@ -68,11 +68,11 @@ class Source(ABC):
     @property
     @abstractmethod
     def digest(self) -> str:
-        """Identifies the data set: a run is not resumed in mid-epoch on another."""
+        """Identifies the data set; a run resumes in mid-epoch only on the same one."""
 
     @abstractmethod
     def sequence(self, seed: int, epoch: int, num_slots: int) -> EpochSequence:
-        """The samples of an epoch in sequence, of which ``num_slots`` are used."""
+        """The sequence of an epoch's samples; the first ``num_slots`` are used."""
 
     @abstractmethod
     def reader(self) -> Reader:
@@ -95,7 +95,7 @@ class Source(ABC):
         return 0, ""
 
     def replacements(self, index: int, seed: int, epoch: int) -> Iterator[int]:
-        """Every other sample of the same shard, from a random one on: candidates to stand in for a bad sample."""
+        """Candidates to replace a bad sample: all others of its shard, starting at a random one."""
         _, first, count = self.group_of(index)
         offset = hash_int(Purpose.REPLACEMENT, seed, epoch, index) % count
         for step in range(count):
@@ -105,7 +105,7 @@ class Source(ABC):
 
 
 def decode_image(data: bytes | BinaryIO) -> Image.Image:
-    """Decode to RGB, as webdataset's "pilrgb" does, except that 16 bits a channel are scaled to 8.
+    """Decode to RGB, as webdataset's "pilrgb" does, except that 16-bit grey images are scaled to 8 bits.
 
     As in OpenCLIP, the EXIF orientation is not applied.
 
@@ -124,7 +124,7 @@ def decode_image(data: bytes | BinaryIO) -> Image.Image:
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
-    """The upper of two bytes, which Pillow takes of 16-bit colours, too; ``convert`` would turn all above 255 white."""
+    """Keep the upper byte, as Pillow does for 16-bit colours; ``convert`` would clip at 255 and turn the image white."""
     values = np.asarray(image).astype(np.int64).clip(0, 65535)
     return Image.fromarray((values >> 8).astype(np.uint8))
 

@@ -28,7 +28,7 @@ _MAX_READ = 1 << 26
 _COMPRESSED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 _METADATA = re.compile(r"__[^/]*__($|/)")
 _REGULAR_TYPES = frozenset(b"0\x007")
-# Links, devices, directories and pipes have no data, whatever their size field says.
+# Links, devices, directories and pipes have no data, even if their size field is not 0.
 _DATALESS_TYPES = frozenset(b"123456")
 
 
@@ -37,7 +37,7 @@ class TarError(ValueError):
 
 
 class _DamageError(TarError):
-    """There is no readable header; ``resume``: the byte from which to look for the next one."""
+    """A header is not readable; the search for the next one begins at the byte ``resume``."""
 
     def __init__(self, message: str, resume: int) -> None:
         super().__init__(message)
@@ -277,7 +277,7 @@ def fields_in(data: bytes, wanted: frozenset[str]) -> tuple[dict[str, bytes], li
 
 
 class _RawStream(io.RawIOBase):
-    """What only has ``read`` (webdataset's pipes) as a raw stream of Python's."""
+    """Adapts objects that only have ``read`` (webdataset's pipes) to Python's raw streams."""
 
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__()
@@ -313,7 +313,7 @@ class _ForwardReader:
 
 
 def decompressor(magic: bytes) -> Callable[..., Any] | None:
-    """What decompresses a file that begins with these bytes (``gzip.open``, ...), None if it is not compressed."""
+    """The function that decompresses a file with this beginning (``gzip.open``, ...); None if it is not compressed."""
     return next((opener for start, opener in _COMPRESSED.items() if magic.startswith(start)), None)
 
 
