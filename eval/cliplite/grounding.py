@@ -1,4 +1,4 @@
-"""Visual grounding: Grad-CAM heat maps over an image for a phrase, ``python -m eval.grounding``.
+"""Visual grounding: Grad-CAM heat maps over an image for a phrase, ``python -m eval.cliplite.grounding``.
 
 CLIP-Lite (section 4.7) after Grad-CAM (Selvaraju et al., 2017): the gradient of the alignment of image and phrase with
 respect to the last spatial features of the visual tower is averaged over the positions; that weights the channels, and
@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
+from eval.cliplite.image_files import open_image
 from eval.command_line import add_model_arguments, load_encoder
 from eval.features import Encoder
-from eval.image_files import open_image
 from eval.models import ModelError
 
 # Colours of the heat maps at 0, 1/4, ..., 1: dark blue, blue, green, yellow, red. Interpolated linearly.
@@ -211,7 +211,7 @@ def _shorten(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m eval.grounding",
+        prog="python -m eval.cliplite.grounding",
         description="Grad-CAM heat maps over images for phrases (CLIP-Lite, section 4.7), saved as PNG pictures.",
     )
     add_model_arguments(parser)

@@ -1,4 +1,4 @@
-"""Linear probes on frozen features: ``python -m eval.probes voc07`` and ``python -m eval.probes top1``.
+"""Linear probes on frozen features: ``python -m eval.cliplite.probes voc07`` and ``python -m eval.cliplite.probes top1``.
 
 Source: CLIP-Lite, section 4.3, which follows VirTex (Desai and Johnson, 2021).
 
@@ -32,11 +32,11 @@ from sklearn.utils.parallel import Parallel, delayed
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from eval.cliplite.image_files import list_images, read_images
+from eval.cliplite.logistic import TorchLogisticRegression
 from eval.command_line import add_model_arguments, load_encoder
 from eval.data import CLASSNAMES_FILE, SampleFormat, Skipped, find_shards, read_lines
 from eval.features import Encoder
-from eval.image_files import list_images, read_images
-from eval.logistic import TorchLogisticRegression
 from eval.models import ModelError
 
 SVM_COSTS = (0.01, 0.1, 1.0, 10.0)
@@ -405,7 +405,8 @@ def _check_classes(train: Split, test: Split) -> None:
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m eval.probes", description="Linear probes on frozen features, as in CLIP-Lite and VirTex."
+        prog="python -m eval.cliplite.probes",
+        description="Linear probes on frozen features, as in CLIP-Lite and VirTex.",
     )
     probes = parser.add_subparsers(dest="probe", required=True)
     voc07 = probes.add_parser("voc07", help="Pascal VOC 2007: an SVM a class, mean average precision")

@@ -1,4 +1,4 @@
-"""Concept editing: find a concept's direction with words, remove it from image embeddings: ``python -m eval.editing``.
+"""Concept editing: find a concept's direction with words, remove it from image embeddings: ``python -m eval.cliplite.editing``.
 
 CLIP-Lite, section 4.8. Pairs of prompts that differ only in the concept ("I am a boy.", "I am a girl.") span it; the
 principal components of their embeddings, each pair shifted to mean zero (Bolukbasi et al., 2016), are its subspace.
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from eval.cliplite.image_files import list_images, read_images
 from eval.command_line import add_model_arguments, load_encoder
 from eval.data import read_lines
 from eval.features import Encoder
-from eval.image_files import list_images, read_images
 
 # The concept of the paper: gender. The first two pairs and the first template are its examples.
 PAIRS = (
@@ -194,7 +194,7 @@ def encode_folder(folder: Path, encoder: Encoder) -> Tensor:
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m eval.editing",
+        prog="python -m eval.cliplite.editing",
         description="Find the direction of a concept from pairs of words, remove it from image embeddings, and print "
         "the alignment table (CLIP-Lite, section 4.8). Without --pairs the concept is gender, as in the paper.",
     )
