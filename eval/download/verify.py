@@ -15,7 +15,7 @@ from eval.data import (
     task_folder,
 )
 from eval.download.convert import INSTANCES_NAME
-from eval.download.hub import PART_SUFFIX
+from eval.download.fetch import HUB_FOLDER
 from eval.download.manifest import Manifest
 from eval.download.sources import SOURCE_FOLDER
 from eval.tasks import Task
@@ -62,11 +62,9 @@ def verify_set(data_dir: Path, task: Task, any_size: bool = False) -> Verdict:
         manifest = Manifest.load(folder)
     except ValueError as error:
         return Verdict(task, BROKEN, problems=(str(error),))
-    parts = [str(path.relative_to(folder)) for path in sorted(folder.rglob(f"*{PART_SUFFIX}"))]
-    unconverted = manifest is None and (folder / SOURCE_FOLDER).is_dir()
-    if parts or unconverted or (manifest is not None and not manifest.complete):
-        return Verdict(task, INCOMPLETE, problems=tuple(f"{part} is a partial download" for part in parts))
-    problems = manifest.problems() if manifest is not None else []
+    if manifest is None and any((folder / name).is_dir() for name in (HUB_FOLDER, SOURCE_FOLDER)):
+        return Verdict(task, INCOMPLETE)
+    problems = manifest.problems(folder) if manifest is not None else []
     samples = None
     try:
         samples = count_items(folder, task, any_size)
