@@ -1,13 +1,14 @@
 """Plan and run a download: what is there, what is missing and how large it is, then one data set after the other.
 
-``huggingface_hub`` lists the files, fetches them several at a time, repeats what fails and skips files that are complete.
-It compares sizes only, so the checksums are compared here.
+``huggingface_hub`` lists the files, fetches them several at a time and skips files that are complete. It compares sizes only, so the checksums are compared here.
 """
 
 import glob
 import shutil
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,6 +26,7 @@ SPARE_BYTES = 256 << 20
 # Where huggingface_hub notes which files of a folder are complete.
 HUB_FOLDER = ".cache"
 _TIMEOUT_S = 30.0
+_ATTEMPTS = 3
 
 
 class HubUnreachableError(ConnectionError):
@@ -253,7 +255,7 @@ def _fetch_files(remote: RemoteSet, folder: Path, options: FetchOptions) -> Mani
         "endpoint": options.endpoint,
     }
     try:
-        snapshot_download(**location, allow_patterns=patterns, max_workers=options.connections)
+        _persist(partial(snapshot_download, **location, allow_patterns=patterns, max_workers=options.connections))
         records = {file.path: _checked(file, folder, location) for file in remote.files}
     except DownloadError:
         raise
@@ -262,6 +264,18 @@ def _fetch_files(remote: RemoteSet, folder: Path, options: FetchOptions) -> Mani
             f"{remote.repository}: {type(error).__name__}: {error}; run the same command again to go on"
         ) from error
     return Manifest(remote.repository, remote.revision, records)
+
+
+def _persist(fetch: Callable[[], object]) -> None:
+    """Repeat what a broken connection or a busy hub ended; files that are complete are not fetched again."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            fetch()
+            return
+        except Exception:
+            if attempt == _ATTEMPTS - 1:
+                raise
+            time.sleep(2.0**attempt)
 
 
 def _checked(file: RemoteFile, folder: Path, location: dict[str, Any]) -> FileRecord:

@@ -90,6 +90,7 @@ def test_fetches_exactly_the_data_set_and_then_needs_no_hub(
 def test_goes_on_after_a_broken_connection(hub: FakeHub, tmp_path: Path, ranges: bool) -> None:
     hub.ranges = ranges
     hub.cut_after["test/1.tar"] = 3000
+    hub.busy["test/2.tar"] = 2
     assert download(hub, tmp_path) == 0
     assert verify(tmp_path) == OK
     assert len([first for name, first in hub.requests if name == "test/1.tar"]) == 2
