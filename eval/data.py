@@ -30,6 +30,8 @@ TEMPLATES_FILE = "zeroshot_classification_templates.txt"
 _BLOCK = 512
 # A tar ends with two blocks of zeros.
 _END_OF_ARCHIVE = bytes(2 * _BLOCK)
+# `Batch.order` has the number of the shard above these bits and the position in the shard below.
+_POSITION_BITS = 32
 
 
 class DataError(ValueError):
@@ -42,17 +44,20 @@ class MissingDataError(DataError):
 
 @dataclass(frozen=True)
 class SampleFormat:
-    """What the samples of a task hold besides the image.
+    """How to read the samples of a task.
 
     Attributes:
         num_classes: labels (``cls``) are read and must lie in ``[0, num_classes)``; None: no labels.
         metadata_columns: length of the ``npy`` vector; 0: none is read.
         captions: whether ``txt`` holds captions, one a line.
+        convert_first: whether images become RGB before the transform. If not, the transform gets them as they are
+            stored, and OpenCLIP's resizes them first: palette images by nearest neighbour, alpha premultiplied.
     """
 
     num_classes: int | None = None
     metadata_columns: int = 0
     captions: bool = False
+    convert_first: bool = True
 
 
 @dataclass(frozen=True, order=True)
@@ -199,7 +204,8 @@ def read_shard(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     Raises:
         DataError: if the tar cannot be read to its end, or a key has two files of one extension.
     """
-    key, fields = None, {}
+    key: str | None = None
+    fields: dict[str, bytes] = {}
     try:
         with tarfile.open(shard, "r:") as archive:
             for member in archive:
@@ -209,26 +215,59 @@ def read_shard(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
                 stem, _, extension = name.partition(".")
                 member_key, extension = f"{directory}/{stem}" if directory else stem, extension.lower()
                 if member_key != key:
-                    if fields:
+                    if key is not None:
                         yield key, fields
                     key, fields = member_key, {}
                 if extension in fields:
                     raise DataError(f"{shard}: key {key!r} has two .{extension} files.")
-                fields[extension] = archive.extractfile(member).read()
+                fields[extension] = _read_member(archive, member)
             _check_read_to_end(archive, shard)
     except (tarfile.TarError, EOFError, OSError) as error:
         raise DataError(f"{shard}: cannot be read as a tar ({error}): fetch it again.") from None
-    if fields:
+    if key is not None:
         yield key, fields
+
+
+def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    stream = archive.extractfile(member)
+    if stream is None:
+        raise tarfile.ReadError(f"{member.name} is no regular file")
+    return stream.read()
 
 
 def _check_read_to_end(archive: tarfile.TarFile, shard: Path) -> None:
     """tarfile ends silently at a damaged header; only the end-of-archive mark is an end."""
-    archive.fileobj.seek(archive.offset)
-    if archive.fileobj.read(_BLOCK) != bytes(_BLOCK):
+    stream = archive.fileobj
+    assert stream is not None, "the archive is open"
+    stream.seek(archive.offset)
+    if stream.read(_BLOCK) != bytes(_BLOCK):
         raise DataError(
             f"{shard}: damaged at byte {archive.offset} (no file header, no end of archive): fetch it again."
         )
+
+
+class UniqueKeys:
+    """Refuses a key that occurs twice in a data set: a copied shard would count its samples twice."""
+
+    def __init__(self) -> None:
+        self._shards: dict[str, str] = {}
+
+    def add(self, key: str, shard: str) -> None:
+        """Note a sample.
+
+        Args:
+            key: its key.
+            shard: name of its shard.
+
+        Raises:
+            DataError: if the key is known already.
+        """
+        if key in self._shards:
+            raise DataError(
+                f"key {key!r} occurs twice, in {self._shards[key]} and in {shard}: expected every key once; one of the "
+                "shards is a copy or belongs to another data set. Fetch the data set again."
+            )
+        self._shards[key] = shard
 
 
 def fingerprint(folder: Path) -> str:
@@ -246,10 +285,10 @@ class ShardReader(IterableDataset):
     Args:
         shards: of the data set.
         transform: PIL image -> ``(3, H, W)``.
-        spec: what the samples hold.
+        spec: how to read the samples.
         batch_size: samples in a batch.
-        threads: that decode in every worker, so that a data set with few shards, and so few workers, keeps more cores
-            busy. Pillow decodes and resizes without Python's global lock.
+        threads: decoding threads in every worker; more than one keeps more cores busy if a data set has fewer shards
+            than there are workers. Pillow decodes and resizes without Python's global lock.
     """
 
     def __init__(
@@ -296,7 +335,7 @@ class ShardReader(IterableDataset):
         shard_number, position, key, fields = entry
         return {
             "key": key,
-            "order": (shard_number << 32) + position,
+            "order": (shard_number << _POSITION_BITS) + position,
             **self._decode(self.shards[shard_number], key, fields),
         }
 
@@ -315,10 +354,17 @@ class ShardReader(IterableDataset):
                 f"{where}: no image, expected one of {', '.join(IMAGE_EXTENSIONS)}, found {sorted(fields)}."
             )
         try:
-            image = Image.open(io.BytesIO(fields[extension])).convert("RGB")
+            image: Image.Image = Image.open(io.BytesIO(fields[extension]))
+            image.load()
+            image = image.convert("RGB") if self.spec.convert_first else image
         except Exception as error:  # decoders raise anything, struct.error and SyntaxError among it
             return {"skipped": Skipped(str(shard), key, f"the image does not decode ({error})")}
         return {"image": self.transform(image), **sample}
+
+
+def shard_of(order: int) -> int:
+    """Number of the shard of a sample, from its entry in `Batch.order`."""
+    return order >> _POSITION_BITS
 
 
 def _field(fields: dict[str, bytes], extension: str, where: str) -> bytes:
@@ -373,7 +419,7 @@ def _collate(samples: list[dict[str, Any]], skipped: list[Skipped], error: str |
 
 
 def _map_in_order(function: Callable[[Any], Any], items: Iterable[Any], threads: int) -> Iterator[Any]:
-    """``map`` on several threads, that runs ahead of what was asked for by two items a thread."""
+    """``map`` on several threads; runs ahead of the consumer by two items a thread."""
     if threads == 1:
         yield from map(function, items)
         return

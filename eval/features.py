@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from eval.data import Batch, DataError, SampleFormat, make_loader
+from eval.data import Batch, DataError, SampleFormat, UniqueKeys, make_loader, shard_of
+from eval.models import ImageTextModel
 from eval.preprocessing import split_transform
 from eval.text import TextEncoder
 
@@ -21,7 +22,7 @@ PRECISIONS = ("datacomp", "fp32", "amp")
 
 
 def resolve_precision(requested: str, device: str | torch.device) -> str:
-    """What a precision means on a device.
+    """The precision to use on a device.
 
     ``datacomp``: as DataComp's harness on CUDA (autocast for the text tower, float32 for the images of classification,
     autocast for both towers in retrieval and WinoGAViL), float32 on CPU. ``fp32``: float32 everywhere. ``amp``:
@@ -41,21 +42,20 @@ def resolve_precision(requested: str, device: str | torch.device) -> str:
 
 @dataclass
 class Encoder:
-    """A model and how to encode with it; caches class embeddings for as long as the weights stay as they are.
+    """A model and how to encode with it. Caches class embeddings, so the weights must not change.
 
     Attributes:
-        model: has ``encode_image`` and ``encode_text``; in evaluation mode on ``device``.
+        model: in evaluation mode, on ``device``.
         preprocess: PIL image -> ``(3, H, W)``.
         tokenizer: list of texts -> ``(B, context_length)`` int64.
-        device: where the model is.
+        device: device of the model.
         precision: as `resolve_precision` returns it.
         batch_size: images, and texts, in a batch.
-        workers: images that are decoded at a time: in processes, never more than a data set has shards, and, where it
-            has fewer, in threads of theirs.
+        workers: number of images decoded in parallel; one process a shard at most, the rest threads.
         show_progress: whether to draw progress bars.
     """
 
-    model: nn.Module
+    model: ImageTextModel
     preprocess: Callable[[Any], Tensor]
     tokenizer: Callable[[list[str]], Tensor]
     device: torch.device
@@ -82,9 +82,14 @@ class Encoder:
         reading = iter(make_loader(shards, self._transform, spec, self.batch_size, self.workers, pin_memory))
 
         def checked() -> Iterator[Batch]:
+            keys = UniqueKeys()
             for batch in reading:
                 if batch.error is not None:
                     raise DataError(batch.error)
+                for key, position in zip(batch.keys, batch.order.tolist(), strict=True):
+                    keys.add(key, str(shards[shard_of(position)]))
+                for skipped in batch.skipped:
+                    keys.add(skipped.key, skipped.shard)
                 yield batch
 
         return checked()
@@ -173,7 +178,7 @@ class Encoder:
         return contextlib.nullcontext()
 
 
-def _input_dtype(model: nn.Module) -> torch.dtype:
+def _input_dtype(model: ImageTextModel) -> torch.dtype:
     """The type of the visual tower's weights: that of the images in the pure half precisions of training."""
     for module in model.visual.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):

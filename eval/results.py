@@ -22,13 +22,15 @@ from eval.models import LoadedModel, config_digest
 from eval.tasks import Task
 
 RESULTS_FILE = "eval_results.jsonl"
+# In place of the digest, for lines that do not say which run they belong to.
+UNKNOWN_RUN = "unknown"
 # Changes whenever the same weights on the same data may give other numbers than before.
-PROTOCOL = "datacomp-1"
+PROTOCOL = "datacomp-2"
 
 
 @dataclass(frozen=True)
 class Run:
-    """What decides the numbers besides the data: a result counts for a run only if all of this agrees.
+    """Identity of an evaluation besides its data: a result counts for a run only if all of this agrees.
 
     Attributes:
         model: OpenCLIP's name.
@@ -82,17 +84,17 @@ class ResultFile:
             foreign = [line for line in current if not self._is_own(line)]
             aside = self._aside(self.run.id)
             own = read_results(aside) + [line for line in current if self._is_own(line)]
-            for run_id, lines in _by_run(foreign).items():
-                logging.warning(
-                    f"{self.path} holds {len(lines)} results of another model, precision or protocol: moved to "
-                    f"{self._aside(run_id).name}."
-                )
+            moved = _by_run(foreign)
+            for run_id, lines in moved.items():
                 _write(self._aside(run_id), read_results(self._aside(run_id)) + lines)
             _write(self.path, own)
             aside.unlink(missing_ok=True)
+        for run_id, lines in moved.items():
+            owner = "that name no model, as DataComp's own" if run_id == UNKNOWN_RUN else "of another model or protocol"
+            logging.warning(f"{self.path} held {len(lines)} results {owner}: moved to {self._aside(run_id).name}.")
 
     def completed(self, tasks: Sequence[Task], data_dir: str | Path) -> set[str]:
-        """Keys that need no new evaluation: results of this run, on the data that is there, or that is there no more."""
+        """Keys with a result of this run, unless the data has changed since; data that was removed does not count."""
         lines = {line["key"]: line for line in self.lines()}
         folders = {task.key: Path(data_dir) / task.folder for task in tasks}
         return {
@@ -148,14 +150,15 @@ class ResultFile:
 
 
 def read_results(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a result file, ours or DataComp's own; a line that is no result is left out with a warning."""
+    """The lines of a result file, ours or DataComp's own, NaN as None; others are left out with a warning."""
     path = Path(path)
     if not path.is_file():
         return []
     lines = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            line = json.loads(text)
+            # DataComp's own harness writes NaN, which is not JSON.
+            line = json.loads(text, parse_constant=lambda name: None)
             complete = isinstance(line["key"], str) and isinstance(line["metrics"], dict)
         except (ValueError, KeyError, TypeError):
             complete = False
@@ -170,7 +173,7 @@ def _by_run(lines: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     runs: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         run = {name: value for name, value in line.get("run", {}).items() if name != "checkpoint"}
-        runs.setdefault(config_digest(run)[:8] if run else "unknown", []).append(line)
+        runs.setdefault(config_digest(run)[:8] if run else UNKNOWN_RUN, []).append(line)
     return runs
 
 

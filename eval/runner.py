@@ -49,5 +49,5 @@ def evaluate_task(task: Task, data_dir: str | Path, encoder: Encoder, any_size: 
             f"fetch the data set again, or score it as it is with --allow-size-mismatch."
         )
     metrics = without_nan(result.metrics)
-    metrics["main_metric"] = metrics.get(task.main_metric)
+    metrics["main_metric"] = None if task.main_metric is None else metrics.get(task.main_metric)
     return replace(result, metrics=metrics)

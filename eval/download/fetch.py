@@ -1,6 +1,7 @@
 """Plan and run a download: what is there, what is missing and how large it is, then one data set after the other.
 
-``huggingface_hub`` lists the files, fetches them several at a time and skips files that are complete. It compares sizes only, so the checksums are compared here.
+``huggingface_hub`` lists the files, fetches them several at a time and skips files that are complete. It compares
+sizes only, so the checksums are compared here.
 """
 
 import glob

@@ -9,6 +9,7 @@ from eval.data import (
     IMAGE_EXTENSIONS,
     DataError,
     MissingDataError,
+    UniqueKeys,
     find_shards,
     read_classes,
     read_shard,
@@ -107,6 +108,7 @@ def _check_samples(
 ) -> list[str]:
     """The keys of all samples, after every sample was found to have an image and the other fields."""
     keys: list[str] = []
+    unique = UniqueKeys()
     for shard in shards:
         before = len(keys)
         for key, content in read_shard(shard):
@@ -117,6 +119,7 @@ def _check_samples(
             if missing:
                 raise DataError(f"{where}: no .{', .'.join(missing)} file, found {sorted(content)}")
             check(where, content)
+            unique.add(key, shard.name)
             keys.append(key)
         if len(keys) == before:
             raise DataError(f"{shard.name} holds no samples")

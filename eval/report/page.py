@@ -6,8 +6,8 @@ from typing import Any
 
 from eval.report.charts import SERIES_COLOURS, Bar, Line, bar_chart, line_chart
 from eval.report.runs import Checkpoint, Run, Value
-from eval.report.tables import AVERAGES, Row, describe_run, format_difference, format_value
-from eval.tasks import TASKS
+from eval.report.tables import Row, describe_run, format_difference, format_value
+from eval.tasks import GROUPS, TASKS
 
 # The three panels of NeuCLIP's Figure 1 come first; the other groups and the tasks are folded away.
 _MAIN_GROUPS = (
@@ -183,8 +183,8 @@ def _differences(baseline: Run, run: Run, rows: Sequence[Row], index: int) -> st
         difference = row.differences()[index]
         if row.is_group or difference is None or TASKS.get(row.key) is None:
             continue
-        before, after = row.cells[0].mean, row.cells[index].mean
-        hint = f"{row.title} ({row.metric}): {100 * before:.2f} → {100 * after:.2f}"
+        before, after = format_value(row.cells[0]), format_value(row.cells[index])
+        hint = f"{row.title} ({row.metric}): {before} → {after}"
         bars.append(Bar(row.title, 100 * difference, _signed(difference), hint))
     if not bars:
         return ""
@@ -213,7 +213,7 @@ def _curves(runs: Sequence[Run]) -> str:
                 yield line_chart(lines, x_title, names(title), y_format=lambda value: f"{value:.2f}")
 
     main = list(charts(_MAIN_GROUPS, Checkpoint.average, str))
-    others = list(charts((title for title in AVERAGES if title not in _MAIN_GROUPS), Checkpoint.average, str))
+    others = list(charts((title for title in GROUPS if title not in _MAIN_GROUPS), Checkpoint.average, str))
     tasks = list(charts(TASKS, Checkpoint.score, lambda key: TASKS[key].name))
     legend = _legend(runs)
     content = "".join([legend, _charts(main), _fold("Other groups", others), _fold("Single tasks", tasks, not main)])

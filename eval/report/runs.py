@@ -65,10 +65,9 @@ class Checkpoint:
 
     def average(self, title: str) -> Value | None:
         """Mean over a group of `eval.tasks.GROUPS`, per repeat; None unless every repeat has all of it."""
-        per_repeat = [
-            average.value for scores in self.repeats for average in averages(scores) if average.title == title
-        ]
-        return Value.of(per_repeat) if None not in per_repeat else None
+        values = [average.value for scores in self.repeats for average in averages(scores) if average.title == title]
+        complete = [value for value in values if value is not None]
+        return Value.of(complete) if len(complete) == len(values) else None
 
     def missing(self, title: str) -> list[str]:
         """Keys of a group that some repeat has no number for."""
