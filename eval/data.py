@@ -340,26 +340,33 @@ class ShardReader(IterableDataset):
         }
 
     def _decode(self, shard: Path, key: str, fields: dict[str, bytes]) -> dict[str, Any]:
-        where = f"{shard}: {key}"
-        sample: dict[str, Any] = {}
-        if self.spec.num_classes is not None:
-            sample["label"] = _parse_label(_field(fields, "cls", where), self.spec.num_classes, where)
-        if self.spec.metadata_columns:
-            sample["metadata"] = _parse_metadata(_field(fields, "npy", where), self.spec.metadata_columns, where)
-        if self.spec.captions:
-            sample["captions"] = _parse_captions(_field(fields, "txt", where), where)
-        extension = next((extension for extension in IMAGE_EXTENSIONS if extension in fields), None)
-        if extension is None:
-            raise DataError(
-                f"{where}: no image, expected one of {', '.join(IMAGE_EXTENSIONS)}, found {sorted(fields)}."
-            )
+        content, sample = parse_sample(fields, self.spec, f"{shard}: {key}")
         try:
-            image: Image.Image = Image.open(io.BytesIO(fields[extension]))
+            image: Image.Image = Image.open(io.BytesIO(content))
             image.load()
             image = image.convert("RGB") if self.spec.convert_first else image
         except Exception as error:  # decoders raise anything, struct.error and SyntaxError among it
             return {"skipped": Skipped(str(shard), key, f"the image does not decode ({error})")}
         return {"image": self.transform(image), **sample}
+
+
+def parse_sample(fields: dict[str, bytes], spec: SampleFormat, where: str) -> tuple[bytes, dict[str, Any]]:
+    """The image file of a sample, and its ``label``, ``metadata`` and ``captions`` as far as ``spec`` has them.
+
+    Raises:
+        DataError: if one is missing or wrong; ``where`` begins the message.
+    """
+    extension = next((extension for extension in IMAGE_EXTENSIONS if extension in fields), None)
+    if extension is None:
+        raise DataError(f"{where}: no image, expected one of {', '.join(IMAGE_EXTENSIONS)}, found {sorted(fields)}.")
+    sample: dict[str, Any] = {}
+    if spec.num_classes is not None:
+        sample["label"] = _parse_label(_field(fields, "cls", where), spec.num_classes, where)
+    if spec.metadata_columns:
+        sample["metadata"] = _parse_metadata(_field(fields, "npy", where), spec.metadata_columns, where)
+    if spec.captions:
+        sample["captions"] = _parse_captions(_field(fields, "txt", where), where)
+    return fields[extension], sample
 
 
 def shard_of(order: int) -> int:

@@ -6,15 +6,15 @@ and protocol it belongs to), ``"data"`` (fingerprint of the data set), ``"sample
 of other runs are moved to ``eval_results.RUN.jsonl`` beside it, and come back when that run is continued.
 """
 
-import contextlib
-import fcntl
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from eval.classification import TaskResult
 from eval.data import fingerprint
@@ -142,11 +142,8 @@ class ResultFile:
     def _aside(self, run_id: str) -> Path:
         return self.path.with_suffix(f".{run_id}.jsonl")
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with open(self.folder / f".{RESULTS_FILE}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+    def _locked(self) -> FileLock:
+        return FileLock(self.folder / f".{RESULTS_FILE}.lock")
 
 
 def read_results(path: str | Path) -> list[dict[str, Any]]:

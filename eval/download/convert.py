@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
+from eval.retrieval import INSTANCES_FILE
+
 IMAGES_PER_SHARD = 1000
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
-INSTANCES_NAME = "instances.jsonl"
 _RETRIEVAL_COLUMNS = ("filename", "raw")
 _WINOGAVIL_COLUMNS = ("cue", "candidates", "associations")
 
@@ -63,7 +64,7 @@ def convert_winogavil(source: Path, folder: Path) -> int:
     keys = dict(zip(names, _sample_keys(names), strict=True))
     with _ImageZip(source) as images:
         _write_shards(folder, ((keys[name], images.fields(name)) for name in names))
-    with open(folder / INSTANCES_NAME, "w", encoding="utf-8") as stream:
+    with open(folder / INSTANCES_FILE, "w", encoding="utf-8") as stream:
         for instance in instances:
             line = {
                 "cue": instance["cue"],
