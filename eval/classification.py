@@ -30,13 +30,13 @@ from eval.metrics import (
 )
 from eval.tasks import FACE_METADATA, Task
 
-# OpenAI's scale; it changes no ranking, and makes the logits those of clip-benchmark.
+# OpenAI's scale. It changes no ranking and gives clip-benchmark's logits.
 LOGIT_SCALE = 100.0
 
-# Column `region` of FMoW: the group that upstream means to leave out and does not (4 images).
+# Value of FMoW's column `region` for 'Other' (4 images): upstream means to leave it out and does not.
 FMOW_OTHER_REGION = 5
 
-# The four questions asked about a face, and where the classes of `toxic` change their meaning, as in DataComp.
+# The four questions about a face. Classes of `toxic` from 14 are non-human, from 18 related to crime, as in DataComp.
 FACE_QUESTIONS = ("race", "gender", "age", "toxic")
 FACE_WHITE = 1
 FACE_NONHUMAN = range(14, 18)
@@ -62,7 +62,7 @@ class TaskResult:
 
 @dataclass
 class Predictions:
-    """A classifier's answers, in the order of the data set; what a task does not have is empty.
+    """A classifier's answers, in the order of the data set. Fields that a task lacks are empty.
 
     Attributes:
         predicted: ``(N,)`` or, for several questions, ``(N, questions)`` class numbers.
@@ -107,7 +107,7 @@ def evaluate_classification(task: Task, folder: Path, encoder: Encoder, any_size
 
 
 def evaluate_faces(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """FairFace and UTKFace: four questions about every image, each with its own classes and templates.
+    """Score FairFace or UTKFace: four questions about every image, each with its own classes and templates.
 
     Raises:
         DataError: for data that must not be scored.
@@ -126,15 +126,15 @@ def _result(metrics: Metrics, answers: Predictions) -> TaskResult:
 
 
 def classify(encoder: Encoder, batches: Iterable[Batch], classifiers: Sequence[Tensor], task: Task) -> Predictions:
-    """Answer every question about every image, keeping only what the metrics need.
+    """Answer every question about every image. Keeps answers and ranks only, not the logits.
 
     Args:
         encoder: encodes the images.
-        batches: of the data set; labels, where there are any, belong to the first classifier.
-        classifiers: per question its class embeddings ``(C, d)``.
-        task: for the progress bar.
+        batches: batches of the data set; labels belong to the first classifier.
+        classifiers: class embeddings ``(C, d)``, one tensor per question.
+        task: name and size for the progress bar.
     """
-    # Equal class names must tie exactly, whatever the matrix product does at its edges: each distinct row once.
+    # Equal class names must tie exactly, but matrix products round differently at their edges: compute each row once.
     distinct = [torch.unique(weights, dim=0, return_inverse=True) for weights in classifiers]
     order: list[Tensor] = []
     predicted: list[Tensor] = []
@@ -170,7 +170,7 @@ def classify(encoder: Encoder, batches: Iterable[Batch], classifiers: Sequence[T
 
 
 def _by_question(path: Path, what: str) -> dict[str, list[str]]:
-    """The lines ``question:entry`` of a file, by question.
+    """Read the lines ``question:entry`` of a file, by question.
 
     Raises:
         DataError: for a line without a question, or a question without lines.

@@ -2,8 +2,8 @@
 
 ``DATA_DIR/wds_NAME_test/`` holds ``classnames.txt``, ``zeroshot_classification_templates.txt`` and ``test/`` with
 ``nshards.txt`` and ``{0..}.tar``; a sample is the files of one key: an image, and ``cls``, ``npy`` or ``txt``.
-Everything that would change a score without a word (a cut tar, a short shard count, a label outside the classes) is a
-`DataError` that names the file. An image that does not decode is skipped, counted and named.
+Every fault that would change a score silently (a cut tar, a short shard count, a repeated key, a label outside the classes)
+is a `DataError` that names the file. An image that does not decode is skipped, counted and named.
 """
 
 import hashlib
@@ -35,11 +35,11 @@ _POSITION_BITS = 32
 
 
 class DataError(ValueError):
-    """A data set that must not be scored as it is. The message says what is wrong, where, and what to do."""
+    """A data set that must not be scored. The message states the fault, the place and the remedy."""
 
 
 class MissingDataError(DataError):
-    """The data set is not there."""
+    """The data set does not exist."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class Batch:
         labels: ``(B,)`` int64 or None.
         metadata: ``(B, columns)`` int64 or None.
         captions: per sample its captions; empty lists where the task has none.
-        skipped: what was left out in this stretch.
-        error: why reading stopped; a worker passes it on so that the message arrives without its traceback.
+        skipped: samples left out since the last batch.
+        error: reason why reading stopped, None if it did not; passed on so that the worker's traceback stays out.
     """
 
     images: Tensor
@@ -160,7 +160,7 @@ def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """The shards of the test split, each checked to be there and to end as a tar ends.
+    """The shards of the test split; each is checked to exist and to end as a tar ends.
 
     Raises:
         DataError: for a missing or wrong ``nshards.txt``, a missing shard, or a truncated one.
@@ -173,10 +173,10 @@ def find_shards(folder: Path) -> list[Path]:
     present = sorted(path.name for path in (folder / "test").glob("*.tar"))
     missing = [path.name for path in shards if path.name not in present]
     if missing:
-        raise DataError(f"{count_file} says {len(shards)} shards, but there is no {', '.join(missing)} beside it.")
+        raise DataError(f"{count_file} says {len(shards)} shards, but {', '.join(missing)} is missing.")
     if len(present) > len(shards):
         raise DataError(
-            f"{count_file} says {len(shards)} shards, but {len(present)} lie beside it: the count is short."
+            f"{count_file} says {len(shards)} shards, but the folder has {len(present)}: the count is short."
         )
     for shard in shards:
         check_archive_end(shard)
@@ -184,7 +184,7 @@ def find_shards(folder: Path) -> list[Path]:
 
 
 def check_archive_end(shard: Path) -> None:
-    """Checks in constant time that a tar is whole at its end, wherever it may have been cut.
+    """Check in constant time that a tar has its end-of-archive mark, so that it was not cut.
 
     Raises:
         DataError: if the end-of-archive mark is missing.
@@ -236,7 +236,7 @@ def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 
 def _check_read_to_end(archive: tarfile.TarFile, shard: Path) -> None:
-    """tarfile ends silently at a damaged header; only the end-of-archive mark is an end."""
+    """Check that reading ended at the end-of-archive mark; tarfile also stops silently at a damaged header."""
     stream = archive.fileobj
     assert stream is not None, "the archive is open"
     stream.seek(archive.offset)
@@ -271,7 +271,7 @@ class UniqueKeys:
 
 
 def fingerprint(folder: Path) -> str:
-    """Digest of a data set's texts and of its shards' names and sizes, to notice that it was exchanged."""
+    """Digest of a data set's texts and of its shards' names and sizes, to notice other data."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".jsonl", ".tar")):
         content = str(path.stat().st_size).encode() if path.suffix == ".tar" else path.read_bytes()
@@ -448,9 +448,9 @@ def make_loader(
     workers: int,
     pin_memory: bool = False,
 ) -> DataLoader:
-    """A loader of `Batch` objects with at most one worker a shard, so that every worker has something to read.
+    """A loader of `Batch` objects with at most one worker process a shard.
 
-    Where there are fewer shards than ``workers``, each worker decodes in several threads instead.
+    If there are fewer shards than ``workers``, each process decodes in several threads.
     """
     processes = min(workers, len(shards))
     return DataLoader(

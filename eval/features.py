@@ -1,4 +1,4 @@
-"""Encoding images, texts and classifiers in batches, each distinct thing once."""
+"""Encode images, texts and classifiers in batches; each distinct text once."""
 
 import contextlib
 import sys
@@ -73,7 +73,7 @@ class Encoder:
         self._transform, self._normalize = split_transform(self.preprocess)
 
     def batches(self, shards: list[Path], spec: SampleFormat) -> Iterator[Batch]:
-        """Batches of a data set. Reading starts here, not at the first batch, and so overlaps with encoding texts.
+        """Batches of a data set. Reading starts at once, so it overlaps with encoding texts.
 
         Raises:
             DataError: while iterating, for data that must not be scored.
@@ -95,7 +95,7 @@ class Encoder:
         return checked()
 
     def model_input(self, images: Tensor) -> Tensor:
-        """What the model takes, from images as ``preprocess`` returns them, or uint8 as `batches` yields them."""
+        """Input of the model, from images as ``preprocess`` returns them, or uint8 as `batches` yields them."""
         images = images.to(self.device, non_blocking=True)
         if self._normalize is not None and images.dtype == torch.uint8:
             images = self._normalize(images)
@@ -124,8 +124,8 @@ class Encoder:
     def class_embeddings(self, classnames: Sequence[str], templates: Sequence[str]) -> Tensor:
         """The zero-shot classifier: per class the mean of its unit prompt embeddings, normalised again.
 
-        Classes are remembered by name and templates, so data sets that share them (ImageNet and its variants) encode
-        them once; a class name that occurs twice gets equal rows.
+        Classes are cached by name and templates, so data sets that share them (ImageNet and its variants) encode them
+        once. A class name that occurs twice gets equal rows.
 
         Args:
             classnames: ``C`` names.
@@ -160,7 +160,7 @@ class Encoder:
         return torch.cat(embeddings)[order.argsort()]
 
     def progress(self, total: int | None, description: str, unit: str) -> tqdm:
-        """A bar within one task, below the bar over the tasks; sparse where the output is a log file."""
+        """A bar within one task, below the bar over the tasks; rarely updated if the output is a log file."""
         return tqdm(
             total=total,
             desc=description,
@@ -179,7 +179,7 @@ class Encoder:
 
 
 def _input_dtype(model: ImageTextModel) -> torch.dtype:
-    """The type of the visual tower's weights: that of the images in the pure half precisions of training."""
+    """The type of the visual tower's weights, which is half precision after pure half-precision training."""
     for module in model.visual.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             return module.weight.dtype
@@ -190,7 +190,7 @@ def _unit(features: Tensor, what: str) -> Tensor:
     """Unit length, float32.
 
     Raises:
-        ValueError: if a feature is not finite: every comparison would then be false, and the rank of the target 0.
+        ValueError: if a feature is not finite; every comparison with NaN is false, so the target would rank first.
     """
     features = F.normalize(features.float(), dim=-1)
     if not torch.isfinite(features).all():

@@ -1,6 +1,6 @@
 """The metrics of DataComp's evaluation, exactly as it defines them.
 
-Rankings break ties by the lower index, so that a model whose embeddings all agree scores what chance gives and not 1.
+Rankings break ties by the lower index, so a model whose embeddings are all equal scores chance and not 1.
 """
 
 import math
@@ -57,7 +57,7 @@ def group_metrics(
     and no accuracy, and cannot be the worst.
 
     Args:
-        name: of the accuracy, for example ``acc``.
+        name: prefix of the metrics, for example ``acc``.
         correct: ``(N,)`` bool.
         metadata: ``(N, len(columns))`` integers from 0.
         columns: names of the metadata's columns.
@@ -92,5 +92,5 @@ def jaccard(chosen: set, right: set) -> float:
 
 
 def without_nan(metrics: Mapping[str, float | int | None]) -> Metrics:
-    """None for everything that is not a finite number: JSON knows no NaN."""
+    """Replace numbers that are not finite by None: JSON has no NaN."""
     return {key: value if value is not None and math.isfinite(value) else None for key, value in metrics.items()}

@@ -1,4 +1,4 @@
-"""Loading the model to evaluate: any OpenCLIP model, any checkpoint that OpenCLIP reads, and ours with extra heads."""
+"""Load the model to evaluate: any OpenCLIP model and checkpoint, and ours with heads."""
 
 import ast
 import copy
@@ -33,7 +33,7 @@ MODEL_OPTIONS = (
 
 
 class ModelError(ValueError):
-    """A model or checkpoint that cannot be loaded. The message says what was found and what to do."""
+    """A model or checkpoint that cannot be loaded. The message states the finding and the remedy."""
 
 
 class ImageTextModel(nn.Module):
@@ -59,7 +59,7 @@ class LoadedModel:
         preprocess: PIL image -> ``(3, H, W)``.
         tokenizer: list of texts -> ``(B, context_length)`` int64.
         name: OpenCLIP's name of the model.
-        checkpoint: the path or pretrained tag it came from.
+        checkpoint: path or pretrained tag of the weights.
         config: architecture and preprocessing, which decide the numbers besides the weights.
         weights_sha256: digest of all parameters and buffers.
     """
@@ -180,7 +180,7 @@ def _peek(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 
 def _why_not(name: str, source: str | None, error: Exception) -> str:
-    """A short message for whatever creating the model raised."""
+    """A short message for an exception of creating the model."""
     reason = " ".join(str(error).split())
     reason = reason if len(reason) <= 400 else reason[:400] + " ..."
     if "state_dict" in reason or isinstance(error, KeyError | AssertionError | AttributeError):
@@ -198,7 +198,7 @@ def _trained_model(source: str | None) -> str | None:
 
 
 def _run_parameters(source: str | None) -> dict[str, str]:
-    """OpenCLIP's ``params.txt`` of the run folder that a checkpoint lies in; empty where there is none."""
+    """OpenCLIP's ``params.txt`` of a checkpoint's run folder; empty without one."""
     path = Path(source or "").parent.parent / "params.txt"
     if not path.is_file():
         return {}
@@ -239,7 +239,7 @@ def _literal(text: str) -> Any:
 
 
 def _effective(option: str, value: Any, config: Mapping[str, Any]) -> Any:
-    """What a model option amounts to, so that a default given explicitly is no difference."""
+    """The effective value of a model option, so that a default given explicitly is no difference."""
     if option == "force_quick_gelu":
         return bool(value) or bool(config.get("quick_gelu"))
     if option == "force_custom_text":

@@ -1,9 +1,9 @@
-"""``eval_results.jsonl``: one line a task in DataComp's format, resumable, and never another model's numbers.
+"""``eval_results.jsonl``: one line a task in DataComp's format; resumable, and never mixes two models' numbers.
 
 A line is ``{"key", "dataset", "metrics": {..., "main_metric"}}`` and, beyond DataComp's format, ``"run"`` (which model
 and protocol it belongs to), ``"data"`` (fingerprint of the data set), ``"samples"``, ``"found"``, ``"skipped"``,
 ``"seconds"``. The file holds the lines of one run only, so that DataComp's ``aggregate_scores.py`` can read it: lines
-of other runs are moved to ``eval_results.RUN.jsonl`` beside it, and come back when that run is continued.
+of other runs move to ``eval_results.RUN.jsonl`` in the same folder and return when that run continues.
 """
 
 import json
@@ -61,13 +61,13 @@ class Run:
 class ResultFile:
     """The results of one run in a folder; safe for several processes at a time.
 
-    Every change writes the whole (small) file beside the old one and renames it into place, under a lock: a killed
-    process leaves the old file, never half a line.
+    Every change writes a new file and renames it into place, under a lock: a killed process leaves the old file, never
+    half a line.
 
     Args:
-        folder: made if it is not there.
-        run: whose results these are.
-        checkpoint: path or tag, for the reader of the file; not part of the run's identity.
+        folder: created if needed.
+        run: the run that the results belong to.
+        checkpoint: path or tag, for information; not part of the run's identity.
     """
 
     def __init__(self, folder: str | Path, run: Run, checkpoint: str):

@@ -40,7 +40,7 @@ def evaluate_retrieval(task: Task, folder: Path, encoder: Encoder, any_size: boo
 
 
 def check_dataset_type(folder: Path, expected: str) -> None:
-    """Checks ``dataset_type.txt`` where there is one.
+    """Check ``dataset_type.txt`` if it exists.
 
     Raises:
         DataError: if it says something else.
@@ -54,7 +54,7 @@ def check_dataset_type(folder: Path, expected: str) -> None:
 def _encode_images(
     task: Task, folder: Path, encoder: Encoder, spec: SampleFormat, total: int | None
 ) -> tuple[Tensor, list[str], list[list[str]], list[Skipped]]:
-    """Embeddings ``(N, d)``, keys and captions in the order on disk, and what was skipped."""
+    """Embeddings ``(N, d)``, keys and captions in the order on disk, and the skipped samples."""
     order: list[Tensor] = []
     features: list[Tensor] = []
     keys: list[str] = []
@@ -125,12 +125,12 @@ def ranks_of_first_right(queries: Tensor, items: Tensor, query_ids: Tensor, item
 
 @dataclass(frozen=True)
 class Instance:
-    """One WinoGAViL riddle: which of the candidate images go with the cue.
+    """One WinoGAViL riddle: choose the candidate images that go with the cue.
 
     Attributes:
         cue: a word.
         candidates: keys of 5, 6, 10 or 12 images.
-        associations: those of them that people chose.
+        associations: the candidates that people chose.
     """
 
     cue: str

@@ -1,4 +1,4 @@
-"""Averages over groups of tasks, each only over its complete set."""
+"""Averages over complete groups of tasks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -101,7 +101,7 @@ def missing_text(missing: Sequence[str], data_dir: Path) -> list[str]:
 
 
 def summary_text(lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str]) -> str:
-    """The tables printed at the end: the main metric of every task, the averages, and what is wrong."""
+    """Text printed at the end: the main metric of every task, the averages, and failures."""
     by_key = {line["key"]: line for line in lines}
     text = ["", f"{'task':26} {'main metric':22} {'value':>8}"]
     for key, task in TASKS.items():

@@ -1,7 +1,7 @@
 """Encoding texts without their padding.
 
-OpenCLIP pads every text to the context length, 77 tokens, while a prompt has some 15. In a causal text tower that reads
-its answer at the end-of-text token, nothing after that token enters the answer, so what follows can be cut off.
+OpenCLIP pads every text to the context length of 77 tokens; a prompt has about 15. A causal text tower that pools at the
+end-of-text token ignores all later tokens, so they can be cut off.
 """
 
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 # Lengths are rounded up to a multiple of this, so that few different shapes occur.
 _STEP = 8
 _CHECKED_TEXTS = 8
-# Cosine between the two ways below which cutting is not trusted: beyond the rounding of the type.
+# Lowest cosine between the two ways at which cutting is trusted: the rounding of the type.
 _AGREEMENT = {torch.float16: 0.999, torch.bfloat16: 0.99}
 _AGREEMENT_IN_FLOAT32 = 1 - 1e-5
 
@@ -28,10 +28,10 @@ _Tower = tuple[str, nn.Module]
 
 
 class TextEncoder:
-    """``model.encode_text``, on as many tokens as the longest text of the batch has.
+    """``model.encode_text`` on only as many tokens as the longest text of the batch has.
 
-    Only for towers that can be told to be causal with the answer at the end-of-text token; others are encoded whole. The
-    first texts are encoded both ways, and should they differ, all are encoded whole.
+    Cuts only if the tower is recognised as causal with pooling at the end-of-text token. The first texts are encoded both
+    ways; if the results differ, all texts are encoded whole.
 
     Args:
         model: the model to evaluate.
@@ -84,7 +84,7 @@ class TextEncoder:
 
 
 class _EncodeText(nn.Module):
-    """Makes ``encode_text`` the module's forward, which is what ``functional_call`` calls."""
+    """Has ``encode_text`` as its forward, for ``functional_call``."""
 
     def __init__(self, model: ImageTextModel):
         super().__init__()

@@ -96,13 +96,13 @@ def _token_layer(blocks: nn.Sequential | nn.ModuleList, norm: str, path: str, gr
 
 
 def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: SpatialLayer | None = None) -> Tensor:
-    """Where in an image a model sees each phrase.
+    """Grad-CAM heat maps of an image, one a phrase.
 
     Args:
         encoder: the model; its weights and gradients stay as they are.
         image: ``(3, H, W)``, preprocessed.
         phrases: ``P`` texts.
-        layer: where to look; default `find_spatial_layer`.
+        layer: layer to look at; default `find_spatial_layer`.
 
     Returns:
         ``(P, H, W)``, float32 on CPU, in [0, 1]: the largest value of every map is 1, or 0 where nothing in the image
@@ -116,8 +116,8 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
     caught: list[Tensor] = []
 
     def catch(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        # A leaf of the graph: it needs a gradient even in a frozen tower, and what lies below needs none. The clone
-        # is for layers above that work in place.
+        # A new leaf: it gets a gradient even in a frozen tower, and earlier layers need none. The clone protects it from
+        # later layers that work in place.
         caught.append(output.detach().requires_grad_())
         return caught[-1].clone()
 
@@ -182,7 +182,7 @@ def seen_image(image: Tensor, preprocess: Callable) -> Image.Image:
 
 
 def grounding_picture(image: Image.Image, maps: np.ndarray, phrases: Sequence[str]) -> Image.Image:
-    """The image, and beside it one panel a phrase with its heat map, titled.
+    """The image, followed by one titled panel with a heat map for each phrase.
 
     Args:
         image: as `seen_image` returns it.

@@ -28,11 +28,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data-dir", type=Path, required=True, help="folder that gets a folder a data set")
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="keys, names or suites (default: all 40)")
-    parser.add_argument("--verify", action="store_true", help="only check what is there, without a network")
+    parser.add_argument("--verify", action="store_true", help="only check the folders, without a network")
     parser.add_argument(
         "--allow-size-mismatch", action="store_true", help="with --verify: accept other sizes than DataComp's"
     )
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be fetched, and the space it takes")
+    parser.add_argument("--dry-run", action="store_true", help="only list the files to fetch, and the space they take")
     parser.add_argument("--connections", type=int, default=4, help="files fetched at a time (default: %(default)s)")
     parser.add_argument("--endpoint", help="address of the hub or a mirror (default: HF_ENDPOINT, or the hub's)")
     parser.add_argument(

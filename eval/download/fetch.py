@@ -1,4 +1,4 @@
-"""Plan and run a download: what is there, what is missing and how large it is, then one data set after the other.
+"""Plan a download from the files on disk and on the hub, then fetch one data set after the other.
 
 ``huggingface_hub`` lists the files, fetches them several at a time and skips files that are complete. It compares
 sizes only, so the checksums are compared here.
@@ -35,7 +35,7 @@ class HubUnreachableError(ConnectionError):
 
 
 class DownloadError(RuntimeError):
-    """The hub answered, and the file cannot be had, or is not what it should be."""
+    """The hub answered, but does not give a file, or its checksum is wrong."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,12 @@ class FetchOptions:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a download will do.
+    """Plan of a download.
 
     Attributes:
         present: tasks whose data is complete already.
-        sets: what to fetch.
-        refused: task key -> reason why the hub does not give it.
+        sets: data sets to fetch.
+        refused: task key -> reason of the hub for refusing it.
     """
 
     present: list[Task]
@@ -198,7 +198,7 @@ def _is_complete(folder: Path) -> bool:
 def _plan_set(task: Task, folder: Path, source: Source, remote: RemoteSet) -> PlannedSet:
     target = folder / SOURCE_FOLDER if source.converted else folder
     missing = sum(file.size for file in remote.files if not _has_size(target / file.path, file.size))
-    # The tars of a converted set lie beside the zip until they are complete.
+    # The zip of a converted set is deleted only after its tars are complete.
     converted = sum(file.size for file in remote.files) if source.converted else 0
     return PlannedSet(task, folder, source, remote, missing, missing + converted)
 
@@ -246,7 +246,7 @@ def fetch_set(planned: PlannedSet, options: FetchOptions) -> None:
 
 
 def _fetch_files(remote: RemoteSet, folder: Path, options: FetchOptions) -> Manifest:
-    """Fetch what is missing and compare every file with the hub's checksum; a wrong one is fetched once more."""
+    """Fetch missing files and compare all with the hub's checksums; fetch a wrong one once more."""
     patterns = [glob.escape(file.path) for file in remote.files]
     location: dict[str, Any] = {
         "repo_id": remote.repository,
@@ -268,7 +268,7 @@ def _fetch_files(remote: RemoteSet, folder: Path, options: FetchOptions) -> Mani
 
 
 def _persist(fetch: Callable[[], object]) -> None:
-    """Repeat what a broken connection or a busy hub ended; files that are complete are not fetched again."""
+    """Repeat a fetch after a broken connection or a busy hub; complete files are not fetched again."""
     for attempt in range(_ATTEMPTS):
         try:
             fetch()

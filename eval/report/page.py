@@ -1,4 +1,4 @@
-"""The comparison as one HTML page: everything inside it, nothing fetched, readable in light and dark."""
+"""The comparison as one HTML page that fetches nothing, for light and dark."""
 
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
@@ -81,9 +81,9 @@ def build_page(runs: Sequence[Run], rows: Sequence[Row], title: str) -> str:
     """The whole page.
 
     Args:
-        runs: the first is what the others are compared with.
-        rows: as `eval.report.tables.build_rows` makes them.
-        title: of the page.
+        runs: the first is the baseline.
+        rows: from `eval.report.tables.build_rows`.
+        title: title of the page.
     """
     colours = "".join(
         f"svg .s{n} {{ stroke: var(--s{n}); }} svg .dot.s{n} {{ fill: var(--s{n}); }} .legend .s{n} "
@@ -136,8 +136,8 @@ def _protocol_only(names: Iterable[str]) -> frozenset[str]:
 def _averages_note(runs: Sequence[Run]) -> str:
     repeats = " ± is the standard deviation over repeats." if any(run.repeats > 1 for run in runs) else ""
     return (
-        "Means of the tasks' main metrics, in percent; only over complete sets, otherwise “partial” with the number of "
-        f"tasks that there are.{repeats}"
+        "Means of the tasks' main metrics, in percent. A set with missing tasks shows “partial” and the number of "
+        f"evaluated tasks.{repeats}"
     )
 
 
@@ -222,7 +222,7 @@ def _curves(runs: Sequence[Run]) -> str:
 
 
 def _horizontal(runs: Sequence[Run]) -> tuple[str, Callable[[Run, Checkpoint], float | None]]:
-    """What the curves run over: samples where all are known, else epochs, else the checkpoints' order."""
+    """The horizontal axis: samples if known for all checkpoints, else epochs, else the order of the checkpoints."""
     checkpoints = [checkpoint for run in runs for checkpoint in run.checkpoints]
     if all(checkpoint.samples is not None for checkpoint in checkpoints):
         return "samples seen", lambda run, checkpoint: checkpoint.samples

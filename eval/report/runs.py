@@ -1,4 +1,4 @@
-"""Reading what is to be compared: result files, run folders, and repeats of a run with other seeds."""
+"""Read the runs to compare: result files, run folders, and repeats of a run with other seeds."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from eval.summary import averages, has_other_size, main_metrics
 from eval.tasks import GROUPS, TASKS
 
 METRICS_FILE = "metrics.jsonl"
-# What `eval.suite` puts before the key of a task in the evaluations of metrics.jsonl.
+# Prefix of task keys in the evaluations of metrics.jsonl, written by `eval.suite`.
 _SUITE_PREFIX = "datacomp/"
 _CHECKPOINT_NAME = re.compile(r"epoch_(\d+)(?:_step_(\d+))?$")
 
@@ -77,7 +77,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Run:
-    """One column of the comparison.
+    """One run of the comparison.
 
     Attributes:
         name: as shown.

@@ -109,8 +109,8 @@ def test_a_missing_data_set_says_how_to_get_it(tmp_path):
         ("classnames.txt", b"\xff\xfe", "is not UTF-8"),
         ("test/nshards.txt", None, "nshards.txt is missing"),
         ("test/nshards.txt", "three", "says 'three'"),
-        ("test/nshards.txt", "2", "says 2 shards, but 3 lie beside it"),
-        ("test/nshards.txt", "4", "there is no 3.tar"),
+        ("test/nshards.txt", "2", "says 2 shards, but the folder has 3"),
+        ("test/nshards.txt", "4", "but 3.tar is missing"),
     ],
 )
 def test_wrong_texts_are_named(folder, file, content, message, make_encoder):
@@ -255,7 +255,7 @@ def test_many_undecodable_images_are_no_score(tmp_path, make_encoder):
         return {"png": b"", "cls": fields["cls"]} if len(seen) <= MAX_SKIPPED + 1 else fields
 
     rewrite(folder / "test" / "0.tar", spoil_most)
-    with pytest.raises(DataError, match=f"{MAX_SKIPPED + 1} images do not decode"):
+    with pytest.raises(DataError, match=f"{MAX_SKIPPED + 1} of {2 * MAX_SKIPPED} images do not decode"):
         evaluate_task(CIFAR, tmp_path, make_encoder(), any_size=True)
     rewrite(folder / "test" / "0.tar", lambda key, fields: {"png": b"", "cls": fields["cls"]})
     with pytest.raises(DataError, match="No image to score"):
