@@ -95,7 +95,7 @@ def missing_text(missing: Sequence[str], data_dir: Path) -> list[str]:
         return []
     tasks = f" --tasks {' '.join(missing)}" if len(missing) <= 5 else ""
     return [
-        f"\nNot in {data_dir}: {len(missing)} tasks ({_names(missing)}); fetch them with "
+        f"\nNot in {data_dir} ({len(missing)}): {_names(missing)}; fetch with "
         f"`python -m eval.download --data-dir {data_dir}{tasks}`."
     ]
 

@@ -194,7 +194,10 @@ def test_a_failing_task_stops_no_other(tiny_folder, tmp_path, capfd):
     shown = capfd.readouterr().out
     assert set(main_metrics(tmp_path / "out")) == {"cifar10", "stl10"}
     assert "0.tar is truncated" in shown
-    assert f"1 tasks (GTSRB); fetch them with `python -m eval.download --data-dir {tmp_path} --tasks gtsrb`" in shown
+    assert (
+        f"Not in {tmp_path} (1): GTSRB; fetch with `python -m eval.download --data-dir {tmp_path} --tasks gtsrb`"
+        in shown
+    )
     summary = json.loads((tmp_path / "out" / datacomp.SUMMARY_FILE).read_text())
     assert set(summary["problems"]) == {"mnist"} and summary["missing"] == ["gtsrb"]
 
@@ -205,7 +208,7 @@ def test_missing_tasks_are_one_line(tiny_folder, tmp_path, capfd):
     assert evaluate(tiny_folder, tmp_path, "--output-dir", str(tmp_path / "out")) == 0
     shown = capfd.readouterr().out
     lines = [line for line in shown.splitlines() if "eval.download" in line]
-    assert len(lines) == 1 and "34 tasks (Caltech-101, " in lines[0] and "and 29 more" in lines[0]
+    assert len(lines) == 1 and "(34): Caltech-101, " in lines[0] and "and 29 more" in lines[0]
     assert max(map(len, shown.splitlines())) < 300, "no line names them all"
 
 

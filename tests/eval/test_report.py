@@ -320,6 +320,13 @@ def test_names_cannot_break_the_page(tmp_path: Path) -> None:
     assert "&lt;script&gt;" not in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
 
 
+def test_datacomps_own_file_with_nan(tmp_path: Path) -> None:
+    write_results(tmp_path, {**all_scores(0.1), "fairness/fairface": float("nan")})
+    assert "NaN" in (tmp_path / "eval_results.jsonl").read_text()
+    reader, _ = report(tmp_path, str(tmp_path / "eval_results.jsonl"))
+    assert len(reader.tables[1]) == 1 + 38 and not any(cell == "nan" for row in reader.tables[1] for cell in row)
+
+
 def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").touch()
