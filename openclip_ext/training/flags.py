@@ -59,6 +59,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, LossChoice]:
     _reconcile_siglip(args)
     choice = LossChoice(args.loss, loss_options)
     _check_loss_flags(choice)
+    _check_temperature(choice)
     _check_run_flags(args)
     return args, choice
 
@@ -203,6 +204,16 @@ def _check_loss_flags(choice: LossChoice) -> None:
             raise UsageError(f"{OPTIONS[name].flag} is not used by --loss {choice.name}, which takes: {listed}")
 
 
+def _check_temperature(choice: LossChoice) -> None:
+    temperature = choice.options.get("temperature")
+    largest = choice.options.get("temperature_max", OPTIONS["temperature_max"].default)
+    if temperature is not None and temperature > largest:
+        raise UsageError(
+            f"--temperature is {temperature:g}, must be at most {largest:g}: it divides the similarities. For a logit scale "
+            f"of {temperature:g} give --temperature {1 / temperature:.4g}"
+        )
+
+
 def _recipe_argv(ours: argparse.Namespace, rest: list[str]) -> list[str]:
     """The recipe's flags for the loss that the command line names."""
     loss = ours.loss or ("siglip" if "--siglip" in rest else "openclip")
@@ -235,6 +246,10 @@ def _check_run_flags(args: argparse.Namespace) -> None:
         raise UsageError("distillation (--distill-model) is not supported; use open_clip_train.main for it")
     if args.resume == "latest" and args.name is None:
         raise UsageError("--resume latest needs --name: without it every start makes a new run folder")
+    if args.epochs < 1:
+        raise UsageError(f"--epochs is {args.epochs}, must be at least 1; to evaluate only, leave out --train-data")
+    if args.lr is None:
+        raise UsageError(f"--opt {args.opt} needs --lr: OpenCLIP has a default for its own AdamW only")
     if args.accum_freq < 1:
         raise UsageError(f"--accum-freq is {args.accum_freq}, must be at least 1")
     if args.lookahead_steps is not None and args.lookahead_steps < 1:
@@ -262,7 +277,7 @@ def flags_without_effect(args: argparse.Namespace, choice: LossChoice) -> tuple[
     ]
     # ``seed`` and ``epochs`` are the run's as well.
     ours = (option for option in unused if option.name not in ("seed", "epochs"))
-    return tuple(option.flag for option in ours if getattr(args, option.name) != option.default)
+    return tuple(sorted(option.flag for option in ours if getattr(args, option.name) != option.default))
 
 
 def views(choice: LossChoice) -> int:

@@ -14,11 +14,13 @@ from torch import nn
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.build import build_train_loader
+from openclip_ext.data.source import BadDataError
 from openclip_ext.heads import read_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training import heartbeat, parallel, remote, resume, run_folder, signals
 from openclip_ext.training.checkpoint import Checkpoint, Position, RunIdentity
+from openclip_ext.training.checks import check
 from openclip_ext.training.config import TrainingConfig, training_config
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import build_evaluators, run_evaluators
@@ -29,7 +31,7 @@ from openclip_ext.training.optimizer import create_optimizer, create_schedule
 from openclip_ext.training.reporting import Reporter, announce
 from openclip_ext.training.resume import Start
 from openclip_ext.training.step import TrainStep
-from openclip_ext.training.trainer import Trainer
+from openclip_ext.training.trainer import SaveFailed, Trainer, TrainingDiverged
 
 
 def main(argv: list[str]) -> None:
@@ -50,6 +52,7 @@ def main(argv: list[str]) -> None:
     handlers = list(logging.root.handlers)
     try:
         config = training_config(args, choice, device)
+        check(config)
         with (
             heartbeat.watched(config.rank_patience),
             run_folder.opened(config.folder) as folder,
@@ -185,10 +188,13 @@ def _close_log(keep: list[logging.Handler]) -> None:
 
 
 def cli() -> None:
-    """The program: a user's mistake is a message and exit status 2, not a traceback."""
+    """The program: what a user can mend is a message, not a traceback; exit status 2 for a wrong command line, else 1."""
     try:
         main(sys.argv[1:])
-    except ValueError as error:
+    except (BadDataError, TrainingDiverged, SaveFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+    except (ValueError, FileNotFoundError) as error:
         if not isinstance(error, UsageError) and "--debug" in sys.argv:
             raise
         print(f"error: {error}", file=sys.stderr)
