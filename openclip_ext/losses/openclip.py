@@ -28,6 +28,7 @@ class _OpenClipAdapter(ContrastiveLoss):
     """Passes a batch, and the model's other outputs, to a loss of OpenCLIP."""
 
     follows_autocast = True
+    uses_logit_bias = True
     _logit_scale: Tensor | None = None
 
     def metrics(self) -> dict[str, float]:
