@@ -96,41 +96,29 @@ def autocast_context(precision: str, device: torch.device) -> Callable[[], Abstr
 # --- model -----------------------------------------------------------------------------------------------------------
 
 
-def create_model(args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, Callable, Callable]:
+def create_model(
+    name: str, device: torch.device, *, pretrained: str | None, precision: str, siglip_start: bool, **options: Any
+) -> tuple[Any, Callable, Callable]:
     """Build the model and its transforms as ``open_clip_train.main`` does.
+
+    Args:
+        name: ``--model``.
+        device: where to.
+        pretrained: tag or file, or None.
+        precision: ``--precision``.
+        siglip_start: start ``logit_scale`` and ``logit_bias`` where SigLIP does.
+        options: further arguments of ``open_clip.create_model_and_transforms``.
 
     Returns:
         The model (``output_dict=True``), the training transform and the evaluation transform.
     """
     import open_clip
 
-    image_size = args.force_image_size
-    if isinstance(image_size, list | tuple) and len(image_size) == 1:
-        image_size = image_size[0]
-    model_kwargs = {}
-    if args.siglip:
-        # SigLIP's own start values (open_clip_train/main.py).
-        model_kwargs = {"init_logit_scale": 2.302585092994046, "init_logit_bias": -10}
+    if siglip_start:
+        # The values in open_clip_train/main.py.
+        options |= {"init_logit_scale": 2.302585092994046, "init_logit_bias": -10}
     return open_clip.create_model_and_transforms(
-        args.model,
-        args.pretrained,
-        precision=args.precision,
-        device=device,
-        jit=args.torchscript,
-        force_quick_gelu=args.force_quick_gelu,
-        force_custom_text=args.force_custom_text,
-        force_patch_dropout=args.force_patch_dropout,
-        force_image_size=image_size,
-        force_context_length=args.force_context_length,
-        image_mean=args.image_mean,
-        image_std=args.image_std,
-        image_interpolation=args.image_interpolation,
-        image_resize_mode=args.image_resize_mode,
-        aug_cfg=args.aug_cfg,
-        pretrained_image=args.pretrained_image,
-        output_dict=True,
-        cache_dir=args.cache_dir,
-        **model_kwargs,
+        name, pretrained, precision=precision, device=device, output_dict=True, **options
     )
 
 
@@ -185,48 +173,68 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def create_scheduler(
-    args: argparse.Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    *,
+    lr: float,
+    warmup: int,
+    steps: int,
+    cooldown_steps: int | None,
+    cooldown_power: float,
+    cooldown_end: float,
 ) -> Callable[[int], float]:
     """OpenCLIP's learning-rate schedules: a function of the optimizer step that sets every group's rate.
 
+    Args:
+        name: ``--lr-scheduler``.
+        optimizer: whose rates are set.
+        lr: the rate after the warm-up.
+        warmup: steps of linear warm-up.
+        steps: optimizer steps of the whole run.
+        cooldown_steps, cooldown_power, cooldown_end: the end of ``const-cooldown``.
+
     Raises:
-        ValueError: unknown ``--lr-scheduler``, or a cooldown without ``--epochs-cooldown``.
+        ValueError: unknown ``name``, or a cooldown without its length.
     """
     from open_clip_train import scheduler
 
-    total = steps_per_epoch * args.epochs
-    if args.lr_scheduler == "cosine":
-        return scheduler.cosine_lr(optimizer, args.lr, args.warmup, total)
-    if args.lr_scheduler == "const":
-        return scheduler.const_lr(optimizer, args.lr, args.warmup, total)
-    if args.lr_scheduler == "const-cooldown":
-        if args.epochs_cooldown is None:
+    if name == "cosine":
+        return scheduler.cosine_lr(optimizer, lr, warmup, steps)
+    if name == "const":
+        return scheduler.const_lr(optimizer, lr, warmup, steps)
+    if name == "const-cooldown":
+        if cooldown_steps is None:
             raise ValueError("--lr-scheduler const-cooldown needs --epochs-cooldown")
-        cooldown = steps_per_epoch * args.epochs_cooldown
-        return scheduler.const_lr_cooldown(
-            optimizer, args.lr, args.warmup, total, cooldown, args.lr_cooldown_power, args.lr_cooldown_end
-        )
-    raise ValueError(f"unknown --lr-scheduler {args.lr_scheduler!r}; known: cosine, const, const-cooldown")
+        return scheduler.const_lr_cooldown(optimizer, lr, warmup, steps, cooldown_steps, cooldown_power, cooldown_end)
+    raise ValueError(f"unknown --lr-scheduler {name!r}; known: cosine, const, const-cooldown")
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def imagenet_loader(args: argparse.Namespace, preprocess_val: Callable, split: str) -> Any:
+def imagenet_loader(path: str, preprocess_val: Callable, split: str, batch_size: int, workers: int) -> Any:
     """OpenCLIP's ImageNet validation loader; ``split`` is ``val`` or ``v2``."""
     from open_clip_train.data import get_imagenet
 
+    args = argparse.Namespace(imagenet_val=path, imagenet_v2=path, batch_size=batch_size, workers=workers)
     return get_imagenet(args, (None, preprocess_val), split)
 
 
 def imagenet_zero_shot(
-    model: nn.Module, loaders: dict[str, Any], args: argparse.Namespace, tokenizer: Callable
+    model: nn.Module,
+    loaders: dict[str, Any],
+    tokenizer: Callable,
+    device: torch.device,
+    precision: str,
+    batch_size: int,
 ) -> dict[str, float]:
-    """OpenCLIP's ImageNet zero-shot accuracies, now and on this process alone, whatever ``--zeroshot-frequency``."""
+    """OpenCLIP's ImageNet zero-shot accuracies, now and on this process alone."""
     from open_clip_train.zero_shot import zero_shot_eval
 
-    undistributed = argparse.Namespace(**{**vars(args), "distributed": False, "zeroshot_frequency": 1})
-    return zero_shot_eval(unwrap(model), loaders, 1, undistributed, tokenizer=tokenizer)
+    # Its own frequency and distribution: the trainer decides when, and only the master evaluates.
+    when = {"zeroshot_frequency": 1, "epochs": 1, "distributed": False, "horovod": False}
+    args = argparse.Namespace(device=str(device), precision=precision, batch_size=batch_size, **when)
+    return zero_shot_eval(unwrap(model), loaders, 1, args, tokenizer=tokenizer)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -310,7 +318,7 @@ def _extended_create_loss(original: Callable) -> Callable:
 def _loss_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """The options of loss ``name`` that ``args`` sets, under the names of their flags (Adam's ``eps`` is not ours)."""
     from openclip_ext.losses import registry
-    from openclip_ext.losses.options import OPTIONS
+    from openclip_ext.losses.registry import OPTIONS
 
     def value_of(option: str) -> Any:
         return getattr(args, OPTIONS[option].flag.removeprefix("--").replace("-", "_"), None)

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 import openclip_ext
 from openclip_ext.losses import registry
@@ -13,6 +14,7 @@ from openclip_ext.training.flags import parse
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "patches").glob("*.md")])
 MODULE = "openclip_ext.training.main"
+TRAINERS = ([MODULE], ["openclip-ext", "train"])
 
 
 def code_blocks(page, language):
@@ -22,19 +24,32 @@ def code_blocks(page, language):
 
 
 def training_commands(page):
+    """The training commands of a page: what comes before the trainer's flags, and the flags."""
     for block in code_blocks(page, "bash"):
         for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            if MODULE in words:
-                yield [word for word in words[words.index(MODULE) + 1 :] if word != "..."]
+            words = [word for word in shlex.split(line, comments=True) if word != "..."]
+            for end in range(1, len(words) + 1):
+                if any(words[:end][-len(trainer) :] == trainer for trainer in TRAINERS):
+                    yield words[:end], words[end:]
+                    break
 
 
-COMMANDS = [(page.name, argv) for page in PAGES for argv in training_commands(page)]
+LAUNCHES = [(page.name, launch, argv) for page in PAGES for launch, argv in training_commands(page)]
+COMMANDS = [(page, argv) for page, _, argv in LAUNCHES]
+TORCHRUN_LAUNCHES = [(page, launch[1:]) for page, launch, _ in LAUNCHES if launch[0] == "torchrun"]
 
 
 @pytest.mark.parametrize(("page", "argv"), COMMANDS, ids=lambda value: value if isinstance(value, str) else "")
 def test_training_commands_parse(page, argv):
     parse(argv)
+
+
+@pytest.mark.parametrize(
+    ("page", "launch"), TORCHRUN_LAUNCHES, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_torchrun_leaves_the_trainers_flags_alone(page, launch):
+    """Without ``--`` it takes ``--logs`` for an abbreviation of its own ``--logs-specs``."""
+    assert get_args_parser().parse_args([*launch, "--logs", "runs"]).training_script_args[-2:] == ["--logs", "runs"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

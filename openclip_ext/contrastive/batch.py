@@ -1,33 +1,47 @@
-"""The samples a step works on: this process's own, or the global batch, gathered without gradient."""
+"""The samples of one step: as the caller gave them, gathered from all processes, and contrasted with one another.
 
-from dataclasses import dataclass, field
+All three are frozen: each is made once, by the function or class named in its docstring, and nobody assigns to it later.
+Tensors with a leading dimension of 2 hold the two sides: 0 for image anchors (against the texts), 1 for text anchors
+(against the images).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from openclip_ext import distributed
+from openclip_ext.contrastive import log_math
+
+if TYPE_CHECKING:
+    from openclip_ext.contrastive.objectives import Estimand
 
 
-@dataclass
+@dataclass(frozen=True)
 class LocalBatch:
-    """What the caller of a loss gave, checked.
+    """Checked inputs of one call of a loss, in this process.
 
     Attributes:
         image, text: ``(B_local, d)``, as given (any float type, with gradient).
         logit_scale: 0-d, with gradient.
         index: ``(B_local,)`` int64, or None where the loss needs none.
-        dtype: what to compute in.
+        finite: ``(B_local,)`` bool, whether all features of a sample are finite.
+        dtype: precision to compute in.
         epoch: epoch of the run, from 0.
         call: number of calls in training mode before this one.
-        learning: whether this is one of them.
-        views: 2 where the samples are views of half as many: ``image`` the first views of all and then the second ones,
-            ``text`` the second ones and then the first. A sample's own embedding is then on the other side, too.
+        learning: whether this call is in training mode.
+        views: 2 if the samples are views of half as many images. ``image`` then holds the first views of all images
+            followed by the second ones, ``text`` the second views followed by the first. So each sample's own embedding
+            appears on the other side, too.
     """
 
     image: Tensor
     text: Tensor
     logit_scale: Tensor
     index: Tensor | None
+    finite: Tensor
     dtype: torch.dtype
     epoch: int = 0
     call: int = 0
@@ -35,37 +49,37 @@ class LocalBatch:
     views: int = 1
 
 
-@dataclass
+@dataclass(frozen=True)
 class GatheredBatch:
-    """``B`` samples that are contrasted with one another, without gradient, in the loss's own precision.
+    """``B`` samples that are contrasted with one another: detached, and in the loss's own precision.
 
-    A sample with a non-finite feature (or an index out of range) does not count: its features are zero here and
-    ``valid`` is False. Nothing in here ever waits for the device.
+    :func:`gather_batch` makes it. A sample with a non-finite feature, or an index out of range, does not count: ``valid`` is
+    False and its features are zero. No operation on it waits for the device.
 
     Attributes:
         features: ``(2, B, d)``: images, texts.
+        positive: ``(B,)`` similarities ``s_ii`` of the positive pairs.
         valid: ``(B,)`` bool.
-        scale_ok: 0-d bool: the logit scale is finite and positive, which it is on all processes or on none.
-        ok: 0-d bool: the logit scale is, and at least two samples (of each view) count. If not, ``valid`` is False everywhere.
-        logit_scale: 0-d, 1 where it is not finite.
+        count: 0-d, number of samples that count, at least 2 of each view.
+        negatives: 0-d, number of negatives of each anchor that counts.
+        logit_scale: 0-d; 1 where the given one is not finite and positive.
+        scale_ok: 0-d bool, whether the logit scale is finite and positive, on all processes or on none.
+        ok: 0-d bool, whether the logit scale is and at least two samples (of each view) count. If not, no sample counts.
         index: ``(B,)`` int64, or None.
         first: position of this process's first sample.
         local_size: number of this process's samples.
         world_size: number of processes whose samples these are.
-        epoch, call, learning, views: see :class:`LocalBatch`.
-        count: 0-d, number of samples that count, at least 2 of each view.
-        negatives: 0-d, number of negatives of each anchor that counts.
-        positive: ``(B,)``, ``s_ii``.
-        tau: ``(2, B)`` temperatures, set by the temperature scheme.
-        log_g: ``(2, B)`` (see :mod:`functional`), 0 where a sample does not count.
-        log_estimate: ``(2, B)``, the batch's own estimate of the log-normalizers, as the surrogate defines it.
+        epoch, call, learning, views: those of the :class:`LocalBatch`.
     """
 
     features: Tensor
+    positive: Tensor
     valid: Tensor
+    count: Tensor
+    negatives: Tensor
+    logit_scale: Tensor
     scale_ok: Tensor
     ok: Tensor
-    logit_scale: Tensor
     index: Tensor | None
     first: int
     local_size: int
@@ -74,34 +88,33 @@ class GatheredBatch:
     call: int
     learning: bool
     views: int
-    count: Tensor = field(init=False)
-    negatives: Tensor = field(init=False)
-    positive: Tensor = field(init=False)
-    tau: Tensor = field(init=False)
-    log_g: Tensor = field(init=False)
-    log_estimate: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.count = self.valid.sum().clamp(min=2 * self.views).to(self.features.dtype)
-        self.negatives = self.count - self.views
-        self.positive = self.features.prod(dim=0).sum(dim=1)
 
     @property
     def size(self) -> int:
-        """Number of samples, also those that do not count."""
+        """Number of samples, those that do not count included."""
         return self.features.shape[1]
 
     @property
-    def own(self) -> slice:
-        """Where this process's samples are."""
+    def local(self) -> slice:
+        """Positions of this process's samples."""
         return slice(self.first, self.first + self.local_size)
 
+    def sample_index(self) -> Tensor:
+        """``(B,)`` index of a batch whose loss keeps state for each sample."""
+        assert self.index is not None, "the loss declares needs_index"
+        return self.index
+
     def mean(self, values: Tensor, anchors: slice = slice(None)) -> Tensor:
-        """Mean over the samples that count, along the last dimension of ``(..., B)``; of some anchors, their part of it."""
+        """Mean over the samples that count, along the last dimension of ``(..., B)``.
+
+        Args:
+            values: anything where a sample does not count.
+            anchors: positions that ``values`` covers; of a part of the batch, the result is that part's share of the mean.
+        """
         return torch.where(self.valid[anchors], values, 0).sum(dim=-1) / self.count
 
-    def gather_own(self, values: Tensor) -> Tensor:
-        """Complete ``(rows, B_local)``, one value for each of this process's samples, to ``(rows, B)``."""
+    def gather_local(self, values: Tensor) -> Tensor:
+        """Concatenate all processes' ``(rows, B_local)``, a value for each of their samples, to ``(rows, B)``."""
         if self.world_size == 1:
             return values
         rows = values.shape[0]
@@ -109,36 +122,77 @@ class GatheredBatch:
         return gathered.transpose(0, 1).reshape(rows, -1)
 
 
+@dataclass(frozen=True)
+class Contrast:
+    """A gathered batch at given temperatures, with the sums over each anchor's negatives.
+
+    Attributes:
+        batch: the samples.
+        tau: ``(2, B)`` temperatures of the anchors.
+        log_sums: ``(2, B)`` ``log Σ_{j≠i} exp(s_ij/τ_i)`` over the negatives of each anchor.
+        estimand: what the log-normalizers are of, as the objective declares it.
+    """
+
+    batch: GatheredBatch
+    tau: Tensor
+    log_sums: Tensor
+    estimand: "Estimand"
+
+    @cached_property
+    def log_gap_sums(self) -> Tensor:
+        """``(2, B)`` ``log Σ_{j≠i} exp((s_ij − s_ii)/τ_i)``."""
+        return self.log_sums - self.batch.positive / self.tau
+
+    @cached_property
+    def log_g(self) -> Tensor:
+        """``(2, B)`` log of the mean of ``exp((s_ij − s_ii)/τ_i)`` over the negatives; 0 where a sample does not count."""
+        return self.log_gap_sums - torch.log(self.batch.negatives)
+
+    @cached_property
+    def log_estimate(self) -> Tensor:
+        """``(2, B)`` the batch's own estimate of the log-normalizers."""
+        return self.estimand.from_batch(self)
+
+    def infonce(self) -> Tensor:
+        """Mini-batch InfoNCE of the image anchors and of the text anchors, ``(2,)``."""
+        return self.batch.mean(log_math.infonce(self.log_g, self.batch.negatives))
+
+
 @torch.no_grad()
 def gather_batch(batch: LocalBatch, num_samples: int | None, gather: bool) -> GatheredBatch:
-    """Gather (or not) a batch, promote it and find the samples that count.
+    """Gather a batch from all processes, promote it, and find the samples that count.
 
     Args:
         batch: this process's samples.
         num_samples: size of the index space; an index outside of it does not count.
-        gather: whether to take all processes' samples.
+        gather: whether to take all processes' samples, or this process's own only.
     """
     world_size = distributed.world_size() if gather else 1
     features = torch.stack([batch.image.detach(), batch.text.detach()])
-    index = batch.index
+    index, valid = batch.index, batch.finite
     local_size = features.shape[1]
     if world_size > 1:
         features = distributed.all_gather(features).reshape(world_size, 2, local_size, -1)
         features = features.transpose(0, 1).reshape(2, world_size * local_size, -1)
         index = None if index is None else distributed.all_gather(index)
+        valid = torch.isfinite(features).all(dim=2).all(dim=0)
     logit_scale = batch.logit_scale.detach().to(batch.dtype)
     scale_ok = torch.isfinite(logit_scale) & (logit_scale > 0)
-    valid = torch.isfinite(features).all(dim=2).all(dim=0)
     if index is not None and num_samples is not None:
         valid = valid & (index >= 0) & (index < num_samples)
     ok = scale_ok & (valid.sum() >= 2 * batch.views)
     valid = valid & ok
+    features = torch.where(valid[:, None], features.to(batch.dtype), 0)
+    count = valid.sum().clamp(min=2 * batch.views).to(batch.dtype)
     return GatheredBatch(
-        features=torch.where(valid[:, None], features.to(batch.dtype), 0),
+        features=features,
+        positive=features.prod(dim=0).sum(dim=1),
         valid=valid,
+        count=count,
+        negatives=count - batch.views,
+        logit_scale=torch.where(scale_ok, logit_scale, 1),
         scale_ok=scale_ok,
         ok=ok,
-        logit_scale=torch.where(scale_ok, logit_scale, 1),
         index=index,
         first=distributed.rank() * local_size if world_size > 1 else 0,
         local_size=local_size,

@@ -1,4 +1,4 @@
-"""The most recent samples' embeddings, which the prototypes restart from and the queue consists of."""
+"""The most recent samples' embeddings. Prototypes restart from them, or consist of them."""
 
 import torch
 from torch import Tensor, nn
@@ -7,14 +7,23 @@ from openclip_ext.contrastive.batch import GatheredBatch
 
 
 class EmbeddingQueue(nn.Module):
-    """Keeps the ``capacity`` most recent samples' embeddings that count, both sides.
+    """First-in, first-out store of the ``capacity`` most recent samples' embeddings, both sides; a ring buffer.
 
-    Of a batch larger than the capacity it keeps the first samples, in order.
+    Samples that do not count never enter. Of a batch larger than the capacity it keeps the first samples, in order.
 
     Args:
         capacity: number of samples ``m``.
         embed_dim: width ``d``.
+
+    Attributes:
+        rows: ``(2, capacity, d)``. Rows ``[0]`` are texts and ``[1]`` images: what each side's anchors are contrasted with.
+        next: 0-d, row that the next sample goes to.
+        filled: 0-d, number of rows in use.
     """
+
+    rows: Tensor
+    next: Tensor
+    filled: Tensor
 
     def __init__(self, capacity: int, embed_dim: int) -> None:
         super().__init__()
@@ -24,42 +33,47 @@ class EmbeddingQueue(nn.Module):
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
 
     @torch.no_grad()
-    def push(self, block: GatheredBatch) -> Tensor:
-        """Add a block's samples; rows ``[0]`` are texts, ``[1]`` images: what each side's anchors are contrasted with.
+    def push(self, batch: GatheredBatch) -> Tensor:
+        """Add a batch's samples.
 
         Returns:
-            The row that each of the samples has now ``(B,)`` int64; −1 where it has none.
+            The row of each sample ``(B,)`` int64; −1 where it has none.
         """
-        candidates, positions, is_new = self._placement(block)
-        rows = torch.where(is_new[:, None], block.features.flip(0)[:, candidates], self.rows[:, positions])
+        candidates, positions, is_new = self._placement(batch)
+        rows = torch.where(is_new[:, None], batch.features.flip(0)[:, candidates], self.rows[:, positions])
         self.rows[:, positions] = rows
         added = is_new.sum()
         self.next.copy_((self.next + added) % self.capacity)
         self.filled.copy_((self.filled + added).clamp(max=self.capacity))
-        rows_of = torch.full((block.size,), -1, device=positions.device)
+        rows_of = torch.full((batch.size,), -1, device=positions.device)
         return rows_of.scatter_(0, candidates, torch.where(is_new, positions, -1))
 
-    def _placement(self, block: GatheredBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Samples that count first, in order; the slots they would go to; and which of them do count."""
-        number = min(block.size, self.capacity)
-        candidates = torch.argsort((~block.valid).to(torch.int8), stable=True)[:number]
+    def _placement(self, batch: GatheredBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """The samples that may enter (those that count first, in order), their rows, and whether each of them counts."""
+        number = min(batch.size, self.capacity)
+        candidates = _valid_first(batch)[:number]
         positions = (self.next + torch.arange(number, device=candidates.device)) % self.capacity
-        return candidates, positions, block.valid[candidates]
+        return candidates, positions, batch.valid[candidates]
 
     def repeated(self) -> Tensor:
-        """The embeddings ``(2, capacity, d)``, the oldest first; while the ring is not full, what is there, repeated."""
+        """The embeddings ``(2, capacity, d)``, the oldest first; repeated until the queue is full."""
         position = torch.arange(self.capacity, device=self.rows.device) % self.filled.clamp(min=1)
         return self.rows[:, (self.next - self.filled + position) % self.capacity]
 
     def multiplicity(self) -> Tensor:
-        """How often :meth:`repeated` takes each slot, ``(capacity,)`` int64."""
+        """How often :meth:`repeated` takes each row, ``(capacity,)`` int64."""
         slots = torch.arange(self.capacity, device=self.rows.device)
         filled = self.filled.clamp(min=1)
         return torch.where(slots < filled, (self.capacity - 1 - slots) // filled + 1, 0)
 
 
-def repeated_block(block: GatheredBatch, number: int) -> Tensor:
-    """What a ring of ``number`` samples that has seen nothing but this block would hold: ``(2, number, d)``."""
-    order = torch.argsort((~block.valid).to(torch.int8), stable=True)
-    filled = block.valid.sum().clamp(min=1, max=number)
-    return block.features.flip(0)[:, order[torch.arange(number, device=order.device) % filled]]
+def repeated_batch(batch: GatheredBatch, number: int) -> Tensor:
+    """Content of a queue of ``number`` samples that has seen this batch only: ``(2, number, d)``."""
+    order = _valid_first(batch)
+    filled = batch.valid.sum().clamp(min=1, max=number)
+    return batch.features.flip(0)[:, order[torch.arange(number, device=order.device) % filled]]
+
+
+def _valid_first(batch: GatheredBatch) -> Tensor:
+    """Positions of the samples, those that count first, otherwise in order: ``(B,)``."""
+    return torch.argsort((~batch.valid).to(torch.int8), stable=True)

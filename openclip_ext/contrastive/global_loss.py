@@ -1,28 +1,30 @@
-"""Global contrastive losses: a surrogate over estimated log-normalizers, with a temperature scheme.
+"""Global contrastive loss: an objective over estimated log-normalizers, with a temperature scheme.
 
-How the gradient is exact without communication in the backward pass: for given ``α`` and ``τ`` the loss's gradient is
-linear in the pairs' weights, and a process that knows all embeddings and all ``α_i`` can compute the gradients of its own
-embeddings by itself, as anchors and as everybody's negatives. So the forward pass gathers ``2·B·d`` values and ``2·B``
-scalars, and the backward pass nothing. Gradients of the embeddings are multiplied by the number of processes, so that the
-mean over processes that DistributedDataParallel takes of the parameters' gradients is the gradient of one process with the
-whole batch; the gradient of a global temperature is the mean over this process's own anchors.
+One step: gather the embeddings, ask the scheme for the temperatures, sum over each anchor's negatives
+(:class:`Similarities`), ask the normalizer for ``α``, and turn these into gradients by the objective.
+
+The gradient is exact without communication in the backward pass. For given ``α`` and ``τ`` it is linear in the pairs'
+weights, and a process that knows all embeddings and all ``α_i`` can compute the gradients of its own embeddings by itself,
+as anchors and as everybody's negatives. So the forward pass gathers ``2·B·d`` values and ``2·B`` scalars, and the backward
+pass nothing. Gradients of the embeddings are multiplied by the number of processes, so that the mean that
+DistributedDataParallel takes of the parameters' gradients is the gradient of one process with the whole batch. The gradient
+of a global temperature is the mean over this process's own anchors.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from openclip_ext.contrastive import log_math as F
-from openclip_ext.contrastive.batch import GatheredBatch, LocalBatch, gather_batch
+from openclip_ext.contrastive import log_math
+from openclip_ext.contrastive.batch import Contrast, LocalBatch, gather_batch
 from openclip_ext.contrastive.loss import ContrastiveLoss, without_autocast
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
-from openclip_ext.contrastive.objectives import Anchors, Surrogate
+from openclip_ext.contrastive.objectives import Anchors, Objective, incompatibility
 from openclip_ext.contrastive.similarities import Similarities
 from openclip_ext.contrastive.temperature import TemperatureScheme
-from openclip_ext.losses.amorlip import PartitionNormalizer
 
 _QUANTILES = (0.1, 0.5, 0.9)
 
@@ -53,23 +55,28 @@ def with_gradients(value: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class GlobalContrastiveLoss(ContrastiveLoss):
-    """An estimator of the log-normalizers, a temperature scheme, and the surrogate between them.
+    """An estimator of the log-normalizers, a temperature scheme, and the objective that joins them.
 
-    Create it with :func:`openclip_ext.create_loss`, which names the combinations that papers have. Equations:
+    Create it with :func:`openclip_ext.create_loss`, which names the combinations of the papers. Equations:
     ``docs/methods/README.md``.
 
     Args:
-        surrogate: what is minimised for given log-normalizers.
-        normalizer: gives the log-normalizers.
+        objective: what is minimised for given log-normalizers.
+        normalizer: estimates the log-normalizers.
         temperature: gives the temperatures.
         embed_dim: width of the embeddings, where a part of the loss fixes it.
         num_samples: size of the index space, where a part of the loss needs the index.
-        views: see :class:`LocalBatch`.
+        views: as in :class:`LocalBatch`.
+
+    Raises:
+        ValueError: the parts make no loss, see :func:`incompatibility`.
     """
+
+    index_out_of_range: Tensor
 
     def __init__(
         self,
-        surrogate: Surrogate,
+        objective: Objective,
         normalizer: Normalizer,
         temperature: TemperatureScheme,
         embed_dim: int | None,
@@ -77,8 +84,12 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         views: int = 1,
     ) -> None:
         super().__init__()
+        reason = incompatibility(type(objective), type(normalizer), type(temperature))
+        if reason is not None:
+            names = ", ".join(type(part).__name__ for part in (objective, normalizer, temperature))
+            raise ValueError(f"{names}: {reason}")
         self.views = views
-        self.surrogate = surrogate
+        self.objective = objective
         self.normalizer = normalizer
         self.temperature = temperature
         self.embed_dim = embed_dim
@@ -87,35 +98,136 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self.learns_logit_scale = temperature.learns_logit_scale
         self.initial_logit_scale = temperature.initial_logit_scale
         self.logit_scale_lr = temperature.logit_scale_lr
-        self.normalizers_include_positive = surrogate.includes_positive
+        self.normalizers_include_positive = objective.estimand.includes_positive
         self._last: _Report | None = None
         self.register_buffer("index_out_of_range", torch.zeros((), dtype=torch.bool), persistent=False)
+
+    # --- one step ----------------------------------------------------------------------------------------------------
+
+    def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
+        contrast, similarities, estimate = self._estimated(batch)
+        learns_own = self.training and self.temperature.learns_own
+        with torch.no_grad():
+            anchors = Anchors(
+                tau=contrast.tau,
+                alpha=torch.where(contrast.batch.valid, estimate.alpha, 0),
+                log_g=contrast.log_g,
+                weight_ratio=log_math.saturating_exp(contrast.log_estimate - estimate.alpha),
+                positive=contrast.batch.positive,
+            )
+            value = 0.5 * contrast.batch.mean(self.objective.value(anchors)).sum()
+            needs_tau_gradient = learns_own or self.temperature.learns_logit_scale
+            gradients, local = self._feature_gradients(contrast, similarities, estimate, anchors, needs_tau_gradient)
+            self._last = _Report.of(contrast, anchors)
+        pairs = [(batch.image, gradients[0]), (batch.text, gradients[1])]
+        if needs_tau_gradient:
+            valid = contrast.batch.valid[contrast.batch.local]
+            tau_gradient = torch.where(valid, self.objective.tau_gradient(local), 0)
+            if learns_own:
+                self._update_temperatures(contrast, tau_gradient)
+            if self.temperature.learns_logit_scale:
+                pairs.append((batch.logit_scale, self._through_logit_scale(0.5 * tau_gradient.sum(), contrast)))
+        return {"contrastive_loss": with_gradients(value, *pairs), **self._regularizer(contrast, batch.logit_scale)}
+
+    @torch.no_grad()
+    def _estimated(self, batch: LocalBatch) -> tuple[Contrast, Similarities, Estimate]:
+        """What to contrast, and its log-normalizers; in training mode the normalizer takes its step."""
+        normalizer = self.normalizer
+        contrast, similarities = self._contrasted(batch, gather=not normalizer.contrasts_locally)
+        if not self.training:
+            return contrast, similarities, normalizer.predict(contrast)
+        if normalizer.contrasts_locally and normalizer.fit_due():
+            global_contrast, _ = self._contrasted(batch, gather=True)
+            return contrast, similarities, normalizer.step(contrast, global_contrast)
+        return contrast, similarities, normalizer.step(contrast)
+
+    def _contrasted(self, local: LocalBatch, gather: bool) -> tuple[Contrast, Similarities]:
+        """Gather a batch, set its temperatures, and sum over the negatives."""
+        batch = gather_batch(local, self.num_samples if self.needs_index else None, gather)
+        if batch.size < 2 * batch.views:
+            raise ValueError("a contrastive loss needs at least 2 samples to contrast, found 1: raise the batch size")
+        similarities = Similarities(batch, self.temperature.temperatures(batch))
+        contrast = Contrast(batch, similarities.tau, similarities.log_sums(), self.objective.estimand)
+        return contrast, similarities
+
+    def _feature_gradients(
+        self, contrast: Contrast, similarities: Similarities, estimate: Estimate, anchors: Anchors, with_gap: bool
+    ) -> tuple[Tensor, Anchors]:
+        """Gradients of this process's images and texts ``(2, B_local, d)``, and its anchors, with their gap if asked for."""
+        batch, objective = contrast.batch, self.objective
+        excess = 1 - anchors.weight_ratio
+        factor = objective.pair_factor(contrast.tau) * (1 + estimate.batch_share * excess)
+        factor = torch.where(batch.valid, 0.5 * factor / batch.count, 0)
+        # Σ_j w_ij over an anchor's negatives [NeuCLIP 4].
+        log_divisor = objective.estimand.log_divisor(contrast)
+        weight_sum = log_math.saturating_exp(contrast.log_gap_sums - anchors.alpha - log_divisor)
+        pairs = similarities.gradients(contrast.log_sums, factor * weight_sum, with_mean_similarity=with_gap)
+        through_positive = (factor * objective.positive_pair(anchors, weight_sum, contrast))[:, batch.local].sum(dim=0)
+        gradients = pairs.features.addcmul_(through_positive[:, None], batch.features[:, batch.local].flip(0))
+        if estimate.feature_gradient is not None:
+            through_alpha = torch.where(batch.valid, 0.5 * contrast.tau * excess / batch.count, 0)
+            gradients += estimate.feature_gradient(through_alpha[:, batch.local])
+        gradients = torch.where(batch.valid[batch.local, None], gradients, 0) * batch.world_size
+        return gradients, _local_anchors(anchors, weight_sum, pairs.mean_similarity, contrast)
+
+    def _update_temperatures(self, contrast: Contrast, tau_gradient: Tensor) -> None:
+        rho = self.temperature.rho(contrast.batch.epoch)
+        regularizer = 0.0 if rho is None else self.objective.regularizer(rho)
+        self.temperature.update(contrast, contrast.batch.gather_local(tau_gradient) + regularizer)
+
+    def _through_logit_scale(self, tau_gradient: Tensor, contrast: Contrast) -> Tensor:
+        """Gradient of the logit scale from that of τ, a sum over this process's anchors: the mean over its share."""
+        batch = contrast.batch
+        mean = tau_gradient * batch.world_size / batch.count
+        return torch.where(batch.ok, -mean / batch.logit_scale.square(), 0)
+
+    def _regularizer(self, contrast: Contrast, logit_scale: Tensor) -> dict[str, Tensor]:
+        batch = contrast.batch
+        rho = self.temperature.rho(batch.epoch)
+        if rho is None:
+            return {}
+        factor = self.objective.regularizer(rho)
+        value = factor * batch.mean(contrast.tau).mean()
+        if not self.temperature.learns_logit_scale:
+            return {"temperature_loss": value}
+        gradient = torch.where(batch.ok, -factor / batch.logit_scale.square(), 0)
+        return {"temperature_loss": with_gradients(value, (logit_scale, gradient))}
+
+    # --- around the step ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def log_normalizers(
         self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`ContrastiveLoss`."""
+        """The normalizer's prediction for these samples."""
         with without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index)
-            block, _ = self._contrasted(batch, gather=True)
-            alpha = self.normalizer.predict(block).alpha[:, block.own]
+            contrast, _ = self._contrasted(batch, gather=True)
+            alpha = self.normalizer.predict(contrast).alpha[:, contrast.batch.local]
         return alpha[0], alpha[1]
 
+    @torch.no_grad()
+    def anchor_temperatures(
+        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
+    ) -> Tensor:
+        """Temperatures ``(2, B_local)`` of these samples' anchors, from the stored state."""
+        batch = gather_batch(self._batch(image_features, text_features, logit_scale, index), None, gather=False)
+        return self.temperature.temperatures(batch)
+
     def start_epoch(self, epoch: int) -> None:
-        """See :class:`ContrastiveLoss`."""
+        """Begin epoch ``epoch`` (from 0), and tell the normalizer once."""
         if epoch == self.epoch:
             return
         super().start_epoch(epoch)
         self.normalizer.start_epoch(epoch)
 
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None = None) -> None:
-        """See :class:`ContrastiveLoss`."""
+        """Bound the model's ``logit_scale`` parameter as the temperature scheme says."""
         with torch.no_grad():
             self.temperature.finish_logit_scale_step(parameter, before)
 
     def pop_nonfinite(self) -> list[tuple[int, list[int]]]:
-        """See :class:`ContrastiveLoss`."""
+        """Samples left out since the last look; raises if an index was out of range."""
         self._raise_if_out_of_range()
         return super().pop_nonfinite()
 
@@ -155,10 +267,9 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             )
 
     def _batch(self, *inputs: Any, **options: Any) -> LocalBatch:
-        """See :class:`ContrastiveLoss`; with a checked index where the loss needs one."""
+        """The checked inputs, with a checked index where the loss needs one."""
         batch = super()._batch(*inputs, **options)
-        batch.index = self.check_index(batch.index, batch.image) if self.needs_index else None
-        return batch
+        return replace(batch, index=self.check_index(batch.index, batch.image) if self.needs_index else None)
 
     def check_index(self, index: Tensor | None, features: Tensor) -> Tensor:
         """The index as int64 on the features' device; ValueError unless it has a position for each of them."""
@@ -180,98 +291,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self.index_out_of_range = self.index_out_of_range.to(index.device) | outside.any()
         return index
 
-    def _contrasted(self, batch: LocalBatch, gather: bool) -> tuple[GatheredBatch, Similarities]:
-        """A block with its temperatures, similarities and batch estimates."""
-        block = gather_batch(batch, self.num_samples if self.needs_index else None, gather)
-        if block.size < 2 * block.views:
-            raise ValueError("a contrastive loss needs at least 2 samples to contrast, found 1: raise the batch size")
-        block.tau = self.temperature.temperatures(block)
-        similarities = Similarities(block)
-        block.log_g = similarities.log_g()
-        block.log_estimate = self.surrogate.log_estimate(block.log_g, block)
-        return block, similarities
 
-    @torch.no_grad()
-    def _estimated(self, batch: LocalBatch) -> tuple[GatheredBatch, Similarities, Estimate]:
-        """What to contrast, and its log-normalizers; in training mode the normalizer takes its step."""
-        normalizer = self.normalizer
-        local = isinstance(normalizer, PartitionNormalizer) and not normalizer.gather_stage2
-        block, similarities = self._contrasted(batch, gather=not local)
-        if not self.training:
-            return block, similarities, normalizer.predict(block)
-        if local and normalizer.fits_now():
-            fit_block, _ = self._contrasted(batch, gather=True)
-            return block, similarities, normalizer.step(block, fit_block)
-        return block, similarities, normalizer.step(block)
-
-    def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
-        """See :class:`ContrastiveLoss`."""
-        block, similarities, estimate = self._estimated(batch)
-        learns_own = self.training and self.temperature.learns_own
-        with torch.no_grad():
-            anchors = Anchors(
-                tau=block.tau,
-                alpha=torch.where(block.valid, estimate.alpha, 0),
-                log_g=block.log_g,
-                error=F.saturating_exp(block.log_estimate - estimate.alpha),
-                positive=block.positive,
-            )
-            value = 0.5 * block.mean(self.surrogate.value(anchors)).sum()
-            gradients, own = self._feature_gradients(
-                block, similarities, estimate, anchors, with_tilt=learns_own or self.temperature.learns_logit_scale
-            )
-            self._last = _Report.of(block, anchors)
-        pairs = [(batch.image, gradients[0]), (batch.text, gradients[1])]
-        if own.tilt is not None:
-            tau_gradient = torch.where(block.valid[block.own], self.surrogate.tau_gradient(own), 0)
-            if learns_own:
-                self._update_temperatures(block, tau_gradient)
-            if self.temperature.learns_logit_scale:
-                pairs.append((batch.logit_scale, self._through_logit_scale(0.5 * tau_gradient.sum(), block)))
-        return {"contrastive_loss": with_gradients(value, *pairs), **self._regularizer(block, batch.logit_scale)}
-
-    def _feature_gradients(
-        self, block: GatheredBatch, similarities: Similarities, estimate: Estimate, anchors: Anchors, with_tilt: bool
-    ) -> tuple[Tensor, Anchors]:
-        """Gradients of this process's images and texts ``(2, B_local, d)``, and its anchors, with their tilt if asked for."""
-        surrogate = self.surrogate
-        excess = 1 - anchors.error
-        factor = surrogate.pair_factor(block.tau) * (1 + estimate.batch_share * excess)
-        factor = torch.where(block.valid, 0.5 * factor / block.count, 0)
-        log_sum = block.log_g + torch.log(block.negatives)
-        # exp(-α) divided by what the surrogate divides by, times the sum over the negatives [NeuCLIP 4].
-        weight_sum = F.saturating_exp(log_sum - anchors.alpha - surrogate.log_divisor(block))
-        pairs = similarities.gradients(block.log_g, factor * weight_sum, with_mean_similarity=with_tilt)
-        own = _own_anchors(anchors, weight_sum, pairs.mean_similarity, block)
-        through_own_pair = (factor * surrogate.own_pair(anchors, weight_sum, block))[:, block.own].sum(dim=0)
-        gradients = pairs.features.addcmul_(through_own_pair[:, None], block.features[:, block.own].flip(0))
-        if estimate.feature_gradient is not None:
-            through_alpha = torch.where(block.valid, 0.5 * block.tau * excess / block.count, 0)
-            gradients += estimate.feature_gradient(through_alpha[:, block.own])
-        return torch.where(block.valid[block.own, None], gradients, 0) * block.world_size, own
-
-    def _update_temperatures(self, block: GatheredBatch, tau_gradient: Tensor) -> None:
-        gradient = block.gather_own(tau_gradient) + self.surrogate.regularizer(self.temperature.rho(block.epoch))
-        self.temperature.update(block, gradient)
-
-    def _through_logit_scale(self, tau_gradient: Tensor, block: GatheredBatch) -> Tensor:
-        """Gradient of the logit scale from that of τ, a sum over this process's anchors: the mean over its share."""
-        mean = tau_gradient * block.world_size / block.count
-        return torch.where(block.ok, -mean / block.logit_scale.square(), 0)
-
-    def _regularizer(self, block: GatheredBatch, logit_scale: Tensor) -> dict[str, Tensor]:
-        rho = self.temperature.rho(block.epoch)
-        if rho is None:
-            return {}
-        factor = self.surrogate.regularizer(rho)
-        value = factor * block.mean(block.tau).mean()
-        if not self.temperature.learns_logit_scale:
-            return {"temperature_loss": value}
-        gradient = torch.where(block.ok, -factor / block.logit_scale.square(), 0)
-        return {"temperature_loss": with_gradients(value, (logit_scale, gradient))}
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Report:
     """What :meth:`GlobalContrastiveLoss.metrics` needs of a step."""
 
@@ -282,27 +303,26 @@ class _Report:
     weight_mean: Tensor
 
     @classmethod
-    def of(cls, block: GatheredBatch, anchors: Anchors) -> "_Report":
+    def of(cls, contrast: Contrast, anchors: Anchors) -> "_Report":
+        batch = contrast.batch
         return cls(
-            valid=block.valid.expand(2, -1),
+            valid=batch.valid.expand(2, -1),
             tau=anchors.tau,
             alpha=anchors.alpha,
-            infonce=block.mean(F.infonce(block.log_g, block.negatives)),
-            weight_mean=block.mean(anchors.error),
+            infonce=contrast.infonce(),
+            weight_mean=batch.mean(anchors.weight_ratio),
         )
 
 
-def _own_anchors(anchors: Anchors, weight_sum: Tensor, mean_similarity: Tensor | None, block: GatheredBatch) -> Anchors:
-    """The anchors of this process, with their tilt where the mean similarity of their negatives is given."""
-    own = block.own
-    tilt = None
-    if mean_similarity is not None:
-        tilt = weight_sum[:, own] * (mean_similarity - block.positive[own])
+def _local_anchors(anchors: Anchors, weight_sum: Tensor, mean_similarity: Tensor | None, contrast: Contrast) -> Anchors:
+    """The anchors of this process; with their weighted gap where the mean similarity of their negatives is given."""
+    local = contrast.batch.local
+    positive = contrast.batch.positive[local]
     return Anchors(
-        tau=anchors.tau[:, own],
-        alpha=anchors.alpha[:, own],
-        log_g=anchors.log_g[:, own],
-        error=anchors.error[:, own],
-        positive=anchors.positive[own],
-        tilt=tilt,
+        tau=anchors.tau[:, local],
+        alpha=anchors.alpha[:, local],
+        log_g=anchors.log_g[:, local],
+        weight_ratio=anchors.weight_ratio[:, local],
+        positive=positive,
+        weighted_gap=None if mean_similarity is None else weight_sum[:, local] * (mean_similarity - positive),
     )

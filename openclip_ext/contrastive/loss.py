@@ -1,4 +1,4 @@
-"""What the trainer, or anybody's loop, may expect of every loss."""
+"""Interface of all losses."""
 
 import contextlib
 import math
@@ -23,9 +23,9 @@ class StateSize:
     """Bytes that a loss keeps in one process.
 
     Attributes:
-        replicated: networks, prototypes, their optimizers: the same in every process, where the model is.
-        with_model: tables of per-sample state that are where the model is, this process's part.
-        on_host: tables in the host's memory or in a memory-mapped file, this process's part.
+        replicated: networks, prototypes and their optimizers, the same in every process, on the model's device.
+        with_model: this process's part of the tables of per-sample state on the model's device.
+        on_host: this process's part of the tables in the host's memory or in a memory-mapped file.
     """
 
     replicated: int
@@ -36,20 +36,21 @@ class StateSize:
 class ContrastiveLoss(nn.Module):
     """Base of all losses.
 
-    A subclass gives :meth:`_terms`, and :meth:`log_normalizers` where it estimates any. One call in training mode is one
-    optimizer step: state is updated in it, and is not in evaluation mode.
+    A subclass implements :meth:`_terms`, and :meth:`log_normalizers` if it estimates any. One call in training mode is one
+    optimizer step and updates the state. A call in evaluation mode changes nothing.
 
     Attributes:
-        embed_dim: width that the features must have; None: any.
+        embed_dim: required width of the features; None: any.
         needs_index: whether ``forward`` needs the samples' index.
-        learns_logit_scale: whether the model's ``logit_scale`` gets a gradient; if not, freeze it.
+        learns_logit_scale: whether the model's ``logit_scale`` gets a gradient. If not, freeze it: DistributedDataParallel
+            fails on a parameter that never receives one.
         initial_logit_scale: start value of OpenCLIP's parameter ``log(1/τ)``; None: leave the model's.
         initial_logit_bias: start value of OpenCLIP's ``logit_bias``; None: the model needs none.
-        views: 2 for a loss of two views of each image: they take the places of ``image_features`` and ``text_features``.
+        views: 2 for a loss of two views of each image, passed as ``image_features`` and ``text_features``.
         logit_scale_lr: learning rate of that parameter, without schedule; None: that of the encoders, with its schedule.
-        follows_autocast: whether it computes as the caller's autocast says, instead of in the precision of the features.
-        normalizers_include_positive: what ``log_normalizers`` estimates: False: ``log(ε + g)``; True: the positive pair is
-            in it, ``log((1 + (B−1)·g)/B)`` (AmorLIP).
+        follows_autocast: whether it computes under the caller's autocast, instead of in the precision of the features.
+        normalizers_include_positive: whether ``log_normalizers`` estimates ``log((1 + (B−1)·g)/B)``, with the positive pair,
+            and not ``log(ε + g)``.
     """
 
     embed_dim: int | None = None
@@ -78,17 +79,17 @@ class ContrastiveLoss(nn.Module):
         output_dict: bool = False,
         **outputs: Any,
     ) -> Tensor | dict[str, Tensor]:
-        """Loss of a batch; in training mode also one update of the state.
+        """Compute the loss of a batch; in training mode also update the state once.
 
         Args:
             image_features, text_features: ``(B_local, d)``, unit norm, any floating-point type; for a loss of two views the
                 embeddings of the first and of the second views. Samples with a non-finite feature are left out, without
                 waiting for the device, and reported by :meth:`pop_nonfinite` (OpenCLIP's own losses only report them).
-            logit_scale: 0-d or one element, ``1/τ``. If not finite, the loss is 0 and nothing changes.
-            logit_bias: for SigLIP; it cancels in a softmax, and other losses ignore it.
+            logit_scale: 0-d or one element, ``1/τ``. If it is not finite, the loss is 0 and nothing changes.
+            logit_bias: used by SigLIP only. It cancels in a softmax.
             index: ``(B_local,)`` positions of the samples in the data set; ignored by losses that need none.
             output_dict: return the terms.
-            outputs: other outputs of the model; what a loss has no use for is ignored.
+            outputs: other outputs of the model; a loss ignores those that it does not use.
 
         Returns:
             The terms by name, ``contrastive_loss`` among them, or their sum.
@@ -105,10 +106,10 @@ class ContrastiveLoss(nn.Module):
         return terms if output_dict else sum(terms.values())
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
-        """The loss's terms, with their graph; in training mode also one update of the state.
+        """Compute the terms, with their graph; in training mode also update the state once.
 
         Args:
-            batch: what :meth:`forward` was given, checked.
+            batch: the checked inputs of :meth:`forward`.
             outputs: the model's other outputs.
         """
         raise NotImplementedError
@@ -116,7 +117,7 @@ class ContrastiveLoss(nn.Module):
     def log_normalizers(
         self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Estimated log-normalizers ``α`` of this process's samples, from the state as it is; nothing changes.
+        """Estimate the log-normalizers ``α`` of this process's samples from the stored state, without changing it.
 
         With several processes all of them must call it, with equally many samples.
 
@@ -132,21 +133,21 @@ class ContrastiveLoss(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} estimates no normalizer")
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Counters that decide what the host does; part of ``state_dict``."""
+        """Counters that steer the host; part of ``state_dict``."""
         return {"epoch": self.epoch, "calls": self.calls}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`get_extra_state` gave."""
+        """Restore the counters."""
         self.epoch = state["epoch"]
         self.calls = state["calls"]
 
     def start_epoch(self, epoch: int) -> None:
-        """Begin epoch ``epoch`` (from 0). Calling it again for the same epoch changes nothing."""
+        """Begin epoch ``epoch`` (from 0). A second call for the same epoch changes nothing."""
         self.epoch = epoch
 
     @torch.no_grad()
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None = None) -> None:
-        """Bound the model's ``logit_scale`` parameter; to be called after ``optimizer.step()``.
+        """Bound the model's ``logit_scale`` parameter. Call it after ``optimizer.step()``.
 
         Args:
             parameter: OpenCLIP's parameter ``log(1/τ)``, changed in place.
@@ -155,35 +156,35 @@ class ContrastiveLoss(nn.Module):
         parameter.clamp_(*_OPENCLIP_BOUNDS)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for the logs, of the last call. Waits for the device."""
+        """Numbers of the last call, for the logs. Waits for the device."""
         return {}
 
     def pop_nonfinite(self) -> list[tuple[int, list[int]]]:
-        """``(call, indices)`` of this process's samples left out since the last look, because they were not finite.
+        """Return ``(call, indices)`` of this process's non-finite samples since the last call of this method.
 
-        The first call is number 0. Samples that came without an index are named by their position in the batch. An entry
-        without indices: ``logit_scale`` was not finite. Waits for the device.
+        The first call is number 0. Samples without an index are named by their position in the batch. An entry without
+        indices says that ``logit_scale`` was not finite. Waits for the device.
 
         Raises:
-            ValueError: a step was for other samples than :meth:`prefetch` had been told.
+            ValueError: a step came with other samples than :meth:`prefetch` was given.
         """
         for name, table in self.tables().items():
             if bool(table.foreign):
                 table.foreign.zero_()
                 raise ValueError(
-                    f"{name}: a step came with another index than prefetch() had been given, and its samples counted as new: "
+                    f"{name}: a step came with another index than prefetch() was given, and its samples counted as new: "
                     "give prefetch() the index of the next call in training mode, or do not call it"
                 )
         return self.nonfinite.pop()
 
     def prefetch(self, index: Tensor) -> None:
-        """Begin to read the per-sample state of the batch that the next call in training mode will be for.
+        """Begin to read the per-sample state that the next call in training mode needs.
 
-        Optional. Of use where that state is on the host and the model on a GPU, or the state in a file: reading it then goes
-        on while the encoders compute. All processes must call it, or none.
+        Optional. It helps if the state is on the host and the model on a GPU, or if the state is in a file: the read then
+        overlaps with the encoders. All processes must call it, or none.
 
         Args:
-            index: ``(B_local,)`` as it will be given to :meth:`forward`, on the CPU. Does nothing if it is on another device.
+            index: ``(B_local,)`` of the next :meth:`forward`, on the CPU. On another device nothing happens.
         """
         tables = [table for table in self.tables().values() if table.host is not None]
         if tables and index.is_cpu:
@@ -192,11 +193,11 @@ class ContrastiveLoss(nn.Module):
                 table.prefetch(gathered)
 
     def tables(self) -> dict[str, ShardedTable]:
-        """Tables of per-sample state, by their place in the loss."""
+        """Tables of per-sample state, by module name."""
         return {name: module for name, module in self.named_modules() if isinstance(module, ShardedTable)}
 
     def state_size(self) -> StateSize:
-        """What the loss's state takes in this process."""
+        """Bytes of state in this process."""
         tables = self.tables().values()
         on_host = sum(table.nbytes for table in tables if table.host is not None)
         return StateSize(
@@ -206,36 +207,36 @@ class ContrastiveLoss(nn.Module):
         )
 
     def replicated_state(self) -> dict[str, Any]:
-        """``state_dict()`` without the tables: what is the same in every process."""
+        """``state_dict()`` without the tables: the part that is the same in every process."""
         with kept_apart(self.tables().values()):
             return self.state_dict()
 
     def load_replicated_state(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`replicated_state` gave; the tables stay as they are."""
+        """Restore :meth:`replicated_state`; the tables stay as they are."""
         with kept_apart(self.tables().values()):
             self.load_state_dict(state)
 
     def sharded_state_keys(self) -> set[str]:
-        """Keys of ``state_dict()`` that hold this process's part of a table; all others are the same everywhere."""
+        """Keys of ``state_dict()`` that hold this process's part of a table. All other keys are the same in every process."""
         return {sharded_key(name) for name in self.tables()}
 
     def model_head(self) -> nn.Module | None:
         """Modules of the loss that are part of the trained model, or None.
 
-        Their parameters belong into the training's optimizer, with gradients averaged over the processes like the
-        model's, and a checkpoint's model file holds them. They have ``kind`` and ``config``, from which they can be built
-        again, and ``evaluated``: if so, evaluation goes through their ``image`` and ``text`` (``openclip_ext/heads.py``).
+        Pass their parameters to the training's optimizer, average their gradients over the processes like the model's, and
+        save them in the checkpoint's model file. They have ``kind`` and ``config``, from which they can be built again. If
+        ``evaluated``, evaluation goes through their ``image`` and ``text`` (``openclip_ext/heads.py``).
         """
         return None
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """As ``nn.Module``'s; the loss takes on the precision of the state."""
+        """As in ``nn.Module``; the loss takes on the precision of the state."""
         if any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in state_dict.values()):
             self.double()
         return super().load_state_dict(state_dict, *args, **options)
 
     def _follow(self, features: Tensor) -> torch.dtype:
-        """Bring the state to the input's device and precision: at least float32, and never below its own."""
+        """Move the state to the input's device and precision: at least float32, and never below its own."""
         state = [value for value in (*self.parameters(), *self.buffers()) if value.is_floating_point()]
         dtype = torch.promote_types(features.dtype, torch.float32)
         for value in state:
@@ -252,33 +253,39 @@ class ContrastiveLoss(nn.Module):
         index: Tensor | None,
         learning: bool = False,
     ) -> LocalBatch:
-        """What the caller gave, checked; the state follows its device and precision."""
+        """Check the inputs; the state follows their device and precision."""
         check_features(image_features, text_features, self.embed_dim)
         scale = check_logit_scale(logit_scale, image_features)
         dtype = self._follow(image_features)
+        finite = finite_samples(image_features, text_features)
         state = (self.epoch, self.calls, learning, self.views)
-        return LocalBatch(image_features, text_features, scale, index, dtype, *state)
+        return LocalBatch(image_features, text_features, scale, index, finite, dtype, *state)
 
     def _note_nonfinite(self, batch: LocalBatch, index: Tensor | None) -> None:
-        finite = torch.isfinite(batch.image.detach()).all(dim=1) & torch.isfinite(batch.text.detach()).all(dim=1)
+        finite = batch.finite
         named = isinstance(index, Tensor) and index.shape == finite.shape and not index.is_floating_point()
         names = index.to(finite.device, torch.int64) if named else torch.arange(len(finite), device=finite.device)
         self.nonfinite.add(self.calls, names, ~finite, ~torch.isfinite(batch.logit_scale.detach()))
 
 
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Compute in the precision of the tensors, whatever the caller's autocast says."""
+    """Context that computes in the precision of the tensors, whatever the caller's autocast says."""
     device = tensor.device.type
     if not torch.amp.is_autocast_available(device):
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)
 
 
+def finite_samples(image_features: Tensor, text_features: Tensor) -> Tensor:
+    """Which samples ``(B_local,)`` have finite features only."""
+    return torch.isfinite(image_features.detach()).all(dim=1) & torch.isfinite(text_features.detach()).all(dim=1)
+
+
 def check_features(image_features: Tensor, text_features: Tensor, embed_dim: int | None = None) -> None:
     """Raise ValueError unless the features are two floating-point ``(B_local, d)`` of the same shape and type.
 
     Args:
-        image_features, text_features: what was given.
+        image_features, text_features: inputs.
         embed_dim: the expected ``d``, where the loss's state fixes it.
     """
     shapes = tuple(image_features.shape), tuple(text_features.shape)

@@ -1,17 +1,19 @@
-"""What every estimator of the log-normalizers is."""
+"""Interface of the estimators of the log-normalizers, and the mini-batch estimate."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from openclip_ext.contrastive.batch import GatheredBatch
+from openclip_ext.contrastive.batch import Contrast
+from openclip_ext.contrastive.estimands import Estimand
 
 
-@dataclass
+@dataclass(frozen=True)
 class Estimate:
-    """Estimated log-normalizers of a block, and how they depend on the embeddings where that reaches the encoders.
+    """Estimated log-normalizers of a batch, and how they depend on the embeddings where that reaches the encoders.
 
     Attributes:
         alpha: ``(2, B)``.
@@ -28,39 +30,61 @@ class Estimate:
 class Normalizer(nn.Module):
     """An estimator of the log-normalizers ``α`` and its state.
 
-    Every process calls it with the same block and gets the same result, so that its state needs no synchronisation.
-    Samples that do not count (``block.valid``) leave no trace in the state.
+    Every process calls it with the same contrast and gets the same result, so its state needs no synchronisation. Samples
+    that do not count (``batch.valid``) leave no trace in the state. Keyword-only arguments of the constructor are options of
+    the loss.
 
     Attributes:
-        needs_index: whether ``block.index`` must be there.
+        estimates: the quantities that it can estimate, as types. A subclass must declare them.
+        needs_index: whether it needs ``batch.index``.
+        differentiable: whether its estimate may come with a gradient in the embeddings.
+        contrasts_locally: whether the encoders' loss may contrast each process's own samples only. :meth:`step` is then told
+            the global batch where :meth:`fit_due`.
     """
 
-    needs_index = False
+    estimates: ClassVar[tuple[type[Estimand], ...]]
+    needs_index: ClassVar[bool] = False
+    differentiable: ClassVar[bool] = False
+    contrasts_locally: bool = False
 
-    def step(self, block: GatheredBatch) -> Estimate:
-        """Update the state with a training batch and estimate its log-normalizers."""
-        return self.predict(block)
+    def step(self, contrast: Contrast, global_contrast: Contrast | None = None) -> Estimate:
+        """Update the state with a training batch and estimate its log-normalizers.
 
-    def predict(self, block: GatheredBatch) -> Estimate:
-        """Estimate a block's log-normalizers from the stored state, which stays as it is."""
+        Args:
+            contrast: the samples that the encoders' loss contrasts.
+            global_contrast: all processes' samples, only where the normalizer :attr:`contrasts_locally` and :meth:`fit_due`.
+        """
+        return self.predict(contrast)
+
+    def predict(self, contrast: Contrast) -> Estimate:
+        """Estimate log-normalizers from the stored state, which stays as it is."""
         raise NotImplementedError
 
+    def fit_due(self) -> bool:
+        """Whether the next :meth:`step` learns from the global batch."""
+        return True
+
     def start_epoch(self, epoch: int) -> None:
-        """Be told that epoch ``epoch`` (from 0) begins; called once for each."""
+        """Called once when epoch ``epoch`` (from 0) begins."""
 
     def metrics(self, epoch: int) -> dict[str, float]:
         """Numbers for the logs."""
         return {}
 
 
-def batch_estimate_where_missing(stored: Tensor, block: GatheredBatch) -> Tensor:
-    """``stored`` ``(2, B)``, and the batch's own estimate where it is NaN."""
-    return torch.where(torch.isnan(stored), block.log_estimate, stored)
+def batch_estimate_where_missing(stored: Tensor, contrast: Contrast) -> Tensor:
+    """``stored`` ``(2, B)``, with the batch's own estimate in place of NaN."""
+    return torch.where(torch.isnan(stored), contrast.log_estimate, stored)
 
 
 class MinibatchNormalizer(Normalizer):
-    """``α_i = log(ε + g_i(batch))`` (NeuCLIP, section 3, mini-batch approximation). No state."""
+    """The batch's own estimate (NeuCLIP, section 3, mini-batch approximation). No state.
 
-    def predict(self, block: GatheredBatch) -> Estimate:
-        """See :class:`Normalizer`."""
-        return Estimate(block.log_estimate)
+    It is biased, and what OpenCLIP's loss does in effect: the baseline of every comparison.
+    """
+
+    estimates = (Estimand,)
+
+    def predict(self, contrast: Contrast) -> Estimate:
+        """``α`` from this batch alone."""
+        return Estimate(contrast.log_estimate)

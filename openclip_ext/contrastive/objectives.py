@@ -1,196 +1,147 @@
-"""The surrogates: what is minimised once the log-normalizers ``α`` are given.
+"""What is minimised once the log-normalizers ``α`` are given, and what these are of.
 
-All are ``L = ½ Σ_k mean_i value_k,i + regulariser(ρ)`` with ``α`` constant, over the same weights
-``w_ij = exp((s_ij − s_ii)/τ_i − α_i)/divisor``; they differ in a factor, in the positive pair and in the gradient of the
-temperature. What is defined is the gradient; the value is for the logs.
+Every objective is ``L = ½ Σ_k mean_i value_k,i + regulariser(ρ)`` with ``α`` constant, over weights
+``w_ij = exp((s_ij − s_ii)/τ_i − α_i)/divisor``. Objectives differ in a factor, in the positive pair and in the gradient of
+the temperature. The gradient defines an objective; its value is for the logs.
+
+An objective declares the quantity that its ``α`` estimates and whether it has a regulariser ``ρ``; :func:`incompatibility`
+checks both against a normalizer and a temperature scheme. Equation numbers in [brackets] are the papers'.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from openclip_ext.contrastive import log_math as F
-from openclip_ext.contrastive.batch import GatheredBatch
+from openclip_ext.contrastive.batch import Contrast
+from openclip_ext.contrastive.estimands import Estimand, NegativesMean
+from openclip_ext.contrastive.normalizer import Normalizer
+from openclip_ext.contrastive.temperature import TemperatureScheme
 
 
-@dataclass
+@dataclass(frozen=True)
 class Anchors:
-    """Per-anchor quantities of one side or both, ``(2, N)`` each.
+    """Per-anchor quantities of both sides, ``(2, N)`` each.
 
     Attributes:
         tau: temperature.
         alpha: estimated log-normalizer.
-        log_g: see :mod:`functional`.
-        error: ``exp(log_estimate − α)``: 1 where α is the batch's own estimate, ``E`` below.
+        log_g: log of the mean over the negatives.
+        weight_ratio: ``exp(log_estimate − α)``; 1 where α agrees with the batch.
         positive: ``s_ii``, ``(N,)``.
-        tilt: ``Σ_j w_ij (s_ij − s_ii)``, or None where no temperature needs a gradient.
+        weighted_gap: ``Σ_j w_ij (s_ij − s_ii)``, or None where no temperature needs a gradient.
     """
 
     tau: Tensor
     alpha: Tensor
     log_g: Tensor
-    error: Tensor
+    weight_ratio: Tensor
     positive: Tensor
-    tilt: Tensor | None = None
+    weighted_gap: Tensor | None = None
+
+    def gap(self) -> Tensor:
+        """:attr:`weighted_gap`, where a temperature needs a gradient."""
+        assert self.weighted_gap is not None, "asked for only where a temperature is learned"
+        return self.weighted_gap
 
 
-class Contrastive:
-    """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 4, 12] with the temperature's gradient of FastCLIP [13].
+class Objective(ABC):
+    """What is minimised for given log-normalizers.
 
-    [13] is [12] with ``exp(−α)(ε+g)`` taken as 1: right where α is a moving average that follows ``log(ε+g)``.
+    A subclass declares both class attributes; a class without them cannot be part of a loss.
+
+    Args:
+        estimand: an :attr:`estimand_type`.
+
+    Attributes:
+        estimand_type: what ``α`` estimates.
+        regularized: whether it has a regulariser, so that ``ρ`` means anything.
+        differentiates_alpha: whether its derivative in ``α`` is ``τ(1 − weight_ratio)``, so that the gradient of an estimate
+            may reach the encoders.
     """
 
-    includes_positive = False
+    estimand_type: ClassVar[type[Estimand]]
+    regularized: ClassVar[bool]
+    differentiates_alpha: ClassVar[bool] = False
 
-    def __init__(self, *, eps: float) -> None:
-        self.eps = eps
-
-    def log_estimate(self, log_g: Tensor, block: GatheredBatch) -> Tensor:
-        """The batch's own estimate of α: ``log(ε + g)``."""
-        return F.log_add(log_g, self.eps)
-
-    def log_divisor(self, block: GatheredBatch) -> Tensor:
-        """Log of what the sum over pairs is divided by."""
-        return torch.log(block.negatives)
+    def __init__(self, estimand: Estimand) -> None:
+        assert isinstance(estimand, self.estimand_type)
+        self.estimand = estimand
 
     def pair_factor(self, tau: Tensor) -> Tensor:
         """Factor of ``w_ij`` in the derivative in ``s_ij``."""
         return torch.ones_like(tau)
 
-    def own_pair(self, anchors: Anchors, weight_sum: Tensor, block: GatheredBatch) -> Tensor:
-        """Derivative in ``s_ii``, over :meth:`pair_factor`."""
-        return -weight_sum
+    @abstractmethod
+    def positive_pair(self, anchors: Anchors, weight_sum: Tensor, contrast: Contrast) -> Tensor:
+        """Derivative in ``s_ii`` over :meth:`pair_factor`, ``(2, B)``; ``weight_sum`` is ``Σ_j w_ij``."""
 
+    @abstractmethod
     def value(self, anchors: Anchors) -> Tensor:
-        """The surrogate without the regulariser, per anchor."""
-        return anchors.tau * (anchors.error + anchors.alpha)
+        """Value without the regulariser, per anchor."""
 
+    @abstractmethod
     def tau_gradient(self, anchors: Anchors) -> Tensor:
         """Derivative in ``τ_i`` without the regulariser, per anchor."""
-        return anchors.alpha + 1 - anchors.tilt / anchors.tau
 
     def regularizer(self, rho: float) -> float:
         """Factor of ``mean τ`` in the regulariser."""
+        return 0.0
+
+
+class Contrastive(Objective):
+    """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 4, 12] with the temperature's gradient of [NeuCLIP 13].
+
+    [13] is [12] with ``exp(−α)(ε+g)`` taken as 1, which holds where α is a moving average that follows ``log(ε+g)``.
+
+    Args:
+        eps: ε.
+    """
+
+    estimand_type = NegativesMean
+    regularized = True
+    differentiates_alpha = True
+
+    def __init__(self, *, eps: float) -> None:
+        super().__init__(NegativesMean(eps))
+
+    def positive_pair(self, anchors: Anchors, weight_sum: Tensor, contrast: Contrast) -> Tensor:
+        return -weight_sum
+
+    def value(self, anchors: Anchors) -> Tensor:
+        return anchors.tau * (anchors.weight_ratio + anchors.alpha)
+
+    def tau_gradient(self, anchors: Anchors) -> Tensor:
+        return anchors.alpha + 1 - anchors.gap() / anchors.tau
+
+    def regularizer(self, rho: float) -> float:
         return rho - 1
 
 
 class Unified(Contrastive):
-    """NeuCLIP's objective [12], read literally also for the temperature."""
+    """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 12], read literally for the temperature, too."""
 
     def tau_gradient(self, anchors: Anchors) -> Tensor:
-        """Derivative in ``τ_i`` without the regulariser, per anchor."""
-        return anchors.alpha + anchors.error - anchors.tilt / anchors.tau
+        return anchors.alpha + anchors.weight_ratio - anchors.gap() / anchors.tau
 
 
-class Unscaled(Contrastive):
-    """FastCLIP-v0: ``g/u`` with ``u = exp(α)``, not multiplied by τ, no regulariser."""
-
-    def pair_factor(self, tau: Tensor) -> Tensor:
-        """Factor of ``w_ij`` in the derivative in ``s_ij``."""
-        return 1 / tau
-
-    def value(self, anchors: Anchors) -> Tensor:
-        """The surrogate without the regulariser, per anchor."""
-        return F.saturating_exp(anchors.log_g - anchors.alpha)
-
-    def tau_gradient(self, anchors: Anchors) -> Tensor:
-        """Derivative in ``τ_i``, per anchor: ``∂g/∂τ / u``."""
-        return -anchors.tilt / anchors.tau.square()
-
-    def regularizer(self, rho: float) -> float:
-        """No regulariser."""
-        return 0.0
-
-
-class Partition:
-    """AmorLIP's second stage [6], as used: ``½(ℓ/c + ρ/c)`` with ``c = 1/τ`` and ``α = log λ − c·s_ii``.
-
-    The positive pair is one of the ``B`` terms of the mean, and its attraction has coefficient exactly 1. ``λ`` is constant
-    for the temperature, too.
-    """
-
-    includes_positive = True
-
-    def log_estimate(self, log_g: Tensor, block: GatheredBatch) -> Tensor:
-        """The batch's own estimate of α: ``log Z − c·s_ii = log((1 + (B−1)·g)/B)``."""
-        return F.infonce(log_g, block.negatives) - torch.log(block.count)
-
-    def log_divisor(self, block: GatheredBatch) -> Tensor:
-        """Log of what the sum over pairs is divided by."""
-        return torch.log(block.count)
-
-    def pair_factor(self, tau: Tensor) -> Tensor:
-        """Factor of ``w_ij`` in the derivative in ``s_ij``."""
-        return torch.ones_like(tau)
-
-    def own_pair(self, anchors: Anchors, weight_sum: Tensor, block: GatheredBatch) -> Tensor:
-        """Derivative in ``s_ii``."""
-        return F.saturating_exp(-anchors.alpha) / block.count - 1
-
-    def value(self, anchors: Anchors) -> Tensor:
-        """The surrogate without the regulariser, per anchor."""
-        return anchors.tau * anchors.error - anchors.positive
-
-    def tau_gradient(self, anchors: Anchors) -> Tensor:
-        """Derivative in ``τ_i`` without the regulariser, per anchor."""
-        return -(anchors.tilt + anchors.positive * (anchors.error - 1)) / anchors.tau
-
-    def regularizer(self, rho: float) -> float:
-        """Factor of ``mean τ`` in the regulariser."""
-        return 0.5 * rho
-
-
-class InfoNce(Unscaled):
-    """SimCLR's NT-Xent: ``log(1 + N·g)`` over the ``N`` negatives of the batch, not multiplied by τ, no regulariser.
-
-    Here ``α`` is this value, so that the weights of the negatives are the softmax's.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(eps=0.0)
-
-    def log_estimate(self, log_g: Tensor, block: GatheredBatch) -> Tensor:
-        """The value itself."""
-        return F.infonce(log_g, block.negatives)
-
-    def log_divisor(self, block: GatheredBatch) -> Tensor:
-        """The sum over pairs is not divided."""
-        return torch.zeros_like(block.tau)
-
-    def value(self, anchors: Anchors) -> Tensor:
-        """The surrogate, per anchor."""
-        return anchors.alpha
-
-
-class Decoupled(Contrastive):
-    """``−s_ii + τ·log(ε + u)`` with ``u ≈ mean_j exp(s_ij/τ)``: SogCLR as in the chapter's Algorithm 34.
-
-    The positive pair is in neither ``u`` nor its weight: its attraction has coefficient exactly 1. ``α = log(ε + u)``.
-    """
-
-    def log_estimate(self, log_g: Tensor, block: GatheredBatch) -> Tensor:
-        """The batch's own ``log u``."""
-        return log_g + block.positive / block.tau
-
-    def log_divisor(self, block: GatheredBatch) -> Tensor:
-        """Log of what the sum over pairs is divided by, and of the positive pair that their weights contain."""
-        return torch.log(block.negatives) - block.positive / block.tau
-
-    def own_pair(self, anchors: Anchors, weight_sum: Tensor, block: GatheredBatch) -> Tensor:
-        """Derivative in ``s_ii``."""
-        return -torch.ones_like(weight_sum)
-
-    def value(self, anchors: Anchors) -> Tensor:
-        """The surrogate, per anchor."""
-        return anchors.tau * anchors.alpha - anchors.positive
-
-
-Surrogate = Contrastive | Partition
-
-SURROGATES: dict[str, type] = {
-    "contrastive": Contrastive,
-    "unified": Unified,
-    "unscaled": Unscaled,
-    "partition": Partition,
-}
+def incompatibility(
+    objective: type[Objective], normalizer: type[Normalizer], temperature: type[TemperatureScheme]
+) -> str | None:
+    """Why these parts make no loss, or None if they do."""
+    for declared in ("estimand_type", "regularized"):
+        if not hasattr(objective, declared):
+            return f"{objective.__name__} does not declare {declared}"
+    estimand = objective.estimand_type
+    if not issubclass(estimand, normalizer.estimates):
+        offered = " or ".join(kind.formula for kind in normalizer.estimates)
+        return f"the objective needs an estimate of {estimand.formula}; this normalizer estimates {offered}"
+    if normalizer.differentiable and not objective.differentiates_alpha:
+        return "the objective takes α as a constant; this normalizer's gradient may reach the encoders"
+    if temperature.regularized and not objective.regularized:
+        return "the objective has no regulariser, and these temperatures are learned with one"
+    if normalizer.contrasts_locally and temperature.learns_own:
+        return "this normalizer's objective may stay in each process, and these temperatures are learned from the global batch"
+    return None

@@ -1,9 +1,9 @@
-"""Similarities of this process's anchors with all samples of a block, and what the losses sum over them.
+"""Similarities of this process's anchors with all samples of a batch, and the sums of the losses over them.
 
-Two passes: the first gives the log-sums over each anchor's negatives; between them the caller finds the log-normalizers; the
-second gives the gradients. One product of images and texts serves both sides where the block is this process's own: image
-anchors along its rows, text anchors along its columns. Larger blocks are taken in chunks of anchors, and the second pass
-then computes each chunk again, so that memory is ``O(B·chunk)`` and not ``O(B²)``.
+There are two passes. The first gives the log-sums over each anchor's negatives. The caller then estimates the
+log-normalizers. The second pass gives the gradients. If all samples are this process's own, one product of images and texts
+serves both sides: image anchors along its rows, text anchors along its columns. Large batches are taken in chunks of
+anchors, and the second pass computes each chunk again, so that memory is ``O(B·chunk)`` and not ``O(B²)``.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from openclip_ext.contrastive import log_math as F
+from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import GatheredBatch
+
+# Stands for the similarity of a pair that does not count. Divided by any temperature in (0, 1] its exponential is 0, and
+# unlike -inf it may be multiplied by that 0.
+MASKED_SIMILARITY = -1e4
 
 # Pairs in a chunk. About five buffers of this many numbers live at a time: 0.7 GB in float32.
 MAX_PAIRS = 2**25
@@ -36,13 +40,13 @@ def chunk_bytes(local_size: int, size: int) -> int:
     return 3 * 4 * min(local_size * size, max(MAX_PAIRS, size))
 
 
-@dataclass
+@dataclass(frozen=True)
 class PairGradients:
-    """What :meth:`Similarities.gradients` returns.
+    """Gradients of this process's samples.
 
     Attributes:
-        features: ``(2, B_local, d)``, of this process's images and texts.
-        mean_similarity: ``(2, B_local)``, of this process's anchors with their negatives, by softmax; None if not asked for.
+        features: ``(2, B_local, d)``, in the images and texts.
+        mean_similarity: ``(2, B_local)``, of the anchors with their negatives, by softmax; None if not asked for.
     """
 
     features: Tensor
@@ -50,82 +54,83 @@ class PairGradients:
 
 
 class Similarities:
-    """Similarities of a block whose temperatures are set.
+    """Similarities of a batch at given temperatures.
 
-    Pairs that do not count, an anchor's own pair among them, and with views its own embedding, are
-    :data:`functional.MASKED_SIMILARITY`.
+    Pairs that do not count are :data:`MASKED_SIMILARITY`. Among them are each anchor's positive pair and, with two views,
+    the anchor itself.
 
     Args:
-        block: the samples.
+        batch: the samples.
+        tau: ``(2, B)`` temperatures of the anchors.
     """
 
-    def __init__(self, block: GatheredBatch) -> None:
-        self.block = block
-        self.shared = block.local_size == block.size
-        rows = max(1, MAX_PAIRS // block.size)
+    def __init__(self, batch: GatheredBatch, tau: Tensor) -> None:
+        self.batch = batch
+        self.tau = tau
+        self.all_local = batch.local_size == batch.size
+        rows = max(1, MAX_PAIRS // batch.size)
         self._slices = [
-            slice(block.first + start, block.first + min(start + rows, block.local_size))
-            for start in range(0, block.local_size, rows)
+            slice(batch.first + start, batch.first + min(start + rows, batch.local_size))
+            for start in range(0, batch.local_size, rows)
         ]
         self._kept: list[_Chunk] = []
 
-    def log_g(self) -> Tensor:
-        """``log g`` of all anchors of the block, ``(2, B)``, 0 where a sample does not count.
+    def log_sums(self) -> Tensor:
+        """``log Σ_j exp(s_ij/τ_i)`` over the negatives of all anchors of the batch, ``(2, B)``.
 
-        With a gathered block one exchange of ``2·B`` scalars.
+        Where a sample does not count, it is the log of the number of negatives, so that ``log g`` is 0. With a gathered batch
+        this is one exchange of ``2·B`` scalars.
         """
-        block = self.block
-        own = block.own
-        log_sums: list[list[Tensor]] = [[], []]
+        batch = self.batch
+        parts: list[list[Tensor]] = [[], []]
         for chunk in self._chunks():
-            log_sums[chunk.side].append(chunk.log_sum(_ROWS))
-            if self.shared:
-                log_sums[1].append(chunk.log_sum(_COLUMNS))
-        images = torch.cat(log_sums[0])
-        texts = _log_add_all(log_sums[1]) if self.shared else torch.cat(log_sums[1])
-        log_g = torch.stack([images, texts]) - block.positive[own] / block.tau[:, own] - torch.log(block.negatives)
-        return torch.where(block.valid, block.gather_own(log_g), 0)
+            parts[chunk.side].append(chunk.log_sum(_ROWS))
+            if self.all_local:
+                parts[1].append(chunk.log_sum(_COLUMNS))
+        images = torch.cat(parts[0])
+        texts = _log_add_all(parts[1]) if self.all_local else torch.cat(parts[1])
+        log_sums = batch.gather_local(torch.stack([images, texts]))
+        return torch.where(batch.valid, log_sums, torch.log(batch.negatives))
 
-    def gradients(self, log_g: Tensor, coefficients: Tensor, with_mean_similarity: bool) -> PairGradients:
+    def gradients(self, log_sums: Tensor, coefficients: Tensor, with_mean_similarity: bool) -> PairGradients:
         """Gradient in the embeddings of ``Σ_k,i coefficient_k,i · Σ_j softmax_j(s_ij/τ_i)·s_ij``, the softmax held.
 
-        The sum is over all anchors of the block; the gradient is that of this process's embeddings, as anchors and as
-        everybody's negatives. To be called once, after :meth:`log_g`.
+        The sum is over all anchors of the batch. The gradient is that of this process's embeddings, as anchors and as
+        everybody's negatives. Call it once, after :meth:`log_sums`.
 
         Args:
-            log_g: what that returned.
+            log_sums: what that returned.
             coefficients: ``(2, B)``, 0 where an anchor does not count.
             with_mean_similarity: whether to return it.
         """
-        block = self.block
-        log_sums = log_g + block.positive / block.tau + torch.log(block.negatives)
-        features = torch.zeros_like(block.features[:, block.own])
+        batch = self.batch
+        features = torch.zeros_like(batch.features[:, batch.local])
         means = torch.zeros_like(features[..., 0]) if with_mean_similarity else None
         for chunk in self._chunks():
             side, other = chunk.side, 1 - chunk.side
-            here = slice(chunk.anchors.start - block.first, chunk.anchors.stop - block.first)
+            here = slice(chunk.anchors.start - batch.first, chunk.anchors.stop - batch.first)
             rows, row_scale = chunk.softmax(_ROWS, log_sums)
             columns, column_scale = chunk.softmax(_COLUMNS, log_sums)
             if means is not None:
                 means[side, here] = torch.linalg.vecdot(rows, chunk.values, dim=1) * row_scale
-                if self.shared:
+                if self.all_local:
                     means[other] += torch.linalg.vecdot(columns, chunk.values, dim=0) * column_scale
             rows.mul_((coefficients[side, chunk.anchors] * row_scale)[:, None])
             weights = rows.addcmul_(columns, coefficients[other] * column_scale)
-            torch.mm(weights, block.features[other], out=features[side, here])
-            if self.shared:
-                features[other].addmm_(weights.T, block.features[side, chunk.anchors])
+            torch.mm(weights, batch.features[other], out=features[side, here])
+            if self.all_local:
+                features[other].addmm_(weights.T, batch.features[side, chunk.anchors])
         self._kept.clear()
         return PairGradients(features, means)
 
     def _chunks(self) -> Iterator["_Chunk"]:
-        """Chunks of the image anchors, and where the block is not this process's own, of the text anchors."""
+        """Chunks of the image anchors and, unless one product serves both sides, of the text anchors."""
         if self._kept:
             yield from self._kept
             return
-        for side in range(1 if self.shared else 2):
+        for side in range(1 if self.all_local else 2):
             for anchors in self._slices:
-                chunk = _Chunk(self.block, side, anchors)
+                chunk = _Chunk(self.batch, self.tau, side, anchors)
                 if len(self._slices) == 1:
                     self._kept.append(chunk)
                 yield chunk
@@ -137,42 +142,43 @@ class _Chunk:
 
     Attributes:
         side: of the rows.
-        anchors: which samples of the block they are.
+        anchors: positions of these anchors in the batch.
         values: ``(c, B)``.
     """
 
-    block: GatheredBatch
+    batch: GatheredBatch
+    tau: Tensor
     side: int
     anchors: slice
     values: Tensor = field(init=False)
     _terms: dict[int, tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        features = self.block.features
+        features = self.batch.features
         self.values = self._masked(features[self.side, self.anchors] @ features[1 - self.side].T)
 
     def _masked(self, values: Tensor) -> Tensor:
-        block = self.block
-        values.masked_fill_(~(block.valid[self.anchors, None] & block.valid[None, :]), F.MASKED_SIMILARITY)
+        batch = self.batch
+        values.masked_fill_(~(batch.valid[self.anchors, None] & batch.valid[None, :]), MASKED_SIMILARITY)
         positions = torch.arange(self.anchors.start, self.anchors.stop, device=values.device)
-        values.scatter_(1, positions[:, None], F.MASKED_SIMILARITY)
-        if block.views == 2:
+        values.scatter_(1, positions[:, None], MASKED_SIMILARITY)
+        if batch.views == 2:
             # An anchor's own embedding, which the other side has half of its process's samples further.
-            half = block.local_size // 2
-            local = positions - block.first
+            half = batch.local_size // 2
+            local = positions - batch.first
             other_view = torch.where(local < half, positions + half, positions - half)
-            values.scatter_(1, other_view[:, None], F.MASKED_SIMILARITY)
+            values.scatter_(1, other_view[:, None], MASKED_SIMILARITY)
         return values
 
     def _exponents(self, dim: int) -> Tensor:
         if dim == _ROWS:
-            return self.values / self.block.tau[self.side, self.anchors, None]
-        return self.values / self.block.tau[1 - self.side]
+            return self.values / self.tau[self.side, self.anchors, None]
+        return self.values / self.tau[1 - self.side]
 
     def log_sum(self, dim: int) -> Tensor:
         """Log of the sum of ``exp(s/τ)`` over the rows' or the columns' entries, τ the row's or the column's anchor's."""
         terms = self._exponents(dim)
-        largest = F.shifted_exp_(terms, dim)
+        largest = log_math.shifted_exp_(terms, dim)
         self._terms[dim] = terms, largest
         return largest + terms.sum(dim).log_()
 
@@ -180,7 +186,7 @@ class _Chunk:
         """Softmax of the rows' or the columns' anchors over *all* their negatives, up to a scale for each anchor.
 
         Args:
-            dim: whose.
+            dim: which anchors.
             log_sums: ``(2, B)`` of all anchors.
 
         Returns:

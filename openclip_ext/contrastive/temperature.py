@@ -1,47 +1,53 @@
-"""What every temperature scheme is."""
+"""Interface of the temperature schemes, and those of one temperature: constant, or learned through the model's parameter.
+
+OpenCLIP's models keep the parameter ``log(1/τ)`` and pass ``logit_scale``, its exponential.
+"""
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from openclip_ext.contrastive.batch import GatheredBatch
+from openclip_ext.contrastive.batch import Contrast, GatheredBatch
 
-# FastCLIP-v3 takes a third of the learning rate while the temperature is at or below this.
+# GlobalTemperature's slow_when_small: this factor of the learning rate, at or below this temperature.
 _SLOW_BELOW = 0.03
 _SLOW_FACTOR = 1 / 3
 
 
 class TemperatureScheme(nn.Module):
-    """Where the temperatures come from, and what happens to them.
+    """Gives the temperatures, and learns them. Keyword-only arguments of the constructor are options of the loss.
 
     Attributes:
-        needs_index: whether ``block.index`` must be there.
+        needs_index: whether it needs ``batch.index``.
         learns_logit_scale: whether the model's ``logit_scale`` is the (global) temperature and learned.
-        learns_own: whether the scheme keeps and learns temperatures of its own; :meth:`update` is called then.
+        learns_own: whether the scheme keeps and learns temperatures of its own, in :meth:`update`.
+        regularized: whether it is learned with the objective's regulariser ``ρ``.
         logit_scale_lr: learning rate of the model's parameter, without schedule; None: that of the encoders.
         initial_logit_scale: start value of the model's parameter ``log(1/τ)``; None: the model's own.
     """
 
-    needs_index = False
-    learns_logit_scale = False
-    learns_own = False
+    needs_index: ClassVar[bool] = False
+    learns_logit_scale: ClassVar[bool] = False
+    learns_own: ClassVar[bool] = False
+    regularized: ClassVar[bool] = False
     logit_scale_lr: float | None = None
     initial_logit_scale: float | None = None
 
-    def temperatures(self, block: GatheredBatch) -> Tensor:
-        """Temperatures of a block's anchors in this step, before any update: ``(2, B)``."""
+    def temperatures(self, batch: GatheredBatch) -> Tensor:
+        """Temperatures of the anchors in this step, before any update: ``(2, B)``."""
         raise NotImplementedError
 
-    def update(self, block: GatheredBatch, gradient: Tensor) -> None:
+    def update(self, contrast: Contrast, gradient: Tensor) -> None:
         """Learn from the derivative of the objective in each anchor's temperature, ``(2, B)``, regulariser included."""
 
     def rho(self, epoch: int) -> float | None:
-        """Weight of the regulariser in an epoch; None for a scheme that has none."""
+        """Weight of the regulariser in an epoch; None if :attr:`regularized` is False."""
         return None
 
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
-        """Bound the model's parameter ``log(1/τ)`` after the optimizer's step; ``before`` is its value before it."""
+        """Bound the model's parameter ``log(1/τ)`` after the optimizer's step; ``before`` is its value before the step."""
 
     def metrics(self, epoch: int) -> dict[str, float]:
         """Numbers for the logs."""
@@ -49,9 +55,9 @@ class TemperatureScheme(nn.Module):
         return {} if rho is None else {"rho": rho}
 
 
-def global_temperatures(block: GatheredBatch) -> Tensor:
+def global_temperatures(batch: GatheredBatch) -> Tensor:
     """The model's temperature for every anchor, ``(2, B)``."""
-    return (1 / block.logit_scale).expand(2, block.size)
+    return (1 / batch.logit_scale).expand(2, batch.size)
 
 
 def log_inverse(temperature: float | None) -> float | None:
@@ -83,15 +89,15 @@ class ConstantTemperature(TemperatureScheme):
         self.temperature = temperature
         self.initial_logit_scale = log_inverse(temperature)
 
-    def temperatures(self, block: GatheredBatch) -> Tensor:
-        """See :class:`TemperatureScheme`."""
+    def temperatures(self, batch: GatheredBatch) -> Tensor:
+        """The same value for all anchors."""
         if self.temperature is None:
-            return global_temperatures(block)
-        return torch.full_like(block.positive, self.temperature).expand(2, block.size)
+            return global_temperatures(batch)
+        return torch.full_like(batch.positive, self.temperature).expand(2, batch.size)
 
 
 class UnregularizedTemperature(TemperatureScheme):
-    """A single ``τ ≥ τ_0``, learned through the model's ``logit_scale``, without regulariser: FastCLIP-v0.
+    """A single ``τ ≥ τ_0``, learned through the model's ``logit_scale``, without a regulariser.
 
     Args:
         temperature: start value; None: the model's.
@@ -110,12 +116,12 @@ class UnregularizedTemperature(TemperatureScheme):
         self.logit_scale_lr = lr_tau
         self.initial_logit_scale = log_inverse(temperature)
 
-    def temperatures(self, block: GatheredBatch) -> Tensor:
-        """See :class:`TemperatureScheme`."""
-        return global_temperatures(block)
+    def temperatures(self, batch: GatheredBatch) -> Tensor:
+        """The model's temperature for all anchors."""
+        return global_temperatures(batch)
 
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
-        """See :class:`TemperatureScheme`."""
+        """Keep the temperature within its bounds."""
         clamp_temperature_(parameter, *self.bounds)
 
 
@@ -127,9 +133,11 @@ class GlobalTemperature(UnregularizedTemperature):
         rho_end: ρ in the last part of the run; None: ρ.
         rho_switch: fraction of the epochs after which ``rho_end`` is used.
         epochs: epochs of the run.
-        slow_when_small: take a third of the learning rate while ``τ ≤ 0.03`` (FastCLIP-v3, AmorLIP; not latched).
+        slow_when_small: take a third of the learning rate while ``τ ≤ 0.03`` (not latched).
         temperature, temperature_min, temperature_max, lr_tau: see :class:`UnregularizedTemperature`.
     """
+
+    regularized = True
 
     def __init__(
         self,
@@ -138,7 +146,7 @@ class GlobalTemperature(UnregularizedTemperature):
         rho_end: float | None,
         rho_switch: float,
         epochs: int,
-        slow_when_small: bool,
+        slow_when_small: bool = False,
         temperature: float | None,
         temperature_min: float,
         temperature_max: float,
@@ -153,14 +161,14 @@ class GlobalTemperature(UnregularizedTemperature):
         self.slow_when_small = slow_when_small
 
     def rho(self, epoch: int) -> float:
-        """See :class:`TemperatureScheme`."""
+        """ρ of an epoch."""
         return self.rho_end if epoch >= self.switch_epoch else self.first_rho
 
     @torch.no_grad()
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
-        """See :class:`TemperatureScheme`.
+        """Keep the temperature within its bounds; with ``slow_when_small`` shorten the step of a small one.
 
-        A third of the learning rate is a third of AdamW's step, as the parameter has no weight decay.
+        A third of the learning rate is a third of AdamW's step, because the parameter has no weight decay.
         """
         if self.slow_when_small and before is not None:
             factor = torch.where(before >= -math.log(_SLOW_BELOW), _SLOW_FACTOR, 1.0)

@@ -431,14 +431,13 @@ def find_or_create_manifest(
     image_key: str = DEFAULT_IMAGE_KEY,
     caption_key: str = DEFAULT_CAPTION_KEY,
     sizes: dict[str, int] | None = None,
-    fallback_folder: str | os.PathLike | None = None,
     workers: int | None = None,
 ) -> Manifest:
     """The manifest of a training run: the given one, the one next to the shards, or a new one.
 
     With several processes rank 0 looks and scans, and the others get the result. A new one is written as
     ``manifest.json`` to the shards' common folder, or as ``manifest-HASH.json`` if that name is taken by one of other
-    shards; where the folder cannot be written to, to ``fallback_folder``, then to the user's cache folder. One that was
+    shards; where the folder cannot be written to, to the user's cache folder. One that was
     found but no longer fits its shards is an error, not a reason to scan again: the indices in a checkpoint would
     silently mean other samples.
 
@@ -446,7 +445,6 @@ def find_or_create_manifest(
         train_data: See :func:`openclip_ext.data.shardlist.expand_components`.
         manifest: Path of the manifest to use; None to look for one.
         image_key, caption_key, sizes, workers: See :meth:`Manifest.scan`.
-        fallback_folder: Where to write if the shards' folder is read-only.
 
     Raises:
         ManifestError: On every rank, with the reason.
@@ -457,7 +455,7 @@ def find_or_create_manifest(
     found, failure = None, None
     if distributed.is_master():
         try:
-            found = _find_or_create(train_data, manifest, image_key, caption_key, sizes, fallback_folder, workers)
+            found = _find_or_create(train_data, manifest, image_key, caption_key, sizes, workers)
         except Exception as error:
             failure = error
     found, message = distributed.broadcast_object((found, None if failure is None else str(failure)))
@@ -474,7 +472,6 @@ def _find_or_create(
     image_key: str,
     caption_key: str,
     sizes: dict[str, int] | None,
-    fallback_folder: str | os.PathLike | None,
     workers: int | None,
 ) -> Manifest:
     urls = expand_shards(train_data)
@@ -482,7 +479,7 @@ def _find_or_create(
         manifest = Manifest.load(given)
         manifest.verify(urls)
         return manifest
-    places = _places(urls, image_key, caption_key, fallback_folder)
+    places = _places(urls, image_key, caption_key)
     for path in places:
         manifest = _load_matching(path, urls, image_key, caption_key)
         if manifest is not None:
@@ -497,14 +494,12 @@ def _find_or_create(
     return manifest
 
 
-def _places(urls: Sequence[str], image_key: str, caption_key: str, fallback: str | os.PathLike | None) -> list[Path]:
+def _places(urls: Sequence[str], image_key: str, caption_key: str) -> list[Path]:
     """Where a manifest of these shards may lie, in order of preference."""
     identity = "\n".join([image_key, caption_key, *sorted(urls)])
     named = f"manifest-{hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()}.json"
     folder = common_folder(urls)
     places = [folder / FILE_NAME, folder / named] if folder is not None else []
-    if fallback is not None:
-        places.append(Path(fallback) / named)
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return [*places, Path(cache) / "openclip_ext" / named]
 

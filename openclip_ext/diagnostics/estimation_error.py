@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from openclip_ext.contrastive import log_math as F
-from openclip_ext.contrastive.batch import LocalBatch, gather_batch
+from openclip_ext.contrastive import log_math
+from openclip_ext.contrastive.estimands import NegativesMean
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.diagnostics import command_line
@@ -112,9 +112,9 @@ def exact_log_normalizers(
     sides = [_log_g(*pair, anchors, tau[side]) for side, pair in enumerate(((image, text), (text, image)))]
     log_g = torch.stack(sides)
     if include_positive is None:
-        return F.log_add(log_g, eps)
+        return log_math.log_add(log_g, eps)
     negatives = log_g.new_tensor(include_positive - 1)
-    return F.infonce(log_g, negatives) - torch.log(negatives + 1)
+    return log_math.infonce(log_g, negatives) - torch.log(negatives + 1)
 
 
 def _log_g(own: Tensor, other: Tensor, anchors: Tensor, tau: Tensor) -> Tensor:
@@ -218,7 +218,8 @@ def _check_embeddings(image: Tensor, text: Tensor, batch_size: int) -> None:
 
 def _eps(loss: ContrastiveLoss) -> float:
     """ε of the loss's normalizers; those that contain the positive pair, and OpenCLIP's, have none."""
-    return getattr(getattr(loss, "surrogate", None), "eps", 0.0)
+    estimand = loss.objective.estimand if isinstance(loss, GlobalContrastiveLoss) else None
+    return estimand.eps if isinstance(estimand, NegativesMean) else 0.0
 
 
 def _batches(order: Tensor, anchors: int, batch_size: int) -> Iterator[tuple[Tensor, int]]:
@@ -232,11 +233,7 @@ def _temperatures(loss: ContrastiveLoss, image: Tensor, text: Tensor, scale: Ten
     """Temperatures of a batch's anchors ``(2, B)``."""
     if not isinstance(loss, GlobalContrastiveLoss):
         return (1 / scale).expand(2, len(image))
-    dtype = torch.promote_types(image.dtype, torch.float32)
-    for value in (*loss.parameters(), *loss.buffers()):
-        dtype = torch.promote_types(dtype, value.dtype)
-    batch = LocalBatch(image, text, scale, index, dtype, loss.epoch, loss.calls)
-    return loss.temperature.temperatures(gather_batch(batch, num_samples=None, gather=False))
+    return loss.anchor_temperatures(image, text, scale, index)
 
 
 # --- the program -----------------------------------------------------------------------------------------------------

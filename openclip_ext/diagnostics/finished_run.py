@@ -13,14 +13,16 @@ from torch import Tensor, nn
 
 from openclip_ext import compat
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.data.evaluation import EvalLoader
-from openclip_ext.data.loader import build_indexed_pass
+from openclip_ext.data.build import build_indexed_pass
+from openclip_ext.data.eval_loader import EvalLoader
+from openclip_ext.data.spec import DataSpec
 from openclip_ext.diagnostics.command_line import without_warnings
 from openclip_ext.losses import registry
 from openclip_ext.losses.options import PLACEMENT_OPTIONS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training.checkpoint import Checkpoint
+from openclip_ext.training.config import model_config
 from openclip_ext.training.errors import UsageError
 
 
@@ -176,7 +178,7 @@ def _build_model(args: argparse.Namespace, device: torch.device) -> tuple[nn.Mod
     tagged = bool(args.pretrained) and bool(open_clip.get_pretrained_cfg(args.model, args.pretrained))
     args.pretrained, args.pretrained_image = args.pretrained if tagged else None, False
     with without_warnings():
-        model, _, preprocess = compat.create_model(args, device)
+        model, _, preprocess = model_config(args).create(device)
     return model, preprocess
 
 
@@ -186,19 +188,11 @@ def _training_data(
     tokenizer = open_clip.get_tokenizer(args.model, cache_dir=args.cache_dir, context_length=args.force_context_length)
     try:
         return build_indexed_pass(
-            args.train_data,
+            DataSpec.of_training(vars(args)),
             preprocess=preprocess,
             tokenizer=tokenizer,
             batch_size=batch_size or args.batch_size,
-            dataset_type=args.dataset_type,
             workers=args.workers if workers is None else workers,
-            num_samples=args.train_num_samples,
-            manifest=args.manifest,
-            image_key=args.image_key,
-            caption_key=args.caption_key,
-            csv_separator=args.csv_separator,
-            csv_image_key=args.csv_img_key,
-            csv_caption_key=args.csv_caption_key,
         )
     except (OSError, ValueError) as error:
         raise UsageError(

@@ -26,7 +26,8 @@ from openclip_ext.data.manifest import Manifest, Shard
 from openclip_ext.diagnostics import command_line
 from openclip_ext.diagnostics.dry_run import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, DryRun, Exchange, dry_run
 from openclip_ext.losses import registry
-from openclip_ext.losses.options import OPTIONS, PLACEMENT_OPTIONS
+from openclip_ext.losses.options import PLACEMENT_OPTIONS
+from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.state.sharded_table import goes_to_host, shard_bounds
 from openclip_ext.training.flags import add_loss_flags

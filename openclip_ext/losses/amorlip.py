@@ -1,23 +1,44 @@
-"""A multi-layer perceptron that predicts the log-partition function: AmorLIP."""
+"""AmorLIP: log-normalizers predicted from the embedding by a multi-layer perceptron.
+
+Sun et al., *AmorLIP: Efficient Language-Image Pretraining via Amortization*, arXiv:2505.18983, 2025; equation numbers in
+[brackets] are this paper's. With ``c = 1/τ`` and the partition function ``Z_i = (1/B) Σ_j exp(c·s_ij)``, the positive pair
+included, an MLP a side predicts ``log λ(e_i) ≈ log Z_i``, so ``α_i = log λ(e_i) − c·s_ii``.
+
+- Stage I, every ``T_online`` steps: ``T_λ`` Adam updates towards ``Z_comb = β_t·λ_prev(e) + (1−β_t)·Z``              [12]
+- every ``T_target`` steps: ``target ← α·target + (1−α)·online``                                                      [11]
+- Stage II, every step, with the target network's ``λ``, by default on each process's own batch:                       [6]
+  ``½(ℓ/c + ρ/c)``, ``ℓ = −2c·mean_i s_ii + Σ_k mean_i mean_j exp(c·s_ij − log λ_k,i)``
+
+Naive float64 version: ``tests/references/networks.py``. Page: ``docs/methods/amorlip.md``.
+
+Example:
+    >>> loss = openclip_ext.create_loss("amorlip", embed_dim=512, epochs=30)
+    >>> loss.start_epoch(epoch)  # the target network becomes the previous one
+    >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
+"""
 
 import math
 import warnings
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from openclip_ext.contrastive import log_math as F
-from openclip_ext.contrastive.batch import GatheredBatch
+from openclip_ext.contrastive import log_math
+from openclip_ext.contrastive.batch import Contrast
+from openclip_ext.contrastive.estimands import Estimand, NegativesMean
 from openclip_ext.contrastive.inner_optimizers import InnerAdam
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
+from openclip_ext.contrastive.objectives import Anchors, Objective, Unified
 from openclip_ext.contrastive.seeding import generator
 from openclip_ext.contrastive.similarities import anchor_chunks
+from openclip_ext.losses.method import Method, NormalizerPart
+from openclip_ext.losses.options import Option
 
-# With re-initialisation at every epoch's start, the network needs about this many steps to be of use again.
+# After a re-initialisation at an epoch's start the network needs about this many steps to become accurate again.
 _STEPS_AN_EPOCH_NEEDS = 1000
-# So many tensors of the embedding's width has the graph of a fit.
+# Tensors of the embedding's width in the graph of a fit.
 _GRAPH_TENSORS = 8
 
 
@@ -68,15 +89,15 @@ class MlpNormalizer(Normalizer):
 
     Every ``T_online`` steps: ``T_λ`` Adam updates towards ``Z_comb = β_t·λ_prev(e) + (1−β_t)·Z`` [AmorLIP 12], ``Z`` the
     batch's own. Every ``T_target`` steps: ``target ← ema_decay·target + (1−ema_decay)·online`` [11]. The target network
-    predicts. Inputs are detached. With the defaults outside of ``amorlip`` (no previous network, no averaging, a fit in
-    every step) this is NeuCLIP's ablation 'MLP instead of NPN'.
+    predicts. Inputs are detached. With its defaults outside of ``amorlip`` (no previous network, no averaging, a fit in every
+    step) this is the ablation 'MLP instead of NPN' of the NeuCLIP paper.
 
     Args:
         embed_dim: width ``d`` of the embeddings.
         width_factor: ``f_d``, hidden width over ``d``.
         normalizer_updates: ``T_λ``.
         normalizer_lr: Adam's learning rate.
-        normalizer_objective: see :func:`functional.amortization_objective`.
+        normalizer_objective: see :func:`amortization_objective`.
         fit_every: ``T_online``.
         target_every: ``T_target``.
         ema_decay: AmorLIP's α.
@@ -85,6 +106,8 @@ class MlpNormalizer(Normalizer):
         epochs: epochs of the run, for ``β_t = β_T − ½β_T(1 + cos(π·epoch/epochs))``.
         seed: of the start values.
     """
+
+    estimates: ClassVar[tuple[type[Estimand], ...]] = (NegativesMean,)
 
     def __init__(
         self,
@@ -131,7 +154,7 @@ class MlpNormalizer(Normalizer):
         self.epoch_step = state["epoch_step"]
 
     def start_epoch(self, epoch: int) -> None:
-        """The target network becomes the previous one; online and target start anew if asked to."""
+        """Make the target network the previous one; restart online and target network if ``reinitialize``."""
         self._warn_of_short_epochs()
         _copy(self.target, self.previous)
         if self.reinitialize:
@@ -140,7 +163,7 @@ class MlpNormalizer(Normalizer):
 
     def beta(self, epoch: int) -> float:
         """``β_t``, the weight of the previous epoch's target network."""
-        return self.previous_weight - F.cosine_decay(self.previous_weight, 0.0, epoch, self.epochs)
+        return self.previous_weight - log_math.cosine_decay(self.previous_weight, 0.0, epoch, self.epochs)
 
     def _initialize(self, epoch: int) -> None:
         self.online.initialize(generator("cpu", self.seed, "mlp", epoch))
@@ -157,47 +180,44 @@ class MlpNormalizer(Normalizer):
                 stacklevel=4,
             )
 
-    def fits_now(self) -> bool:
-        """Whether the next :meth:`step` fits the network; only then it needs the global batch."""
+    def fit_due(self) -> bool:
+        """Whether the next step fits the network; only then it needs the global batch."""
         return self.epoch_step % self.fit_every == 0
 
-    def step(self, block: GatheredBatch, fit_block: GatheredBatch | None = None) -> Estimate:
-        """See :class:`Normalizer`.
-
-        Args:
-            block: what to estimate.
-            fit_block: the global batch to fit, if it is another one; needed where :meth:`fits_now`.
-        """
-        if self.fits_now():
-            self._fit(fit_block or block)
+    def step(self, contrast: Contrast, global_contrast: Contrast | None = None) -> Estimate:
+        """Fit if due, on the global batch; average the target network if due; predict."""
+        if self.fit_due():
+            self._fit(global_contrast or contrast)
         if self.epoch_step % self.target_every == 0:
-            self._average_target(block.scale_ok)
+            self._average_target(contrast.batch.scale_ok)
         self.epoch_step += 1
-        return self.predict(block)
+        return self.predict(contrast)
 
     @torch.no_grad()
-    def predict(self, block: GatheredBatch) -> Estimate:
-        """See :class:`Normalizer`."""
-        return Estimate(self.target(block.features) - block.positive / block.tau)
+    def predict(self, contrast: Contrast) -> Estimate:
+        """Prediction of the target network."""
+        return Estimate(self.target(contrast.batch.features) - contrast.batch.positive / contrast.tau)
 
-    def _log_batch_partition(self, block: GatheredBatch) -> Tensor:
-        return block.log_estimate + block.positive / block.tau
+    def _log_batch_partition(self, contrast: Contrast) -> Tensor:
+        """The batch's own ``log Z`` ``(2, B)``."""
+        return contrast.log_estimate + contrast.batch.positive / contrast.tau
 
     @torch.no_grad()
-    def _fit(self, block: GatheredBatch) -> None:
-        log_batch = self._log_batch_partition(block)
-        log_target = F.log_mix(log_batch, self.previous(block.features), self.beta(block.epoch))
+    def _fit(self, contrast: Contrast) -> None:
+        batch = contrast.batch
+        log_batch = self._log_batch_partition(contrast)
+        log_target = log_math.log_mix(log_batch, self.previous(batch.features), self.beta(batch.epoch))
 
         def objective(anchors: slice) -> Tensor:
             """These anchors' part of the mean over all."""
-            log_lambda = self.online(block.features[:, anchors])
-            others = (values[:, anchors] for values in (log_target, log_batch, block.tau))
-            return block.mean(F.amortization_objective(self.objective, log_lambda, *others), anchors).sum()
+            log_lambda = self.online(batch.features[:, anchors])
+            others = (values[:, anchors] for values in (log_target, log_batch, contrast.tau))
+            return batch.mean(amortization_objective(self.objective, log_lambda, *others), anchors).sum()
 
-        width = _GRAPH_TENSORS * block.features.shape[2]
-        parts = [partial(objective, anchors) for anchors in anchor_chunks(slice(0, block.size), width)]
+        width = _GRAPH_TENSORS * batch.features.shape[2]
+        parts = [partial(objective, anchors) for anchors in anchor_chunks(slice(0, batch.size), width)]
         for _ in range(self.updates):
-            self.adam.step(self.online, parts, self.lr, block.ok)
+            self.adam.step(self.online, parts, self.lr, batch.ok)
 
     @torch.no_grad()
     def _average_target(self, ok: Tensor) -> None:
@@ -206,34 +226,174 @@ class MlpNormalizer(Normalizer):
             average.lerp_(value, share)
 
 
-class PartitionNormalizer(MlpNormalizer):
-    """AmorLIP's own: the partition function contains the positive pair, and its second stage may stay in a process.
+def amortization_objective(name: str, log_lambda: Tensor, log_target: Tensor, log_batch: Tensor, tau: Tensor) -> Tensor:
+    """What the network minimises, per anchor.
 
     Args:
-        negatives_only: fit ``Z = (1/B) Σ_{j≠i}`` and add the anchor's own pair afterwards (AmorLIP, Table 3).
-        gather_stage2: contrast the global batch in the second stage, too, instead of each process's own samples.
-        options: see :class:`MlpNormalizer`.
+        name: ``l2-log`` [10], ``kl`` and ``js`` [8], ``kl-printed`` [9, as printed], ``unified``
+            [NeuCLIP 12].
+        log_lambda: the prediction.
+        log_target: ``log Z_comb`` [12].
+        log_batch: ``log Z``, the batch's own.
+        tau: temperatures.
+
+    The divergences take the batch's pairs as samples of P, so that their weight is ``Z/Z_comb``. They have 0.1 of l2-log
+    added (Appendix C).
     """
-
-    def __init__(self, *, negatives_only: bool, gather_stage2: bool, **options: Any) -> None:
-        super().__init__(**options)
-        self.negatives_only = negatives_only
-        self.gather_stage2 = gather_stage2
-
-    def _log_batch_partition(self, block: GatheredBatch) -> Tensor:
-        if not self.negatives_only:
-            return super()._log_batch_partition(block)
-        log_share = torch.log(block.count - 1) - torch.log(block.count)
-        return block.log_g + log_share + block.positive / block.tau
-
-    @torch.no_grad()
-    def predict(self, block: GatheredBatch) -> Estimate:
-        """See :class:`Normalizer`."""
-        alpha = super().predict(block).alpha
-        return Estimate(torch.logaddexp(alpha, -torch.log(block.count)) if self.negatives_only else alpha)
+    log_ratio = log_target - log_lambda
+    if name == "unified":
+        return tau * (log_math.saturating_exp(log_ratio) + log_lambda)
+    squared = 0.5 * log_ratio.square()
+    if name == "l2-log":
+        return squared
+    log_ratio = log_ratio.clamp(max=log_math.max_exponent(log_ratio.dtype))
+    ratio = log_ratio.exp()
+    if name == "kl":
+        divergence = ratio * log_ratio - ratio + 1
+    elif name == "js":
+        divergence = 0.5 * (ratio * log_ratio - (ratio + 1) * (torch.log1p(ratio) - math.log(2)))
+    elif name == "kl-printed":
+        divergence = ratio * log_ratio
+    else:
+        raise ValueError(f"unknown objective {name!r}")
+    return log_math.saturating_exp(log_batch - log_target) * divergence + 0.1 * squared
 
 
 def _copy(source: nn.Module, destination: nn.Module) -> None:
     with torch.no_grad():
         for new, old in zip(source.parameters(), destination.parameters(), strict=True):
             old.copy_(new)
+
+
+# --- stage II --------------------------------------------------------------------------------------------------------
+
+
+class PartitionMean(Estimand):
+    """``Z_i·exp(−c·s_ii) = (1 + (B−1)·g_i)/B``: the mean over all ``B`` pairs of an anchor, the positive one included."""
+
+    formula = "log((1 + (B−1)·g)/B), the mean over all pairs, the positive one included"
+    includes_positive = True
+
+    def from_batch(self, contrast: Contrast) -> Tensor:
+        return log_math.infonce(contrast.log_g, contrast.batch.negatives) - torch.log(contrast.batch.count)
+
+    def log_divisor(self, contrast: Contrast) -> Tensor:
+        return torch.log(contrast.batch.count)
+
+
+class Partition(Objective):
+    """The second stage [6], as used: ``½(ℓ/c + ρ/c)`` with ``c = 1/τ`` and ``α = log λ − c·s_ii``.
+
+    The positive pair is one of the ``B`` terms of the mean, and its attraction has coefficient exactly 1. ``λ`` is constant
+    for the temperature, too.
+    """
+
+    estimand_type = PartitionMean
+    regularized = True
+
+    def __init__(self) -> None:
+        super().__init__(PartitionMean())
+
+    def positive_pair(self, anchors: Anchors, weight_sum: Tensor, contrast: Contrast) -> Tensor:
+        return log_math.saturating_exp(-anchors.alpha) / contrast.batch.count - 1
+
+    def value(self, anchors: Anchors) -> Tensor:
+        return anchors.tau * anchors.weight_ratio - anchors.positive
+
+    def tau_gradient(self, anchors: Anchors) -> Tensor:
+        return -(anchors.gap() + anchors.positive * (anchors.weight_ratio - 1)) / anchors.tau
+
+    def regularizer(self, rho: float) -> float:
+        return 0.5 * rho
+
+
+class PartitionNormalizer(MlpNormalizer):
+    """The MLP of the paper: it predicts the partition function with the positive pair, and stage II may stay in a process.
+
+    Args:
+        negatives_only: fit ``Z = (1/B) Σ_{j≠i}`` and add the anchor's own pair afterwards (Table 3).
+        gather_stage2: contrast the global batch in the second stage, too, instead of each process's own samples.
+        options: see :class:`MlpNormalizer`.
+    """
+
+    estimates = (PartitionMean,)
+    contrasts_locally = True
+
+    def __init__(self, *, negatives_only: bool, gather_stage2: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self.negatives_only = negatives_only
+        self.contrasts_locally = not gather_stage2
+
+    def _log_batch_partition(self, contrast: Contrast) -> Tensor:
+        if not self.negatives_only:
+            return super()._log_batch_partition(contrast)
+        batch = contrast.batch
+        return contrast.log_g + torch.log(batch.count - 1) - torch.log(batch.count) + batch.positive / contrast.tau
+
+    @torch.no_grad()
+    def predict(self, contrast: Contrast) -> Estimate:
+        """Prediction of the target network, with the positive pair."""
+        alpha = super().predict(contrast).alpha
+        if not self.negatives_only:
+            return Estimate(alpha)
+        return Estimate(torch.logaddexp(alpha, -torch.log(contrast.batch.count)))
+
+
+METHOD = Method(
+    name="amorlip",
+    normalizer="mlp",
+    temperature_scheme="global",
+    objective=Partition,
+    temperature_defaults={"lr_tau": 2e-4, "rho_end": -8.0},
+    fixed={"slow_when_small": True},
+    parts=(
+        NormalizerPart("mlp", MlpNormalizer, objective=Unified, defaults={"normalizer_lr": 1e-3}),
+        NormalizerPart(
+            "mlp",
+            PartitionNormalizer,
+            objective=Partition,
+            defaults={
+                "normalizer_objective": "l2-log",
+                "normalizer_updates": 3,
+                "normalizer_lr": 1e-3,
+                "fit_every": 8,
+                "target_every": 2,
+                "ema_decay": 0.999,
+                "previous_weight": 0.8,
+                "reinitialize": True,
+            },
+        ),
+    ),
+    options=(
+        Option(
+            "width_factor",
+            float,
+            0.5,
+            "hidden width of the MLP over the embedding's",
+            symbol="f_d",
+            exclusive_minimum=0.0,
+        ),
+        Option("fit_every", int, 1, "steps between two fits of the MLP", symbol="T_online", minimum=1),
+        Option("target_every", int, 1, "steps between two updates of the target network", symbol="T_target", minimum=1),
+        Option("ema_decay", float, 0.0, "decay of the target network", symbol="α", minimum=0.0, maximum=1.0),
+        Option(
+            "previous_weight",
+            float,
+            0.0,
+            "final weight of the previous epoch's target network in the MLP's target",
+            symbol="β_T",
+            minimum=0.0,
+            maximum=1.0,
+        ),
+        Option("reinitialize", bool, False, "re-initialise the MLP at every epoch's start (Algorithm 1, line 4)"),
+        Option(
+            "negatives_only", bool, False, "leave the positive pair out of the partition function that the MLP fits"
+        ),
+        Option(
+            "gather_stage2",
+            bool,
+            False,
+            "contrast the global batch in the second stage, not only each process's own",
+        ),
+    ),
+)

@@ -1,7 +1,16 @@
-"""CLIP-Lite: a Jensen-Shannon bound on the mutual information, with one negative per pair.
+"""CLIP-Lite: a Jensen-Shannon bound on the mutual information, with one negative per pair. It has no normalizers.
 
-Shrivastava et al., "CLIP-Lite: Information Efficient Visual Representation Learning with Language Supervision",
-AISTATS 2023; equation numbers in [brackets] are the paper's.
+Shrivastava et al., *CLIP-Lite: Information Efficient Visual Representation Learning with Language Supervision*,
+AISTATS 2023; equation numbers in [brackets] are the paper's. With a discriminator ``T`` and a cyclic shift ``π``::
+
+    loss = mean softplus(−T(x_i, t_i)) + mean softplus(T(x_i, t_π(i)))                                  [3, 4]
+
+Naive float64 version: ``tests/references/cliplite.py``. Page: ``docs/methods/cliplite.md``.
+
+Example:
+    >>> loss = openclip_ext.create_loss("cliplite", embed_dim=512)
+    >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
+    >>> parameters += loss.model_head().parameters()  # the projections are trained with the model
 """
 
 import math
@@ -12,12 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openclip_ext import distributed
-from openclip_ext.contrastive import log_math as F
-from openclip_ext.contrastive.batch import LocalBatch, gather_batch
-from openclip_ext.contrastive.loss import ContrastiveLoss, without_autocast
+from openclip_ext.contrastive.batch import LocalBatch
+from openclip_ext.contrastive.loss import ContrastiveLoss, finite_samples
+from openclip_ext.contrastive.minibatch import contrast_minibatch
 from openclip_ext.contrastive.seeding import generator, linear
-from openclip_ext.contrastive.similarities import Similarities
-from openclip_ext.contrastive.temperature import global_temperatures
+from openclip_ext.losses.method import Method, WholeLoss
 
 _BATCH_NORM_EPS = 1e-5
 _BATCH_NORM_MOMENTUM = 0.1
@@ -26,8 +34,8 @@ _BATCH_NORM_MOMENTUM = 0.1
 class Projection(nn.Module):
     """``LayerNorm(Linear(ReLU(BatchNorm(Linear x))) + shortcut x)``: one side of the discriminator.
 
-    The shortcut is linear and starts as the identity where the widths agree. The first linear layer and the shortcut
-    have no bias: the BatchNorm and the second layer have.
+    The shortcut is linear, and starts as the identity if the widths agree. The first linear layer and the shortcut have no
+    bias; the BatchNorm and the second layer have one.
 
     Args:
         embed_dim: width of the embeddings.
@@ -49,19 +57,19 @@ class Projection(nn.Module):
         self.layer_norm = nn.LayerNorm(projection_dim)
 
     def forward(self, features: Tensor) -> Tensor:
-        """``(B, embed_dim)`` unit embeddings to ``(B, projection_dim)``, with the running statistics: for evaluation."""
+        """``(B, embed_dim)`` unit embeddings to ``(B, projection_dim)``, with the running statistics, for evaluation."""
         features = features.to(self.hidden.weight.dtype)
         return self._finish(features, self.hidden(features), self.running_mean, self.running_var)
 
     def project(self, features: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`forward`, with the statistics of the batch: for training.
+        """As :meth:`forward`, with the statistics of the batch, for training.
 
         Args:
             features: ``(B, embed_dim)``.
             valid: ``(B,)`` bool, the samples that count; at least two.
 
         Returns:
-            The projections, and what the running statistics follow: mean and unbiased variance, ``(2, projection_dim)``.
+            The projections, and the target of the running statistics: mean and unbiased variance, ``(2, projection_dim)``.
         """
         hidden = self.hidden(features)
         count = valid.sum().clamp(min=2)
@@ -101,14 +109,14 @@ class Projections(nn.Module):
 
 
 class ClipLiteLoss(ContrastiveLoss):
-    """``mean softplus(−T(x_i, t_i)) + mean softplus(T(x_i, t_π(i)))`` [CLIP-Lite 3, 4].
+    """``mean softplus(−T(x_i, t_i)) + mean softplus(T(x_i, t_π(i)))`` [3, 4].
 
-    ``T(x, t) = logit_scale · cos(proj_1(x), proj_2(t))``, with the model's ``logit_scale`` as the learned scale; ``π``
-    is the cyclic shift of this process's batch, so that every pair has one negative. The projections' parameters belong
-    into the training's optimizer (:meth:`model_head`), and evaluation must go through them.
+    ``T(x, t) = logit_scale · cos(proj_1(x), proj_2(t))``, with the model's ``logit_scale`` as the learned scale. ``π`` is the
+    cyclic shift of this process's batch, so that every pair has one negative. Pass the projections' parameters
+    (:meth:`model_head`) to the training's optimizer; evaluation must go through them.
 
-    With several processes each takes its negatives and the BatchNorms' statistics from its own batch; the running
-    statistics follow the mean of all processes'.
+    Each process takes its negatives and the BatchNorms' statistics from its own batch. The running statistics follow the mean
+    over all processes.
 
     Args:
         embed_dim: width of the embeddings.
@@ -125,32 +133,30 @@ class ClipLiteLoss(ContrastiveLoss):
         self._last: LocalBatch | None = None
 
     def model_head(self) -> Projections:
-        """See :class:`ContrastiveLoss`."""
+        """The projections: trained with the model, and evaluated."""
         return self.projections
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
-        """See :class:`ContrastiveLoss`."""
         if len(batch.image) < 2:
             raise ValueError(
                 "CLIP-Lite needs at least 2 samples, one of them a negative, found 1: raise the batch size"
             )
-        value = self._value(*(tensor.to(batch.dtype) for tensor in (batch.image, batch.text, batch.logit_scale)))
-        return {"contrastive_loss": value}
+        images, texts, scale = (tensor.to(batch.dtype) for tensor in (batch.image, batch.text, batch.logit_scale))
+        return {"contrastive_loss": self._value(images, texts, scale, batch.finite)}
 
-    def _value(self, images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
+    def _value(self, images: Tensor, texts: Tensor, scale: Tensor, finite: Tensor) -> Tensor:
         scale_ok = torch.isfinite(scale) & (scale > 0)
-        valid = torch.isfinite(images).all(dim=1) & torch.isfinite(texts).all(dim=1)
-        ok = scale_ok & (valid.sum() >= 2)
-        valid = valid & ok
+        ok = scale_ok & (finite.sum() >= 2)
+        valid = finite & ok
         scale = torch.where(scale_ok, scale, 1)
         features = [torch.where(valid[:, None], side, 0) for side in (images, texts)]
         image, text = (functional.normalize(side, dim=1) for side in self._projected(features, valid, ok))
         positive = scale * (image * text).sum(dim=1)
         negative = scale * (image * text[_next_valid(valid)]).sum(dim=1)
         terms = functional.softplus(-positive) + functional.softplus(negative)
-        # Non-finite again where a sample does not count, so that the metrics leave it out, too.
-        image, text = (torch.where(valid[:, None], side.detach(), torch.nan) for side in (image, text))
-        self._last = LocalBatch(image, text, scale.detach(), None, image.dtype)
+        image, text = image.detach(), text.detach()
+        counted = valid & finite_samples(image, text)
+        self._last = LocalBatch(image, text, scale.detach(), index=None, finite=counted, dtype=image.dtype)
         return torch.where(valid, terms, 0).sum() / valid.sum().clamp(min=2)
 
     def _projected(self, features: list[Tensor], valid: Tensor, ok: Tensor) -> list[Tensor]:
@@ -176,14 +182,11 @@ class ClipLiteLoss(ContrastiveLoss):
         last = self._last
         if last is None:
             return {}
-        with without_autocast(last.image):
-            block = gather_batch(last, None, gather=False)
-            block.tau = global_temperatures(block)
-            infonce = block.mean(F.infonce(Similarities(block).log_g(), block.negatives)).mean()
+        infonce = contrast_minibatch(last, gather=False).infonce().mean()
         temperature = 1 / last.logit_scale.item()
         return {
             "infonce": infonce.item(),
-            "chance": math.log(block.size),
+            "chance": math.log(len(last.image)),
             **{f"temperature_{name}": temperature for name in ("min", "median", "max")},
         }
 
@@ -193,3 +196,6 @@ def _next_valid(valid: Tensor) -> Tensor:
     order = torch.argsort((~valid).to(torch.uint8), stable=True)
     place = valid.cumsum(dim=0) - 1
     return order[(place + 1) % valid.sum().clamp(min=1)]
+
+
+METHOD = Method(name="cliplite", whole=WholeLoss(ClipLiteLoss, {"temperature": 0.07}))

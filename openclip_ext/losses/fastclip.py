@@ -1,29 +1,55 @@
-"""A moving average per sample and side: SogCLR, FastCLIP."""
+"""FastCLIP v0 to v3: a moving average for each sample, with a schedule of its weight γ.
+
+Wei et al., *FastCLIP: A Suite of Optimization Techniques to Accelerate CLIP Training with Limited Resources*,
+arXiv:2407.01445, 2024; Algorithm 2 and equations [3, 4, 13] of NeuCLIP. For each sample and side::
+
+    u_i ← (1−γ)·u_i + γ·(ε + g_i(batch)),    α_i = log u_i, the new one                               [NeuCLIP 3]
+    γ(epoch) = γ_min + ½(1−γ_min)(1 + cos(π·epoch/E)) up to epoch E, then γ_min
+
+with ``g_i(batch) = mean_{j≠i} exp((s_ij − s_ii)/τ)``. The versions differ in the temperature:
+
+- ``fastclip-v0``: one, learned; the loss is ``mean g_i/u_i``, not multiplied by τ, without ρ;
+- ``fastclip-v1``: constant;
+- ``fastclip-v2``: one for each sample, learned (``isogclr.py``);
+- ``fastclip`` = ``fastclip-v3``: one, learned, with ρ; a third of its learning rate at ``τ ≤ 0.03``       [NeuCLIP 13]
+
+Naive float64 version: ``tests/references/contrastive.py``. Page: ``docs/methods/fastclip.md``.
+
+Example:
+    >>> loss = openclip_ext.create_loss("fastclip", num_samples=len(dataset), epochs=30)
+    >>> loss.start_epoch(epoch)  # γ follows the epoch
+    >>> terms = loss(image_features, text_features, logit_scale, index=index, output_dict=True)
+"""
 
 import torch
 from torch import Tensor
 
-from openclip_ext.contrastive import log_math as F
-from openclip_ext.contrastive.batch import GatheredBatch
+from openclip_ext.contrastive import log_math
+from openclip_ext.contrastive.batch import Contrast
+from openclip_ext.contrastive.estimands import NegativesMean
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer, batch_estimate_where_missing
+from openclip_ext.contrastive.objectives import Anchors, Contrastive, Objective
+from openclip_ext.losses.method import Method, NormalizerPart
+from openclip_ext.losses.options import Option
 from openclip_ext.state.sharded_table import ShardedTable, log_mean_of_equal
 
 
 class MovingAverageNormalizer(Normalizer):
     """``u_i ← (1−γ)·u_i + γ·(ε + g_i(batch))``, ``α_i = log u_i``, the new one [NeuCLIP 3].
 
-    Kept as ``log u``. A sample seen for the first time takes the batch's estimate. An index that is in the global batch
-    more than once receives the mean of the new u, in all places.
+    Kept as ``log u``. A sample seen for the first time takes the batch's estimate. If an index occurs in the global batch more
+    than once, all its occurrences receive the mean of the new u.
 
     Args:
         num_samples: size ``n`` of the index space; 8 bytes for each sample, spread over the processes.
-        state_device, state_dir: where they lie, see :class:`ShardedTable`.
+        state_device, state_dir: placement of the table, see :class:`ShardedTable`.
         gamma: final γ.
         gamma_schedule: ``constant``, or ``cosine``: from 1 at epoch 0 to ``gamma`` at ``gamma_decay_epochs``.
         gamma_decay_epochs: ``E``; None: half of ``epochs``.
         epochs: epochs of the run.
     """
 
+    estimates = (NegativesMean,)
     needs_index = True
 
     def __init__(
@@ -44,26 +70,106 @@ class MovingAverageNormalizer(Normalizer):
         self.decay_epochs = gamma_decay_epochs or max(1, epochs // 2)
 
     def gamma(self, epoch: int) -> float:
-        """γ of an epoch (the chapter, 'Scheduler of γ')."""
+        """γ of an epoch ([opt4ml], 'Scheduler of γ')."""
         if not self.decays:
             return self.final_gamma
-        return F.cosine_decay(1.0, self.final_gamma, epoch, self.decay_epochs)
+        return log_math.cosine_decay(1.0, self.final_gamma, epoch, self.decay_epochs)
 
     @torch.no_grad()
-    def step(self, block: GatheredBatch) -> Estimate:
-        """See :class:`Normalizer`."""
-        averaged = F.log_mix(self._stored(block), block.log_estimate, self.gamma(block.epoch))
-        averaged = log_mean_of_equal(block.index, averaged, block.valid)
-        self.table.write(block.index, averaged, block.valid)
+    def step(self, contrast: Contrast, global_contrast: Contrast | None = None) -> Estimate:
+        """Update the averages of the batch's samples; they are the estimate."""
+        batch, index = contrast.batch, contrast.batch.sample_index()
+        averaged = log_math.log_mix(self.stored(contrast), contrast.log_estimate, self.gamma(batch.epoch))
+        averaged = log_mean_of_equal(index, averaged, batch.valid)
+        self.table.write(index, averaged, batch.valid)
         return Estimate(averaged)
 
-    def predict(self, block: GatheredBatch) -> Estimate:
-        """See :class:`Normalizer`."""
-        return Estimate(self._stored(block))
+    def predict(self, contrast: Contrast) -> Estimate:
+        """The stored averages; the batch's estimate for samples never seen."""
+        return Estimate(self.stored(contrast))
 
-    def _stored(self, block: GatheredBatch) -> Tensor:
-        return batch_estimate_where_missing(self.table.read(block.index), block)
+    def stored(self, contrast: Contrast) -> Tensor:
+        """``log u`` ``(2, B)``; the batch's estimate for samples never seen."""
+        return batch_estimate_where_missing(self.table.read(contrast.batch.sample_index()), contrast)
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """See :class:`Normalizer`."""
+        """γ of this epoch."""
         return {"gamma": self.gamma(epoch)}
+
+
+class Unscaled(Objective):
+    """FastCLIP-v0: ``g/u`` with ``u = exp(α)``, not multiplied by τ, without a regulariser.
+
+    Args:
+        eps: ε.
+    """
+
+    estimand_type = NegativesMean
+    regularized = False
+
+    def __init__(self, *, eps: float) -> None:
+        super().__init__(NegativesMean(eps))
+
+    def pair_factor(self, tau: Tensor) -> Tensor:
+        return 1 / tau
+
+    def positive_pair(self, anchors: Anchors, weight_sum: Tensor, contrast: Contrast) -> Tensor:
+        return -weight_sum
+
+    def value(self, anchors: Anchors) -> Tensor:
+        return log_math.saturating_exp(anchors.log_g - anchors.alpha)
+
+    def tau_gradient(self, anchors: Anchors) -> Tensor:
+        return -anchors.gap() / anchors.tau.square()
+
+
+def _version_3(name: str) -> Method:
+    return Method(
+        name=name,
+        normalizer="moving-average",
+        temperature_scheme="global",
+        temperature_defaults={"lr_tau": 2e-4},
+        fixed={"slow_when_small": True},
+    )
+
+
+METHODS = (
+    Method(
+        name="fastclip-v0",
+        normalizer="moving-average",
+        temperature_scheme="global",
+        objective=Unscaled,
+        parts=(NormalizerPart("moving-average", MovingAverageNormalizer, objective=Contrastive),),
+        options=(
+            Option(
+                "gamma",
+                float,
+                0.2,
+                "weight of the new estimate in the moving average",
+                symbol="γ_min",
+                minimum=0.0,
+                maximum=1.0,
+            ),
+            Option(
+                "gamma_schedule",
+                str,
+                "cosine",
+                "constant, or cosine: from 1 down to gamma over gamma_decay_epochs",
+                choices=("constant", "cosine"),
+            ),
+            Option(
+                "gamma_decay_epochs",
+                int,
+                None,
+                "epochs after which gamma has its final value; none: half of the run",
+                symbol="E",
+                minimum=1,
+                nullable=True,
+            ),
+        ),
+    ),
+    Method(name="fastclip-v1", normalizer="moving-average", temperature_scheme="constant"),
+    Method(name="fastclip-v2", normalizer="moving-average", temperature_scheme="per-sample"),
+    _version_3("fastclip-v3"),
+    _version_3("fastclip"),
+)

@@ -1,10 +1,25 @@
-"""A learned temperature for each sample and side: iSogCLR, FastCLIP-v2."""
+"""iSogCLR: SogCLR with a learned temperature for each sample and side. FastCLIP-v2 has the same temperatures.
+
+Qiu et al., *Not All Semantics are Created Equal: Contrastive Self-supervised Learning with Automatic Temperature
+Individualization*, ICML 2023; Algorithm 35 of [opt4ml], the book section *Discriminative Pretraining of Representation
+Models*. With ``ℓ_ij = s_ij − s_ii`` each ``τ_i`` in ``[τ_0, τ_max]`` follows the gradient::
+
+    log u_i + ρ − (1/(u_i(B−1))) Σ_j exp(ℓ_ij/τ_i)·ℓ_ij/τ_i
+
+Naive float64 version: ``PerSample`` in ``tests/references/contrastive.py``. Page: ``docs/methods/sogclr-isogclr.md``.
+
+Example:
+    >>> loss = openclip_ext.create_loss("isogclr", num_samples=len(dataset))
+    >>> terms = loss(image_features, text_features, logit_scale, index=index, output_dict=True)
+"""
 
 import torch
 from torch import Tensor
 
-from openclip_ext.contrastive.batch import GatheredBatch
+from openclip_ext.contrastive.batch import Contrast, GatheredBatch
 from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds
+from openclip_ext.losses.method import Method, TemperaturePart
+from openclip_ext.losses.sogclr import CONSTANT_GAMMA
 from openclip_ext.state.sharded_table import ShardedTable, mean_of_equal
 
 _LARGEST_GRADIENT = 5.0
@@ -14,15 +29,15 @@ _TEMPERATURES, _ALL = slice(0, 2), slice(None)
 
 
 class PerSampleTemperature(TemperatureScheme):
-    """``τ_1,i, τ_2,i`` in ``[τ_0, τ_max]``, each minimising its anchor's robust loss (RGCL; the chapter, Algorithm 35).
+    """``τ_1,i, τ_2,i`` in ``[τ_0, τ_max]``, each minimising its anchor's robust loss (RGCL; [opt4ml, Algorithm 35]).
 
-    The gradient is clamped to ±5 and goes through Adam with moments of its own for each sample. As a sample is seen once an
-    epoch, its bias correction counts epochs; in epoch 0 the moments are the gradient itself. A step uses the temperatures as
-    they were before its update. An index that is in the global batch more than once learns from the mean of its gradients.
+    The gradient is clamped to ±5 and goes through Adam with separate moments for each sample. A sample is seen once an epoch,
+    so the bias correction counts epochs; in epoch 0 the moments are the gradient itself. A step uses the temperatures from
+    before its update. An index that occurs in the global batch more than once learns from the mean of its gradients.
 
     Args:
         num_samples: size ``n`` of the index space; 24 bytes for each sample, spread over the processes.
-        state_device, state_dir: where they lie, see :class:`ShardedTable`.
+        state_device, state_dir: placement of the table, see :class:`ShardedTable`.
         rho: ρ.
         temperature: start value.
         temperature_min, temperature_max: bounds.
@@ -31,6 +46,7 @@ class PerSampleTemperature(TemperatureScheme):
 
     needs_index = True
     learns_own = True
+    regularized = True
 
     def __init__(
         self,
@@ -59,23 +75,33 @@ class PerSampleTemperature(TemperatureScheme):
         self.table = ShardedTable(6, num_samples, state_device, state_dir)
 
     def rho(self, epoch: int) -> float:
-        """See :class:`TemperatureScheme`."""
+        """ρ, constant."""
         return self.weight
 
-    def temperatures(self, block: GatheredBatch) -> Tensor:
-        """See :class:`TemperatureScheme`."""
-        stored = self.table.read(block.index, _TEMPERATURES)
-        return torch.where(block.valid & ~torch.isnan(stored), stored, self.start)
+    def temperatures(self, batch: GatheredBatch) -> Tensor:
+        """The stored temperatures; the start value for samples never seen."""
+        stored = self.table.read(batch.sample_index(), _TEMPERATURES)
+        return torch.where(batch.valid & ~torch.isnan(stored), stored, self.start)
 
     @torch.no_grad()
-    def update(self, block: GatheredBatch, gradient: Tensor) -> None:
-        """See :class:`TemperatureScheme`."""
-        gradient = mean_of_equal(block.index, gradient, block.valid).clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
-        mean, square = self.table.read(block.index, _ALL).nan_to_num(nan=0.0)[2:].split(2)
-        beta1, beta2 = _BETAS if block.epoch > 0 else (0.0, 0.0)
+    def update(self, contrast: Contrast, gradient: Tensor) -> None:
+        """One Adam step of the temperatures of the batch's samples."""
+        batch, index = contrast.batch, contrast.batch.sample_index()
+        gradient = mean_of_equal(index, gradient, batch.valid).clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
+        mean, square = self.table.read(index, _ALL).nan_to_num(nan=0.0)[2:].split(2)
+        beta1, beta2 = _BETAS if batch.epoch > 0 else (0.0, 0.0)
         mean = mean.lerp(gradient, 1 - beta1)
         square = square.lerp(gradient.square(), 1 - beta2)
-        corrected = mean / (1 - beta1 ** (block.epoch + 1))
-        size = (square / (1 - beta2 ** (block.epoch + 1))).sqrt() + _EPS
-        tau = (block.tau - self.lr * corrected / size).clamp(*self.bounds)
-        self.table.write(block.index, torch.cat([tau, mean, square]), block.valid)
+        corrected = mean / (1 - beta1 ** (batch.epoch + 1))
+        size = (square / (1 - beta2 ** (batch.epoch + 1))).sqrt() + _EPS
+        tau = (contrast.tau - self.lr * corrected / size).clamp(*self.bounds)
+        self.table.write(index, torch.cat([tau, mean, square]), batch.valid)
+
+
+METHOD = Method(
+    name="isogclr",
+    normalizer="moving-average",
+    temperature_scheme="per-sample",
+    normalizer_defaults=CONSTANT_GAMMA,
+    parts=(TemperaturePart("per-sample", PerSampleTemperature, {"temperature": 0.03, "lr_tau": 0.0133, "rho": 7.0}),),
+)

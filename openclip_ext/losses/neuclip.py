@@ -1,4 +1,26 @@
-"""The normalizer-prediction network (NPN) of NeuCLIP, and the queue, which is one without training."""
+"""NeuCLIP: log-normalizers predicted by prototypes that are trained inside each step.
+
+*NeuCLIP: Efficient Large-Scale CLIP Training with Neural Normalizer Optimization*; equation numbers in [brackets] are this
+paper's. With ``e1, e2`` the unit embeddings of images and texts, ``s_ij = e1_i·e2_j`` and prototypes ``W1, W2``, ``(m, d)``
+each, the normalizer-prediction network (NPN) predicts::
+
+    α1_i = log( ε + (1/m) Σ_j exp((cos(e1_i, W1_j) − s_ii)/τ) )          α2_i likewise with e2_i, W2        [10, 11]
+
+One step ``t`` (Algorithm 1):
+
+1. if ``t mod T_r = 0``, restart: ``W1 ←`` the most recent samples' text embeddings, ``W2 ←`` their image embeddings;
+2. ``T_u`` AdaGrad updates of ``W`` on this batch, minimising ``τ·Σ_k mean_i [exp(−α_k,i)(ε + g_k,i) + α_k,i]``       [12]
+   with ``g_k,i = mean_{j≠i} exp((s_ij − s_ii)/τ)`` of the batch (for ``k = 2``: ``s_ji``);
+3. with the ``α`` that the updated ``W`` predicts, the encoders minimise the same objective, averaged over the two sides,
+   plus ``τ(ρ − 1)`` (:class:`openclip_ext.contrastive.objectives.Unified`).
+
+Naive float64 version: ``tests/references/prototypes.py``. Page: ``docs/methods/neuclip.md``.
+
+Example:
+    >>> loss = openclip_ext.create_loss("neuclip", embed_dim=512, prototypes=1024)
+    >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
+    >>> sum(terms.values()).backward()
+"""
 
 import math
 from collections.abc import Iterator
@@ -8,82 +30,91 @@ import torch
 from torch import Tensor
 
 from openclip_ext import distributed
-from openclip_ext.contrastive import log_math as F
-from openclip_ext.contrastive.batch import GatheredBatch
-from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_block
+from openclip_ext.contrastive import log_math
+from openclip_ext.contrastive.batch import Contrast, GatheredBatch
+from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_batch
+from openclip_ext.contrastive.estimands import NegativesMean
 from openclip_ext.contrastive.inner_optimizers import InnerAdagrad
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
+from openclip_ext.contrastive.objectives import Unified
 from openclip_ext.contrastive.similarities import anchor_chunks
+from openclip_ext.losses.method import Method, NormalizerPart
+from openclip_ext.losses.options import Option
 
-# Keeps the direction of a zero column finite.
+# Keeps the direction of a zero prototype finite.
 _SMALLEST_NORM = 1e-12
-# Below this many flops an update is so short that the exchange of sums costs more than the arithmetic it saves. On the CPU
-# measured (docs/performance.md); on a GPU what it computes in the 50 µs that two small reductions are expected to take.
+# Below this many flops an update is so short that exchanging sums costs more than the arithmetic it saves. Measured on the CPU
+# (docs/performance.md); on a GPU, what it computes in the 50 µs that two small reductions are expected to take.
 MIN_FLOPS_TO_SHARE = {"cpu": 2e9, "cuda": 2e10}
 
 
-@dataclass
+# --- the network -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class PrototypeEstimate:
     """Log-normalizers of this process's anchors from prototypes, and their gradient in the embeddings.
 
     Attributes:
         alpha: ``(2, B_local)``.
+        share: ``Σ_j p_ij``, ``(2, B_local)``; below 1 by the share of ε.
         pull: ``Σ_j p_ij·Ŵ_j`` with the prototypes' shares ``p`` in ``exp(α_i)``, ``(2, B_local, d)``; None if not asked for.
-        share: ``Σ_j p_ij``, below 1 by what ε has, ``(2, B_local)``.
     """
 
     alpha: Tensor
     share: Tensor
     pull: Tensor | None
 
-    def feature_gradient(self, weights: Tensor, block: GatheredBatch) -> Tensor:
+    def feature_gradient(self, weights: Tensor, contrast: Contrast) -> Tensor:
         """``Σ weight_k,i·∇α_k,i`` over this process's anchors in its own features; prototypes and τ held.
 
         ``∇α1_i = Σ_j p_ij (∇(e1_i·Ŵ_j) − ∇s_ii)/τ_i``.
         """
-        own = block.own
-        scaled = weights / block.tau[:, own]
+        assert self.pull is not None, "the estimate was made without its gradient"
+        batch = contrast.batch
+        scaled = weights / contrast.tau[:, batch.local]
         through_positive = (scaled * self.share).sum(dim=0)
-        return scaled[:, :, None] * self.pull - through_positive[:, None] * block.features[:, own].flip(0)
+        return scaled[:, :, None] * self.pull - through_positive[:, None] * batch.features[:, batch.local].flip(0)
 
 
 def estimate_from_prototypes(
     directions: Tensor,
-    block: GatheredBatch,
+    contrast: Contrast,
     eps: float,
     with_gradient: bool,
     multiplicity: Tensor | None = None,
     left_out: Tensor | None = None,
 ) -> PrototypeEstimate:
-    """``α_i = log(ε + (1/m) Σ_j exp((cos(e_i, W_j) − s_ii)/τ_i))`` of this process's anchors [NeuCLIP 10, 11].
+    """``α_i = log(ε + (1/m) Σ_j exp((cos(e_i, W_j) − s_ii)/τ_i))`` of this process's anchors [10, 11].
 
     Args:
         directions: ``(2, m, d)`` unit prototypes.
-        block: features are used as given.
+        contrast: features are used as given.
         eps: ε.
         with_gradient: whether the gradient in the embeddings will be asked for.
         multiplicity: how often each prototype counts ``(m,)``; None: once.
         left_out: with a multiplicity, the prototype that does not count for each anchor ``(B,)``, −1 for none; None: all do.
     """
-    own = block.own
-    number = directions.shape[1]
+    batch, tau = contrast.batch, contrast.tau
+    number: int | Tensor = directions.shape[1]
     if left_out is not None:
+        assert multiplicity is not None
         number = number - torch.where(left_out < 0, 0, multiplicity[left_out])
-    offset = _log_offset(block, number)
-    alpha = torch.empty_like(block.tau[:, own], memory_format=torch.contiguous_format)
+    offset = _log_offset(contrast, number)
+    alpha = torch.empty_like(tau[:, batch.local], memory_format=torch.contiguous_format)
     share = torch.empty_like(alpha)
-    pull = torch.empty_like(block.features[:, own]) if with_gradient else None
-    log_multiplicity = None if multiplicity is None else multiplicity.to(block.tau.dtype).log()
-    for anchors in anchor_chunks(own, directions.shape[1]):
-        here = slice(anchors.start - own.start, anchors.stop - own.start)
-        terms = (block.features[:, anchors] / block.tau[:, anchors, None]) @ directions.transpose(1, 2)
+    pull = torch.empty_like(batch.features[:, batch.local]) if with_gradient else None
+    log_multiplicity = None if multiplicity is None else multiplicity.to(tau.dtype).log()
+    for anchors in anchor_chunks(batch.local, directions.shape[1]):
+        here = slice(anchors.start - batch.first, anchors.stop - batch.first)
+        terms = (batch.features[:, anchors] / tau[:, anchors, None]) @ directions.transpose(1, 2)
         if log_multiplicity is not None:
             terms += log_multiplicity
         if left_out is not None:
             _leave_out_(terms, left_out[anchors])
-        largest = F.shifted_exp_(terms, dim=2)
+        largest = log_math.shifted_exp_(terms, dim=2)
         log_mean = largest + terms.sum(dim=2).log_() - offset[:, anchors]
-        alpha[:, here] = F.log_add(log_mean, eps)
+        alpha[:, here] = log_math.log_add(log_mean, eps)
         share[:, here] = (log_mean - alpha[:, here]).exp_()
         if pull is not None:
             scale = (largest - offset[:, anchors] - alpha[:, here]).exp_()
@@ -91,29 +122,35 @@ def estimate_from_prototypes(
     return PrototypeEstimate(alpha, share, pull)
 
 
-def _log_offset(block: GatheredBatch, prototypes: int | Tensor) -> Tensor:
-    """What makes of ``logsumexp_j e_i·Ŵ_j/τ_i`` the mean of ``exp((cos − s_ii)/τ_i)``, ``(2, B)``.
+def _log_offset(contrast: Contrast, prototypes: int | Tensor) -> Tensor:
+    """Turns ``logsumexp_j e_i·Ŵ_j/τ_i`` into the log-mean of ``exp((cos − s_ii)/τ_i)`` when subtracted, ``(2, B)``.
 
     Args:
-        block: the anchors.
+        contrast: the anchors.
         prototypes: how many the sum is over, for all anchors or for each ``(B,)``.
     """
-    log_number = prototypes.to(block.tau.dtype).log() if isinstance(prototypes, Tensor) else math.log(prototypes)
-    return block.positive / block.tau + log_number
+    if isinstance(prototypes, Tensor):
+        return contrast.batch.positive / contrast.tau + prototypes.to(contrast.tau.dtype).log()
+    return contrast.batch.positive / contrast.tau + math.log(prototypes)
 
 
 def _leave_out_(exponents: Tensor, left_out: Tensor) -> None:
-    """Make the exponentials ``(2, b, m)`` of one prototype of each anchor vanish; −1: of none."""
+    """Let the exponentials ``(2, b, m)`` of one prototype of each anchor vanish; −1: of none."""
     column = left_out.clamp(min=0).expand(2, -1)[:, :, None]
     kept = torch.where(left_out[:, None] < 0, exponents.gather(2, column), -torch.inf)
     exponents.scatter_(2, column, kept)
 
 
+def _norms_of(prototypes: Tensor) -> Tensor:
+    """``(2, m, 1)``."""
+    return torch.linalg.vector_norm(prototypes, dim=2, keepdim=True).clamp_(min=_SMALLEST_NORM)
+
+
 class PrototypeNormalizer(Normalizer):
     """``α_i = log(ε + (1/m) Σ_j exp((cos(e_i, W_j) − s_ii)/τ))`` with trained prototypes [NeuCLIP 10, 11, Algorithm 1].
 
-    A step that counts: restart when ``t mod T_r = 0`` (the first included) from the ``m`` most recent samples' embeddings,
-    ``T_u`` AdaGrad updates on the batch, prediction. Columns are stored as they are and normalised in the cosine only.
+    A step with usable samples: restart when ``t mod T_r = 0`` (the first included) from the ``m`` most recent embeddings,
+    ``T_u`` AdaGrad updates on the batch, prediction. Prototypes are stored unnormalised and normalised in the cosine only.
 
     Args:
         embed_dim: width ``d`` of the embeddings.
@@ -127,6 +164,12 @@ class PrototypeNormalizer(Normalizer):
         simultaneous: predict before the updates (Algorithm 3).
         alpha_gradient: let α's gradient reach the encoders.
     """
+
+    estimates = (NegativesMean,)
+    differentiable = True
+    prototypes: Tensor
+    accumulator: Tensor
+    steps: Tensor
 
     def __init__(
         self,
@@ -153,50 +196,51 @@ class PrototypeNormalizer(Normalizer):
         self.reset = normalizer_reset
         self.simultaneous = simultaneous
         self.alpha_gradient = alpha_gradient
-        self.ring = EmbeddingQueue(prototypes, embed_dim)
+        self.queue = EmbeddingQueue(prototypes, embed_dim)
         self.register_buffer("prototypes", torch.zeros(2, prototypes, embed_dim))
         self.register_buffer("accumulator", torch.zeros(2, prototypes, embed_dim))
         # Steps that counted. On the device, so that a step without a usable sample needs no look at it.
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     @torch.no_grad()
-    def step(self, block: GatheredBatch) -> Estimate:
-        """See :class:`Normalizer`."""
-        self.ring.push(block)
-        self._restart_if_due(block.ok)
-        before = self._estimate(self.prototypes, block) if self.simultaneous else None
+    def step(self, contrast: Contrast, global_contrast: Contrast | None = None) -> Estimate:
+        """Restart if due, ``T_u`` updates, prediction."""
+        self.queue.push(contrast.batch)
+        self._restart_if_due(contrast.batch.ok)
+        before = self._estimate(self.prototypes, contrast) if self.simultaneous else None
         if self.updates:
-            self.fit(block)
-        self.steps += block.ok
-        return before or self._estimate(self.prototypes, block)
+            self.fit(contrast)
+        self.steps += contrast.batch.ok
+        return before or self._estimate(self.prototypes, contrast)
 
     @torch.no_grad()
-    def predict(self, block: GatheredBatch) -> Estimate:
-        """See :class:`Normalizer`; before the first step the prediction of a restart from this very block."""
-        fresh = repeated_block(block, self.ring.capacity)
-        return self._estimate(torch.where(self.steps > 0, self.prototypes, fresh), block)
+    def predict(self, contrast: Contrast) -> Estimate:
+        """Prediction of the stored prototypes; before the first step, of a restart from this batch."""
+        fresh = repeated_batch(contrast.batch, self.queue.capacity)
+        return self._estimate(torch.where(self.steps > 0, self.prototypes, fresh), contrast)
 
     def _restart_if_due(self, ok: Tensor) -> None:
         due = self.steps == 0 if self.restart_every is None else self.steps % self.restart_every == 0
         due = due & ok
         if due.is_cpu and not due:
             return
-        self.prototypes.copy_(torch.where(due, self.ring.repeated(), self.prototypes))
+        self.prototypes.copy_(torch.where(due, self.queue.repeated(), self.prototypes))
         if self.reset:
             self.accumulator.masked_fill_(due, 0)
 
     @torch.no_grad()
-    def fit(self, block: GatheredBatch) -> None:
-        """``T_u`` updates on the block, which all processes share where that saves more than it costs."""
-        parts = block.world_size if shares_prototypes(self.prototypes, block) else 1
-        size = self.ring.capacity // parts
+    def fit(self, contrast: Contrast) -> None:
+        """``T_u`` updates on the batch. The processes share them if that saves more than it costs."""
+        batch = contrast.batch
+        parts = batch.world_size if shares_prototypes(self.prototypes, batch) else 1
+        size = self.queue.capacity // parts
         first = distributed.rank() * size if parts > 1 else 0
         part = slice(first, first + size)
         fit = _Fit(
-            block,
+            contrast,
             self.prototypes[:, part],
             self.accumulator[:, part],
-            number=self.ring.capacity,
+            number=self.queue.capacity,
             shared=parts > 1,
             eps=self.eps,
             objective=self.objective,
@@ -209,18 +253,21 @@ class PrototypeNormalizer(Normalizer):
                 gathered = distributed.all_gather(state[:, part].transpose(0, 1))
                 state.copy_(gathered.transpose(0, 1))
 
-    def _estimate(self, prototypes: Tensor, block: GatheredBatch) -> Estimate:
-        directions = prototypes / norms_of(prototypes)
-        estimate = estimate_from_prototypes(directions, block, self.eps, self.alpha_gradient)
-        alpha = block.gather_own(estimate.alpha)
+    def _estimate(self, prototypes: Tensor, contrast: Contrast) -> Estimate:
+        directions = prototypes / _norms_of(prototypes)
+        estimate = estimate_from_prototypes(directions, contrast, self.eps, self.alpha_gradient)
+        alpha = contrast.batch.gather_local(estimate.alpha)
         if not self.alpha_gradient:
             return Estimate(alpha)
-        return Estimate(alpha, feature_gradient=lambda weights: estimate.feature_gradient(weights, block))
+        return Estimate(alpha, feature_gradient=lambda weights: estimate.feature_gradient(weights, contrast))
 
 
-@dataclass
+# --- its training ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class _FitAnchors:
-    """Some anchors of a fit, with what does not change from one update to the next.
+    """Some anchors of a fit, with what stays the same from one update to the next.
 
     Attributes:
         scaled: ``e_i/τ_i``, ``(2, b, d)``.
@@ -238,25 +285,25 @@ class _FitAnchors:
 
 
 class _Fit:
-    """Updates of prototypes on one block.
+    """Updates of prototypes on one batch.
 
-    The gradient has a closed form and needs no graph: two matrix products an update. With unit columns ``Ŵ`` and the shares
-    ``p_ij`` of the prototypes in ``exp(α_i)``, ``∂/∂cos_ij = (∂objective_i/∂α_i)·p_ij/(τ_i·B)`` and ``∂cos_ij/∂W_j =
-    (e_i − cos_ij·Ŵ_j)/‖W_j‖``.
+    The gradient has a closed form and needs no graph: two matrix products an update. With unit prototypes ``Ŵ`` and their
+    shares ``p_ij`` in ``exp(α_i)``, ``∂/∂cos_ij = (∂objective_i/∂α_i)·p_ij/(τ_i·B)`` and
+    ``∂cos_ij/∂W_j = (e_i − cos_ij·Ŵ_j)/‖W_j‖``.
 
     Args:
-        block: the samples.
-        prototypes, accumulator: ``(2, m, d)``, updated in place; of all prototypes, or of this process's part.
-        number: of all prototypes.
-        shared: whether the processes have a part each; an update then exchanges ``4·B`` scalars.
+        contrast: the samples.
+        prototypes, accumulator: ``(2, m, d)``, updated in place; all prototypes, or this process's part.
+        number: number of all prototypes.
+        shared: whether each process has a part; an update then exchanges ``4·B`` scalars.
         eps: ε.
-        objective: what is minimised, see :func:`functional.objective_slope`.
+        objective: see :func:`_objective_slope`.
         lr: AdaGrad's learning rate.
     """
 
     def __init__(
         self,
-        block: GatheredBatch,
+        contrast: Contrast,
         prototypes: Tensor,
         accumulator: Tensor,
         *,
@@ -270,29 +317,30 @@ class _Fit:
         self.shared = shared
         self.eps = eps
         self.objective = objective
-        self.count = block.count
-        # Used in every update: on the CPU fresh memory of this size costs as much as a pass over it.
+        self.count = contrast.batch.count
+        # Reused in every update: on the CPU fresh memory of this size costs as much as a pass over it.
         self.directions, self.gradient = prototypes.new_empty((2, *prototypes.shape))
         self.adagrad = InnerAdagrad(prototypes, self.gradient, accumulator, lr)
-        self.chunks = list(self._chunks(block, number))
+        self.chunks = list(self._chunks(contrast, number))
 
-    def _chunks(self, block: GatheredBatch, number: int) -> Iterator[_FitAnchors]:
+    def _chunks(self, contrast: Contrast, number: int) -> Iterator[_FitAnchors]:
+        batch = contrast.batch
         size = self.prototypes.shape[1]
-        scaled = block.features / block.tau[:, :, None]
-        offset = _log_offset(block, number)
-        factor = torch.where(block.valid, F.objective_factor(self.objective, block.tau), 0)
+        scaled = batch.features / contrast.tau[:, :, None]
+        offset = _log_offset(contrast, number)
+        factor = torch.where(batch.valid, _objective_factor(self.objective, contrast.tau), 0)
         terms = None
-        for anchors in anchor_chunks(slice(0, block.size), size):
+        for anchors in anchor_chunks(slice(0, batch.size), size):
             length = anchors.stop - anchors.start
             if terms is None:
                 # Prototypes along the rows: both products then read their first factor row by row.
                 terms = scaled.new_empty(2, size, length)
-            rows = (values[:, anchors] for values in (scaled, offset, block.log_estimate, factor))
+            rows = (values[:, anchors] for values in (scaled, offset, contrast.log_estimate, factor))
             yield _FitAnchors(*rows, terms=terms[:, :, :length])
 
     def update(self) -> None:
         """One AdaGrad step."""
-        norms = norms_of(self.prototypes)
+        norms = _norms_of(self.prototypes)
         directions = torch.div(self.prototypes, norms, out=self.directions)
         for position, anchors in enumerate(self.chunks):
             self._add_gradient(directions, anchors, first=position == 0)
@@ -301,33 +349,70 @@ class _Fit:
         self.adagrad.step()
 
     def _add_gradient(self, directions: Tensor, anchors: _FitAnchors, first: bool) -> None:
-        """Add some anchors' part of the gradient in the directions; the first ones overwrite what was there."""
+        """Add some anchors' part of the gradient in the directions; the first part overwrites the buffer."""
         terms = torch.bmm(directions, anchors.scaled.transpose(1, 2), out=anchors.terms)
-        largest = F.shifted_exp_(terms, dim=1)
+        largest = log_math.shifted_exp_(terms, dim=1)
         log_sum = largest + terms.sum(dim=1).log_()
         if self.shared:
             log_sum = distributed.log_add_over_ranks(log_sum)
-        alpha = F.log_add(log_sum - anchors.offset, self.eps)
+        alpha = log_math.log_add(log_sum - anchors.offset, self.eps)
         scale = (largest - anchors.offset - alpha).exp_()
-        slope = anchors.factor * F.objective_slope(self.objective, anchors.log_estimate - alpha)
+        slope = anchors.factor * _objective_slope(self.objective, anchors.log_estimate - alpha)
         pull = (slope.div_(self.count).mul_(scale))[:, :, None] * anchors.scaled
         self.gradient.baddbmm_(terms, pull, beta=0 if first else 1)
 
 
-def norms_of(prototypes: Tensor) -> Tensor:
-    """``(2, m, 1)``."""
-    return torch.linalg.vector_norm(prototypes, dim=2, keepdim=True).clamp_(min=_SMALLEST_NORM)
+def _objective_slope(name: str, log_ratio: Tensor) -> Tensor:
+    """Derivative in ``α`` of what the prototypes minimise, per anchor, over :func:`_objective_factor`.
+
+    ``unified``: ``τ·(exp(−α)(ε+g) + α)`` [12]; ``l2-log``: ``½(α − log(ε+g))²`` (section 5.2).
+
+    Args:
+        name: which.
+        log_ratio: ``log(ε+g) − α``.
+    """
+    return 1 - log_math.saturating_exp(log_ratio) if name == "unified" else -log_ratio
 
 
-def shares_prototypes(prototypes: Tensor, block: GatheredBatch) -> bool:
+def _objective_factor(name: str, tau: Tensor) -> Tensor:
+    """The factor of what the prototypes minimise that does not depend on ``α``: ``τ``, or 1."""
+    return tau if name == "unified" else torch.ones_like(tau)
+
+
+def shares_prototypes(prototypes: Tensor, batch: GatheredBatch) -> bool:
     """Whether each process fits its own part of the prototypes instead of all of them.
 
-    The arithmetic, ``8·B·m·d`` flops an update, falls to ``1/K`` (the restart and the estimate are not concerned); an update
-    gains an exchange of ``4·B`` scalars, and a step one of ``4·m·d`` values (``docs/performance.md``). Decided from the sizes
-    alone, so that all processes decide alike.
+    The arithmetic of an update, ``8·B·m·d`` flops, then falls to ``1/K`` (restart and estimate stay whole). In return an
+    update exchanges ``4·B`` scalars, and a step ``4·m·d`` values (``docs/performance.md``). The sizes alone decide, so that
+    all processes decide alike.
     """
     _, number, width = prototypes.shape
-    if block.world_size == 1 or number % block.world_size:
+    if batch.world_size == 1 or number % batch.world_size:
         return False
     least = MIN_FLOPS_TO_SHARE.get(prototypes.device.type, MIN_FLOPS_TO_SHARE["cuda"])
-    return 8 * block.size * number * width >= least
+    return 8 * batch.size * number * width >= least
+
+
+METHOD = Method(
+    name="neuclip",
+    normalizer="prototypes",
+    temperature_scheme="global",
+    normalizer_defaults={"alpha_gradient": True},
+    temperature_defaults={"lr_tau": 1.25e-4},
+    parts=(NormalizerPart("prototypes", PrototypeNormalizer, objective=Unified),),
+    options=(
+        Option(
+            "restart_every",
+            int,
+            500,
+            "steps between two restarts of the prototypes; none: never",
+            symbol="T_r",
+            minimum=1,
+            nullable=True,
+        ),
+        Option("normalizer_reset", bool, True, "empty AdaGrad's accumulators when the prototypes restart"),
+        Option(
+            "simultaneous", bool, False, "predict with the network as it was before this step's updates (Algorithm 3)"
+        ),
+    ),
+)

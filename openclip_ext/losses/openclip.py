@@ -1,4 +1,12 @@
-"""OpenCLIP's own losses behind the same interface, their arithmetic unchanged."""
+"""OpenCLIP's own losses, ``ClipLoss`` and ``SigLipLoss``, behind the interface of all losses. Their arithmetic is unchanged.
+
+CLIP: Radford et al., *Learning Transferable Visual Models From Natural Language Supervision*, ICML 2021. SigLIP: Zhai et al.,
+*Sigmoid Loss for Language Image Pre-Training*, ICCV 2023. Page: ``docs/methods/openclip-siglip.md``.
+
+Example:
+    >>> loss = openclip_ext.create_loss("openclip")
+    >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
+"""
 
 import math
 from dataclasses import replace
@@ -9,15 +17,15 @@ from open_clip.loss import ClipLoss, CoCaLoss, DistillClipLoss, SigLipLoss
 from torch import Tensor, nn
 
 from openclip_ext import distributed
-from openclip_ext.contrastive import log_math as F
-from openclip_ext.contrastive.batch import LocalBatch, gather_batch
-from openclip_ext.contrastive.loss import ContrastiveLoss, without_autocast
-from openclip_ext.contrastive.similarities import Similarities
-from openclip_ext.contrastive.temperature import global_temperatures
+from openclip_ext.contrastive.batch import LocalBatch
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.minibatch import contrast_minibatch
+from openclip_ext.losses.method import Method, WholeLoss
+from openclip_ext.losses.options import Option
 
 
 class _OpenClipAdapter(ContrastiveLoss):
-    """Passes a batch, and other outputs of the model, on to a loss of OpenCLIP's."""
+    """Passes a batch, and the model's other outputs, to a loss of OpenCLIP."""
 
     follows_autocast = True
     _logit_scale: Tensor | None = None
@@ -61,7 +69,6 @@ class OpenClipLoss(_OpenClipAdapter):
         self.distill = DistillClipLoss(**common)
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
-        """As OpenCLIP's."""
         features = {"image_features": batch.image, "text_features": batch.text, "logit_scale": batch.logit_scale}
         loss: nn.Module = self.clip
         if "dist_image_features" in outputs:
@@ -89,9 +96,10 @@ class OpenClipLoss(_OpenClipAdapter):
     def log_normalizers(
         self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`ContrastiveLoss`; the mini-batch estimate ``log g``, which this loss in effect uses."""
+        """The mini-batch estimate ``log g``, which this loss in effect uses."""
         batch = self._batch(image_features, text_features, logit_scale, None)
-        log_g, _ = _minibatch_log_g(batch, gather=True)
+        contrast = contrast_minibatch(batch, gather=True)
+        log_g = contrast.log_g[:, contrast.batch.local]
         return log_g[0], log_g[1]
 
 
@@ -115,7 +123,6 @@ class SiglipLoss(_OpenClipAdapter):
         )
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
-        """As OpenCLIP's."""
         self._logit_scale = batch.logit_scale.detach()
         image, text = batch.image.detach(), batch.text.detach()
         self._last = replace(batch, image=image, text=text, logit_scale=self._logit_scale, index=None)
@@ -128,15 +135,35 @@ class SiglipLoss(_OpenClipAdapter):
         """
         metrics = super().metrics()
         if metrics and len(self._last.image) > 1:
-            log_g, negatives = _minibatch_log_g(self._last, gather=False)
-            metrics |= {"infonce": F.infonce(log_g, negatives).mean().item(), "chance": math.log(log_g.shape[1])}
+            infonce = contrast_minibatch(self._last, gather=False).infonce().mean()
+            metrics |= {"infonce": infonce.item(), "chance": math.log(len(self._last.image))}
         return metrics
 
 
-@torch.no_grad()
-def _minibatch_log_g(batch: LocalBatch, gather: bool) -> tuple[Tensor, Tensor]:
-    """``log g`` of this process's samples ``(2, B_local)`` and the number of their negatives."""
-    with without_autocast(batch.image):
-        block = gather_batch(batch, None, gather)
-        block.tau = global_temperatures(block)
-        return Similarities(block).log_g()[:, block.own], block.negatives
+METHODS = (
+    Method(
+        name="openclip",
+        whole=WholeLoss(OpenClipLoss),
+        options=(
+            Option("local_loss", bool, False, "rows of this process only", openclip_flag=True),
+            Option("gather_with_grad", bool, False, "gather the features with gradient", openclip_flag=True),
+            Option("coca_caption_loss_weight", float, 2.0, "weight of CoCa's caption loss", openclip_flag=True),
+            Option("coca_contrastive_loss_weight", float, 1.0, "weight of CoCa's contrastive loss", openclip_flag=True),
+        ),
+    ),
+    Method(
+        name="siglip",
+        whole=WholeLoss(SiglipLoss),
+        options=(
+            Option(
+                "loss_dist_impl",
+                str,
+                None,
+                "how SigLIP's features travel between processes",
+                choices=("bidir", "shift", "reduce", "gather"),
+                openclip_flag=True,
+                nullable=True,
+            ),
+        ),
+    ),
+)

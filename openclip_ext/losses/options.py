@@ -1,15 +1,11 @@
-"""Every option of every loss, in one table.
+"""The options that several methods share. A method's own options are in its file; the registry collects all of them.
 
-The command line's flags, the documentation and the checks of :func:`openclip_ext.create_loss` are all made from it, and
-which part of a loss uses which option is read off the parts' constructors. Nothing heavy is imported here: ``--help``
-must be quick.
+The command line's flags, the tables in the documentation and the checks of :func:`openclip_ext.create_loss` are made from
+the options. A part uses the options that are keyword-only arguments of its constructor.
 """
 
 from dataclasses import dataclass
 from typing import Any
-
-NORMALIZER_NAMES = ("minibatch", "moving-average", "mlp", "prototypes", "queue")
-TEMPERATURE_SCHEME_NAMES = ("constant", "global", "per-sample", "predicted")
 
 
 @dataclass(frozen=True)
@@ -19,13 +15,13 @@ class Option:
     Attributes:
         name: the keyword of ``create_loss``.
         type: what a value is parsed as (``bool`` options become ``--name`` / ``--no-name``).
-        default: the value where neither the loss nor its parts have one of their own.
-        help: what it does, for ``--help`` and the documentation.
+        default: the value unless the loss or its parts have a default of their own.
+        help: its effect, for ``--help`` and the documentation.
         symbol: the papers' symbol.
-        choices: the accepted values, if they are few.
+        choices: the accepted values, or None for any.
         minimum, maximum: the accepted range, both ends included.
         exclusive_minimum: an open lower end.
-        flag: the command-line flag, where it is not the name with hyphens.
+        flag: the command-line flag, unless it is the name with hyphens.
         nullable: None ("none" on the command line) is a value; ``help`` says what it means.
         openclip_flag: OpenCLIP's command line has this flag already.
     """
@@ -51,7 +47,7 @@ class Option:
         """Return ``value`` as the option's type.
 
         Raises:
-            ValueError: if it is no such value, saying what was found and what is accepted.
+            ValueError: it is not a value of this option; the message says what was found and what is accepted.
         """
         if value is None:
             if self.nullable:
@@ -65,10 +61,10 @@ class Option:
         return converted
 
     def parse(self, text: str) -> Any:
-        """The value a command line's text stands for; ``none`` is None where the option has it.
+        """Convert a command line's text; ``none`` is None for a nullable option.
 
         Raises:
-            ValueError: as :meth:`check` does.
+            ValueError: as :meth:`check`.
         """
         if self.nullable and text.lower() == "none":
             return None
@@ -111,29 +107,14 @@ class Option:
 
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a string"}
 
-_ALL = (
-    # What the loss is made of.
-    Option(
-        "normalizer",
-        str,
-        None,
-        "how the log-normalizers are estimated (default: as the loss says)",
-        choices=NORMALIZER_NAMES,
-        nullable=True,
-    ),
-    Option(
-        "temperature_scheme",
-        str,
-        None,
-        "what happens to the temperature (default: as the loss says)",
-        choices=TEMPERATURE_SCHEME_NAMES,
-        nullable=True,
-    ),
+
+SHARED_OPTIONS = (
+    # What is contrasted.
     Option(
         "views",
         int,
         1,
-        "what is contrasted; 1: images with texts, 2: two augmented views of each image, without texts",
+        "1: contrast images with texts; 2: contrast two augmented views of each image, without texts",
         minimum=1,
         maximum=2,
     ),
@@ -170,7 +151,7 @@ _ALL = (
         "temperature",
         float,
         None,
-        "the temperature to start from, or to keep where it is constant; none: the model's (OpenCLIP: 0.07)",
+        "start value of the temperature, or its value if constant; none: the model's (OpenCLIP: 0.07)",
         symbol="τ",
         exclusive_minimum=0.0,
         nullable=True,
@@ -181,36 +162,11 @@ _ALL = (
         "lr_tau",
         float,
         None,
-        "learning rate of the temperature (constant); none: that of the encoders, with its schedule",
+        "learning rate of the temperature (constant); none: the encoders' learning rate, with its schedule",
         minimum=0.0,
         nullable=True,
     ),
-    # Moving average.
-    Option(
-        "gamma",
-        float,
-        0.2,
-        "weight of the new estimate in the moving average",
-        symbol="γ_min",
-        minimum=0.0,
-        maximum=1.0,
-    ),
-    Option(
-        "gamma_schedule",
-        str,
-        "cosine",
-        "constant, or from 1 down to gamma over the first gamma_decay_epochs",
-        choices=("constant", "cosine"),
-    ),
-    Option(
-        "gamma_decay_epochs",
-        int,
-        None,
-        "epochs in which gamma falls to its final value; none: half of the epochs",
-        symbol="E",
-        minimum=1,
-        nullable=True,
-    ),
+    # Schedules.
     Option(
         "epochs",
         int,
@@ -225,33 +181,23 @@ _ALL = (
         "state_device",
         str,
         "auto",
-        "where state of each sample lies; auto: with the model while a rank's part of a table is at most 1 GiB, else in the "
-        "host's memory",
+        "placement of per-sample state; auto: the model's device up to 1 GiB a table and rank, else host memory",
         choices=("auto", "model", "cpu"),
     ),
     Option(
         "state_dir",
         str,
         None,
-        "folder (fast, local, not a network's) for a memory-mapped file that holds the state of each sample; none: in memory",
+        "keep per-sample state in a memory-mapped file in this folder (fast and local, no network); none: in memory",
         nullable=True,
     ),
-    # Networks that predict the normalizers.
+    # Estimates from embeddings.
     Option("prototypes", int, 4096, "number of prototypes", symbol="m", minimum=1),
-    Option(
-        "restart_every",
-        int,
-        500,
-        "steps between two restarts of the prototypes; none: never",
-        symbol="T_r",
-        minimum=1,
-        nullable=True,
-    ),
     Option(
         "normalizer_updates",
         int,
         10,
-        "updates of the normalizer network on one batch",
+        "updates of the normalizer network per step",
         symbol="T_u (NeuCLIP), T_λ (AmorLIP)",
         minimum=0,
     ),
@@ -263,79 +209,23 @@ _ALL = (
         "what the normalizer network minimises",
         choices=("unified", "l2-log", "kl", "js", "kl-printed"),
     ),
-    Option("normalizer_reset", bool, True, "empty AdaGrad's accumulators when the prototypes restart"),
     Option(
         "alpha_gradient",
         bool,
         False,
-        "let the gradient of the predicted log-normalizers reach the encoders, as NeuCLIP's (12) reads literally",
+        "let the gradient of the predicted log-normalizers reach the encoders (NeuCLIP's equation 12, read literally)",
     ),
-    Option("simultaneous", bool, False, "predict with the network as it was before this step's updates (Algorithm 3)"),
-    Option(
-        "batch_weight",
-        float,
-        0.5,
-        "share of the current batch in the normalizer of the queue; bounds the weights by its inverse",
-        symbol="λ",
-        minimum=0.0,
-        maximum=1.0,
-    ),
-    Option(
-        "leave_own_out",
-        bool,
-        False,
-        "leave an anchor's own pair out of the queue: a smaller error, and weights without the bound that it gives them",
-    ),
-    Option(
-        "width_factor", float, 0.5, "hidden width of the MLP over the embedding's", symbol="f_d", exclusive_minimum=0.0
-    ),
-    Option("fit_every", int, 1, "steps between two fits of the MLP", symbol="T_online", minimum=1),
-    Option("target_every", int, 1, "steps between two updates of the target network", symbol="T_target", minimum=1),
-    Option("ema_decay", float, 0.0, "decay of the target network", symbol="α", minimum=0.0, maximum=1.0),
-    Option(
-        "previous_weight",
-        float,
-        0.0,
-        "final weight of the previous epoch's target network in the MLP's target",
-        symbol="β_T",
-        minimum=0.0,
-        maximum=1.0,
-    ),
-    Option("reinitialize", bool, False, "re-initialise the MLP at every epoch's start (Algorithm 1, line 4)"),
-    Option("negatives_only", bool, False, "leave the positive pair out of the partition function the MLP fits"),
-    Option(
-        "gather_stage2",
-        bool,
-        False,
-        "AmorLIP's second stage on the global batch instead of each process's own",
-    ),
-    # Projections of a loss's own.
+    # Networks of a loss's own.
     Option(
         "projection_dim",
         int,
         None,
-        "width of the space into which a loss projects the embeddings; none: as wide as they are",
+        "width of the loss's projection of the embeddings; none: the embeddings' width",
         minimum=1,
         nullable=True,
     ),
-    Option("seed", int, 0, "start of the loss's own networks", openclip_flag=True),
-    # OpenCLIP's own losses.
-    Option("local_loss", bool, False, "rows of this process only", openclip_flag=True),
-    Option("gather_with_grad", bool, False, "gather the features with gradient", openclip_flag=True),
-    Option(
-        "loss_dist_impl",
-        str,
-        None,
-        "how SigLIP's features travel between processes",
-        choices=("bidir", "shift", "reduce", "gather"),
-        openclip_flag=True,
-        nullable=True,
-    ),
-    Option("coca_caption_loss_weight", float, 2.0, "weight of CoCa's caption loss", openclip_flag=True),
-    Option("coca_contrastive_loss_weight", float, 1.0, "weight of CoCa's contrastive loss", openclip_flag=True),
+    Option("seed", int, 0, "seed of the loss's own networks", openclip_flag=True),
 )
 
-# Where state lies: of the machine, not of the method.
+# Placement of state: a property of the machine, not of the method.
 PLACEMENT_OPTIONS = ("state_device", "state_dir")
-
-OPTIONS: dict[str, Option] = {option.name: option for option in _ALL}

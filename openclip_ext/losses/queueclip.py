@@ -1,33 +1,54 @@
-"""Prototypes that are a queue of recent embeddings, untrained. In none of the papers."""
+"""queueclip: NeuCLIP's prediction from a queue of recent embeddings, untrained. In none of the papers.
+
+The ``m`` most recent samples' embeddings, this batch's included, take the place of NeuCLIP's prototypes, and the batch has a
+share λ (a defensive mixture)::
+
+    α_queue,i = log( ε + (1/m) Σ_j exp((s_ij − s_ii)/τ) ),   j over the queue
+    exp(α_i)  = (1−λ)·exp(α_queue,i) + λ·(ε + g_i)
+
+The share bounds the weights ``exp(−α)(ε+g)`` by ``1/λ``. The gradient of both parts of ``α`` reaches the encoders, which
+makes the queue a control variate for the batch: with ``r = g_batch/g_queue`` the coefficients of ``∇log g_batch`` and
+``∇log g_queue`` sum to one.
+
+Naive float64 version: ``QueueClip`` in ``tests/references/prototypes.py``. Page: ``docs/methods/queueclip.md``.
+
+Example:
+    >>> loss = openclip_ext.create_loss("queueclip", embed_dim=512, prototypes=4096)
+    >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
+    >>> sum(terms.values()).backward()
+"""
 
 import torch
 from torch import Tensor
 
-from openclip_ext.contrastive import log_math as F
-from openclip_ext.contrastive.batch import GatheredBatch
-from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_block
+from openclip_ext.contrastive import log_math
+from openclip_ext.contrastive.batch import Contrast
+from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_batch
+from openclip_ext.contrastive.estimands import NegativesMean
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
+from openclip_ext.contrastive.objectives import Unified
+from openclip_ext.losses.method import Method, NormalizerPart
 from openclip_ext.losses.neuclip import estimate_from_prototypes
+from openclip_ext.losses.options import Option
 
 
 class QueueNormalizer(Normalizer):
-    """NeuCLIP's prediction [10, 11] with the ``m`` most recent samples' embeddings, this batch's included, as prototypes.
+    """NeuCLIP's prediction [NeuCLIP 10, 11] from the queue, mixed with the batch.
 
-    An anchor's own embedding is among them, unless ``leave_own_out``: it makes the estimate too large, and so bounds the
-    weights from above.
-
-    With λ > 0 a defensive mixture with the batch, ``exp(α) = (1−λ)·exp(α_queue) + λ·(ε + g)``: it bounds the weights
-    ``exp(−α)(ε+g)`` by ``1/λ``. With ``alpha_gradient`` the gradient of both parts reaches the encoders: the queue is then
-    a control variate for the batch.
+    An anchor's own pair is in the queue, unless ``leave_own_out``. It makes the estimate too large, and so bounds the weights
+    from above.
 
     Args:
         embed_dim: width ``d`` of the embeddings.
         eps: ε.
         prototypes: length ``m`` of the queue.
         batch_weight: λ.
-        leave_own_out: average over the queue without the anchor's own embedding, as the exact normalizer does.
+        leave_own_out: average over the queue without the anchor's own pair, as the exact normalizer does.
         alpha_gradient: let α's gradient reach the encoders.
     """
+
+    estimates = (NegativesMean,)
+    differentiable = True
 
     def __init__(
         self,
@@ -46,33 +67,62 @@ class QueueNormalizer(Normalizer):
         self.batch_weight = batch_weight
         self.leave_own_out = leave_own_out
         self.alpha_gradient = alpha_gradient
-        self.ring = EmbeddingQueue(prototypes, embed_dim)
+        self.queue = EmbeddingQueue(prototypes, embed_dim)
 
     @torch.no_grad()
-    def step(self, block: GatheredBatch) -> Estimate:
-        """See :class:`Normalizer`."""
-        own_rows = self.ring.push(block)
-        return self._estimate(self.ring.rows, self.ring.multiplicity(), block, own_rows if self.leave_own_out else None)
+    def step(self, contrast: Contrast, global_contrast: Contrast | None = None) -> Estimate:
+        """Add the batch to the queue, and estimate from it."""
+        rows = self.queue.push(contrast.batch)
+        left_out = rows if self.leave_own_out else None
+        return self._estimate(self.queue.rows, self.queue.multiplicity(), contrast, left_out)
 
     @torch.no_grad()
-    def predict(self, block: GatheredBatch) -> Estimate:
-        """See :class:`Normalizer`; from the queue as it is, and from this very block while the queue is empty."""
-        empty = self.ring.filled == 0
-        rows = torch.where(empty, repeated_block(block, self.ring.capacity), self.ring.rows)
-        return self._estimate(rows, torch.where(empty, 1, self.ring.multiplicity()), block)
+    def predict(self, contrast: Contrast) -> Estimate:
+        """Estimate from the queue as it is; from this batch while the queue is empty."""
+        empty = self.queue.filled == 0
+        rows = torch.where(empty, repeated_batch(contrast.batch, self.queue.capacity), self.queue.rows)
+        return self._estimate(rows, torch.where(empty, 1, self.queue.multiplicity()), contrast)
 
     def _estimate(
-        self, rows: Tensor, multiplicity: Tensor, block: GatheredBatch, left_out: Tensor | None = None
+        self, rows: Tensor, multiplicity: Tensor, contrast: Contrast, left_out: Tensor | None = None
     ) -> Estimate:
+        batch = contrast.batch
         directions = torch.nn.functional.normalize(rows, dim=2)
-        queue = estimate_from_prototypes(directions, block, self.eps, self.alpha_gradient, multiplicity, left_out)
-        queue_alpha = block.gather_own(queue.alpha)
-        alpha = F.log_mix(queue_alpha, block.log_estimate, self.batch_weight)
+        queue = estimate_from_prototypes(directions, contrast, self.eps, self.alpha_gradient, multiplicity, left_out)
+        queue_alpha = batch.gather_local(queue.alpha)
+        alpha = log_math.log_mix(queue_alpha, contrast.log_estimate, self.batch_weight)
         if not self.alpha_gradient:
             return Estimate(alpha)
-        queue_share = (1 - self.batch_weight) * F.saturating_exp(queue_alpha - alpha)[:, block.own]
+        queue_share = (1 - self.batch_weight) * log_math.saturating_exp(queue_alpha - alpha)[:, batch.local]
         return Estimate(
             alpha,
             batch_share=self.batch_weight,
-            feature_gradient=lambda weights: queue.feature_gradient(weights * queue_share, block),
+            feature_gradient=lambda weights: queue.feature_gradient(weights * queue_share, contrast),
         )
+
+
+METHOD = Method(
+    name="queueclip",
+    normalizer="queue",
+    temperature_scheme="global",
+    temperature_defaults={"lr_tau": 1.25e-4},
+    # Without its gradient the queue is no control variate for the batch.
+    parts=(NormalizerPart("queue", QueueNormalizer, objective=Unified, defaults={"alpha_gradient": True}),),
+    options=(
+        Option(
+            "batch_weight",
+            float,
+            0.5,
+            "share of the current batch in the normalizer of the queue; bounds the weights by its inverse",
+            symbol="λ",
+            minimum=0.0,
+            maximum=1.0,
+        ),
+        Option(
+            "leave_own_out",
+            bool,
+            False,
+            "leave the anchor's own pair out of the queue; lowers the estimation error and unbounds the weights",
+        ),
+    ),
+)

@@ -1,137 +1,81 @@
-"""From names to losses: which parts a method consists of, and which options they take."""
+"""From names to losses. Collects the METHODs of the files in this folder, and composes their parts."""
 
 import difflib
+import importlib
 import inspect
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from openclip_ext import losses
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer
-from openclip_ext.contrastive.objectives import SURROGATES
+from openclip_ext.contrastive.objectives import Contrastive, Objective, incompatibility
 from openclip_ext.contrastive.temperature import ConstantTemperature, GlobalTemperature, UnregularizedTemperature
-from openclip_ext.losses.amorlip import MlpNormalizer, PartitionNormalizer
-from openclip_ext.losses.cliplite import ClipLiteLoss
-from openclip_ext.losses.fastclip import MovingAverageNormalizer
-from openclip_ext.losses.isogclr import PerSampleTemperature
-from openclip_ext.losses.neuclip import PrototypeNormalizer
-from openclip_ext.losses.openclip import OpenClipLoss, SiglipLoss
-from openclip_ext.losses.options import OPTIONS
-from openclip_ext.losses.queueclip import QueueNormalizer
-from openclip_ext.losses.simclr import DynamicContrastiveLoss, SimClrLoss
-from openclip_ext.losses.tempnet import PredictedTemperature
+from openclip_ext.losses.method import Method, NormalizerPart, TemperaturePart
+from openclip_ext.losses.options import SHARED_OPTIONS, Option
 
-
-@dataclass(frozen=True)
-class _Part:
-    """A class a loss is made of, with what its options are where they are not the table's defaults.
-
-    Attributes:
-        build: the class. Its keyword-only arguments say which options it takes.
-        defaults: options' defaults.
-        surrogate: for normalizers, the surrogate they go with.
-    """
-
-    build: Callable[..., Any]
-    defaults: dict[str, Any] = field(default_factory=dict)
-    surrogate: str = "contrastive"
-
-
-_NORMALIZERS = {
-    "minibatch": _Part(MinibatchNormalizer),
-    "moving-average": _Part(MovingAverageNormalizer),
-    "mlp": _Part(MlpNormalizer, {"normalizer_lr": 1e-3}, surrogate="unified"),
-    "prototypes": _Part(PrototypeNormalizer, surrogate="unified"),
-    # Without its gradient the queue is no control variate for the batch.
-    "queue": _Part(QueueNormalizer, {"alpha_gradient": True}, surrogate="unified"),
-}
-_PARTITION_MLP = _Part(
-    PartitionNormalizer,
-    {
-        "normalizer_objective": "l2-log",
-        "normalizer_updates": 3,
-        "normalizer_lr": 1e-3,
-        "fit_every": 8,
-        "target_every": 2,
-        "ema_decay": 0.999,
-        "previous_weight": 0.8,
-        "reinitialize": True,
-    },
-    surrogate="partition",
+# The parts that come with the machinery.
+_SHARED_PARTS = (
+    NormalizerPart("minibatch", MinibatchNormalizer, objective=Contrastive),
+    TemperaturePart("constant", ConstantTemperature),
+    TemperaturePart("global", GlobalTemperature),
+    # Of two parts with the same name a loss takes the one that its objective allows.
+    TemperaturePart("global", UnregularizedTemperature),
 )
-_TEMPERATURES = {
-    "constant": _Part(ConstantTemperature),
-    "global": _Part(GlobalTemperature),
-    "per-sample": _Part(PerSampleTemperature, {"temperature": 0.03, "lr_tau": 0.0133, "rho": 7.0}),
-    "predicted": _Part(PredictedTemperature, {"lr_tau": 3e-5, "rho": 9.5}),
+
+
+def _discover_methods() -> Iterator[Method]:
+    """The ``METHOD``, or ``METHODS``, of each file in this folder."""
+    for module in pkgutil.iter_modules(losses.__path__):
+        contents = vars(importlib.import_module(f"{losses.__name__}.{module.name}"))
+        yield from contents.get("METHODS", ())
+        if "METHOD" in contents:
+            yield contents["METHOD"]
+
+
+METHODS: dict[str, Method] = {
+    method.name: method for method in sorted(_discover_methods(), key=lambda method: method.name)
 }
-_GLOBAL_WITHOUT_REGULARIZER = _Part(UnregularizedTemperature)
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A method of a paper as a combination of parts.
-
-    Attributes:
-        normalizer, temperature_scheme: names of the parts; both can be overridden.
-        normalizer_defaults, temperature_defaults: options in which the method differs from its parts' defaults; they go
-            with the method's own parts only.
-        surrogate: where it is not the normalizer's.
-        slow_when_small: FastCLIP-v3's third of the temperature's learning rate at ``τ ≤ 0.03``.
-    """
-
-    normalizer: str
-    temperature_scheme: str
-    normalizer_defaults: dict[str, Any] = field(default_factory=dict)
-    temperature_defaults: dict[str, Any] = field(default_factory=dict)
-    surrogate: str | None = None
-    slow_when_small: bool = False
-
-
-_CONSTANT_GAMMA = {"gamma": 0.8, "gamma_schedule": "constant"}
-_FASTCLIP_V3 = Preset("moving-average", "global", temperature_defaults={"lr_tau": 2e-4}, slow_when_small=True)
-_PRESETS = {
-    "sogclr": Preset("moving-average", "constant", normalizer_defaults=_CONSTANT_GAMMA),
-    "isogclr": Preset("moving-average", "per-sample", normalizer_defaults=_CONSTANT_GAMMA),
-    "fastclip": _FASTCLIP_V3,
-    "fastclip-v0": Preset("moving-average", "global", surrogate="unscaled"),
-    "fastclip-v1": Preset("moving-average", "constant"),
-    "fastclip-v2": Preset("moving-average", "per-sample"),
-    "fastclip-v3": _FASTCLIP_V3,
-    "tempnet": Preset("moving-average", "predicted"),
-    "amorlip": Preset(
-        "mlp",
-        "global",
-        temperature_defaults={"lr_tau": 2e-4, "rho_end": -8.0},
-        surrogate="partition",
-        slow_when_small=True,
+_PARTS = [*_SHARED_PARTS, *(part for method in METHODS.values() for part in method.parts)]
+_NORMALIZERS = [part for part in _PARTS if isinstance(part, NormalizerPart)]
+_TEMPERATURES = [part for part in _PARTS if isinstance(part, TemperaturePart)]
+NORMALIZER_NAMES = tuple(dict.fromkeys(part.name for part in _NORMALIZERS))
+TEMPERATURE_SCHEME_NAMES = tuple(dict.fromkeys(part.name for part in _TEMPERATURES))
+_COMPOSITION_OPTIONS = (
+    Option(
+        "normalizer",
+        str,
+        None,
+        "estimator of the log-normalizers (default: the loss's own)",
+        choices=NORMALIZER_NAMES,
+        nullable=True,
     ),
-    "neuclip": Preset(
-        "prototypes",
-        "global",
-        normalizer_defaults={"alpha_gradient": True},
-        temperature_defaults={"lr_tau": 1.25e-4},
+    Option(
+        "temperature_scheme",
+        str,
+        None,
+        "where the temperature comes from (default: the loss's own)",
+        choices=TEMPERATURE_SCHEME_NAMES,
+        nullable=True,
     ),
-    "queueclip": Preset("queue", "global", temperature_defaults={"lr_tau": 1.25e-4}),
+)
+OPTIONS: dict[str, Option] = {
+    option.name: option
+    for options in (_COMPOSITION_OPTIONS, SHARED_OPTIONS, *(method.options for method in METHODS.values()))
+    for option in options
 }
-_SIMCLR = {"temperature": 0.1, "projection_dim": 128}
-_STANDALONE = {
-    "openclip": _Part(OpenClipLoss),
-    "siglip": _Part(SiglipLoss),
-    "cliplite": _Part(ClipLiteLoss, {"temperature": 0.07}),
-    "simclr": _Part(SimClrLoss, _SIMCLR | {"views": 2}),
-}
-# Losses of two views of each image; the names have another meaning (or none) with one.
-_TWO_VIEWS = {
-    "simclr": _STANDALONE["simclr"],
-    "sogclr": _Part(DynamicContrastiveLoss, _SIMCLR | _CONSTANT_GAMMA | {"views": 2}),
+_REQUIREMENTS = {
+    "embed_dim": "the width of the model's embeddings",
+    "num_samples": "the number of training samples, the size of the index space (the manifest's)",
 }
 
 
 def list_losses() -> list[str]:
-    """The names :func:`create_loss` and ``--loss`` take."""
-    return [*_STANDALONE, *_PRESETS]
+    """The names that :func:`create_loss` and ``--loss`` take."""
+    return list(METHODS)
 
 
 def create_loss(
@@ -143,14 +87,14 @@ def create_loss(
         name: one of :func:`list_losses`.
         embed_dim: width of the embeddings; needed by losses with a network or prototypes, ignored by others.
         num_samples: size of the index space; needed by losses that keep state for each sample, ignored by others.
-        options: see :data:`openclip_ext.losses.options.OPTIONS`; all have a default.
+        options: see :data:`OPTIONS`; all have a default.
 
     Returns:
         A module whose call is ``loss(image_features, text_features, logit_scale, index=index, output_dict=True)``.
 
     Raises:
-        ValueError: an unknown loss, an option no part of this loss uses, a value out of range, a combination that makes no
-            sense, or a missing ``embed_dim`` or ``num_samples``.
+        ValueError: an unknown loss, an option that no part of this loss uses, a value out of range, parts that make no loss
+            together, or a missing ``embed_dim`` or ``num_samples``.
 
     Example:
         >>> loss = create_loss("neuclip", embed_dim=512, prototypes=1024)
@@ -162,17 +106,18 @@ def create_loss(
     unused = sorted(set(options) - set(defaults))
     if unused:
         raise ValueError(
-            f"{_listed(unused)}: not used by the loss {composition.title!r}, which takes {', '.join(sorted(defaults))}"
+            f"{', '.join(f'{option}=' for option in unused)}: not used by the loss {composition.title!r}, which takes "
+            f"{', '.join(sorted(defaults))}"
         )
     values = defaults | {option: OPTIONS[option].check(value) for option, value in options.items()}
-    needed = {"embed_dim": embed_dim, "num_samples": num_samples}
-    return composition.build(values | _required(composition, needed))
+    sizes = _check_sizes(composition, {"embed_dim": embed_dim, "num_samples": num_samples})
+    return composition.build(values, sizes)
 
 
 def options_used_by(
     name: str, normalizer: str | None = None, temperature_scheme: str | None = None, views: int | None = None
 ) -> dict[str, Any]:
-    """The options a loss takes, with the defaults they have there.
+    """The options of a loss, with the defaults that they have there.
 
     Args:
         name: one of :func:`list_losses`.
@@ -188,116 +133,120 @@ def options_used_by(
 def requirements_of(
     name: str, normalizer: str | None = None, temperature_scheme: str | None = None, views: int | None = None
 ) -> set[str]:
-    """Which of ``embed_dim`` and ``num_samples`` a loss cannot do without."""
+    """Which of ``embed_dim`` and ``num_samples`` a loss needs."""
     return _compose(name, normalizer, temperature_scheme, views).keywords() & _REQUIREMENTS.keys()
-
-
-_REQUIREMENTS = {
-    "embed_dim": "the width of the model's embeddings",
-    "num_samples": "the number of training samples, the size of the index space (the manifest's)",
-}
 
 
 @dataclass(frozen=True)
 class _Composition:
-    """Resolved parts of a loss: one that is whole, or a surrogate, a normalizer and a temperature scheme."""
+    """The classes that a loss is built from, with their arguments' defaults.
+
+    Attributes:
+        title: for messages.
+        classes: a whole loss; or objective, normalizer and temperature scheme.
+        option_defaults: over the options' own defaults.
+        part_names: the options that name its parts, with their values.
+        fixed: arguments that are no options.
+    """
 
     title: str
-    parts: tuple[_Part, ...]
-    names: dict[str, str] = field(default_factory=dict)
-    overrides: dict[str, Any] = field(default_factory=dict)
+    classes: tuple[type, ...]
+    option_defaults: dict[str, Any]
+    part_names: dict[str, Any] = field(default_factory=dict)
     fixed: dict[str, Any] = field(default_factory=dict)
 
     def keywords(self) -> set[str]:
-        """Keyword-only arguments of all parts."""
-        return set().union(*(_keywords(part.build) for part in self.parts))
+        """Keyword-only arguments of all classes."""
+        return set().union(*(_keywords(cls) for cls in self.classes))
 
     def defaults(self) -> dict[str, Any]:
-        """The options the parts take, with their defaults here, and the names of the parts."""
+        """The options that the classes take, with their defaults."""
         keywords = self.keywords()
-        values = {option: OPTIONS[option].default for option in OPTIONS if option in keywords}
-        for override in (*(part.defaults for part in self.parts), self.overrides):
-            values |= override
-        return self.names | values
+        values = {name: option.default for name, option in OPTIONS.items() if name in keywords}
+        return self.part_names | values | self.option_defaults
 
-    def build(self, values: dict[str, Any]) -> ContrastiveLoss:
-        """Build the loss from values for all keywords."""
+    def build(self, values: dict[str, Any], sizes: dict[str, int | None]) -> ContrastiveLoss:
+        """Build the loss from values of all its options."""
+        arguments = values | sizes | self.fixed
+        built = [cls(**{name: arguments[name] for name in _keywords(cls) & arguments.keys()}) for cls in self.classes]
+        if len(built) == 1:
+            return built[0]
         keywords = self.keywords()
-        values = values | self.fixed
-        parts = [part.build(**{keyword: values[keyword] for keyword in _keywords(part.build)}) for part in self.parts]
-        if len(parts) == 1:
-            return parts[0]
-        sizes = {name: values[name] if name in keywords else None for name in _REQUIREMENTS}
-        return GlobalContrastiveLoss(*parts, **sizes)
+        return GlobalContrastiveLoss(*built, **{name: sizes[name] if name in keywords else None for name in sizes})
 
 
 def _compose(name: str, normalizer: str | None, temperature_scheme: str | None, views: int | None) -> _Composition:
-    if name not in list_losses():
-        close = difflib.get_close_matches(str(name), list_losses(), n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown loss {name!r}: expected one of {', '.join(list_losses())}.{hint}")
+    method = _find_method(name)
     two_views = views is not None and OPTIONS["views"].check(views) == 2
-    if two_views and name not in _TWO_VIEWS:
+    if two_views and method.two_views is None:
+        others = ", ".join(other.name for other in METHODS.values() if other.two_views is not None)
         raise ValueError(
-            f"{name} with views={views}: it compares images with texts; those of two views of an image are "
-            f"{', '.join(_TWO_VIEWS)}"
+            f"{name} with views={views}: it compares images with texts; losses of two views of an image are {others}"
         )
-    whole = _TWO_VIEWS[name] if two_views else _STANDALONE.get(name)
-    if whole is not None:
-        title = f"{name} with views={views}" if two_views else name
-        if normalizer or temperature_scheme:
-            given = "normalizer" if normalizer else "temperature_scheme"
-            raise ValueError(f"{given}: not used by the loss {title!r}, which is not made of such parts")
-        return _Composition(title, (whole,))
-    return _compose_parts(name, normalizer, temperature_scheme)
+    whole = method.two_views if two_views else method.whole
+    if whole is None:
+        return _compose_parts(method, normalizer, temperature_scheme)
+    title = f"{name} with views={views}" if two_views else name
+    if normalizer or temperature_scheme:
+        given = "normalizer" if normalizer else "temperature_scheme"
+        raise ValueError(f"{given}: not used by the loss {title!r}, which is not made of such parts")
+    return _Composition(title, (whole.build,), whole.defaults)
 
 
-def _compose_parts(name: str, normalizer: str | None, temperature_scheme: str | None) -> _Composition:
-    preset = _PRESETS[name]
-    normalizer = OPTIONS["normalizer"].check(normalizer) or preset.normalizer
-    scheme = OPTIONS["temperature_scheme"].check(temperature_scheme) or preset.temperature_scheme
-    _refuse_senseless(name, preset, normalizer, scheme)
-    normalizer_part = _PARTITION_MLP if preset.surrogate == "partition" else _NORMALIZERS[normalizer]
-    surrogate = preset.surrogate or normalizer_part.surrogate
-    temperature_part = _GLOBAL_WITHOUT_REGULARIZER if surrogate == "unscaled" else _TEMPERATURES[scheme]
-    names = {"normalizer": normalizer, "temperature_scheme": scheme}
-    own = {"normalizer": preset.normalizer, "temperature_scheme": preset.temperature_scheme}
-    overrides: dict[str, Any] = {}
-    if normalizer == preset.normalizer:
-        overrides |= preset.normalizer_defaults
-    if scheme == preset.temperature_scheme:
-        overrides |= preset.temperature_defaults
+def _find_method(name: str) -> Method:
+    if name in METHODS:
+        return METHODS[name]
+    close = difflib.get_close_matches(str(name), METHODS, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"unknown loss {name!r}: expected one of {', '.join(METHODS)}.{hint}")
+
+
+def _compose_parts(method: Method, normalizer: str | None, temperature_scheme: str | None) -> _Composition:
+    names = {
+        "normalizer": OPTIONS["normalizer"].check(normalizer) or method.normalizer,
+        "temperature_scheme": OPTIONS["temperature_scheme"].check(temperature_scheme) or method.temperature_scheme,
+    }
+    own_normalizer = names["normalizer"] == method.normalizer
+    own_temperature = names["temperature_scheme"] == method.temperature_scheme
+    title = method.name
+    if not (own_normalizer and own_temperature):
+        title += f" with normalizer {names['normalizer']}, temperature scheme {names['temperature_scheme']}"
+    objective, normalizer_part, temperature_part = _compatible_parts(method, title, *names.values())
+    option_defaults = normalizer_part.defaults | temperature_part.defaults
+    if own_normalizer:
+        option_defaults |= method.normalizer_defaults
+    if own_temperature:
+        option_defaults |= method.temperature_defaults
     return _Composition(
-        title=name if names == own else f"{name} with normalizer {normalizer}, temperature scheme {scheme}",
-        parts=(_Part(SURROGATES[surrogate]), normalizer_part, temperature_part),
-        names=names | ({"views": 1} if name in _TWO_VIEWS else {}),
-        overrides=overrides,
-        fixed={"slow_when_small": preset.slow_when_small},
+        title=title,
+        classes=(objective, normalizer_part.build, temperature_part.build),
+        option_defaults=option_defaults,
+        part_names=names | ({"views": 1} if method.two_views is not None else {}),
+        fixed=method.fixed,
     )
 
 
-def _refuse_senseless(name: str, preset: Preset, normalizer: str, scheme: str) -> None:
-    """Raise ValueError for combinations that have no meaning, with the reason."""
-    if preset.surrogate == "partition":
-        if normalizer != "mlp":
-            raise ValueError(
-                f"{name} with normalizer={normalizer}: its objective is that of a network for the partition function; for "
-                f"another estimator take --loss neuclip --normalizer {normalizer}"
-            )
-        if scheme in ("per-sample", "predicted"):
-            raise ValueError(
-                f"{name} with temperature_scheme={scheme}: its second stage stays in each process, and these temperatures are "
-                f"learned from the global batch; take --loss neuclip --normalizer mlp --temperature-scheme {scheme}"
-            )
-    if preset.surrogate == "unscaled" and (normalizer not in ("moving-average", "minibatch") or scheme != "global"):
-        raise ValueError(
-            f"{name} with normalizer={normalizer}, temperature_scheme={scheme}: fastclip-v0 is defined for batch estimates "
-            "and one global temperature; take fastclip-v3, which multiplies the loss by the temperature"
-        )
+def _compatible_parts(
+    method: Method, title: str, normalizer: str, temperature_scheme: str
+) -> tuple[type[Objective], NormalizerPart, TemperaturePart]:
+    """The parts with these names that go with the method's objective.
+
+    Raises:
+        ValueError: there are none, with the reason.
+    """
+    reason = None
+    for normalizer_part in (part for part in _NORMALIZERS if part.name == normalizer):
+        objective = method.objective or normalizer_part.objective
+        for temperature_part in (part for part in _TEMPERATURES if part.name == temperature_scheme):
+            reason = incompatibility(objective, normalizer_part.build, temperature_part.build)
+            if reason is None:
+                return objective, normalizer_part, temperature_part
+    others = [other.name for other in METHODS.values() if other.whole is None and other.objective is None]
+    raise ValueError(f"{title}: {reason}. Losses that take these parts: {', '.join(others)}")
 
 
-def _keywords(build: Callable[..., Any]) -> set[str]:
-    """Names of a class's keyword-only arguments, those it hands to its base class included."""
+def _keywords(build: type) -> set[str]:
+    """Names of a class's keyword-only arguments, including those that it hands to its base class."""
     names: set[str] = set()
     for cls in inspect.getmro(build):
         parameters = inspect.signature(cls.__init__).parameters.values()
@@ -307,18 +256,12 @@ def _keywords(build: Callable[..., Any]) -> set[str]:
     return names
 
 
-def _required(composition: _Composition, given: dict[str, int | None]) -> dict[str, int | None]:
-    keywords = composition.keywords()
-    for name, meaning in _REQUIREMENTS.items():
-        if name not in keywords:
-            continue
-        value = given[name]
+def _check_sizes(composition: _Composition, sizes: dict[str, int | None]) -> dict[str, int | None]:
+    """Raise ValueError unless the sizes that the loss needs are positive integers."""
+    for name in sorted(composition.keywords() & _REQUIREMENTS.keys()):
+        value = sizes[name]
         if value is None:
-            raise ValueError(f"the loss {composition.title!r} needs {name}=, {meaning}")
+            raise ValueError(f"the loss {composition.title!r} needs {name}=, {_REQUIREMENTS[name]}")
         if isinstance(value, bool) or int(value) != value or value < 1:
-            raise ValueError(f"{name}={value!r}: expected a positive integer, {meaning}")
-    return given
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(f"{name}=" for name in names)
+            raise ValueError(f"{name}={value!r}: expected a positive integer, {_REQUIREMENTS[name]}")
+    return sizes

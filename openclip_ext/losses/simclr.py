@@ -1,8 +1,16 @@
-"""Uni-modal losses: two augmented views of each image are contrasted with all other views, and with no text.
+"""SimCLR: two augmented views of each image, contrasted with all other views of the batch, without texts.
 
-SimCLR: Chen et al., "A Simple Framework for Contrastive Learning of Visual Representations", ICML 2020. SogCLR: Yuan et
-al., "Provable Stochastic Optimization for Global Contrastive Learning", ICML 2022, here after Algorithm 34 of the chapter
-"Discriminative Pretraining of Representation Models".
+Chen et al., *A Simple Framework for Contrastive Learning of Visual Representations*, ICML 2020. With ``h`` the projected
+unit embeddings of the ``2·B`` views, the loss (NT-Xent) is the mean over all views of::
+
+    −log( exp(h_i·h_i⁺/τ) / (exp(h_i·h_i⁺/τ) + Σ_{z: other images' views} exp(h_i·z/τ)) )
+
+Naive float64 version: ``tests/references/two_views.py``. Page: ``docs/methods/unimodal.md``.
+
+Example:
+    >>> loss = openclip_ext.create_loss("simclr", embed_dim=512)
+    >>> terms = loss(first_view_features, second_view_features, logit_scale, output_dict=True)
+    >>> parameters += loss.model_head().parameters()  # the projector is trained with the model
 """
 
 from typing import Any
@@ -11,16 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from openclip_ext.contrastive import log_math as F
-from openclip_ext.contrastive.batch import GatheredBatch, LocalBatch
+from openclip_ext.contrastive import log_math
+from openclip_ext.contrastive.batch import Contrast, LocalBatch
+from openclip_ext.contrastive.estimands import Estimand
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss, without_autocast
-from openclip_ext.contrastive.normalizer import Estimate, MinibatchNormalizer, Normalizer
-from openclip_ext.contrastive.objectives import Decoupled, InfoNce, Surrogate
+from openclip_ext.contrastive.normalizer import MinibatchNormalizer, Normalizer
+from openclip_ext.contrastive.objectives import Anchors, Objective
 from openclip_ext.contrastive.seeding import generator, linear
 from openclip_ext.contrastive.temperature import ConstantTemperature
-from openclip_ext.losses.fastclip import MovingAverageNormalizer
-from openclip_ext.state.sharded_table import log_mean_of_equal
+from openclip_ext.losses.method import Method, WholeLoss
+
+TWO_VIEW_DEFAULTS = {"temperature": 0.1, "projection_dim": 128, "views": 2}
 
 
 class Projector(nn.Module):
@@ -48,41 +58,15 @@ class Projector(nn.Module):
         return self.layers(features)
 
 
-class DynamicNormalizer(MovingAverageNormalizer):
-    """``u_i ← (1−γ)·u_i + γ·mean_z exp(h_i·z/τ)``, ``α = log(ε + u)`` [the chapter, Algorithm 34].
-
-    Each view's anchor uses the ``u`` with its own batch estimate; what is kept of an image is the mean of its views'.
-
-    Args:
-        eps: ε.
-        num_samples, gamma, ...: see :class:`MovingAverageNormalizer`.
-    """
-
-    def __init__(self, *, eps: float, **options: Any) -> None:
-        super().__init__(**options)
-        self.eps = eps
-
-    @torch.no_grad()
-    def step(self, block: GatheredBatch) -> Estimate:
-        """See :class:`Normalizer`."""
-        averaged = F.log_mix(self._stored(block), block.log_estimate, self.gamma(block.epoch))
-        self.table.write(block.index, log_mean_of_equal(block.index, averaged, block.valid), block.valid)
-        return Estimate(F.log_add(averaged, self.eps))
-
-    def predict(self, block: GatheredBatch) -> Estimate:
-        """See :class:`Normalizer`."""
-        return Estimate(F.log_add(self._stored(block), self.eps))
-
-
 class TwoViewLoss(ContrastiveLoss):
     """A global contrastive loss of ``2·B`` views: each is an anchor, its image's other view the positive.
 
-    The negatives of an anchor are the ``2·(B−1)`` views of all other images. That is a :class:`GlobalContrastiveLoss` of
-    ``2·B`` pairs, the first views against the second ones and the second against the first, in which an anchor's own
-    embedding does not count; an image's two anchors share its index.
+    The negatives of an anchor are the ``2·(B−1)`` views of all other images. This is a :class:`GlobalContrastiveLoss` of
+    ``2·B`` pairs: the first views against the second ones, and the second against the first. An anchor's own embedding does
+    not count. The two anchors of an image share its index.
 
     Args:
-        surrogate, normalizer: parts of the loss.
+        objective, normalizer: parts of the loss.
         embed_dim: width of the embeddings.
         num_samples: size of the index space, where the normalizer needs the index.
         projection_dim: width of the projector's output; None: that of the embeddings.
@@ -95,7 +79,7 @@ class TwoViewLoss(ContrastiveLoss):
 
     def __init__(
         self,
-        surrogate: Surrogate,
+        objective: Objective,
         normalizer: Normalizer,
         embed_dim: int,
         num_samples: int | None,
@@ -107,16 +91,15 @@ class TwoViewLoss(ContrastiveLoss):
         self.embed_dim = embed_dim
         self.projector = Projector(embed_dim, projection_dim or embed_dim, seed)
         scheme = ConstantTemperature(temperature=temperature)
-        self.contrast = GlobalContrastiveLoss(surrogate, normalizer, scheme, None, num_samples, views=2)
+        self.contrast = GlobalContrastiveLoss(objective, normalizer, scheme, None, num_samples, views=2)
         self.needs_index = self.contrast.needs_index
         self.initial_logit_scale = scheme.initial_logit_scale
 
     def model_head(self) -> Projector:
-        """See :class:`ContrastiveLoss`."""
+        """The projector: trained with the model, not evaluated."""
         return self.projector
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
-        """See :class:`ContrastiveLoss`."""
         first, second = self._projected(batch)
         index = self._index_of_both(batch)
         self.contrast.train(self.training)
@@ -126,7 +109,7 @@ class TwoViewLoss(ContrastiveLoss):
     def log_normalizers(
         self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`ContrastiveLoss`. For SogCLR ``log(ε + u)`` as stored, for SimCLR the batch's own."""
+        """The normalizer's prediction for the first and for the second views."""
         with without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index)
             pairs = _as_pairs(*self._projected(batch))
@@ -135,12 +118,10 @@ class TwoViewLoss(ContrastiveLoss):
 
     def _projected(self, batch: LocalBatch) -> tuple[Tensor, Tensor]:
         """The projections of both views, unit norm; NaN where an image does not count."""
-        views = (batch.image, batch.text)
-        valid = torch.isfinite(batch.image).all(dim=1, keepdim=True) & torch.isfinite(batch.text).all(
-            dim=1, keepdim=True
-        )
+        valid = batch.finite[:, None]
         first, second = (
-            torch.where(valid, self._project(torch.where(valid, view.to(batch.dtype), 0)), torch.nan) for view in views
+            torch.where(valid, self._project(torch.where(valid, view.to(batch.dtype), 0)), torch.nan)
+            for view in (batch.image, batch.text)
         )
         return first, second
 
@@ -148,23 +129,23 @@ class TwoViewLoss(ContrastiveLoss):
         return functional.normalize(self.projector(features), dim=1)
 
     def prefetch(self, index: Tensor) -> None:
-        """See :class:`ContrastiveLoss`."""
+        """Begin to read the state of these images; both views share it."""
         super().prefetch(index.repeat(2))
 
     def _index_of_both(self, batch: LocalBatch) -> Tensor | None:
         return self.contrast.check_index(batch.index, batch.image).repeat(2) if self.needs_index else None
 
     def start_epoch(self, epoch: int) -> None:
-        """See :class:`ContrastiveLoss`."""
+        """Begin epoch ``epoch`` (from 0)."""
         super().start_epoch(epoch)
         self.contrast.start_epoch(epoch)
 
     def metrics(self) -> dict[str, float]:
-        """See :meth:`GlobalContrastiveLoss.metrics`; ``chance`` is the logarithm of the ``2·B − 1`` candidates."""
+        """Numbers of the last call; ``chance`` is the logarithm of the ``2·B − 1`` candidates. Waits for the device."""
         return self.contrast.metrics()
 
     def pop_nonfinite(self) -> list[tuple[int, list[int]]]:
-        """See :class:`ContrastiveLoss`."""
+        """Images left out since the last look."""
         self.contrast.pop_nonfinite()  # raises for an index out of range
         return super().pop_nonfinite()
 
@@ -173,8 +154,42 @@ def _as_pairs(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([first, second]), torch.cat([second, first])
 
 
+class CrossEntropy(Estimand):
+    """``1 + N·g``: ``α`` is the cross-entropy itself, so that the weights of the negatives are the softmax's."""
+
+    formula = "log(1 + N·g), the cross-entropy"
+
+    def from_batch(self, contrast: Contrast) -> Tensor:
+        return log_math.infonce(contrast.log_g, contrast.batch.negatives)
+
+    def log_divisor(self, contrast: Contrast) -> Tensor:
+        return torch.zeros_like(contrast.tau)
+
+
+class InfoNce(Objective):
+    """NT-Xent: ``log(1 + N·g)`` over the ``N`` negatives of the batch, not multiplied by τ, without a regulariser."""
+
+    estimand_type = CrossEntropy
+    regularized = False
+
+    def __init__(self) -> None:
+        super().__init__(CrossEntropy())
+
+    def pair_factor(self, tau: Tensor) -> Tensor:
+        return 1 / tau
+
+    def positive_pair(self, anchors: Anchors, weight_sum: Tensor, contrast: Contrast) -> Tensor:
+        return -weight_sum
+
+    def value(self, anchors: Anchors) -> Tensor:
+        return anchors.alpha
+
+    def tau_gradient(self, anchors: Anchors) -> Tensor:
+        return -anchors.gap() / anchors.tau.square()
+
+
 class SimClrLoss(TwoViewLoss):
-    """SimCLR's InfoNCE (NT-Xent): the mean over all ``2·B`` views of the cross-entropy of finding the other view.
+    """The mean over all ``2·B`` views of the cross-entropy of finding the other view of the same image.
 
     Args:
         views: 2.
@@ -191,43 +206,8 @@ class SimClrLoss(TwoViewLoss):
         super().__init__(InfoNce(), MinibatchNormalizer(), embed_dim, None, projection_dim, temperature, seed)
 
 
-class DynamicContrastiveLoss(TwoViewLoss):
-    """SogCLR on images alone: ``mean −h_i·h_i⁺ + τ·log(ε + u_i)``, ``u`` a moving average for each image [Algorithm 34].
-
-    Args:
-        views: 2.
-        eps: ε.
-        embed_dim, num_samples, projection_dim, temperature, seed: see :class:`TwoViewLoss`.
-        gamma, gamma_schedule, gamma_decay_epochs, epochs, state_device, state_dir: see :class:`MovingAverageNormalizer`.
-    """
-
-    def __init__(
-        self,
-        *,
-        embed_dim: int,
-        num_samples: int,
-        projection_dim: int | None,
-        temperature: float | None,
-        views: int,
-        seed: int,
-        eps: float,
-        gamma: float,
-        gamma_schedule: str,
-        gamma_decay_epochs: int | None,
-        epochs: int,
-        state_device: str,
-        state_dir: str | None,
-    ) -> None:
-        if views != 2:
-            raise ValueError(f"views={views}: this is SogCLR of two views of each image")
-        normalizer = DynamicNormalizer(
-            eps=eps,
-            num_samples=num_samples,
-            gamma=gamma,
-            gamma_schedule=gamma_schedule,
-            gamma_decay_epochs=gamma_decay_epochs,
-            epochs=epochs,
-            state_device=state_device,
-            state_dir=state_dir,
-        )
-        super().__init__(Decoupled(eps=eps), normalizer, embed_dim, num_samples, projection_dim, temperature, seed)
+METHOD = Method(
+    name="simclr",
+    whole=WholeLoss(SimClrLoss, TWO_VIEW_DEFAULTS),
+    two_views=WholeLoss(SimClrLoss, TWO_VIEW_DEFAULTS),
+)

@@ -1,4 +1,19 @@
-"""Temperatures predicted from the embeddings by a small network: TempNet."""
+"""TempNet: temperatures predicted from the embeddings by a small network, over FastCLIP's moving averages.
+
+Qiu et al., *To Cool or not to Cool? Temperature Network Meets Large Foundation Models via DRO*, ICML 2024; 'CLIP with a
+Temperature Prediction Network' in [opt4ml]. Per side, with ``e`` detached and 256 prototypes ``P`` with unit rows::
+
+    x = dropout_0.5(sigmoid(Linear e)),   w = softmax(x Pᵀ/exp φ),   q = sigmoid(x Pᵀ)
+    τ = (a·(w·q) + b − c·mean q)/ρ,   clamped to [temperature_min, temperature_max]
+
+The network minimises ``mean_i τ_i·stop_grad(∂_i)``, ``∂_i`` the derivative of the objective in ``τ_i``.
+
+Naive float64 version: ``TempNet`` in ``tests/references/networks.py``. Page: ``docs/methods/tempnet.md``.
+
+Example:
+    >>> loss = openclip_ext.create_loss("tempnet", embed_dim=512, num_samples=len(dataset))
+    >>> terms = loss(image_features, text_features, logit_scale, index=index, output_dict=True)
+"""
 
 import math
 from functools import partial
@@ -6,17 +21,18 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from openclip_ext.contrastive.batch import GatheredBatch
+from openclip_ext.contrastive.batch import Contrast, GatheredBatch
 from openclip_ext.contrastive.inner_optimizers import InnerAdam
 from openclip_ext.contrastive.seeding import generator
 from openclip_ext.contrastive.similarities import anchor_chunks
 from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds
+from openclip_ext.losses.method import Method, TemperaturePart
 
 _PROTOTYPES = 256
 _SHARPNESS = 0.01
 _DROPOUT = 0.5
 _LR_DECAY = 0.9
-# So many tensors of the embedding's width, and of the prototypes' number, has the graph of an update.
+# Tensors of the embedding's width, and of the prototypes' number, in the graph of an update.
 _GRAPH_TENSORS = 4
 
 
@@ -44,7 +60,7 @@ class TemperatureNetwork(nn.Module):
         Args:
             features: embeddings.
             rho: ρ.
-            keep: ``(2, B, d)`` bool, what dropout leaves; None: no dropout.
+            keep: ``(2, B, d)`` bool, the units that dropout keeps; None: no dropout.
         """
         hidden = torch.sigmoid(torch.baddbmm(self.bias, features, self.weight))
         if keep is not None:
@@ -59,7 +75,7 @@ class PredictedTemperature(TemperatureScheme):
     """TempNet: ``τ_k,i`` from the anchor's own embedding, which is detached.
 
     Minimises ``Σ_k mean_i τ_k,i·stop_grad(∂objective/∂τ_k,i)`` with Adam, learning rate ``lr_tau·0.9^epoch``. A step uses the
-    temperatures as they were before its update.
+    temperatures from before its update.
 
     Args:
         embed_dim: width ``d`` of the embeddings.
@@ -70,6 +86,7 @@ class PredictedTemperature(TemperatureScheme):
     """
 
     learns_own = True
+    regularized = True
 
     def __init__(
         self,
@@ -95,34 +112,43 @@ class PredictedTemperature(TemperatureScheme):
         self.adam = InnerAdam(self.network)
 
     def rho(self, epoch: int) -> float:
-        """See :class:`TemperatureScheme`."""
+        """ρ, constant."""
         return self.weight
 
-    def temperatures(self, block: GatheredBatch) -> Tensor:
-        """See :class:`TemperatureScheme`."""
-        return self._bounded(block.features, self._kept(block))
+    def temperatures(self, batch: GatheredBatch) -> Tensor:
+        """Predicted from the anchors' own embeddings; with dropout in training."""
+        return self._bounded(batch.features, self._kept(batch))
 
-    def update(self, block: GatheredBatch, gradient: Tensor) -> None:
-        """See :class:`TemperatureScheme`."""
-        keep = self._kept(block)
+    def update(self, contrast: Contrast, gradient: Tensor) -> None:
+        """One Adam step of the network."""
+        batch = contrast.batch
+        keep = self._kept(batch)
 
         def objective(anchors: slice) -> Tensor:
             """These anchors' part of the mean over all."""
             kept = None if keep is None else keep[:, anchors]
-            values = self._bounded(block.features[:, anchors], kept) * gradient[:, anchors]
-            return block.mean(values, anchors).sum()
+            values = self._bounded(batch.features[:, anchors], kept) * gradient[:, anchors]
+            return batch.mean(values, anchors).sum()
 
-        width = _GRAPH_TENSORS * (block.features.shape[2] + _PROTOTYPES)
-        parts = [partial(objective, anchors) for anchors in anchor_chunks(slice(0, block.size), width)]
-        self.adam.step(self.network, parts, self.lr * _LR_DECAY**block.epoch, block.ok)
+        width = _GRAPH_TENSORS * (batch.features.shape[2] + _PROTOTYPES)
+        parts = [partial(objective, anchors) for anchors in anchor_chunks(slice(0, batch.size), width)]
+        self.adam.step(self.network, parts, self.lr * _LR_DECAY**batch.epoch, batch.ok)
 
     def _bounded(self, features: Tensor, keep: Tensor | None) -> Tensor:
         return self.network(features, self.weight, keep).clamp(*self.bounds)
 
-    def _kept(self, block: GatheredBatch) -> Tensor | None:
-        """What dropout leaves in this call: the same on every process, and again in the update."""
-        if not block.learning:
+    def _kept(self, batch: GatheredBatch) -> Tensor | None:
+        """The units that dropout keeps in this call: the same on every process, and again in the update."""
+        if not batch.learning:
             return None
-        device = block.features.device
-        random = generator(device, self.seed, "dropout", block.call)
-        return torch.rand(block.features.shape, generator=random, device=device) >= _DROPOUT
+        device = batch.features.device
+        random = generator(device, self.seed, "dropout", batch.call)
+        return torch.rand(batch.features.shape, generator=random, device=device) >= _DROPOUT
+
+
+METHOD = Method(
+    name="tempnet",
+    normalizer="moving-average",
+    temperature_scheme="predicted",
+    parts=(TemperaturePart("predicted", PredictedTemperature, {"lr_tau": 3e-5, "rho": 9.5}),),
+)

@@ -14,12 +14,13 @@ that last rename the old checkpoint is complete, so a killed save costs nothing 
 """
 
 import contextlib
+import functools
 import logging
 import os
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,9 +30,8 @@ import torch
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.state.sharded_table import is_sharded
 from openclip_ext.training.errors import UsageError
-from openclip_ext.training.table_files import TablePart, open_table, part_of_shard, restore_table, write_table
+from openclip_ext.training.table_files import TablePart, open_table, restore_table, write_table
 
 LATEST = "epoch_latest"
 _NAME = re.compile(r"epoch_(\d+)(?:_step_(\d+))?$")
@@ -47,7 +47,7 @@ class Position:
         epoch: number of completed epochs.
         step: optimizer steps over the run.
         step_in_epoch: optimizer steps in the epoch under way.
-        progress: what the loader has handed out of that epoch (see ``data/loader.py``); kept up to date at saves.
+        progress: what the loader has handed out of that epoch (see ``data/train_loader.py``); kept up to date at saves.
     """
 
     epoch: int = 0
@@ -89,6 +89,7 @@ class Checkpoint:
 def random_state() -> dict[str, Any]:
     """The state of all generators that training draws from, as tensors and plain types."""
     name, keys, position, has_gauss, cached = np.random.get_state()
+    assert isinstance(keys, np.ndarray), "only the form without legacy=False is a tuple"
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
@@ -166,7 +167,7 @@ def _write_state(folder: Path, loss: ContrastiveLoss, position: Position, identi
     rank_file = folder / f"rank_{distributed.rank():04d}.pt"
     _write(rank_file, {"random": random_state()})
     for name, table in tables.items():
-        _write_file(_table_file(rank_file, name), lambda file, table=table: write_table(table, file))
+        _write_file(_table_file(rank_file, name), functools.partial(write_table, table))
 
 
 def _table_file(rank_file: Path, table: str) -> Path:
@@ -273,7 +274,7 @@ def read(path: Path, mmap: bool = False) -> Checkpoint:
     folder = path.with_suffix(".state") / f"step_{step}"
     shared = _load(folder / "shared.pt", mmap)
     ranks = tuple(folder / f"rank_{rank:04d}.pt" for rank in range(shared["world_size"]))
-    files = [*ranks, *(_table_file(rank, table) for rank in ranks for table in shared.get("tables", []))]
+    files = [*ranks, *(_table_file(rank, table) for rank in ranks for table in shared["tables"])]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise UsageError(f"the state of {path} is incomplete, missing: {', '.join(missing)}")
@@ -320,7 +321,7 @@ def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
     if checkpoint.shared is None:
         logging.warning(f"{checkpoint.path} was written by OpenCLIP: the state of the loss starts afresh.")
         return
-    parts = _saved_tables(checkpoint)
+    parts = _saved_tables(checkpoint.shared["tables"], checkpoint.rank_files)
     tables = loss.tables()
     if parts.keys() != tables.keys():
         raise UsageError(
@@ -336,20 +337,9 @@ def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
         set_random_state(_load(checkpoint.rank_files[distributed.rank()])["random"])
 
 
-def _saved_tables(checkpoint: Checkpoint) -> dict[str, list[TablePart]]:
+def _saved_tables(names: list[str], rank_files: Sequence[Path]) -> dict[str, list[TablePart]]:
     """All ranks' parts of the tables in a checkpoint, to be read in parts."""
-    if "tables" in checkpoint.shared:
-        return {
-            table: [open_table(_table_file(file, table)) for file in checkpoint.rank_files]
-            for table in checkpoint.shared["tables"]
-        }
-    # Before tables were files of their own.
-    parts: dict[str, list[TablePart]] = {}
-    for file in checkpoint.rank_files:
-        for key, shard in _load(file, mmap=True)["loss"].items():
-            if is_sharded(key):
-                parts.setdefault(key.rpartition(".")[0], []).append(part_of_shard(f"{file}: {key}", shard))
-    return parts
+    return {name: [open_table(_table_file(file, name)) for file in rank_files] for name in names}
 
 
 def load_model(model: torch.nn.Module, state_dict: dict[str, torch.Tensor]) -> None:

@@ -1,10 +1,9 @@
 """Evaluation during training: the evaluator protocol, OpenCLIP's validation (with recall in chunks) and zero-shot."""
 
-import argparse
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from openclip_ext import compat
+from openclip_ext import compat, distributed
+from openclip_ext.data.build import build_eval_loader
+from openclip_ext.data.spec import DataSpec
+from openclip_ext.training.errors import UsageError
+from openclip_ext.training.model import BuiltModel
+from openclip_ext.training.step import StepConfig
 
 RECALL_AT = (1, 5, 10)
 
@@ -21,7 +25,10 @@ RECALL_AT = (1, 5, 10)
 class Evaluator(Protocol):
     """Anything that measures a model. The trainer knows evaluators only as this."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What to call it in messages."""
+        ...
 
     def run(self, model: nn.Module) -> dict[str, float]:
         """Measure the model, which is in evaluation mode and outside DDP; only the master calls it."""
@@ -37,6 +44,106 @@ class ScheduledEvaluator:
 
     def is_due(self, completed_epochs: int, epochs: int) -> bool:
         return self.every > 0 and (completed_epochs % self.every == 0 or completed_epochs == epochs)
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """What is measured during training; each kind every so many epochs and after the last one.
+
+    Attributes:
+        val_data: pairs for OpenCLIP's validation, or None.
+        imagenet_val, imagenet_v2: folders, or None.
+        suite: DataComp tasks, ``quick`` or ``full``, or None.
+        suite_data: folder with their data sets.
+        val_every, imagenet_every, suite_every: epochs; 0: never.
+        batch_size, workers: of the loaders.
+    """
+
+    val_data: DataSpec | None = None
+    val_every: int = 1
+    imagenet_val: str | None = None
+    imagenet_v2: str | None = None
+    imagenet_every: int = 2
+    suite: str | None = None
+    suite_data: str | None = None
+    suite_every: int = 1
+    batch_size: int = 64
+    workers: int = 0
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anything is asked for."""
+        return any(item is not None for item in (self.val_data, self.imagenet_val, self.imagenet_v2, self.suite))
+
+
+def build_evaluators(config: EvaluationConfig, built: BuiltModel, step: StepConfig) -> list[ScheduledEvaluator]:
+    """What is asked for, in OpenCLIP's order; only the master builds (and runs) any.
+
+    Args:
+        config: what.
+        built: the model's transform, tokenizer and device.
+        step: the precision.
+
+    Raises:
+        ValueError: data that are not there.
+    """
+    if not distributed.is_master():
+        return []
+    evaluators = []
+    loaders = _imagenet_loaders(config, built)
+    if loaders:
+        imagenet = ImageNetZeroShot(loaders, built.tokenizer, built.device, step.precision, config.batch_size)
+        evaluators.append(ScheduledEvaluator(imagenet, config.imagenet_every))
+    if config.val_data is not None:
+        evaluators.append(ScheduledEvaluator(_validation(config.val_data, config, built, step), config.val_every))
+    if config.suite is not None:
+        evaluators += [
+            ScheduledEvaluator(item, config.suite_every) for item in _datacomp_suite(config.suite, config, built)
+        ]
+    return evaluators
+
+
+def _imagenet_loaders(config: EvaluationConfig, built: BuiltModel) -> dict[str, Any]:
+    folders = {"val": config.imagenet_val, "v2": config.imagenet_v2}
+    return {
+        f"imagenet-{split}": compat.imagenet_loader(
+            path, built.preprocess_val, split, config.batch_size, config.workers
+        )
+        for split, path in folders.items()
+        if path is not None
+    }
+
+
+def _validation(spec: DataSpec, config: EvaluationConfig, built: BuiltModel, step: StepConfig) -> "Validation":
+    loader = build_eval_loader(
+        spec,
+        preprocess=built.preprocess_val,
+        tokenizer=built.tokenizer,
+        batch_size=config.batch_size,
+        workers=config.workers,
+    )
+    settings = step.settings(built.device)
+    return Validation(loader, settings.device, settings.input_dtype, settings.autocast)
+
+
+def _datacomp_suite(suite: str, config: EvaluationConfig, built: BuiltModel) -> Sequence[Evaluator]:
+    if config.suite_data is None:
+        raise UsageError("--eval-suite needs --eval-data-dir")
+    try:
+        from eval.suite import build_suite
+    except ImportError as error:
+        raise UsageError(
+            "--eval-suite needs the folder eval/ of the source: start the training from the clone"
+        ) from error
+    return build_suite(
+        suite,
+        config.suite_data,
+        preprocess=built.preprocess_val,
+        tokenizer=built.tokenizer,
+        device=built.device,
+        batch_size=config.batch_size,
+        workers=config.workers,
+    )
 
 
 def run_evaluators(evaluators: Iterable[Evaluator], model: nn.Module) -> dict[str, float]:
@@ -61,12 +168,16 @@ class ImageNetZeroShot:
     """OpenCLIP's zero-shot accuracy on ImageNet and ImageNet-V2 (``--imagenet-val``, ``--imagenet-v2``)."""
 
     loaders: dict[str, Any]
-    args: argparse.Namespace
     tokenizer: Callable
+    device: torch.device
+    precision: str
+    batch_size: int
     name: str = "imagenet-zero-shot"
 
     def run(self, model: nn.Module) -> dict[str, float]:
-        return compat.imagenet_zero_shot(model, self.loaders, self.args, self.tokenizer)
+        return compat.imagenet_zero_shot(
+            model, self.loaders, self.tokenizer, self.device, self.precision, self.batch_size
+        )
 
 
 @dataclass(frozen=True)

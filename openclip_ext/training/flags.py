@@ -12,7 +12,8 @@ from typing import Any
 
 from openclip_ext import compat
 from openclip_ext.losses import registry
-from openclip_ext.losses.options import OPTIONS, Option
+from openclip_ext.losses.options import Option
+from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.training import recipes
 from openclip_ext.training.errors import UsageError
 
@@ -231,6 +232,16 @@ def _check_run_flags(args: argparse.Namespace) -> None:
         raise UsageError("--train-data-upsampling-factors needs --dataset-resampled")
     if not 0.0 <= args.max_bad_fraction <= 1.0:
         raise UsageError(f"--max-bad-fraction is {args.max_bad_fraction}, must lie between 0 and 1")
+
+
+def flags_without_effect(args: argparse.Namespace, choice: LossChoice) -> tuple[str, ...]:
+    """OpenCLIP's flags for its own losses that were given and that the chosen loss does not use."""
+    unused = [
+        option for option in OPTIONS.values() if option.openclip_flag and option.name not in _options_used(choice)
+    ]
+    # ``seed`` and ``epochs`` are the run's as well.
+    ours = (option for option in unused if option.name not in ("seed", "epochs"))
+    return tuple(option.flag for option in ours if getattr(args, option.name) != option.default)
 
 
 def views(choice: LossChoice) -> int:

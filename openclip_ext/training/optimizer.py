@@ -1,8 +1,9 @@
 """The optimizer and its learning rates: OpenCLIP's, with a rate of its own for the temperature where the loss asks."""
 
-import argparse
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,14 +15,61 @@ LOGIT_SCALE = "logit_scale"
 LOOKAHEAD = "timm/lookahead_"
 
 
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and its settings.
+
+    Attributes:
+        name: ``adamw``, or ``timm/NAME``.
+        lr: learning rate.
+        weight_decay: of the parameters with more than one dimension.
+        beta1, beta2: Adam's; None: a timm optimizer's own.
+        eps: Adam's ε; None: a timm optimizer's own.
+        momentum: of a timm optimizer; None: its own.
+        lookahead_steps: steps between two of LookAhead; None: timm's.
+    """
+
+    name: str = "adamw"
+    lr: float = 5e-4
+    weight_decay: float = 0.2
+    beta1: float | None = 0.9
+    beta2: float | None = 0.98
+    eps: float | None = 1e-6
+    momentum: float | None = None
+    lookahead_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate over the run.
+
+    Attributes:
+        name: ``cosine``, ``const`` or ``const-cooldown``.
+        lr: after the warm-up.
+        epochs: length of the run.
+        warmup: optimizer steps of linear warm-up.
+        cooldown_epochs, cooldown_power, cooldown_end: the end of ``const-cooldown``.
+        skip: leave the optimizer's rates alone (``--skip-scheduler``).
+    """
+
+    name: str = "cosine"
+    lr: float = 5e-4
+    epochs: int = 32
+    warmup: int = 10_000
+    cooldown_epochs: int | None = None
+    cooldown_power: float = 1.0
+    cooldown_end: float = 0.0
+    skip: bool = False
+
+
 def create_optimizer(
-    model: nn.Module, args: argparse.Namespace, logit_scale_lr: float | None, head: nn.Module | None = None
+    model: nn.Module, config: OptimizerConfig, logit_scale_lr: float | None, head: nn.Module | None = None
 ) -> torch.optim.Optimizer:
     """Build the optimizer with OpenCLIP's parameter groups.
 
     Args:
         model: the (possibly DDP-wrapped) model; parameters without ``requires_grad`` are left out.
-        args: OpenCLIP's flags (``opt``, ``lr``, ``wd``, ``beta1``, ...), and ``lookahead_steps`` where given.
+        config: the optimizer and its settings.
         logit_scale_lr: constant learning rate of ``log(1/τ)``, which then gets a group of its own, the last one; None
             leaves it in OpenCLIP's group without weight decay.
         head: modules of the loss that are trained with the model, in the same groups.
@@ -29,25 +77,33 @@ def create_optimizer(
     Raises:
         UsageError: unknown optimizer, ``--beta1`` without ``--beta2``, or ``--lookahead-steps`` without LookAhead.
     """
-    groups = _parameter_groups([model] if head is None else [model, head], args.wd, logit_scale_lr is not None)
+    groups = _parameter_groups(
+        [model] if head is None else [model, head], config.weight_decay, logit_scale_lr is not None
+    )
     if logit_scale_lr is not None:
         groups[-1]["lr"] = logit_scale_lr
-    name = args.opt.lower()
-    lookahead_steps = getattr(args, "lookahead_steps", None)
-    if lookahead_steps is not None and not name.startswith(LOOKAHEAD):
+    name = config.name.lower()
+    if config.lookahead_steps is not None and not name.startswith(LOOKAHEAD):
         raise UsageError(f"--lookahead-steps needs an optimizer with LookAhead, such as --opt {LOOKAHEAD}sgd")
     if name == "adamw":
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        fused = (distributed.world_size() == 1 and all(map(_gains_from_fusing, parameters))) or None
-        return torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps, fused=fused)
+        return _adamw(groups, config)
     if not name.startswith("timm/"):
-        raise UsageError(f"unknown optimizer --opt {args.opt!r}; known: adamw, timm/NAME")
+        raise UsageError(f"unknown optimizer --opt {config.name!r}; known: adamw, timm/NAME")
     own_groups = logit_scale_lr is not None or head is not None
-    optimizer = _timm_optimizer(groups if own_groups else model, name.removeprefix("timm/"), args)
-    if lookahead_steps is not None:
+    optimizer = _timm_optimizer(groups if own_groups else model, name.removeprefix("timm/"), config)
+    if config.lookahead_steps is not None:
         for group in optimizer.param_groups:
-            group["lookahead_k"] = lookahead_steps
+            group["lookahead_k"] = config.lookahead_steps
     return optimizer
+
+
+def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.AdamW:
+    if config.beta1 is None or config.beta2 is None or config.eps is None:
+        raise UsageError("--opt adamw needs --beta1, --beta2 and --eps")
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    fused = (distributed.world_size() == 1 and all(map(_gains_from_fusing, parameters))) or None
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
 
 
 def _gains_from_fusing(parameter: nn.Parameter) -> bool:
@@ -59,7 +115,7 @@ def _gains_from_fusing(parameter: nn.Parameter) -> bool:
     return parameter.is_cpu and parameter.dtype in (torch.float32, torch.float64)
 
 
-def _parameter_groups(modules: list[nn.Module], weight_decay: float, own_logit_scale: bool) -> list[dict]:
+def _parameter_groups(modules: list[nn.Module], weight_decay: float, own_logit_scale: bool) -> list[dict[str, Any]]:
     """OpenCLIP's two groups (gains and biases without decay, the rest), and optionally the logit scale alone."""
     gains_and_biases, rest, logit_scale = [], [], []
     for name, parameter in itertools.chain.from_iterable(module.named_parameters() for module in modules):
@@ -78,33 +134,36 @@ def _parameter_groups(modules: list[nn.Module], weight_decay: float, own_logit_s
 
 
 def _timm_optimizer(
-    model_or_groups: nn.Module | list[dict], name: str, args: argparse.Namespace
+    model_or_groups: nn.Module | list[dict[str, Any]], name: str, config: OptimizerConfig
 ) -> torch.optim.Optimizer:
     """timm's optimizer; for a model timm makes its own groups, as under OpenCLIP."""
     from timm.optim import create_optimizer_v2
 
-    if (args.beta1 is None) != (args.beta2 is None):
+    if (config.beta1 is None) != (config.beta2 is None):
         raise UsageError("a timm optimizer needs both --beta1 and --beta2, or neither")
-    options = {}
-    if args.beta1 is not None:
-        options["betas"] = (args.beta1, args.beta2)
-    if args.momentum is not None:
-        options["momentum"] = args.momentum
-    return create_optimizer_v2(model_or_groups, name, lr=args.lr, weight_decay=args.wd, eps=args.eps, **options)
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": config.eps}
+    if config.beta1 is not None:
+        options["betas"] = (config.beta1, config.beta2)
+    if config.momentum is not None:
+        options["momentum"] = config.momentum
+    return create_optimizer_v2(model_or_groups, name, **options)
 
 
 def create_schedule(
-    args: argparse.Namespace,
+    config: ScheduleConfig,
     optimizer: torch.optim.Optimizer,
     steps_per_epoch: int,
     logit_scale_lr: float | None,
 ) -> Callable[[int], None]:
     """The learning rates as a function of the optimizer step over the run.
 
-    The encoders follow OpenCLIP's schedule (untouched under ``--skip-scheduler``); a logit scale with a rate of its own
-    keeps it: no warm-up, no decay (METHODS, global learned temperature).
+    The encoders follow OpenCLIP's schedule; a logit scale with a rate of its own keeps it: no warm-up, no decay (METHODS,
+    global learned temperature).
+
+    Raises:
+        ValueError: unknown ``--lr-scheduler``, or a cooldown without ``--epochs-cooldown``.
     """
-    encoders = None if args.skip_scheduler else compat.create_scheduler(args, optimizer, steps_per_epoch)
+    encoders = None if config.skip else _openclip_schedule(config, optimizer, steps_per_epoch)
 
     def set_learning_rates(step: int) -> None:
         if encoders is None:
@@ -114,3 +173,19 @@ def create_schedule(
             optimizer.param_groups[-1]["lr"] = logit_scale_lr
 
     return set_learning_rates
+
+
+def _openclip_schedule(
+    config: ScheduleConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int
+) -> Callable[[int], float]:
+    cooldown = None if config.cooldown_epochs is None else steps_per_epoch * config.cooldown_epochs
+    return compat.create_scheduler(
+        config.name,
+        optimizer,
+        lr=config.lr,
+        warmup=config.warmup,
+        steps=steps_per_epoch * config.epochs,
+        cooldown_steps=cooldown,
+        cooldown_power=config.cooldown_power,
+        cooldown_end=config.cooldown_end,
+    )

@@ -6,7 +6,8 @@ here for what differs: clipping gradients, the optimizer's state, the logit scal
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,11 +24,70 @@ SHARDABLE_OPTIMIZERS = ("adamw", "timm/adamw", "timm/sgd", "timm/momentum", "tim
 _LOOKAHEAD = "lookahead_"
 
 
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model lies on the processes, and whether it is compiled.
+
+    Attributes:
+        fsdp: spread the parameters (FSDP2) instead of replicating them (DDP).
+        reshard_after_forward: with FSDP, free the gathered blocks between forward and backward pass.
+        static_graph: of DDP.
+        sync_batchnorm: BatchNorm's statistics over all processes.
+        compile: ``torch.compile``.
+        grad_checkpointing: whether the model recomputes activations, which compiling must know.
+    """
+
+    fsdp: bool = False
+    reshard_after_forward: bool = True
+    static_graph: bool = False
+    sync_batchnorm: bool = False
+    compile: bool = False
+    grad_checkpointing: bool = False
+
+
+def distribute(model: nn.Module, config: ParallelConfig, device: torch.device, keep_whole: bool) -> nn.Module:
+    """Wrap the model for several processes; with one process the model itself.
+
+    Args:
+        model: on ``device``.
+        config: how.
+        device: the process's.
+        keep_whole: with FSDP, see :class:`ShardedDataParallel`.
+
+    Raises:
+        UsageError: parameters of several types with FSDP.
+    """
+    if distributed.world_size() == 1:
+        return model
+    if config.sync_batchnorm:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if not config.fsdp:
+        return replicate(model, device, static_graph=config.static_graph)
+    return ShardedDataParallel(
+        model,
+        device,
+        reshard_after_forward=config.reshard_after_forward,
+        compile_blocks=config.compile,
+        keep_whole=keep_whole,
+    )
+
+
+def compiled(model: nn.Module, config: ParallelConfig) -> nn.Module:
+    """The model as ``--torchcompile`` asks; a sharded one has compiled its blocks."""
+    if not config.compile or isinstance(model, ShardedDataParallel):
+        return model
+    if config.grad_checkpointing and distributed.world_size() > 1:
+        # Dynamo's DDP optimizer does not work together with gradient checkpointing (OpenCLIP does the same).
+        torch._dynamo.config.optimize_ddp = False
+    result = torch.compile(model)
+    assert isinstance(result, nn.Module), "compiling a module gives a module"
+    return result
+
+
 def replicate(model: nn.Module, device: torch.device, static_graph: bool = False) -> nn.Module:
     """The model in DistributedDataParallel."""
     devices = None if device.type == "cpu" else [device]
-    options = {"static_graph": True} if static_graph else {}
-    return nn.parallel.DistributedDataParallel(model, device_ids=devices, **options)
+    return nn.parallel.DistributedDataParallel(model, device_ids=devices, static_graph=static_graph)
 
 
 class ShardedDataParallel(nn.Module):
@@ -75,7 +135,8 @@ class ShardedDataParallel(nn.Module):
             if compile_blocks:
                 block.compile()
             fully_shard(block, **options)
-        self.module = fully_shard(model, **options)
+        fully_shard(model, **options)
+        self.module = model
 
     def forward(self, *inputs: Any, **named: Any) -> dict[str, Any]:
         """The model's, with the 0-d ``logit_scale`` (and ``logit_bias``) that it has without sharding.
@@ -85,12 +146,12 @@ class ShardedDataParallel(nn.Module):
         outputs = self.module(*inputs, **named)
         return {name: value.reshape(()) if name in self._scalars else value for name, value in outputs.items()}
 
-    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
         """The whole model's state on the master, in host memory; the other processes get the names only."""
         state = self.module.state_dict(*args, **options)
         return {name: _gathered(value, name in self._scalars) for name, value in state.items()}
 
-    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
         """Load the whole model's state, which every process has."""
         own = self.module.state_dict()
         parts = {name: _scattered(value, own[name]) if name in own else value for name, value in state_dict.items()}
@@ -221,12 +282,13 @@ def local(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
     """``torch.nn.utils.clip_grad_norm_``, also where some gradients are spread over the processes."""
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    spread = [parameter.grad.to_local() for parameter in parameters if isinstance(parameter.grad, DTensor)]
+    parameters = list(parameters)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    spread = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
     if not spread:
         nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=2.0)
         return
-    whole = [parameter.grad for parameter in parameters if not isinstance(parameter.grad, DTensor)]
+    whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
     square = distributed.all_reduce_sum(nn.utils.get_total_norm(spread).double().square())
     if whole:
         square += nn.utils.get_total_norm(whole).double().square()

@@ -1,19 +1,24 @@
 """What a run tells while it trains: a bar, plain lines in the log, ``metrics.jsonl``, TensorBoard, W&B."""
 
-import argparse
 import json
 import logging
+import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from openclip_ext import distributed
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.similarities import chunk_bytes
+from openclip_ext.training.checkpoint import RunIdentity
 
 
 class Stopwatch:
@@ -57,6 +62,28 @@ class Stopwatch:
         return self.data_seconds / max(self.steps, 1)
 
 
+@dataclass(frozen=True)
+class ReportingConfig:
+    """Where numbers go beside the log and ``metrics.jsonl``.
+
+    Attributes:
+        destinations: of ``wandb`` and ``tensorboard``.
+        epochs: of the run.
+        name: the run's name, which W&B shows.
+        wandb_project, wandb_notes: as in OpenCLIP.
+        resumes: let W&B continue the run of this name.
+        flags: what W&B stores as the run's configuration.
+    """
+
+    destinations: frozenset[str] = frozenset()
+    epochs: int = 1
+    name: str = ""
+    wandb_project: str = "open-clip"
+    wandb_notes: str = ""
+    resumes: bool = False
+    flags: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Reporter:
     """Writes the run's numbers everywhere they belong. Only the master's reporter does anything.
 
@@ -64,21 +91,23 @@ class Reporter:
 
     Args:
         folder: run folder, or None to write no files.
-        args: flags ``reports``, ``name``, ``tensorboard_path``, ``wandb_*``, ``debug``.
+        config: the destinations.
         total_steps: optimizer steps of the whole run.
         steps_per_epoch: optimizer steps of an epoch.
     """
 
-    def __init__(self, folder: Path | None, args: argparse.Namespace, total_steps: int, steps_per_epoch: int) -> None:
+    def __init__(self, folder: Path | None, config: ReportingConfig, total_steps: int, steps_per_epoch: int) -> None:
         self.active = distributed.is_master()
         self.total_steps = total_steps
         self.steps_per_epoch = steps_per_epoch
-        self.epochs = args.epochs
+        self.epochs = config.epochs
         self._folder = folder if self.active else None
         self._failed: set[str] = set()
         self._bar: tqdm | None = None
-        self._tensorboard = _tensorboard_writer(args) if self._folder is not None else None
-        self._wandb = _start_wandb(args, folder) if self.active and "wandb" in args.reports else None
+        self._tensorboard = (
+            _tensorboard_writer(self._folder) if self._folder and "tensorboard" in config.destinations else None
+        )
+        self._wandb = _start_wandb(config, folder) if self.active and "wandb" in config.destinations else None
 
     @contextmanager
     def epoch(self, epoch: int, first_step: int) -> Iterator[None]:
@@ -189,24 +218,55 @@ class Reporter:
             logging.warning(f"Cannot write {destination} ({error}); training goes on.")
 
 
-def _tensorboard_writer(args: argparse.Namespace) -> Any:
-    if not args.tensorboard_path:
-        return None
+def announce(
+    identity: RunIdentity,
+    loss_options: Mapping[str, Any],
+    model: nn.Module,
+    loss: ContrastiveLoss,
+    steps_per_epoch: int,
+    epochs: int,
+) -> None:
+    """Say what will be trained, on how much, and what the loss will take."""
+    if not distributed.is_master():
+        return
+    global_batch = identity.global_batch
+    local_batch = global_batch // distributed.world_size()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    state = loss.state_size()
+    similarities = chunk_bytes(loss.views * local_batch, loss.views * global_batch)
+    candidates = loss.views * (global_batch - 1) + 1
+    logging.debug(f"Model:\n{model}")
+    logging.info(f"Model {identity.model}: {parameters / 1e6:.1f} M parameters")
+    logging.info(
+        f"Data: {identity.num_samples} samples, {steps_per_epoch} steps of {global_batch} an epoch, {epochs} epochs"
+    )
+    logging.info(
+        f"Loss {identity.loss}: state {(state.replicated + state.with_model) / 2**20:.1f} MiB on this rank, "
+        f"similarities {similarities / 2**20:.1f} MiB a step"
+    )
+    if state.on_host:
+        folder = loss_options.get("state_dir")
+        place = f"a file in {folder}" if folder else "the host's memory"
+        logging.info(f"State of each sample: {state.on_host / 2**20:.1f} MiB of this rank, in {place}")
+    logging.info(f"InfoNCE at chance is ln {candidates} = {math.log(candidates):.4f}")
+
+
+def _tensorboard_writer(folder: Path) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(args.tensorboard_path)
+    return SummaryWriter(folder / "tensorboard")
 
 
-def _start_wandb(args: argparse.Namespace, folder: Path | None) -> Any:
+def _start_wandb(config: ReportingConfig, folder: Path | None) -> Any:
     import wandb
 
     wandb.init(
-        project=args.wandb_project_name,
-        name=args.name,
-        id=args.name,
-        notes=args.wandb_notes,
-        resume="auto" if args.resume is not None else None,
-        config={name: value for name, value in vars(args).items() if isinstance(value, str | int | float | bool)},
+        project=config.wandb_project,
+        name=config.name,
+        id=config.name,
+        notes=config.wandb_notes,
+        resume="auto" if config.resumes else None,
+        config={name: value for name, value in config.flags.items() if isinstance(value, str | int | float | bool)},
     )
     if folder is not None:
         wandb.save(str(folder / "params.txt"))

@@ -1,11 +1,12 @@
 """The run folder ``LOGS/NAME/``: what OpenCLIP writes there, and our ``config.json`` and ``metrics.jsonl``."""
 
-import argparse
 import json
 import logging
 import platform
 import shutil
 import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,56 @@ import torch
 import openclip_ext
 from openclip_ext import compat, distributed
 from openclip_ext.training.errors import UsageError
-from openclip_ext.training.flags import LossChoice
 
 
-def default_name(args: argparse.Namespace) -> str:
+@dataclass(frozen=True)
+class RunFolderConfig:
+    """Where the run's files go and what is logged.
+
+    Attributes:
+        logs: ``--logs``; None to write nothing.
+        name: ``--name``.
+        resume_latest: the folder may hold a run, which goes on.
+        debug: log more.
+        log_local_rank: with ``--log-local``, this process's rank on its node, where the first one logs; None: the master logs.
+    """
+
+    logs: Path | None
+    name: str
+    resume_latest: bool = False
+    debug: bool = False
+    log_local_rank: int | None = None
+
+    @property
+    def folder(self) -> Path | None:
+        """``LOGS/NAME``, or None."""
+        return None if self.logs is None else self.logs / self.name
+
+    def openclip_paths(self, tensorboard: bool) -> dict[str, str | None]:
+        """The paths that OpenCLIP's own ``params.txt`` has."""
+        folder = self.folder
+        if folder is None:
+            return {"log_path": None, "checkpoint_path": None, "tensorboard_path": ""}
+        return {
+            "log_path": str(folder / self.log_file),
+            "checkpoint_path": str(folder / "checkpoints"),
+            "tensorboard_path": str(folder / "tensorboard") if tensorboard else "",
+        }
+
+    @property
+    def log_file(self) -> str:
+        """``out.log``, or with ``--log-local`` one for each node."""
+        return "out.log" if self.log_local_rank is None else f"out-{distributed.rank()}"
+
+
+def default_name(model: str, lr: float, batch_size: int, workers: int, precision: str) -> str:
     """OpenCLIP's name for a run without ``--name``, the same on all ranks."""
     date = distributed.broadcast_object(datetime.now().strftime("%Y_%m_%d-%H_%M_%S"))
-    model = args.model.replace("/", "-")
-    return f"{date}-model_{model}-lr_{args.lr}-b_{args.batch_size}-j_{args.workers}-p_{args.precision}"
+    return f"{date}-model_{model.replace('/', '-')}-lr_{lr}-b_{batch_size}-j_{workers}-p_{precision}"
 
 
-def prepare(args: argparse.Namespace) -> Path | None:
-    """Make the run folder and start logging; sets the path attributes that OpenCLIP's functions read.
+def prepare(config: RunFolderConfig) -> Path | None:
+    """Make the run folder and start logging.
 
     Returns:
         The folder, or None with ``--logs none`` (nothing is written then).
@@ -34,43 +73,44 @@ def prepare(args: argparse.Namespace) -> Path | None:
     Raises:
         UsageError: the folder holds a run already, and this is not ``--resume latest``.
     """
-    args.save_logs = bool(args.logs) and args.logs.lower() != "none"
-    args.log_level = logging.DEBUG if args.debug else logging.INFO
-    if not args.save_logs:
-        args.log_path = args.checkpoint_path = None
-        args.tensorboard_path = ""
-        compat.setup_logging(None, args.log_level if distributed.is_master() else logging.WARNING)
+    level = logging.DEBUG if config.debug else logging.INFO
+    folder = config.folder
+    if folder is None:
+        compat.setup_logging(None, level if distributed.is_master() else logging.WARNING)
         return None
-    folder = Path(args.logs) / args.name
-    _refuse_existing(folder, args)
-    args.checkpoint_path = str(folder / "checkpoints")
-    args.tensorboard_path = str(folder / "tensorboard") if "tensorboard" in args.reports else ""
-    args.log_path = None
-    writes_log = args.local_rank == 0 if args.log_local else distributed.is_master()
+    _refuse_existing(folder, config)
+    writes_log = distributed.is_master() if config.log_local_rank is None else config.log_local_rank == 0
     if distributed.is_master():
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     distributed.barrier()
     if writes_log:
         folder.mkdir(parents=True, exist_ok=True)
-        args.log_path = str(folder / (f"out-{args.rank}" if args.log_local else "out.log"))
-    compat.setup_logging(args.log_path, args.log_level if writes_log else logging.WARNING)
+        compat.setup_logging(str(folder / config.log_file), level)
+    else:
+        compat.setup_logging(None, logging.WARNING)
     return folder
 
 
-def _refuse_existing(folder: Path, args: argparse.Namespace) -> None:
+def _refuse_existing(folder: Path, config: RunFolderConfig) -> None:
     exists = any((folder / name).exists() for name in ("out.log", "out-0", "metrics.jsonl"))
     # All ranks answer what the master saw, so that none is left waiting.
-    if distributed.broadcast_object(exists) and args.resume != "latest":
+    if distributed.broadcast_object(exists) and not config.resume_latest:
         raise UsageError(f"run folder {folder} exists; continue it with --resume latest, or give another --name")
 
 
-def write_settings(folder: Path, args: argparse.Namespace, choice: LossChoice, loss_options: dict[str, Any]) -> None:
-    """Write OpenCLIP's ``params.txt`` and our ``config.json``: resolved flags, versions, git commit."""
-    flags = {name: value for name, value in sorted(vars(args).items()) if _is_plain(value)}
-    (folder / "params.txt").write_text("".join(f"{name}: {getattr(args, name)}\n" for name in sorted(vars(args))))
+def write_settings(folder: Path, flags: Mapping[str, Any], loss: str, loss_options: dict[str, Any]) -> None:
+    """Write OpenCLIP's ``params.txt`` and our ``config.json``: resolved flags, versions, git commit.
+
+    Args:
+        folder: the run's.
+        flags: all flags with their values.
+        loss: its name.
+        loss_options: what it was created with.
+    """
+    (folder / "params.txt").write_text("".join(f"{name}: {value}\n" for name, value in sorted(flags.items())))
     config = {
-        "flags": flags,
-        "loss": {"name": choice.name, "options": loss_options},
+        "flags": {name: value for name, value in sorted(flags.items()) if _is_plain(value)},
+        "loss": {"name": loss, "options": loss_options},
         "versions": versions(),
         "git_commit": _git_commit(),
         "world_size": distributed.world_size(),

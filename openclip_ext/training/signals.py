@@ -2,7 +2,9 @@
 
 import enum
 import signal
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 from openclip_ext import distributed
 
@@ -24,7 +26,7 @@ class SignalRequests:
 
     def __init__(self) -> None:
         self._request = Request.NOTHING
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "SignalRequests":
         for number, request in ((signal.SIGUSR1, Request.SAVE), (signal.SIGTERM, Request.SAVE_AND_STOP)):
@@ -35,7 +37,7 @@ class SignalRequests:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _handler(self, request: Request):
+    def _handler(self, request: Request) -> Callable[[int, FrameType | None], None]:
         def remember(number: int, frame: FrameType | None) -> None:
             self._request = max(self._request, request)
 

@@ -1,14 +1,17 @@
 """One optimizer step: forward, loss, backward, update; with gradient accumulation that equals the large batch."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import open_clip
 import torch
 from torch import Tensor, nn
 
-from openclip_ext import distributed
+from openclip_ext import compat, distributed
+from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training import parallel
 from openclip_ext.training.views import encode_views, is_views
 
@@ -34,6 +37,32 @@ class StepSettings:
     grad_clip_norm: float | None = None
 
 
+@dataclass(frozen=True)
+class StepConfig:
+    """The flags of a step.
+
+    Attributes:
+        precision: ``--precision``.
+        grad_clip_norm: largest gradient norm, or None.
+    """
+
+    precision: str = "fp32"
+    grad_clip_norm: float | None = None
+
+    def settings(self, device: torch.device) -> StepSettings:
+        """What the flags mean on a device."""
+        return StepSettings(
+            device=device,
+            input_dtype=open_clip.get_input_dtype(self.precision),
+            autocast=compat.autocast_context(self.precision, device),
+            grad_clip_norm=self.grad_clip_norm,
+        )
+
+    def scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
+        """A new gradient scaler, where the precision needs one."""
+        return torch.amp.GradScaler(device=device.type) if self.precision == "amp" else None
+
+
 class TrainStep:
     """Runs optimizer steps.
 
@@ -48,7 +77,7 @@ class TrainStep:
     def __init__(
         self,
         model: nn.Module,
-        loss: nn.Module,
+        loss: ContrastiveLoss,
         optimizer: torch.optim.Optimizer,
         settings: StepSettings,
         scaler: torch.amp.GradScaler | None = None,
@@ -58,7 +87,7 @@ class TrainStep:
         self.optimizer = optimizer
         self.settings = settings
         self.scaler = scaler
-        self._logit_scale = parallel.unwrap(model).logit_scale
+        self._logit_scale = parallel.unwrap(model).get_parameter("logit_scale")
         head = loss.model_head()
         parameters = [] if head is None else head.parameters()
         self._head_parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -99,7 +128,7 @@ class TrainStep:
 
     def _one_batch(self, batch: Batch) -> dict[str, Tensor]:
         terms = self._terms(self._forward(batch), batch.get("index"))
-        self._scaled(sum(terms.values())).backward()
+        self._scaled(_total(terms)).backward()
         return terms
 
     def _cached_features(self, batches: list[Batch]) -> dict[str, Tensor]:
@@ -112,7 +141,7 @@ class TrainStep:
         inputs = {name: _leaf(value) for name, value in outputs.items()}
         index = torch.cat([batch["index"] for batch in batches]) if "index" in batches[0] else None
         terms = self._terms(inputs, index)
-        self._scaled(sum(terms.values())).backward()
+        self._scaled(_total(terms)).backward()
         gradients = {name: value.grad for name, value in inputs.items() if value.grad is not None}
         first = 0
         for number, batch in enumerate(batches):
@@ -161,7 +190,7 @@ class TrainStep:
         """What DDP does for the model's gradients, for those of the loss's head: the mean over the ranks."""
         if not self._head_parameters or distributed.world_size() == 1:
             return
-        gradients = [parameter.grad for parameter in self._head_parameters]
+        gradients = [_gradient(parameter) for parameter in self._head_parameters]
         mean = distributed.all_reduce_sum(torch.cat([gradient.flatten() for gradient in gradients]))
         mean /= distributed.world_size()
         parts = mean.split([gradient.numel() for gradient in gradients])
@@ -184,6 +213,15 @@ class TrainStep:
             self.scaler.update()
         with torch.no_grad():
             self.loss.finish_logit_scale_step(logit_scale, before)
+
+
+def _total(terms: dict[str, Tensor]) -> Tensor:
+    return functools.reduce(torch.add, terms.values())
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None, "called after the backward pass"
+    return parameter.grad
 
 
 def _leaf(value: Tensor) -> Tensor:
@@ -219,5 +257,5 @@ def _frozen_batchnorm_statistics(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, momentum, count in zip(layers, momenta, counts, strict=True):
             layer.momentum = momentum
-            if count is not None:
+            if count is not None and layer.num_batches_tracked is not None:
                 layer.num_batches_tracked.copy_(count)

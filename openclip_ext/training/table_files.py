@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openclip_ext.state.host_table import chunks, encode, is_zero, recode
+from openclip_ext.state.host_table import chunks, is_zero, recode
 from openclip_ext.state.sharded_table import ShardedTable
 from openclip_ext.training.errors import UsageError
 
@@ -36,7 +36,7 @@ def write_table(table: ShardedTable, file: BinaryIO) -> None:
         if is_zero(rows):
             file.seek(rows.nbytes, 1)
         else:
-            file.write(rows.numpy().astype(dtype, copy=False))
+            file.write(rows.numpy().astype(dtype, copy=False).data)
     file.truncate(size)
 
 
@@ -84,12 +84,6 @@ def open_table(path: Path) -> TablePart:
         return torch.from_numpy(values.astype(dtype.newbyteorder("="), copy=False)).view(stop - start, columns)
 
     return TablePart(str(path), size, columns, precision, read)
-
-
-def part_of_shard(name: str, shard: Tensor) -> TablePart:
-    """A part ``(columns, size)`` as ``state_dict`` has it, and as checkpoints had it before tables were files."""
-    columns, size = shard.shape
-    return TablePart(name, size, columns, shard.dtype, lambda start, stop: encode(shard[:, start:stop].T))
 
 
 def restore_table(table: ShardedTable, parts: Sequence[TablePart]) -> None:

@@ -5,12 +5,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from openclip_ext import distributed
+from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.heads import HEADS_KEY, heads_entry, with_heads
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training import parallel
@@ -62,12 +63,29 @@ class RunLength:
     log_every: int = 100
 
 
+class Loader(Protocol):
+    """What the trainer needs of the training data (``data/train_loader.py``)."""
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Micro-batches of an epoch, on each rank."""
+        ...
+
+    def iterate(self, epoch: int, progress: list[dict[str, Any]]) -> Iterator[Batch]:
+        """The rest of an epoch, from where ``progress`` says that it stands."""
+        ...
+
+    def extend_progress(self, progress: list[dict[str, Any]], batches: int) -> list[dict[str, Any]]:
+        """``progress`` after so many more batches."""
+        ...
+
+
 class Trainer:
     """Trains until the last epoch, saving, evaluating and reporting on the way.
 
     Args:
         step: takes optimizer steps.
-        loader: yields batches, see ``data/loader.py`` (``iterate``, ``extend_progress``, ``batches_per_epoch``).
+        loader: yields batches, see ``Loader``.
         schedule: sets the learning rates for an optimizer step of the run.
         length: see ``RunLength``.
         policy: see ``SavePolicy``.
@@ -80,7 +98,7 @@ class Trainer:
     def __init__(
         self,
         step: TrainStep,
-        loader: Any,
+        loader: Loader,
         schedule: Callable[[int], None],
         length: RunLength,
         policy: SavePolicy,
@@ -109,7 +127,7 @@ class Trainer:
         return self.step.model
 
     @property
-    def loss(self) -> nn.Module:
+    def loss(self) -> ContrastiveLoss:
         return self.step.loss
 
     # --- the loop ---------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def encode_views(model: nn.Module, images: Tensor) -> dict[str, Any]:
 
 def train_image_tower_only(model: nn.Module) -> None:
     """Freeze what no image passes through, so that DDP and weight decay leave it alone."""
-    inside = {id(parameter) for parameter in model.visual.parameters()}
+    inside = {id(parameter) for parameter in model.get_submodule("visual").parameters()}
     for parameter in model.parameters():
         if id(parameter) not in inside:
             parameter.requires_grad_(False)

@@ -116,15 +116,12 @@ def measure(args: argparse.Namespace) -> None:
         data = get_wds_dataset(settings, preprocess, is_train=True, tokenizer=tokenizer)
         epochs, key = [data.dataloader, data.dataloader], 0
     else:
-        from openclip_ext.data.loader import build_train_loader
+        from openclip_ext.data.build import build_train_loader
+        from openclip_ext.data.spec import DataSpec
+        from openclip_ext.data.train_loader import TrainLoaderConfig
 
-        loader = build_train_loader(
-            args.shards,
-            preprocess=preprocess,
-            tokenizer=tokenizer,
-            batch_size=args.batch_size,
-            workers=args.workers,
-        )
+        config = TrainLoaderConfig(batch_size=args.batch_size, workers=args.workers)
+        loader = build_train_loader(DataSpec(args.shards), config, preprocess=preprocess, tokenizer=tokenizer)
         epochs, key = [loader.iterate(0), loader.iterate(1)], "image"
     clock = time.process_time if args.cpu_time else time.perf_counter
     rates = [time_epoch(epoch, key, clock) for epoch in epochs]

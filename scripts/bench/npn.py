@@ -12,6 +12,7 @@ several ranks, which hold the same gathered batch: all prototypes on every rank,
 import argparse
 import math
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,9 +23,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from openclip_ext import compat, distributed
-from openclip_ext.contrastive.batch import GatheredBatch, LocalBatch, gather_batch
-from openclip_ext.contrastive.similarities import Similarities
-from openclip_ext.losses import neuclip as prototypes
+from openclip_ext.contrastive.batch import Contrast, LocalBatch
+from openclip_ext.contrastive.minibatch import contrast_minibatch
+from openclip_ext.losses import neuclip
 from openclip_ext.losses.neuclip import PrototypeNormalizer
 
 BASELINE = "matrix products"
@@ -33,14 +34,14 @@ EPS = 1e-14
 SHARE_ALWAYS, SHARE_NEVER = 0.0, float("inf")
 
 
-def make_batch(args: argparse.Namespace, dtype: torch.dtype = torch.float32) -> GatheredBatch:
+def make_contrast(args: argparse.Namespace, dtype: torch.dtype = torch.float32) -> Contrast:
     random = torch.Generator().manual_seed(0)
     images, texts = normalize(torch.randn(2, args.batch_size, args.embed_dim, generator=random), dim=2).to(args.device)
-    batch = LocalBatch(images, texts, torch.tensor(1 / TAU, device=args.device), None, dtype)
-    block = gather_batch(batch, None, gather=False)
-    block.tau = torch.full_like(block.features[..., 0], TAU)
-    block.log_g = block.log_estimate = Similarities(block).log_g()
-    return block
+    scale = torch.tensor(1 / TAU, device=args.device)
+    everything = torch.ones(len(images), dtype=torch.bool, device=args.device)
+    contrast = contrast_minibatch(LocalBatch(images, texts, scale, None, everything, dtype), gather=False)
+    # Every rank holds the same batch, as if it had been gathered.
+    return replace(contrast, batch=replace(contrast.batch, world_size=distributed.world_size()))
 
 
 @torch.no_grad()
@@ -50,14 +51,14 @@ def bare_products(features: Tensor, weights: Tensor, updates: int) -> None:
         similarities.transpose(1, 2) @ features
 
 
-def autograd(weights: torch.nn.Parameter, optimizer: torch.optim.Optimizer, block: GatheredBatch, updates: int) -> None:
+def autograd(weights: torch.nn.Parameter, optimizer: torch.optim.Optimizer, contrast: Contrast, updates: int) -> None:
     number = weights.shape[1]
     for _ in range(updates):
-        cosines = block.features @ normalize(weights, dim=2).transpose(1, 2)
-        exponents = (cosines - block.positive[:, None]) / TAU
+        cosines = contrast.batch.features @ normalize(weights, dim=2).transpose(1, 2)
+        exponents = (cosines - contrast.batch.positive[:, None]) / TAU
         alpha = torch.logsumexp(exponents, dim=2) - math.log(number)
         alpha = torch.logaddexp(alpha, alpha.new_full((), math.log(EPS)))
-        loss = (TAU * (torch.exp(block.log_estimate - alpha) + alpha)).mean(dim=1).sum()
+        loss = (TAU * (torch.exp(contrast.log_estimate - alpha) + alpha)).mean(dim=1).sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -79,24 +80,23 @@ def make_normalizer(args: argparse.Namespace) -> PrototypeNormalizer:
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    block = make_batch(args)
-    block.world_size = distributed.world_size()
+    contrast = make_contrast(args)
     normalizer = make_normalizer(args)
-    normalizer.step(block)
+    normalizer.step(contrast)
     plain = torch.nn.Parameter(normalizer.prototypes.clone())
     contestants = {
-        BASELINE: partial(bare_products, block.features, normalizer.prototypes.clone(), args.updates),
-        "closed form": partial(fit, normalizer, block, SHARE_NEVER),
-        "autograd": partial(autograd, plain, torch.optim.Adagrad([plain], lr=1.0), block, args.updates),
+        BASELINE: partial(bare_products, contrast.batch.features, normalizer.prototypes.clone(), args.updates),
+        "closed form": partial(fit, normalizer, contrast, SHARE_NEVER),
+        "autograd": partial(autograd, plain, torch.optim.Adagrad([plain], lr=1.0), contrast, args.updates),
     }
     if distributed.world_size() > 1:
-        contestants["closed form, in parts"] = partial(fit, normalizer, block, SHARE_ALWAYS)
+        contestants["closed form, in parts"] = partial(fit, normalizer, contrast, SHARE_ALWAYS)
     return take_turns(contestants, BASELINE, args.rounds, args.device)
 
 
-def fit(normalizer: PrototypeNormalizer, block: GatheredBatch, min_flops_to_share: float) -> None:
-    prototypes.MIN_FLOPS_TO_SHARE[block.features.device.type] = min_flops_to_share
-    normalizer.fit(block)
+def fit(normalizer: PrototypeNormalizer, contrast: Contrast, min_flops_to_share: float) -> None:
+    neuclip.MIN_FLOPS_TO_SHARE[contrast.batch.features.device.type] = min_flops_to_share
+    normalizer.fit(contrast)
 
 
 def main() -> None:

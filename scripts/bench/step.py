@@ -21,7 +21,7 @@ from torch import nn
 from openclip_ext import compat
 from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training.optimizer import create_optimizer
+from openclip_ext.training.optimizer import OptimizerConfig, create_optimizer
 from openclip_ext.training.step import Batch, StepSettings, TrainStep
 
 BASELINE = "openclip"
@@ -37,8 +37,8 @@ def contestant(loss_name: str, args: argparse.Namespace, device: torch.device) -
     loss = registry.create_loss(loss_name, embed_dim=width, num_samples=NUM_SAMPLES, **options).to(device)
     if not loss.learns_logit_scale:
         model.logit_scale.requires_grad_(False)
-    flags = argparse.Namespace(opt="adamw", lr=1e-3, wd=0.1, beta1=0.9, beta2=0.98, eps=1e-6)
-    optimizer = create_optimizer(model, flags, loss.logit_scale_lr, loss.model_head())
+    config = OptimizerConfig(name="adamw", lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.98, eps=1e-6)
+    optimizer = create_optimizer(model, config, loss.logit_scale_lr, loss.model_head())
     settings = StepSettings(
         device, open_clip.get_input_dtype(args.precision), compat.autocast_context(args.precision, device)
     )

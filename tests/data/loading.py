@@ -1,6 +1,8 @@
 """A loader over small shards, and what tests look at in its batches."""
 
 import random
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -8,8 +10,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from openclip_ext.data.indexed import IndexedLoader
-from openclip_ext.data.loader import build_train_loader
+from openclip_ext.data.build import build_train_loader
+from openclip_ext.data.spec import DataSpec
+from openclip_ext.data.train_loader import TrainLoader, TrainLoaderConfig
 
 
 def tokenize(text: str) -> Tensor:
@@ -24,10 +27,20 @@ def preprocess(image: Image.Image) -> Tensor:
     return torch.cat([pixels, torch.tensor(draws)])
 
 
-def build(data: str, **options: Any) -> IndexedLoader:
+def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of ``DataSpec``, and those of the loader's configuration."""
+    spec_names = {field.name for field in fields(DataSpec)}
+    spec = {name: value for name, value in options.items() if name in spec_names}
+    return spec, {name: value for name, value in options.items() if name not in spec_names}
+
+
+def build(data: str | Sequence[str], **options: Any) -> TrainLoader:
     """A loader of one rank with a small batch and window, unless the options say otherwise."""
-    settings = {"batch_size": 4, "seed": 7, "rank": 0, "world_size": 1, "shuffle_window": 25}
-    return build_train_loader(data, preprocess=preprocess, tokenizer=tokenize, **settings | options)
+    spec, config = split_options(options)
+    defaults = {"batch_size": 4, "seed": 7, "rank": 0, "world_size": 1, "shuffle_window": 25}
+    return build_train_loader(
+        DataSpec(data, **spec), TrainLoaderConfig(**defaults | config), preprocess=preprocess, tokenizer=tokenize
+    )
 
 
 def by_index(batches: list[dict[str, Tensor]]) -> dict[int, Tensor]:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from openclip_ext.data.indexed import IndexedLoader
 from openclip_ext.data.source import BadDataError
+from openclip_ext.data.train_loader import TrainLoader
 from tests.data.loading import assert_equal, build, indices
 from tests.data.shards import sample_members, undecodable, write_shards
 
@@ -34,7 +34,7 @@ def data(tmp_path: Path) -> str:
     return str(tmp_path / "{00000..00002}.tar")
 
 
-def build_tolerant(data: str, **options) -> IndexedLoader:
+def build_tolerant(data: str, **options) -> TrainLoader:
     return build(data, **{"max_bad_fraction": 0.1} | options)
 
 

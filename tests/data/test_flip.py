@@ -6,8 +6,10 @@ import pytest
 import torch
 from PIL import Image
 
+from openclip_ext.data.build import build_train_loader
 from openclip_ext.data.flip import exchange_sides
-from openclip_ext.data.loader import build_train_loader
+from openclip_ext.data.spec import DataSpec
+from openclip_ext.data.train_loader import TrainLoaderConfig
 from tests.data.shards import sample_members, write_shards
 
 SAMPLES = 24
@@ -48,16 +50,9 @@ def _tokens(caption: str) -> torch.Tensor:
 def _epoch(
     shards: list[str], epoch: int = 0, workers: int = 0, flip: bool = True
 ) -> dict[int, tuple[torch.Tensor, str]]:
-    loader = build_train_loader(
-        shards,
-        preprocess=_pixels,
-        tokenizer=_tokens,
-        batch_size=4,
-        workers=workers,
-        seed=7,
-        image_key="png",
-        caption_aware_flip=flip,
-    )
+    spec = DataSpec(shards, image_key="png")
+    config = TrainLoaderConfig(batch_size=4, workers=workers, seed=7, caption_aware_flip=flip)
+    loader = build_train_loader(spec, config, preprocess=_pixels, tokenizer=_tokens)
     return {
         index: (image, bytes(tokens.tolist()).decode().rstrip("\0"))
         for batch in loader.iterate(epoch)

@@ -17,7 +17,8 @@ VERSION = "0.2.86"
 PROGRAM = """
 import sys, webdataset
 assert webdataset.__version__ == sys.argv[2], webdataset.__version__
-from openclip_ext.data.loader import build_eval_loader
+from openclip_ext.data.build import build_eval_loader
+from openclip_ext.data.spec import DataSpec
 from tests.data.loading import build, indices, preprocess, tokenize
 folder = sys.argv[1]
 piped = f"pipe:cat {folder}/{{00000..00001}}.tar"
@@ -25,7 +26,7 @@ loaders = [build(f"{folder}/*.tar", workers=2), build(piped, workers=2)]
 local, remote = (indices(list(loader.iterate(0))) for loader in loaders)
 assert local == remote
 for data in (f"{folder}/*.tar", piped):
-    loader = build_eval_loader(data, preprocess=preprocess, tokenizer=tokenize, batch_size=16)
+    loader = build_eval_loader(DataSpec(data), preprocess=preprocess, tokenizer=tokenize, batch_size=16)
     assert [len(batch["image"]) for batch in loader] == [16, 9]
 print(local)
 """

@@ -9,12 +9,14 @@ import torch
 from PIL import Image
 
 from openclip_ext.data import shards as shards_module
-from openclip_ext.data.loader import build_train_loader
+from openclip_ext.data.build import build_train_loader
 from openclip_ext.data.manifest import Manifest
 from openclip_ext.data.shards import ShardSource
 from openclip_ext.data.source import BadDataError
+from openclip_ext.data.spec import DataSpec
 from openclip_ext.data.synthetic import CAPTION
-from tests.data.loading import assert_equal, build, by_index, indices, preprocess, tokenize
+from openclip_ext.data.train_loader import TrainLoaderConfig
+from tests.data.loading import assert_equal, build, by_index, indices
 from tests.data.shards import sample_members, write_csv, write_shards, write_tar
 
 COUNTS = [20, 11, 9]
@@ -209,9 +211,9 @@ def test_a_csv_without_rows_is_refused(tmp_path: Path):
 
 def test_hopeless_files_are_not_tried_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With all images gone, the first sample does not try millions of rows as replacements."""
-    from openclip_ext.data import indexed
+    from openclip_ext.data import train_loader
 
-    monkeypatch.setattr(indexed, "_PATIENCE", 5)
+    monkeypatch.setattr(train_loader, "_PATIENCE", 5)
     path = write_csv(tmp_path)
     for row in range(30):
         (tmp_path / f"{row}.jpg").unlink()
@@ -228,12 +230,10 @@ def test_synthetic_data():
         return torch.tensor([*image.size, *image.getpixel((0, 0))])
 
     loader = build_train_loader(
-        None,
-        dataset_type="synthetic",
+        DataSpec(dataset_type="synthetic", num_samples=20),
+        TrainLoaderConfig(batch_size=8),
         preprocess=first_pixel,
         tokenizer=lambda text: torch.full((1, 3), len(text)),
-        batch_size=8,
-        epoch_samples=20,
     )
     batches = list(loader.iterate(0))
     assert (loader.num_samples, len(batches)) == (20, 2)
@@ -241,6 +241,4 @@ def test_synthetic_data():
     assert batches[0]["image"].tolist() == [[224, 224, 0, 0, 0]] * 8
     assert batches[0]["text"].tolist() == [[len(CAPTION)] * 3] * 8
     with pytest.raises(ValueError, match="at least 1 sample"):
-        build_train_loader(
-            None, dataset_type="synthetic", preprocess=preprocess, tokenizer=tokenize, batch_size=1, epoch_samples=0
-        )
+        build(None, dataset_type="synthetic", num_samples=0)

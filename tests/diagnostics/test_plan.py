@@ -32,7 +32,7 @@ from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.optimizer import create_optimizer
 from openclip_ext.training.step import StepSettings, TrainStep
 from tests.distributed.pool import two_ranks
-from tests.training.tiny import BATCH, WIDTH, optimizer_flags, parts_of, prepare, tiny_batch, tiny_model
+from tests.training.tiny import BATCH, OPTIMIZER, WIDTH, parts_of, prepare, tiny_batch, tiny_model
 
 MODEL = "demo-vit"
 # Every loss, and what they can be made of besides.
@@ -136,7 +136,7 @@ def _counted(name: str) -> dict[str, int]:
     loss = create(ON_HOST[name], state_device="cpu") if name in ON_HOST else create(name.removesuffix("-sharing"))
     model = tiny_model()
     prepare(model, loss)
-    optimizer = create_optimizer(model, optimizer_flags(), loss.logit_scale_lr, loss.model_head())
+    optimizer = create_optimizer(model, OPTIMIZER, loss.logit_scale_lr, loss.model_head())
     step = TrainStep(model, loss, optimizer, StepSettings(torch.device("cpu"), input_dtype=torch.float32))
     loss.start_epoch(0)
     sharing = {"cpu": 1} if name == SHARING else {}

@@ -4,7 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training import parallel
 from openclip_ext.training.errors import UsageError
-from openclip_ext.training.optimizer import create_optimizer
+from openclip_ext.training.optimizer import OptimizerConfig, create_optimizer
 from openclip_ext.training.step import StepSettings, TrainStep
 from tests.training.tiny import (
     BATCH,
     LOSSES,
+    OPTIMIZER,
     WIDTH,
-    optimizer_flags,
     parts_of,
     prepare,
     tensors,
@@ -51,18 +51,13 @@ class Case:
     dtype: torch.dtype = torch.float64
     autocast: Callable[[], AbstractContextManager] = contextlib.nullcontext
     scale: float | None = None
-    flags: dict[str, Any] = field(default_factory=dict)
+    optimizer: OptimizerConfig = OPTIMIZER
     reshard: bool = True
 
 
-LOOKAHEAD = {
-    "opt": "timm/lookahead_sgd",
-    "beta1": None,
-    "beta2": None,
-    "momentum": 0.9,
-    "lookahead_steps": 2,
-    "lr": 0.1,
-}
+LOOKAHEAD = replace(
+    OPTIMIZER, name="timm/lookahead_sgd", beta1=None, beta2=None, momentum=0.9, lookahead_steps=2, lr=0.1
+)
 
 CASES = {
     **{loss: Case(loss) for loss in LOSSES},
@@ -83,9 +78,9 @@ CASES = {
     "neuclip-compiled-checkpointed": Case("neuclip", compiled=True, checkpointing=True),
     "neuclip-no-reshard": Case("neuclip", reshard=False, micro_batches=2),
     "fastclip-resnet": Case("fastclip", tower="resnet", clip=0.05),
-    "cliplite-lookahead": Case("cliplite", flags=LOOKAHEAD, clip=0.05),
+    "cliplite-lookahead": Case("cliplite", optimizer=LOOKAHEAD, clip=0.05),
     **{
-        f"fastclip-{name}": Case("fastclip", flags={"opt": f"timm/{name}", "momentum": 0.9})
+        f"fastclip-{name}": Case("fastclip", optimizer=replace(OPTIMIZER, name=f"timm/{name}", momentum=0.9))
         for name in ("adamw", "sgd", "momentum", "lion")
     },
 }
@@ -111,8 +106,7 @@ class Run:
             self.model = parallel.ShardedDataParallel(model, CPU, case.reshard, case.compiled, keep_whole)
         else:
             self.model = parallel.replicate(model, CPU)
-        flags = optimizer_flags(**case.flags)
-        self.optimizer = create_optimizer(self.model, flags, self.loss.logit_scale_lr, self.loss.model_head())
+        self.optimizer = create_optimizer(self.model, case.optimizer, self.loss.logit_scale_lr, self.loss.model_head())
         scaler = None if case.scale is None else torch.amp.GradScaler("cpu", init_scale=case.scale)
         settings = StepSettings(CPU, case.dtype, case.autocast, case.clip)
         # As ``training/main.py`` does; a sharded model has compiled its blocks.

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext.losses import registry
-from openclip_ext.training.optimizer import create_optimizer, create_schedule
+from openclip_ext.training.optimizer import ScheduleConfig, create_optimizer, create_schedule
 from openclip_ext.training.step import StepSettings, TrainStep
 from tests.training.tiny import (
     LOSSES,
+    OPTIMIZER,
     SAMPLES,
     WIDTH,
-    optimizer_flags,
     parts_of,
     prepare,
     tensors,
@@ -22,6 +22,7 @@ from tests.training.tiny import (
 )
 
 STEPS = 5
+SCHEDULE = ScheduleConfig(name="cosine", lr=OPTIMIZER.lr, warmup=2, epochs=1)
 
 
 class Case(NamedTuple):
@@ -53,9 +54,8 @@ def run(name: str, micro_batches: int = 1) -> dict[str, Tensor]:
     rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if together else (0, 1)
     model, loss = _start(name)
     wrapped = nn.parallel.DistributedDataParallel(model) if together else model
-    flags = _flags()
-    optimizer = create_optimizer(wrapped, flags, loss.logit_scale_lr, loss.model_head())
-    schedule = create_schedule(flags, optimizer, STEPS, loss.logit_scale_lr)
+    optimizer = create_optimizer(wrapped, OPTIMIZER, loss.logit_scale_lr, loss.model_head())
+    schedule = create_schedule(SCHEDULE, optimizer, STEPS, loss.logit_scale_lr)
     step = TrainStep(wrapped, loss, optimizer, StepSettings(torch.device("cpu"), input_dtype=torch.float64))
     loss.start_epoch(0)
     for number in range(STEPS):
@@ -68,9 +68,8 @@ def run(name: str, micro_batches: int = 1) -> dict[str, Tensor]:
 def run_in_blocks(name: str, blocks: int) -> dict[str, Tensor]:
     """The same in one process: the mean of the losses of ``blocks`` parts of each batch, statistics averaged."""
     model, loss = _start(name)
-    flags = _flags()
-    optimizer = create_optimizer(model, flags, None, loss.model_head())
-    schedule = create_schedule(flags, optimizer, STEPS, None)
+    optimizer = create_optimizer(model, OPTIMIZER, None, loss.model_head())
+    schedule = create_schedule(SCHEDULE, optimizer, STEPS, None)
     for number in range(STEPS):
         schedule(number)
         optimizer.zero_grad()
@@ -96,10 +95,6 @@ def _start(name: str) -> tuple[Any, Any]:
     loss = registry.create_loss(case.loss, embed_dim=WIDTH, num_samples=SAMPLES, **case.options).double()
     prepare(model, loss)
     return model, loss
-
-
-def _flags() -> Any:
-    return optimizer_flags(lr_scheduler="cosine", warmup=2, epochs=1, skip_scheduler=False)
 
 
 def _result(model: nn.Module, loss: nn.Module) -> dict[str, Tensor]:

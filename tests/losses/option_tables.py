@@ -13,8 +13,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from openclip_ext.losses.options import OPTIONS, Option
-from openclip_ext.losses.registry import options_used_by
+from openclip_ext.losses.options import Option
+from openclip_ext.losses.registry import OPTIONS, options_used_by
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "methods").glob("*.md"))
 _TABLE = re.compile(r"<!-- options of: (?P<losses>.+?) -->\n.*?<!-- end of options -->", flags=re.DOTALL)

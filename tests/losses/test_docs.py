@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from openclip_ext.losses.options import OPTIONS
-from openclip_ext.losses.registry import list_losses
+from openclip_ext.losses.registry import OPTIONS, list_losses
 from tests.losses.option_tables import PAGES, losses_on, updated
 
 TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}

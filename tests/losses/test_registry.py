@@ -10,8 +10,15 @@ import pytest
 import torch
 
 import openclip_ext
-from openclip_ext.losses.options import NORMALIZER_NAMES, OPTIONS, TEMPERATURE_SCHEME_NAMES
-from openclip_ext.losses.registry import create_loss, list_losses, options_used_by, requirements_of
+from openclip_ext.losses.registry import (
+    NORMALIZER_NAMES,
+    OPTIONS,
+    TEMPERATURE_SCHEME_NAMES,
+    create_loss,
+    list_losses,
+    options_used_by,
+    requirements_of,
+)
 from tests.losses.cases import SAMPLES, WIDTH, make_steps, run_step
 
 COMPOSED = [name for name in list_losses() if "normalizer" in options_used_by(name)]

@@ -14,9 +14,10 @@ from openclip_ext.data.shapes.write import ShapesConfig
 from openclip_ext.heads import HEADS_KEY, ProjectedModel, read_heads
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training.config import optimizer_config
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.flags import parse
-from openclip_ext.training.main import _load_pretrained_heads
+from openclip_ext.training.loss import load_pretrained_heads
 from openclip_ext.training.optimizer import create_optimizer
 from tests.training.runs import command, make_shards, run
 
@@ -111,15 +112,15 @@ def test_calling_the_projected_model_is_encoding(checkpoint):
 
 def test_a_run_starts_from_the_heads_of_its_pretrained_checkpoint(checkpoint, caplog):
     loss = create_loss("cliplite", embed_dim=64)
-    _load_pretrained_heads(loss, str(checkpoint))
+    load_pretrained_heads(loss, str(checkpoint))
     stored = read_heads(checkpoint).state_dict()
     assert all(torch.equal(value, stored[name]) for name, value in loss.projections.state_dict().items())
     with pytest.raises(UsageError, match=r"'projection_dim': 64.*this run's are.*'projection_dim': 32"):
-        _load_pretrained_heads(create_loss("cliplite", embed_dim=64, projection_dim=32), str(checkpoint))
+        load_pretrained_heads(create_loss("cliplite", embed_dim=64, projection_dim=32), str(checkpoint))
     with caplog.at_level(logging.WARNING):
-        _load_pretrained_heads(create_loss("openclip"), str(checkpoint))
+        load_pretrained_heads(create_loss("openclip"), str(checkpoint))
     assert "holds heads of the kind 'cliplite', which this loss leaves out" in caplog.text
-    _load_pretrained_heads(create_loss("openclip"), "laion2b")
+    load_pretrained_heads(create_loss("openclip"), "laion2b")
 
 
 def test_projections_are_in_the_optimizer_with_openclips_decay():
@@ -127,8 +128,8 @@ def test_projections_are_in_the_optimizer_with_openclips_decay():
     model = open_clip.create_model("demo-vit")
     head = create_loss("cliplite", embed_dim=64).model_head()
     for flags in ([], ["--opt", "timm/lookahead_sgd", "--momentum", "0.9", "--lookahead-steps", "5"]):
-        args, _ = parse(["--loss", "cliplite", "--lr", "0.2", "--wd", "1e-4", *flags])
-        optimizer = create_optimizer(model, args, None, head)
+        config = optimizer_config(parse(["--loss", "cliplite", "--lr", "0.2", "--wd", "1e-4", *flags])[0])
+        optimizer = create_optimizer(model, config, None, head)
         decay = {id(value): group["weight_decay"] for group in optimizer.param_groups for value in group["params"]}
         assert len(decay) == len([*model.parameters(), *head.parameters()])
         for parameter in head.parameters():
@@ -139,8 +140,8 @@ def test_projections_are_in_the_optimizer_with_openclips_decay():
 
 def test_lookahead_without_lookahead_is_refused():
     add_model_configs()
-    args, _ = parse(["--lookahead-steps", "5"])
+    config = optimizer_config(parse(["--lookahead-steps", "5"])[0])
     with pytest.raises(UsageError, match="needs an optimizer with LookAhead, such as --opt timm/lookahead_sgd"):
-        create_optimizer(open_clip.create_model("demo-vit"), args, None)
+        create_optimizer(open_clip.create_model("demo-vit"), config, None)
     with pytest.raises(UsageError, match="--lookahead-steps is 0"):
         parse(["--opt", "timm/lookahead_sgd", "--lookahead-steps", "0"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from openclip_ext.losses.options import OPTIONS
+from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.flags import build_parser, loss_options, parse
 

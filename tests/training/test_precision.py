@@ -22,7 +22,7 @@ from tests.losses.cases import CASES, make_steps, run_step
 from tests.training.runs import command, make_shards, run
 from tests.training.tiny import (
     LOSSES,
-    optimizer_flags,
+    OPTIMIZER,
     parts_of,
     prepare,
     tensors,
@@ -109,7 +109,7 @@ def one_step(name: str, way: Way, compiled: nn.Module | None = None) -> Result:
     convert_weights_to_lp(model, way.dtype) if way.mixed else model.to(way.dtype)
     if way.dtype == torch.float64:
         loss.double()
-    optimizer = create_optimizer(model, optimizer_flags(), loss.logit_scale_lr, loss.model_head())
+    optimizer = create_optimizer(model, OPTIMIZER, loss.logit_scale_lr, loss.model_head())
     scaler = torch.amp.GradScaler(way.device.type, init_scale=2.0**8) if way.scaled else None
     settings = StepSettings(way.device, way.dtype, way.autocast)
     step = TrainStep(model if compiled is None else compiled, loss, optimizer, settings, scaler)

@@ -15,7 +15,7 @@ from openclip_ext.state.sharded_table import ShardedTable, shard_bounds
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training.checkpoint import Position, RunIdentity
 from openclip_ext.training.errors import UsageError
-from openclip_ext.training.table_files import open_table, part_of_shard, restore_table, write_table
+from openclip_ext.training.table_files import open_table, restore_table, write_table
 
 SAMPLES = 103
 IDENTITY = RunIdentity(model="demo-vit", loss="fastclip", num_samples=SAMPLES, global_batch=8, seed=0)
@@ -175,13 +175,6 @@ def test_checkpoints_from_before_tables_were_files_load(tmp_path, as_rank, world
         ckpt.restore_loss(checkpoint, loss)
         first, end = shard_bounds(SAMPLES, rank, world_size)
         assert torch.equal(bits(loss.state_dict()["average.shard"]), bits(numbers()[:, first:end]))
-
-
-def test_a_part_of_an_old_checkpoint_may_be_float64():
-    part = part_of_shard("old", numbers(torch.float64))
-    table = ShardedTable(3, SAMPLES).double()
-    restore_table(table, [part])
-    assert torch.equal(bits(decode(table.rows(0, SAMPLES)).T), bits(numbers(torch.float64)))
 
 
 def test_a_loss_with_other_tables_is_refused(tmp_path):

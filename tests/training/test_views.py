@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from eval.models import load_model
-from openclip_ext.data.loader import build_train_loader
+from openclip_ext.data.build import build_train_loader
+from openclip_ext.data.spec import DataSpec
+from openclip_ext.data.train_loader import TrainLoaderConfig
 from openclip_ext.heads import HEADS_KEY, read_heads, with_heads
 from openclip_ext.losses.registry import create_loss, options_used_by, requirements_of
 from openclip_ext.model_configs import add_model_configs
@@ -36,13 +38,10 @@ def noise(image):
 
 def epoch_of(shards, views, workers=0, epoch=0):
     loader = build_train_loader(
-        shards,
+        DataSpec(shards),
+        TrainLoaderConfig(batch_size=4, workers=workers, seed=5, views=views),
         preprocess=noise,
         tokenizer=lambda caption: torch.tensor([[len(caption)]]),
-        batch_size=4,
-        workers=workers,
-        seed=5,
-        views=views,
     )
     return {
         index: image

@@ -1,6 +1,5 @@
 """A CLIP so small that every loss can take some steps in a moment, in all the ways that training can be asked to compute."""
 
-import argparse
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses import registry
+from openclip_ext.training.optimizer import OptimizerConfig
 from openclip_ext.training.step import Batch
 from openclip_ext.training.views import train_image_tower_only
 
@@ -72,10 +72,7 @@ def parts_of(batch: Batch, count: int) -> list[Batch]:
     return [{key: chunks[key][number] for key in chunks} for number in range(count)]
 
 
-def optimizer_flags(**changed: Any) -> argparse.Namespace:
-    """What ``create_optimizer`` reads."""
-    flags = {"opt": "adamw", "lr": 1e-3, "wd": 0.1, "beta1": 0.9, "beta2": 0.98, "eps": 1e-6}
-    return argparse.Namespace(**{**flags, "momentum": None, "lookahead_steps": None, **changed})
+OPTIMIZER = OptimizerConfig(name="adamw", lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.98, eps=1e-6)
 
 
 def tensors(state: Any, prefix: str = "") -> dict[str, Tensor]:

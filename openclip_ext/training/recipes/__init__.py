@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from openclip_ext.training.recipes import cc3m, cc12m, coco, dfn1b, dfn14m, dfn192m, laion400m
 from openclip_ext.training.recipes.schema import Recipe, Result
-from openclip_ext.training.recipes.unpublished import reason_without
 
 __all__ = ["Recipe", "Result", "get", "losses", "names"]
 
@@ -55,10 +54,9 @@ def get(name: str, loss: str) -> Recipe:
     known = losses(name)
     canonical = _ALIASES.get(loss, loss)
     if canonical not in known:
-        reason = reason_without(name, canonical)
-        hint = _did_you_mean(loss, known) if reason is None else f": {reason}"
         raise ValueError(
-            f"recipe {name} has no published settings for the loss {loss!r}{hint}; it has them for: {', '.join(known)}"
+            f"recipe {name} has no published settings for the loss {loss!r}{_did_you_mean(loss, known)}; it has them for: "
+            f"{', '.join(known)}. Leave out --recipe to train with the defaults"
         )
     return replace(_RECIPES[name][canonical], loss=loss)
 

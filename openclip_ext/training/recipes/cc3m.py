@@ -7,6 +7,7 @@ from openclip_ext.training.recipes.sources import (
     NPN_NOTE,
     OPENCLIP_DISTRIBUTED,
     SIGLIP_NOTE,
+    Options,
     Setting,
     datacomp,
 )
@@ -27,9 +28,9 @@ _AMORLIP_SETTING = Setting(
 
 _COMMAND = f"the CC3M command in the README of {FAST_CLIP}"
 _TABLE = "NeuCLIP, Table 7"
-_COSINE_GAMMA = {"gamma": 0.2, "gamma_schedule": "cosine", "gamma_decay_epochs": 18}
+_COSINE_GAMMA: Options = {"gamma": 0.2, "gamma_schedule": "cosine", "gamma_decay_epochs": 18}
 _CONSTANT_GAMMA_NOTE = "the value of the constant γ is in none of the sources at hand: the loss's default"
-_PER_SAMPLE = {"temperature": 0.03, "lr_tau": 0.0133, "rho": 7.0}
+_PER_SAMPLE: Options = {"temperature": 0.03, "lr_tau": 0.0133, "rho": 7.0}
 _PER_SAMPLE_NOTE = (
     "lr-tau is the released code's, which divides by the second moment of the gradient; here it is Adam's rate, which "
     "divides by the root of it"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from openclip_ext.losses.options import OPTIONS
+from openclip_ext.losses.registry import OPTIONS
 
 Value = int | float | str | bool | None
 
@@ -66,7 +66,9 @@ class Recipe:
     @property
     def global_batch(self) -> int:
         """Pairs in one optimizer step, over all GPUs."""
-        return int(self.openclip_flags["batch-size"]) * self.gpus
+        size = self.openclip_flags["batch-size"]
+        assert isinstance(size, int), "the batch of a recipe is a number"
+        return size * self.gpus
 
     def argv(self) -> list[str]:
         """The recipe as arguments of ``openclip_ext.training.main``; what follows them on a command line wins."""

@@ -7,6 +7,7 @@ from openclip_ext.training.recipes.schema import Recipe, Result, Value
 
 # A value, or a mean with its standard deviation.
 Score = float | tuple[float, float]
+Options = dict[str, Value]
 
 FAST_CLIP = "github.com/Optimization-AI/fast_clip"
 DRRHO_CLIP = "github.com/Optimization-AI/DRRho-CLIP"
@@ -15,14 +16,14 @@ DIST_TEMPNET = "github.com/Optimization-AI/DistTempNet"
 CLIP_LITE_CODE = "github.com/4m4n5/CLIP-Lite"
 
 # NeuCLIP, Table 4 and Section 5.
-NPN = {"prototypes": 4096, "restart_every": 500, "normalizer_updates": 10, "normalizer_lr": 1.0}
+NPN: Options = {"prototypes": 4096, "restart_every": 500, "normalizer_updates": 10, "normalizer_lr": 1.0}
 NPN_NOTE = "ε, the temperature's start and Adam's β are not given: the loss's and OpenCLIP's defaults"
 SIGLIP_NOTE = "learning rate, weight decay and warm-up are those the table gives for the data set, not SigLIP's own"
 # OpenCLIP's loss with memory that does not grow with the square of the global batch.
-OPENCLIP_DISTRIBUTED = {"local-loss": True, "gather-with-grad": True}
+OPENCLIP_DISTRIBUTED: Options = {"local-loss": True, "gather-with-grad": True}
 
 # AmorLIP, Section 4 and Appendix C: what medium and large scale share.
-AMORLIP = {
+AMORLIP: Options = {
     "normalizer_objective": "l2-log",
     "normalizer_lr": 1e-3,
     "normalizer_updates": 3,

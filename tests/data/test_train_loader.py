@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from openclip_ext.data import shards as shards_module
-from openclip_ext.data.loader import build_train_loader, resolve_dataset_type
+from openclip_ext.data.build import build_train_loader
 from openclip_ext.data.manifest import ManifestError
 from openclip_ext.data.shards import ShardSource
+from openclip_ext.data.spec import DataSpec
+from openclip_ext.data.train_loader import TrainLoaderConfig
 from tests.data.loading import assert_equal, build, by_index, indices, tokenize
 from tests.data.shards import sample_members, write_shards
 
@@ -181,12 +183,12 @@ def test_a_worker_may_be_started_without_fork(data: str):
 
 
 def test_shortened_epochs_see_other_samples_each_time(data: str):
-    loader = build(data, epoch_samples=20)
+    loader = build(data, num_samples=20)
     assert (loader.num_samples, loader.batches_per_epoch) == (N, 5)
     epochs = [set(indices(list(loader.iterate(epoch)))) for epoch in range(60)]
     assert all(len(epoch) == 20 for epoch in epochs)
     assert set.union(*epochs) == set(range(N))
-    assert build(data, epoch_samples=10**6).batches_per_epoch == N // 4
+    assert build(data, num_samples=10**6).batches_per_epoch == N // 4
 
 
 def test_too_few_samples_are_refused(data: str):
@@ -196,7 +198,7 @@ def test_too_few_samples_are_refused(data: str):
     with pytest.raises(ValueError, match="must be at least 1"):
         build(data, batch_size=0)
     with pytest.raises(ValueError, match="must be at least 1"):
-        build(data, epoch_samples=0)
+        build(data, num_samples=0)
 
 
 def test_what_cannot_be_resumed_is_refused(data: str, tmp_path: Path):
@@ -228,7 +230,7 @@ def test_fields_can_be_named(tmp_path: Path):
 
 
 def test_resampled_shards(data: str, tmp_path: Path):
-    loader = build(data, resampled=True, epoch_samples=400)
+    loader = build(data, resampled=True, num_samples=400)
     batches = list(loader.iterate(0))
     assert len(batches) == 100, "an epoch may be longer than the data"
     times = np.bincount(indices(batches), minlength=N)
@@ -237,7 +239,7 @@ def test_resampled_shards(data: str, tmp_path: Path):
     assert_equal(list(loader.iterate(0, loader.extend_progress(None, 40))), batches[40:])
     write_shards(tmp_path, [20, 20])
     two = f"{data}::{tmp_path}/{{00000..00001}}.tar"
-    weighted = build(two, resampled=True, upsampling_factors="0::1", epoch_samples=64)
+    weighted = build(two, resampled=True, upsampling_factors="0::1", num_samples=64)
     assert min(indices(list(weighted.iterate(0)))) >= N
     for options, message in (
         ({"upsampling_factors": "0::1"}, "needs --dataset-resampled"),
@@ -258,14 +260,14 @@ def test_dataset_types():
         ("a.anything", "csv", "csv"),
         (None, "synthetic", "synthetic"),
     ):
-        assert resolve_dataset_type(path, dataset_type) == expected
+        assert DataSpec(path, dataset_type).resolved_type == expected
     for path, dataset_type, message in (
         ("a.zip", "auto", "--dataset-type"),
         ("a.tar", "parquet", "unknown dataset type"),
         (None, "auto", "no data given"),
     ):
         with pytest.raises(ValueError, match=message):
-            resolve_dataset_type(path, dataset_type)
+            _ = DataSpec(path, dataset_type).resolved_type
 
 
 @pytest.mark.filterwarnings("ignore:Unused augmentation")
@@ -284,11 +286,10 @@ def test_openclip_transforms_are_reproducible(tmp_path: Path):
         for workers, batch_size in ((0, 4), (2, 1)):
             torch.manual_seed(workers)
             loader = build_train_loader(
-                str(tmp_path / "*.tar"),
+                DataSpec(str(tmp_path / "*.tar")),
+                TrainLoaderConfig(batch_size=batch_size, workers=workers),
                 preprocess=transform,
                 tokenizer=tokenize,
-                batch_size=batch_size,
-                workers=workers,
             )
             runs.append(by_index(list(loader.iterate(0))))
         assert all(torch.equal(runs[0][index], runs[1][index]) for index in range(8))

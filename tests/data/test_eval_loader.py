@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from openclip_ext.data.evaluation import EvalLoader
-from openclip_ext.data.loader import build_eval_loader, build_indexed_pass, build_train_loader
+from openclip_ext.data.build import build_eval_loader, build_indexed_pass
+from openclip_ext.data.eval_loader import EvalLoader
 from openclip_ext.data.source import BadDataError
-from tests.data.loading import indices, preprocess, tokenize
+from openclip_ext.data.spec import DataSpec
+from tests.data.loading import build as build_training
+from tests.data.loading import indices, preprocess, split_options, tokenize
 from tests.data.shards import sample_members, undecodable, write_csv, write_shards
 
 
-def build(data: str, loader: Callable = build_eval_loader, **options) -> Any:
-    return loader(data, preprocess=preprocess, tokenizer=tokenize, **{"batch_size": 8} | options)
+def build(data: str | None, loader: Callable = build_eval_loader, **options: Any) -> EvalLoader:
+    spec, settings = split_options(options)
+    return loader(DataSpec(data, **spec), preprocess=preprocess, tokenizer=tokenize, **{"batch_size": 8} | settings)
 
 
 def numbers(loader: EvalLoader) -> list[int]:
@@ -74,7 +77,7 @@ def test_training_data_come_once_with_the_index_they_have_in_training(tmp_path: 
     assert workers > 0 or found == expected
     trained = {
         int(index): int(text[0])
-        for batch in build(data, loader=build_train_loader, seed=5).iterate(0)
+        for batch in build_training(data, seed=5).iterate(0)
         for index, text in zip(batch["index"], batch["text"], strict=True)
     }
     assert len(trained) >= 24
@@ -101,7 +104,7 @@ def test_data_without_a_usable_sample_is_an_error(tmp_path: Path, workers: int):
 def test_random_generators_of_training_are_not_touched(tmp_path: Path):
     write_shards(tmp_path, [3])
     loader = build_eval_loader(
-        str(tmp_path / "*.tar"), preprocess=lambda image: torch.zeros(1), tokenizer=tokenize, batch_size=2
+        DataSpec(str(tmp_path / "*.tar")), preprocess=lambda image: torch.zeros(1), tokenizer=tokenize, batch_size=2
     )
     before = torch.get_rng_state()
     assert len(list(loader)) == 2

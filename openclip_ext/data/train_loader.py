@@ -1,4 +1,4 @@
-"""Indexed training data: exact order, exact resuming, pixels that depend on (seed, epoch, index) alone.
+"""Training batches with indices: exact order, exact resuming, pixels that depend on (seed, epoch, index) alone.
 
 The order is in :mod:`openclip_ext.data.order`, the reading in the sources. Here samples become batches: workers decode
 and transform, bad samples are replaced and counted, and the training process gets
@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,20 +20,50 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
 from openclip_ext import distributed
+from openclip_ext.data.flip import flip_at_random
 from openclip_ext.data.hashing import Purpose, hash_int
 from openclip_ext.data.order import EpochOrder, Layout, Segment, layout_from_dict, layout_to_dict
-from openclip_ext.data.source import BadDataError, BadSampleError, RawSample, Source
+from openclip_ext.data.source import BadDataError, BadSampleError, RawSample, Reader, Source
 from openclip_ext.data.workers import leave_process_group, unchanged
 
 Transform = Callable[[Image.Image], Tensor]
 Tokenizer = Callable[[str], Tensor]
-PairTransform = Callable[[Image.Image, str], tuple[Image.Image, str]]
 Progress = Sequence[Mapping[str, Any]]
 
 DEFAULT_SHUFFLE_WINDOW = 10_000
 _MAX_LOGGED = 20
 # Candidates tried for one bad sample between two looks at whether the data as a whole are too bad.
 _PATIENCE = 1000
+
+
+@dataclass(frozen=True)
+class TrainLoaderConfig:
+    """How training data are batched.
+
+    Attributes:
+        batch_size: Samples of a micro-batch on one rank.
+        accum_freq: Micro-batches of an optimizer step.
+        workers: Worker processes of each rank; 0 works in the training process.
+        seed: What order, pixels and replacements depend on.
+        rank, world_size: None for those of ``torch.distributed``.
+        shuffle_window: Over how many samples a worker shuffles (it holds about half as many in memory).
+        views: Augmented views of each image; with 2 or more, ``image`` is ``(batch_size, views, ...)``. The text is the
+            first view's.
+        caption_aware_flip: Mirror half of the images, with 'left' and 'right' exchanged in their captions.
+        pin_memory, prefetch_factor: As in ``torch.utils.data.DataLoader``.
+    """
+
+    batch_size: int
+    accum_freq: int = 1
+    workers: int = 0
+    seed: int = 0
+    rank: int | None = None
+    world_size: int | None = None
+    shuffle_window: int = DEFAULT_SHUFFLE_WINDOW
+    views: int = 1
+    caption_aware_flip: bool = False
+    pin_memory: bool = False
+    prefetch_factor: int = 2
 
 
 class _Request(NamedTuple):
@@ -86,27 +117,25 @@ class _BatchDataset(Dataset):
     def __init__(
         self,
         source: Source,
+        config: TrainLoaderConfig,
         transform: Transform,
         tokenizer: Tokenizer,
         layout: Layout,
         rank: int,
-        seed: int,
         max_bad_fraction: float,
-        pair_transform: PairTransform | None,
-        views: int,
     ) -> None:
         self._source = source
         self._transform = transform
         self._tokenizer = tokenizer
         self._layout = layout
         self._rank = rank
-        self._seed = seed
+        self._seed = config.seed
+        self._views = config.views
+        self._caption_aware_flip = config.caption_aware_flip
         self._max_bad_fraction = max_bad_fraction
-        self._pair_transform = pair_transform
-        self._views = views
         self._stream: Iterator[RawSample] = iter(())
         self._expected: _Request | None = None
-        self._spare_reader = None
+        self._spare_reader: Reader | None = None
         self._bad: dict[int, str] = {}
 
     def __getitem__(self, request: _Request) -> dict[str, Any]:
@@ -153,8 +182,8 @@ class _BatchDataset(Dataset):
     def _view(self, image: Image.Image, caption: str, epoch: int, index: int, *view: int) -> tuple[Tensor, Tensor]:
         """Pixels and token ids ``(L,)``, random in (seed, epoch, index) and, for the views after the first, its number."""
         _seed_generators(hash_int(Purpose.PIXELS, self._seed, epoch, index, *view))
-        if self._pair_transform is not None:
-            image, caption = self._pair_transform(image, caption)
+        if self._caption_aware_flip:
+            image, caption = flip_at_random(image, caption)
         return self._transform(image), self._tokenizer(caption)[0]
 
     def _usable(self, raw: RawSample, epoch: int, bad: list[tuple[int, str]]) -> tuple[int, Image.Image, str]:
@@ -242,7 +271,7 @@ def _read_in_sequence(
     reader.close()
 
 
-class IndexedLoader:
+class TrainLoader:
     """Training batches with global indices.
 
     On every rank, an epoch has ``batches_per_epoch`` batches of ``batch_size`` samples; over all ranks every sample of
@@ -250,22 +279,13 @@ class IndexedLoader:
     accum_freq``).
 
     Args:
-        source: What to read.
-        transform: From an RGB image to a tensor. It may draw from the generators of torch, numpy and random: these are
+        source: The samples.
+        config: How to batch them.
+        preprocess: From an RGB image to a tensor. It may draw from the generators of torch, numpy and random: these are
             seeded by (seed, epoch, index) before each call.
         tokenizer: From a caption to token ids of shape ``(1, L)``, as OpenCLIP's.
-        batch_size: Samples of a micro-batch on one rank.
-        workers: Worker processes of each rank; 0 works in the training process.
-        accum_freq: Micro-batches of an optimizer step.
-        seed: What order, pixels and replacements depend on.
-        rank, world_size: None for those of ``torch.distributed``.
         epoch_samples: Shorter epoch; another part of the data in each. The indices do not change.
         max_bad_fraction: The run stops when more of the epoch's samples than this are bad.
-        shuffle_window: Over how many samples a worker shuffles (it holds about half as many in memory).
-        pair_transform: From an RGB image and its caption to both, before ``transform``; it may draw likewise.
-        views: Augmented views of each image; with 2 or more, ``image`` is ``(batch_size, views, ...)``. The text is the
-            first view's.
-        pin_memory, prefetch_factor: As in ``torch.utils.data.DataLoader``.
 
     Raises:
         ValueError: There are too few samples for one global batch, or an argument is out of range.
@@ -275,53 +295,41 @@ class IndexedLoader:
     def __init__(
         self,
         source: Source,
-        transform: Transform,
-        tokenizer: Tokenizer,
+        config: TrainLoaderConfig,
         *,
-        batch_size: int,
-        workers: int = 0,
-        accum_freq: int = 1,
-        seed: int = 0,
-        rank: int | None = None,
-        world_size: int | None = None,
+        preprocess: Transform,
+        tokenizer: Tokenizer,
         epoch_samples: int | None = None,
         max_bad_fraction: float = 0.05,
-        shuffle_window: int = DEFAULT_SHUFFLE_WINDOW,
-        pair_transform: PairTransform | None = None,
-        views: int = 1,
-        pin_memory: bool = False,
-        prefetch_factor: int = 2,
     ) -> None:
         self.source = source
-        self.seed = seed
-        self.rank = distributed.rank() if rank is None else rank
+        self.seed = config.seed
+        self.rank = distributed.rank() if config.rank is None else config.rank
         self.max_bad_fraction = max_bad_fraction
         self._layout = Layout(
-            world_size=distributed.world_size() if world_size is None else world_size,
-            workers=max(1, workers),
-            batch_size=batch_size,
-            accum_freq=accum_freq,
+            world_size=distributed.world_size() if config.world_size is None else config.world_size,
+            workers=max(1, config.workers),
+            batch_size=config.batch_size,
+            accum_freq=config.accum_freq,
             epoch_samples=source.num_samples if epoch_samples is None else epoch_samples,
-            shuffle_window=shuffle_window if source.sequential else 0,
+            shuffle_window=config.shuffle_window if source.sequential else 0,
         )
         self._check_arguments()
         self._bad: dict[int, str] = {}
         self._bad_this_epoch = 0
         self._requests = _Requests()
         self._loader = DataLoader(
-            _BatchDataset(
-                source, transform, tokenizer, self._layout, self.rank, seed, max_bad_fraction, pair_transform, views
-            ),
+            _BatchDataset(source, config, preprocess, tokenizer, self._layout, self.rank, max_bad_fraction),
             batch_size=None,
             sampler=self._requests,
-            num_workers=workers,
+            num_workers=config.workers,
             collate_fn=unchanged,
             worker_init_fn=leave_process_group,
-            pin_memory=pin_memory,
-            persistent_workers=workers > 0,
-            prefetch_factor=prefetch_factor if workers > 0 else None,
+            pin_memory=config.pin_memory,
+            persistent_workers=config.workers > 0,
+            prefetch_factor=config.prefetch_factor if config.workers > 0 else None,
             # DataLoader draws from this at the start of every pass, otherwise from the training process's generator.
-            generator=torch.Generator().manual_seed(seed & 0x7FFFFFFF),
+            generator=torch.Generator().manual_seed(config.seed & 0x7FFFFFFF),
         )
 
     def _check_arguments(self) -> None:

@@ -5,73 +5,75 @@ import warnings
 import pytest
 import torch
 
-from openclip_ext.contrastive.batch import LocalBatch, gather_batch
-from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_block
+from openclip_ext.contrastive.batch import GatheredBatch, LocalBatch, gather_batch
+from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_batch
+from openclip_ext.contrastive.loss import finite_samples
 from openclip_ext.losses.amorlip import TwoSidedMlp
 from openclip_ext.losses.registry import create_loss
 from tests.losses.cases import WIDTH, make_steps, run_step
 
 
-def _block(images: torch.Tensor, texts: torch.Tensor) -> object:
-    return gather_batch(LocalBatch(images, texts, torch.tensor(10.0), None, images.dtype), None, gather=False)
+def _batch(images: torch.Tensor, texts: torch.Tensor) -> GatheredBatch:
+    finite = finite_samples(images, texts)
+    return gather_batch(LocalBatch(images, texts, torch.tensor(10.0), None, finite, images.dtype), None, gather=False)
 
 
-def _numbered(first: int, number: int, bad: tuple[int, ...] = ()) -> object:
+def _numbered(first: int, number: int, bad: tuple[int, ...] = ()) -> GatheredBatch:
     images = torch.arange(first, first + number, dtype=torch.float32)[:, None].expand(-1, 2).clone()
     for position in bad:
         images[position, 0] = float("nan")
-    return _block(images, -images)
+    return _batch(images, -images)
 
 
-def _contents(ring: EmbeddingQueue) -> list[float]:
-    texts, images = ring.repeated()
+def _contents(queue: EmbeddingQueue) -> list[float]:
+    texts, images = queue.repeated()
     assert torch.equal(texts, -images)
     return images[:, 0].tolist()
 
 
-def test_ring_keeps_the_most_recent_in_order_and_repeats_what_is_there() -> None:
-    ring = EmbeddingQueue(5, 2)
-    ring.push(_numbered(1, 2))
-    assert _contents(ring) == [1, 2, 1, 2, 1]
-    ring.push(_numbered(3, 2))
-    assert _contents(ring) == [1, 2, 3, 4, 1]
-    ring.push(_numbered(5, 2))
-    assert _contents(ring) == [2, 3, 4, 5, 6]
-    ring.push(_numbered(7, 5))
-    assert _contents(ring) == [7, 8, 9, 10, 11]
+def test_queue_keeps_the_most_recent_in_order_and_repeats_what_is_there() -> None:
+    queue = EmbeddingQueue(5, 2)
+    queue.push(_numbered(1, 2))
+    assert _contents(queue) == [1, 2, 1, 2, 1]
+    queue.push(_numbered(3, 2))
+    assert _contents(queue) == [1, 2, 3, 4, 1]
+    queue.push(_numbered(5, 2))
+    assert _contents(queue) == [2, 3, 4, 5, 6]
+    queue.push(_numbered(7, 5))
+    assert _contents(queue) == [7, 8, 9, 10, 11]
 
 
-def test_ring_takes_the_first_samples_of_a_large_batch() -> None:
-    ring = EmbeddingQueue(3, 2)
-    ring.push(_numbered(1, 7))
-    ring.push(_numbered(11, 7))
-    assert _contents(ring) == [11, 12, 13]
+def test_queue_takes_the_first_samples_of_a_large_batch() -> None:
+    queue = EmbeddingQueue(3, 2)
+    queue.push(_numbered(1, 7))
+    queue.push(_numbered(11, 7))
+    assert _contents(queue) == [11, 12, 13]
 
 
-def test_ring_passes_over_bad_samples() -> None:
-    ring = EmbeddingQueue(4, 2)
-    ring.push(_numbered(1, 4, bad=(1,)))
-    assert _contents(ring) == [1, 3, 4, 1]
-    ring.push(_numbered(5, 6, bad=(0, 2, 3, 5)))
-    assert _contents(ring) == [3, 4, 6, 9]
+def test_queue_passes_over_bad_samples() -> None:
+    queue = EmbeddingQueue(4, 2)
+    queue.push(_numbered(1, 4, bad=(1,)))
+    assert _contents(queue) == [1, 3, 4, 1]
+    queue.push(_numbered(5, 6, bad=(0, 2, 3, 5)))
+    assert _contents(queue) == [3, 4, 6, 9]
 
 
 @pytest.mark.parametrize("pushes", [[2], [2, 2], [2, 2, 2], [7], [5, 1]])
 def test_multiplicity_counts_the_repetitions(pushes: list[int]) -> None:
-    ring = EmbeddingQueue(5, 2)
+    queue = EmbeddingQueue(5, 2)
     for number, size in enumerate(pushes):
-        ring.push(_numbered(10 * number + 1, size))
-    times = ring.multiplicity().tolist()
-    contents = _contents(ring)
-    assert times == [contents.count(value) if value else 0 for value in ring.rows[1, :, 0].tolist()]
+        queue.push(_numbered(10 * number + 1, size))
+    times = queue.multiplicity().tolist()
+    contents = _contents(queue)
+    assert times == [contents.count(value) if value else 0 for value in queue.rows[1, :, 0].tolist()]
 
 
 @pytest.mark.parametrize("number", [2, 4, 9])
-def test_a_blocks_repetition_is_that_of_a_fresh_ring(number: int) -> None:
-    block = _numbered(1, 4, bad=(2,))
-    ring = EmbeddingQueue(number, 2)
-    ring.push(block)
-    assert torch.equal(repeated_block(block, number), ring.repeated())
+def test_a_batchs_repetition_is_that_of_a_fresh_queue(number: int) -> None:
+    batch = _numbered(1, 4, bad=(2,))
+    queue = EmbeddingQueue(number, 2)
+    queue.push(batch)
+    assert torch.equal(repeated_batch(batch, number), queue.repeated())
 
 
 def test_restart_takes_the_batch_in_order_and_forgets_the_accumulators() -> None:

@@ -19,7 +19,7 @@ from openclip_ext.data.workers import leave_process_group, unchanged
 Sample = tuple[int | None, Image.Image, str]
 
 
-class _ShardSamples:
+class ShardSamples:
     """Samples of shards, read as streams; no manifest is needed."""
 
     def __init__(self, urls: Sequence[str], image_key: str, caption_key: str) -> None:
@@ -53,7 +53,7 @@ class _ShardSamples:
             reasons.append(f"cannot be read to its end: {type(error).__name__}: {error}")
 
 
-class _SourceSamples:
+class SourceSamples:
     """Samples of a source by index."""
 
     def __init__(self, source: Source) -> None:
@@ -79,7 +79,9 @@ class _SourceSamples:
 
 
 class _EvalDataset(IterableDataset):
-    def __init__(self, samples: Any, transform: Callable, tokenizer: Callable, batch_size: int) -> None:
+    def __init__(
+        self, samples: ShardSamples | SourceSamples, transform: Callable, tokenizer: Callable, batch_size: int
+    ) -> None:
         self._samples = samples
         self._transform = transform
         self._tokenizer = tokenizer
@@ -115,7 +117,7 @@ class EvalLoader:
 
     def __init__(
         self,
-        samples: Any,
+        samples: ShardSamples | SourceSamples,
         transform: Callable[[Image.Image], Tensor],
         tokenizer: Callable[[str], Tensor],
         *,
@@ -142,13 +144,3 @@ class EvalLoader:
             if "error" in batch:
                 raise BadDataError(batch["error"])
             yield batch
-
-
-def shard_samples(urls: Sequence[str], image_key: str, caption_key: str) -> Any:
-    """Samples of WebDataset shards, for :class:`EvalLoader`."""
-    return _ShardSamples(urls, image_key, caption_key)
-
-
-def source_samples(source: Source) -> Any:
-    """Samples of a source, with their index, for :class:`EvalLoader`."""
-    return _SourceSamples(source)

@@ -1,0 +1,174 @@
+"""Build loaders from a :class:`~openclip_ext.data.spec.DataSpec`."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from openclip_ext.data.eval_loader import EvalLoader, ShardSamples, SourceSamples
+from openclip_ext.data.manifest import find_or_create_manifest
+from openclip_ext.data.shardlist import expand_components, expand_shards
+from openclip_ext.data.shards import ShardSource
+from openclip_ext.data.source import Source
+from openclip_ext.data.spec import DataSpec
+from openclip_ext.data.train_loader import Tokenizer, TrainLoader, TrainLoaderConfig, Transform
+
+_SYNTHETIC_SAMPLES = 100  # OpenCLIP's default
+
+
+def build_train_loader(
+    spec: DataSpec, config: TrainLoaderConfig, *, preprocess: Transform, tokenizer: Tokenizer
+) -> TrainLoader:
+    """Build the training loader; with several processes, every rank calls this.
+
+    Args:
+        spec: What to read.
+        config: How to batch it.
+        preprocess: From an RGB image to a tensor, as ``open_clip.create_model_and_transforms`` returns it.
+        tokenizer: From a caption to token ids of shape ``(1, L)``, as OpenCLIP's.
+
+    Raises:
+        ValueError: Something is wrong with the arguments or the data; says what, and what to do.
+        BadDataError: Too many samples are known to be bad.
+    """
+    kind = spec.resolved_type
+    if (spec.resampled or spec.upsampling_factors is not None) and kind != "webdataset":
+        raise ValueError(f"--dataset-resampled and --train-data-upsampling-factors need webdataset shards, not {kind}")
+    source = _build_source(spec, preprocess)
+    epoch_samples = spec.num_samples if spec.resampled else _at_most_all(spec.num_samples, source)
+    return TrainLoader(
+        source,
+        config,
+        preprocess=preprocess,
+        tokenizer=tokenizer,
+        epoch_samples=epoch_samples,
+        max_bad_fraction=spec.max_bad_fraction,
+    )
+
+
+def build_eval_loader(
+    spec: DataSpec,
+    *,
+    preprocess: Transform,
+    tokenizer: Tokenizer,
+    batch_size: int,
+    workers: int = 0,
+    pin_memory: bool = False,
+) -> EvalLoader:
+    """Build the loader of validation data, for one rank. Shards need no manifest: they are read to their end.
+
+    Args:
+        spec: What to read; ``num_samples`` is for display (a synthetic set has so many).
+        preprocess, tokenizer: As in :func:`build_train_loader`.
+        batch_size: Samples of a batch; the last one may be smaller.
+        workers: Worker processes; 0 works in this process.
+        pin_memory: As in ``torch.utils.data.DataLoader``.
+    """
+    samples: ShardSamples | SourceSamples
+    if spec.resolved_type == "webdataset":
+        samples = ShardSamples(expand_shards(_given(spec)), spec.image_key, spec.caption_key)
+        num_samples = spec.num_samples
+    else:
+        source = _build_source(spec, preprocess)
+        samples, num_samples = SourceSamples(source), source.num_samples
+    return EvalLoader(
+        samples,
+        preprocess,
+        tokenizer,
+        batch_size=batch_size,
+        workers=workers,
+        num_samples=num_samples,
+        pin_memory=pin_memory,
+    )
+
+
+def build_indexed_pass(
+    spec: DataSpec,
+    *,
+    preprocess: Transform,
+    tokenizer: Tokenizer,
+    batch_size: int,
+    workers: int = 0,
+    pin_memory: bool = False,
+) -> EvalLoader:
+    """Build a loader that reads the training data once, in order, with the index each sample has in training.
+
+    Its ``num_samples`` is the size of the index space; bad samples, which training replaces, are left out.
+
+    Args:
+        spec: The training data.
+        preprocess, tokenizer, batch_size, workers, pin_memory: As in :func:`build_eval_loader`.
+    """
+    source = _build_source(spec, preprocess)
+    return EvalLoader(
+        SourceSamples(source),
+        preprocess,
+        tokenizer,
+        batch_size=batch_size,
+        workers=workers,
+        num_samples=source.num_samples,
+        pin_memory=pin_memory,
+    )
+
+
+def _build_source(spec: DataSpec, preprocess: Transform) -> Source:
+    kind = spec.resolved_type
+    if kind == "synthetic":
+        return _synthetic_source(preprocess, _SYNTHETIC_SAMPLES if spec.num_samples is None else spec.num_samples)
+    if kind == "csv":
+        return _csv_source(spec)
+    manifest = find_or_create_manifest(_given(spec), spec.manifest, spec.image_key, spec.caption_key)
+    weights = _shard_weights(spec, [shard.url for shard in manifest.shards])
+    return ShardSource(manifest, spec.image_key, spec.caption_key, spec.resampled, weights)
+
+
+def _given(spec: DataSpec) -> str | Sequence[str]:
+    assert spec.source is not None  # resolved_type has refused it
+    return spec.source
+
+
+def _at_most_all(epoch_samples: int | None, source: Source) -> int | None:
+    """OpenCLIP's commands often name a round number of samples, or that of another download."""
+    if epoch_samples is None or epoch_samples <= source.num_samples:
+        return epoch_samples
+    logging.warning(
+        f"--train-num-samples {epoch_samples:,} is more than the {source.num_samples:,} samples of the data set: an "
+        "epoch is the data set"
+    )
+    return source.num_samples
+
+
+def _csv_source(spec: DataSpec) -> Source:
+    # pandas takes half a second to import and only CSV files need it.
+    from openclip_ext.data.csv import CsvSource
+
+    path = _given(spec)
+    if not isinstance(path, str):
+        if len(path) != 1:
+            raise ValueError(f"expected one CSV file, got {list(path)}")
+        path = path[0]
+    return CsvSource(path, spec.csv_image_key, spec.csv_caption_key, spec.csv_separator)
+
+
+def _synthetic_source(preprocess: Any, num_samples: int) -> Source:
+    from openclip_ext.data.synthetic import SyntheticSource
+
+    # As OpenCLIP: as large as the crop that the transform begins with.
+    size = getattr(getattr(preprocess, "transforms", [None])[0], "size", 224)
+    return SyntheticSource(num_samples, (size, size) if isinstance(size, int) else (size[-1], size[-2]))
+
+
+def _shard_weights(spec: DataSpec, urls: Sequence[str]) -> list[float] | None:
+    """Each shard's share in the draws."""
+    factors = spec.upsampling_factors
+    if factors is None:
+        return None
+    if not spec.resampled:
+        raise ValueError("--train-data-upsampling-factors needs --dataset-resampled (sampling with replacement)")
+    values = [float(value) for value in (factors.split("::") if isinstance(factors, str) else factors)]
+    components = expand_components(_given(spec))
+    if len(values) != len(components):
+        raise ValueError(f"{len(values)} upsampling factors for {len(components)} data sources: give one for each")
+    if min(values) < 0 or not sum(values):
+        raise ValueError(f"upsampling factors must not be negative, nor all be 0, got {values}")
+    by_url = {url: value for component, value in zip(components, values, strict=True) for url in component}
+    return [by_url[url] for url in urls]

@@ -1,0 +1,100 @@
+"""What to read: one description for the training data, the validation data and the tools that look at a run."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from openclip_ext.data.scan import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
+
+DATASET_TYPES = ("webdataset", "csv", "synthetic", "auto")
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """A data set and the part of it that makes an epoch. The flags in brackets are the command line's.
+
+    Attributes:
+        source: Shards (see :func:`openclip_ext.data.shardlist.expand_components`) or a CSV file; None if synthetic
+            (``--train-data``, ``--val-data``).
+        dataset_type: ``webdataset``, ``csv``, ``synthetic``, or ``auto``: by the ending of the path
+            (``--dataset-type``).
+        num_samples: Samples of an epoch; None for all (``--train-num-samples``, ``--val-num-samples``). A synthetic
+            data set has as many, 100 by default.
+        image_key: Fields of a shard that hold the image, alternatives separated by ``;`` (``--image-key``).
+        caption_key: Fields that hold the caption, or ``json:ENTRY`` (``--caption-key``).
+        csv_separator: Between the columns of a CSV file (``--csv-separator``).
+        csv_image_key, csv_caption_key: Columns with the image paths and the captions (``--csv-img-key``,
+            ``--csv-caption-key``).
+        manifest: Path of the manifest; None to find or make one (``--manifest``).
+        resampled: Draw shards with replacement (``--dataset-resampled``).
+        upsampling_factors: How often each ``::`` component of ``source`` is drawn relative to the others: "1::2", or a
+            list (``--train-data-upsampling-factors``). Needs ``resampled``.
+        max_bad_fraction: The run stops when more of the samples than this are bad (``--max-bad-fraction``).
+    """
+
+    source: str | Sequence[str] | None = None
+    dataset_type: str = "auto"
+    num_samples: int | None = None
+    image_key: str = DEFAULT_IMAGE_KEY
+    caption_key: str = DEFAULT_CAPTION_KEY
+    csv_separator: str = "\t"
+    csv_image_key: str = "filepath"
+    csv_caption_key: str = "title"
+    manifest: str | os.PathLike[str] | None = None
+    resampled: bool = False
+    upsampling_factors: str | Sequence[float] | None = None
+    max_bad_fraction: float = 0.05
+
+    @classmethod
+    def of_training(cls, flags: Mapping[str, Any]) -> "DataSpec":
+        """The training data that OpenCLIP's flags and ours name, by their Python names (``vars(args)``)."""
+        return cls(
+            source=flags["train_data"],
+            num_samples=flags["train_num_samples"],
+            manifest=flags["manifest"],
+            resampled=flags["dataset_resampled"],
+            upsampling_factors=flags["train_data_upsampling_factors"],
+            max_bad_fraction=flags["max_bad_fraction"],
+            **_format_flags(flags),
+        )
+
+    @classmethod
+    def of_validation(cls, flags: Mapping[str, Any]) -> "DataSpec":
+        """The validation data that the flags name."""
+        return cls(source=flags["val_data"], num_samples=flags["val_num_samples"], **_format_flags(flags))
+
+    @property
+    def resolved_type(self) -> str:
+        """``webdataset``, ``csv`` or ``synthetic``: ``auto`` goes by the ending of the path.
+
+        Raises:
+            ValueError: The type is unknown, the ending says nothing, or there is no path where one is needed.
+        """
+        if self.dataset_type not in DATASET_TYPES:
+            raise ValueError(f"unknown dataset type {self.dataset_type!r}: expected one of {', '.join(DATASET_TYPES)}")
+        if self.dataset_type == "synthetic":
+            return self.dataset_type
+        if not self.source:
+            raise ValueError("no data given: expected shards such as 'data/{00000..00099}.tar' or a CSV file")
+        if self.dataset_type != "auto":
+            return self.dataset_type
+        text = self.source if isinstance(self.source, str) else self.source[0]
+        ending = text.rstrip(" -\"'").rpartition(".")[2]
+        if ending in ("csv", "tsv"):
+            return "csv"
+        if ending in ("tar", "tgz") or ".tar" in text:
+            return "webdataset"
+        raise ValueError(f"cannot tell the dataset type of {text!r} from its ending: say it with --dataset-type")
+
+
+def _format_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that training and validation data share."""
+    return {
+        "dataset_type": flags["dataset_type"],
+        "image_key": flags["image_key"],
+        "caption_key": flags["caption_key"],
+        "csv_separator": flags["csv_separator"],
+        "csv_image_key": flags["csv_img_key"],
+        "csv_caption_key": flags["csv_caption_key"],
+    }

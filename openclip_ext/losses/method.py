@@ -1,0 +1,87 @@
+"""What a file in this folder says of the method that it implements."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.normalizer import Normalizer
+from openclip_ext.contrastive.objectives import Objective
+from openclip_ext.contrastive.temperature import TemperatureScheme
+from openclip_ext.losses.options import Option
+
+
+@dataclass(frozen=True)
+class NormalizerPart:
+    """A normalizer that losses can be composed of.
+
+    Two parts may have the same name if they estimate different quantities: the objective decides.
+
+    Attributes:
+        name: value of the option ``normalizer``.
+        build: the class. Its keyword-only arguments are its options.
+        objective: what a loss minimises with it, unless its method names an objective.
+        defaults: defaults of options, over those of the options themselves.
+    """
+
+    name: str
+    build: type[Normalizer]
+    objective: type[Objective]
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TemperaturePart:
+    """A temperature scheme that losses can be composed of.
+
+    Attributes:
+        name: value of the option ``temperature_scheme``.
+        build: the class. Its keyword-only arguments are its options.
+        defaults: defaults of options, over those of the options themselves.
+    """
+
+    name: str
+    build: type[TemperatureScheme]
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WholeLoss:
+    """A loss that is not composed of a normalizer and a temperature scheme.
+
+    Attributes:
+        build: the class. Its keyword-only arguments are its options.
+        defaults: defaults of options, over those of the options themselves.
+    """
+
+    build: type[ContrastiveLoss]
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A loss by name. It is composed of parts, or whole.
+
+    Attributes:
+        name: value of ``--loss``.
+        normalizer, temperature_scheme: names of its parts; the user can override both.
+        objective: what it minimises; None: the objective that its normalizer goes with.
+        normalizer_defaults, temperature_defaults: options in which it differs from the defaults of its parts. They do not
+            apply to other parts that the user puts in their place.
+        fixed: arguments of its parts that are no options.
+        whole: set if it is not composed.
+        two_views: the loss of this name for two views of each image, without texts; None: there is none.
+        parts: normalizers and temperature schemes that its file brings along.
+        options: options that its file brings along.
+    """
+
+    name: str
+    normalizer: str = ""
+    temperature_scheme: str = ""
+    objective: type[Objective] | None = None
+    normalizer_defaults: dict[str, Any] = field(default_factory=dict)
+    temperature_defaults: dict[str, Any] = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)
+    whole: WholeLoss | None = None
+    two_views: WholeLoss | None = None
+    parts: tuple[NormalizerPart | TemperaturePart, ...] = ()
+    options: tuple[Option, ...] = ()

@@ -1,0 +1,145 @@
+"""SogCLR: a moving average for each sample instead of the batch's normalizer, at a constant temperature.
+
+Yuan et al., *Provable Stochastic Optimization for Global Contrastive Learning: Small Batch Does Not Harm Performance*,
+ICML 2022; Algorithm 34 of [opt4ml], the book section *Discriminative Pretraining of Representation Models*.
+
+- Images with texts: the moving average of ``fastclip.py`` with a constant γ.
+- Two views of each image (``views=2``), as in the paper: with projected unit embeddings ``h`` and a ``u`` for each image,
+  ``u_i ← (1−γ)·u_i + γ·mean_z exp(h_i·z/τ)`` over the other images' views ``z``, and the loss is the mean of
+  ``−h_i·h_i⁺ + τ·log(ε + u_i)``, whose gradient is taken through the batch's part of ``u``.
+
+Naive float64 versions: ``tests/references/contrastive.py`` and ``tests/references/two_views.py``. Pages:
+``docs/methods/sogclr-isogclr.md``, ``docs/methods/unimodal.md``.
+
+Example:
+    >>> loss = openclip_ext.create_loss("sogclr", num_samples=len(dataset))
+    >>> terms = loss(image_features, text_features, logit_scale, index=index, output_dict=True)
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openclip_ext.contrastive import log_math
+from openclip_ext.contrastive.batch import Contrast
+from openclip_ext.contrastive.estimands import Estimand
+from openclip_ext.contrastive.normalizer import Estimate
+from openclip_ext.contrastive.objectives import Anchors, Objective
+from openclip_ext.losses.fastclip import MovingAverageNormalizer
+from openclip_ext.losses.method import Method, WholeLoss
+from openclip_ext.losses.simclr import TWO_VIEW_DEFAULTS, TwoViewLoss
+from openclip_ext.state.sharded_table import log_mean_of_equal
+
+CONSTANT_GAMMA = {"gamma": 0.8, "gamma_schedule": "constant"}
+
+
+class UncenteredMean(Estimand):
+    """``u_i``, the mean of ``exp(s_ij/τ)`` over the negatives: not relative to the positive pair."""
+
+    formula = "log u, the mean of exp(s/τ) over the negatives, not relative to the positive pair"
+
+    def from_batch(self, contrast: Contrast) -> Tensor:
+        return contrast.log_g + contrast.batch.positive / contrast.tau
+
+    def log_divisor(self, contrast: Contrast) -> Tensor:
+        return torch.log(contrast.batch.negatives) - contrast.batch.positive / contrast.tau
+
+
+class Decoupled(Objective):
+    """``−s_ii + τ·log(ε + u)`` [opt4ml, Algorithm 34]. The attraction of the positive pair has coefficient exactly 1."""
+
+    estimand_type = UncenteredMean
+    regularized = False
+
+    def __init__(self) -> None:
+        super().__init__(UncenteredMean())
+
+    def positive_pair(self, anchors: Anchors, weight_sum: Tensor, contrast: Contrast) -> Tensor:
+        return -torch.ones_like(weight_sum)
+
+    def value(self, anchors: Anchors) -> Tensor:
+        return anchors.tau * anchors.alpha - anchors.positive
+
+    def tau_gradient(self, anchors: Anchors) -> Tensor:
+        raise NotImplementedError("SogCLR's temperature is constant")
+
+
+class UncenteredMovingAverage(MovingAverageNormalizer):
+    """``u_i ← (1−γ)·u_i + γ·mean_z exp(h_i·z/τ)``, ``α = log(ε + u)`` [opt4ml, Algorithm 34].
+
+    Each view's anchor uses the ``u`` with its own batch estimate. The stored value of an image is the mean of its views'.
+
+    Args:
+        eps: ε.
+        num_samples, gamma, ...: see :class:`MovingAverageNormalizer`.
+    """
+
+    estimates = (UncenteredMean,)
+
+    def __init__(self, *, eps: float, **options: Any) -> None:
+        super().__init__(**options)
+        self.eps = eps
+
+    @torch.no_grad()
+    def step(self, contrast: Contrast, global_contrast: Contrast | None = None) -> Estimate:
+        """Update the averages of the batch's images."""
+        batch, index = contrast.batch, contrast.batch.sample_index()
+        averaged = log_math.log_mix(self.stored(contrast), contrast.log_estimate, self.gamma(batch.epoch))
+        self.table.write(index, log_mean_of_equal(index, averaged, batch.valid), batch.valid)
+        return Estimate(log_math.log_add(averaged, self.eps))
+
+    def predict(self, contrast: Contrast) -> Estimate:
+        """The stored averages; the batch's estimate for images never seen."""
+        return Estimate(log_math.log_add(self.stored(contrast), self.eps))
+
+
+class TwoViewSogClrLoss(TwoViewLoss):
+    """SogCLR on images alone: ``mean −h_i·h_i⁺ + τ·log(ε + u_i)``, with a ``u`` for each image [opt4ml, Algorithm 34].
+
+    Args:
+        views: 2.
+        eps: ε.
+        embed_dim, num_samples, projection_dim, temperature, seed: see :class:`TwoViewLoss`.
+        gamma, gamma_schedule, gamma_decay_epochs, epochs, state_device, state_dir: see :class:`MovingAverageNormalizer`.
+    """
+
+    def __init__(
+        self,
+        *,
+        embed_dim: int,
+        num_samples: int,
+        projection_dim: int | None,
+        temperature: float | None,
+        views: int,
+        seed: int,
+        eps: float,
+        gamma: float,
+        gamma_schedule: str,
+        gamma_decay_epochs: int | None,
+        epochs: int,
+        state_device: str,
+        state_dir: str | None,
+    ) -> None:
+        if views != 2:
+            raise ValueError(f"views={views}: this is SogCLR of two views of each image")
+        normalizer = UncenteredMovingAverage(
+            eps=eps,
+            num_samples=num_samples,
+            gamma=gamma,
+            gamma_schedule=gamma_schedule,
+            gamma_decay_epochs=gamma_decay_epochs,
+            epochs=epochs,
+            state_device=state_device,
+            state_dir=state_dir,
+        )
+        super().__init__(Decoupled(), normalizer, embed_dim, num_samples, projection_dim, temperature, seed)
+
+
+METHOD = Method(
+    name="sogclr",
+    normalizer="moving-average",
+    temperature_scheme="constant",
+    normalizer_defaults=CONSTANT_GAMMA,
+    two_views=WholeLoss(TwoViewSogClrLoss, TWO_VIEW_DEFAULTS | CONSTANT_GAMMA),
+)

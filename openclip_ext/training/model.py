@@ -1,0 +1,155 @@
+"""The model of a run: built as OpenCLIP builds it, prepared for the loss."""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import open_clip
+import torch
+from torch import nn
+
+from openclip_ext import compat, distributed
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.training.views import train_image_tower_only
+
+
+@dataclass(frozen=True)
+class TowerLock:
+    """What of a tower is frozen.
+
+    Attributes:
+        unlocked: number of layer groups, counted from the output, that still train.
+        freeze_statistics: also freeze BatchNorm's running statistics (image) or LayerNorm's parameters (text).
+    """
+
+    unlocked: int = 0
+    freeze_statistics: bool = False
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """OpenCLIP's flags that say how the model is built; the names are those of ``open_clip``'s factory.
+
+    Attributes:
+        name: ``--model``.
+        pretrained: tag or file of weights to start from, or empty.
+        precision: ``--precision``.
+        siglip_start: start values of ``logit_scale`` and ``logit_bias`` for SigLIP.
+        trace: ``torch.jit.trace`` with this batch size, for evaluation only; None: do not.
+        linear_replacement: class of bitsandbytes that replaces the linear layers (``--use-bnb-linear``).
+    """
+
+    name: str
+    pretrained: str | None = None
+    pretrained_image: bool = False
+    precision: str = "fp32"
+    torchscript: bool = False
+    force_quick_gelu: bool = False
+    force_custom_text: bool = False
+    force_patch_dropout: float | None = None
+    force_image_size: int | tuple[int, ...] | None = None
+    force_context_length: int | None = None
+    image_mean: tuple[float, ...] | None = None
+    image_std: tuple[float, ...] | None = None
+    image_interpolation: str | None = None
+    image_resize_mode: str | None = None
+    aug_cfg: Mapping[str, Any] = field(default_factory=dict)
+    cache_dir: str | None = None
+    siglip_start: bool = False
+    lock_image: TowerLock | None = None
+    lock_text: TowerLock | None = None
+    grad_checkpointing: bool = False
+    trace: int | None = None
+    linear_replacement: str | None = None
+
+    def create(self, device: torch.device) -> tuple[Any, Callable, Callable]:
+        """The bare model, the training transform and the evaluation transform."""
+        return compat.create_model(
+            self.name,
+            device,
+            pretrained=self.pretrained,
+            precision=self.precision,
+            siglip_start=self.siglip_start,
+            jit=self.torchscript,
+            pretrained_image=self.pretrained_image,
+            force_quick_gelu=self.force_quick_gelu,
+            force_custom_text=self.force_custom_text,
+            force_patch_dropout=self.force_patch_dropout,
+            force_image_size=self.force_image_size,
+            force_context_length=self.force_context_length,
+            image_mean=self.image_mean,
+            image_std=self.image_std,
+            image_interpolation=self.image_interpolation,
+            image_resize_mode=self.image_resize_mode,
+            aug_cfg=dict(self.aug_cfg),
+            cache_dir=self.cache_dir,
+        )
+
+    def tokenizer(self) -> Callable:
+        """The model's tokenizer."""
+        return open_clip.get_tokenizer(self.name, cache_dir=self.cache_dir, context_length=self.force_context_length)
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """What training and evaluation need of a model.
+
+    Attributes:
+        model: OpenCLIP's, which have no common typed base.
+        preprocess_train, preprocess_val: transforms of an image.
+        tokenizer: of captions.
+        device: where the model is.
+    """
+
+    model: Any
+    preprocess_train: Callable
+    preprocess_val: Callable
+    tokenizer: Callable
+    device: torch.device
+
+
+def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltModel:
+    """Build the model from the same random numbers on all ranks; afterwards each rank draws its own."""
+    _seed(seed)
+    model, preprocess_train, preprocess_val = config.create(device)
+    if config.linear_replacement is not None:
+        model = compat.replace_linear_layers(model, config.linear_replacement, device)
+    _seed(seed + distributed.rank())
+    if config.trace is not None:
+        model = open_clip.trace_model(model, batch_size=config.trace, device=device)
+    if config.lock_image is not None:
+        lock = config.lock_image
+        model.lock_image_tower(unlocked_groups=lock.unlocked, freeze_bn_stats=lock.freeze_statistics)
+    if config.lock_text is not None:
+        lock = config.lock_text
+        model.lock_text_tower(unlocked_layers=lock.unlocked, freeze_layer_norm=lock.freeze_statistics)
+    if config.grad_checkpointing:
+        model.set_grad_checkpointing()
+    return BuiltModel(model, preprocess_train, preprocess_val, config.tokenizer(), device)
+
+
+def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) -> None:
+    """Set the temperature's start value, and freeze what the loss does not train.
+
+    Args:
+        loss: says what it learns.
+        model: changed in place.
+        set_logit_scale: whether the loss's start value replaces the model's.
+    """
+    logit_scale = model.get_parameter("logit_scale")
+    if set_logit_scale and loss.initial_logit_scale is not None:
+        with torch.no_grad():
+            logit_scale.fill_(loss.initial_logit_scale)
+    if not loss.learns_logit_scale:
+        # DDP fails on a parameter that never receives a gradient.
+        logit_scale.requires_grad_(False)
+    if loss.views > 1:
+        train_image_tower_only(model)
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
