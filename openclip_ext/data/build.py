@@ -21,8 +21,8 @@ def build_train_loader(
     """Build the training loader; with several processes, every rank calls this.
 
     Args:
-        spec: What to read.
-        config: How to batch it.
+        spec: The data set.
+        config: Batch size, workers, seed, ...
         preprocess: From an RGB image to a tensor, as ``open_clip.create_model_and_transforms`` returns it.
         tokenizer: From a caption to token ids of shape ``(1, L)``, as OpenCLIP's.
 
@@ -57,7 +57,7 @@ def build_eval_loader(
     """Build the loader of validation data, for one rank. Shards need no manifest: they are read to their end.
 
     Args:
-        spec: What to read; ``num_samples`` is for display (a synthetic set has so many).
+        spec: What to read; ``num_samples`` is for display, except that it is the size of a synthetic set.
         preprocess, tokenizer: As in :func:`build_train_loader`.
         batch_size: Samples of a batch; the last one may be smaller.
         workers: Worker processes; 0 works in this process.
@@ -127,7 +127,7 @@ def _given(spec: DataSpec) -> str | Sequence[str]:
 
 
 def _at_most_all(epoch_samples: int | None, source: Source) -> int | None:
-    """OpenCLIP's commands often name a round number of samples, or that of another download."""
+    """Cut at the size of the data set: commands often name a round number, or the size of another download."""
     if epoch_samples is None or epoch_samples <= source.num_samples:
         return epoch_samples
     logging.warning(

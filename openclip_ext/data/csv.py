@@ -9,6 +9,7 @@ import pandas as pd
 from PIL import Image
 
 from openclip_ext.data.order import EpochSequence, RowSequence
+from openclip_ext.data.shardlist import open_regular
 from openclip_ext.data.source import BadSampleError, RawSample, Reader, Source, decode_image
 
 
@@ -84,7 +85,7 @@ class CsvSource(Source):
         if not path or not caption:
             raise BadSampleError(f"row {raw.index} has no {'caption' if path else 'image'}")
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 return decode_image(file), caption
         except OSError as error:
             raise BadSampleError(f"{path} cannot be read: {error.strerror or error}") from error

@@ -1,4 +1,4 @@
-"""Data to evaluate on: each usable sample once, in order, the last batch as large as it comes."""
+"""Batches for evaluation: each usable sample once, in order; the last batch may be smaller."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -31,19 +31,21 @@ class ShardSamples:
     def part(self, worker: int, workers: int, batch_size: int) -> Iterator[Sample]:
         """The samples of one worker: workers take shards in turn."""
         for url in self._urls[worker::workers]:
-            usable, reasons = 0, []
+            usable = 0
+            reasons: list[str] = []
             for sample in self._decoded(url, reasons):
                 usable += 1
                 yield sample
             if reasons:
-                logging.warning(f"{len(reasons)} bad samples in {url} are left out; the first: {reasons[0]}")
+                logging.warning(f"{len(reasons)} bad samples or places in {url} are left out; the first: {reasons[0]}")
             if not usable and reasons:
                 raise BadDataError(f"{url} has no usable sample: {reasons[0]}")
 
     def _decoded(self, url: str, reasons: list[str]) -> Iterator[Sample]:
+        gaps: list[tar.Gap] = []
         try:
             with open_stream(url) as stream:
-                for position, (fields, found) in enumerate(tar.stream_samples(stream, self._wanted)):
+                for position, (fields, found) in enumerate(tar.stream_samples(stream, self._wanted, gaps)):
                     try:
                         raw = RawSample(position, fields, found)
                         yield None, *decode_fields(raw, self._image_keys, self._caption_keys)
@@ -51,6 +53,7 @@ class ShardSamples:
                         reasons.append(f"position {position}: {error}")
         except tar.STREAM_ERRORS as error:
             reasons.append(f"cannot be read to its end: {type(error).__name__}: {error}")
+        reasons += [f"damaged: no readable header in the bytes {gap.start:,} to {gap.end:,}" for gap in gaps]
 
 
 class SourceSamples:
@@ -108,8 +111,8 @@ class _EvalDataset(IterableDataset):
 class EvalLoader:
     """Batches ``{"image", "text"}``, with ``"index"`` where the samples have one; iterate over it as often as needed.
 
-    Bad samples are left out and logged. ``num_samples`` is what the caller said, or None if nobody counted: batches
-    come until the data end.
+    Bad samples are left out and logged. ``num_samples`` is what the caller gave, or None: the batches end with the
+    data.
 
     Raises:
         BadDataError: While iterating, if a shard (or a whole file) has no usable sample.

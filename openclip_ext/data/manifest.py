@@ -1,7 +1,7 @@
-"""The manifest: which samples there are, and the index of each.
+"""The manifest: the number of samples in each shard, and so the index of every sample.
 
 The index of a sample is the first index of its shard plus its position in the tar. It is dense, unique, stable, and
-known before training starts, whatever the keys in the tar are.
+known before training starts, independent of the keys in the tar.
 
 Command line::
 
@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 
@@ -36,6 +36,10 @@ class ManifestError(ValueError):
     """The shards, or a manifest of them, would train wrongly."""
 
 
+class DamagedManifestError(ManifestError):
+    """The file of a manifest was damaged after it was written."""
+
+
 @dataclass
 class Shard:
     """One shard of a data set.
@@ -47,7 +51,7 @@ class Shard:
         size, mtime_ns: Of the local file when it was scanned; None if remote.
         digest: Hash of the names and sizes of its members; None if remote.
         seekable: Whether samples can be reached by offset (a local, uncompressed tar).
-        problems: See :class:`openclip_ext.data.scan.ShardScan`.
+        problems: What is wrong with it (:class:`openclip_ext.data.scan.ShardScan`).
     """
 
     url: str
@@ -115,6 +119,11 @@ class Manifest:
         return sum(shard.problems.get("bad", 0) for shard in self.shards)
 
     @property
+    def num_lost(self) -> int:
+        """Samples that damaged shards have lost, estimated; they have no index."""
+        return sum(shard.problems.get("lost", 0) for shard in self.shards)
+
+    @property
     def digest(self) -> str:
         """Identifies the index space: the same for the same shard names and counts, wherever they lie."""
         parts = [f"{shard_name(shard.url)}\0{shard.num_samples}\0{shard.digest}\n" for shard in self.shards]
@@ -135,7 +144,7 @@ class Manifest:
         """Count the samples of all shards.
 
         Args:
-            shards: See :func:`openclip_ext.data.shardlist.expand_components`.
+            shards: Paths, URLs or ``pipe:`` commands with brace notation or globs, joined by ``::``, or a list of them.
             image_key, caption_key: Fields of image and caption, alternatives separated by ``;``.
             sizes: Counts of remote shards by file name, instead of the files next to them.
             workers: Processes for local shards; None for one per core.
@@ -163,7 +172,7 @@ class Manifest:
         shards, blocks, first = [], [], 0
         for url, result in zip(urls, scans, strict=True):
             seekable = result.blocks is not None
-            blocks.append(result.blocks if seekable else np.zeros(result.num_samples, dtype=np.uint32))
+            blocks.append(np.zeros(result.num_samples, dtype=np.uint32) if result.blocks is None else result.blocks)
             shards.append(
                 Shard(
                     url,
@@ -199,12 +208,13 @@ class Manifest:
         blocks = self._load_blocks()
         if blocks is not None:
             # The hash in the name ties the two files together: a save killed half-way leaves the old pair whole.
-            name = f"{path.stem}.{hashlib.blake2b(blocks.tobytes(), digest_size=6).hexdigest()}.npy"
-            if not (path.parent / name).exists():
+            name = f"{path.stem}.{_blocks_hash(blocks)}.npy"
+            if self._blocks_path != str(path.parent / name):
                 _write_atomically(path.parent / name, lambda file: np.save(file, blocks))
             content["offsets"] = name
             self._blocks_path = str(path.parent / name)
         content["shards"] = [shard.to_dict(str(path.parent)) for shard in self.shards]
+        content["checksum"] = _checksum(content)
         text = json.dumps(content, indent=1) + "\n"
         _write_atomically(path, lambda file: file.write(text.encode()))
         for old in path.parent.glob(f"{path.stem}.{'[0-9a-f]' * 12}.npy"):
@@ -217,20 +227,28 @@ class Manifest:
 
         Raises:
             FileNotFoundError: There is none.
-            ManifestError: The file is no manifest, of another version, or contradicts itself.
+            DamagedManifestError: The file is a manifest, but not as it was written.
+            ManifestError: The file is no manifest, or one of another version.
         """
         path = Path(path).absolute()
+        text = path.read_bytes()
         try:
-            content = json.loads(path.read_bytes())
+            content = json.loads(text)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
-                raise ValueError(f"expected a JSON object with 'format': '{FORMAT}'")
+                raise ManifestError(f"{path} is no manifest: expected a JSON object with 'format': '{FORMAT}'")
             if content["version"] != VERSION:
-                raise ValueError(f"version {content['version']}, expected {VERSION}; make it again")
+                raise ManifestError(f"{path} has version {content['version']}, expected {VERSION}: make it again")
+            if content.get("checksum", _checksum(content)) != _checksum(content):
+                raise ValueError("its content does not match its checksum")
             shards = [Shard.from_dict(entry, str(path.parent)) for entry in content["shards"]]
             manifest = cls(shards, content["image_key"], content["caption_key"])
             manifest._check_indices(content["num_samples"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ManifestError(f"{path} is not a manifest of this program: {error}") from error
+        except ManifestError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if FORMAT.encode() not in text:
+                raise ManifestError(f"{path} is no manifest: {error}") from error
+            raise DamagedManifestError(f"the manifest {path} is damaged: {error}") from error
         offsets = path.parent / content["offsets"] if content.get("offsets") else None
         if offsets is not None and offsets.is_file():
             manifest._blocks_path = str(offsets)
@@ -251,7 +269,7 @@ class Manifest:
         """Check that the manifest still describes the data.
 
         A local shard that was touched or copied (same size, other modification time) is scanned again and accepted if
-        its members are the same.
+        its members are the same. All are scanned again if the file of the offsets is damaged.
 
         Args:
             shards: The training data; None to check the files of the manifest only. Local shards that were moved are
@@ -280,26 +298,33 @@ class Manifest:
                 touched.append(shard)
         if gone:
             raise ManifestError(f"{len(gone)} of {len(self.shards)} shards of the manifest are gone: {_some(gone)}")
-        if touched and not changed:
-            changed = self._rescan(touched, progress)
+        damaged = self._offsets_are_damaged()
+        if damaged:
+            logging.warning(f"{self._blocks_path} is damaged (its hash is not the one in its name): scanning again.")
+        if (touched or damaged) and not changed:
+            changed = self._rescan(touched, progress, all_offsets=damaged)
         if changed:
             raise ManifestError(
                 f"{len(changed)} of {len(self.shards)} shards were changed after the manifest was made: "
                 f"{_some(changed)}. The indices of the samples are no longer right. Make the manifest again: "
                 "python -m openclip_ext.data.manifest SHARDS (and start the training afresh)"
             )
-        return bool(moved or touched)
+        return bool(moved or touched or damaged)
 
-    def _rescan(self, shards: Sequence[Shard], progress: bool) -> list[str]:
-        """Scan touched shards; returns those whose members differ."""
+    def _rescan(self, touched: Sequence[Shard], progress: bool, all_offsets: bool) -> list[str]:
+        """Scan the touched shards, or all seekable ones to restore the offsets; returns those whose members differ."""
+        shards = [shard for shard in self.shards if shard.seekable] if all_offsets else touched
         paths = [shard.url for shard in shards]
+        scans = scan.scan_local(paths, self.image_key, self.caption_key, progress=progress)
         changed = []
-        for shard, result in zip(
-            shards, scan.scan_local(paths, self.image_key, self.caption_key, progress=progress), strict=True
-        ):
+        for shard, result in zip(shards, scans, strict=True):
             if result.digest != shard.digest or result.num_samples != shard.num_samples:
                 changed.append(f"{shard.url} ({result.num_samples:,} samples, were {shard.num_samples:,})")
             shard.mtime_ns = result.mtime_ns
+        if all_offsets and not changed:
+            self._blocks, self._blocks_path = np.zeros(self.num_samples, np.uint32), None
+            for shard, result in zip(shards, scans, strict=True):
+                self._blocks[shard.first_index : shard.first_index + shard.num_samples] = result.blocks
         return changed
 
     def _match(self, urls: Sequence[str]) -> bool:
@@ -333,21 +358,36 @@ class Manifest:
         shard = self.shards[shard_number]
         if not shard.seekable:
             return None
-        blocks = self._load_blocks()
-        if blocks is None:
+        all_blocks = self._load_blocks()
+        if all_blocks is None:
             blocks = scan.scan_shard(shard.url, self.image_key, self.caption_key).blocks
         else:
-            blocks = blocks[shard.first_index : shard.first_index + shard.num_samples]
+            blocks = all_blocks[shard.first_index : shard.first_index + shard.num_samples]
+        if blocks is None or len(blocks) != shard.num_samples:
+            raise tar.TarError(f"it no longer has the {shard.num_samples:,} samples of the manifest")
         offsets = np.zeros(shard.num_samples + 1, dtype=np.int64)
-        if blocks is not None and len(blocks) == shard.num_samples:
-            np.cumsum(blocks, out=offsets[1:])
+        np.cumsum(blocks, out=offsets[1:])
         return offsets * tar.BLOCK
 
     def _load_blocks(self) -> np.ndarray | None:
         if self._blocks is None and self._blocks_path is not None:
-            blocks = np.load(self._blocks_path, mmap_mode="r") if os.path.exists(self._blocks_path) else None
-            self._blocks = blocks if blocks is not None and blocks.shape == (self.num_samples,) else None
+            self._blocks = self._read_blocks(self._blocks_path)
         return self._blocks
+
+    def _read_blocks(self, path: str) -> np.ndarray | None:
+        """Map the file of the offsets; None if it is gone, or is not one of this manifest."""
+        try:
+            blocks = np.load(path, mmap_mode="r")
+        except (OSError, ValueError, EOFError):
+            return None
+        fits = blocks.shape == (self.num_samples,) and blocks.dtype == np.uint32
+        return blocks if fits else None
+
+    def _offsets_are_damaged(self) -> bool:
+        if self._blocks_path is None or not os.path.exists(self._blocks_path):
+            return False
+        blocks = self._load_blocks()
+        return blocks is None or f".{_blocks_hash(blocks)}.npy" not in self._blocks_path
 
     def __getstate__(self) -> dict[str, Any]:
         # A process that gets a copy maps the file itself; the lengths travel only if they were never saved.
@@ -355,7 +395,7 @@ class Manifest:
         return self.__dict__ | ({"_blocks": None} if saved else {})
 
     def report(self) -> Iterator[str]:
-        """Lines about what is wrong with the shards; none if all are good."""
+        """One line for each shard with problems."""
         for shard in self.shards:
             if shard.problems:
                 yield f"{shard.url}: " + ", ".join(_describe(shard.problems))
@@ -374,6 +414,10 @@ def _describe(problems: dict[str, Any]) -> Iterator[str]:
             yield f"{problems[name]:,} {text}"
     if "bad_positions" in problems:
         yield f"at positions {problems['bad_positions']}"
+    if "gaps" in problems:
+        yield "damaged: no readable header in the bytes " + ", ".join(f"{a:,} to {b:,}" for a, b in problems["gaps"])
+    if "lost" in problems:
+        yield f"about {problems['lost']:,} samples lost"
     if "error" in problems:
         yield f"corrupt or truncated: {problems['error']}"
 
@@ -400,7 +444,17 @@ def _some(items: Sequence[str]) -> str:
     return ", ".join(items[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+def _blocks_hash(blocks: np.ndarray) -> str:
+    return hashlib.blake2b(np.ascontiguousarray(blocks).data, digest_size=6).hexdigest()
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    """Hash of all of a manifest's JSON but the checksum itself."""
+    rest = {name: value for name, value in content.items() if name != "checksum"}
+    return hashlib.blake2b(json.dumps(rest, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             write(file)
@@ -442,9 +496,9 @@ def find_or_create_manifest(
     silently mean other samples.
 
     Args:
-        train_data: See :func:`openclip_ext.data.shardlist.expand_components`.
+        train_data: Shards, as in :meth:`Manifest.scan`.
         manifest: Path of the manifest to use; None to look for one.
-        image_key, caption_key, sizes, workers: See :meth:`Manifest.scan`.
+        image_key, caption_key, sizes, workers: As in :meth:`Manifest.scan`.
 
     Raises:
         ManifestError: On every rank, with the reason.
@@ -452,7 +506,8 @@ def find_or_create_manifest(
     # The manifest's own command line does without torch.
     from openclip_ext import distributed
 
-    found, failure = None, None
+    found: Manifest | None = None
+    failure: Exception | None = None
     if distributed.is_master():
         try:
             found = _find_or_create(train_data, manifest, image_key, caption_key, sizes, workers)
@@ -478,19 +533,31 @@ def _find_or_create(
     if given is not None:
         manifest = Manifest.load(given)
         manifest.verify(urls)
+        _log_report(manifest)
         return manifest
     places = _places(urls, image_key, caption_key)
+    free = []
     for path in places:
-        manifest = _load_matching(path, urls, image_key, caption_key)
-        if manifest is not None:
-            if manifest.verify():
-                _save_somewhere(manifest, [path])
-            logging.info(f"Using the manifest {path}: {manifest.num_samples:,} samples in {len(urls):,} shards.")
-            return manifest
+        try:
+            manifest = Manifest.load(path)
+        except FileNotFoundError:
+            free.append(path)
+        except DamagedManifestError as error:
+            logging.warning(f"{error}. It is made again.")
+            free.append(path)
+        except (OSError, ManifestError):
+            continue  # somebody else's file
+        else:
+            if _is_of(manifest, urls, image_key, caption_key):
+                if manifest.verify():
+                    _save_somewhere(manifest, [path])
+                logging.info(f"Using the manifest {path}: {manifest.num_samples:,} samples in {len(urls):,} shards.")
+                _log_report(manifest)
+                return manifest
     logging.info(f"No manifest yet: counting the samples of {len(urls):,} shards.")
     manifest = Manifest.scan(urls, image_key, caption_key, sizes, workers)
     _log_report(manifest)
-    _save_somewhere(manifest, [path for path in places if not path.exists()])
+    _save_somewhere(manifest, free)
     return manifest
 
 
@@ -511,15 +578,10 @@ def common_folder(urls: Sequence[str]) -> Path | None:
     return Path(os.path.commonpath([os.path.dirname(url) for url in urls]))
 
 
-def _load_matching(path: Path, urls: Sequence[str], image_key: str, caption_key: str) -> Manifest | None:
-    """The manifest at ``path`` if it is one of exactly these shards and keys, else None."""
-    try:
-        manifest = Manifest.load(path)
-    except (OSError, ManifestError):
-        return None
+def _is_of(manifest: Manifest, urls: Sequence[str], image_key: str, caption_key: str) -> bool:
+    """Whether a manifest is one of exactly these shards and keys."""
     same_shards = {shard.url for shard in manifest.shards} == set(urls)
-    same_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
-    return manifest if same_shards and same_keys else None
+    return same_shards and (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
 
 
 def _save_somewhere(manifest: Manifest, places: Sequence[Path]) -> None:
@@ -576,7 +638,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = common_folder(urls)
         if args.output is None and folder is None:
             raise ValueError("the shards are remote: say with --output where to write the manifest")
-        output = Path(args.output) if args.output else folder / FILE_NAME
+        output = Path(args.output) if folder is None or args.output else folder / FILE_NAME
         manifest = Manifest.scan(urls, args.image_key, args.caption_key, sizes, args.workers)
         manifest.save(output)
     except (OSError, ValueError) as error:
@@ -584,8 +646,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for line in manifest.report():
         print(line)
-    n, bad = manifest.num_samples, manifest.num_bad
-    print(f"{n:,} samples in {len(urls):,} shards, {bad:,} ({bad / n:.2%}) without image or caption: {output}")
+    n, bad, lost = manifest.num_samples, manifest.num_bad, manifest.num_lost
+    print(
+        f"{n:,} samples in {len(urls):,} shards, {bad:,} ({bad / n:.2%}) without image or caption"
+        + (f", about {lost:,} more lost in damaged shards" if lost else "")
+        + f": {output}"
+    )
     return 0
 
 

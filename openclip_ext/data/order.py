@@ -1,4 +1,4 @@
-"""Which sample comes when: a pure function of (seed, epoch, layout) and of what of the epoch was seen before.
+"""The order of samples: a pure function of (seed, epoch, layout) and of the part of the epoch that was seen before.
 
 An epoch is a *sequence* of slots, one sample each (:class:`ShardSequence`, :class:`RowSequence`). A *layout* cuts
 the slots into contiguous pieces, one for each worker of each rank, of whole batches, and a worker shuffles its
@@ -34,7 +34,7 @@ class ShardSequence:
 
     Args:
         counts: ``(num_shards,)`` samples in each shard.
-        seed, epoch: What the order depends on.
+        seed, epoch: The order depends on these.
     """
 
     def __init__(self, counts: np.ndarray, seed: int, epoch: int) -> None:
@@ -52,8 +52,8 @@ class ResampledShards:
 
     Args:
         counts: ``(num_shards,)`` samples in each shard.
-        num_slots: At least so many samples are needed.
-        seed, epoch: What the draws depend on.
+        num_slots: Minimum number of samples to draw.
+        seed, epoch: The draws depend on these.
         weights: ``(num_shards,)`` how often a shard is drawn relative to others; None for equally often.
     """
 
@@ -107,7 +107,7 @@ def shuffled_positions(length: int, window: int, seed: int, *words: int) -> Iter
     Args:
         length: Number of positions.
         window: 0 leaves the order as it is.
-        seed, words: What the shuffle depends on.
+        seed, words: The shuffle depends on these.
 
     Yields:
         ``int64`` arrays that together hold every position once.
@@ -126,7 +126,7 @@ def shuffled_positions(length: int, window: int, seed: int, *words: int) -> Iter
 
 @dataclass(frozen=True)
 class Layout:
-    """How an epoch is cut up.
+    """How an epoch is divided among ranks and workers.
 
     Attributes:
         world_size: Ranks.
@@ -134,7 +134,7 @@ class Layout:
         batch_size: Samples of a micro-batch.
         accum_freq: Micro-batches of an optimizer step; incomplete steps are dropped.
         epoch_samples: Slots of the epoch that are used.
-        shuffle_window: See :func:`shuffled_positions`.
+        shuffle_window: Number of samples that a worker shuffles over (:func:`shuffled_positions`).
     """
 
     world_size: int
@@ -174,11 +174,11 @@ class Segment:
 
 
 class EpochOrder:
-    """The order of what is left of an epoch.
+    """The order of the rest of an epoch.
 
     Args:
         sequence: The epoch's samples.
-        seed, epoch: What the shuffles depend on.
+        seed, epoch: The shuffles depend on these.
         seen: The segments that were run in other layouts, in order.
         layout: The layout to go on in.
 
@@ -253,11 +253,11 @@ def _first(parts: Iterator[np.ndarray], count: int) -> Iterator[np.ndarray]:
 
 
 def layout_to_dict(layout: Layout) -> dict[str, int]:
-    """Plain types, for checkpoints."""
+    """Convert to plain types, for checkpoints."""
     return asdict(layout)
 
 
 def layout_from_dict(entry: Mapping[str, Any], default: Layout) -> Layout:
-    """Inverse of :func:`layout_to_dict`; what an entry does not say is taken from ``default``."""
+    """Inverse of :func:`layout_to_dict`; missing entries come from ``default``."""
     names = [item.name for item in fields(Layout)]
     return Layout(**{name: int(entry.get(name, getattr(default, name))) for name in names})

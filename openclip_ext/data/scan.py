@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -10,22 +11,26 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from openclip_ext.data import tar
-from openclip_ext.data.shardlist import shard_name, sibling
+from openclip_ext.data.shardlist import open_regular, shard_name, sibling
 
 DEFAULT_IMAGE_KEY = "jpg;png;jpeg;webp"
 DEFAULT_CAPTION_KEY = "txt"
 
 # Positions of bad samples are written down only when they are few: a manifest stays small.
 _MAX_POSITIONS = 20
+_MAX_GAPS = 5
 # A read brings in at least this much: the headers around small members (captions, json) come with the one before.
 _MIN_READ = 4096
 _MAX_READ = 1 << 18
+# What all tar formats of today have in their headers.
+_MARK = b"ustar"
 
 
 class Key(NamedTuple):
@@ -60,7 +65,7 @@ def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
 
 @dataclass
 class ShardScan:
-    """What was found in one shard.
+    """Result of scanning one shard.
 
     Attributes:
         num_samples: Samples in the tar, bad ones included: each has an index.
@@ -68,8 +73,10 @@ class ShardScan:
         digest: Hash of the names and sizes of all members; None for remote shards.
         blocks: ``(num_samples,)`` uint32, the length of each sample in 512-byte blocks, headers included; None where
             samples cannot be reached by offset (compressed or remote).
-        problems: Counts and messages, empty for a good shard: ``error``, ``duplicate_keys``, ``without_image``,
-            ``without_caption``, ``bad`` (samples without one or the other), ``bad_positions`` (if few).
+        problems: Counts and messages, empty for a good shard: ``duplicate_keys``, ``without_image``,
+            ``without_caption``, ``bad`` (samples without one or the other), ``bad_positions`` (if few), ``gaps``
+            (``[start, end]`` bytes without a readable header, the first few), ``lost`` (samples in the gaps, estimated),
+            ``error`` (why the shard could not be read to its end).
         fields: How many samples have each field.
     """
 
@@ -114,38 +121,60 @@ class _Grouping:
         self._keys: set[str] = set()
         self._current: str | None = None
         self._found: set[str] = set()
+        self._bytes = 0  # of the current sample
+        self._all_bytes = 0  # of all samples before it
         self._digest = hashlib.blake2b(digest_size=16)
+        self._between: list[tuple[int, list[tar.Gap]]] = []  # the gaps between samples, and how many come before them
+        self.gaps: list[tar.Gap] = []
         self.starts: list[int] = []
         self.end = 0
         self.num_samples = 0
         self.fields: Counter[str] = Counter()
         self.problems: Counter[str] = Counter()
-        self.bad_positions: list[int] = []
+        self.bad: dict[int, int] = {}  # positions of incomplete samples, and their bytes
 
-    def take(self, members: Iterator[tar.Member]) -> ShardScan:
-        """Go through the members, to the end or the first error."""
+    def take(self, members: Iterator[tar.Member], count_headers: Callable[[tar.Gap], int] = lambda gap: 0) -> ShardScan:
+        """Go through the members of a tar, to the end or the first error.
+
+        Args:
+            members: Their gaps go to ``self.gaps``.
+            count_headers: How many headers can be recognised in a gap; 0 where it cannot be read again.
+        """
         error = None
+        gaps_seen = 0
+        pending: list[tar.Gap] = []
         try:
             for member in members:
-                if member.is_file:
-                    self._add(member)
+                if len(self.gaps) > gaps_seen:
+                    pending += self.gaps[gaps_seen:]
+                    gaps_seen = len(self.gaps)
+                before = len(self.starts)
+                if member.is_file and self._add(member) and pending:
+                    # A gap between two members of one sample holds no other sample.
+                    if len(self.starts) > before:
+                        self._between.append((before, pending))
+                    pending = []
                 self.end = member.end
         except tar.STREAM_ERRORS as broken:
             error = str(broken) or type(broken).__name__
+        self._between.append((len(self.starts), pending + self.gaps[gaps_seen:]))
         self._finish()
-        return self._result(error)
+        return self._result(error, self._lost_samples(count_headers))
 
-    def _add(self, member: tar.Member) -> None:
+    def _add(self, member: tar.Member) -> bool:
+        """Returns whether the member belongs to a sample."""
         parts = tar.split_name(member.name)
         if parts is None:
-            return
+            return False
         key, member_field = parts
-        self._digest.update(f"{member.name}\0{member.size}\0".encode("utf-8", "surrogateescape"))
+        self._digest.update(f"{member.name}\0{member.size}\0".encode())
         if key != self._current or member_field in self._found:
             self._finish()
             self._current = key
             self.starts.append(member.start)
         self._found.add(member_field)
+        self._bytes += member.end - member.start
+        return True
 
     def _finish(self) -> None:
         """Close the current sample, if any."""
@@ -160,16 +189,33 @@ class _Grouping:
         self.problems["without_image"] += not has_image
         self.problems["without_caption"] += not has_caption
         if not (has_image and has_caption):
-            self.problems["bad"] += 1
-            if len(self.bad_positions) <= _MAX_POSITIONS:
-                self.bad_positions.append(self.num_samples)
+            self.bad[self.num_samples] = self._bytes
+        self._all_bytes += self._bytes
         self.num_samples += 1
-        self._current, self._found = None, set()
+        self._current, self._found, self._bytes = None, set(), 0
 
-    def _result(self, error: str | None) -> ShardScan:
-        problems: dict[str, Any] = {name: count for name, count in sorted(self.problems.items()) if count}
-        if 0 < len(self.bad_positions) <= _MAX_POSITIONS:
-            problems["bad_positions"] = self.bad_positions
+    def _lost_samples(self, count_headers: Callable[[tar.Gap], int]) -> int:
+        """Estimate how many samples the gaps held, from their size and from the headers in them: the larger, rounded up.
+
+        The missing parts of incomplete samples beside a gap are taken off first.
+        """
+        mean_size = self._all_bytes / self.num_samples if self.num_samples else tar.BLOCK
+        mean_fields = sum(self.fields.values()) / self.num_samples if self.num_samples else 1
+        lost = 0
+        for before, gaps in self._between:
+            lacking = [max(0, mean_size - self.bad[i]) for i in (before - 1, before) if i in self.bad]
+            room = sum(gap.end - gap.start for gap in gaps) - sum(lacking)
+            headers = sum(count_headers(gap) for gap in gaps)
+            lost += max(0, math.ceil(room / mean_size), math.ceil(headers / mean_fields) - len(lacking))
+        return lost
+
+    def _result(self, error: str | None, lost: int) -> ShardScan:
+        counts = {**self.problems, "bad": len(self.bad), "lost": lost}
+        problems: dict[str, Any] = {name: count for name, count in sorted(counts.items()) if count}
+        if 0 < len(self.bad) <= _MAX_POSITIONS:
+            problems["bad_positions"] = list(self.bad)
+        if self.gaps:
+            problems["gaps"] = [list(gap) for gap in self.gaps[:_MAX_GAPS]]
         if error is not None:
             problems["error"] = error
         return ShardScan(self.num_samples, digest=self._digest.hexdigest(), problems=problems, fields=dict(self.fields))
@@ -178,11 +224,11 @@ class _Grouping:
 def scan_shard(path: str, image_key: str = DEFAULT_IMAGE_KEY, caption_key: str = DEFAULT_CAPTION_KEY) -> ShardScan:
     """Scan one local tar; plain ones by their headers only, compressed ones by reading them through.
 
-    A broken tar counts up to the break, which is told in ``problems["error"]``.
+    After damage the scan goes on at the next readable header; what was lost is told in ``problems``.
     """
     grouping = _Grouping(parse_keys(image_key, allow_json=False), parse_keys(caption_key, allow_json=True))
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             status = os.fstat(file.fileno())
             if tar.decompressor(os.pread(file.fileno(), 8, 0)) is None:
                 result = _scan_headers(file.fileno(), status.st_size, grouping)
@@ -191,19 +237,37 @@ def scan_shard(path: str, image_key: str = DEFAULT_IMAGE_KEY, caption_key: str =
     except OSError as error:
         return ShardScan(0, problems={"error": f"cannot be read: {error.strerror or error}"})
     result.size, result.mtime_ns = status.st_size, status.st_mtime_ns
+    if "gaps" in result.problems or "error" in result.problems:
+        _count_missing(path, result)
     return result
 
 
 def _scan_headers(descriptor: int, size: int, grouping: _Grouping) -> ShardScan:
-    result = grouping.take(tar.iter_members(_HeaderReader(descriptor), size))
+    members = tar.iter_members(_HeaderReader(descriptor), size, grouping.gaps)
+    result = grouping.take(members, partial(_count_headers, descriptor))
     # Whatever lies between two samples (folders, hidden files) belongs to the one before, and the first begins at 0.
     bounds = np.array([0, *grouping.starts[1:], grouping.end] if grouping.starts else [0], dtype=np.int64)
     result.blocks = (np.diff(bounds) // tar.BLOCK).astype(np.uint32)
     return result
 
 
+def _count_headers(descriptor: int, gap: tar.Gap) -> int:
+    """Count the marks of tar headers in a gap, at any byte: where bytes were inserted or removed, headers are misaligned."""
+    count = 0
+    for begin in range(gap.start, gap.end, _MAX_READ):
+        count += os.pread(descriptor, min(_MAX_READ, gap.end - begin) + len(_MARK) - 1, begin).count(_MARK)
+    return count
+
+
 def _scan_stream(file: BinaryIO, grouping: _Grouping) -> ShardScan:
-    return grouping.take(tar.stream_members(file)[0])
+    return grouping.take(tar.stream_members(file, grouping.gaps)[0])
+
+
+def _count_missing(path: str, result: ShardScan) -> None:
+    """Correct the number of lost samples by the count that img2dataset left next to the shard, if there is one."""
+    written = _SizeTables(lambda name: Path(name).read_bytes()).count(path)
+    if written is not None and written > result.num_samples:
+        result.problems["lost"] = max(result.problems.get("lost", 0), written - result.num_samples)
 
 
 def scan_local(
@@ -213,7 +277,7 @@ def scan_local(
 
     Args:
         paths: The tars.
-        image_key, caption_key: See :func:`parse_keys`.
+        image_key, caption_key: Fields of image and caption, as :func:`parse_keys` takes them.
         workers: Processes; None for one per CPU core, at most 32.
         progress: Show a bar (on a terminal).
     """
@@ -266,22 +330,24 @@ def count_remote(
 class _SizeTables:
     """Sample counts by file name: given, or from the files next to a shard."""
 
-    def __init__(self, read: Callable[[str], bytes], sizes: dict[str, int] | None) -> None:
+    def __init__(self, read: Callable[[str], bytes], sizes: dict[str, int] | None = None) -> None:
         self._read = read
         self._sizes = sizes
-        self._folders: dict[str, dict[str, int]] = {}
+        self._folders: dict[str, dict[str, Any]] = {}
 
     def count(self, url: str) -> int | None:
         name = shard_name(url)
         if self._sizes is not None:
-            return self._sizes.get(name)
+            return _as_count(self._sizes.get(name))
         folder_sizes = self._folder_sizes(sibling(url, "sizes.json"))
         if name in folder_sizes:
-            return int(folder_sizes[name])
+            return _as_count(folder_sizes[name])
         stats = self._json(sibling(url, re.sub(r"\.(tar(\.\w+)?|tgz)$", "", name) + "_stats.json"))
-        return int(stats["successes"]) if "successes" in stats else None
+        return _as_count(stats.get("successes"))
 
-    def _folder_sizes(self, url: str | None) -> dict[str, int]:
+    def _folder_sizes(self, url: str | None) -> dict[str, Any]:
+        if url is None:
+            return {}
         # Two threads may read the same table at the same time; both get the same.
         if url not in self._folders:
             self._folders[url] = self._json(url)
@@ -292,6 +358,11 @@ class _SizeTables:
             return {}
         try:
             content = json.loads(self._read(url))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
+
+
+def _as_count(value: Any) -> int | None:
+    """A number of samples as read from JSON; None if it is no such number."""
+    return int(value) if isinstance(value, int | float) and 0 <= value < math.inf else None

@@ -15,7 +15,7 @@ from openclip_ext.data.hashing import Purpose, hash_int
 from openclip_ext.data.manifest import Manifest
 from openclip_ext.data.order import EpochSequence, ResampledShards, ShardSequence
 from openclip_ext.data.scan import parse_keys
-from openclip_ext.data.shardlist import is_local, local_path
+from openclip_ext.data.shardlist import is_local, local_path, open_regular
 from openclip_ext.data.source import RawSample, Reader, Source, decode_fields
 
 # Consecutive samples of small images come with one system call.
@@ -30,7 +30,7 @@ class ShardSource(Source):
 
     Args:
         manifest: Shards and sample counts, verified.
-        image_key, caption_key: See :func:`openclip_ext.data.scan.parse_keys`.
+        image_key, caption_key: Fields of image and caption, alternatives separated by ``;``.
         resampled: Draw shards with replacement instead of taking each once an epoch.
         weights: ``(num_shards,)`` relative frequencies for ``resampled``.
     """
@@ -75,7 +75,7 @@ class ShardSource(Source):
         return decode_fields(raw, self._image_keys, self._caption_keys)
 
     def shard_number(self, index: int) -> int:
-        """Which shard holds a sample."""
+        """Number of the shard that holds a sample."""
         return int(np.searchsorted(self._first_indices, index, side="right")) - 1
 
     def group_of(self, index: int) -> tuple[str, int, int]:
@@ -86,7 +86,8 @@ class ShardSource(Source):
         if not self._manifest_knows_keys:
             return 0, ""
         lines = list(self.manifest.report())
-        return self.manifest.num_bad, "; ".join(lines[:3]) + (f" and {len(lines) - 3} more shards" if lines[3:] else "")
+        where = "; ".join(lines[:3]) + (f" and {len(lines) - 3} more shards" if lines[3:] else "")
+        return self.manifest.num_bad + self.manifest.num_lost, where
 
     def replacements(self, index: int, seed: int, epoch: int) -> Iterator[int]:
         shard = self.manifest.shards[self.shard_number(index)]
@@ -104,7 +105,7 @@ class ShardSource(Source):
         offsets = self.manifest.sample_offsets(number)
         if offsets is not None:
             return _OffsetFile(shard.url, shard.size, offsets, self._wanted)
-        return _StreamFile(shard.url, self._wanted)
+        return _StreamFile(shard.url, shard.num_samples, self._wanted)
 
 
 class _ShardReader(Reader):
@@ -117,20 +118,21 @@ class _ShardReader(Reader):
 
     def read(self, index: int) -> RawSample:
         try:
-            if not self._first <= index < self._end:
-                self._open(index)
+            if self._file is None or not self._first <= index < self._end:
+                self._file = self._open(index)
             fields, found = self._file.sample(index - self._first)
         except tar.STREAM_ERRORS as error:
             name = self._source.group_of(index)[0]
             return RawSample(index, {}, problem=f"{name} cannot be read: {type(error).__name__}: {error}")
         return RawSample(index, fields, found)
 
-    def _open(self, index: int) -> None:
+    def _open(self, index: int) -> "_OffsetFile | _StreamFile":
         self.close()
         number = self._source.shard_number(index)
-        self._file = self._source.open_shard(number)
+        file = self._source.open_shard(number)
         shard = self._source.manifest.shards[number]
         self._first, self._end = shard.first_index, shard.first_index + shard.num_samples
+        return file
 
     def close(self) -> None:
         if self._file is not None:
@@ -145,12 +147,12 @@ class _OffsetFile:
         OSError: It is gone, or its size is no longer the manifest's: its samples may not be the ones that were indexed.
     """
 
-    def __init__(self, path: str, size: int, offsets: np.ndarray, wanted: frozenset[str]) -> None:
-        self._file = open(path, "rb", buffering=_READ_BUFFER)  # noqa: SIM115
+    def __init__(self, path: str, size: int | None, offsets: np.ndarray, wanted: frozenset[str]) -> None:
+        self._file = open_regular(path, _READ_BUFFER)
         found = os.fstat(self._file.fileno()).st_size
         if found != size:
             self._file.close()
-            raise OSError(f"it has {found:,} bytes, {size:,} when the manifest was made")
+            raise OSError(f"it has {found:,} bytes, {size or 0:,} when the manifest was made")
         self._offsets = offsets
         self._wanted = wanted
 
@@ -173,8 +175,9 @@ class _StreamFile:
     counts as unreadable.
     """
 
-    def __init__(self, url: str, wanted: frozenset[str]) -> None:
+    def __init__(self, url: str, num_samples: int, wanted: frozenset[str]) -> None:
         self._url = url
+        self._num_samples = num_samples
         self._wanted = wanted
         self._stream: BinaryIO | None = None
         self._samples: Iterator[tuple[dict[str, bytes], list[str]]] = iter(())
@@ -184,17 +187,17 @@ class _StreamFile:
     def sample(self, position: int) -> tuple[dict[str, bytes], list[str]]:
         for attempt in range(1, _STREAM_ATTEMPTS + 1):
             if self._unreadable is not None and position >= self._unreadable[0]:
-                break
+                raise EOFError(self._unreadable[1])
             try:
                 return self._advance(position)
             except tar.STREAM_ERRORS as error:
                 logging.warning(f"Reading {self._url} failed ({error}), attempt {attempt} of {_STREAM_ATTEMPTS}.")
-                if attempt == _STREAM_ATTEMPTS:
-                    self._unreadable = self._next, f"{type(error).__name__}: {error}"
-                else:
-                    time.sleep(attempt)
+                reached, reason = self._next, f"{type(error).__name__}: {error}"
                 self.close()
-        raise EOFError(self._unreadable[1])
+                if attempt < _STREAM_ATTEMPTS:
+                    time.sleep(attempt)
+        self._unreadable = reached, reason
+        raise EOFError(reason)
 
     def _advance(self, position: int) -> tuple[dict[str, bytes], list[str]]:
         if self._stream is None or position < self._next:
@@ -204,8 +207,23 @@ class _StreamFile:
         for sample in self._samples:
             self._next += 1
             if self._next > position:
+                if self._next == self._num_samples:
+                    self._warn_of_more()
                 return sample
-        raise EOFError(f"it has {self._next} samples, the manifest says more")
+        raise EOFError(f"it has {self._next} samples, the manifest says {self._num_samples}")
+
+    def _warn_of_more(self) -> None:
+        """Warn if the shard has samples beyond the promised number: they have no index and are never read."""
+        try:
+            more = next(self._samples, None) is not None
+        except tar.STREAM_ERRORS:
+            more = True
+        if more:
+            logging.warning(
+                f"{self._url} has more than the {self._num_samples:,} samples of the manifest: the others are never "
+                "trained on. The sizes.json or *_stats.json next to it, or the file named with --sizes, is too low: "
+                "correct it and make the manifest again"
+            )
 
     def close(self) -> None:
         stream, self._stream, self._samples, self._next = self._stream, None, iter(()), 0
@@ -219,7 +237,7 @@ class _StreamFile:
 def open_stream(url: str) -> Any:
     """Open a shard to read it forward."""
     if is_local(url):
-        return open(local_path(url), "rb")
+        return open_regular(local_path(url))
     # Only remote data need webdataset, which takes seconds to import.
     import webdataset
 

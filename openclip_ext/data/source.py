@@ -1,4 +1,4 @@
-"""What a loader reads from: samples by index, raw first and decoded later.
+"""Sources: what loaders read samples from, by index, raw first and decoded later.
 
 Reading and decoding are apart because they happen at different times: a shuffle holds raw bytes, not images.
 """
@@ -7,8 +7,10 @@ import io
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
+import numpy as np
 from PIL import Image
 
 from openclip_ext.data.hashing import Purpose, hash_int
@@ -24,13 +26,14 @@ class BadSampleError(ValueError):
     """One sample lacks its image or caption or does not decode; it is skipped and counted."""
 
 
-class RawSample(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RawSample:
     """A sample as read.
 
     Attributes:
         index: Global index.
-        fields: Data by field, whatever the source decodes.
-        found: Names of all fields that are there, for messages.
+        fields: Data by field, in the form that the source decodes.
+        found: Names of all fields of the sample, for messages.
         problem: Why the sample could not be read; None if it could.
     """
 
@@ -48,7 +51,7 @@ class Reader(ABC):
         """The raw sample; never raises for a bad one."""
 
     def close(self) -> None:  # noqa: B027 (nothing to do for most)
-        """Let go of open files."""
+        """Close open files."""
 
 
 class Source(ABC):
@@ -65,11 +68,11 @@ class Source(ABC):
     @property
     @abstractmethod
     def digest(self) -> str:
-        """Identifies the data set: a run is not resumed in mid-epoch on another."""
+        """Identifies the data set; a run resumes in mid-epoch only on the same one."""
 
     @abstractmethod
     def sequence(self, seed: int, epoch: int, num_slots: int) -> EpochSequence:
-        """The samples of an epoch in sequence, of which ``num_slots`` are used."""
+        """The sequence of an epoch's samples; the first ``num_slots`` are used."""
 
     @abstractmethod
     def reader(self) -> Reader:
@@ -92,7 +95,7 @@ class Source(ABC):
         return 0, ""
 
     def replacements(self, index: int, seed: int, epoch: int) -> Iterator[int]:
-        """Every other sample of the same shard, from a random one on: candidates to stand in for a bad sample."""
+        """Candidates to replace a bad sample: all others of its shard, starting at a random one."""
         _, first, count = self.group_of(index)
         offset = hash_int(Purpose.REPLACEMENT, seed, epoch, index) % count
         for step in range(count):
@@ -101,19 +104,29 @@ class Source(ABC):
                 yield candidate
 
 
-def decode_image(data: bytes | io.BufferedIOBase) -> Image.Image:
-    """Decode to RGB, as webdataset's "pilrgb" does.
+def decode_image(data: bytes | BinaryIO) -> Image.Image:
+    """Decode to RGB, as webdataset's "pilrgb" does, except that 16-bit grey images are scaled to 8 bits.
+
+    As in OpenCLIP, the EXIF orientation is not applied.
 
     Raises:
         BadSampleError: The bytes are no image that Pillow can read to the end.
     """
     try:
-        image = Image.open(io.BytesIO(data) if isinstance(data, bytes) else data)
+        image: Image.Image = Image.open(io.BytesIO(data) if isinstance(data, bytes) else data)
         image.load()
+        if image.mode.startswith("I"):
+            image = _to_8_bits(image)
         return image if image.mode == "RGB" else image.convert("RGB")
     # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, DecompressionBombError and others.
     except Exception as error:
         raise BadSampleError(f"the image does not decode: {type(error).__name__}: {error}") from error
+
+
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    """Keep the upper byte, as Pillow does for 16-bit colours; ``convert`` would clip at 255 and turn the image white."""
+    values = np.asarray(image).astype(np.int64).clip(0, 65535)
+    return Image.fromarray((values >> 8).astype(np.uint8))
 
 
 def decode_fields(raw: RawSample, image_keys: Sequence[Key], caption_keys: Sequence[Key]) -> tuple[Image.Image, str]:
@@ -144,10 +157,13 @@ def _caption(data: bytes, key: Key) -> str:
         if key.entry is None:
             return text
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadSampleError(f"the caption ({key.field}) does not decode: {error}") from error
     entry = content.get(key.entry) if isinstance(content, dict) else None
     if not isinstance(entry, str):
         found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
         raise BadSampleError(f"no caption: expected the text {key.entry!r} in {key.field}, found {found or 'nothing'}")
+    if not entry.isprintable() and any("\ud800" <= character <= "\udfff" for character in entry):
+        # JSON can write half of a surrogate pair, on which tokenizers fail.
+        raise BadSampleError(f"the caption ({key.field}) does not decode: it has a lone surrogate")
     return entry

@@ -1,4 +1,4 @@
-"""What to read: one description for the training data, the validation data and the tools that look at a run."""
+"""Description of a data set, shared by training, validation and the tools that inspect a run."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ DATASET_TYPES = ("webdataset", "csv", "synthetic", "auto")
 
 @dataclass(frozen=True)
 class DataSpec:
-    """A data set and the part of it that makes an epoch. The flags in brackets are the command line's.
+    """A data set and the size of its epochs. Flags of the command line are given in brackets.
 
     Attributes:
         source: Shards (see :func:`openclip_ext.data.shardlist.expand_components`) or a CSV file; None if synthetic
@@ -48,7 +48,11 @@ class DataSpec:
 
     @classmethod
     def of_training(cls, flags: Mapping[str, Any]) -> "DataSpec":
-        """The training data that OpenCLIP's flags and ours name, by their Python names (``vars(args)``)."""
+        """The training data of a command line.
+
+        Args:
+            flags: OpenCLIP's flags and ours by their Python names (``vars(args)``).
+        """
         return cls(
             source=flags["train_data"],
             num_samples=flags["train_num_samples"],
@@ -61,7 +65,7 @@ class DataSpec:
 
     @classmethod
     def of_validation(cls, flags: Mapping[str, Any]) -> "DataSpec":
-        """The validation data that the flags name."""
+        """The validation data of a command line."""
         return cls(source=flags["val_data"], num_samples=flags["val_num_samples"], **_format_flags(flags))
 
     @property

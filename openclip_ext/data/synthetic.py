@@ -1,4 +1,4 @@
-"""OpenCLIP's ``--dataset-type synthetic``: one black image and one caption, as often as wanted; to time training."""
+"""OpenCLIP's ``--dataset-type synthetic``: the same black image and caption for every index, to time training."""
 
 from PIL import Image
 

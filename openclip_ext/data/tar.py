@@ -14,19 +14,42 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 BLOCK = 512
+_ZEROS = bytes(BLOCK)
+# Two blocks of zeros end an archive, and tar fills up its last record of 20 blocks. More zeros were something else.
+_MAX_PADDING = 21 * BLOCK
+# Names and pax records are short; more would be read into memory because a damaged header says so.
+_MAX_EXTENSION = 1 << 20
 _STREAM_BUFFER = 1 << 20
-_COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+# A read allocates what it asks for, and a damaged header may ask for anything.
+_MAX_READ = 1 << 26
+_COMPRESSED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 _METADATA = re.compile(r"__[^/]*__($|/)")
 _REGULAR_TYPES = frozenset(b"0\x007")
-# Links, devices, directories and pipes have no data, whatever their size field says.
+# Links, devices, directories and pipes have no data, even if their size field is not 0.
 _DATALESS_TYPES = frozenset(b"123456")
 
 
 class TarError(ValueError):
     """A tar file ends or breaks where a header or data should be."""
+
+
+class _DamageError(TarError):
+    """A header is not readable; the search for the next one begins at the byte ``resume``."""
+
+    def __init__(self, message: str, resume: int) -> None:
+        super().__init__(message)
+        self.resume = resume
+
+
+class _EndOfFileError(TarError):
+    """The file ends at the byte ``end``."""
+
+    def __init__(self, end: int) -> None:
+        super().__init__(f"it ends at byte {end}, without the end-of-archive mark")
+        self.end = end
 
 
 # What reading a broken stream raises; the decompressors have errors of their own.
@@ -48,37 +71,49 @@ class Member(NamedTuple):
         return self.data + _padded(self.size)
 
 
+class Gap(NamedTuple):
+    """Bytes of a tar that belong to no readable member: what was in them is lost."""
+
+    start: int
+    end: int
+
+
 def _padded(size: int) -> int:
     return size + -size % BLOCK
 
 
 def _number(field: bytes) -> int:
-    """A number of a tar header: octal text, or base 256 if its first bit is set (GNU, sizes from 8 GiB on)."""
-    if field[0] & 0x80:
-        return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
-    try:
-        return int(field.partition(b"\0")[0].strip() or b"0", 8)
-    except ValueError:
-        raise TarError(f"no octal number: {field!r}") from None
+    """A number of a tar header: octal text, or base 256 if it begins with 0x80 (GNU, sizes from 8 GiB on).
+
+    Raises:
+        ValueError: It is neither, or negative.
+    """
+    if field[0] == 0x80:
+        return int.from_bytes(field[1:], "big")
+    text = field.partition(b"\0")[0].strip()
+    if not text:
+        return 0
+    if not text.isdigit():  # int() would take signs and underscores
+        raise ValueError(f"no octal number: {field!r}")
+    return int(text, 8)
 
 
 def _text(field: bytes) -> str:
-    return field.partition(b"\0")[0].decode("utf-8", "surrogateescape")
+    # Names that are not UTF-8 have to be printable: they appear in messages and logs.
+    return field.partition(b"\0")[0].decode("utf-8", "backslashreplace")
 
 
-def _check(header: bytes, position: int) -> None:
-    """Verify the checksum: the sum of all bytes, with its own field taken as eight blanks (8 * 32 = 256).
+def _has_checksum(header: bytes) -> bool:
+    """Whether the checksum is right: the sum of all bytes, with its own field taken as eight blanks (8 * 32 = 256).
 
-    It is compared modulo 255, where a byte string and the sum of its bytes are the same number: that still finds every
-    flipped bit, and 30,000 headers of a shard in a fraction of the time.
+    The lower half of Adler-32 is the sum plus 1, modulo 65521: a hundred times faster than ``sum(header)``.
     """
     try:
         expected = _number(header[148:156])
-    except TarError:
-        raise TarError(f"no tar header at byte {position}") from None
-    others = int.from_bytes(header, "big") - int.from_bytes(header[148:156], "big")
-    if (others + 256 - expected) % 255:
-        raise TarError(f"no tar header at byte {position}")
+    except ValueError:
+        return False
+    total = (zlib.adler32(header) & 0xFFFF) - 1
+    return (total - sum(header[148:156]) + 256 - expected) % 65521 == 0
 
 
 def _pax_records(data: bytes) -> dict[str, str]:
@@ -89,50 +124,97 @@ def _pax_records(data: bytes) -> dict[str, str]:
         if length <= 0:
             raise ValueError(length)
         key, _, value = data[:length].partition(b" ")[2].rstrip(b"\n").partition(b"=")
-        records[key.decode()] = value.decode("utf-8", "surrogateescape")
+        records[key.decode()] = value.decode("utf-8", "backslashreplace")
         data = data[length:]
     return records
 
 
-def iter_members(read_at: Callable[[int, int], bytes], end: int) -> Iterator[Member]:
+def iter_members(read_at: Callable[[int, int], bytes], end: int, gaps: list[Gap] | None = None) -> Iterator[Member]:
     """Walk over the members of an uncompressed tar without touching their data.
 
+    After a damaged header it goes on at the next valid one, which is searched for block by block, as GNU tar does.
+
     Args:
-        read_at: ``read_at(offset, length)`` returns at most ``length`` bytes.
+        read_at: ``read_at(offset, length)`` returns at most ``length`` bytes; offsets ascend.
         end: Size of the file in bytes.
+        gaps: Receives what is skipped, each gap before the member that follows it is yielded.
 
     Yields:
         The complete members, in order.
 
     Raises:
-        TarError: A header is broken, a member is cut off, or the end-of-archive mark is missing.
+        TarError: The file ends without the end-of-archive mark; the last gap then reaches to its end.
     """
-    position = start = 0
-    name, size = None, None
+    gaps = [] if gaps is None else gaps
+    position = good_end = 0
+    zeros: int | None = None  # where the blocks of zeros before `position` begin
+    damage: TarError | None = None  # the first since the last good member
+    while True:
+        try:
+            member = _read_member(read_at, position, end, after_gap=position > good_end)
+        except _DamageError as error:
+            damage = damage or error
+            position, zeros = error.resume, None
+            continue
+        except _EndOfFileError as error:
+            damage, file_end = damage or error, error.end
+            break
+        if member is None:
+            zeros = position if zeros is None else zeros
+            position += BLOCK
+            continue
+        if position > good_end:
+            gaps.append(Gap(good_end, position))
+        yield member
+        position = good_end = member.end
+        zeros = damage = None
+    if zeros is None:
+        gaps.append(Gap(good_end, file_end))
+        raise damage
+    if zeros > good_end:
+        gaps.append(Gap(good_end, zeros))
+    if file_end - zeros > _MAX_PADDING:
+        gaps.append(Gap(zeros, file_end))
+
+
+def _read_member(read_at: Callable[[int, int], bytes], start: int, end: int, after_gap: bool) -> Member | None:
+    """The member whose first header is at ``start``, None at a block of zeros.
+
+    After a gap, a name that fills its field is taken for the beginning of a longer one, which the gap has swallowed.
+
+    Raises:
+        TarError: The header is damaged, the member is cut off, or the file ends.
+    """
+    position, name, size = start, None, None
     while True:
         header = read_at(position, BLOCK)
+        data = position + BLOCK
         if len(header) < BLOCK:
-            raise TarError(f"it ends at byte {position + len(header)}, without the end-of-archive mark")
-        if not header[0] and not any(header):
-            return
-        _check(header, position)
+            raise _EndOfFileError(position + len(header))
+        if position == start and not header[0] and not any(header):
+            return None
+        if not _has_checksum(header):
+            raise _DamageError(f"no tar header at byte {position}", data)
         kind = header[156]
-        length = 0 if kind in _DATALESS_TYPES else _number(header[124:136])
-        if kind in b"xL":
-            extension = read_at(position + BLOCK, length)
+        try:
+            length = 0 if kind in _DATALESS_TYPES else _number(header[124:136])
+        except ValueError:
+            raise _DamageError(f"the header at byte {position} has no valid size", data) from None
+        is_extension = kind in b"xL"
+        if size is not None and kind not in b"xLgK":
+            length = size
+        if length > (min(end - data, _MAX_EXTENSION) if is_extension else end - data):
+            raise _DamageError(f"{_member_name(header)} is cut off: it ends at byte {end}", data)
+        if is_extension:
             try:
-                name, size = _extended(kind, extension, name, size)
-            except (ValueError, UnicodeDecodeError):
-                raise TarError(f"broken extended header at byte {position}") from None
+                name, size = _extended(kind, read_at(data, length), name, size)
+            except ValueError:
+                raise _DamageError(f"broken extended header at byte {position}", data + _padded(length)) from None
         elif kind not in b"gK":
-            length = length if size is None else size
-            is_file = kind in _REGULAR_TYPES
-            member = Member(_member_name(header) if name is None else name, start, position + BLOCK, length, is_file)
-            if member.data + length > end:
-                raise TarError(f"{member.name} is cut off: it ends at byte {end}")
-            yield member
-            name, size, start = None, None, member.end
-        position += BLOCK + _padded(length)
+            if after_gap and name is None and header[99]:
+                raise _DamageError(f"the name of the member at byte {position} is lost", data + _padded(length))
+            return Member(_member_name(header) if name is None else name, start, data, length, kind in _REGULAR_TYPES)
+        position = data + _padded(length)
 
 
 def _extended(kind: int, data: bytes, name: str | None, size: int | None) -> tuple[str | None, int | None]:
@@ -140,6 +222,8 @@ def _extended(kind: int, data: bytes, name: str | None, size: int | None) -> tup
     if kind == ord("L"):
         return _text(data), size
     records = _pax_records(data)
+    if "size" in records and not re.fullmatch("[0-9]{1,18}", records["size"]):
+        raise ValueError(f"no size: {records['size']!r}")
     return records.get("path", name), int(records["size"]) if "size" in records else size
 
 
@@ -176,9 +260,13 @@ def fields_in(data: bytes, wanted: frozenset[str]) -> tuple[dict[str, bytes], li
     Raises:
         TarError: The bytes are no such part (the file was changed or cut).
     """
-    fields, found = {}, []
-    ended = bytes(BLOCK)
-    read_at = lambda offset, length: data[offset : offset + length] or ended  # noqa: E731
+    fields: dict[str, bytes] = {}
+    found: list[str] = []
+
+    def read_at(offset: int, length: int) -> bytes:
+        # The end-of-archive mark follows the data.
+        return data[offset : offset + length] or (_ZEROS if offset == len(data) else b"")
+
     for member in iter_members(read_at, len(data)):
         parts = split_name(member.name) if member.is_file else None
         if parts is not None:
@@ -189,7 +277,7 @@ def fields_in(data: bytes, wanted: frozenset[str]) -> tuple[dict[str, bytes], li
 
 
 class _RawStream(io.RawIOBase):
-    """What only has ``read`` (webdataset's pipes) as a raw stream of Python's."""
+    """Adapts objects that only have ``read`` (webdataset's pipes) to Python's raw streams."""
 
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__()
@@ -198,7 +286,7 @@ class _RawStream(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: Any) -> int:
         data = self._stream.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
@@ -217,18 +305,26 @@ class _ForwardReader:
             if not skipped:
                 return b""
             self._position += skipped
-        data = self._stream.read(length)
+        data = self._stream.read(min(length, _MAX_READ))
+        while len(data) < length and (more := self._stream.read(min(length - len(data), _MAX_READ))):
+            data += more
         self._position += len(data)
         return data
 
 
-def decompressor(magic: bytes) -> Callable[[BinaryIO], BinaryIO] | None:
-    """What decompresses a file that begins with these bytes (``gzip.open``, ...), None if it is not compressed."""
+def decompressor(magic: bytes) -> Callable[..., Any] | None:
+    """The function that decompresses a file with this beginning (``gzip.open``, ...); None if it is not compressed."""
     return next((opener for start, opener in _COMPRESSED.items() if magic.startswith(start)), None)
 
 
-def stream_members(stream: BinaryIO) -> tuple[Iterator[Member], Callable[[int, int], bytes]]:
+def stream_members(
+    stream: BinaryIO, gaps: list[Gap] | None = None
+) -> tuple[Iterator[Member], Callable[[int, int], bytes]]:
     """The members of a tar that is read forward, decompressed if need be.
+
+    Args:
+        stream: The tar file, any compression; anything with ``read``.
+        gaps: Receives what is skipped, see :func:`iter_members`.
 
     Returns:
         The members, and a function that reads the data of the last one (``read_at(member.data, member.size)``).
@@ -240,15 +336,18 @@ def stream_members(stream: BinaryIO) -> tuple[Iterator[Member], Callable[[int, i
     decompress = decompressor(buffered.peek(8))
     read_at = _ForwardReader(buffered if decompress is None else decompress(buffered))
     # The size of a stream is not known; a member that is cut off shows when its data or the next header are read.
-    return iter_members(read_at, sys.maxsize), read_at
+    return iter_members(read_at, sys.maxsize, gaps), read_at
 
 
-def stream_samples(stream: BinaryIO, wanted: frozenset[str]) -> Iterator[tuple[dict[str, bytes], list[str]]]:
+def stream_samples(
+    stream: BinaryIO, wanted: frozenset[str], gaps: list[Gap] | None = None
+) -> Iterator[tuple[dict[str, bytes], list[str]]]:
     """Group a tar that can only be read forward (remote or compressed) into samples.
 
     Args:
         stream: The tar file, any compression; anything with ``read``.
         wanted: Fields whose data are kept; the others are passed over.
+        gaps: Receives what is skipped, see :func:`iter_members`.
 
     Yields:
         The wanted fields and the names of all fields of each sample.
@@ -256,8 +355,10 @@ def stream_samples(stream: BinaryIO, wanted: frozenset[str]) -> Iterator[tuple[d
     Raises:
         STREAM_ERRORS: The stream is broken or ends too soon; the sample at the break is not yielded.
     """
-    key, fields, found = None, {}, []
-    members, read_at = stream_members(stream)
+    key: str | None = None
+    fields: dict[str, bytes] = {}
+    found: list[str] = []
+    members, read_at = stream_members(stream, gaps)
     for member in members:
         parts = split_name(member.name) if member.is_file else None
         if parts is None:

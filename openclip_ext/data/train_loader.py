@@ -38,15 +38,15 @@ _PATIENCE = 1000
 
 @dataclass(frozen=True)
 class TrainLoaderConfig:
-    """How training data are batched.
+    """Configuration of :class:`TrainLoader`.
 
     Attributes:
         batch_size: Samples of a micro-batch on one rank.
         accum_freq: Micro-batches of an optimizer step.
         workers: Worker processes of each rank; 0 works in the training process.
-        seed: What order, pixels and replacements depend on.
+        seed: Order, pixels and replacements depend on it.
         rank, world_size: None for those of ``torch.distributed``.
-        shuffle_window: Over how many samples a worker shuffles (it holds about half as many in memory).
+        shuffle_window: Number of samples that a worker shuffles over (it holds about half as many in memory).
         views: Augmented views of each image; with 2 or more, ``image`` is ``(batch_size, views, ...)``. The text is the
             first view's.
         caption_aware_flip: Mirror half of the images, with 'left' and 'right' exchanged in their captions.
@@ -67,7 +67,7 @@ class TrainLoaderConfig:
 
 
 class _Request(NamedTuple):
-    """What a worker is asked for. It carries all it needs, so that persistent workers never work on an old epoch."""
+    """A request to a worker for one batch; complete, so that persistent workers never work on an old epoch."""
 
     epoch: int
     seen: tuple[Segment, ...]
@@ -75,7 +75,7 @@ class _Request(NamedTuple):
 
 
 class _Requests(Sampler[_Request]):
-    """The batches that the next pass over the DataLoader asks for."""
+    """The requests of the next pass over the DataLoader."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -91,7 +91,7 @@ class _Requests(Sampler[_Request]):
 
 @contextmanager
 def _generators_kept() -> Iterator[None]:
-    """Put the process's random generators back afterwards; only the training process needs that."""
+    """Restore the process's random generators at the end; only the training process needs that."""
     if get_worker_info() is not None:
         yield
         return
@@ -112,7 +112,7 @@ def _seed_generators(bits: int) -> None:
 
 
 class _BatchDataset(Dataset):
-    """Makes batches on request. One instance works in each worker, on one stream of samples at a time."""
+    """Makes batches on request; each worker has an instance, which reads one stream of samples at a time."""
 
     def __init__(
         self,
@@ -345,8 +345,8 @@ class TrainLoader:
         bad, where = source.known_bad()
         if bad > self.max_bad_fraction * source.num_samples:
             raise BadDataError(
-                f"{bad:,} of {source.num_samples:,} samples ({bad / source.num_samples:.1%}) have no image or no "
-                f"caption, more than the allowed {self.max_bad_fraction:.1%} (--max-bad-fraction): {where}"
+                f"{bad:,} of {source.num_samples:,} samples ({bad / source.num_samples:.1%}) are lost or have no image "
+                f"or no caption, more than the allowed {self.max_bad_fraction:.1%} (--max-bad-fraction): {where}"
             )
 
     @property
@@ -383,7 +383,7 @@ class TrainLoader:
         return EpochOrder(sequence, self.seed, epoch, seen, self._layout).batches - start
 
     def extend_progress(self, progress: Progress | None, batches: int) -> list[dict[str, Any]]:
-        """What of the epoch was seen after ``batches`` more micro-batches on each rank; goes into a checkpoint."""
+        """Progress in the epoch after ``batches`` more micro-batches on each rank; goes into a checkpoint."""
         entries = [dict(entry) for entry in progress or ()]
         seen, done = self._parse_progress(entries)
         return [*entries[: len(seen)], self.layout | {"batches": done + batches}]
@@ -405,13 +405,13 @@ class TrainLoader:
         return tuple(segments), 0
 
     def iterate(self, epoch: int, progress: Progress | None = None) -> Iterator[dict[str, Tensor]]:
-        """What is left of an epoch.
+        """Yield the rest of an epoch.
 
         Args:
             epoch: Number of the epoch, from 0.
-            progress: What was seen of it, a list of entries as :meth:`extend_progress` makes them
-                (``loader.layout | {"batches": micro-batches done on each rank}``). If the last is of the current
-                layout, the batches are the ones that were to come; otherwise the unseen samples are laid out anew.
+            progress: The part that was seen, as :meth:`extend_progress` returns it: a list of entries
+                ``loader.layout | {"batches": micro-batches done on each rank}``. If the last entry has the current
+                layout, the same batches follow; otherwise the unseen samples are laid out anew.
 
         Yields:
             ``image`` ``(batch_size, ...)``, ``text`` ``(batch_size, L)`` int64, ``index`` ``(batch_size,)`` int64.
@@ -446,7 +446,7 @@ class TrainLoader:
         self._refuse_too_many(self._bad_this_epoch)
 
     def _asks_other_ranks_at(self, batch: int, total: int) -> bool:
-        """Ten times an epoch and at its end: rare enough to cost nothing, and at the same batches on every rank."""
+        """Whether to add up bad samples over the ranks: ten times an epoch and at its end, after the same batches on each."""
         if self._layout.world_size == 1 or self._layout.world_size != distributed.world_size():
             return False
         return batch + 1 == total or (batch + 1) % max(1, self.batches_per_epoch // 10) == 0

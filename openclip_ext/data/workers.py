@@ -1,4 +1,4 @@
-"""What the workers of all DataLoaders here have in common."""
+"""Shared by the workers of all DataLoaders here."""
 
 import os
 from typing import Any
@@ -15,5 +15,5 @@ def leave_process_group(worker: int) -> None:
 
 
 def unchanged(batch: Any) -> Any:
-    """The datasets make whole batches (``collate_fn``)."""
+    """Return the batch as it is (``collate_fn``): the datasets make whole batches."""
     return batch

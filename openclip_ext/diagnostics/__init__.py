@@ -1,1 +1,1 @@
-"""Tools that look into a run: how good its estimates are, and what it will take."""
+"""Tools that inspect a run: the error of its estimates, and what a training will need."""

@@ -1,4 +1,4 @@
-"""What the diagnostics' command lines share."""
+"""Shared by the diagnostics' command lines."""
 
 import contextlib
 import logging
@@ -21,7 +21,7 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """OpenCLIP logs that a model was built, and that it has no weights, which are not wanted here or come later."""
+    """Silence OpenCLIP's messages about a model that is built without weights."""
     logging.disable(logging.WARNING)
     try:
         yield

@@ -1,7 +1,7 @@
-"""What a step of a loss sends and how much memory it works in, with any number of ranks, on a machine without them.
+"""Count what a step of a loss sends and the memory it works in, for any number of ranks, on a machine without them.
 
-The loss itself runs, on PyTorch's meta device, where tensors have sizes but no values; what would go to other ranks is noted
-instead. So there is no second formula that could differ from the code.
+There is no separate formula: the real loss runs on PyTorch's meta device, where tensors have sizes but no values, and what
+it would send to other ranks is noted instead.
 """
 
 import contextlib
@@ -43,12 +43,12 @@ class Exchange:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a step takes.
+    """Result of :func:`dry_run`.
 
     Attributes:
         exchanges: what is sent, in all steps that were run.
-        steps: how many those were.
-        work_bytes: the most memory at once that a step makes and gives back, forward and backward, inputs not counted.
+        steps: number of steps that were run.
+        work_bytes: peak of the memory that a step allocates, forward and backward, inputs not counted.
     """
 
     exchanges: list[Exchange]
@@ -70,11 +70,11 @@ def dry_run(
     """Run training steps of a loss without values.
 
     Args:
-        create: makes the loss. It is called as on one of ``world_size`` ranks; per-sample state may be that of few samples.
+        create: makes the loss; called as on one of ``world_size`` ranks. A few samples of per-sample state are enough.
         local_batch: samples of a rank (images, for a loss of two views).
         embed_dim: width of the embeddings; they are float32.
         world_size: number of ranks.
-        steps: so many, the first ones of an epoch.
+        steps: number of steps, from the start of an epoch.
 
     Raises:
         ValueError: the loss does not take such a batch.
@@ -106,7 +106,7 @@ def _inputs(loss: ContrastiveLoss, local_batch: int, embed_dim: int) -> dict[str
 
 @contextlib.contextmanager
 def _pretended_ranks(world_size: int, exchanges: list[Exchange]) -> Iterator[None]:
-    """Be rank 0 of several; what would be exchanged with the others is noted."""
+    """Act as rank 0 of several, and note what would be exchanged with the others."""
 
     def note(kind: str, size: int) -> None:
         if world_size > 1:
@@ -132,7 +132,7 @@ def _pretended_ranks(world_size: int, exchanges: list[Exchange]) -> Iterator[Non
         received = tuple(tensor * 1 for tensor in tensors)
         return received if len(received) > 1 else received[0]
 
-    ours = {
+    ours: dict[str, Any] = {
         "world_size": lambda: world_size,
         "rank": lambda: 0,
         "all_gather": all_gather,
@@ -150,7 +150,7 @@ def _pretended_ranks(world_size: int, exchanges: list[Exchange]) -> Iterator[Non
 
 
 class _PeakMemory(TorchDispatchMode):
-    """Follows the memory of all tensors that are made within it."""
+    """Context that tracks the memory of all tensors allocated in it."""
 
     def __init__(self) -> None:
         super().__init__()

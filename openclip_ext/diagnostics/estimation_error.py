@@ -1,4 +1,4 @@
-"""How far a loss's log-normalizers are from the exact ones: the papers' own yardstick (NeuCLIP, Appendix B.6).
+"""Estimation error: the distance of a loss's log-normalizers from the exact ones (NeuCLIP, Appendix B.6).
 
 ``α*_i = log(ε + g_i(S))`` [NeuCLIP 9] is computed over all ``n`` training embeddings ``S`` of a model, for some sampled
 anchors ``i``; the error of an estimator is the mean of ``(α_i − α*_i)²``, over the images and over the texts, averaged. The
@@ -173,18 +173,19 @@ def measure(
     scale = torch.as_tensor(logit_scale, dtype=torch.float64, device=device)
     total = min(anchors, len(image))
     order = torch.randperm(len(image), generator=torch.Generator().manual_seed(seed))
-    settings = {
-        "eps": _eps(loss),
-        "include_positive": batch_size if loss.normalizers_include_positive else None,
-    }
+    exact_of = partial(
+        exact_log_normalizers,
+        eps=_eps(loss),
+        include_positive=batch_size if loss.normalizers_include_positive else None,
+    )
     alpha, minibatch, tau = [], [], []
     for rows, count in _batches(order, total, batch_size):
         batch = (image[rows].to(device), text[rows].to(device), scale, index[rows].to(device))
         alpha.append(torch.stack(loss.log_normalizers(*batch))[:, :count])
         tau.append(_temperatures(loss, *batch)[:, :count])
         own = torch.arange(count, device=device)
-        minibatch.append(exact_log_normalizers(*batch[:2], own, tau[-1], **settings))
-    exact = exact_log_normalizers(image, text, order[:total].to(device), torch.cat(tau, dim=1), **settings)
+        minibatch.append(exact_of(*batch[:2], own, tau[-1]))
+    exact = exact_of(image, text, order[:total].to(device), torch.cat(tau, dim=1))
     return EstimationError(
         # OpenCLIP's loss has no other estimate than the batch.
         estimator=None if isinstance(loss, OpenClipLoss) else Error.of(torch.cat(alpha, dim=1), exact),

@@ -1,9 +1,9 @@
-"""A run as its folder describes it: model, loss and training data, loaded to be looked at."""
+"""Load a finished run from its folder: model, loss and training data."""
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training.checkpoint import Checkpoint
 from openclip_ext.training.config import model_config
 from openclip_ext.training.errors import UsageError
+from openclip_ext.training.model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class FinishedRun:
         folder: the run's.
         checkpoint: its model file.
         step: optimizer steps taken.
-        args: the run's flags.
-        loss_name, loss: with its state.
+        precision: the run's ``--precision``.
+        loss_name, loss: the loss and its state.
         model: in evaluation mode.
         loader: one pass over the training data with the evaluation's preprocessing.
         num_samples: size ``n`` of the index space.
@@ -46,7 +47,7 @@ class FinishedRun:
     folder: Path
     checkpoint: Path
     step: int
-    args: argparse.Namespace
+    precision: str
     loss_name: str
     loss: ContrastiveLoss
     model: nn.Module
@@ -96,19 +97,29 @@ def load_run(
     device = device or torch.device("cpu")
     config = _read_config(folder)
     loaded = _read_checkpoint(folder / "checkpoints", checkpoint)
-    args = argparse.Namespace(**config["flags"])
-    model, preprocess = _build_model(args, device)
+    flags = config["flags"]
+    model_settings = _model_settings(flags)
+    with without_warnings():
+        model, _, preprocess = model_settings.create(device)
     ckpt.load_model(model, loaded.model_file["state_dict"])
+    spec = DataSpec.of_training(flags)
     if train_data is not None:
-        args.train_data, args.manifest = train_data, None
-    loader = _training_data(args, preprocess, workers, batch_size)
+        spec = replace(spec, source=train_data, manifest=None)
+    loader = _training_data(
+        spec,
+        preprocess=preprocess,
+        tokenizer=model_settings.tokenizer(),
+        batch_size=batch_size or flags["batch_size"],
+        workers=flags["workers"] if workers is None else workers,
+    )
+    assert loaded.shared is not None and loader.num_samples is not None  # both were checked
     identity = loaded.shared["identity"]
     if loader.num_samples != identity["num_samples"]:
         raise UsageError(
-            f"{args.train_data} has {loader.num_samples:,} samples, the run was trained on {identity['num_samples']:,}: give "
+            f"{spec.source} has {loader.num_samples:,} samples, the run was trained on {identity['num_samples']:,}: give "
             "its training data with --train-data"
         )
-    width = compat.embedding_dim(args.model, model)
+    width = compat.embedding_dim(model_settings.name, model)
     options = {name: value for name, value in config["loss"]["options"].items() if name not in PLACEMENT_OPTIONS}
     loss = registry.create_loss(config["loss"]["name"], embed_dim=width, num_samples=loader.num_samples, **options)
     ckpt.restore_loss(loaded, loss)
@@ -116,7 +127,7 @@ def load_run(
         folder=folder,
         checkpoint=loaded.path,
         step=loaded.position.step,
-        args=args,
+        precision=model_settings.precision,
         loss_name=config["loss"]["name"],
         loss=loss.to(device).eval(),
         model=model.eval(),
@@ -135,8 +146,8 @@ def embed_training_set(run: FinishedRun, progress: Callable[[Iterable], Iterable
         run: model and data.
         progress: wraps the batches, to show how far it is.
     """
-    autocast = compat.autocast_context(run.args.precision, run.device)
-    input_dtype = open_clip.get_input_dtype(run.args.precision)
+    autocast = compat.autocast_context(run.precision, run.device)
+    input_dtype = open_clip.get_input_dtype(run.precision)
     images, texts, indices = [], [], []
     for batch in progress(run.loader):
         with autocast():
@@ -172,28 +183,17 @@ def _read_checkpoint(folder: Path, name: str) -> Checkpoint:
     return loaded
 
 
-def _build_model(args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, Callable]:
-    """The run's model without its weights, which the checkpoint has, and the evaluation's transform."""
+def _model_settings(flags: Mapping[str, Any]) -> ModelConfig:
+    """How to build the run's model without its weights, which the checkpoint has."""
+    settings = model_config(argparse.Namespace(**flags))
     # A tag also says how its images are normalised; a file that the run started from may be gone.
-    tagged = bool(args.pretrained) and bool(open_clip.get_pretrained_cfg(args.model, args.pretrained))
-    args.pretrained, args.pretrained_image = args.pretrained if tagged else None, False
-    with without_warnings():
-        model, _, preprocess = model_config(args).create(device)
-    return model, preprocess
+    tagged = bool(settings.pretrained) and bool(open_clip.get_pretrained_cfg(settings.name, settings.pretrained))
+    return replace(settings, pretrained=settings.pretrained if tagged else None, pretrained_image=False)
 
 
-def _training_data(
-    args: argparse.Namespace, preprocess: Callable, workers: int | None, batch_size: int | None
-) -> EvalLoader:
-    tokenizer = open_clip.get_tokenizer(args.model, cache_dir=args.cache_dir, context_length=args.force_context_length)
+def _training_data(spec: DataSpec, **options: Any) -> EvalLoader:
     try:
-        return build_indexed_pass(
-            DataSpec.of_training(vars(args)),
-            preprocess=preprocess,
-            tokenizer=tokenizer,
-            batch_size=batch_size or args.batch_size,
-            workers=args.workers if workers is None else workers,
-        )
+        return build_indexed_pass(spec, **options)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"cannot read the run's training data: {error}. If they have moved, say where to with --train-data"

@@ -1,10 +1,10 @@
-"""What a training will take as the number of ranks grows: memory of each rank and node, and what a step sends.
+"""Plan a training: memory of each rank and node, and what a step sends, as the number of ranks grows.
 
     python -m openclip_ext.diagnostics.plan --samples 1e9 --world-size 64 --global-batch 5120 --model ViT-B-16 --loss neuclip
 
-Nothing is trained, and neither GPUs nor data are needed. Sizes are those of the real model, loss and manifest, built without
-values or for few samples; what the loss sends and works in is counted while it runs without values (``dry_run.py``). Not
-counted: activations of the encoders, and what libraries keep for themselves.
+It trains nothing and needs neither GPUs nor data. The plan is not a separate formula: it builds the real model, loss and
+manifest, without values or for few samples, and runs the loss on the meta device (``dry_run.py``). It leaves out the
+encoders' activations and the memory that libraries keep for themselves.
 """
 
 import argparse
@@ -34,22 +34,22 @@ from openclip_ext.training.flags import add_loss_flags
 
 LARGEST_WORLD = 1024
 _GIB, _MIB = 2**30, 2**20
-# Of the loss that is built to be looked at, and of the manifest.
+# Size of the loss and of the manifest that are built to measure them.
 _FEW_SAMPLES, _FEW_SHARDS = 64, 100
-# The parameter, its gradient and AdamW's two moments, float32; and DistributedDataParallel's buckets of the gradients.
+# The parameter, its gradient and AdamW's two moments in float32; with DDP also the buckets of the gradients.
 _COPIES_OF_A_PARAMETER, _COPIES_WITH_DDP = 4, 5
-# What OpenCLIP needs to train on several ranks exactly, and without the whole matrix on each of them.
+# OpenCLIP's loss is exact on several ranks, without the whole matrix on each, only with these options.
 _OPENCLIP_OPTIONS = {"local_loss": True, "gather_with_grad": True}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is planned.
+    """The training to plan.
 
     Attributes:
-        loss: name.
+        loss: name of the loss.
         options: for ``create_loss``.
-        model: name, of OpenCLIP's.
+        model: name of an OpenCLIP model.
         samples: ``n``.
         global_batch: ``B``.
         ranks_per_node: GPUs of a node.
@@ -65,7 +65,7 @@ class Setting:
     samples_per_shard: int = 10_000
 
     def create_loss(self, embed_dim: int, samples: int = _FEW_SAMPLES) -> ContrastiveLoss:
-        """The loss, with state for few samples in place of ``n``, which lies with the model."""
+        """The loss, with state for a few samples instead of ``n``, kept with the model."""
         more = _OPENCLIP_OPTIONS if self.loss == "openclip" else {}
         options = {name: value for name, value in self.options.items() if name not in PLACEMENT_OPTIONS}
         return registry.create_loss(self.loss, embed_dim=embed_dim, num_samples=samples, **(more | options))
@@ -73,10 +73,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers of a model.
+    """Size of a model.
 
     Attributes:
-        parameters: how many.
+        parameters: number of parameters.
         embed_dim: width of the embeddings.
     """
 
@@ -88,7 +88,7 @@ class ModelSize:
         return (_COPIES_OF_A_PARAMETER if world_size == 1 else _COPIES_WITH_DDP) * 4 * self.parameters
 
     def gradient_exchange(self) -> Exchange:
-        """DistributedDataParallel's, each step."""
+        """The all-reduce of DistributedDataParallel in each step."""
         return Exchange(ALL_REDUCE, 4 * self.parameters)
 
 
@@ -97,8 +97,8 @@ class LossState:
     """Bytes of a loss's state.
 
     Attributes:
-        replicated: the same on each rank, on the GPU.
-        of_sample: of each table, a sample's bytes.
+        replicated: on each GPU, the same on all ranks.
+        of_sample: for each table, bytes per sample.
     """
 
     replicated: int
@@ -107,15 +107,15 @@ class LossState:
 
 @dataclass(frozen=True)
 class Row:
-    """What ``world_size`` ranks take; bytes.
+    """Needs of ``world_size`` ranks, in bytes.
 
     Attributes:
         world_size: ``K``.
         local_batch: ``B/K``.
-        model: on a GPU.
-        state: of the loss, on a GPU.
-        host_state: of the loss, of all ranks of a node, in its memory or files.
-        run: what a step of the loss sends and works in.
+        model: model and optimizer, per GPU.
+        state: state of the loss, per GPU.
+        host_state: state of the loss in the memory or files of a node, all its ranks together.
+        run: what a step of the loss sends and allocates.
         gradient: what a rank sends of the model's gradient in a step.
     """
 
@@ -129,7 +129,7 @@ class Row:
 
     @property
     def gpu(self) -> int:
-        """On a GPU, without activations."""
+        """Bytes per GPU, without the encoders' activations."""
         return self.model + self.state + self.run.work_bytes
 
 
@@ -171,7 +171,7 @@ def loss_state(setting: Setting, embed_dim: int) -> LossState:
 
 
 def table_bytes(setting: Setting, state: LossState, world_size: int) -> tuple[int, int]:
-    """Bytes of a rank's parts of all tables: on its GPU, and on the host."""
+    """Bytes of one rank's parts of all tables: on its GPU and on the host."""
     first, end = shard_bounds(setting.samples, 0, world_size)
     on_gpu = on_host = 0
     for of_sample in state.of_sample:
@@ -184,10 +184,10 @@ def table_bytes(setting: Setting, state: LossState, world_size: int) -> tuple[in
 
 
 def plan_row(setting: Setting, model: ModelSize, state: LossState, world_size: int) -> Row:
-    """What ``world_size`` ranks take.
+    """Needs of ``world_size`` ranks.
 
     Raises:
-        ValueError: the batch cannot be cut so.
+        ValueError: the global batch cannot be divided by ``world_size``.
     """
     if setting.global_batch % world_size:
         raise ValueError(f"a global batch of {setting.global_batch} cannot be cut into {world_size} equal parts")
@@ -211,12 +211,12 @@ def plan_row(setting: Setting, model: ModelSize, state: LossState, world_size: i
 
 
 def prefetch_exchange(global_batch: int, views: int = 1) -> Exchange:
-    """The batch's index, which ranks with a table on the host tell one another before a step (``loss.prefetch``)."""
+    """The all-gather of the batch's index by ``loss.prefetch``, before a step of a loss with tables on the host."""
     return Exchange(ALL_GATHER, views * global_batch * torch.int64.itemsize)
 
 
 def _period(setting: Setting) -> int:
-    """Steps after which the loss's communication repeats: those between two fits of AmorLIP's network."""
+    """Number of steps after which the loss's communication repeats (AmorLIP fits its network every few)."""
     parts = {part: setting.options.get(part) for part in ("normalizer", "temperature_scheme", "views")}
     defaults = registry.options_used_by(setting.loss, **parts)
     return setting.options.get("fit_every", defaults.get("fit_every", 1))
@@ -234,7 +234,7 @@ class Memory:
 
     @classmethod
     def of(cls, gpu: float | None, host: float | None) -> "Memory":
-        """As given in GB; else this machine's if it has a GPU; else 80 GB and 512 GB."""
+        """The given GB; by default this machine's if it has a GPU, else 80 and 512."""
         here = torch.cuda.is_available()
         if gpu is None:
             gpu = torch.cuda.get_device_properties(0).total_memory / 1e9 if here else 80
@@ -244,7 +244,7 @@ class Memory:
 
 
 def warnings(setting: Setting, row: Row, memory: Memory) -> list[str]:
-    """What does not fit, with a way out."""
+    """What does not fit, and what to do about it."""
     found = []
     if row.gpu > memory.gpu:
         found.append(

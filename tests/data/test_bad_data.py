@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from openclip_ext.data.manifest import Manifest
 from openclip_ext.data.source import BadDataError
 from openclip_ext.data.train_loader import TrainLoader
 from tests.data.loading import assert_equal, build, indices
@@ -136,6 +137,21 @@ def test_a_shard_that_is_cut_off_while_it_is_read(tmp_path: Path):
     os.truncate(path, 100 * 512)
     with pytest.raises(BadDataError, match=r"00000.tar has no usable sample among its 800.*cannot be read"):
         list(batches)
+
+
+def test_lost_samples_count_for_the_start(tmp_path: Path):
+    """Samples 10 to 19 are overwritten: they have no index, and the run would not miss them."""
+    (path,) = write_shards(tmp_path, [40])
+    starts = Manifest.scan([path]).sample_offsets(0)
+    with open(path, "r+b") as file:
+        file.seek(starts[10])
+        file.write(b"x" * int(starts[20] - starts[10]))
+    with pytest.raises(
+        BadDataError, match=r"1[01] of 30 samples .* are lost or have no .*00000.tar: damaged: no readable"
+    ):
+        build(path)
+    found = indices(list(build(path, max_bad_fraction=0.5).iterate(0)))
+    assert len(set(found)) == 28
 
 
 def test_corrupt_and_truncated_shards_train_on_what_they_have(tmp_path: Path):

@@ -62,6 +62,17 @@ def test_bad_samples_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert numbers(build(str(csv))) == [*range(4), *range(5, 30)]
 
 
+def test_a_damaged_header_costs_its_sample_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (path,) = write_shards(tmp_path, [10])
+    data = bytearray(Path(path).read_bytes())
+    data[data.index(b"000004.txt")] ^= 1
+    Path(path).write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        assert numbers(build(path)) == [*range(4), *range(5, 10)]
+    assert "position 4: no caption" in caplog.text
+    assert f"2 bad samples or places in {path}" in caplog.text
+
+
 @pytest.mark.parametrize("kind", ["shards", "csv"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_training_data_come_once_with_the_index_they_have_in_training(tmp_path: Path, workers: int, kind: str):

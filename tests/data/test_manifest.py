@@ -1,8 +1,10 @@
 """Manifests: counts and indices, what they report, what they refuse, how they are found and kept up to date."""
 
 import json
+import logging
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from openclip_ext.data import scan
-from openclip_ext.data.manifest import Manifest, ManifestError, find_or_create_manifest, main
+from openclip_ext.data.manifest import DamagedManifestError, Manifest, ManifestError, find_or_create_manifest, main
 from openclip_ext.data.scan import Key, parse_keys
 from openclip_ext.data.shardlist import expand_components, expand_shards, shard_name, sibling
 from tests.data.shards import sample_members, write_shards, write_tar
@@ -286,18 +288,25 @@ def test_files_that_are_no_manifest_are_refused(shards: list[str], tmp_path: Pat
     path = tmp_path / "m.json"
     Manifest.scan(shards).save(path)
     good = json.loads(path.read_text())
-    for content, message in (
-        ("{", "is not a manifest"),
-        ("[]", "expected a JSON object"),
-        ('{"shards": []}', "expected a JSON object with 'format'"),
-        (json.dumps(good | {"version": 99}), "version 99"),
-        (json.dumps(good | {"num_samples": 11}), "num_samples is 11, the shards have 10"),
-        (json.dumps(good | {"shards": good["shards"][1:]}), "begins at 3, expected 0"),
-        (json.dumps({key: value for key, value in good.items() if key != "shards"}), "shards"),
+    unsigned = {key: value for key, value in good.items() if key != "checksum"}
+    for content, error, message in (
+        ("{", ManifestError, "m.json is no manifest"),
+        ("[]", ManifestError, "expected a JSON object"),
+        ('{"shards": []}', ManifestError, "expected a JSON object with 'format'"),
+        (json.dumps(good | {"version": 99}), ManifestError, "version 99"),
+        (path.read_text()[:-10], DamagedManifestError, "m.json is damaged"),
+        (json.dumps(good | {"num_samples": 11}), DamagedManifestError, "m.json is damaged.*checksum"),
+        (json.dumps(good | {"shards": 7}), DamagedManifestError, "m.json is damaged.*checksum"),
+        # Without a checksum, what can be checked is.
+        (json.dumps(unsigned | {"num_samples": 11}), DamagedManifestError, "num_samples is 11, the shards have 10"),
+        (json.dumps(unsigned | {"shards": good["shards"][1:]}), DamagedManifestError, "begins at 3, expected 0"),
+        (json.dumps(unsigned | {"shards": [7]}), DamagedManifestError, "m.json is damaged"),
+        (json.dumps({key: value for key, value in unsigned.items() if key != "shards"}), ManifestError, "shards"),
     ):
         path.write_text(content)
-        with pytest.raises(ManifestError, match=message):
+        with pytest.raises(ManifestError, match=message) as caught:
             Manifest.load(path)
+        assert caught.type is error or error is ManifestError
     with pytest.raises(FileNotFoundError):
         Manifest.load(tmp_path / "none.json")
 
@@ -366,6 +375,108 @@ def test_a_foreign_file_of_the_name_is_left_alone(shards: list[str], tmp_path: P
     assert find_or_create_manifest(shards).num_samples == 10
     assert foreign.read_text() == '{"name": "something else"}'
     assert find_or_create_manifest(shards).num_samples == 10
+
+
+def test_a_damaged_manifest_is_named_and_made_again(shards: list[str], tmp_path: Path, caplog):
+    """A flipped digit in a size would read as a shard that has changed."""
+    find_or_create_manifest(shards)
+    path = tmp_path / "data" / "manifest.json"
+    intact = path.read_text()
+    (size,) = {str(os.path.getsize(shards[0]))} & set(re.findall(r"\d+", intact))
+    for damaged in (intact.replace(size, size[:-1] + str(9 - int(size[-1])), 1), intact[: len(intact) // 2]):
+        path.write_text(damaged)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert find_or_create_manifest(shards).num_samples == 10
+        assert f"the manifest {path} is damaged" in caplog.text
+        assert "00000.tar" not in caplog.text
+        assert path.read_text() == intact
+        path.write_text(damaged)
+        with pytest.raises(ManifestError, match="is damaged"):
+            find_or_create_manifest(shards, manifest=path)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
+def test_damaged_offsets_are_named_and_made_again(shards: list[str], tmp_path: Path, caplog, damage: str):
+    made = find_or_create_manifest(shards)
+    (offsets,) = (tmp_path / "data").glob("manifest.*.npy")
+    intact = offsets.read_bytes()
+    flipped = bytearray(intact)
+    flipped[-3] ^= 8
+    offsets.write_bytes({"flip": bytes(flipped), "cut": intact[:-6], "empty": b""}[damage])
+    with caplog.at_level(logging.WARNING):
+        found = find_or_create_manifest(shards)
+    assert f"{offsets} is damaged" in caplog.text
+    assert ".tar" not in caplog.text
+    assert all(np.array_equal(found.sample_offsets(shard), made.sample_offsets(shard)) for shard in range(3))
+    assert offsets.read_bytes() == intact
+
+
+def test_offsets_that_are_damaged_later_are_not_used(shards: list[str], tmp_path: Path):
+    """A worker that maps the file finds it cut; it scans the shard."""
+    manifest = pickle.loads(pickle.dumps(find_or_create_manifest(shards)))
+    expected = Manifest.scan(shards).sample_offsets(1)
+    (offsets,) = (tmp_path / "data").glob("manifest.*.npy")
+    offsets.write_bytes(offsets.read_bytes()[:40])
+    assert np.array_equal(manifest.sample_offsets(1), expected)
+
+
+def flip_header(path: str, sample: int, field: str = "jpg") -> None:
+    """Flip a bit in the header of one member."""
+    data = bytearray(Path(path).read_bytes())
+    data[data.index(f"{sample:06d}.{field}".encode()) + 3] ^= 4
+    Path(path).write_bytes(data)
+
+
+def test_what_a_damaged_shard_has_lost_is_said_at_every_start(shards: list[str], caplog):
+    flip_header(shards[1], 5)
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            manifest = find_or_create_manifest(shards)
+        assert f"{shards[1]}: 1 samples without image, at positions [2], damaged: no readable header" in caplog.text
+        assert (manifest.num_samples, manifest.num_bad) == (10, 1)
+        assert manifest.num_lost <= 1, "rounded up"
+
+
+def test_samples_that_are_gone_are_estimated(tmp_path: Path):
+    """Samples 3 to 5 are overwritten; their headers are gone."""
+    (path,) = write_shards(tmp_path, [20])
+    starts = Manifest.scan([path]).sample_offsets(0)
+    data = bytearray(Path(path).read_bytes())
+    for filling in (b"\0", b"x"):
+        data[starts[3] : starts[6]] = filling * int(starts[6] - starts[3])
+        Path(path).write_bytes(data)
+        manifest = Manifest.scan([path])
+        assert (manifest.num_samples, manifest.num_bad) == (17, 0)
+        assert 3 <= manifest.num_lost <= 4
+        assert "samples lost" in next(manifest.report())
+    # The number that img2dataset wrote is better than an estimate.
+    (tmp_path / "00000_stats.json").write_text('{"successes": 24}')
+    assert Manifest.scan([path]).num_lost == 7
+
+
+def test_a_tail_of_zeros_is_no_end(tmp_path: Path):
+    """As a file whose last blocks never reached the disk."""
+    (path,) = write_shards(tmp_path, [20])
+    start = int(Manifest.scan([path]).sample_offsets(0)[12])
+    data = Path(path).read_bytes()
+    Path(path).write_bytes(data[:start] + bytes(len(data) - start))
+    manifest = Manifest.scan([path])
+    assert manifest.num_samples == 12
+    assert 8 <= manifest.num_lost <= 12
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
+def test_what_is_no_file_is_refused_at_once(shards: list[str], tmp_path: Path, kind: str):
+    path = "/dev/zero"
+    if kind == "fifo":
+        path = str(tmp_path / "fifo.tar")
+        os.mkfifo(path)
+    elif kind == "folder":
+        path = str(tmp_path)
+    with pytest.raises(ManifestError, match="is no regular file"):
+        Manifest.scan([*shards, path])
 
 
 # ------------------------------------------------------------------ command line

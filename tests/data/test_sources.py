@@ -112,7 +112,24 @@ def test_a_stream_with_fewer_samples_than_promised(
     assert loader.num_samples == 43
     assert max(found) == 39
     assert sum(loader.bad_samples().values()) >= 2
-    assert "it has 9 samples, the manifest says more" in caplog.text
+    assert "it has 9 samples, the manifest says 12" in caplog.text
+
+
+@pytest.mark.parametrize("sizes", ["sizes.json", "stats"])
+def test_a_stream_with_more_samples_than_promised(folder: Path, sizes: str, caplog: pytest.LogCaptureFixture):
+    """The others have no index; they would be left out without a word."""
+    if sizes == "sizes.json":
+        (folder / "sizes.json").write_text('{"00000.tar": 20, "00001.tar": 5, "00002.tar": 9}')
+    else:
+        (folder / "sizes.json").unlink()
+        for number, count in enumerate((20, 5, 9)):
+            (folder / f"{number:05d}_stats.json").write_text(json.dumps({"successes": count}))
+    with caplog.at_level(logging.WARNING):
+        found = indices(list(build(remote(folder), batch_size=2).iterate(0)))
+    assert sorted(found) == list(range(34))
+    (warning,) = [record.message for record in caplog.records if "more than" in record.message]
+    assert "00001.tar has more than the 5 samples of the manifest" in warning
+    assert "is too low: correct it" in warning
 
 
 def test_compressed_local_shards(tmp_path: Path):

@@ -1,5 +1,6 @@
-"""The tar reading agrees with webdataset's grouping and finds every break."""
+"""The tar reading agrees with webdataset's grouping, finds every break and goes on after it."""
 
+import contextlib
 import io
 import tarfile
 from pathlib import Path
@@ -118,17 +119,88 @@ def test_every_cut_is_noticed(tmp_path: Path):
         assert scan.num_samples - scan.problems.get("bad", 0) in (complete, scan.num_samples)
 
 
-def test_corrupt_header_is_noticed(tmp_path: Path):
-    path = write_tar(tmp_path / "0.tar", [*sample_members(0), *sample_members(1)])
+def test_a_damaged_header_costs_its_member_alone(tmp_path: Path):
+    """One flipped bit, anywhere in a header; reading goes on at the next one, by offset and as a stream."""
+    path = write_tar(tmp_path / "0.tar", [member for number in range(4) for member in sample_members(number)])
+    whole = path.read_bytes()
+    members, expected = members_of(path), samples_of(path)
+    for number, member in enumerate(members):
+        data = bytearray(whole)
+        data[member.start + 37 * number % 148] ^= (
+            1 << number % 8
+        )  # not in the checksum, where some flips change nothing
+        path.write_bytes(data)
+        sample, field = number // 3, member.name.rpartition(".")[2]
+        left = [{k: v for k, v in fields.items() if (n, k) != (sample, field)} for n, fields in enumerate(expected)]
+        assert samples_of(path) == streamed(path) == left
+        gaps: list[tar.Gap] = []
+        assert (
+            len(list(tar.iter_members(lambda at, length, data=data: bytes(data[at : at + length]), len(data), gaps)))
+            == 11
+        )
+        assert gaps == [(member.start, member.end)]
+        scan = scan_shard(str(path))
+        assert scan.num_samples == 4
+        assert scan.problems["gaps"] == [[member.start, member.end]]
+        assert "error" not in scan.problems
+        assert scan.problems.get("bad", 0) + scan.problems.get("lost", 0) >= (field != "json")
+    path.write_bytes(b"this is not a tar" * 100)
+    scan = scan_shard(str(path))
+    assert scan.num_samples == 0
+    assert "no tar header at byte 0" in scan.problems["error"]
+
+
+def with_checksum(header: bytearray) -> bytes:
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+HOSTILE_SIZES = {
+    "negative octal": b"-0000001000\0",
+    "signed octal": b"+0000001000\0",
+    "underscore": b"1_000\0" + bytes(6),
+    "not octal": b"9999999999\0\0",
+    "huge octal": b"777777777777",
+    "huge base 256": b"\x80" + b"\xff" * 11,
+    "negative base 256": b"\xff" * 12,
+}
+
+
+@pytest.mark.parametrize("size", HOSTILE_SIZES.values(), ids=HOSTILE_SIZES)
+@pytest.mark.parametrize("kind", [b"0", b"x", b"L", b"g", b"S"])
+def test_sizes_that_cannot_be(tmp_path: Path, size: bytes, kind: bytes):
+    """Negative ones have sent readers back to where they were, huge ones beyond what an offset can be."""
+    path = write_tar(tmp_path / "0.tar", [member for number in range(3) for member in sample_members(number)])
     data = bytearray(path.read_bytes())
-    second = int(scan_shard(str(path)).blocks[0]) * tar.BLOCK
-    data[second + 10] ^= 1
+    victim = members_of(path)[3].start
+    header = data[victim : victim + tar.BLOCK]
+    header[124:136], header[156:157] = size, kind
+    data[victim : victim + tar.BLOCK] = with_checksum(header)
     path.write_bytes(data)
     scan = scan_shard(str(path))
-    assert scan.num_samples == 1
-    assert f"no tar header at byte {second}" in scan.problems["error"]
-    path.write_bytes(b"this is not a tar" * 100)
-    assert scan_shard(str(path)).num_samples == 0
+    assert (scan.num_samples, scan.problems["bad"]) == (3, 1)
+    assert [sorted(fields) for fields in samples_of(path)] == [
+        ["jpg", "json", "txt"],
+        ["json", "txt"],
+        ["jpg", "json", "txt"],
+    ]
+    with open(path, "rb") as stream, contextlib.suppress(tar.TarError):  # a stream has no size to compare with
+        assert len(list(tar.stream_samples(stream, ALL_FIELDS))) == 3
+
+
+@pytest.mark.parametrize(
+    "records", [b"13 size=-512\n", b"29 size=99999999999999999999\n", b"-5 a=b\n", b"0 a=b\n", b"x"]
+)
+def test_pax_records_that_cannot_be(tmp_path: Path, records: bytes):
+    extension = tarfile.TarInfo("pax")
+    extension.type, extension.size = tarfile.XHDTYPE, len(records)
+    path = write_tar(tmp_path / "0.tar", [member for number in range(2) for member in sample_members(number)])
+    header = extension.tobuf(tarfile.USTAR_FORMAT) + records + bytes(-len(records) % tar.BLOCK)
+    path.write_bytes(header + path.read_bytes())
+    scan = scan_shard(str(path))
+    assert scan.num_samples == 2
+    assert scan.problems["gaps"] == [[0, 1024]]
 
 
 @pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])

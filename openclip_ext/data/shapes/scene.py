@@ -4,6 +4,7 @@ A scene has one or two items on a background. Every word of the vocabulary is on
 longest caption takes 18 of the 20 tokens that the demo models read.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -110,7 +111,8 @@ def sample_scene(seed: int, split: str, index: int) -> Scene:
     # Without replacement: two items that look alike could not be told apart by any caption.
     chosen = generator.choice(len(pairs), size=count, replace=False)
     items = tuple(
-        Item(*pairs[pair], size=_pick(generator, SIZES), texture=_pick(generator, TEXTURES)) for pair in chosen
+        Item(shape, color, _pick(generator, SIZES), _pick(generator, TEXTURES))
+        for shape, color in (pairs[pair] for pair in chosen)
     )
     background = _pick(generator, BACKGROUNDS)
     relation = _pick(generator, RELATIONS) if count == 2 else None
@@ -152,7 +154,7 @@ def describe(scene: Scene, relation: str | None) -> str:
     return " ".join([*parts, f"on {scene.background}"])
 
 
-def _noun_phrase(item: Item, keep=lambda probability: True) -> str:
+def _noun_phrase(item: Item, keep: Callable[[float], bool] = lambda probability: True) -> str:
     words = [word for word in (item.size, item.color, item.texture) if keep(_KEEP_WORD)]
     words.append(item.shape if keep(_KEEP_NOUN) else "shape")
     article = "an" if words[0][0] in "aeiou" else "a"

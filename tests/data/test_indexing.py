@@ -1,0 +1,122 @@
+"""An index for data sets of other libraries."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import webdataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+import openclip_ext
+from openclip_ext.data import unique_index, with_index
+from openclip_ext.data.manifest import Manifest
+from tests.data.shards import write_shards
+
+
+def test_samples_of_map_style_sets_carry_their_position():
+    tuples = with_index(TensorDataset(torch.arange(10), torch.arange(10) * 2))
+    assert len(tuples) == 10
+    assert [tuple(map(int, sample)) for sample in tuples] == [(i, 2 * i, i) for i in range(10)]
+    dictionaries = with_index([{"text": str(i)} for i in range(10)])
+    for workers in (0, 2):
+        batches = list(DataLoader(dictionaries, batch_size=4, shuffle=True, num_workers=workers))
+        assert all(batch["text"] == [str(int(i)) for i in batch["index"]] for batch in batches)
+        assert sorted(int(i) for batch in batches for i in batch["index"]) == list(range(10))
+
+
+def test_the_index_is_what_a_loss_takes():
+    dataset = with_index(TensorDataset(torch.nn.functional.normalize(torch.randn(12, 8), dim=1)))
+    loss = openclip_ext.create_loss("fastclip", embed_dim=8, num_samples=len(dataset))
+    for features, index in unique_index(DataLoader(dataset, batch_size=4, shuffle=True)):
+        assert torch.isfinite(loss(features, features.roll(1, 0), torch.tensor(10.0), index=index))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "error", "message"),
+    [
+        (iter([1]), TypeError, "a list_iterator has no stable index"),
+        (torch.arange(3), TypeError, "a sample is a Tensor: expected a dictionary or a tuple"),
+        ([{"index": 7}], ValueError, "have a 'index' already"),
+    ],
+)
+def test_what_has_no_place_for_an_index_is_refused(dataset: Any, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        with_index(dataset)[0]
+
+
+def test_an_index_that_recurs_is_refused():
+    dataset = with_index([{"value": i} for i in range(8)])
+    loader = DataLoader(dataset, batch_size=3, sampler=RandomSampler(dataset, replacement=True, num_samples=24))
+    with pytest.raises(
+        ValueError, match=r"batch \d: the index \d comes a second time in this epoch.*without replacement"
+    ):
+        list(unique_index(loader))
+    for _ in range(2):  # epochs
+        assert len(list(unique_index(DataLoader(dataset, batch_size=3, shuffle=True)))) == 3
+
+
+# ------------------------------------------------------------------ WebDataset
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[str]:
+    return write_shards(tmp_path, [5, 3, 4])
+
+
+def pipeline(shards: Any, **options: Any) -> webdataset.WebDataset:
+    return webdataset.WebDataset(shards, **{"shardshuffle": False} | options)
+
+
+def captions(dataset: Any) -> dict[int, str]:
+    return {sample["index"]: sample["txt"].decode() for sample in dataset}
+
+
+def test_webdataset_samples_have_the_index_that_the_trainer_uses(shards: list[str], tmp_path: Path):
+    expected = {index: f"sample {index}" for index in range(12)}
+    assert captions(with_index(pipeline(shards))) == expected
+    assert captions(with_index(pipeline(shards, shardshuffle=3)).shuffle(100)) == expected
+    assert captions(with_index(pipeline(str(tmp_path / "{00000..00002}.tar")))) == expected
+    manifest = Manifest.load(tmp_path / "manifest.json")
+    assert [shard.first_index for shard in manifest.shards] == [0, 5, 8]
+    # A part of the shards keeps the indices of the whole.
+    assert min(captions(with_index(pipeline(shards[1:]), shards=shards))) == 5
+    dataset = with_index(pipeline(shards)).to_tuple("txt", "index").batched(4)
+    for _ in range(2):
+        batches = list(unique_index(DataLoader(dataset, batch_size=None, num_workers=2)))
+        assert sorted(int(i) for batch in batches for i in batch[1]) == list(range(12))
+
+
+@pytest.mark.parametrize("kind", ["resampled", "twice in a row", "late", "unknown shard", "more samples"])
+def test_webdataset_indices_that_would_be_wrong_are_refused(shards: list[str], tmp_path: Path, kind: str):
+    message = "come a second time in this epoch.*before shuffle.*no resampled"
+    if kind == "resampled":
+        dataset = with_index(pipeline(shards, resampled=True), shards=shards)
+    elif kind == "twice in a row":
+        dataset = with_index(pipeline([shards[0], shards[0]]))
+    elif kind == "late":
+        dataset = with_index(pipeline(shards).shuffle(100))
+    elif kind == "unknown shard":
+        dataset, message = with_index(pipeline(shards), shards=shards[:2]), "00002.tar is not in the manifest"
+    else:
+        (tmp_path / "sizes.json").write_text('{"00000.tar": 5, "00001.tar": 2, "00002.tar": 4}')
+        piped = [f"pipe:cat {shard}" for shard in shards]
+        dataset, message = with_index(pipeline(piped), manifest=None), "has more than the 2 samples of the manifest"
+    with pytest.raises(ValueError, match=message):
+        for count, _ in enumerate(dataset):
+            assert count < 200
+
+
+# ------------------------------------------------------------------ Hugging Face
+
+
+def test_hugging_face_rows_keep_their_index():
+    datasets = pytest.importorskip("datasets")
+    dataset = with_index(datasets.Dataset.from_dict({"text": [str(i) for i in range(10)]}))
+    assert dataset.column_names == ["text", "index"]
+    shuffled = dataset.shuffle(seed=0).select(range(2, 9))
+    assert [int(row["text"]) for row in shuffled] == [row["index"] for row in shuffled]
+    with pytest.raises(ValueError, match="already"):
+        with_index(dataset)
+    with pytest.raises(TypeError, match=r"no stable index.*not streaming"):
+        with_index(datasets.Dataset.from_dict({"text": ["a"]}).to_iterable_dataset())
