@@ -4,30 +4,11 @@ from pathlib import Path
 
 import pytest
 
-SLOW = Path(__file__).with_name("slow.txt")
 
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what the list names.
-
-    Raises:
-        pytest.UsageError: the list names a file that does not exist, or a test that is not in its file.
-    """
-    names = {line for line in SLOW.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")}
-    used, files = set(), set()
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test whose file, function or case is a line of the list."""
+    slow = set(Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").splitlines())
     for item in items:
-        file, _, test = item.nodeid.partition("::")
-        files.add(file)
-        found = names & {file, item.nodeid, f"{file}::{test.partition('[')[0]}"}
-        if found:
+        file, test = item.nodeid.split("::", 1)
+        if slow & {file, item.nodeid, f"{file}::{test.partition('[')[0]}"}:
             item.add_marker(pytest.mark.slow)
-            used |= found
-    selected = any("::" in argument for argument in config.args) or config.getoption("lf", False)
-    stale = [
-        name
-        for name in sorted(names - used)
-        for file in [name.partition("::")[0]]
-        if not (config.rootpath / file).exists() or (file in files and not selected)
-    ]
-    if stale:
-        raise pytest.UsageError(f"{SLOW} names what does not exist: {', '.join(stale)}. Rename or remove it there.")
