@@ -1,8 +1,8 @@
 """``python -m eval.beyond``: clip-benchmark's data sets beyond DataComp's, on our checkpoints.
 
 clip-benchmark 1.6.2 makes the data sets, their class names and templates; its command line, though, stops in its own
-accuracy with numpy from 2.4 on and knows neither the demo models nor checkpoints with heads. So its sound parts are
-called from here: the data sets, mean average precision, image-caption selection.
+accuracy with numpy from 2.4 on and knows neither the demo models nor checkpoints with heads. This module
+calls its working parts: the data sets, mean average precision, image-caption selection.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from eval.classification import class_logits
-from eval.command_line import add_model_arguments, load_encoder
+from eval.command_line import ModelArguments, add_model_arguments, load_encoder
 from eval.features import Encoder
 from eval.metrics import Metrics, classification_metrics, target_ranks
 from eval.results import Run
@@ -41,8 +42,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--language", default="en", help="of class names, templates and captions")
     parser.add_argument("--task", choices=TASKS, default="auto")
     parser.add_argument("--annotation-file", default="", help="captions of retrieval sets")
-    parser.add_argument("--download", action="store_true", help="let clip-benchmark fetch a root that is not there")
-    parser.add_argument("--output", help="JSON lines are appended to this file, besides being printed")
+    parser.add_argument("--download", action="store_true", help="let clip-benchmark fetch a root that does not exist")
+    parser.add_argument("--output", help="append the JSON lines to this file, too")
     return parser.parse_args(argv)
 
 
@@ -50,8 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate; returns the exit status: 0, 1 if a data set failed, 2 if nothing could be evaluated."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     args = parse_args(argv)
+    source = DatasetSource(args.dataset_root, args.split, args.language, args.task, args.annotation_file, args.download)
     try:
-        loaded, encoder = load_encoder(args)
+        loaded, encoder = load_encoder(ModelArguments.of(args))
     except ValueError as error:
         logger.error(error)
         return 2
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = False
     for name in expand_collections(args.dataset):
         try:
-            metrics = evaluate_dataset(name, encoder, args)
+            metrics = evaluate_dataset(name, encoder, source)
         except Exception as error:
             failed = True
             logger.error(f"{name}: {type(error).__name__}: {error}")
@@ -79,38 +81,61 @@ def expand_collections(names: Iterable[str]) -> list[str]:
     return [member for name in names for member in dataset_collection.get(name, [name])]
 
 
-def evaluate_dataset(name: str, encoder: Encoder, args: argparse.Namespace) -> Metrics:
+@dataclass(frozen=True)
+class DatasetSource:
+    """Arguments of clip-benchmark's ``build_dataset``, with its names.
+
+    Attributes:
+        root: folder; ``{dataset}`` in it stands for the data set's name.
+        split: for example ``test``.
+        language: of class names, templates and captions.
+        task: one of `TASKS`.
+        annotation_file: captions of retrieval sets.
+        download: let clip-benchmark fetch a root that does not exist.
+    """
+
+    root: str = "root"
+    split: str = "test"
+    language: str = "en"
+    task: str = "auto"
+    annotation_file: str = ""
+    download: bool = False
+
+
+def evaluate_dataset(name: str, encoder: Encoder, source: DatasetSource) -> Metrics:
     """Score one of clip-benchmark's data sets.
 
     Args:
-        name: its name there.
+        name: clip-benchmark's name of the data set.
         encoder: the model.
-        args: ``dataset_root``, ``split``, ``language``, ``task``, ``annotation_file``, ``download``.
+        source: location and kind of the data.
 
     Raises:
-        FileNotFoundError: if the root is not there and may not be fetched. For what else is wrong with the data,
-            whatever clip-benchmark raises.
+        FileNotFoundError: if the root does not exist and may not be fetched. clip-benchmark raises its own exceptions
+            for other faults of the data.
     """
     from clip_benchmark.datasets.builder import build_dataset, get_dataset_collate_fn, get_dataset_default_task
 
     # A local WebDataset in its format may say itself that it is for retrieval.
-    root = args.dataset_root.format(dataset=name.removeprefix("wds/").replace("/", "-"))
-    if not Path(root).exists() and not args.download:
+    root = source.root.format(dataset=name.removeprefix("wds/").replace("/", "-"))
+    if not Path(root).exists() and not source.download:
         # clip-benchmark would call wget, whatever its `download` says.
         raise FileNotFoundError(
             f"there is no {root}: set --dataset-root, or let clip-benchmark fetch it with --download"
         )
     kind_file = Path(root) / "dataset_type.txt"
     captions = name.startswith("wds/") and kind_file.is_file() and kind_file.read_text().strip() == "retrieval"
-    task = args.task if args.task != "auto" else "zeroshot_retrieval" if captions else get_dataset_default_task(name)
+    task = source.task
+    if task == "auto":
+        task = "zeroshot_retrieval" if captions else get_dataset_default_task(name)
     dataset = build_dataset(
         name,
         root=root,
         transform=encoder.preprocess,
-        split=args.split,
-        download=args.download,
-        annotation_file=args.annotation_file,
-        language=args.language,
+        split=source.split,
+        download=source.download,
+        annotation_file=source.annotation_file,
+        language=source.language,
         task=task,
     )
     streamed = name.startswith("wds/")
@@ -161,11 +186,12 @@ def _classification(
 
 
 def _retrieval(loader: Iterable[tuple[Tensor, list[list[str]]]], encoder: Encoder) -> Metrics:
-    features, captions = [], []
+    features: list[Tensor] = []
+    captions: list[list[str]] = []
     with encoder.progress(None, "images", "image") as bar:
-        for images, texts in loader:
+        for images, batch_captions in loader:
             features.append(encoder.encode_images(images, autocast=True))
-            captions += texts
+            captions += batch_captions
             bar.update(len(images))
     texts = encoder.encode_texts([caption for own in captions for caption in own])
     owners = torch.repeat_interleave(torch.tensor([len(own) for own in captions])).to(texts.device)

@@ -30,13 +30,13 @@ from eval.metrics import (
 )
 from eval.tasks import FACE_METADATA, Task
 
-# OpenAI's scale; it changes no ranking, and makes the logits those of clip-benchmark.
+# OpenAI's scale. It changes no ranking and gives clip-benchmark's logits.
 LOGIT_SCALE = 100.0
 
-# Column `region` of FMoW: the group that upstream means to leave out and does not (4 images).
+# Value of FMoW's column `region` for 'Other' (4 images): upstream means to leave it out and does not.
 FMOW_OTHER_REGION = 5
 
-# The four questions asked about a face, and where the classes of `toxic` change their meaning, as in DataComp.
+# The four questions about a face. Classes of `toxic` from 14 are non-human, from 18 related to crime, as in DataComp.
 FACE_QUESTIONS = ("race", "gender", "age", "toxic")
 FACE_WHITE = 1
 FACE_NONHUMAN = range(14, 18)
@@ -45,13 +45,13 @@ FACE_CRIME_FROM = 18
 
 @dataclass
 class TaskResult:
-    """What evaluating a task gave.
+    """Result of evaluating a task.
 
     Attributes:
-        metrics: by name; None where a metric is not defined.
-        samples: how many were scored.
-        found: how many the data set has.
-        skipped: the images that were left out.
+        metrics: by name; None if a metric is not defined.
+        samples: number of samples scored.
+        found: number of samples in the data set.
+        skipped: images that were left out.
     """
 
     metrics: Metrics
@@ -62,21 +62,26 @@ class TaskResult:
 
 @dataclass
 class Predictions:
-    """A classifier's answers, in the order of the data set.
+    """A classifier's answers, in the order of the data set. Fields that a task lacks are empty.
 
     Attributes:
         predicted: ``(N,)`` or, for several questions, ``(N, questions)`` class numbers.
-        ranks: ``(N,)`` classes before the right one; None without labels.
-        labels: ``(N,)``; None without labels.
-        metadata: ``(N, columns)``; None without metadata.
-        skipped: what was left out.
+        ranks: ``(N,)`` classes before the right one.
+        labels: ``(N,)``.
+        metadata: ``(N, columns)``.
+        skipped: samples that were left out.
     """
 
     predicted: np.ndarray
-    ranks: np.ndarray | None
-    labels: np.ndarray | None
-    metadata: np.ndarray | None
+    ranks: np.ndarray
+    labels: np.ndarray
+    metadata: np.ndarray
     skipped: list[Skipped]
+
+    @property
+    def correct(self) -> np.ndarray:
+        """``(N,)`` bool, whether the prediction is the label."""
+        return np.equal(self.predicted, self.labels)
 
 
 def class_logits(features: Tensor, weights: Tensor) -> Tensor:
@@ -102,7 +107,7 @@ def evaluate_classification(task: Task, folder: Path, encoder: Encoder, any_size
 
 
 def evaluate_faces(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """FairFace and UTKFace: four questions about every image, each with its own classes and templates.
+    """Score FairFace or UTKFace: four questions about every image, each with its own classes and templates.
 
     Raises:
         DataError: for data that must not be scored.
@@ -121,17 +126,22 @@ def _result(metrics: Metrics, answers: Predictions) -> TaskResult:
 
 
 def classify(encoder: Encoder, batches: Iterable[Batch], classifiers: Sequence[Tensor], task: Task) -> Predictions:
-    """Answer every question about every image, keeping only what the metrics need.
+    """Answer every question about every image. Keeps answers and ranks only, not the logits.
 
     Args:
         encoder: encodes the images.
-        batches: of the data set; labels, where there are any, belong to the first classifier.
-        classifiers: per question its class embeddings ``(C, d)``.
-        task: for the progress bar.
+        batches: batches of the data set; labels belong to the first classifier.
+        classifiers: class embeddings ``(C, d)``, one tensor per question.
+        task: name and size for the progress bar.
     """
-    # Equal class names must tie exactly, whatever the matrix product does at its edges: each distinct row once.
+    # Equal class names must tie exactly, but matrix products round differently at their edges: compute each row once.
     distinct = [torch.unique(weights, dim=0, return_inverse=True) for weights in classifiers]
-    order, predicted, ranks, labels, metadata, skipped = [], [], [], [], [], []
+    order: list[Tensor] = []
+    predicted: list[Tensor] = []
+    ranks: list[Tensor] = []
+    labels: list[Tensor] = []
+    metadata: list[Tensor] = []
+    skipped: list[Skipped] = []
     with encoder.progress(task.size, task.name, "image") as bar:
         for batch in batches:
             skipped += batch.skipped
@@ -151,8 +161,8 @@ def classify(encoder: Encoder, batches: Iterable[Batch], classifiers: Sequence[T
         raise DataError(f"No image to score in {task.folder}; {skipped[0] if skipped else 'the shards are empty'}.")
     on_disk = torch.cat(order).argsort()
 
-    def joined(parts: list[Tensor]) -> np.ndarray | None:
-        return torch.cat(parts)[on_disk].numpy() if parts else None
+    def joined(parts: list[Tensor]) -> np.ndarray:
+        return torch.cat(parts)[on_disk].numpy() if parts else np.empty(0, dtype=np.int64)
 
     answers = joined(predicted)
     answers = answers[:, 0] if len(classifiers) == 1 else answers
@@ -160,7 +170,7 @@ def classify(encoder: Encoder, batches: Iterable[Batch], classifiers: Sequence[T
 
 
 def _by_question(path: Path, what: str) -> dict[str, list[str]]:
-    """The lines ``question:entry`` of a file, by question.
+    """Read the lines ``question:entry`` of a file, by question.
 
     Raises:
         DataError: for a line without a question, or a question without lines.
@@ -181,19 +191,19 @@ def _by_question(path: Path, what: str) -> dict[str, list[str]]:
 
 def _iwildcam(task: Task, answers: Predictions) -> Metrics:
     return {
-        "acc_avg": float((answers.ranks == 0).mean()),
+        "acc_avg": float(np.equal(answers.ranks, 0).mean()),
         "recall-macro_all": macro_recall(answers.labels, answers.predicted),
         "F1-macro_all": macro_f1(answers.labels, answers.predicted),
     }
 
 
 def _camelyon17(task: Task, answers: Predictions) -> Metrics:
-    return group_metrics("acc", _right(answers), answers.metadata, task.metadata, ["slide"])
+    return group_metrics("acc", answers.correct, answers.metadata, task.metadata, ["slide"])
 
 
 def _fmow(task: Task, answers: Predictions) -> Metrics:
     """By year and by region; the worst region as published (with 'Other'), and without it."""
-    right = _right(answers)
+    right = answers.correct
     metrics = group_metrics("acc", right, answers.metadata, task.metadata, ["year"])
     metrics["acc_worst_year"] = metrics.pop("acc_wg")
     by_region = group_metrics("acc", right, answers.metadata, task.metadata, ["region"])
@@ -210,15 +220,11 @@ def _fmow(task: Task, answers: Predictions) -> Metrics:
 
 
 def _dollar_street(task: Task, answers: Predictions) -> Metrics:
-    return group_metrics("acc_top5", answers.ranks < 5, answers.metadata, task.metadata, ["income_ds"])
+    return group_metrics("acc_top5", np.less(answers.ranks, 5), answers.metadata, task.metadata, ["income_ds"])
 
 
 def _geode(task: Task, answers: Predictions) -> Metrics:
-    return group_metrics("acc", _right(answers), answers.metadata, task.metadata, ["region"])
-
-
-def _right(answers: Predictions) -> np.ndarray:
-    return answers.predicted == answers.labels
+    return group_metrics("acc", answers.correct, answers.metadata, task.metadata, ["region"])
 
 
 GROUPED: dict[str, Callable[[Task, Predictions], Metrics]] = {

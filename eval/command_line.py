@@ -1,8 +1,10 @@
-"""What the command lines of all evaluations share: which model, and how to run it."""
+"""Arguments of all evaluations: the model, and how to run it."""
 
 import argparse
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -11,7 +13,7 @@ from eval.models import MODEL_OPTIONS, LoadedModel, load_model
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model, and how to run it."""
+    """Add the arguments of `ModelArguments`."""
     parser.add_argument("--model", required=True, help="OpenCLIP's name of the model, hf-hub: and local-dir: too")
     parser.add_argument("--checkpoint", help="checkpoint file, or one of the model's pretrained tags")
     parser.add_argument("--batch-size", type=_at_least(1), default=256, help="images, and texts, in a batch")
@@ -19,10 +21,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers",
         type=_at_least(0),
         default=default_workers(),
-        help="images that are decoded at a time, in processes, never more than shards, and threads of theirs; "
-        "default: one a core (here %(default)s), at most 16",
+        help="number of images decoded in parallel (default: one per core, at most 16; here %(default)s)",
     )
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is one")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda if there is one")
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,
@@ -43,7 +44,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def default_workers() -> int:
-    """One for each core that this process may use; the processes of torchrun on one machine share the cores."""
+    """One per core that this process may use, at most 16; processes of torchrun on one machine share the cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(16, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
@@ -60,10 +61,10 @@ def _at_least(lowest: int) -> Callable[[str], int]:
 
 
 def select_device(requested: str | None) -> torch.device:
-    """The device asked for, or CUDA where there is one; under torchrun each process takes its own GPU.
+    """The requested device, else CUDA if there is one; under torchrun each process takes its own GPU.
 
     Raises:
-        ValueError: for CUDA where there is none, or what is no device.
+        ValueError: if there is no such device.
     """
     try:
         device = torch.device(requested or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -78,24 +79,62 @@ def select_device(requested: str | None) -> torch.device:
     return device
 
 
-def load_encoder(args: argparse.Namespace, show_progress: bool = True) -> tuple[LoadedModel, Encoder]:
-    """The model that arguments of :func:`add_model_arguments` name, and how to encode with it.
+@dataclass(frozen=True)
+class ModelArguments:
+    """The model to evaluate, and how to run it.
+
+    Attributes:
+        model: OpenCLIP's name of the model.
+        checkpoint: file or pretrained tag; None for names that bring their weights.
+        model_config: JSON of a model that OpenCLIP does not ship.
+        options: `eval.models.MODEL_OPTIONS`, None where not given.
+        device: ``cpu``, ``cuda``, ``cuda:N``, or None for cuda if there is one.
+        precision: one of `eval.features.PRECISIONS`.
+        batch_size: images, and texts, in a batch.
+        workers: number of images decoded in parallel.
+    """
+
+    model: str
+    checkpoint: str | None = None
+    model_config: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    device: str | None = None
+    precision: str = "datacomp"
+    batch_size: int = 256
+    workers: int = 4
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> "ModelArguments":
+        """From arguments of `add_model_arguments`."""
+        return cls(
+            args.model,
+            args.checkpoint,
+            args.model_config,
+            {name: getattr(args, name) for name in MODEL_OPTIONS},
+            args.device,
+            args.precision,
+            args.batch_size,
+            args.workers,
+        )
+
+
+def load_encoder(arguments: ModelArguments, show_progress: bool = True) -> tuple[LoadedModel, Encoder]:
+    """The model, and how to encode with it.
 
     Raises:
         ValueError: no such model, checkpoint or device.
     """
-    device = select_device(args.device)
-    precision = resolve_precision(args.precision, device)
-    options = {name: getattr(args, name) for name in MODEL_OPTIONS}
-    loaded = load_model(args.model, args.checkpoint, device, args.model_config, **options)
+    device = select_device(arguments.device)
+    precision = resolve_precision(arguments.precision, device)
+    loaded = load_model(arguments.model, arguments.checkpoint, device, arguments.model_config, **arguments.options)
     encoder = Encoder(
         loaded.model,
         loaded.preprocess,
         loaded.tokenizer,
         device,
         precision,
-        args.batch_size,
-        args.workers,
+        arguments.batch_size,
+        arguments.workers,
         show_progress=show_progress,
     )
     return loaded, encoder

@@ -2,8 +2,8 @@
 
 ``DATA_DIR/wds_NAME_test/`` holds ``classnames.txt``, ``zeroshot_classification_templates.txt`` and ``test/`` with
 ``nshards.txt`` and ``{0..}.tar``; a sample is the files of one key: an image, and ``cls``, ``npy`` or ``txt``.
-Everything that would change a score without a word (a cut tar, a short shard count, a label outside the classes) is a
-`DataError` that names the file. An image that does not decode is skipped, counted and named.
+Every fault that would change a score silently (a cut tar, a short shard count, a repeated key, a label outside the classes)
+is a `DataError` that names the file. An image that does not decode is skipped, counted and named.
 """
 
 import hashlib
@@ -30,29 +30,34 @@ TEMPLATES_FILE = "zeroshot_classification_templates.txt"
 _BLOCK = 512
 # A tar ends with two blocks of zeros.
 _END_OF_ARCHIVE = bytes(2 * _BLOCK)
+# `Batch.order` has the number of the shard above these bits and the position in the shard below.
+_POSITION_BITS = 32
 
 
 class DataError(ValueError):
-    """A data set that must not be scored as it is. The message says what is wrong, where, and what to do."""
+    """A data set that must not be scored. The message states the fault, the place and the remedy."""
 
 
 class MissingDataError(DataError):
-    """The data set is not there."""
+    """The data set does not exist."""
 
 
 @dataclass(frozen=True)
 class SampleFormat:
-    """What the samples of a task hold besides the image.
+    """How to read the samples of a task.
 
     Attributes:
         num_classes: labels (``cls``) are read and must lie in ``[0, num_classes)``; None: no labels.
         metadata_columns: length of the ``npy`` vector; 0: none is read.
         captions: whether ``txt`` holds captions, one a line.
+        convert_first: whether images become RGB before the transform. If not, the transform gets them as they are
+            stored, and OpenCLIP's resizes them first: palette images by nearest neighbour, alpha premultiplied.
     """
 
     num_classes: int | None = None
     metadata_columns: int = 0
     captions: bool = False
+    convert_first: bool = True
 
 
 @dataclass(frozen=True, order=True)
@@ -78,8 +83,8 @@ class Batch:
         labels: ``(B,)`` int64 or None.
         metadata: ``(B, columns)`` int64 or None.
         captions: per sample its captions; empty lists where the task has none.
-        skipped: what was left out in this stretch.
-        error: why reading stopped; a worker passes it on so that the message arrives without its traceback.
+        skipped: samples left out since the last batch.
+        error: reason why reading stopped, None if it did not; passed on so that the worker's traceback stays out.
     """
 
     images: Tensor
@@ -155,7 +160,7 @@ def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """The shards of the test split, each checked to be there and to end as a tar ends.
+    """The shards of the test split; each is checked to exist and to end as a tar ends.
 
     Raises:
         DataError: for a missing or wrong ``nshards.txt``, a missing shard, or a truncated one.
@@ -168,10 +173,10 @@ def find_shards(folder: Path) -> list[Path]:
     present = sorted(path.name for path in (folder / "test").glob("*.tar"))
     missing = [path.name for path in shards if path.name not in present]
     if missing:
-        raise DataError(f"{count_file} says {len(shards)} shards, but there is no {', '.join(missing)} beside it.")
+        raise DataError(f"{count_file} says {len(shards)} shards, but {', '.join(missing)} is missing.")
     if len(present) > len(shards):
         raise DataError(
-            f"{count_file} says {len(shards)} shards, but {len(present)} lie beside it: the count is short."
+            f"{count_file} says {len(shards)} shards, but the folder has {len(present)}: the count is short."
         )
     for shard in shards:
         check_archive_end(shard)
@@ -179,7 +184,7 @@ def find_shards(folder: Path) -> list[Path]:
 
 
 def check_archive_end(shard: Path) -> None:
-    """Checks in constant time that a tar is whole at its end, wherever it may have been cut.
+    """Check in constant time that a tar has its end-of-archive mark, so that it was not cut.
 
     Raises:
         DataError: if the end-of-archive mark is missing.
@@ -199,7 +204,8 @@ def read_shard(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     Raises:
         DataError: if the tar cannot be read to its end, or a key has two files of one extension.
     """
-    key, fields = None, {}
+    key: str | None = None
+    fields: dict[str, bytes] = {}
     try:
         with tarfile.open(shard, "r:") as archive:
             for member in archive:
@@ -209,30 +215,63 @@ def read_shard(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
                 stem, _, extension = name.partition(".")
                 member_key, extension = f"{directory}/{stem}" if directory else stem, extension.lower()
                 if member_key != key:
-                    if fields:
+                    if key is not None:
                         yield key, fields
                     key, fields = member_key, {}
                 if extension in fields:
                     raise DataError(f"{shard}: key {key!r} has two .{extension} files.")
-                fields[extension] = archive.extractfile(member).read()
+                fields[extension] = _read_member(archive, member)
             _check_read_to_end(archive, shard)
     except (tarfile.TarError, EOFError, OSError) as error:
         raise DataError(f"{shard}: cannot be read as a tar ({error}): fetch it again.") from None
-    if fields:
+    if key is not None:
         yield key, fields
 
 
+def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    stream = archive.extractfile(member)
+    if stream is None:
+        raise tarfile.ReadError(f"{member.name} is no regular file")
+    return stream.read()
+
+
 def _check_read_to_end(archive: tarfile.TarFile, shard: Path) -> None:
-    """tarfile ends silently at a damaged header; only the end-of-archive mark is an end."""
-    archive.fileobj.seek(archive.offset)
-    if archive.fileobj.read(_BLOCK) != bytes(_BLOCK):
+    """Check that reading ended at the end-of-archive mark; tarfile also stops silently at a damaged header."""
+    stream = archive.fileobj
+    assert stream is not None, "the archive is open"
+    stream.seek(archive.offset)
+    if stream.read(_BLOCK) != bytes(_BLOCK):
         raise DataError(
             f"{shard}: damaged at byte {archive.offset} (no file header, no end of archive): fetch it again."
         )
 
 
+class UniqueKeys:
+    """Refuses a key that occurs twice in a data set: a copied shard would count its samples twice."""
+
+    def __init__(self) -> None:
+        self._shards: dict[str, str] = {}
+
+    def add(self, key: str, shard: str) -> None:
+        """Note a sample.
+
+        Args:
+            key: its key.
+            shard: name of its shard.
+
+        Raises:
+            DataError: if the key is known already.
+        """
+        if key in self._shards:
+            raise DataError(
+                f"key {key!r} occurs twice, in {self._shards[key]} and in {shard}: expected every key once; one of the "
+                "shards is a copy or belongs to another data set. Fetch the data set again."
+            )
+        self._shards[key] = shard
+
+
 def fingerprint(folder: Path) -> str:
-    """Digest of a data set's texts and of its shards' names and sizes, to notice that it was exchanged."""
+    """Digest of a data set's texts and of its shards' names and sizes, to notice other data."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".jsonl", ".tar")):
         content = str(path.stat().st_size).encode() if path.suffix == ".tar" else path.read_bytes()
@@ -246,10 +285,10 @@ class ShardReader(IterableDataset):
     Args:
         shards: of the data set.
         transform: PIL image -> ``(3, H, W)``.
-        spec: what the samples hold.
+        spec: how to read the samples.
         batch_size: samples in a batch.
-        threads: that decode in every worker, so that a data set with few shards, and so few workers, keeps more cores
-            busy. Pillow decodes and resizes without Python's global lock.
+        threads: decoding threads in every worker; more than one keeps more cores busy if a data set has fewer shards
+            than there are workers. Pillow decodes and resizes without Python's global lock.
     """
 
     def __init__(
@@ -296,29 +335,43 @@ class ShardReader(IterableDataset):
         shard_number, position, key, fields = entry
         return {
             "key": key,
-            "order": (shard_number << 32) + position,
+            "order": (shard_number << _POSITION_BITS) + position,
             **self._decode(self.shards[shard_number], key, fields),
         }
 
     def _decode(self, shard: Path, key: str, fields: dict[str, bytes]) -> dict[str, Any]:
-        where = f"{shard}: {key}"
-        sample: dict[str, Any] = {}
-        if self.spec.num_classes is not None:
-            sample["label"] = _parse_label(_field(fields, "cls", where), self.spec.num_classes, where)
-        if self.spec.metadata_columns:
-            sample["metadata"] = _parse_metadata(_field(fields, "npy", where), self.spec.metadata_columns, where)
-        if self.spec.captions:
-            sample["captions"] = _parse_captions(_field(fields, "txt", where), where)
-        extension = next((extension for extension in IMAGE_EXTENSIONS if extension in fields), None)
-        if extension is None:
-            raise DataError(
-                f"{where}: no image, expected one of {', '.join(IMAGE_EXTENSIONS)}, found {sorted(fields)}."
-            )
+        content, sample = parse_sample(fields, self.spec, f"{shard}: {key}")
         try:
-            image = Image.open(io.BytesIO(fields[extension])).convert("RGB")
+            image: Image.Image = Image.open(io.BytesIO(content))
+            image.load()
+            image = image.convert("RGB") if self.spec.convert_first else image
         except Exception as error:  # decoders raise anything, struct.error and SyntaxError among it
             return {"skipped": Skipped(str(shard), key, f"the image does not decode ({error})")}
         return {"image": self.transform(image), **sample}
+
+
+def parse_sample(fields: dict[str, bytes], spec: SampleFormat, where: str) -> tuple[bytes, dict[str, Any]]:
+    """The image file of a sample, and its ``label``, ``metadata`` and ``captions`` as far as ``spec`` has them.
+
+    Raises:
+        DataError: if one is missing or wrong; ``where`` begins the message.
+    """
+    extension = next((extension for extension in IMAGE_EXTENSIONS if extension in fields), None)
+    if extension is None:
+        raise DataError(f"{where}: no image, expected one of {', '.join(IMAGE_EXTENSIONS)}, found {sorted(fields)}.")
+    sample: dict[str, Any] = {}
+    if spec.num_classes is not None:
+        sample["label"] = _parse_label(_field(fields, "cls", where), spec.num_classes, where)
+    if spec.metadata_columns:
+        sample["metadata"] = _parse_metadata(_field(fields, "npy", where), spec.metadata_columns, where)
+    if spec.captions:
+        sample["captions"] = _parse_captions(_field(fields, "txt", where), where)
+    return fields[extension], sample
+
+
+def shard_of(order: int) -> int:
+    """Number of the shard of a sample, from its entry in `Batch.order`."""
+    return order >> _POSITION_BITS
 
 
 def _field(fields: dict[str, bytes], extension: str, where: str) -> bytes:
@@ -373,7 +426,7 @@ def _collate(samples: list[dict[str, Any]], skipped: list[Skipped], error: str |
 
 
 def _map_in_order(function: Callable[[Any], Any], items: Iterable[Any], threads: int) -> Iterator[Any]:
-    """``map`` on several threads, that runs ahead of what was asked for by two items a thread."""
+    """``map`` on several threads; runs ahead of the consumer by two items a thread."""
     if threads == 1:
         yield from map(function, items)
         return
@@ -395,9 +448,9 @@ def make_loader(
     workers: int,
     pin_memory: bool = False,
 ) -> DataLoader:
-    """A loader of `Batch` objects with at most one worker a shard, so that every worker has something to read.
+    """A loader of `Batch` objects with at most one worker process a shard.
 
-    Where there are fewer shards than ``workers``, each worker decodes in several threads instead.
+    If there are fewer shards than ``workers``, each process decodes in several threads.
     """
     processes = min(workers, len(shards))
     return DataLoader(

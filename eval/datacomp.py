@@ -1,8 +1,7 @@
 """``python -m eval.datacomp``: DataComp's 40 tasks on a checkpoint.
 
-Exit status: 0, everything asked for has a result (without ``--tasks``, data sets that are not in ``--data-dir`` are
-reported as missing and do not count); 1, a task failed or a task named with ``--tasks`` is missing; 2, nothing could be
-evaluated.
+Exit status: 0, all tasks have a result (without ``--tasks``, data sets that are missing from ``--data-dir`` are reported
+and do not count); 1, a task failed or a task named with ``--tasks`` is missing; 2, nothing could be evaluated.
 """
 
 import argparse
@@ -13,19 +12,20 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from eval.command_line import add_model_arguments, load_encoder
-from eval.data import DataError, MissingDataError, task_folder
+from eval.command_line import ModelArguments, add_model_arguments, load_encoder
+from eval.data import DataError, task_folder
 from eval.features import Encoder
 from eval.models import LoadedModel
 from eval.results import ResultFile, Run
 from eval.runner import evaluate_task
-from eval.summary import summary, summary_text
+from eval.summary import missing_text, summary, summary_text
 from eval.tasks import SUITES, Task, select_tasks
 from openclip_ext import distributed
 
@@ -42,28 +42,32 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         epilog="Exit status: 0 all done; 1 a task failed, or one named with --tasks is missing; 2 nothing evaluated.",
     )
     add_model_arguments(parser)
-    parser.add_argument("--data-dir", required=True, help="folder with the wds_*_test folders (see eval.download)")
+    parser.add_argument(
+        "--data-dir", type=Path, required=True, help="folder with the wds_*_test folders (see eval.download)"
+    )
     parser.add_argument(
         "--tasks", nargs="+", metavar="TASK", help=f"keys such as vtab/pets, or {', '.join(SUITES)}; default: all 40"
     )
-    parser.add_argument("--output-dir", help="where results go; default: RUN/datacomp/CHECKPOINT beside the checkpoint")
-    parser.add_argument("--overwrite", action="store_true", help="evaluate again what has a result already")
+    parser.add_argument("--output-dir", type=Path, help="folder for the results; default: RUN/datacomp/CHECKPOINT")
+    parser.add_argument("--overwrite", action="store_true", help="evaluate tasks again that have a result")
     parser.add_argument(
         "--allow-size-mismatch",
         action="store_true",
-        help="score data whose number of samples or classes is not DataComp's; the summary says so",
+        help="score data with other numbers of samples or classes than DataComp's; the summary says so",
     )
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate; returns the exit status. What the user can mend is one line on stderr."""
+    """Run the command; returns the exit status. Errors of the user are one line on stderr."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     logger.setLevel(logging.INFO)
     args = parse_args(argv)
     try:
         _init_processes()
-        return run(args)
+        tasks = select_tasks([name for entry in args.tasks or () for name in entry.split(",")])
+        settings = Settings(args.data_dir, args.output_dir, bool(args.tasks), args.overwrite, args.allow_size_mismatch)
+        return run(tasks, settings, ModelArguments.of(args))
     except (ValueError, OSError) as error:
         logger.error(error)
         return 2
@@ -72,39 +76,56 @@ def main(argv: Sequence[str] | None = None) -> int:
             dist.destroy_process_group()
 
 
-def run(args: argparse.Namespace) -> int:
-    """Evaluate what the arguments ask for and print the summary.
+@dataclass(frozen=True)
+class Settings:
+    """How to evaluate.
+
+    Attributes:
+        data_dir: folder with the ``wds_*_test`` folders.
+        output_dir: folder for the results; None: `default_output_dir`.
+        require_all: whether a task without data is a failure.
+        overwrite: evaluate tasks again that have a result.
+        any_size: score data with other numbers of samples or classes than DataComp's.
+    """
+
+    data_dir: Path
+    output_dir: Path | None = None
+    require_all: bool = False
+    overwrite: bool = False
+    any_size: bool = False
+
+
+def run(tasks: Sequence[Task], settings: Settings, model: ModelArguments) -> int:
+    """Evaluate tasks and print the summary; returns the exit status.
 
     Raises:
-        ValueError: if nothing can be evaluated: unknown task, wrong folder, no such model or checkpoint.
+        ValueError: if nothing can be evaluated: wrong folder, no such model or checkpoint.
     """
-    tasks = select_tasks([name for entry in args.tasks or () for name in entry.split(",")])
-    problems = _missing(tasks, args.data_dir)
-    if len(problems) == len(tasks):
-        raise ValueError(_wrong_folder(tasks, args.data_dir))
-    loaded, encoder = load_encoder(args, show_progress=distributed.is_master())
-    identity = Run.of(loaded, encoder.precision, args.allow_size_mismatch)
-    results = ResultFile(args.output_dir or default_output_dir(loaded), identity, loaded.checkpoint)
-    todo = [task for task in tasks if task.key not in problems]
-    todo = distributed.broadcast_object(_without_results(todo, results, args) if distributed.is_master() else None)
+    missing = [task.key for task in tasks if not (settings.data_dir / task.folder).is_dir()]
+    if len(missing) == len(tasks):
+        raise ValueError(_wrong_folder(tasks, settings.data_dir))
+    loaded, encoder = load_encoder(model, show_progress=distributed.is_master())
+    identity = Run.of(loaded, encoder.precision, settings.any_size)
+    results = ResultFile(settings.output_dir or default_output_dir(loaded), identity, loaded.checkpoint)
+    todo = [task for task in tasks if task.key not in missing]
+    todo = distributed.broadcast_object(_without_results(todo, results, settings) if distributed.is_master() else None)
     share = share_tasks(todo, distributed.world_size())[distributed.rank()]
-    failed = {}
-    for part in distributed.all_gather_object(evaluate_tasks(share, args, encoder, results)):
+    failed: dict[str, str] = {}
+    for part in distributed.all_gather_object(evaluate_tasks(share, settings, encoder, results)):
         failed.update(part)
-    # Evaluated earlier, and the data removed since.
-    problems = {key: reason for key, reason in problems.items() if key not in {line["key"] for line in results.lines()}}
+    # A task may have been evaluated before its data was removed.
+    evaluated = {line["key"] for line in results.lines()}
+    missing = [key for key in missing if key not in evaluated]
     if distributed.is_master():
-        _report(results, {**problems, **failed})
-    return 1 if failed or (args.tasks and problems) else 0
+        _report(results, failed, missing, settings.data_dir)
+    return 1 if failed or (settings.require_all and missing) else 0
 
 
-def evaluate_tasks(
-    tasks: Sequence[Task], args: argparse.Namespace, encoder: Encoder, results: ResultFile
-) -> dict[str, str]:
+def evaluate_tasks(tasks: Sequence[Task], settings: Settings, encoder: Encoder, results: ResultFile) -> dict[str, str]:
     """Evaluate tasks one after another and store each result at once; a task that fails stops no other.
 
     Returns:
-        Reasons by key of the tasks that failed.
+        The reason for every task that failed, by key.
     """
     failed = {}
     with (
@@ -115,9 +136,9 @@ def evaluate_tasks(
             bar.set_postfix_str(task.name)
             started = time.perf_counter()
             try:
-                result = evaluate_task(task, args.data_dir, encoder, args.allow_size_mismatch)
+                result = evaluate_task(task, settings.data_dir, encoder, settings.any_size)
                 seconds = time.perf_counter() - started
-                results.add(task, task_folder(task, args.data_dir), result, seconds)
+                results.add(task, task_folder(task, settings.data_dir), result, seconds)
             except DataError as error:
                 failed[task.key] = str(error)
                 logger.error(f"{task.name}: {error}")
@@ -134,9 +155,9 @@ def evaluate_tasks(
 
 
 def share_tasks(tasks: Sequence[Task], processes: int) -> list[list[Task]]:
-    """Splits tasks among processes so that the largest share is small: the largest first, each to the least loaded.
+    """Split tasks among processes evenly: the largest task first, each to the process with the least to do.
 
-    Within a share the small ones come first, so that whatever is wrong shows early.
+    Each share begins with its small tasks, so that errors show early.
     """
     shares: list[list[Task]] = [[] for _ in range(processes)]
     for task in sorted(tasks, key=lambda task: task.size, reverse=True):
@@ -154,48 +175,44 @@ def default_output_dir(loaded: LoadedModel) -> Path:
 
 
 def _init_processes() -> None:
-    """Under torchrun, joins the processes; they exchange only task lists and failures, so gloo does."""
+    """Join the processes of torchrun. They exchange task lists and failures only, so gloo is enough."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # A process waits for the others' last tasks, which may take hours.
         dist.init_process_group("gloo", timeout=datetime.timedelta(days=7))
 
 
-def _missing(tasks: Sequence[Task], data_dir: str) -> dict[str, str]:
-    missing = {}
-    for task in tasks:
-        try:
-            task_folder(task, data_dir)
-        except MissingDataError as error:
-            missing[task.key] = str(error)
-    return missing
-
-
-def _wrong_folder(tasks: Sequence[Task], data_dir: str) -> str:
-    if not Path(data_dir).is_dir():
+def _wrong_folder(tasks: Sequence[Task], data_dir: Path) -> str:
+    if not data_dir.is_dir():
         return f"--data-dir {data_dir} is no folder."
-    found = sorted(path.name for path in Path(data_dir).iterdir())
+    found = sorted(path.name for path in data_dir.iterdir())
     shown = ", ".join(found[:5]) or "nothing"
     return f"--data-dir {data_dir} has none of the {len(tasks)} tasks, such as {tasks[0].folder}; in it: {shown}."
 
 
-def _without_results(tasks: Sequence[Task], results: ResultFile, args: argparse.Namespace) -> list[Task]:
+def _without_results(tasks: Sequence[Task], results: ResultFile, settings: Settings) -> list[Task]:
     results.open()
-    done = set() if args.overwrite else results.completed(tasks, args.data_dir)
+    done = set() if settings.overwrite else results.completed(tasks, settings.data_dir)
     if done:
         logger.info(f"{len(done)} of {len(tasks)} tasks have results of this model already: {results.path}")
     todo = [task for task in tasks if task.key not in done]
-    # Should an evaluation fail, then no number of other data, or of an earlier attempt, stands in for it.
+    # If an evaluation fails, no number of other data or of an earlier attempt may stand in for it.
     results.discard(task.key for task in todo)
     return todo
 
 
-def _report(results: ResultFile, problems: dict[str, str]) -> None:
+def _report(results: ResultFile, failed: dict[str, str], missing: Sequence[str], data_dir: Path) -> None:
     lines = results.lines()
-    content = json.dumps(summary(lines, problems), indent=2, allow_nan=False)
+    content = json.dumps(summary(lines, failed, missing), indent=2, allow_nan=False)
     temporary = results.folder / f"{SUMMARY_FILE}.tmp"
     temporary.write_text(content + "\n", encoding="utf-8")
     temporary.replace(results.folder / SUMMARY_FILE)
-    print(summary_text(lines, problems), f"\nResults: {results.path}", sep="\n", flush=True)
+    print(
+        summary_text(lines, failed),
+        *missing_text(missing, data_dir),
+        f"\nResults: {results.path}",
+        sep="\n",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Encoding images, texts and classifiers in batches, each distinct thing once."""
+"""Encode images, texts and classifiers in batches; each distinct text once."""
 
 import contextlib
 import sys
@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from eval.data import Batch, DataError, SampleFormat, make_loader
+from eval.data import Batch, DataError, SampleFormat, UniqueKeys, make_loader, shard_of
+from eval.models import ImageTextModel
 from eval.preprocessing import split_transform
 from eval.text import TextEncoder
 
@@ -21,7 +22,7 @@ PRECISIONS = ("datacomp", "fp32", "amp")
 
 
 def resolve_precision(requested: str, device: str | torch.device) -> str:
-    """What a precision means on a device.
+    """The precision to use on a device.
 
     ``datacomp``: as DataComp's harness on CUDA (autocast for the text tower, float32 for the images of classification,
     autocast for both towers in retrieval and WinoGAViL), float32 on CPU. ``fp32``: float32 everywhere. ``amp``:
@@ -41,21 +42,20 @@ def resolve_precision(requested: str, device: str | torch.device) -> str:
 
 @dataclass
 class Encoder:
-    """A model and how to encode with it; caches class embeddings for as long as the weights stay as they are.
+    """A model and how to encode with it. Caches class embeddings, so the weights must not change.
 
     Attributes:
-        model: has ``encode_image`` and ``encode_text``; in evaluation mode on ``device``.
+        model: in evaluation mode, on ``device``.
         preprocess: PIL image -> ``(3, H, W)``.
         tokenizer: list of texts -> ``(B, context_length)`` int64.
-        device: where the model is.
+        device: device of the model.
         precision: as `resolve_precision` returns it.
         batch_size: images, and texts, in a batch.
-        workers: images that are decoded at a time: in processes, never more than a data set has shards, and, where it
-            has fewer, in threads of theirs.
+        workers: number of images decoded in parallel; one process a shard at most, the rest threads.
         show_progress: whether to draw progress bars.
     """
 
-    model: nn.Module
+    model: ImageTextModel
     preprocess: Callable[[Any], Tensor]
     tokenizer: Callable[[list[str]], Tensor]
     device: torch.device
@@ -73,7 +73,7 @@ class Encoder:
         self._transform, self._normalize = split_transform(self.preprocess)
 
     def batches(self, shards: list[Path], spec: SampleFormat) -> Iterator[Batch]:
-        """Batches of a data set. Reading starts here, not at the first batch, and so overlaps with encoding texts.
+        """Batches of a data set. Reading starts at once, so it overlaps with encoding texts.
 
         Raises:
             DataError: while iterating, for data that must not be scored.
@@ -82,15 +82,20 @@ class Encoder:
         reading = iter(make_loader(shards, self._transform, spec, self.batch_size, self.workers, pin_memory))
 
         def checked() -> Iterator[Batch]:
+            keys = UniqueKeys()
             for batch in reading:
                 if batch.error is not None:
                     raise DataError(batch.error)
+                for key, position in zip(batch.keys, batch.order.tolist(), strict=True):
+                    keys.add(key, str(shards[shard_of(position)]))
+                for skipped in batch.skipped:
+                    keys.add(skipped.key, skipped.shard)
                 yield batch
 
         return checked()
 
     def model_input(self, images: Tensor) -> Tensor:
-        """What the model takes, from images as ``preprocess`` returns them, or uint8 as `batches` yields them."""
+        """Input of the model, from images as ``preprocess`` returns them, or uint8 as `batches` yields them."""
         images = images.to(self.device, non_blocking=True)
         if self._normalize is not None and images.dtype == torch.uint8:
             images = self._normalize(images)
@@ -119,8 +124,8 @@ class Encoder:
     def class_embeddings(self, classnames: Sequence[str], templates: Sequence[str]) -> Tensor:
         """The zero-shot classifier: per class the mean of its unit prompt embeddings, normalised again.
 
-        Classes are remembered by name and templates, so data sets that share them (ImageNet and its variants) encode
-        them once; a class name that occurs twice gets equal rows.
+        Classes are cached by name and templates, so data sets that share them (ImageNet and its variants) encode them
+        once. A class name that occurs twice gets equal rows.
 
         Args:
             classnames: ``C`` names.
@@ -155,7 +160,7 @@ class Encoder:
         return torch.cat(embeddings)[order.argsort()]
 
     def progress(self, total: int | None, description: str, unit: str) -> tqdm:
-        """A bar within one task, below the bar over the tasks; sparse where the output is a log file."""
+        """A bar within one task, below the bar over the tasks; rarely updated if the output is a log file."""
         return tqdm(
             total=total,
             desc=description,
@@ -173,8 +178,8 @@ class Encoder:
         return contextlib.nullcontext()
 
 
-def _input_dtype(model: nn.Module) -> torch.dtype:
-    """The type of the visual tower's weights: that of the images in the pure half precisions of training."""
+def _input_dtype(model: ImageTextModel) -> torch.dtype:
+    """The type of the visual tower's weights, which is half precision after pure half-precision training."""
     for module in model.visual.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             return module.weight.dtype
@@ -185,7 +190,7 @@ def _unit(features: Tensor, what: str) -> Tensor:
     """Unit length, float32.
 
     Raises:
-        ValueError: if a feature is not finite: every comparison would then be false, and the rank of the target 0.
+        ValueError: if a feature is not finite; every comparison with NaN is false, so the target would rank first.
     """
     features = F.normalize(features.float(), dim=-1)
     if not torch.isfinite(features).all():

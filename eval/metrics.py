@@ -1,6 +1,6 @@
 """The metrics of DataComp's evaluation, exactly as it defines them.
 
-Rankings break ties by the lower index, so that a model whose embeddings all agree scores what chance gives and not 1.
+Rankings break ties by the lower index, so a model whose embeddings are all equal scores chance and not 1.
 """
 
 import math
@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from sklearn.metrics import f1_score, recall_score
 from torch import Tensor
 
 Metrics = dict[str, float | int | None]
 
 
 def target_ranks(logits: Tensor, targets: Tensor) -> Tensor:
-    """How many classes come before the right one.
+    """How many classes come before the right one; equal logits count in the order of the classes.
 
     Args:
         logits: ``(B, C)``.
@@ -37,25 +38,14 @@ def classification_metrics(labels: np.ndarray, predictions: np.ndarray, ranks: n
     }
 
 
-def _counts(labels: np.ndarray, predictions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Per class that occurs in ``labels``: hits, samples, and how often it was predicted."""
-    size = int(max(labels.max(), predictions.max())) + 1
-    samples = np.bincount(labels, minlength=size)
-    hits = np.bincount(labels[labels == predictions], minlength=size)
-    occurs = samples > 0
-    return hits[occurs], samples[occurs], np.bincount(predictions, minlength=size)[occurs]
-
-
 def macro_recall(labels: np.ndarray, predictions: np.ndarray) -> float:
-    """Mean over the classes that occur of their recall: scikit-learn's ``balanced_accuracy_score``."""
-    hits, samples, _ = _counts(labels, predictions)
-    return float((hits / samples).mean())
+    """Mean recall of the classes that occur in ``labels``: DataComp's ``mean_per_class_recall``."""
+    return float(recall_score(labels, predictions, labels=np.unique(labels), average="macro"))
 
 
 def macro_f1(labels: np.ndarray, predictions: np.ndarray) -> float:
-    """Mean over the classes that occur of F1: scikit-learn's, with ``average="macro", labels=np.unique(labels)``."""
-    hits, samples, predicted = _counts(labels, predictions)
-    return float((2 * hits / (samples + predicted)).mean())
+    """Mean F1 of the classes that occur in ``labels``; without that restriction iWildCam is off by up to 0.15."""
+    return float(f1_score(labels, predictions, labels=np.unique(labels), average="macro"))
 
 
 def group_metrics(
@@ -67,7 +57,7 @@ def group_metrics(
     and no accuracy, and cannot be the worst.
 
     Args:
-        name: of the accuracy, for example ``acc``.
+        name: prefix of the metrics, for example ``acc``.
         correct: ``(N,)`` bool.
         metadata: ``(N, len(columns))`` integers from 0.
         columns: names of the metadata's columns.
@@ -102,5 +92,5 @@ def jaccard(chosen: set, right: set) -> float:
 
 
 def without_nan(metrics: Mapping[str, float | int | None]) -> Metrics:
-    """None for everything that is not a finite number: JSON knows no NaN."""
+    """Replace numbers that are not finite by None: JSON has no NaN."""
     return {key: value if value is not None and math.isfinite(value) else None for key, value in metrics.items()}

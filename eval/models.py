@@ -1,19 +1,21 @@
-"""Loading the model to evaluate: any OpenCLIP model, any checkpoint that OpenCLIP reads, and ours with extra heads."""
+"""Load the model to evaluate: any OpenCLIP model and checkpoint, and ours with heads."""
 
+import ast
 import copy
 import difflib
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import open_clip
 import torch
 from torch import Tensor, nn
 
+from openclip_ext import distributed
 from openclip_ext.heads import HEADS_KEY, HeadsError, build_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
 
@@ -31,24 +33,38 @@ MODEL_OPTIONS = (
 
 
 class ModelError(ValueError):
-    """A model or checkpoint that cannot be loaded. The message says what was found and what to do."""
+    """A model or checkpoint that cannot be loaded. The message states the finding and the remedy."""
+
+
+class ImageTextModel(nn.Module):
+    """Interface of the models to evaluate. OpenCLIP's models have it without inheriting from it."""
+
+    visual: nn.Module
+
+    def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:
+        """``(B, 3, H, W)`` -> ``(B, d)``."""
+        raise NotImplementedError
+
+    def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
+        """``(B, context_length)`` int64 -> ``(B, d)``."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in evaluation mode with what encoding needs.
+    """A model in evaluation mode, with its transform and tokenizer.
 
     Attributes:
-        model: on its device; has ``encode_image`` and ``encode_text``.
+        model: the model, on its device.
         preprocess: PIL image -> ``(3, H, W)``.
         tokenizer: list of texts -> ``(B, context_length)`` int64.
         name: OpenCLIP's name of the model.
-        checkpoint: the path or pretrained tag it came from.
-        config: what else decides the numbers: architecture and preprocessing.
+        checkpoint: path or pretrained tag of the weights.
+        config: architecture and preprocessing, which decide the numbers besides the weights.
         weights_sha256: digest of all parameters and buffers.
     """
 
-    model: nn.Module
+    model: ImageTextModel
     preprocess: Callable[[Any], Tensor]
     tokenizer: Callable[[list[str]], Tensor]
     name: str
@@ -82,7 +98,7 @@ def load_model(
     source = _source(name, checkpoint)
     heads = None
     if source is not None and Path(source).is_file():
-        _warn_of_forgotten_options(source, options)
+        _warn_of_differences(source, name, config.get("model", {}), options)
         state_dict, heads = _peek(Path(source))
         if "logit_bias" in state_dict or "module.logit_bias" in state_dict:
             # Trained with the sigmoid loss: stock configurations have no bias, which strict loading would refuse.
@@ -95,12 +111,13 @@ def load_model(
     config["preprocess"] = copy.deepcopy(model.visual.preprocess_cfg)
     if heads is not None:
         try:
-            model = with_heads(model, build_heads(heads, source))
+            model = with_heads(model, build_heads(heads, str(source)))
         except HeadsError as error:
             raise ModelError(str(error)) from error
     model.eval()
     digest = weights_digest(model)
-    return LoadedModel(model.to(device), preprocess, tokenizer, name, str(source or name), config, digest)
+    model = cast(ImageTextModel, model.to(device))
+    return LoadedModel(model, preprocess, tokenizer, name, str(source or name), config, digest)
 
 
 def _register_configs(model_config: str | Path | None) -> None:
@@ -114,7 +131,7 @@ def _register_configs(model_config: str | Path | None) -> None:
 
 
 def _config(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What the architecture is built from, to tell runs of one name apart."""
+    """Configuration and options of the architecture, to tell runs of one name apart."""
     if name.startswith(("hf-hub:", "local-dir:")):
         return {"options": options}
     config = open_clip.get_model_config(name.replace("/", "-"))
@@ -163,7 +180,7 @@ def _peek(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 
 def _why_not(name: str, source: str | None, error: Exception) -> str:
-    """A short message for whatever creating the model raised."""
+    """A short message for an exception of creating the model."""
     reason = " ".join(str(error).split())
     reason = reason if len(reason) <= 400 else reason[:400] + " ..."
     if "state_dict" in reason or isinstance(error, KeyError | AssertionError | AttributeError):
@@ -181,7 +198,7 @@ def _trained_model(source: str | None) -> str | None:
 
 
 def _run_parameters(source: str | None) -> dict[str, str]:
-    """OpenCLIP's ``params.txt`` of the run folder that a checkpoint lies in; empty where there is none."""
+    """OpenCLIP's ``params.txt`` of a checkpoint's run folder; empty without one."""
     path = Path(source or "").parent.parent / "params.txt"
     if not path.is_file():
         return {}
@@ -189,16 +206,55 @@ def _run_parameters(source: str | None) -> dict[str, str]:
     return {name: value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
 
 
-def _warn_of_forgotten_options(source: str, options: dict[str, Any]) -> None:
-    """Without an option that the run was trained with, the numbers would be another model's, and nothing would fail."""
+def _warn_of_differences(source: str, name: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Warn if the run of a checkpoint had another model or other image settings: the weights may load all the same."""
+    if not distributed.is_master():
+        return
     parameters = _run_parameters(source)
-    for name in MODEL_OPTIONS:
-        value = parameters.get(name, "None")
-        if value not in ("None", "False") and name not in options:
+    trained = parameters.get("model", name)
+    if trained.replace("/", "-") != name.replace("/", "-"):
+        logging.warning(
+            f"{source} was trained with --model {trained} and is evaluated with --model {name}: the numbers are those of "
+            f"another model. Pass --model {trained}."
+        )
+    for option in MODEL_OPTIONS:
+        if option not in parameters:
+            continue
+        in_run, here = _literal(parameters[option]), options.get(option)
+        if _effective(option, in_run, config) != _effective(option, here, config):
+            flag = f"--{option.replace('_', '-')}"
             logging.warning(
-                f"The run of {source} was trained with {name}: {value}, which is not given here: "
-                f"expected --{name.replace('_', '-')}, or the numbers are those of another model."
+                f"{source} was trained with {flag} {in_run} and is evaluated with {flag} {here}: the numbers are those of "
+                "another model. Pass the options of the run."
             )
+
+
+def _literal(text: str) -> Any:
+    """A value of ``params.txt``; OpenCLIP writes one image size as 224 or as [224]."""
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+
+
+def _effective(option: str, value: Any, config: Mapping[str, Any]) -> Any:
+    """The effective value of a model option, so that a default given explicitly is no difference."""
+    if option == "force_quick_gelu":
+        return bool(value) or bool(config.get("quick_gelu"))
+    if option == "force_custom_text":
+        return bool(value) or bool(config.get("custom_text"))
+    if value is None:
+        defaults = {
+            "force_image_size": config.get("vision_cfg", {}).get("image_size"),
+            "force_context_length": config.get("text_cfg", {}).get("context_length", 77),
+            "image_mean": open_clip.OPENAI_DATASET_MEAN,
+            "image_std": open_clip.OPENAI_DATASET_STD,
+            "image_interpolation": "bicubic",
+            "image_resize_mode": "shortest",
+        }
+        value = defaults[option]
+    return tuple(value) if isinstance(value, list) else value
 
 
 def weights_digest(model: nn.Module) -> str:

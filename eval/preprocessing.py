@@ -1,4 +1,4 @@
-"""OpenCLIP's evaluation transform in two parts: what needs the PIL image, and the arithmetic, for whole batches."""
+"""Split OpenCLIP's evaluation transform into the work on PIL images and the arithmetic on whole batches."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,8 +15,8 @@ def split_transform(
 ) -> tuple[Callable[[Image.Image], Tensor], Callable[[Tensor], Tensor] | None]:
     """Split a transform that ends with ``ToTensor`` and ``Normalize``, as OpenCLIP's do.
 
-    Together the parts do the same operations on the same values. But workers send a quarter of the bytes, and the
-    arithmetic is done where the model is, one operation a batch instead of one an image.
+    Both parts together do the same operations on the same values. Workers send a quarter of the bytes, and the arithmetic
+    runs on the model's device, once per batch instead of once per image.
 
     Args:
         transform: PIL image -> ``(3, H, W)``.

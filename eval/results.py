@@ -1,20 +1,20 @@
-"""``eval_results.jsonl``: one line a task in DataComp's format, resumable, and never another model's numbers.
+"""``eval_results.jsonl``: one line a task in DataComp's format; resumable, and never mixes two models' numbers.
 
 A line is ``{"key", "dataset", "metrics": {..., "main_metric"}}`` and, beyond DataComp's format, ``"run"`` (which model
 and protocol it belongs to), ``"data"`` (fingerprint of the data set), ``"samples"``, ``"found"``, ``"skipped"``,
 ``"seconds"``. The file holds the lines of one run only, so that DataComp's ``aggregate_scores.py`` can read it: lines
-of other runs are moved to ``eval_results.RUN.jsonl`` beside it, and come back when that run is continued.
+of other runs move to ``eval_results.RUN.jsonl`` in the same folder and return when that run continues.
 """
 
-import contextlib
-import fcntl
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from eval.classification import TaskResult
 from eval.data import fingerprint
@@ -22,13 +22,15 @@ from eval.models import LoadedModel, config_digest
 from eval.tasks import Task
 
 RESULTS_FILE = "eval_results.jsonl"
+# In place of the digest, for lines that do not say which run they belong to.
+UNKNOWN_RUN = "unknown"
 # Changes whenever the same weights on the same data may give other numbers than before.
-PROTOCOL = "datacomp-1"
+PROTOCOL = "datacomp-2"
 
 
 @dataclass(frozen=True)
 class Run:
-    """What decides the numbers besides the data: a result counts for a run only if all of this agrees.
+    """Identity of an evaluation besides its data: a result counts for a run only if all of this agrees.
 
     Attributes:
         model: OpenCLIP's name.
@@ -59,13 +61,13 @@ class Run:
 class ResultFile:
     """The results of one run in a folder; safe for several processes at a time.
 
-    Every change writes the whole (small) file beside the old one and renames it into place, under a lock: a killed
-    process leaves the old file, never half a line.
+    Every change writes a new file and renames it into place, under a lock: a killed process leaves the old file, never
+    half a line.
 
     Args:
-        folder: made if it is not there.
-        run: whose results these are.
-        checkpoint: path or tag, for the reader of the file; not part of the run's identity.
+        folder: created if needed.
+        run: the run that the results belong to.
+        checkpoint: path or tag, for information; not part of the run's identity.
     """
 
     def __init__(self, folder: str | Path, run: Run, checkpoint: str):
@@ -82,17 +84,17 @@ class ResultFile:
             foreign = [line for line in current if not self._is_own(line)]
             aside = self._aside(self.run.id)
             own = read_results(aside) + [line for line in current if self._is_own(line)]
-            for run_id, lines in _by_run(foreign).items():
-                logging.warning(
-                    f"{self.path} holds {len(lines)} results of another model, precision or protocol: moved to "
-                    f"{self._aside(run_id).name}."
-                )
+            moved = _by_run(foreign)
+            for run_id, lines in moved.items():
                 _write(self._aside(run_id), read_results(self._aside(run_id)) + lines)
             _write(self.path, own)
             aside.unlink(missing_ok=True)
+        for run_id, lines in moved.items():
+            owner = "that name no model, as DataComp's own" if run_id == UNKNOWN_RUN else "of another model or protocol"
+            logging.warning(f"{self.path} held {len(lines)} results {owner}: moved to {self._aside(run_id).name}.")
 
     def completed(self, tasks: Sequence[Task], data_dir: str | Path) -> set[str]:
-        """Keys that need no new evaluation: results of this run, on the data that is there, or that is there no more."""
+        """Keys with a result of this run, unless the data has changed since; data that was removed does not count."""
         lines = {line["key"]: line for line in self.lines()}
         folders = {task.key: Path(data_dir) / task.folder for task in tasks}
         return {
@@ -140,22 +142,20 @@ class ResultFile:
     def _aside(self, run_id: str) -> Path:
         return self.path.with_suffix(f".{run_id}.jsonl")
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with open(self.folder / f".{RESULTS_FILE}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+    def _locked(self) -> FileLock:
+        return FileLock(self.folder / f".{RESULTS_FILE}.lock")
 
 
 def read_results(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a result file, ours or DataComp's own; a line that is no result is left out with a warning."""
+    """The lines of a result file, ours or DataComp's own, NaN as None; others are left out with a warning."""
     path = Path(path)
     if not path.is_file():
         return []
     lines = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            line = json.loads(text)
+            # DataComp's own harness writes NaN, which is not JSON.
+            line = json.loads(text, parse_constant=lambda name: None)
             complete = isinstance(line["key"], str) and isinstance(line["metrics"], dict)
         except (ValueError, KeyError, TypeError):
             complete = False
@@ -170,7 +170,7 @@ def _by_run(lines: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     runs: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         run = {name: value for name, value in line.get("run", {}).items() if name != "checkpoint"}
-        runs.setdefault(config_digest(run)[:8] if run else "unknown", []).append(line)
+        runs.setdefault(config_digest(run)[:8] if run else UNKNOWN_RUN, []).append(line)
     return runs
 
 

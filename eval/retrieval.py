@@ -20,6 +20,10 @@ INSTANCES_FILE = "instances.jsonl"
 DATASET_TYPE_FILE = "dataset_type.txt"
 # Rows of the score matrix at a time: 64 MiB of float32.
 _CHUNK_ELEMENTS = 2**24
+# DataComp reads these sets with the `datasets` library, which hands the stored image to OpenCLIP's transform, while its
+# classification sets come through webdataset, which converts to RGB first.
+_FORMAT = SampleFormat(convert_first=False)
+_FORMAT_WITH_CAPTIONS = SampleFormat(captions=True, convert_first=False)
 
 
 def evaluate_retrieval(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
@@ -29,14 +33,14 @@ def evaluate_retrieval(task: Task, folder: Path, encoder: Encoder, any_size: boo
         DataError: for data that must not be scored.
     """
     check_dataset_type(folder, "retrieval")
-    images, keys, captions, skipped = _encode_images(task, folder, encoder, SampleFormat(captions=True), task.size)
+    images, keys, captions, skipped = _encode_images(task, folder, encoder, _FORMAT_WITH_CAPTIONS, task.size)
     texts = encoder.encode_texts([caption for own in captions for caption in own])
     owners = torch.repeat_interleave(torch.tensor([len(own) for own in captions])).to(texts.device)
     return TaskResult(retrieval_metrics(images, texts, owners), len(keys), len(keys) + len(skipped), skipped)
 
 
 def check_dataset_type(folder: Path, expected: str) -> None:
-    """Checks ``dataset_type.txt`` where there is one.
+    """Check ``dataset_type.txt`` if it exists.
 
     Raises:
         DataError: if it says something else.
@@ -50,8 +54,12 @@ def check_dataset_type(folder: Path, expected: str) -> None:
 def _encode_images(
     task: Task, folder: Path, encoder: Encoder, spec: SampleFormat, total: int | None
 ) -> tuple[Tensor, list[str], list[list[str]], list[Skipped]]:
-    """Embeddings ``(N, d)``, keys and captions in the order on disk, and what was skipped."""
-    order, features, keys, captions, skipped = [], [], [], [], []
+    """Embeddings ``(N, d)``, keys and captions in the order on disk, and the skipped samples."""
+    order: list[Tensor] = []
+    features: list[Tensor] = []
+    keys: list[str] = []
+    captions: list[list[str]] = []
+    skipped: list[Skipped] = []
     with encoder.progress(total, task.name, "image") as bar:
         for batch in encoder.batches(find_shards(folder), spec):
             skipped += batch.skipped
@@ -83,11 +91,13 @@ def retrieval_metrics(images: Tensor, texts: Tensor, owners: Tensor) -> Metrics:
         "image": ranks_of_first_right(texts, images, owners, torch.arange(len(images), device=owners.device)),
         "text": ranks_of_first_right(images, texts, torch.arange(len(images), device=owners.device), owners),
     }
-    metrics: Metrics = {
+    recalls = {
         f"{what}_retrieval_recall@{k}": float((ranks[what] < k).double().mean()) for k in RECALL_AT for what in ranks
     }
-    metrics["mean_recall@1"] = 0.5 * (metrics["image_retrieval_recall@1"] + metrics["text_retrieval_recall@1"])
-    return metrics
+    return {
+        **recalls,
+        "mean_recall@1": 0.5 * (recalls["image_retrieval_recall@1"] + recalls["text_retrieval_recall@1"]),
+    }
 
 
 def ranks_of_first_right(queries: Tensor, items: Tensor, query_ids: Tensor, item_ids: Tensor) -> Tensor:
@@ -115,12 +125,12 @@ def ranks_of_first_right(queries: Tensor, items: Tensor, query_ids: Tensor, item
 
 @dataclass(frozen=True)
 class Instance:
-    """One WinoGAViL riddle: which of the candidate images go with the cue.
+    """One WinoGAViL riddle: choose the candidate images that go with the cue.
 
     Attributes:
         cue: a word.
         candidates: keys of 5, 6, 10 or 12 images.
-        associations: those of them that people chose.
+        associations: the candidates that people chose.
     """
 
     cue: str
@@ -169,7 +179,7 @@ def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: boo
     """
     check_dataset_type(folder, "winogavil")
     instances = read_instances(folder)
-    images, keys, _, skipped = _encode_images(task, folder, encoder, SampleFormat(), total=None)
+    images, keys, _, skipped = _encode_images(task, folder, encoder, _FORMAT, total=None)
     rows = {key: row for row, key in enumerate(keys)}
     undecoded = {entry.key for entry in skipped}
     usable = []
@@ -198,9 +208,12 @@ def _instance_score(instance: Instance, similarities: np.ndarray) -> float:
 
 
 def winogavil_metrics(scores: Sequence[float], candidates: Sequence[int]) -> Metrics:
-    """Mean Jaccard index overall and by number of candidates; None where there are no such instances."""
-    scores, candidates = np.asarray(scores), np.asarray(candidates)
-    chosen = {"avg_jaccard_score": np.ones(len(scores), dtype=bool)}
-    chosen.update({f"jaccard_score_{count}": candidates == count for count in (5, 6, 10, 12)})
-    chosen.update({"jaccard_score_5-6": candidates <= 6, "jaccard_score_10-12": candidates >= 10})
-    return {name: float(scores[which].mean()) if which.any() else None for name, which in chosen.items()}
+    """Mean Jaccard index overall and by number of candidates; None if there are no such instances."""
+    values, counts = np.asarray(scores), np.asarray(candidates)
+    chosen: dict[str, np.ndarray] = {
+        "avg_jaccard_score": np.full(len(values), True),
+        **{f"jaccard_score_{count}": np.equal(counts, count) for count in (5, 6, 10, 12)},
+        "jaccard_score_5-6": np.less_equal(counts, 6),
+        "jaccard_score_10-12": np.greater_equal(counts, 10),
+    }
+    return {name: float(values[which].mean()) if which.any() else None for name, which in chosen.items()}

@@ -1,4 +1,4 @@
-"""Evaluating one task: finds its data, scores it, and refuses what is not the data set it should be."""
+"""Evaluate one task: find its data, score it, refuse data that is not DataComp's."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +11,7 @@ from eval.metrics import without_nan
 from eval.retrieval import evaluate_retrieval, evaluate_winogavil
 from eval.tasks import Task
 
-# Undecodable images that are tolerated: this many, or this share of the data set.
+# Tolerated undecodable images: this many, or this share of the data set.
 MAX_SKIPPED = 10
 MAX_SKIPPED_SHARE = 0.01
 
@@ -28,10 +28,10 @@ def evaluate_task(task: Task, data_dir: str | Path, encoder: Encoder, any_size: 
     """Score one task, ``main_metric`` included.
 
     Args:
-        task: which.
+        task: the task.
         data_dir: folder with the ``wds_*_test`` folders.
         encoder: the model.
-        any_size: score data whose number of samples or classes is not DataComp's.
+        any_size: score data with other numbers of samples or classes than DataComp's.
 
     Raises:
         DataError: for data that is missing, damaged, or not DataComp's.
@@ -40,7 +40,7 @@ def evaluate_task(task: Task, data_dir: str | Path, encoder: Encoder, any_size: 
     result = EVALUATORS[task.kind](task, task_folder(task, data_dir), encoder, any_size)
     if len(result.skipped) > max(MAX_SKIPPED, MAX_SKIPPED_SHARE * (result.samples + len(result.skipped))):
         raise DataError(
-            f"{len(result.skipped)} images do not decode beside {result.samples} that do, "
+            f"{len(result.skipped)} of {result.samples + len(result.skipped)} images do not decode, "
             f"the first: {result.skipped[0]}; fetch the data set again."
         )
     if result.found != task.size and not any_size:
@@ -49,5 +49,5 @@ def evaluate_task(task: Task, data_dir: str | Path, encoder: Encoder, any_size: 
             f"fetch the data set again, or score it as it is with --allow-size-mismatch."
         )
     metrics = without_nan(result.metrics)
-    metrics["main_metric"] = metrics.get(task.main_metric)
+    metrics["main_metric"] = None if task.main_metric is None else metrics.get(task.main_metric)
     return replace(result, metrics=metrics)

@@ -1,9 +1,8 @@
 """Zero-shot classification and retrieval on the demo set's test split: ``python -m eval.shapes``.
 
-Classification looks at the images with one item; the class prompts are OpenCLIP's prompt ensembling over backgrounds.
-Retrieval and the relation task read the captions with no word left out: the training captions leave out so much that
-several images fit most of them. The test split is made by
-``python -m openclip_ext.data.shapes --split test --output DIR --num-samples 4000``.
+Classification uses the images with one item, with prompts ensembled over backgrounds. Retrieval and the relation task use
+the complete captions: training captions leave out so many words that most of them fit several images.
+``python -m openclip_ext.data.shapes --split test --output DIR --num-samples 4000`` makes the test split.
 """
 
 import argparse
@@ -11,18 +10,18 @@ import io
 import json
 import logging
 import sys
-import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import open_clip
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from eval.models import LoadedModel, load_model
+from eval.data import read_shard
+from eval.models import ImageTextModel, LoadedModel, load_model
 from openclip_ext.data.shapes.scene import (
     BACKGROUNDS,
     COLORS,
@@ -52,7 +51,7 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class ShapesSample:
-    """One image of the test split and what is known about it."""
+    """One image of the test split, its scene and its caption."""
 
     png: bytes
     scene: Scene
@@ -86,6 +85,9 @@ class ShapesEvaluator:
     @torch.no_grad()
     def run(self, model: nn.Module) -> dict[str, float]:
         """Accuracies between 0 and 1 of an OpenCLIP model; its training mode is restored afterwards."""
+        return self._run(cast(ImageTextModel, model))
+
+    def _run(self, model: ImageTextModel) -> dict[str, float]:
         was_training = model.training
         model.eval()
         try:
@@ -99,7 +101,7 @@ class ShapesEvaluator:
             model.train(was_training)
 
     def chance(self) -> dict[str, float]:
-        """What guessing scores in each metric of :meth:`run`."""
+        """Score of guessing in each metric of `run`."""
         matches = sum(self.captions.count(caption) for caption in self.captions)
         recall = matches / len(self.captions) ** 2
         return {
@@ -112,7 +114,7 @@ class ShapesEvaluator:
             "text-to-image-R@1": recall,
         }
 
-    def _classify(self, model: nn.Module, images: Tensor) -> dict[str, float]:
+    def _classify(self, model: ImageTextModel, images: Tensor) -> dict[str, float]:
         items = [self.samples[number].scene.items[0] for number in self.singles]
         hit = self._zero_shot(model, images, PAIRS, lambda pair: f"{pair[1]} {pair[0]}", [item.pair for item in items])
         held_out = torch.tensor([item.pair in HELD_OUT_PAIRS for item in items], device=hit.device)
@@ -126,7 +128,12 @@ class ShapesEvaluator:
         }
 
     def _zero_shot(
-        self, model: nn.Module, images: Tensor, classes: Sequence[Any], phrase: Callable[[Any], str], truth: list[Any]
+        self,
+        model: ImageTextModel,
+        images: Tensor,
+        classes: Sequence[Any],
+        phrase: Callable[[Any], str],
+        truth: list[Any],
     ) -> Tensor:
         """Whether each image ``(N, d)`` is nearest to the class it belongs to, ``(N,)`` bool."""
         weights = open_clip.build_zero_shot_classifier(
@@ -140,7 +147,7 @@ class ShapesEvaluator:
         wanted = torch.tensor([classes.index(name) for name in truth], device=images.device)
         return (images @ weights.to(images)).argmax(dim=1) == wanted
 
-    def _tell_relations(self, model: nn.Module, images: Tensor) -> float:
+    def _tell_relations(self, model: ImageTextModel, images: Tensor) -> float:
         """How often the caption with the true relation beats the same caption with the three others."""
         scenes = [self.samples[number].scene for number in self.doubles]
         texts = self._encode_texts(model, [describe(scene, relation) for scene in scenes for relation in RELATIONS])
@@ -148,7 +155,7 @@ class ShapesEvaluator:
         wanted = torch.tensor([RELATIONS.index(scene.relation) for scene in scenes], device=scores.device)
         return _mean(scores.argmax(dim=1) == wanted)
 
-    def _retrieve(self, model: nn.Module, images: Tensor) -> dict[str, float]:
+    def _retrieve(self, model: ImageTextModel, images: Tensor) -> dict[str, float]:
         scores = images @ self._encode_texts(model, self.captions).T
         return {
             "image-to-text-R@1": self._recall_at_1(scores),
@@ -156,7 +163,7 @@ class ShapesEvaluator:
         }
 
     def _recall_at_1(self, scores: Tensor) -> float:
-        """Share of the rows of which the best column has the row's caption; equal captions are equally right."""
+        """Share of the rows whose best column has the row's caption; equal captions are equally right."""
         best = scores.argmax(dim=1).tolist()
         hits = sum(self.captions[row] == self.captions[column] for row, column in enumerate(best))
         return hits / len(best)
@@ -168,10 +175,10 @@ class ShapesEvaluator:
             images = [self.preprocess(Image.open(io.BytesIO(sample.png)).convert("RGB")) for sample in batch]
             yield torch.stack(images).to(parameter.device, parameter.dtype)
 
-    def _encode_images(self, model: nn.Module) -> Tensor:
+    def _encode_images(self, model: ImageTextModel) -> Tensor:
         return torch.cat([model.encode_image(batch, normalize=True).float() for batch in self.images(model)])
 
-    def _encode_texts(self, model: nn.Module, texts: list[str]) -> Tensor:
+    def _encode_texts(self, model: ImageTextModel, texts: list[str]) -> Tensor:
         device = next(model.parameters()).device
         tokens = [self.tokenizer(list(batch)).to(device) for batch in _batches(texts, self.batch_size)]
         return torch.cat([model.encode_text(batch, normalize=True).float() for batch in tokens])
@@ -201,13 +208,11 @@ def read_samples(data_dir: Path) -> list[ShapesSample]:
 
 
 def _read_shard(shard: Path) -> Iterator[ShapesSample]:
-    with tarfile.open(shard) as tar:
-        members = {member.name: tar.extractfile(member).read() for member in tar if member.isfile()}
-    for key in dict.fromkeys(name.split(".")[0] for name in members):
+    for key, fields in read_shard(shard):
         try:
-            attributes = json.loads(members[f"{key}.json"])
+            attributes = json.loads(fields["json"])
             scene = Scene.from_attributes(attributes)
-            yield ShapesSample(members[f"{key}.png"], scene, attributes["complete_caption"])
+            yield ShapesSample(fields["png"], scene, attributes["complete_caption"])
         except KeyError as error:
             raise ValueError(f"{shard}: sample {key} is not one of the demo set, {error} is missing") from error
 
@@ -234,7 +239,7 @@ def evaluate(
     """Score a checkpoint (see :func:`eval.models.load_model`), or without one random weights.
 
     Returns:
-        The metrics, and what guessing scores.
+        The metrics, and the scores of guessing.
 
     Raises:
         ValueError: no such checkpoint, or of another model; not the demo set's test split.
@@ -247,7 +252,11 @@ def evaluate(
 def untrained(model_name: str, device: str, seed: int = 0) -> LoadedModel:
     """A model with random weights."""
     torch.manual_seed(seed)
-    model, _, preprocess = open_clip.create_model_and_transforms(model_name, device=device)
+    logging.disable(logging.WARNING)  # OpenCLIP warns that the weights are random
+    try:
+        model, _, preprocess = open_clip.create_model_and_transforms(model_name, device=device)
+    finally:
+        logging.disable(logging.NOTSET)
     tokenizer = open_clip.get_tokenizer(model_name)
     return LoadedModel(
         model.eval(), preprocess, tokenizer, name=model_name, checkpoint="", config={}, weights_sha256=""
@@ -284,8 +293,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    # OpenCLIP warns that a model without a checkpoint has random weights: here that is what was asked for.
-    logging.basicConfig(level=logging.ERROR)
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     if args.checkpoint and not Path(args.checkpoint).is_file():
         sys.exit(f"error: no checkpoint at {args.checkpoint}")
     add_model_configs()

@@ -3,13 +3,14 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from eval.data import MissingDataError, task_folder
 from eval.features import Encoder, resolve_precision
+from eval.models import ImageTextModel
 from eval.runner import evaluate_task
 from eval.summary import averages
 from eval.tasks import SUITES, Task, select_tasks
@@ -43,7 +44,7 @@ class DataCompSuite:
         model.eval()
         try:
             # A new encoder every time: the class embeddings of the last call belong to other weights.
-            scores = self._scores(Encoder(model, **self._encoder_options))
+            scores = self._scores(Encoder(cast(ImageTextModel, model), **self._encoder_options))
         finally:
             model.train(was_training)
         complete = {average.title: average.value for average in averages(scores) if average.value is not None}
@@ -85,10 +86,10 @@ def build_suite(
         data_dir: folder with the ``wds_*_test`` folders. Tasks of the suite that are not there are named in the log.
         preprocess: the model's transform for evaluation.
         tokenizer: the model's.
-        device: where the model is.
+        device: device of the model.
         precision: see `eval.features.resolve_precision`.
         batch_size: images, and texts, in a batch.
-        workers: images that are decoded at a time, see `eval.features.Encoder`.
+        workers: number of images decoded in parallel.
         any_size: score data whose size is not DataComp's.
 
     Raises:

@@ -1,7 +1,8 @@
-"""Averages over groups of tasks, each only over its complete set."""
+"""Averages over complete groups of tasks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from eval.tasks import GROUPS, TASKS
@@ -26,8 +27,13 @@ class Average:
     def __str__(self) -> str:
         if self.value is not None:
             return f"{self.value:.4f}"
-        names = ", ".join(TASKS[key].name for key in self.missing)
-        return f"partial, {self.total - len(self.missing)}/{self.total}; missing: {names}"
+        return f"partial, {self.total - len(self.missing)}/{self.total}; missing: {_names(self.missing)}"
+
+
+def _names(keys: Sequence[str], most: int = 5) -> str:
+    """The first few names of tasks, and how many more there are."""
+    names = ", ".join(TASKS[key].name for key in keys[:most])
+    return f"{names} and {len(keys) - most} more" if len(keys) > most else names
 
 
 def main_metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -50,12 +56,15 @@ def averages(scores: Mapping[str, float]) -> list[Average]:
     return found
 
 
-def summary(lines: Sequence[Mapping[str, Any]], problems: Mapping[str, str]) -> dict[str, Any]:
-    """What ``eval_summary.json`` holds.
+def summary(
+    lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missing: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Content of ``eval_summary.json``.
 
     Args:
-        lines: of the result file.
-        problems: why a task has no result, by key.
+        lines: lines of the result file.
+        failed: reason for every task that failed, by key.
+        missing: keys of the tasks without data.
     """
     return {
         "averages": {
@@ -67,7 +76,8 @@ def summary(lines: Sequence[Mapping[str, Any]], problems: Mapping[str, str]) -> 
             for average in averages(main_metrics(lines))
         },
         "main_metrics": {line["key"]: line["metrics"].get("main_metric") for line in lines},
-        "problems": dict(problems),
+        "problems": dict(failed),
+        "missing": list(missing),
         "other_sizes": [line["key"] for line in lines if has_other_size(line)],
         "skipped_images": {line["key"]: line["skipped"] for line in lines if line.get("skipped")},
     }
@@ -79,8 +89,19 @@ def has_other_size(line: Mapping[str, Any]) -> bool:
     return task is not None and line.get("found", task.size) != task.size
 
 
-def summary_text(lines: Sequence[Mapping[str, Any]], problems: Mapping[str, str]) -> str:
-    """The tables printed at the end: every task's main metric, the averages, and what is wrong."""
+def missing_text(missing: Sequence[str], data_dir: Path) -> list[str]:
+    """One line that names the tasks without data, and how to fetch them; none if there are none."""
+    if not missing:
+        return []
+    tasks = f" --tasks {' '.join(missing)}" if len(missing) <= 5 else ""
+    return [
+        f"\nNot in {data_dir} ({len(missing)}): {_names(missing)}; fetch with "
+        f"`python -m eval.download --data-dir {data_dir}{tasks}`."
+    ]
+
+
+def summary_text(lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str]) -> str:
+    """Text printed at the end: the main metric of every task, the averages, and failures."""
     by_key = {line["key"]: line for line in lines}
     text = ["", f"{'task':26} {'main metric':22} {'value':>8}"]
     for key, task in TASKS.items():
@@ -90,17 +111,17 @@ def summary_text(lines: Sequence[Mapping[str, Any]], problems: Mapping[str, str]
             text.append(f"{task.name:26} {task.main_metric or 'none':22} {shown:>8}")
     text.append("")
     text += [f"{average.title}: {average}" for average in averages(main_metrics(lines))]
-    other_sizes = [TASKS[line["key"]].name for line in lines if has_other_size(line)]
+    other_sizes = [line["key"] for line in lines if has_other_size(line)]
     if other_sizes:
-        names = ", ".join(other_sizes[:5]) + (", ..." if len(other_sizes) > 5 else "")
         text.append(
-            f"\nNot DataComp's data (other sizes), so not DataComp's numbers: {len(other_sizes)} tasks, {names}"
+            f"\nNot DataComp's data (other sizes), so not DataComp's numbers: {len(other_sizes)} tasks, "
+            f"{_names(other_sizes)}"
         )
     skipped = {line["dataset"]: line["skipped"] for line in lines if line.get("skipped")}
     for name, entries in skipped.items():
         text.append(f"\n{name}: {len(entries)} images do not decode and are left out:")
         text += [f"  {entry}" for entry in entries[:10]]
-    if problems:
+    if failed:
         text.append("\nNot evaluated:")
-        text += [f"  {TASKS[key].name}: {reason}" for key, reason in problems.items()]
+        text += [f"  {TASKS[key].name}: {reason}" for key, reason in failed.items()]
     return "\n".join(text)

@@ -16,10 +16,10 @@ class Task:
         key: DataComp's key, for example ``vtab/caltech101``.
         name: its name in tables and in the result file.
         size: number of scored items: images, or instances for WinoGAViL.
-        classes: number of entries in ``classnames.txt`` where DataComp states it, else None.
-        main_metric: name of the metric that enters the average, None where there is none.
-        kind: which evaluator scores it, see ``eval/runner.py``.
-        metadata: columns of the samples' ``.npy``; empty where a task has none.
+        classes: number of entries in ``classnames.txt``, None if DataComp does not state it.
+        main_metric: name of the metric that enters the average, None if the task has none.
+        kind: key of its evaluator in ``eval/runner.py``.
+        metadata: columns of the samples' ``.npy``; empty if the task has none.
     """
 
     key: str

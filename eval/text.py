@@ -1,7 +1,7 @@
 """Encoding texts without their padding.
 
-OpenCLIP pads every text to the context length, 77 tokens, while a prompt has some 15. In a causal text tower that reads
-its answer at the end-of-text token, nothing after that token enters the answer, so what follows can be cut off.
+OpenCLIP pads every text to the context length of 77 tokens; a prompt has about 15. A causal text tower that pools at the
+end-of-text token ignores all later tokens, so they can be cut off.
 """
 
 import logging
@@ -11,27 +11,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from eval.models import ImageTextModel
+
 logger = logging.getLogger(__name__)
 
 # Lengths are rounded up to a multiple of this, so that few different shapes occur.
 _STEP = 8
 _CHECKED_TEXTS = 8
-# Cosine between the two ways below which cutting is not trusted: beyond the rounding of the type.
+# Lowest cosine between the two ways at which cutting is trusted: the rounding of the type.
 _AGREEMENT = {torch.float16: 0.999, torch.bfloat16: 0.99}
 _AGREEMENT_IN_FLOAT32 = 1 - 1e-5
 
 
-class TextEncoder:
-    """``model.encode_text``, on as many tokens as the longest text of the batch has.
+# Prefix of its parameters' names, and the tower.
+_Tower = tuple[str, nn.Module]
 
-    Only for towers that can be told to be causal with the answer at the end-of-text token; others are encoded whole. The
-    first texts are encoded both ways, and should they differ, all are encoded whole.
+
+class TextEncoder:
+    """``model.encode_text`` on only as many tokens as the longest text of the batch has.
+
+    Cuts only if the tower is recognised as causal with pooling at the end-of-text token. The first texts are encoded both
+    ways; if the results differ, all texts are encoded whole.
 
     Args:
-        model: has ``encode_text``.
+        model: the model to evaluate.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: ImageTextModel):
         self._model = _EncodeText(model)
         self._tower = _causal_tower(model)
         self._checked = False
@@ -39,14 +45,14 @@ class TextEncoder:
     def __call__(self, tokens: Tensor) -> Tensor:
         """``(B, context_length)`` int64 -> ``(B, d)``."""
         length = self._needed_length(tokens)
-        if length < tokens.shape[1] and not self._checked:
+        if self._tower is not None and length < tokens.shape[1] and not self._checked:
             self._checked = True
-            if not self._agrees(tokens[:_CHECKED_TEXTS], length):
+            if not self._agrees(self._tower, tokens[:_CHECKED_TEXTS], length):
                 logger.warning("This text tower gives other embeddings without padding: texts are encoded whole.")
                 self._tower = None
         if length == tokens.shape[1] or self._tower is None:
             return self._model(tokens)
-        return self._cut(tokens, length)
+        return self._cut(self._tower, tokens, length)
 
     def lengths(self, tokens: Tensor) -> Tensor:
         """Tokens that each text needs: ``(B, context_length)`` int64 -> ``(B,)`` int64."""
@@ -59,18 +65,18 @@ class TextEncoder:
         longest = int(self.lengths(tokens).max())
         return min(-(-longest // _STEP) * _STEP, tokens.shape[1])
 
-    def _cut(self, tokens: Tensor, length: int) -> Tensor:
-        name, tower = self._tower
+    def _cut(self, tower: _Tower, tokens: Tensor, length: int) -> Tensor:
+        prefix, module = tower
         replaced = {
-            f"model.{name}positional_embedding": tower.positional_embedding[:length],
-            f"model.{name}attn_mask": tower.attn_mask[:length, :length],
+            f"model.{prefix}positional_embedding": _tensor(module, "positional_embedding")[:length],
+            f"model.{prefix}attn_mask": _tensor(module, "attn_mask")[:length, :length],
         }
         return functional_call(self._model, replaced, (tokens[:, :length],))
 
-    def _agrees(self, tokens: Tensor, length: int) -> bool:
+    def _agrees(self, tower: _Tower, tokens: Tensor, length: int) -> bool:
         whole = self._model(tokens)
         try:
-            cut = self._cut(tokens, length)
+            cut = self._cut(tower, tokens, length)
         except (RuntimeError, ValueError):  # shapes that this tower cannot take
             return False
         least = _AGREEMENT.get(whole.dtype, _AGREEMENT_IN_FLOAT32)
@@ -78,9 +84,9 @@ class TextEncoder:
 
 
 class _EncodeText(nn.Module):
-    """Makes ``encode_text`` the module's forward, which is what ``functional_call`` calls."""
+    """Has ``encode_text`` as its forward, for ``functional_call``."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: ImageTextModel):
         super().__init__()
         self.model = model
 
@@ -88,7 +94,7 @@ class _EncodeText(nn.Module):
         return self.model.encode_text(tokens)
 
 
-def _causal_tower(model: nn.Module) -> tuple[str, nn.Module] | None:
+def _causal_tower(model: ImageTextModel) -> _Tower | None:
     """Prefix and module of the model's text tower if it is causal and pools at the end-of-text token."""
     for name, module in model.named_modules():
         pooling = getattr(module, "text_pool_type", getattr(module, "pool_type", None))
@@ -101,3 +107,10 @@ def _causal_tower(model: nn.Module) -> tuple[str, nn.Module] | None:
         if mask.shape == (len(positions), len(positions)) and torch.equal(mask.float(), causal):
             return f"{name}." if name else "", module
     return None
+
+
+def _tensor(module: nn.Module, name: str) -> Tensor:
+    """A parameter or buffer; `_causal_tower` found it there."""
+    value = getattr(module, name)
+    assert isinstance(value, Tensor)
+    return value

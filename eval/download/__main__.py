@@ -5,8 +5,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.download.fetch import Plan, check_space, fetch_set, format_bytes, free_bytes, make_plan
-from eval.download.hub import DownloadError, Hub
+from eval.download.fetch import (
+    DownloadError,
+    FetchOptions,
+    Plan,
+    check_space,
+    fetch_set,
+    format_bytes,
+    free_bytes,
+    make_plan,
+)
 from eval.download.verify import verify_set
 from eval.tasks import Task, select_tasks
 
@@ -20,11 +28,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data-dir", type=Path, required=True, help="folder that gets a folder a data set")
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="keys, names or suites (default: all 40)")
-    parser.add_argument("--verify", action="store_true", help="only check what is there, without a network")
+    parser.add_argument("--verify", action="store_true", help="only check the folders, without a network")
     parser.add_argument(
         "--allow-size-mismatch", action="store_true", help="with --verify: accept other sizes than DataComp's"
     )
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be fetched, and the space it takes")
+    parser.add_argument("--dry-run", action="store_true", help="only list the files to fetch, and the space they take")
     parser.add_argument("--connections", type=int, default=4, help="files fetched at a time (default: %(default)s)")
     parser.add_argument("--endpoint", help="address of the hub or a mirror (default: HF_ENDPOINT, or the hub's)")
     parser.add_argument(
@@ -46,8 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.verify:
         return _verify(args.data_dir, tasks, args.allow_size_mismatch)
     try:
-        return _download(args, tasks)
-    except OSError as error:  # HubUnreachableError is one
+        plan = make_plan(args.data_dir, tasks, args.endpoint)
+        _print_plan(args.data_dir, plan)
+        if args.dry_run:
+            return 1 if plan.refused else 0
+        check_space(args.data_dir, plan)
+        return _download(args.data_dir, tasks, plan, FetchOptions(args.connections, args.keep_source, args.endpoint))
+    except OSError as error:  # no network, no space
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -68,20 +81,14 @@ def _verify(data_dir: Path, tasks: Sequence[Task], any_size: bool) -> int:
     return 0 if usable == len(tasks) else 1
 
 
-def _download(args: argparse.Namespace, tasks: Sequence[Task]) -> int:
-    hub = Hub(args.endpoint)
-    plan = make_plan(hub, args.data_dir, tasks)
-    _print_plan(args.data_dir, plan)
-    if args.dry_run:
-        return 1 if plan.refused else 0
-    check_space(args.data_dir, plan)
+def _download(data_dir: Path, tasks: Sequence[Task], plan: Plan, options: FetchOptions) -> int:
     failed = dict(plan.refused)
     for planned in plan.sets:
         try:
-            fetch_set(hub, planned, args.connections, args.keep_source)
+            fetch_set(planned, options)
         except (DownloadError, ValueError) as error:
             failed[planned.task.key] = str(error)
-    print(f"{len(tasks) - len(failed)} of {len(tasks)} data sets are complete in {args.data_dir}.")
+    print(f"{len(tasks) - len(failed)} of {len(tasks)} data sets are complete in {data_dir}.")
     for key, reason in failed.items():
         print(f"failed: {key}: {reason}", file=sys.stderr)
     return 1 if failed else 0

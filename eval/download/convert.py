@@ -1,7 +1,7 @@
-"""Retrieval and WinoGAViL sets: from the hub's table and zip to tars that the harness reads.
+"""Convert retrieval and WinoGAViL sets from the hub's table and zip to tars.
 
-The hub has a CSV table and a zip of images for each. DataComp reads them through loading scripts, which today's
-``datasets`` refuses to run. The local form is DataComp's own, with two additions: ``key.txt`` (one caption a line) for
+The hub has a CSV table and a zip of images for each. DataComp reads them through loading scripts, which current versions
+of ``datasets`` refuse to run. The local format is DataComp's own, with two additions: ``key.txt`` (one caption a line) for
 retrieval, and ``instances.jsonl`` for WinoGAViL.
 """
 
@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
+from eval.retrieval import INSTANCES_FILE
+
 IMAGES_PER_SHARD = 1000
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
-INSTANCES_NAME = "instances.jsonl"
 _RETRIEVAL_COLUMNS = ("filename", "raw")
 _WINOGAVIL_COLUMNS = ("cue", "candidates", "associations")
 
@@ -26,8 +27,8 @@ def convert_retrieval(source: Path, folder: Path) -> int:
     """Images with their captions, for Flickr and MSCOCO.
 
     Args:
-        source: folder with the zip and the CSV; its column ``raw`` holds a JSON list of captions, ``filename`` the
-            image's name, and ``split``, where there is one, ``test`` for the rows to take.
+        source: folder with the zip and the CSV. Column ``raw`` holds a JSON list of captions, ``filename`` the image's
+            name; of an optional column ``split``, only the rows ``test`` are taken.
         folder: the data set folder to write.
 
     Returns:
@@ -63,7 +64,7 @@ def convert_winogavil(source: Path, folder: Path) -> int:
     keys = dict(zip(names, _sample_keys(names), strict=True))
     with _ImageZip(source) as images:
         _write_shards(folder, ((keys[name], images.fields(name)) for name in names))
-    with open(folder / INSTANCES_NAME, "w", encoding="utf-8") as stream:
+    with open(folder / INSTANCES_FILE, "w", encoding="utf-8") as stream:
         for instance in instances:
             line = {
                 "cue": instance["cue"],

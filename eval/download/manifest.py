@@ -1,10 +1,10 @@
-"""``checksums.json``: which files a data set consists of, so that it can be checked without a network."""
+"""``checksums.json``: the files that a data set consists of, so that it can be checked without a network."""
 
 import hashlib
 import json
 import os
-import threading
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MANIFEST_NAME = "checksums.json"
@@ -20,7 +20,7 @@ class FileRecord:
 
 
 def describe_file(path: Path) -> FileRecord:
-    """Read a file once and say what it is."""
+    """Size and SHA-256 of a file; reads all of it."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
         while chunk := stream.read(_CHUNK):
@@ -28,26 +28,24 @@ def describe_file(path: Path) -> FileRecord:
     return FileRecord(path.stat().st_size, digest.hexdigest())
 
 
-@dataclass
+@dataclass(frozen=True)
 class Manifest:
-    """What was fetched into one data set folder.
+    """The files of a completely fetched data set.
 
     Attributes:
-        folder: the data set's folder.
         repository: hub repository the files come from.
         revision: its commit.
-        files: path relative to the folder -> what it must be.
-        complete: whether every file of the data set is recorded.
+        files: path relative to the data set's folder -> what it must be.
     """
 
-    folder: Path
-    repository: str = ""
-    revision: str = ""
-    files: dict[str, FileRecord] = field(default_factory=dict)
-    complete: bool = False
+    repository: str
+    revision: str
+    files: dict[str, FileRecord]
 
-    def __post_init__(self) -> None:
-        self._lock = threading.Lock()
+    @classmethod
+    def of(cls, repository: str, revision: str, folder: Path, paths: Iterable[str]) -> "Manifest":
+        """Describes files as they are now; ``paths`` are relative to ``folder``."""
+        return cls(repository, revision, {path: describe_file(folder / path) for path in sorted(paths)})
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest | None":
@@ -62,44 +60,29 @@ class Manifest:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
-            return cls(folder, files=files, **values)
+            return cls(files=files, **values)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} is not a checksum list ({error}); delete it and download again") from error
 
-    def save(self) -> None:
+    def save(self, folder: Path) -> None:
         """Write the manifest; a reader sees the old one or the new one, never a part."""
-        values = {
-            "repository": self.repository,
-            "revision": self.revision,
-            "complete": self.complete,
-            "files": {name: asdict(record) for name, record in sorted(self.files.items())},
-        }
-        path = self.folder / MANIFEST_NAME
+        path = folder / MANIFEST_NAME
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, path)
 
-    def record(self, name: str, record: FileRecord) -> None:
-        """Add a finished file and save, from any thread."""
-        with self._lock:
-            self.files[name] = record
-            self.save()
+    def is_complete(self, folder: Path) -> bool:
+        """Whether every file is there with its size; ``--verify`` compares the contents."""
+        return all(
+            (folder / name).is_file() and (folder / name).stat().st_size == record.size
+            for name, record in self.files.items()
+        )
 
-    def has(self, name: str, size: int) -> bool:
-        """Whether a file was recorded and still has its size (its content is ``--verify``'s business)."""
-        record = self.files.get(name)
-        path = self.folder / name
-        return record is not None and record.size == size and path.is_file() and path.stat().st_size == size
-
-    def is_complete(self) -> bool:
-        """Whether the data set was fetched completely and every file is still there with its size."""
-        return self.complete and all(self.has(name, record.size) for name, record in self.files.items())
-
-    def problems(self) -> list[str]:
+    def problems(self, folder: Path) -> list[str]:
         """Files that are missing or are not what was fetched; reads every byte."""
         found = []
-        for name, expected in sorted(self.files.items()):
-            path = self.folder / name
+        for name, expected in self.files.items():
+            path = folder / name
             if not path.is_file():
                 found.append(f"{name} is missing")
             elif (actual := describe_file(path)).size != expected.size:

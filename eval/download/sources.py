@@ -1,4 +1,4 @@
-"""Where every evaluation set lies on the Hugging Face hub."""
+"""Repositories of the evaluation sets on the Hugging Face hub."""
 
 from dataclasses import dataclass
 
@@ -6,9 +6,9 @@ from eval.tasks import Task
 
 # DataComp's own conversions, one data set repository a task, named as the folder on disk.
 DATACOMP_OWNER = "djghosh"
-# Retrieval and WinoGAViL: an annotation table and a zip of images, which DataComp reads through a loading script.
+# Retrieval and WinoGAViL: an annotation table and a zip of images. DataComp reads them through a loading script.
 TABLE_OWNER = "nlphuji"
-# Below the data set's folder: what is still to be converted.
+# Subfolder of a data set for files that are still to be converted.
 SOURCE_FOLDER = "source"
 
 
@@ -40,5 +40,5 @@ def source_of(task: Task) -> Source:
 
 
 def is_document(name: str) -> bool:
-    """Whether a file says what the data is and how it may be used."""
+    """Whether a file is a readme or a licence."""
     return name.lower().startswith(("readme", "license"))

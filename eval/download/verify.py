@@ -1,23 +1,24 @@
-"""``--verify``: what is there, what is missing, what is broken; without a network."""
+"""``--verify``: which data sets are whole, missing or broken; works without a network."""
 
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from eval.data import (
-    IMAGE_EXTENSIONS,
     DataError,
     MissingDataError,
+    SampleFormat,
+    UniqueKeys,
     find_shards,
+    parse_sample,
     read_classes,
     read_shard,
     task_folder,
 )
-from eval.download.convert import INSTANCES_NAME
-from eval.download.hub import PART_SUFFIX
+from eval.download.fetch import HUB_FOLDER
 from eval.download.manifest import Manifest
 from eval.download.sources import SOURCE_FOLDER
+from eval.retrieval import INSTANCES_FILE, read_instances
 from eval.tasks import Task
 
 OK, UNPROVEN, MISSING, INCOMPLETE, BROKEN = "ok", "ok, no checksums", "missing", "incomplete", "broken"
@@ -25,14 +26,14 @@ OK, UNPROVEN, MISSING, INCOMPLETE, BROKEN = "ok", "ok, no checksums", "missing",
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one data set folder holds.
+    """State of one data set folder.
 
     Attributes:
-        task: whose data it is.
-        status: `OK`; `UNPROVEN` (whole and of the right size, but not fetched by this tool, so there is nothing to
-            compare the bytes with); `MISSING`; `INCOMPLETE` (a download was interrupted); `BROKEN`.
-        samples: scored items found, None where they could not be counted.
-        problems: what is wrong, one entry a fault.
+        task: the task that needs the data.
+        status: `OK`; `UNPROVEN` (whole and of the right size, but not fetched by this tool, so without checksums);
+            `MISSING`; `INCOMPLETE` (a download was interrupted); `BROKEN`.
+        samples: scored items found, None if they could not be counted.
+        problems: one entry a fault.
     """
 
     task: Task
@@ -47,11 +48,11 @@ class Verdict:
 
 
 def verify_set(data_dir: Path, task: Task, any_size: bool = False) -> Verdict:
-    """Check one data set: checksums where they are known, then every tar to its end, sample by sample.
+    """Check one data set: its checksums if they are known, then every tar to its end, sample by sample.
 
     Args:
         data_dir: folder of all data sets.
-        task: whose data to check.
+        task: the task whose data to check.
         any_size: accept numbers of samples and classes other than DataComp's.
     """
     try:
@@ -62,11 +63,9 @@ def verify_set(data_dir: Path, task: Task, any_size: bool = False) -> Verdict:
         manifest = Manifest.load(folder)
     except ValueError as error:
         return Verdict(task, BROKEN, problems=(str(error),))
-    parts = [str(path.relative_to(folder)) for path in sorted(folder.rglob(f"*{PART_SUFFIX}"))]
-    unconverted = manifest is None and (folder / SOURCE_FOLDER).is_dir()
-    if parts or unconverted or (manifest is not None and not manifest.complete):
-        return Verdict(task, INCOMPLETE, problems=tuple(f"{part} is a partial download" for part in parts))
-    problems = manifest.problems() if manifest is not None else []
+    if manifest is None and any((folder / name).is_dir() for name in (HUB_FOLDER, SOURCE_FOLDER)):
+        return Verdict(task, INCOMPLETE)
+    problems = manifest.problems(folder) if manifest is not None else []
     samples = None
     try:
         samples = count_items(folder, task, any_size)
@@ -80,61 +79,40 @@ def verify_set(data_dir: Path, task: Task, any_size: bool = False) -> Verdict:
 
 
 def count_items(folder: Path, task: Task, any_size: bool = False) -> int:
-    """Read a data set to its end and count what is scored: images, or instances for WinoGAViL.
+    """Read a data set to its end and count the scored items: images, or instances for WinoGAViL.
 
     Raises:
         DataError: for the first thing that would make a score wrong.
     """
     shards = find_shards(folder)
     if task.kind == "winogavil":
-        return _count_instances(folder / INSTANCES_NAME, set(_check_samples(shards, ())))
+        return _count_instances(folder, _check_samples(shards, SampleFormat()))
     if task.kind == "retrieval":
-        return len(_check_samples(shards, ("txt",)))
+        return len(_check_samples(shards, SampleFormat(captions=True)))
     classnames, _ = read_classes(folder, task, any_size)
-    fields = (() if task.kind == "faces" else ("cls",)) + (("npy",) if task.metadata else ())
-
-    def check_label(where: str, content: dict[str, bytes]) -> None:
-        if "cls" in fields and not content["cls"].strip().isdigit():
-            raise DataError(f"{where}: the label (.cls) is {content['cls'][:20]!r}, expected a number")
-        if "cls" in fields and int(content["cls"]) >= len(classnames):
-            raise DataError(f"{where}: label {int(content['cls'])} is outside the {len(classnames)} classes")
-
-    return len(_check_samples(shards, fields, check_label))
+    labels = None if task.kind == "faces" else len(classnames)
+    return len(_check_samples(shards, SampleFormat(labels, len(task.metadata))))
 
 
-def _check_samples(
-    shards: Iterable[Path],
-    fields: tuple[str, ...],
-    check: Callable[[str, dict[str, bytes]], None] = lambda where, content: None,
-) -> list[str]:
-    """The keys of all samples, after every sample was found to have an image and the other fields."""
-    keys: list[str] = []
+def _check_samples(shards: Iterable[Path], spec: SampleFormat) -> set[str]:
+    """The keys of all samples, after every sample was found to be whole."""
+    keys: set[str] = set()
+    unique = UniqueKeys()
     for shard in shards:
         before = len(keys)
-        for key, content in read_shard(shard):
-            where = f"{shard.name}: {key}"
-            if not any(extension in content for extension in IMAGE_EXTENSIONS):
-                raise DataError(f"{where}: no image, found {sorted(content)}")
-            missing = [field for field in fields if field not in content]
-            if missing:
-                raise DataError(f"{where}: no .{', .'.join(missing)} file, found {sorted(content)}")
-            check(where, content)
-            keys.append(key)
+        for key, fields in read_shard(shard):
+            parse_sample(fields, spec, f"{shard.name}: {key}")
+            unique.add(key, shard.name)
+            keys.add(key)
         if len(keys) == before:
             raise DataError(f"{shard.name} holds no samples")
     return keys
 
 
-def _count_instances(path: Path, keys: set[str]) -> int:
-    if not path.is_file():
-        raise DataError(f"{path.name} is missing")
-    count = 0
-    for count, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            instance = json.loads(line)
-            named = {*instance["candidates"], *instance["associations"]}
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path.name}: line {count} is no instance ({error!r})") from None
-        if not named <= keys:
-            raise DataError(f"{path.name}: line {count} names images that are in no tar: {sorted(named - keys)[:3]}")
-    return count
+def _count_instances(folder: Path, keys: set[str]) -> int:
+    instances = read_instances(folder)
+    for number, instance in enumerate(instances, start=1):
+        unknown = sorted(set(instance.candidates) - keys)
+        if unknown:
+            raise DataError(f"{INSTANCES_FILE}: line {number} names images that are in no tar: {unknown[:3]}")
+    return len(instances)

@@ -10,9 +10,6 @@ from eval.report.page import build_page
 from eval.report.runs import read_runs
 from eval.report.tables import build_rows, comma_separated, markdown
 
-TABLE_FILES = {"report.md": markdown, "report.csv": comma_separated}
-PAGE_FILE = "report.html"
-
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
@@ -44,11 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     rows = build_rows(runs)
     args.output.mkdir(parents=True, exist_ok=True)
-    for name, table in TABLE_FILES.items():
-        (args.output / name).write_text(table(runs, rows), encoding="utf-8")
-    (args.output / PAGE_FILE).write_text(build_page(runs, rows, args.title), encoding="utf-8")
+    files = {
+        "report.md": markdown(runs, rows),
+        "report.csv": comma_separated(runs),
+        "report.html": build_page(runs, rows, args.title),
+    }
+    for name, content in files.items():
+        (args.output / name).write_text(content, encoding="utf-8")
     print(markdown(runs, [row for row in rows if row.is_group]))
-    print(f"Written: {', '.join(str(args.output / name) for name in (*TABLE_FILES, PAGE_FILE))}")
+    print(f"Written: {', '.join(str(args.output / name) for name in files)}")
     return 0
 
 

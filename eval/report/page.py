@@ -1,4 +1,4 @@
-"""The comparison as one HTML page: everything inside it, nothing fetched, readable in light and dark."""
+"""The comparison as one HTML page that fetches nothing, for light and dark."""
 
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
@@ -6,8 +6,8 @@ from typing import Any
 
 from eval.report.charts import SERIES_COLOURS, Bar, Line, bar_chart, line_chart
 from eval.report.runs import Checkpoint, Run, Value
-from eval.report.tables import AVERAGES, Row, describe_run, format_difference, format_value
-from eval.tasks import TASKS
+from eval.report.tables import Row, describe_run, format_difference, format_value
+from eval.tasks import GROUPS, TASKS
 
 # The three panels of NeuCLIP's Figure 1 come first; the other groups and the tasks are folded away.
 _MAIN_GROUPS = (
@@ -81,9 +81,9 @@ def build_page(runs: Sequence[Run], rows: Sequence[Row], title: str) -> str:
     """The whole page.
 
     Args:
-        runs: the first is what the others are compared with.
-        rows: as `eval.report.tables.build_rows` makes them.
-        title: of the page.
+        runs: the first is the baseline.
+        rows: from `eval.report.tables.build_rows`.
+        title: title of the page.
     """
     colours = "".join(
         f"svg .s{n} {{ stroke: var(--s{n}); }} svg .dot.s{n} {{ fill: var(--s{n}); }} .legend .s{n} "
@@ -136,8 +136,8 @@ def _protocol_only(names: Iterable[str]) -> frozenset[str]:
 def _averages_note(runs: Sequence[Run]) -> str:
     repeats = " ± is the standard deviation over repeats." if any(run.repeats > 1 for run in runs) else ""
     return (
-        "Means of the tasks' main metrics, in percent; only over complete sets, otherwise “partial” with the number of "
-        f"tasks that there are.{repeats}"
+        "Means of the tasks' main metrics, in percent. A set with missing tasks shows “partial” and the number of "
+        f"evaluated tasks.{repeats}"
     )
 
 
@@ -183,8 +183,8 @@ def _differences(baseline: Run, run: Run, rows: Sequence[Row], index: int) -> st
         difference = row.differences()[index]
         if row.is_group or difference is None or TASKS.get(row.key) is None:
             continue
-        before, after = row.cells[0].mean, row.cells[index].mean
-        hint = f"{row.title} ({row.metric}): {100 * before:.2f} → {100 * after:.2f}"
+        before, after = format_value(row.cells[0]), format_value(row.cells[index])
+        hint = f"{row.title} ({row.metric}): {before} → {after}"
         bars.append(Bar(row.title, 100 * difference, _signed(difference), hint))
     if not bars:
         return ""
@@ -213,7 +213,7 @@ def _curves(runs: Sequence[Run]) -> str:
                 yield line_chart(lines, x_title, names(title), y_format=lambda value: f"{value:.2f}")
 
     main = list(charts(_MAIN_GROUPS, Checkpoint.average, str))
-    others = list(charts((title for title in AVERAGES if title not in _MAIN_GROUPS), Checkpoint.average, str))
+    others = list(charts((title for title in GROUPS if title not in _MAIN_GROUPS), Checkpoint.average, str))
     tasks = list(charts(TASKS, Checkpoint.score, lambda key: TASKS[key].name))
     legend = _legend(runs)
     content = "".join([legend, _charts(main), _fold("Other groups", others), _fold("Single tasks", tasks, not main)])
@@ -222,7 +222,7 @@ def _curves(runs: Sequence[Run]) -> str:
 
 
 def _horizontal(runs: Sequence[Run]) -> tuple[str, Callable[[Run, Checkpoint], float | None]]:
-    """What the curves run over: samples where all are known, else epochs, else the checkpoints' order."""
+    """The horizontal axis: samples if known for all checkpoints, else epochs, else the order of the checkpoints."""
     checkpoints = [checkpoint for run in runs for checkpoint in run.checkpoints]
     if all(checkpoint.samples is not None for checkpoint in checkpoints):
         return "samples seen", lambda run, checkpoint: checkpoint.samples

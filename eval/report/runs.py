@@ -1,4 +1,4 @@
-"""Reading what is to be compared: result files, run folders, and repeats of a run with other seeds."""
+"""Read the runs to compare: result files, run folders, and repeats of a run with other seeds."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from eval.summary import averages, has_other_size, main_metrics
 from eval.tasks import GROUPS, TASKS
 
 METRICS_FILE = "metrics.jsonl"
-# What `eval.suite` puts before the key of a task in the evaluations of metrics.jsonl.
+# Prefix of task keys in the evaluations of metrics.jsonl, written by `eval.suite`.
 _SUITE_PREFIX = "datacomp/"
 _CHECKPOINT_NAME = re.compile(r"epoch_(\d+)(?:_step_(\d+))?$")
 
@@ -65,10 +65,9 @@ class Checkpoint:
 
     def average(self, title: str) -> Value | None:
         """Mean over a group of `eval.tasks.GROUPS`, per repeat; None unless every repeat has all of it."""
-        per_repeat = [
-            average.value for scores in self.repeats for average in averages(scores) if average.title == title
-        ]
-        return Value.of(per_repeat) if None not in per_repeat else None
+        values = [average.value for scores in self.repeats for average in averages(scores) if average.title == title]
+        complete = [value for value in values if value is not None]
+        return Value.of(complete) if len(complete) == len(values) else None
 
     def missing(self, title: str) -> list[str]:
         """Keys of a group that some repeat has no number for."""
@@ -78,7 +77,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Run:
-    """One column of the comparison.
+    """One run of the comparison.
 
     Attributes:
         name: as shown.

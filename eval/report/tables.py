@@ -2,14 +2,16 @@
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from eval.report.runs import Run, Value
-from eval.tasks import GROUPS, TASKS
+from eval.report.runs import Checkpoint, Run, Value
+from eval.tasks import AVERAGED, GROUPS, TASKS
 
-# The groups that are averages; a group of one task shows as that task.
-AVERAGES = {title: keys for title, keys in GROUPS.items() if len(keys) > 1}
+# OpenCLIP's title of the average over 38.
+OPENCLIP_AVERAGE = "Average perf. on 38 datasets"
+_AVERAGE, _IMAGENET = "DataComp average (38)", "ImageNet 1k"
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,8 @@ class Row:
     Attributes:
         title: as shown.
         key: of the task, or the group's title.
-        metric: what the numbers are: the task's main metric, ``average`` for a group.
-        cells: per run its number, or what to show in its place (``partial 12/38``, ``-``).
+        metric: the task's main metric, ``average`` for a group.
+        cells: per run its number, or the text to show in its place (``partial 12/38``, ``-``).
         notes: per run a remark on the number, mostly empty.
     """
 
@@ -32,7 +34,7 @@ class Row:
 
     @property
     def is_group(self) -> bool:
-        """Whether this is an average over several tasks."""
+        """Whether this is a group, not a task."""
         return self.metric == "average"
 
     def differences(self) -> list[float | None]:
@@ -50,25 +52,28 @@ def build_rows(runs: Sequence[Run]) -> list[Row]:
     rows: list[Row] = []
     if not any(finals):
         return rows
-    for title, keys in AVERAGES.items():
-        cells = []
-        for final in finals:
-            done = len(keys) - len(final.missing(title)) if final else 0
-            average = final.average(title) if final else None
-            cells.append(average or (f"partial {done}/{len(keys)}" if done else "-"))
-        notes = tuple(_size_note(keys, final.other_sizes if final else ()) for final in finals)
-        rows.append(Row(title, title, "average", tuple(cells), notes))
+    for title, keys in GROUPS.items():
+        cells = tuple(_average_cell(final, title) for final in finals)
+        rows.append(Row(title, title, "average", cells, _size_notes(keys, finals)))
     present = {key for final in finals if final for key in final.tasks}
     for key in [*(key for key in TASKS if key in present), *sorted(present - set(TASKS))]:
         task = TASKS.get(key)
         cells = tuple((final.score(key) if final else None) or "-" for final in finals)
-        notes = tuple(_size_note((key,), final.other_sizes if final else ()) for final in finals)
-        rows.append(Row(task.name if task else key, key, (task and task.main_metric) or "main metric", cells, notes))
+        metric = (task and task.main_metric) or "main metric"
+        rows.append(Row(_name(key), key, metric, cells, _size_notes((key,), finals)))
     return rows
 
 
-def _size_note(keys: Sequence[str], other_sizes: Sequence[str]) -> str:
-    return "not DataComp's data" if set(keys) & set(other_sizes) else ""
+def _average_cell(final: Checkpoint | None, title: str) -> Value | str:
+    if final is None:
+        return "-"
+    total = len(GROUPS[title])
+    done = total - len(final.missing(title))
+    return final.average(title) or (f"partial {done}/{total}" if done else "-")
+
+
+def _size_notes(keys: Sequence[str], finals: Sequence[Checkpoint | None]) -> tuple[str, ...]:
+    return tuple("not DataComp's data" if final and final.other_sizes & set(keys) else "" for final in finals)
 
 
 def format_value(cell: Value | str) -> str:
@@ -101,7 +106,7 @@ def markdown(runs: Sequence[Run], rows: Sequence[Row]) -> str:
 
 
 def describe_run(run: Run) -> str:
-    """Name, checkpoint and what is behind the numbers of a run."""
+    """Name, checkpoint, samples seen, repeats and protocol of a run."""
     final = run.final
     if final is None:
         return f"{run.name}: no evaluated checkpoint"
@@ -111,21 +116,48 @@ def describe_run(run: Run) -> str:
     return f"{run.name}: {final.label}{samples}{repeats}{protocol}"
 
 
-def comma_separated(runs: Sequence[Run], rows: Sequence[Row]) -> str:
-    """Fractions at full precision: columns ``key, name, metric``, per run its number, and, with repeats, deviation."""
+def comma_separated(runs: Sequence[Run]) -> str:
+    """A row a run, in the layout of OpenCLIP's published results; fractions at full precision, empty if incomplete.
+
+    Columns: ``name``, ``pretrained`` (the checkpoint), the average over 38 and the 38 tasks under OpenCLIP's titles, other
+    tasks, the other averages. With repeats of a run also ``repeats`` and the standard deviations, ``TITLE sd``; with data
+    of other sizes than DataComp's also ``other_sizes``, the keys of those tasks.
+    """
+    finals = [(run, run.final) for run in runs]
+    others = sorted({key for _, final in finals if final for key in final.tasks} - set(AVERAGED))
+    titles = {title: title for title in GROUPS if title not in (_AVERAGE, _IMAGENET)}
+    columns: dict[str, Callable[[Checkpoint], Value | None]] = {
+        OPENCLIP_AVERAGE: lambda final: final.average(_AVERAGE),
+        **{
+            _name(key): partial(Checkpoint.score, key=key)
+            for key in sorted(AVERAGED, key=lambda key: key != "imagenet1k")
+        },
+        **{_name(key): partial(Checkpoint.score, key=key) for key in others},
+        **{title: partial(Checkpoint.average, title=title) for title in titles},
+    }
+    repeated = any(run.repeats > 1 for run in runs)
+    sized = any(final and final.other_sizes for _, final in finals)
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    columns = [column for run in runs for column in [run.name, *([f"{run.name} sd"] if run.repeats > 1 else [])]]
-    writer.writerow(["key", "name", "metric", *columns])
-    for row in rows:
-        cells = []
-        for run, cell in zip(runs, row.cells, strict=True):
-            number = isinstance(cell, Value)
-            cells.append(repr(cell.mean) if number else "")
-            if run.repeats > 1:
-                cells.append(repr(cell.deviation) if number else "")
-        writer.writerow([row.key, row.title, row.metric, *cells])
+    header = ["name", "pretrained", *columns, *(["repeats", *(f"{title} sd" for title in columns)] if repeated else [])]
+    writer.writerow([*header, *(["other_sizes"] if sized else [])])
+    for run, final in finals:
+        values = [value_of(final) if final else None for value_of in columns.values()]
+        row = [run.name, final.label if final else "", *(_exact(value.mean if value else None) for value in values)]
+        if repeated:
+            row += [str(run.repeats), *(_exact(value.deviation if value else None) for value in values)]
+        if sized:
+            row.append(" ".join(sorted(final.other_sizes)) if final else "")
+        writer.writerow(row)
     return stream.getvalue()
+
+
+def _exact(number: float | None) -> str:
+    return "" if number is None else repr(number)
+
+
+def _name(key: str) -> str:
+    return TASKS[key].name if key in TASKS else key
 
 
 def _column_titles(runs: Sequence[Run]) -> list[str]:

@@ -282,6 +282,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             found = f"{tuple(index.shape)} {index.dtype}" if isinstance(index, Tensor) else repr(type(index).__name__)
             raise ValueError(f"index: expected int64 of shape ({len(features)},), found {found}")
         index = index.to(features.device, torch.int64, non_blocking=True)
+        assert self.num_samples is not None, "a loss that needs an index knows its range"
         outside = (index < 0) | (index >= self.num_samples)
         if outside.is_cpu and bool(outside.any()):
             raise ValueError(

@@ -17,7 +17,7 @@ ADAM_EPS = 1e-8
 
 
 class InnerAdagrad:
-    """``torch.optim.Adagrad`` (other settings: its defaults) of one parameter whose gradient somebody else computes.
+    """``torch.optim.Adagrad`` (other settings: its defaults) of one parameter whose gradient the caller computes.
 
     Args:
         parameter, gradient, accumulator: ``(2, ...)``; dense within ``[0]`` and ``[1]``. A step changes the first and the
@@ -28,15 +28,25 @@ class InnerAdagrad:
     def __init__(self, parameter: Tensor, gradient: Tensor, accumulator: Tensor, lr: float) -> None:
         self.parameter, self.gradient, self.accumulator = parameter, gradient, accumulator
         self.lr = lr
-        self._sides = [list(tensor) for tensor in (parameter, gradient, accumulator)]
-        self._steps = [torch.zeros(()), torch.zeros(())]  # which a constant learning rate does not look at
+        self._parameters, self._gradients, self._accumulators = map(list, (parameter, gradient, accumulator))
+        self._steps = [torch.zeros(()), torch.zeros(())]  # not read, because the learning rate is constant
 
     def step(self) -> None:
         """One step on the gradient as it is now."""
-        settings = {"lr": self.lr, "weight_decay": 0.0, "lr_decay": 0.0, "eps": ADAGRAD_EPS, "maximize": False}
         if self.parameter.is_cpu:
             # One pass over memory instead of four.
-            adagrad(*self._sides, self._steps, fused=True, **settings)
+            adagrad(
+                self._parameters,
+                self._gradients,
+                self._accumulators,
+                self._steps,
+                fused=True,
+                lr=self.lr,
+                weight_decay=0.0,
+                lr_decay=0.0,
+                eps=ADAGRAD_EPS,
+                maximize=False,
+            )
             return
         self.accumulator.addcmul_(self.gradient, self.gradient)
         self.parameter.addcdiv_(self.gradient, self.accumulator.sqrt().add_(ADAGRAD_EPS), value=-self.lr)
@@ -46,8 +56,10 @@ class InnerAdam(nn.Module):
     """``torch.optim.Adam`` (β and ε: its defaults) for a network whose gradients are needed nowhere else.
 
     Args:
-        network: whose parameters it is for; they never require a gradient outside of :meth:`step`.
+        network: the network; its parameters never require a gradient outside of :meth:`step`.
     """
+
+    steps: Tensor
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -59,12 +71,12 @@ class InnerAdam(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Forget everything."""
+        """Clear the moments and the step count."""
         for buffer in self.buffers():
             buffer.zero_()
 
     def step(self, network: nn.Module, objectives: Sequence[Callable[[], Tensor]], lr: float, ok: Tensor) -> None:
-        """One step on the sum of the objectives, whose graphs live one after the other.
+        """One step on the sum of the objectives. Their graphs exist one after the other, not all at once.
 
         Args:
             network: what to update, in place.
@@ -72,7 +84,7 @@ class InnerAdam(nn.Module):
             lr: learning rate.
             ok: 0-d bool; where False nothing changes.
         """
-        parameters = list(network.parameters())
+        parameters: list[Tensor] = list(network.parameters())
         with torch.enable_grad():
             for parameter in parameters:
                 parameter.requires_grad_(True)
@@ -86,7 +98,7 @@ class InnerAdam(nn.Module):
 
     @torch.no_grad()
     def _apply_gradients(self, parameters: list[Tensor], gradients: list[Tensor], lr: float, ok: Tensor) -> None:
-        """One kernel for all of them, which does nothing where ``ok`` does not hold."""
+        """Update all parameters by one kernel, which does nothing where ``ok`` is False."""
         means, squares = (
             [self.get_buffer(f"{name}_{position}") for position in range(len(parameters))]
             for name in ("mean", "square")

@@ -1,7 +1,9 @@
 """Interface of all losses."""
 
 import contextlib
+import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +88,7 @@ class ContrastiveLoss(nn.Module):
                 embeddings of the first and of the second views. Samples with a non-finite feature are left out, without
                 waiting for the device, and reported by :meth:`pop_nonfinite` (OpenCLIP's own losses only report them).
             logit_scale: 0-d or one element, ``1/τ``. If it is not finite, the loss is 0 and nothing changes.
-            logit_bias: used by SigLIP only. It cancels in a softmax.
+            logit_bias: OpenCLIP's; it cancels in a softmax, and only sigmoid losses use it.
             index: ``(B_local,)`` positions of the samples in the data set; ignored by losses that need none.
             output_dict: return the terms.
             outputs: other outputs of the model; a loss ignores those that it does not use.
@@ -103,7 +105,7 @@ class ContrastiveLoss(nn.Module):
             terms = self._terms(batch, {"logit_bias": logit_bias, **outputs})
             self._note_nonfinite(batch, index)
         self.calls += self.training
-        return terms if output_dict else sum(terms.values())
+        return terms if output_dict else functools.reduce(torch.add, terms.values())
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
         """Compute the terms, with their graph; in training mode also update the state once.
@@ -229,7 +231,7 @@ class ContrastiveLoss(nn.Module):
         """
         return None
 
-    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
         """As in ``nn.Module``; the loss takes on the precision of the state."""
         if any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in state_dict.values()):
             self.double()
@@ -263,8 +265,10 @@ class ContrastiveLoss(nn.Module):
 
     def _note_nonfinite(self, batch: LocalBatch, index: Tensor | None) -> None:
         finite = batch.finite
-        named = isinstance(index, Tensor) and index.shape == finite.shape and not index.is_floating_point()
-        names = index.to(finite.device, torch.int64) if named else torch.arange(len(finite), device=finite.device)
+        if isinstance(index, Tensor) and index.shape == finite.shape and not index.is_floating_point():
+            names = index.to(finite.device, torch.int64)
+        else:
+            names = torch.arange(len(finite), device=finite.device)
         self.nonfinite.add(self.calls, names, ~finite, ~torch.isfinite(batch.logit_scale.detach()))
 
 

@@ -78,7 +78,7 @@ def batch_estimate_where_missing(stored: Tensor, contrast: Contrast) -> Tensor:
 
 
 class MinibatchNormalizer(Normalizer):
-    """The batch's own estimate (NeuCLIP, section 3, mini-batch approximation). No state.
+    """The batch's own estimate [NeuCLIP, section 3, mini-batch approximation]. No state.
 
     It is biased, and what OpenCLIP's loss does in effect: the baseline of every comparison.
     """

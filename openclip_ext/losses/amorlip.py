@@ -59,7 +59,7 @@ class TwoSidedMlp(nn.Module):
         self.shifts = nn.ParameterList(torch.zeros(2, 1, fan_out) for _, fan_out in widths[:2])
 
     @torch.no_grad()
-    def initialize(self, random: torch.Generator) -> None:
+    def initialize(self, random: torch.Generator | None) -> None:
         """Start values of ``nn.Linear`` and ``nn.LayerNorm``.
 
         Args:

@@ -43,7 +43,10 @@ class Projection(nn.Module):
         random: of the start values.
     """
 
-    def __init__(self, embed_dim: int, projection_dim: int, random: torch.Generator) -> None:
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, embed_dim: int, projection_dim: int, random: torch.Generator | None) -> None:
         super().__init__()
         self.hidden = linear(embed_dim, projection_dim, False, random)
         self.scale = nn.Parameter(torch.ones(projection_dim))

@@ -21,12 +21,14 @@ Example:
     >>> terms = loss(image_features, text_features, logit_scale, index=index, output_dict=True)
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast
-from openclip_ext.contrastive.estimands import NegativesMean
+from openclip_ext.contrastive.estimands import Estimand, NegativesMean
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer, batch_estimate_where_missing
 from openclip_ext.contrastive.objectives import Anchors, Contrastive, Objective
 from openclip_ext.losses.method import Method, NormalizerPart
@@ -49,7 +51,7 @@ class MovingAverageNormalizer(Normalizer):
         epochs: epochs of the run.
     """
 
-    estimates = (NegativesMean,)
+    estimates: ClassVar[tuple[type[Estimand], ...]] = (NegativesMean,)
     needs_index = True
 
     def __init__(

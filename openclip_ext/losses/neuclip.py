@@ -335,8 +335,13 @@ class _Fit:
             if terms is None:
                 # Prototypes along the rows: both products then read their first factor row by row.
                 terms = scaled.new_empty(2, size, length)
-            rows = (values[:, anchors] for values in (scaled, offset, contrast.log_estimate, factor))
-            yield _FitAnchors(*rows, terms=terms[:, :, :length])
+            yield _FitAnchors(
+                scaled=scaled[:, anchors],
+                offset=offset[:, anchors],
+                log_estimate=contrast.log_estimate[:, anchors],
+                factor=factor[:, anchors],
+                terms=terms[:, :, :length],
+            )
 
     def update(self) -> None:
         """One AdaGrad step."""

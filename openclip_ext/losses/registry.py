@@ -171,8 +171,10 @@ class _Composition:
         built = [cls(**{name: arguments[name] for name in _keywords(cls) & arguments.keys()}) for cls in self.classes]
         if len(built) == 1:
             return built[0]
-        keywords = self.keywords()
-        return GlobalContrastiveLoss(*built, **{name: sizes[name] if name in keywords else None for name in sizes})
+        needed = self.keywords() & sizes.keys()
+        embed_dim, num_samples = (sizes[name] if name in needed else None for name in ("embed_dim", "num_samples"))
+        objective, normalizer, temperature = built
+        return GlobalContrastiveLoss(objective, normalizer, temperature, embed_dim, num_samples)
 
 
 def _compose(name: str, normalizer: str | None, temperature_scheme: str | None, views: int | None) -> _Composition:
@@ -249,7 +251,7 @@ def _keywords(build: type) -> set[str]:
     """Names of a class's keyword-only arguments, including those that it hands to its base class."""
     names: set[str] = set()
     for cls in inspect.getmro(build):
-        parameters = inspect.signature(cls.__init__).parameters.values()
+        parameters = inspect.signature(getattr(cls, "__init__")).parameters.values()  # noqa: B009
         names |= {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             break

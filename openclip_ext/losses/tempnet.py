@@ -43,7 +43,7 @@ class TemperatureNetwork(nn.Module):
     normalised.
     """
 
-    def __init__(self, embed_dim: int, random: torch.Generator) -> None:
+    def __init__(self, embed_dim: int, random: torch.Generator | None) -> None:
         super().__init__()
         bound = 1 / math.sqrt(embed_dim)
         self.weight = nn.Parameter(torch.empty(2, embed_dim, embed_dim).uniform_(-bound, bound, generator=random))

@@ -1,4 +1,8 @@
-"""Numbers of many samples outside of the device's memory: in the host's, or in a memory-mapped file."""
+"""Per-sample state in host memory or in a memory-mapped file.
+
+Tables are stored with zero for "never written", so that memory and files of zeros, which cost nothing until they are written
+to, hold no value. A stored value of zero has its sign bit set: it is ``-0.0``.
+"""
 
 import mmap
 import os
@@ -11,31 +15,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Rows that are converted or copied at once; 4 to 16 MiB in the losses' tables.
+# Rows to convert or copy at a time; 4 to 16 MiB in the losses' tables.
 CHUNK_ROWS = 1 << 19
 _INTEGER_OF = {torch.float32: torch.int32, torch.float64: torch.int64}
-_FLOAT_OF = {integer: floating for floating, integer in _INTEGER_OF.items()}
 
 
 def encode(values: Tensor) -> Tensor:
-    """The bits of ``values`` XOR those of NaN, as integers: 0 stands for NaN, which is what was never written.
+    """Values as they are stored: ``-0.0`` for zero, and zero for NaN, which stands for "never written".
 
-    So memory and files of zeros, which cost nothing until they are written to, hold no value. Lower precisions become
-    float32; :func:`decode` gives back every other value, bit for bit.
+    Lower precisions become float32. :func:`decode` returns every other value, bit for bit.
     """
     values = values.to(torch.promote_types(values.dtype, torch.float32))
-    return values.view(_INTEGER_OF[values.dtype]) ^ _nan_bits(values.dtype)
+    return torch.where(values == 0, -0.0, torch.where(torch.isnan(values), 0.0, values))
 
 
-def decode(bits: Tensor) -> Tensor:
-    """The values that :func:`encode` was given."""
-    dtype = _FLOAT_OF[bits.dtype]
-    return (bits ^ _nan_bits(dtype)).view(dtype)
+def decode(stored: Tensor) -> Tensor:
+    """Values from what is stored: NaN where nothing was ever written."""
+    return torch.where(_bits(stored) == 0, torch.nan, stored)
 
 
-def recode(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Encoded values in another precision."""
-    return bits if _FLOAT_OF[bits.dtype] == dtype else encode(decode(bits).to(dtype))
+def recode(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Stored values in another precision. A value that underflows stays written."""
+    return stored if stored.dtype == dtype else encode(decode(stored).to(dtype))
+
+
+def _bits(stored: Tensor) -> Tensor:
+    return stored.contiguous().view(_INTEGER_OF[stored.dtype])
 
 
 def chunks(rows: int) -> list[tuple[int, int]]:
@@ -43,21 +48,17 @@ def chunks(rows: int) -> list[tuple[int, int]]:
     return [(start, min(start + CHUNK_ROWS, rows)) for start in range(0, rows, CHUNK_ROWS)]
 
 
-def _nan_bits(dtype: torch.dtype) -> int:
-    return int(torch.tensor(float("nan"), dtype=dtype).view(_INTEGER_OF[dtype]))
-
-
 class HostTable:
-    """``rows`` × ``columns`` encoded numbers (:func:`encode`) of which pages that nobody wrote to take no room.
+    """``rows`` × ``columns`` stored numbers (:func:`encode`). Pages that were never written to take no memory.
 
-    One background thread does all reading and writing of single rows, in the order in which it was asked for; so nobody
-    waits for memory, the disk or the device, and whoever reads sees what was written before.
+    One background thread reads and writes single rows, in the order of the calls. So no caller waits for memory, the disk or
+    the device, and a read sees all writes before it.
 
     Args:
         rows, columns: size.
         dtype: float32 or float64.
-        folder: where a memory-mapped file holds the numbers; None: in memory. The file has no name and goes with the
-            process, however that ends.
+        folder: folder for a memory-mapped file with the numbers; None: in memory. The file has no name and disappears with
+            the process, however that ends.
 
     Raises:
         OSError: ``folder`` cannot be written to, or has too little room for the full table.
@@ -67,16 +68,16 @@ class HostTable:
         self.dtype = dtype
         self.folder = folder
         memory = _zeros(rows * columns * dtype.itemsize, folder)
-        self._bits = torch.frombuffer(memory, dtype=_INTEGER_OF[dtype]).view(rows, columns)
+        self._stored = torch.frombuffer(memory, dtype=dtype).view(rows, columns)
         self._thread: ThreadPoolExecutor | None = None
-        self._last: Future | None = None
+        self._last: Future[Any] | None = None
         self._failure: BaseException | None = None
 
     @property
-    def bits(self) -> Tensor:
-        """All rows, ``(rows, columns)``, after everything that was asked for is done."""
+    def stored(self) -> Tensor:
+        """All rows, ``(rows, columns)``, after all pending writes."""
         self.finish()
-        return self._bits
+        return self._stored
 
     def gather(self, slots: Tensor, pinned: bool = False) -> "Future[Tensor]":
         """Read the rows ``slots`` ``(B,)`` in the background.
@@ -85,9 +86,9 @@ class HostTable:
             slots: on the CPU.
             pinned: into memory from which a GPU copies without waiting.
         """
-        # Allocated here: a new thread would pin memory for the first GPU.
-        rows = torch.empty((len(slots), self._bits.shape[1]), dtype=self._bits.dtype, pin_memory=pinned)
-        return self._submit(lambda: torch.index_select(self._bits, 0, slots, out=rows))
+        # Allocated by the caller: a new thread would pin memory for the first GPU.
+        rows = torch.empty((len(slots), self._stored.shape[1]), dtype=self._stored.dtype, pin_memory=pinned)
+        return self._submit(lambda: torch.index_select(self._stored, 0, slots, out=rows))
 
     def scatter(self, slots: Tensor, rows: Tensor) -> None:
         """Write ``rows`` ``(B, columns)`` to ``slots`` ``(B,)`` in the background; both may be on a GPU.
@@ -103,20 +104,21 @@ class HostTable:
         def write() -> None:
             if arrived is not None:
                 arrived.synchronize()
-            self._bits[slots] = rows
+            self._stored[slots] = rows
 
         self._submit(write)
 
     def finish(self) -> None:
-        """Wait until everything that was asked for is done; raises what has failed in the background."""
+        """Wait for all pending work; raise an error of the background thread."""
         if self._last is not None:
             self._last.result()
 
     def converted(self, dtype: torch.dtype) -> "HostTable":
         """The same numbers in another precision."""
-        other = HostTable(*self._bits.shape, dtype, self.folder)
-        for start, stop in chunks(len(self._bits)):
-            put(other._bits[start:stop], recode(self.bits[start:stop], dtype))
+        rows, columns = self._stored.shape
+        other = HostTable(rows, columns, dtype, self.folder)
+        for start, stop in chunks(len(self._stored)):
+            put(other._stored[start:stop], recode(self.stored[start:stop], dtype))
         return other
 
     def __getstate__(self) -> dict[str, Any]:
@@ -124,14 +126,14 @@ class HostTable:
         self.finish()
         return {**self.__dict__, "_thread": None, "_last": None}
 
-    def _submit(self, work: Callable[[], Any]) -> Future:
+    def _submit(self, work: Callable[[], Any]) -> "Future[Any]":
         if self._thread is None:
             self._thread = _new_thread()
         self._last = self._thread.submit(self._unless_failed, work)
         return self._last
 
     def _unless_failed(self, work: Callable[[], Any]) -> Any:
-        """Do what was asked for, or raise what went wrong before: then the numbers are no longer complete."""
+        """Run ``work``, or raise the error of earlier work: the numbers are then incomplete."""
         if self._failure is None:
             try:
                 return work()
@@ -141,25 +143,27 @@ class HostTable:
 
 
 def _new_thread() -> ThreadPoolExecutor:
+    name = "per-sample state"
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return ThreadPoolExecutor(1, name)
     # A thread begins on the first GPU, and waiting for an event would take memory there (as torch's pinning thread knows).
-    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-    start = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)} if on_gpu else {}
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="per-sample state", **start)
+    device = torch.cuda.current_device()
+    return ThreadPoolExecutor(1, name, initializer=lambda: torch.cuda.set_device(device))
 
 
 def put(target: Tensor, rows: Tensor) -> None:
-    """Overwrite encoded rows, without touching memory for zeros that are there already."""
+    """Overwrite stored rows. Rows that are all zero before and after are not touched and keep taking no memory."""
     if not (is_zero(rows) and is_zero(target)):
         target.copy_(rows)
 
 
 def is_zero(rows: Tensor) -> bool:
-    """Whether encoded rows on the CPU were never written. numpy looks six times as fast as torch does."""
-    return not rows.numpy().any()
+    """Whether stored rows on the CPU were never written. numpy tests six times as fast as torch."""
+    return not _bits(rows).numpy().any()
 
 
 def _on_its_way_to_host(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory, complete once the current stream has come so far."""
+    """A copy in pinned memory, complete once the current stream has reached this point."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 

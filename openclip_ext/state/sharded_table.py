@@ -1,4 +1,4 @@
-"""Per-sample state, split over the processes by contiguous ranges of the index."""
+"""Tables of per-sample state, split over the processes by contiguous ranges of the index."""
 
 import contextlib
 import math
@@ -11,54 +11,58 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext import distributed
-from openclip_ext.state.host_table import HostTable, chunks, decode, encode, put
+from openclip_ext.state.host_table import HostTable, chunks, decode, encode, put, recode
 
 _SHARD = "shard"
-# With the automatic choice a process's part of a table that is larger goes to the host.
+# With device="auto" a larger part of a table goes to the host.
 _LARGEST_ON_DEVICE = 1 << 30
 
 
 def shard_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The range of indices process ``rank`` keeps: ``⌈n/K⌉`` each, less at the end."""
+    """Range of indices of process ``rank``: ``⌈n/K⌉`` each, fewer at the end."""
     per_rank = math.ceil(num_samples / world_size)
     first = min(rank * per_rank, num_samples)
     return first, min(first + per_rank, num_samples)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Fetched:
-    """Rows on their way: what was asked for, and the future of the encoded rows ``(B, columns)`` on the CPU."""
+    """A pending read: the index, and the future of the stored rows ``(B, columns)`` on the CPU."""
 
     index: Tensor
     rows: "Future[Tensor]"
 
 
 class ShardedTable(nn.Module):
-    """``columns`` numbers for each of ``num_samples`` samples, of which this process keeps its range only.
+    """``columns`` numbers for each of ``num_samples`` samples; each process keeps its range.
 
-    Reading costs one all-reduce of ``columns·B`` scalars (the owner contributes, the others add zero); writing is local.
-    A sample that was never written is NaN.
+    A read costs one all-reduce of ``columns·B`` scalars (the owner contributes, the others add zero). A write is local.
+    Samples that were never written read as NaN.
 
-    The table lies with the model, or in the host's memory or a memory-mapped file (:class:`HostTable`), where it costs a
-    GPU nothing, and the parts that nobody wrote to cost nothing at all. There, tell :meth:`prefetch` which samples come
-    next: otherwise :meth:`read` waits for the device to learn it.
+    The table is on the model's device, or in host memory or a memory-mapped file (:class:`HostTable`). There it takes no GPU
+    memory, and parts that were never written take none at all. Tell :meth:`prefetch` which samples come next: otherwise
+    :meth:`read` waits for the device to learn it.
 
     Args:
         columns: numbers per sample.
         num_samples: size ``n`` of the index space.
-        device: ``model``: where the model is; ``cpu``: in the host's memory; ``auto``: with the model while this process's
-            part is at most 1 GiB in float32.
-        folder: keep it in a memory-mapped file in this folder; the file disappears with the process.
+        device: ``model``: the model's device; ``cpu``: host memory; ``auto``: the model's device if this process's part is at
+            most 1 GiB in float32, else host memory.
+        folder: keep the table in a memory-mapped file in this folder; the file disappears with the process.
 
     Attributes:
-        values: ``(columns, size + 1)``; without numbers, only for precision and device, if the table is not there.
+        values: ``(columns, size + 1)`` stored numbers (:func:`encode`). For a table on the host it is empty and only carries
+            precision and device.
         host: the rows, if the table is on the host.
-        foreign: 0-d bool: a read was for other samples than :meth:`prefetch` was told.
+        foreign: 0-d bool: a read came with other samples than :meth:`prefetch` was given.
 
     Raises:
         ValueError: ``device="model"`` together with a folder.
-        OSError: too little memory, or room in the folder.
+        OSError: too little memory, or too little room in the folder.
     """
+
+    values: Tensor
+    foreign: Tensor
 
     def __init__(self, columns: int, num_samples: int, device: str = "auto", folder: str | None = None) -> None:
         super().__init__()
@@ -67,11 +71,11 @@ class ShardedTable(nn.Module):
         self.world_size = distributed.world_size()
         self.first, self.end = shard_bounds(num_samples, distributed.rank(), self.world_size)
         self.host: HostTable | None = None
-        # The last row takes the writes that belong to other processes: no shape depends on data.
+        # The last row takes the writes of other processes' samples, so that no shape depends on data.
         rows = self.size + 1
         if goes_to_host(device, folder, columns * rows * torch.float32.itemsize):
             self.host, rows = HostTable(rows, columns, torch.float32, folder), 0
-        self.register_buffer("values", torch.full((columns, rows), float("nan"), dtype=torch.float32), persistent=False)
+        self.register_buffer("values", torch.zeros(columns, rows), persistent=False)
         self.register_buffer("foreign", torch.zeros((), dtype=torch.bool), persistent=False)
         self._fetched: _Fetched | None = None
         self._apart = False
@@ -105,19 +109,19 @@ class ShardedTable(nn.Module):
     # --- single samples ----------------------------------------------------------------------------------------------
 
     def prefetch(self, index: Tensor) -> None:
-        """Begin to read the samples ``index`` ``(B,)`` on the CPU, which the next :meth:`read` will be for.
+        """Begin to read the samples ``index`` ``(B,)``, on the CPU, for the next :meth:`read`. No communication.
 
-        Of use only for a table on the host; costs no communication.
+        Does nothing for a table on the model's device.
         """
         if self.host is not None:
-            self._fetched = self._fetch(index)
+            self._fetched = self._fetch(self.host, index)
 
     @torch.no_grad()
     def read(self, index: Tensor, columns: slice = slice(None)) -> Tensor:
         """Values of the samples ``index`` ``(B,)``, the same on every process: ``(columns, B)``, or some of the columns."""
         slots, mine = self._slots(index)
-        values = self.values[columns, slots] if self.host is None else self._from_host(index)[columns]
-        values = torch.where(mine, values, 0)
+        stored = self.values[columns, slots] if self.host is None else self._from_host(self.host, index)[columns]
+        values = torch.where(mine, decode(stored), 0)
         return distributed.all_reduce_sum(values) if self.world_size > 1 else values
 
     @torch.no_grad()
@@ -128,49 +132,53 @@ class ShardedTable(nn.Module):
         """
         slots, _ = self._slots(index, where)
         if self.host is None:
-            self.values[:, slots] = values.to(self.values.dtype)
+            self.values[:, slots] = encode(values.to(self.values.dtype))
             return
         self._fetched = None
         self.host.scatter(slots, encode(values.to(self.host.dtype)).T)
 
-    def _fetch(self, index: Tensor) -> _Fetched:
+    def _fetch(self, host: HostTable, index: Tensor) -> _Fetched:
         slots, _ = self._slots(index)
         on_gpu = self.values.is_cuda
-        return _Fetched(index.pin_memory() if on_gpu else index, self.host.gather(slots, pinned=on_gpu))
+        return _Fetched(index.pin_memory() if on_gpu else index, host.gather(slots, pinned=on_gpu))
 
-    def _from_host(self, index: Tensor) -> Tensor:
-        """Stored values of the samples that are this process's, anything for others: ``(columns, B)``."""
+    def _from_host(self, host: HostTable, index: Tensor) -> Tensor:
+        """Stored values of this process's samples, anything for others: ``(columns, B)``."""
         fetched = self._fetched
-        fits = fetched is not None and fetched.index.shape == index.shape
-        if not fits or (index.is_cpu and not torch.equal(fetched.index, index)):
-            fetched = self._fetch(index.cpu())
-        bits = fetched.rows.result().to(index.device, non_blocking=True)
-        # What a GPU's index is, the host cannot see without waiting: an unexpected one is as if never seen, and reported.
+        if (
+            fetched is None
+            or fetched.index.shape != index.shape
+            or (index.is_cpu and not torch.equal(fetched.index, index))
+        ):
+            fetched = self._fetch(host, index.cpu())
+        stored = fetched.rows.result().to(index.device, non_blocking=True)
+        # Comparing indices on the host would force a sync. Compare on the device: rows that were not prefetched read as never
+        # written, and ``foreign`` records it.
         expected = fetched.index.to(index.device, non_blocking=True) == index
         self.foreign = self.foreign.to(index.device) | ~expected.all()
-        # Laid out as a table with the model gives it: vectorised and plain arithmetic differ in the last bit.
-        return torch.where(expected, decode(bits).T.contiguous(), float("nan"))
+        # The layout of a table on the device: vectorised and plain arithmetic differ in the last bit.
+        return torch.where(expected, stored.T.contiguous(), 0)
 
     # --- the whole part ----------------------------------------------------------------------------------------------
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Rows ``start`` to ``stop`` of this process's part, encoded (:func:`encode`), ``(stop - start, columns)`` on the CPU.
+        """Rows ``start`` to ``stop`` of this process's part as stored, ``(stop - start, columns)`` on the CPU.
 
-        A view of the table where it is on the host.
+        A view of the table if it is on the host.
         """
         if self.host is not None:
-            return self.host.bits[start:stop]
-        return encode(self.values[:, start:stop].T).cpu().contiguous()
+            return self.host.stored[start:stop]
+        return self.values[:, start:stop].T.cpu().contiguous()
 
     @torch.no_grad()
     def set_rows(self, start: int, rows: Tensor) -> None:
-        """Overwrite the rows from ``start`` with encoded ones of this table's precision, ``(rows, columns)`` on the CPU."""
+        """Overwrite the rows from ``start`` with stored ones of this table's precision, ``(rows, columns)`` on the CPU."""
         stop = start + len(rows)
         self._fetched = None
         if self.host is not None:
-            put(self.host.bits[start:stop], rows)
+            put(self.host.stored[start:stop], rows)
         else:
-            self.values[:, start:stop] = decode(rows).T.to(self.values.device)
+            self.values[:, start:stop] = rows.T.to(self.values.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "ShardedTable":
         super()._apply(fn, recurse)
@@ -180,15 +188,15 @@ class ShardedTable(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, which have nothing on its way."""
+        """For copies, which have no pending read."""
         return {**self.__dict__, "_fetched": None}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not self._apart:
-            on_host = self.host is not None
-            # A copy where the table is on the host: what is memory-mapped must not change in somebody's checkpoint.
-            destination[prefix + _SHARD] = decode(self.rows(0, self.size)).T if on_host else self.values[:, :-1]
+            # A copy of a table on the host: a memory-mapped table must not change in somebody's checkpoint.
+            rows = None if self.host is None else self.rows(0, self.size).clone().T
+            destination[prefix + _SHARD] = self.values[:, :-1] if rows is None else rows
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         missing = args[2]
@@ -202,15 +210,18 @@ class ShardedTable(nn.Module):
         if shard.shape != (self.columns, self.size):
             raise ValueError(
                 f"{key} has shape {tuple(shard.shape)}, this process keeps {(self.columns, self.size)}: the state is of "
-                "another number of samples or of processes (for the latter use openclip_ext.state.sharded_table.reshard)"
+                "another number of samples or of processes"
             )
         for start, stop in chunks(self.size):
-            self.set_rows(start, encode(shard[:, start:stop].T.to(self.dtype)).cpu())
+            self.set_rows(start, recode(shard[:, start:stop].T, self.dtype).cpu())
 
 
 @contextlib.contextmanager
 def kept_apart(tables: Iterable[ShardedTable]) -> Iterator[None]:
-    """Within it ``state_dict`` and ``load_state_dict`` leave these tables out, for who saves and restores them in parts."""
+    """Context in which ``state_dict()`` and ``load_state_dict()`` skip these tables.
+
+    The checkpoint code streams them separately.
+    """
     tables = list(tables)
     for table in tables:
         table._apart = True
@@ -222,14 +233,14 @@ def kept_apart(tables: Iterable[ShardedTable]) -> Iterator[None]:
 
 
 def goes_to_host(device: str, folder: str | None, size: int) -> bool:
-    """Whether a process's part of a table, of ``size`` bytes in float32, lies on the host; see :class:`ShardedTable`."""
+    """Whether a process's part of a table, ``size`` bytes in float32, goes to the host; see :class:`ShardedTable`."""
     if folder is not None and device == "model":
         raise ValueError(f"state_device=model and state_dir={folder} contradict each other: give one of them")
     return folder is not None or device == "cpu" or (device == "auto" and size > _LARGEST_ON_DEVICE)
 
 
 def sharded_key(name: str) -> str:
-    """Key of a table's part in the ``state_dict`` of a loss, in which its name is ``name``."""
+    """Key of the part of the table ``name`` in the ``state_dict`` of a loss."""
     return f"{name}.{_SHARD}"
 
 
@@ -238,39 +249,16 @@ def is_sharded(key: str) -> bool:
     return key.rpartition(".")[2] == _SHARD
 
 
-def reshard(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-    """The state of a loss for another number of processes.
-
-    Args:
-        states: ``state_dict()`` of the loss on every old process, in the order of their ranks.
-        rank, world_size: the new process.
-
-    Returns:
-        What to give to ``load_state_dict`` there.
-
-    Raises:
-        ValueError: if there are no states.
-    """
-    if not states:
-        raise ValueError("reshard needs the state of every old process, found none")
-    state = dict(states[0])
-    for key in filter(is_sharded, states[0]):
-        table = torch.cat([old[key] for old in states], dim=1)
-        first, end = shard_bounds(table.shape[1], rank, world_size)
-        state[key] = table[:, first:end].clone()
-    return state
-
-
 def log_mean_of_equal(index: Tensor, log_values: Tensor, valid: Tensor) -> Tensor:
     """Give all occurrences of an index the mean of their values, in log space.
 
     Args:
         index: ``(B,)``.
         log_values: ``(rows, B)`` logarithms of the values.
-        valid: ``(B,)``, which samples count.
+        valid: ``(B,)``, whether a sample counts.
 
     Returns:
-        ``(rows, B)`` logarithms of the means; anything for samples that do not count.
+        ``(rows, B)`` logarithms of the means; anything where a sample does not count.
     """
     if _all_differ(index):
         return log_values
@@ -278,7 +266,7 @@ def log_mean_of_equal(index: Tensor, log_values: Tensor, valid: Tensor) -> Tenso
     group = group.expand_as(log_values)
     masked = torch.where(valid, log_values, -torch.inf)
     largest = torch.full_like(log_values, -torch.inf).scatter_reduce(1, group, masked, "amax").gather(1, group)
-    # Sums in double precision: on a GPU their order is not fixed, and so rounding hides it.
+    # On a GPU the order of summation is not fixed. Sums in double precision round to the same result.
     shares = torch.where(valid & torch.isfinite(largest), (masked - largest).double().exp(), 0)
     sums = torch.zeros_like(shares).scatter_add(1, group, shares).gather(1, group)
     return largest + (sums / size).log().to(log_values.dtype)
@@ -296,12 +284,12 @@ def mean_of_equal(index: Tensor, values: Tensor, valid: Tensor) -> Tensor:
 
 
 def _all_differ(index: Tensor) -> bool:
-    """Whether no index is there twice; False on a GPU, where to know it would be to wait for it."""
+    """Whether no index occurs twice; False on a GPU, where finding out would force a sync."""
     return index.is_cpu and len(torch.unique(index)) == len(index)
 
 
 def _groups(index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of each sample's group of equal indices ``(B,)``, and how many of its members count ``(B,)``, at least 1."""
+    """Each sample's group of equal indices ``(B,)``, and the number of its members that count ``(B,)``, at least 1."""
     ordered, order = torch.sort(index, stable=True)
     starts = torch.ones_like(ordered)
     starts[1:] = (ordered[1:] != ordered[:-1]).to(starts.dtype)

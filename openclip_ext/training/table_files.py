@@ -1,7 +1,7 @@
 """Tables of per-sample state on disk, written and read in parts: never a second copy of one in memory.
 
-A file holds one rank's part as numpy's format describes it (``numpy.load`` opens it): a row of integers for each sample,
-which are its numbers' bits XOR those of NaN (``state/host_table.py``). What nobody wrote to is a hole in the file.
+A file holds one rank's part in numpy's format: a row of numbers for each sample, zeros if it was never seen
+(``state/host_table.py``). ``numpy.load`` reads it. Parts that were never written are holes in the file.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ class TablePart:
         name: what to call it in messages.
         size, columns: samples, and numbers of each.
         dtype: precision of the numbers.
-        read: gives the encoded rows of a range, ``(stop - start, columns)``.
+        read: returns the stored rows of a range, ``(stop - start, columns)``.
     """
 
     name: str

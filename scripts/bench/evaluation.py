@@ -1,24 +1,23 @@
-"""Samples per second of ``eval.datacomp`` against doing the same upstream's way, in one run on the same data.
+"""Samples per second of ``eval.datacomp`` and of DataComp's own way, in one run on the same data.
 
-Upstream's way is DataComp's harness with clip-benchmark's functions: for every task the model is created and loaded, the
-classifier is made class by class (``zero_shot_classifier``), the images are scored (``run_classification``), and grouped
-tasks read their metadata in a second pass. Ours loads the model once and encodes texts in batches, without their padding,
-and equal classes once. Images go through the same tower in the same precision both ways.
+Upstream's way is DataComp's harness with clip-benchmark's functions: it creates and loads the model for every task, makes
+the classifier class by class (``zero_shot_classifier``), scores the images (``run_classification``), and reads the
+metadata of grouped tasks in a second pass. Ours loads the model once, encodes texts in batches without their padding, and
+encodes equal classes once. Both use the same image tower in the same precision.
 
-The data has the proportions of DataComp's: images **and** classes of each task divided by ``--scale`` (with all the classes
-texts would weigh too much), with clip-benchmark's own class names and templates, and photographs. Sizes are rounded, to at
-least one class and eight images; the result names the prompts for each image that came of it beside DataComp's. The tasks
-are ImageNet and its variants, a group that is always reported together; ``--tasks`` takes any others.
+The data has the proportions of DataComp's: ``--scale`` divides the images **and** the classes of each task (with all
+classes, texts would weigh too much). Class names and templates are clip-benchmark's, images are photographs. A task keeps
+at least one class and eight images; the result states the prompts per image here and in DataComp. The default tasks are
+ImageNet and its variants, which are always reported together.
 
-The two ways take turns, task by task, ``--repeats`` times. The ratio is that of a repetition's totals, and the median,
-minimum and maximum over the repetitions are given. Both ways must give the same accuracies, or the comparison is off.
-Loading the model is not scaled down with the data and therefore weighs more than in a full evaluation: the ratio without
-it is given, too. ``at_datacomps_size`` multiplies the measured times of an image, a prompt and a load with DataComp's
-numbers of them.
+The two ways alternate task by task, ``--repeats`` times. The result has the median, minimum and maximum of the ratio of a
+repetition's totals. The script stops if the two ways give different accuracies. Loading the model does not scale with the
+data and weighs more here than in a full evaluation, so the result also has the ratio without it. ``at_datacomps_size``
+multiplies the measured times of an image, a prompt and a load by DataComp's numbers of them.
 
     python scripts/bench/evaluation.py --output evaluation.json
 
-``--reading`` compares reading and preprocessing the images alone, which decides where the model is fast.
+``--reading`` compares reading and preprocessing alone, the bottleneck if the model is fast.
 
     python scripts/bench/evaluation.py --reading --tasks imagenetv2 --scale 20 --shards 1
 """
@@ -34,6 +33,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -60,13 +60,30 @@ from eval.tasks import AVERAGED, GROUPS, TASKS, Task
 # Names of the parts of the work.
 MODEL, PROMPTS, IMAGES, METADATA, READING = "model", "texts", "images", "metadata", "reading"
 VARIANTS = GROUPS["ImageNet & variants (7)"]
-# clip-benchmark's name for the classes and templates of the tasks that it does not list under their own.
+# clip-benchmark's name for classes and templates, for tasks that it does not list under their own name.
 TEXTS = dict.fromkeys(VARIANTS, "imagenet1k")
-# Sets of tasks that the result is worked out for at their true size.
+# Sets of tasks whose result is projected to their true size.
 PROJECTED = {
     "ImageNet & variants (7)": [TASKS[key] for key in VARIANTS],
     "classification tasks of the average (35)": [TASKS[key] for key in AVERAGED if TASKS[key].classes is not None],
 }
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to compare, and how; a field for every argument of the command line."""
+
+    model: str = "ViT-B-32"
+    tasks: Sequence[str] = VARIANTS
+    scale: int = 200
+    repeats: int = 3
+    batch_size: int = 64
+    workers: int = 4
+    shards: int = 2
+    reading: bool = False
+    device: str = "cpu"
+    data_dir: str | None = None
+    output: str | None = None
 
 
 def parse_args() -> argparse.Namespace:
@@ -76,7 +93,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--scale", type=int, default=200, help="divides DataComp's numbers of images and of classes")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=64, help="of both ways; upstream's default")
-    parser.add_argument("--workers", type=int, default=4, help="of both ways, at most one a shard; upstream's default")
+    parser.add_argument(
+        "--workers", type=int, default=4, help="of both ways, at most one per shard; upstream's default"
+    )
     parser.add_argument("--shards", type=int, default=2, help="of each task")
     parser.add_argument("--reading", action="store_true", help="compare reading and preprocessing alone")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -86,38 +105,38 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    args = parse_args()
+    settings = Settings(**vars(parse_args()))
     logging.getLogger().setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as temporary:
         checkpoint = Path(temporary) / "checkpoint.pt"
         torch.manual_seed(0)
-        torch.save({"state_dict": open_clip.create_model(args.model).state_dict()}, checkpoint)
-        data_dir = Path(args.data_dir) if args.data_dir else Path(temporary) / "data"
-        tasks = [TASKS[key] for key in args.tasks]
-        if not args.data_dir:
+        torch.save({"state_dict": open_clip.create_model(settings.model).state_dict()}, checkpoint)
+        data_dir = Path(settings.data_dir) if settings.data_dir else Path(temporary) / "data"
+        tasks = [TASKS[key] for key in settings.tasks]
+        if not settings.data_dir:
             for task in tasks:
-                make_data(data_dir, task, args.scale, args.shards)
-        result = compare(args, checkpoint, data_dir, tasks)
+                make_data(data_dir, task, settings.scale, settings.shards)
+        result = compare(settings, checkpoint, data_dir, tasks)
     print(json.dumps(result, indent=2))
-    if args.output:
-        Path(args.output).write_text(json.dumps(result, indent=2) + "\n")
+    if settings.output:
+        Path(settings.output).write_text(json.dumps(result, indent=2) + "\n")
 
 
-def compare(args: argparse.Namespace, checkpoint: Path, data_dir: Path, tasks: list[Task]) -> dict:
-    """Both ways in turn, so that a machine that gets slower or faster meanwhile does so for both."""
+def compare(settings: Settings, checkpoint: Path, data_dir: Path, tasks: list[Task]) -> dict:
+    """Both ways in turn, so that a change of the machine's speed affects both."""
     runs = []
-    with tqdm(total=args.repeats * len(tasks), desc="tasks") as bar:
-        for _ in range(args.repeats):
-            ways = {"upstream": Upstream(args, checkpoint), "ours": Ours(args, checkpoint)}
+    with tqdm(total=settings.repeats * len(tasks), desc="tasks") as bar:
+        for _ in range(settings.repeats):
+            ways = {"upstream": Upstream(settings, checkpoint), "ours": Ours(settings, checkpoint)}
             for task in tasks:
-                # Neither shall read the files into the page cache for the other.
+                # Fill the page cache, so that neither way does it for the other.
                 for shard in (data_dir / task.folder).rglob("*.tar"):
                     shard.read_bytes()
                 for way in ways.values():
-                    (way.read if args.reading else way.evaluate)(task, data_dir)
+                    (way.read if settings.reading else way.evaluate)(task, data_dir)
                 bar.update()
             runs.append(ways)
-    return report(args, runs)
+    return report(settings, runs)
 
 
 class Clock:
@@ -128,7 +147,7 @@ class Clock:
         self.seconds: dict[tuple[str, str], float] = {}
 
     def time(self, task: str, part: str, work: Callable, *arguments, **options):
-        """Runs ``work`` and notes its time."""
+        """Run ``work`` and note its time."""
         self._wait()
         started = time.perf_counter()
         value = work(*arguments, **options)
@@ -144,12 +163,12 @@ class Clock:
 class Way:
     """One of the two ways of evaluating: its times, samples, prompts and accuracies."""
 
-    def __init__(self, args: argparse.Namespace, checkpoint: Path):
-        self.args, self.checkpoint = args, checkpoint
-        self.clock, self.samples, self.prompts, self.scores = Clock(args.device), 0, 0, {}
+    def __init__(self, settings: Settings, checkpoint: Path):
+        self.settings, self.checkpoint = settings, checkpoint
+        self.clock, self.samples, self.prompts, self.scores = Clock(settings.device), 0, 0, {}
 
     def count(self, part: str) -> int:
-        """How many images, prompts or loads the time of a part was for."""
+        """Number of images, prompts or loads in the time of a part."""
         loads = sum(name == MODEL for _, name in self.clock.seconds)
         return {IMAGES: self.samples, PROMPTS: self.prompts, MODEL: loads}[part]
 
@@ -159,10 +178,10 @@ class Way:
 
 
 class Upstream(Way):
-    """DataComp's way of doing it, with what breaks today left out (more workers than shards, `accuracy`)."""
+    """DataComp's way, without the parts that fail today (more workers than shards, `accuracy`)."""
 
     def evaluate(self, task: Task, data_dir: Path) -> None:
-        device, amp = self.args.device, self.args.device.startswith("cuda")
+        device, amp = self.settings.device, self.settings.device.startswith("cuda")
         model, preprocess, tokenizer = self.clock.time(task.key, MODEL, self._load)
         root = data_dir / task.folder
         dataset = build_dataset(f"wds/{task.key}", root=str(root), transform=preprocess)
@@ -184,24 +203,28 @@ class Upstream(Way):
         self.samples += self.clock.time(task.key, READING, lambda: sum(len(labels) for _, labels in loader))
 
     def _load(self) -> tuple[torch.nn.Module, Callable, Callable]:
-        model, _, preprocess = open_clip.create_model_and_transforms(self.args.model, pretrained=str(self.checkpoint))
-        return model.eval().to(self.args.device), preprocess, open_clip.get_tokenizer(self.args.model)
+        model, _, preprocess = open_clip.create_model_and_transforms(
+            self.settings.model, pretrained=str(self.checkpoint)
+        )
+        return model.eval().to(self.settings.device), preprocess, open_clip.get_tokenizer(self.settings.model)
 
     def _loader(self, dataset, root: Path) -> torch.utils.data.DataLoader:
-        workers = min(self.args.workers, int((root / "test" / "nshards.txt").read_text()))
-        return torch.utils.data.DataLoader(dataset.batched(self.args.batch_size), batch_size=None, num_workers=workers)
+        workers = min(self.settings.workers, int((root / "test" / "nshards.txt").read_text()))
+        return torch.utils.data.DataLoader(
+            dataset.batched(self.settings.batch_size), batch_size=None, num_workers=workers
+        )
 
 
 class Ours(Way):
-    """``eval.datacomp``: the model loaded once, what tasks share encoded once."""
+    """``eval.datacomp``: loads the model once and encodes shared classes once."""
 
-    def __init__(self, args: argparse.Namespace, checkpoint: Path):
-        super().__init__(args, checkpoint)
-        loaded = self.clock.time("all", MODEL, load_model, args.model, checkpoint, args.device)
-        device = torch.device(args.device)
+    def __init__(self, settings: Settings, checkpoint: Path):
+        super().__init__(settings, checkpoint)
+        loaded = self.clock.time("all", MODEL, load_model, settings.model, checkpoint, settings.device)
+        device = torch.device(settings.device)
         precision = resolve_precision("datacomp", device)
         parts = (loaded.model, loaded.preprocess, loaded.tokenizer, device, precision)
-        self.encoder = Encoder(*parts, args.batch_size, args.workers)
+        self.encoder = Encoder(*parts, settings.batch_size, settings.workers)
 
     def evaluate(self, task: Task, data_dir: Path) -> None:
         classes = read_classes(data_dir / task.folder, task, any_size=True)
@@ -225,17 +248,17 @@ class Ours(Way):
         return sum(len(templates) * len(classes) for templates, classes in self.encoder._class_embeddings.items())
 
 
-def report(args: argparse.Namespace, runs: list[dict[str, Way]]) -> dict:
+def report(settings: Settings, runs: list[dict[str, Way]]) -> dict:
     """Speeds, ratios, hardware and versions. Both ways must have scored the same samples alike."""
     for ways in runs:
-        check_scores(ways, 1e-6 if args.device == "cpu" else 0.01)
+        check_scores(ways, 1e-6 if settings.device == "cpu" else 0.01)
     return {
         "ratio": spread(speed(ways["ours"]) / speed(ways["upstream"]) for ways in runs),
-        **({} if args.reading else work_ratios(args, runs)),
+        **({} if settings.reading else work_ratios(settings, runs)),
         "samples": runs[0]["ours"].samples,
         "ways": {name: [details(ways[name]) for ways in runs] for name in runs[0]},
-        "arguments": vars(args),
-        "hardware": hardware(args.device),
+        "arguments": asdict(settings),
+        "hardware": hardware(settings.device),
         "load_average": os.getloadavg(),
         "versions": {
             name: version(name) for name in ("torch", "open_clip_torch", "clip-benchmark", "webdataset", "pillow")
@@ -243,8 +266,8 @@ def report(args: argparse.Namespace, runs: list[dict[str, Way]]) -> dict:
     }
 
 
-def work_ratios(args: argparse.Namespace, runs: list[dict[str, Way]]) -> dict:
-    """What belongs beside the ratio of whole evaluations."""
+def work_ratios(settings: Settings, runs: list[dict[str, Way]]) -> dict:
+    """Ratios besides that of whole evaluations."""
     work = (PROMPTS, IMAGES, METADATA)
     upstream = runs[0]["upstream"]
     return {
@@ -254,7 +277,8 @@ def work_ratios(args: argparse.Namespace, runs: list[dict[str, Way]]) -> dict:
         "at_datacomps_size": {name: at_datacomps_size(tasks, runs) for name, tasks in PROJECTED.items()},
         "prompts_for_each_image": {
             "benchmark": upstream.prompts / upstream.samples,
-            "datacomp": sum(prompts(TASKS[key]) for key in args.tasks) / sum(TASKS[key].size for key in args.tasks),
+            "datacomp": sum(prompts(TASKS[key]) for key in settings.tasks)
+            / sum(TASKS[key].size for key in settings.tasks),
         },
     }
 
@@ -268,7 +292,7 @@ def check_scores(ways: dict[str, Way], tolerance: float) -> None:
 
 
 def speed(way: Way, *parts: str) -> float:
-    """Samples per second; of reading alone where only that was timed."""
+    """Samples per second; of reading alone if only that was timed."""
     reading = way.seconds(READING)
     return way.samples / (reading or way.seconds(*parts))
 
@@ -290,10 +314,9 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def at_datacomps_size(tasks: Sequence[Task], runs: list[dict[str, Way]]) -> dict:
-    """What the measured times make of DataComp's numbers of images and prompts.
+    """Projection of the measured times to DataComp's numbers of images, prompts and loads.
 
-    That every image costs what one of the photographs here costs, and every prompt what one here does, is an assumption.
-    Upstream's second pass for metadata is left out.
+    It assumes that every image and every prompt costs as much as here. Upstream's second pass for metadata is left out.
     """
     distinct = len({(template, name) for task in tasks for name, template in product(*texts(task))})
     numbers = {
@@ -315,7 +338,7 @@ def at_datacomps_size(tasks: Sequence[Task], runs: list[dict[str, Way]]) -> dict
 
 
 def texts(task: Task) -> tuple[list[str], list[str]]:
-    """Class names and templates as clip-benchmark has them; stand-ins of the right number where it has none."""
+    """clip-benchmark's class names and templates; the right number of stand-ins if it has none."""
     folder = Path(clip_benchmark.__file__).parent / "datasets"
     classnames = json.loads((folder / "en_classnames.json").read_text())
     templates = json.loads((folder / "en_zeroshot_classification_templates.json").read_text())

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from eval.cliplite.probes import Split, feature_function, probe_top1
 from eval.models import load_model
-from eval.probes import Split, feature_function, probe_top1
 from eval.shapes import ShapesEvaluator, untrained
 from openclip_ext.data.shapes.scene import COLORS, SHAPES
 from openclip_ext.diagnostics import estimation_error

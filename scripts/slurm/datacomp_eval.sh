@@ -9,15 +9,15 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
 #
-# Evaluates the checkpoints of a run folder on DataComp's tasks, the job's GPUs sharing the tasks of one checkpoint, and
-# writes a report. Submit it from the root of the clone, in the environment to evaluate in:
+# Evaluate the checkpoints of a run folder on DataComp's tasks and write a report. The job's GPUs share the tasks of one
+# checkpoint. Submit it from the root of the clone, with the environment to use active:
 #
 #   sbatch scripts/slurm/datacomp_eval.sh LOGS/NAME PATH/TO/datacomp
 #   CHECKPOINTS=last sbatch --gpus-per-node=1 scripts/slurm/datacomp_eval.sh LOGS/NAME PATH/TO/datacomp --tasks imagenet
 #
-# CHECKPOINTS is `all` (the default), `last`, or names such as `epoch_10 epoch_20`. Whatever follows the two folders goes
-# to eval.datacomp. What has a result already is not evaluated again, so the job can be requeued or submitted again at any
-# time. It fails if any task of any checkpoint does, after all others are done.
+# CHECKPOINTS is `all` (the default), `last`, or names such as `epoch_10 epoch_20`. Arguments after the two folders go to
+# eval.datacomp. Tasks with a result are skipped, so the job can be requeued or submitted again at any time. If a task
+# fails, the job goes on with the others and fails at the end.
 set -euo pipefail
 
 if [ "$#" -lt 2 ]; then
@@ -31,7 +31,7 @@ python=${PYTHON:-python}
 processes=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 master_port=$((20000 + ${SLURM_JOB_ID:-0} % 20000))
 
-# OpenCLIP, and our trainer, write the flags of a run there, a line each.
+# Flags of the run, one a line, as OpenCLIP and our trainer write them.
 model=$(sed -n 's/^model: //p' "$run_folder/params.txt")
 if [ -z "$model" ]; then
     echo "$run_folder/params.txt names no model: is $run_folder a run folder?" >&2

@@ -14,7 +14,7 @@ from openclip_ext.contrastive import similarities
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses import neuclip as prototypes
 from openclip_ext.losses.registry import create_loss
-from openclip_ext.state.sharded_table import reshard
+from openclip_ext.state.sharded_table import is_sharded
 from tests.distributed.pool import WORLD_SIZE, two_ranks
 from tests.losses.cases import CASES, SAMPLES, WIDTH, Case, Step, make_steps, run_step
 from tests.references import networks
@@ -105,6 +105,14 @@ def _averaged(ranks: list[dict[str, Any]], step: int) -> list[torch.Tensor]:
     return [*features, sum(gradient[2] for gradient in gradients) / WORLD_SIZE]
 
 
+def _whole_state(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """The state of one process from those of all ranks."""
+    return {
+        key: torch.cat([state[key] for state in states], dim=1) if is_sharded(key) else value
+        for key, value in states[0].items()
+    }
+
+
 def _assert_equal(actual: Any, expected: Any, tolerance: float) -> None:
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
@@ -118,7 +126,7 @@ def test_two_processes_equal_one(name: str) -> None:
         _assert_equal(sum(rank["values"][step] for rank in ranks) / WORLD_SIZE, single["values"][step], 1e-9)
         for actual, expected in zip(_averaged(ranks, step), single["gradients"][step], strict=True):
             _assert_equal(actual, expected, 1e-9)
-    whole = reshard([rank["state"] for rank in ranks], rank=0, world_size=1)
+    whole = _whole_state([rank["state"] for rank in ranks])
     assert whole.keys() == single["state"].keys()
     for key, expected in single["state"].items():
         _assert_equal(whole[key], expected, 1e-9)

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -38,6 +39,8 @@ class FakeHub:
             def do_GET(self) -> None:
                 hub.answer(self)
 
+            do_HEAD = do_GET
+
             def log_message(self, *_: object) -> None:
                 pass
 
@@ -56,8 +59,10 @@ class FakeHub:
         path = handler.path.split("?")[0]
         if match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)(/revision/\w+)?", path):
             return self._list(handler, match[1])
+        if match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/tree/\w+", path):
+            return self._list_tree(handler, match[1])
         if match := re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/\w+/(.+)", path):
-            return self._send_file(handler, self.repositories[match[1]] / match[2], match[2])
+            return self._send_file(handler, self.repositories[match[1]], match[2])
         return self._reply(handler, 404, b"")
 
     def _list(self, handler: BaseHTTPRequestHandler, repository: str) -> None:
@@ -73,19 +78,35 @@ class FakeHub:
         info = {"id": repository, "sha": REVISION, "siblings": siblings, "tags": [], "downloads": 0, "likes": 0}
         self._reply(handler, 200, json.dumps({**info, "private": False, "disabled": False}).encode())
 
-    def _send_file(self, handler: BaseHTTPRequestHandler, path: Path, name: str) -> None:
+    def _list_tree(self, handler: BaseHTTPRequestHandler, repository: str) -> None:
+        folder = self.repositories[repository]
+        entries = []
+        for file in (describe(folder, path) for path in sorted(folder.rglob("*")) if path.is_file()):
+            entry = {"type": "file", "path": file["rfilename"], "size": file["size"], "oid": file["blobId"]}
+            if "lfs" in file:
+                entry["lfs"] = {"oid": file["lfs"]["sha256"], "size": file["size"], "pointerSize": 130}
+            entries.append(entry)
+        self._reply(handler, 200, json.dumps(entries).encode())
+
+    def _send_file(self, handler: BaseHTTPRequestHandler, folder: Path, name: str) -> None:
+        file = describe(folder, folder / name)
+        etag = file["lfs"]["sha256"] if "lfs" in file else file["blobId"]
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": REVISION}
+        if handler.command == "HEAD":
+            return self._reply(handler, 200, b"", {**headers, "Content-Length": str(file["size"])})
         first = int(re.match(r"bytes=(\d+)-", handler.headers.get("Range", "bytes=0-"))[1])
         self.requests.append((name, first))
         if self.busy[name]:
             self.busy[name] -= 1
             return self._reply(handler, 503, b"")
-        content = path.read_bytes()
+        content = (folder / name).read_bytes()
         if self.corrupt[name]:
             self.corrupt[name] -= 1
             content = bytes([content[0] ^ 1]) + content[1:]
         first = first if self.ranges else 0
         handler.send_response(206 if self.ranges else 200)
-        handler.send_header("Content-Length", str(len(content) - first))
+        for header, value in {**headers, "Content-Length": str(len(content) - first)}.items():
+            handler.send_header(header, value)
         handler.end_headers()
         if name in self.cut_after:
             handler.wfile.write(content[first : self.cut_after.pop(name)])
@@ -94,9 +115,12 @@ class FakeHub:
         handler.wfile.write(content[first:])
         return None
 
-    def _reply(self, handler: BaseHTTPRequestHandler, status: int, body: bytes) -> None:
+    def _reply(
+        self, handler: BaseHTTPRequestHandler, status: int, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
         handler.send_response(status)
-        handler.send_header("Content-Length", str(len(body)))
+        for header, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            handler.send_header(header, value)
         handler.end_headers()
         handler.wfile.write(body)
 

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -69,7 +69,7 @@ def test_work_is_scaled_up_part_by_part(benchmark):
     tasks = [TASKS["vtab/pets"], TASKS["cifar10"]]
 
     def way(scale: float, loads: int):
-        way = benchmark.Way(SimpleNamespace(device="cpu"), Path())
+        way = benchmark.Way(benchmark.Settings(), Path())
         way.samples, way.prompts = 10, 5
         way.clock.seconds = {("a", "images"): 10 * scale, ("a", "texts"): 5 * scale}
         way.clock.seconds |= {(f"task {number}", "model"): scale for number in range(loads)}

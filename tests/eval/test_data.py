@@ -1,5 +1,6 @@
 """Reading: what is whole is read in order, and what is broken is named, not scored."""
 
+import re
 import shutil
 import tarfile
 import threading
@@ -19,8 +20,10 @@ from eval.data import (
     fingerprint,
     make_loader,
     read_classes,
+    read_shard,
     task_folder,
 )
+from eval.download.verify import BROKEN, verify_set
 from eval.runner import MAX_SKIPPED, evaluate_task
 from eval.tasks import FLICKR, TASKS
 from tests.eval import datasets
@@ -106,8 +109,8 @@ def test_a_missing_data_set_says_how_to_get_it(tmp_path):
         ("classnames.txt", b"\xff\xfe", "is not UTF-8"),
         ("test/nshards.txt", None, "nshards.txt is missing"),
         ("test/nshards.txt", "three", "says 'three'"),
-        ("test/nshards.txt", "2", "says 2 shards, but 3 lie beside it"),
-        ("test/nshards.txt", "4", "there is no 3.tar"),
+        ("test/nshards.txt", "2", "says 2 shards, but the folder has 3"),
+        ("test/nshards.txt", "4", "but 3.tar is missing"),
     ],
 )
 def test_wrong_texts_are_named(folder, file, content, message, make_encoder):
@@ -159,8 +162,6 @@ def test_something_else_named_tar_is_refused(folder, make_encoder):
 
 def rewrite(shard: Path, change) -> None:
     """Writes a shard again with ``change(key, fields)`` applied to every sample; None leaves a sample out."""
-    from eval.data import read_shard
-
     samples = [(key, change(key, dict(fields))) for key, fields in read_shard(shard)]
     datasets.write_tar(shard, [(key, fields) for key, fields in samples if fields is not None])
 
@@ -254,11 +255,29 @@ def test_many_undecodable_images_are_no_score(tmp_path, make_encoder):
         return {"png": b"", "cls": fields["cls"]} if len(seen) <= MAX_SKIPPED + 1 else fields
 
     rewrite(folder / "test" / "0.tar", spoil_most)
-    with pytest.raises(DataError, match=f"{MAX_SKIPPED + 1} images do not decode"):
+    with pytest.raises(DataError, match=f"{MAX_SKIPPED + 1} of {2 * MAX_SKIPPED} images do not decode"):
         evaluate_task(CIFAR, tmp_path, make_encoder(), any_size=True)
     rewrite(folder / "test" / "0.tar", lambda key, fields: {"png": b"", "cls": fields["cls"]})
     with pytest.raises(DataError, match="No image to score"):
         evaluate_task(CIFAR, tmp_path, make_encoder(), any_size=True)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_copied_shard_is_no_score(folder, workers, make_encoder):
+    shutil.copy(folder / "test" / "0.tar", folder / "test" / "2.tar")
+    message = r"key 's0000000' occurs twice, in .*0\.tar and in .*2\.tar"
+    with pytest.raises(DataError, match=message):
+        evaluate_task(CIFAR, folder.parent, make_encoder(workers=workers), any_size=True)
+    verdict = verify_set(folder.parent, CIFAR, any_size=True)
+    assert verdict.status == BROKEN and re.search(message, verdict.problems[0])
+
+
+def test_a_key_that_comes_back_in_a_shard_is_no_score(folder, make_encoder):
+    shard = folder / "test" / "0.tar"
+    samples = list(read_shard(shard))
+    datasets.write_tar(shard, [*samples, samples[0]])
+    with pytest.raises(DataError, match=r"key 's0000000' occurs twice, in .*0\.tar and in .*0\.tar"):
+        evaluate_task(CIFAR, folder.parent, make_encoder(), any_size=True)
 
 
 def test_another_size_is_no_score(folder, make_encoder):

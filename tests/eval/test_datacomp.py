@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from eval import datacomp
+from eval import datacomp, results
 from eval.results import RESULTS_FILE, Run, read_results
 from eval.tasks import AVERAGED, GROUPS, TASKS
 from tests.eval import datasets
@@ -121,6 +121,38 @@ def test_never_another_models_numbers(tiny_folder, data_dir, tmp_path):
     assert main_metrics(tmp_path) != first
 
 
+def test_the_result_file_of_datacomps_own_harness(tiny_folder, data_dir, tmp_path, caplog):
+    """It writes NaN, and says nowhere which model it evaluated."""
+    output = ("--output-dir", str(tmp_path), "--tasks", "cifar10")
+    theirs = [
+        '{"key": "cifar10", "dataset": "CIFAR-10", "metrics": {"acc1": 0.9, "main_metric": 0.9}}',
+        '{"key": "wilds/fmow", "dataset": "FMoW", "metrics": {"acc1": 0.1, "acc_year:9": NaN, "main_metric": 0.1}}',
+    ]
+    (tmp_path / RESULTS_FILE).write_text("".join(f"{line}\n" for line in theirs))
+    assert evaluate(tiny_folder, data_dir, *output) == 0
+    assert f"{tmp_path / RESULTS_FILE} held 2 results that name no model" in caplog.text
+    assert "moved to eval_results.unknown.jsonl" in caplog.text
+    aside = read_results(tmp_path / "eval_results.unknown.jsonl")
+    assert [line["key"] for line in aside] == ["cifar10", "wilds/fmow"]
+    assert aside[1]["metrics"] == {"acc1": 0.1, "acc_year:9": None, "main_metric": 0.1}
+    (line,) = read_results(tmp_path / RESULTS_FILE)
+    assert line["run"]["model"] == datasets.TINY_MODEL and line["metrics"]["main_metric"] != 0.9
+    caplog.clear()
+    assert evaluate(tiny_folder, data_dir, *output) == 0
+    assert "moved" not in caplog.text and read_results(tmp_path / "eval_results.unknown.jsonl") == aside
+
+
+def test_a_move_that_fails_is_not_announced(tiny_folder, data_dir, tmp_path, caplog, monkeypatch):
+    (tmp_path / RESULTS_FILE).write_text('{"key": "cifar10", "dataset": "CIFAR-10", "metrics": {"main_metric": 0.9}}\n')
+
+    def full_disk(path, lines):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(results, "_write", full_disk)
+    assert evaluate(tiny_folder, data_dir, "--output-dir", str(tmp_path), "--tasks", "cifar10") == 2
+    assert "No space left" in caplog.text and "moved" not in caplog.text
+
+
 def test_the_identity_of_a_run(tiny):
     run = Run.of(tiny, "fp32")
     others = [Run.of(tiny, "amp"), Run.of(tiny, "fp32", any_size=True), Run(run.model, "0", run.config, run.precision)]
@@ -162,9 +194,22 @@ def test_a_failing_task_stops_no_other(tiny_folder, tmp_path, capfd):
     shown = capfd.readouterr().out
     assert set(main_metrics(tmp_path / "out")) == {"cifar10", "stl10"}
     assert "0.tar is truncated" in shown
-    assert "There is no folder wds_gtsrb_test" in shown
-    problems = json.loads((tmp_path / "out" / datacomp.SUMMARY_FILE).read_text())["problems"]
-    assert set(problems) == {"mnist", "gtsrb"}
+    assert (
+        f"Not in {tmp_path} (1): GTSRB; fetch with `python -m eval.download --data-dir {tmp_path} --tasks gtsrb`"
+        in shown
+    )
+    summary = json.loads((tmp_path / "out" / datacomp.SUMMARY_FILE).read_text())
+    assert set(summary["problems"]) == {"mnist"} and summary["missing"] == ["gtsrb"]
+
+
+def test_missing_tasks_are_one_line(tiny_folder, tmp_path, capfd):
+    for key in ("cifar10", "mnist", "stl10", "gtsrb", "cars", "country211"):
+        datasets.make_task(tmp_path, key, count=12)
+    assert evaluate(tiny_folder, tmp_path, "--output-dir", str(tmp_path / "out")) == 0
+    shown = capfd.readouterr().out
+    lines = [line for line in shown.splitlines() if "eval.download" in line]
+    assert len(lines) == 1 and "(34): Caltech-101, " in lines[0] and "and 29 more" in lines[0]
+    assert max(map(len, shown.splitlines())) < 300, "no line names them all"
 
 
 def test_exit_status_for_data_that_is_not_there(tiny_folder, tmp_path):

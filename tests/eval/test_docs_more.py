@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eval import editing, grounding, probes
+from eval.cliplite import editing, grounding, probes
 from eval.download import __main__ as download
 from eval.report import __main__ as report
 
@@ -18,9 +18,9 @@ COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 PARSERS = {
     "eval.download": download.build_parser,
     "eval.report": report.build_parser,
-    "eval.probes": probes.build_parser,
-    "eval.editing": editing.build_parser,
-    "eval.grounding": grounding.build_parser,
+    "eval.cliplite.probes": probes.build_parser,
+    "eval.cliplite.editing": editing.build_parser,
+    "eval.cliplite.grounding": grounding.build_parser,
 }
 
 

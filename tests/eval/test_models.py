@@ -157,16 +157,56 @@ def test_shared_classes_are_encoded_once(make_encoder, monkeypatch):
     assert encoded[6:] == ["a dog"]
 
 
-def test_options_of_the_training_that_are_not_given_are_named(tmp_path, caplog):
+@pytest.fixture
+def run_folder(tmp_path, caplog) -> Path:
+    """A run folder with the tiny model's checkpoint; its ``params.txt`` is for the test to write."""
     caplog.set_level(logging.WARNING)  # whatever a program that ran before has set
-    checkpoint = tiny_checkpoint(tmp_path, file_name="run/checkpoints/epoch_1.pt")
-    (tmp_path / "run" / "params.txt").write_text(
-        f"force_image_size: None\nforce_quick_gelu: True\nforce_custom_text: False\nmodel: {TINY_MODEL}\n"
-    )
-    load_model(TINY_MODEL, checkpoint, force_quick_gelu=True)
-    assert "trained with" not in caplog.text
+    tiny_checkpoint(tmp_path, file_name="run/checkpoints/epoch_1.pt")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "options", "warning"),
+    [
+        (
+            {"force_quick_gelu": True},
+            {},
+            "trained with --force-quick-gelu True and is evaluated with --force-quick-gelu None",
+        ),
+        ({"force_quick_gelu": True}, {"force_quick_gelu": True}, None),
+        ({"force_quick_gelu": False, "force_custom_text": False}, {}, None),
+        (
+            {"force_image_size": None},
+            {"force_image_size": 64},
+            "--force-image-size None and is evaluated with --force-image-size 64",
+        ),
+        ({"force_image_size": [64]}, {}, "--force-image-size 64 and is evaluated with --force-image-size None"),
+        ({"force_image_size": [64]}, {"force_image_size": 64}, None),
+        ({"force_image_size": None}, {"force_image_size": 32}, None),  # the model's own
+        ({"image_mean": [0.5, 0.5, 0.5]}, {}, "--image-mean [0.5, 0.5, 0.5] and is evaluated with --image-mean None"),
+        ({"image_mean": [0.5, 0.5, 0.5]}, {"image_mean": [0.5, 0.5, 0.5]}, None),
+        ({"image_mean": None, "image_std": None}, {"image_mean": list(open_clip.OPENAI_DATASET_MEAN)}, None),
+        ({"image_interpolation": None}, {"image_interpolation": "bicubic"}, None),
+        ({"image_resize_mode": "squash"}, {"image_resize_mode": "longest"}, "--image-resize-mode squash and is"),
+        ({"model": TINY_MODEL, "lr": 0.1}, {"force_context_length": 16}, None),  # params.txt of an older OpenCLIP
+    ],
+)
+def test_other_model_options_than_in_training_are_named(parameters, options, warning, run_folder, caplog):
+    lines = {"model": TINY_MODEL, **parameters}
+    (run_folder / "params.txt").write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
+    load_model(TINY_MODEL, run_folder / "checkpoints" / "epoch_1.pt", **options)
+    assert ("trained with" in caplog.text) == (warning is not None)
+    assert (warning or "") in caplog.text
+
+
+def test_another_architecture_whose_weights_fit_is_named(run_folder, caplog, tmp_path):
+    """The same tensors with another activation: loading cannot notice, and the numbers are another model's."""
+    config = json.loads((tmp_path / f"{TINY_MODEL}.json").read_text())
+    (tmp_path / "tiny-quick.json").write_text(json.dumps({**config, "quick_gelu": True}))
+    (run_folder / "params.txt").write_text("model: tiny-quick\n")
+    checkpoint = run_folder / "checkpoints" / "epoch_1.pt"
     load_model(TINY_MODEL, checkpoint)
-    assert (
-        "was trained with force_quick_gelu: True, which is not given here: expected --force-quick-gelu" in caplog.text
-    )
-    assert "force_image_size" not in caplog.text and "force_custom_text" not in caplog.text
+    assert f"was trained with --model tiny-quick and is evaluated with --model {TINY_MODEL}" in caplog.text
+    caplog.clear()
+    load_model("tiny-quick", checkpoint, model_config=tmp_path / "tiny-quick.json")
+    assert "trained with" not in caplog.text

@@ -1,14 +1,20 @@
 """The two parts of a transform are, bit for bit, the transform."""
 
+import io
+import json
+
 import numpy as np
 import pytest
 import torch
+from clip_benchmark.datasets.builder import build_dataset
 from open_clip.transform import image_transform
 from PIL import Image
 from torchvision.transforms import Compose, ToTensor
 
 from eval.data import SampleFormat, find_shards
 from eval.preprocessing import split_transform
+from eval.runner import evaluate_task
+from eval.tasks import FLICKR, TASKS, WINOGAVIL
 from tests.eval import datasets
 
 
@@ -33,6 +39,46 @@ def test_the_parts_together_are_openclips_transform(resize_mode, interpolation, 
 @pytest.mark.parametrize("transform", [ToTensor(), Compose([ToTensor()]), lambda image: torch.zeros(3)])
 def test_another_transform_stays_whole(transform):
     assert split_transform(transform) == (transform, None)
+
+
+def stored_image(mode: str) -> bytes:
+    """A PNG of colourful noise, larger than the model's input, stored in a mode."""
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 61, 4), dtype=np.uint8)
+    image = Image.fromarray(pixels, "RGBA")
+    image = image if mode in ("RGBA", "LA") else image.convert("RGB")
+    return datasets.image_bytes(image.quantize(16) if mode == "P" else image.convert(mode))
+
+
+@pytest.mark.parametrize("mode", ["P", "1", "L", "LA", "RGBA", "RGB"])
+def test_images_of_other_modes_become_rgb_as_upstream(mode, tmp_path, tiny, make_encoder):
+    """Classification: webdataset converts first. Retrieval and WinoGAViL: OpenCLIP's transform converts, after resizing."""
+    content = stored_image(mode)
+    folder = datasets.write_dataset(
+        tmp_path,
+        [("s0", {"png": content, "cls": b"0"})],
+        1,
+        classnames=("a",),
+        zeroshot_classification_templates=("{c}",),
+    )
+    encoder = make_encoder()
+    converted_first = build_dataset("wds/one", root=str(folder), transform=tiny.preprocess)
+    resized_first = tiny.preprocess(Image.open(io.BytesIO(content)))
+    ((expected, _),) = converted_first
+    (batch,) = encoder.batches(find_shards(folder), SampleFormat(num_classes=1))
+    assert torch.equal(encoder.model_input(batch.images)[0], expected)
+    assert torch.equal(expected, resized_first) == (mode in ("L", "RGB")), "the order matters for the other modes"
+
+    for key, captions, texts in ((FLICKR, b"a", {"dataset_type": ["retrieval"]}), (WINOGAVIL, b"", {})):
+        fields = {"png": content, **({"txt": captions} if captions else {})}
+        folder = datasets.write_dataset(tmp_path / TASKS[key].folder, [("s0", fields)], 1, **texts)
+        instance = {"cue": "a", "candidates": ["s0"], "associations": ["s0"]}
+        (folder / "instances.jsonl").write_text(json.dumps(instance))
+        encoder, seen = make_encoder(), []
+        encoder.encode_images = lambda images, autocast, encoder=encoder, seen=seen: (
+            seen.append(encoder.model_input(images)) or torch.ones(1, 16)
+        )
+        evaluate_task(TASKS[key], tmp_path, encoder, any_size=True)
+        assert torch.equal(seen[0][0], resized_first), key
 
 
 def test_embeddings_are_those_of_preprocessed_images(tmp_path, tiny, make_encoder):

@@ -19,6 +19,51 @@ from eval.report.tables import build_rows
 from eval.tasks import AVERAGED, FLICKR, GROUPS, MSCOCO, TASKS
 
 AVERAGE, RETRIEVAL = "DataComp average (38)", "Retrieval, NeuCLIP and AmorLIP (Flickr, MSCOCO)"
+# The header of docs/openclip_results.csv in OpenCLIP's repository.
+OPENCLIP_COLUMNS = [
+    "name",
+    "pretrained",
+    "Average perf. on 38 datasets",
+    "ImageNet 1k",
+    "Caltech-101",
+    "CIFAR-10",
+    "CIFAR-100",
+    "CLEVR Counts",
+    "CLEVR Distance",
+    "Country211",
+    "Describable Textures",
+    "EuroSAT",
+    "FGVC Aircraft",
+    "Food-101",
+    "GTSRB",
+    "ImageNet Sketch",
+    "ImageNet v2",
+    "ImageNet-A",
+    "ImageNet-O",
+    "ImageNet-R",
+    "KITTI Vehicle Distance",
+    "MNIST",
+    "ObjectNet",
+    "Oxford Flowers-102",
+    "Oxford-IIIT Pet",
+    "Pascal VOC 2007",
+    "PatchCamelyon",
+    "Rendered SST2",
+    "RESISC45",
+    "Stanford Cars",
+    "STL-10",
+    "SUN397",
+    "SVHN",
+    "Flickr",
+    "MSCOCO",
+    "WinoGAViL",
+    "iWildCam",
+    "Camelyon17",
+    "FMoW",
+    "Dollar Street",
+    "GeoDE",
+]
+DATACOMP_RETRIEVAL = "Retrieval, DataComp (Flickr, MSCOCO, WinoGAViL)"
 RUN = {"model": "ViT-B-32", "weights": "w", "config": "c", "precision": "datacomp", "protocol": "datacomp-1"}
 
 
@@ -97,6 +142,11 @@ def numbers_of(chart: ElementTree.Element) -> list[list[tuple[float, float]]]:
     return [[tuple(map(float, point.split(","))) for point in e.attrib["points"].split()] for e in chart.iter(name)]
 
 
+def csv_rows(tmp_path: Path) -> list[dict[str, str]]:
+    with open(tmp_path / "report" / "report.csv", newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
+
+
 def report(tmp_path: Path, *arguments: str) -> tuple[PageReader, str]:
     assert main([*arguments, "--output", str(tmp_path / "report")]) == 0
     text = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
@@ -115,14 +165,29 @@ def test_two_runs_in_all_three_forms(tmp_path: Path) -> None:
     averages, tasks = ({row[0]: row[1:] for row in table} for table in reader.tables)
     mean = [100 * statistics.fmean(scores.values()) for scores in (first, second)]
     assert averages[AVERAGE] == [f"{mean[0]:.2f}", f"{mean[1]:.2f}", f"+{mean[1] - mean[0]:.2f}"]
-    assert len(averages) == 1 + sum(len(keys) > 1 for keys in GROUPS.values())
+    assert len(averages) == 1 + len(GROUPS)
+    # DataComp's five aggregates.
+    for title in (
+        AVERAGE,
+        "ImageNet 1k",
+        "ImageNet dist. shifts (6)",
+        "VTAB (13)",
+        "Retrieval, DataComp (Flickr, MSCOCO, WinoGAViL)",
+    ):
+        assert float(averages[title][0]) == pytest.approx(
+            100 * statistics.fmean(first[key] for key in GROUPS[title]), abs=0.005
+        )
     assert tasks["CIFAR-10"] == ["acc1", "11.00", "5.00", "−6.00"]
     assert tasks["Flickr"][0] == "mean_recall@1" and len(tasks) == 1 + 38 and "FairFace" not in tasks
 
-    with open(tmp_path / "report" / "report.csv", newline="", encoding="utf-8") as stream:
-        rows = {row["key"]: row for row in csv.DictReader(stream)}
-    assert float(rows[AVERAGE]["A"]) == pytest.approx(statistics.fmean(first.values()), abs=1e-15)
-    assert float(rows["cifar10"]["B"]) == 0.05 and rows["cifar10"]["metric"] == "acc1"
+    # A row a model, the columns of OpenCLIP's published results first.
+    a, b = csv_rows(tmp_path)
+    assert list(a)[:41] == OPENCLIP_COLUMNS
+    assert (a["name"], a["pretrained"], b["name"]) == ("A", "first", "B")
+    assert float(a["Average perf. on 38 datasets"]) == pytest.approx(statistics.fmean(first.values()), abs=1e-15)
+    assert float(a["ImageNet 1k"]) == first["imagenet1k"] and float(b["CIFAR-10"]) == 0.05
+    assert float(b["VTAB (13)"]) == pytest.approx(statistics.fmean(second[key] for key in GROUPS["VTAB (13)"]))
+    assert not any(name.endswith(" sd") for name in a) and "other_sizes" not in a
     lines = (tmp_path / "report" / "report.md").read_text(encoding="utf-8").splitlines()
     assert "| CIFAR-10 | acc1 | 11.00 | 5.00 | -6.00 |" in lines
 
@@ -146,8 +211,8 @@ def test_averages_only_over_complete_sets(tmp_path: Path) -> None:
     assert re.fullmatch(r"\d\d\.\d\d", averages["ImageNet & variants (7)"][0])
     # They have no task in common, so there is nothing to draw.
     assert charts_of(text) == {} and "task by task" not in text
-    with open(tmp_path / "report" / "report.csv", newline="", encoding="utf-8") as stream:
-        assert next(csv.DictReader(stream))[f"{tmp_path.name}/few"] == ""
+    partial, few = csv_rows(tmp_path)
+    assert partial["Average perf. on 38 datasets"] == few["Caltech-101"] == "" and float(few["MNIST"]) == 0.5
 
 
 def test_repeats_of_one_name_are_averaged(tmp_path: Path) -> None:
@@ -162,9 +227,9 @@ def test_repeats_of_one_name_are_averaged(tmp_path: Path) -> None:
     expected = f"{base + 100 * (mean - 0.1):.2f} ± {100 * deviation:.2f}"
     assert averages[AVERAGE] == [f"{base:.2f}", expected, f"+{100 * (mean - 0.1):.2f}"]
     assert "mean ± standard deviation of 3 repeats" in text
-    with open(tmp_path / "report" / "report.csv", newline="", encoding="utf-8") as stream:
-        row = next(csv.DictReader(stream))
-    assert float(row["ours sd"]) == pytest.approx(deviation) and "base sd" not in row
+    base_row, row = csv_rows(tmp_path)
+    assert float(row["Average perf. on 38 datasets sd"]) == pytest.approx(deviation) and row["repeats"] == "3"
+    assert base_row["Average perf. on 38 datasets sd"] == "" and base_row["repeats"] == "1"
 
     # A repeat without a task: no number for that task, rather than the mean of two.
     write_results(tmp_path / "seed1", {key: 0.5 for key in AVERAGED if key != "mnist"})
@@ -240,6 +305,7 @@ def test_what_makes_numbers_incomparable_is_said(tmp_path: Path, capsys: pytest.
     write_results(tmp_path / "two", all_scores(0.1), run={**RUN, "precision": "fp32"}, found=24)
     _, text = report(tmp_path, str(tmp_path / "one"), str(tmp_path / "two"))
     assert "not evaluated in the same way" in text and "ViT-B-32 fp32 datacomp-1" in text
+    assert [row["other_sizes"] for row in csv_rows(tmp_path)] == ["", " ".join(sorted(AVERAGED))]
     assert "not DataComp's number" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
     rows = {row.key: row for row in build_rows(read_runs([str(tmp_path / "one"), str(tmp_path / "two")]))}
     assert rows["mnist"].notes == ("", "not DataComp's data") == rows[AVERAGE].notes
@@ -252,6 +318,13 @@ def test_names_cannot_break_the_page(tmp_path: Path) -> None:
     reader, text = report(tmp_path, str(tmp_path / "one"), f"{name}={tmp_path / 'two'}", "--title", "<b>")
     assert text.count("<script>") == 1 and reader.tables[0][0][2] == name and charts_of(text)
     assert "&lt;script&gt;" not in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+
+
+def test_datacomps_own_file_with_nan(tmp_path: Path) -> None:
+    write_results(tmp_path, {**all_scores(0.1), "fairness/fairface": float("nan")})
+    assert "NaN" in (tmp_path / "eval_results.jsonl").read_text()
+    reader, _ = report(tmp_path, str(tmp_path / "eval_results.jsonl"))
+    assert len(reader.tables[1]) == 1 + 38 and not any(cell == "nan" for row in reader.tables[1] for cell in row)
 
 
 def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

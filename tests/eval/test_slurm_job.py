@@ -59,7 +59,7 @@ def evaluations(commands: list[list[str]]) -> list[str]:
             "eval.datacomp",
         )
         args = parse_args(launcher.training_script_args)
-        assert (args.model, args.data_dir) == ("ViT-B-32", "/data/with space")
+        assert (args.model, args.data_dir) == ("ViT-B-32", Path("/data/with space"))
         names.append(Path(args.checkpoint).stem)
     return names
 
@@ -76,7 +76,7 @@ def test_all_checkpoints_in_order_and_then_the_report(tmp_path: Path, run_folder
 
 
 def test_chosen_checkpoints(tmp_path: Path, run_folder: Path) -> None:
-    arguments = (str(run_folder), "/data/with space")
+    arguments = (str(run_folder), Path("/data/with space"))
     assert start(tmp_path, *arguments, CHECKPOINTS="last").returncode == 0
     assert evaluations(calls(tmp_path)[:-1]) == ["epoch_10"]
     assert start(tmp_path, *arguments, CHECKPOINTS="epoch_2 epoch_latest").returncode == 0

@@ -1,4 +1,4 @@
-"""Linear probes on frozen features: ``python -m eval.probes voc07`` and ``python -m eval.probes top1``.
+"""Linear probes on frozen features: ``python -m eval.cliplite.probes voc07`` and ``python -m eval.cliplite.probes top1``.
 
 Source: CLIP-Lite, section 4.3, which follows VirTex (Desai and Johnson, 2021).
 
@@ -29,15 +29,15 @@ from sklearn.model_selection import cross_val_score, train_test_split
 from sklearn.preprocessing import StandardScaler
 from sklearn.svm import LinearSVC
 from sklearn.utils.parallel import Parallel, delayed
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
-from eval.command_line import add_model_arguments, load_encoder
+from eval.cliplite.image_files import list_images, read_images
+from eval.cliplite.logistic import TorchLogisticRegression
+from eval.command_line import ModelArguments, add_model_arguments, load_encoder
 from eval.data import CLASSNAMES_FILE, SampleFormat, Skipped, find_shards, read_lines
 from eval.features import Encoder
-from eval.image_files import list_images, read_images
-from eval.logistic import TorchLogisticRegression
-from eval.models import ModelError
+from eval.models import ImageTextModel, LoadedModel, ModelError
 
 SVM_COSTS = (0.01, 0.1, 1.0, 10.0)
 LOGISTIC_COSTS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -68,10 +68,10 @@ class Split:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a probe found.
+    """Result of a probe.
 
     Attributes:
-        metrics: the numbers.
+        metrics: by name.
         per_class: average precision by class (VOC07 only).
         costs: the chosen cost, by class for VOC07.
     """
@@ -84,20 +84,20 @@ class ProbeResult:
 # --- features -----------------------------------------------------------------------------------------------------
 
 
-def feature_function(model: nn.Module, kind: str) -> Callable[[Tensor], Tensor]:
-    """What to probe: a function from images ``(B, 3, H, W)`` to features ``(B, d)``.
+def feature_function(model: ImageTextModel, kind: str) -> Callable[[Tensor], Tensor]:
+    """The function from images ``(B, 3, H, W)`` to the features ``(B, d)`` to probe.
 
     Args:
         model: an OpenCLIP model.
-        kind: ``backbone``, the pooled features in front of the projection (ModifiedResNet: the global average of its
-            last map, as the papers have it); ``embedding``, what is compared with texts.
+        kind: ``backbone``, the pooled features in front of the projection (for ModifiedResNet the global average of its
+            last map, as in the papers); ``embedding``, the features that are compared with texts.
 
     Raises:
-        ModelError: if the backbone's features cannot be had from this tower.
+        ModelError: if this tower's backbone is not known.
     """
     if kind == "embedding":
         return model.encode_image
-    visual = model.visual
+    visual: Any = model.visual  # one of several classes without a common interface
     if hasattr(visual, "layer4") and hasattr(visual, "forward_intermediates"):
         return lambda images: _last_map(visual, images).mean(dim=(2, 3))
     if hasattr(visual, "trunk"):
@@ -109,7 +109,7 @@ def feature_function(model: nn.Module, kind: str) -> Callable[[Tensor], Tensor]:
     )
 
 
-def _last_map(visual: nn.Module, images: Tensor) -> Tensor:
+def _last_map(visual: Any, images: Tensor) -> Tensor:
     return visual.forward_intermediates(images, indices=1, intermediates_only=True)["image_intermediates"][-1]
 
 
@@ -118,7 +118,7 @@ def _pool(features: Tensor) -> Tensor:
     return features.mean(dim=(2, 3)) if features.dim() == 4 else features
 
 
-def _without_projection(visual: nn.Module, images: Tensor) -> Tensor:
+def _without_projection(visual: Any, images: Tensor) -> Tensor:
     projection = visual.proj
     visual.proj = None
     try:
@@ -137,7 +137,7 @@ def extract(
     Args:
         batches: a number for every image (its position, its label), ``(B,)``, and the images, ``(B, 3, H, W)``.
         encoder: the model.
-        kind: see `feature_function`.
+        kind: ``backbone`` or ``embedding``.
         total: number of images, for the progress bar.
 
     Returns:
@@ -247,9 +247,9 @@ def probe_voc07(train: Split, test: Split, costs: Sequence[float] = SVM_COSTS, j
     """Per-class linear SVMs and their mean average precision.
 
     Args:
-        train: see `read_voc`.
+        train: as `read_voc` returns it.
         test: of the same classes.
-        costs: to choose from.
+        costs: to choose from, per class.
         jobs: classes trained at a time.
 
     Returns:
@@ -327,7 +327,7 @@ def probe_top1(
     """Multinomial logistic regression on standardised features.
 
     Args:
-        train: see `read_labelled`.
+        train: as `read_labelled` returns it.
         test: of the same classes.
         costs: scikit-learn's C, the inverse of the weight decay; the best on a tenth of the training data is taken.
         samples_per_class: train on at most this many a class; None: on all.
@@ -405,7 +405,8 @@ def _check_classes(train: Split, test: Split) -> None:
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m eval.probes", description="Linear probes on frozen features, as in CLIP-Lite and VirTex."
+        prog="python -m eval.cliplite.probes",
+        description="Linear probes on frozen features, as in CLIP-Lite and VirTex.",
     )
     probes = parser.add_subparsers(dest="probe", required=True)
     voc07 = probes.add_parser("voc07", help="Pascal VOC 2007: an SVM a class, mean average precision")
@@ -440,40 +441,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     warnings.filterwarnings("once", category=ConvergenceWarning)
     try:
-        report = run(args)
+        loaded, encoder = load_encoder(ModelArguments.of(args))
+        if args.probe == "voc07":
+            train, test = (read_voc(args.devkit, split, encoder, args.features) for split in ("trainval", "test"))
+            result = probe_voc07(train, test, args.costs, args.jobs)
+        else:
+            train, test = (read_labelled(path, encoder, args.features) for path in (args.train, args.test))
+            options = (args.samples_per_class, args.max_iterations, args.solver, encoder.device)
+            result = probe_top1(train, test, args.costs, *options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    text = json.dumps(report, indent=2)
+    text = json.dumps(_report(args.probe, args.features, loaded, train, test, result), indent=2)
     print(text)
     if args.output:
         args.output.write_text(text + "\n", encoding="utf-8")
     return 0
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Extract features, train and test; what ``--output`` holds.
-
-    Raises:
-        ValueError: for wrong data, model or options.
-    """
-    loaded, encoder = load_encoder(args)
-    if args.probe == "voc07":
-        train, test = (read_voc(args.devkit, split, encoder, args.features) for split in ("trainval", "test"))
-        result = probe_voc07(train, test, args.costs, args.jobs)
-    else:
-        train, test = (read_labelled(path, encoder, args.features) for path in (args.train, args.test))
-        options = (args.samples_per_class, args.max_iterations, args.solver, encoder.device)
-        result = probe_top1(train, test, args.costs, *options)
+def _report(
+    probe: str, features: str, loaded: LoadedModel, train: Split, test: Split, result: ProbeResult
+) -> dict[str, Any]:
+    """Content of ``--output``."""
     return {
-        "probe": args.probe,
+        "probe": probe,
         **result.metrics,
         "per_class": result.per_class,
         "costs": result.costs,
         "model": loaded.name,
         "checkpoint": loaded.checkpoint,
         "weights": loaded.weights_sha256,
-        "features": args.features,
+        "features": features,
         "dimensions": train.features.shape[1],
         "train_images": len(train.labels),
         "test_images": len(test.labels),

@@ -1,4 +1,4 @@
-"""Visual grounding: Grad-CAM heat maps over an image for a phrase, ``python -m eval.grounding``.
+"""Visual grounding: Grad-CAM heat maps over an image for a phrase, ``python -m eval.cliplite.grounding``.
 
 CLIP-Lite (section 4.7) after Grad-CAM (Selvaraju et al., 2017): the gradient of the alignment of image and phrase with
 respect to the last spatial features of the visual tower is averaged over the positions; that weights the channels, and
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +21,9 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
-from eval.command_line import add_model_arguments, load_encoder
+from eval.cliplite.image_files import open_image
+from eval.command_line import ModelArguments, add_model_arguments, load_encoder
 from eval.features import Encoder
-from eval.image_files import open_image
 from eval.models import ModelError
 
 # Colours of the heat maps at 0, 1/4, ..., 1: dark blue, blue, green, yellow, red. Interpolated linearly.
@@ -53,12 +54,13 @@ class SpatialLayer:
             return features
         if self.layout == "NHWC":
             return features.movedim(-1, 1)
+        assert self.grid is not None, "tokens have a grid"
         height, width = self.grid
         # Class and register tokens come first.
         return features[:, -height * width :].movedim(-1, 1).unflatten(-1, (height, width))
 
 
-def find_spatial_layer(visual: nn.Module) -> SpatialLayer:
+def find_spatial_layer(visual: Any) -> SpatialLayer:
     """The last layer of a visual tower whose features have a place in the image.
 
     Args:
@@ -73,7 +75,7 @@ def find_spatial_layer(visual: nn.Module) -> SpatialLayer:
         return _token_layer(visual.transformer.resblocks, "ln_1", "transformer.resblocks", visual.grid_size)
     trunk = getattr(visual, "trunk", None)
     grid = getattr(getattr(trunk, "patch_embed", None), "grid_size", None)
-    if grid is not None and hasattr(trunk, "blocks") and hasattr(trunk, "num_prefix_tokens"):
+    if trunk is not None and grid is not None and hasattr(trunk, "blocks") and hasattr(trunk, "num_prefix_tokens"):
         return _token_layer(trunk.blocks, "norm1", "trunk.blocks", grid)
     if trunk is not None and getattr(trunk, "feature_info", None):
         name = trunk.feature_info[-1]["module"]
@@ -85,7 +87,7 @@ def find_spatial_layer(visual: nn.Module) -> SpatialLayer:
     )
 
 
-def _token_layer(blocks: Sequence[nn.Module], norm: str, path: str, grid: Sequence[int]) -> SpatialLayer:
+def _token_layer(blocks: nn.Sequential | nn.ModuleList, norm: str, path: str, grid: Sequence[int]) -> SpatialLayer:
     last = len(blocks) - 1
     module = getattr(blocks[last], norm, None)
     if module is None:
@@ -94,13 +96,13 @@ def _token_layer(blocks: Sequence[nn.Module], norm: str, path: str, grid: Sequen
 
 
 def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: SpatialLayer | None = None) -> Tensor:
-    """Where in an image a model sees each phrase.
+    """Grad-CAM heat maps of an image, one a phrase.
 
     Args:
         encoder: the model; its weights and gradients stay as they are.
         image: ``(3, H, W)``, preprocessed.
         phrases: ``P`` texts.
-        layer: where to look; default `find_spatial_layer`.
+        layer: layer to look at; default `find_spatial_layer`.
 
     Returns:
         ``(P, H, W)``, float32 on CPU, in [0, 1]: the largest value of every map is 1, or 0 where nothing in the image
@@ -114,8 +116,8 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
     caught: list[Tensor] = []
 
     def catch(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        # A leaf of the graph: it needs a gradient even in a frozen tower, and what lies below needs none. The clone
-        # is for layers above that work in place.
+        # A new leaf: it gets a gradient even in a frozen tower, and earlier layers need none. The clone protects it from
+        # later layers that work in place.
         caught.append(output.detach().requires_grad_())
         return caught[-1].clone()
 
@@ -166,7 +168,7 @@ def overlay(image: Image.Image, heat: np.ndarray, strength: float = 0.6) -> Imag
 
 
 def seen_image(image: Tensor, preprocess: Callable) -> Image.Image:
-    """What the model saw: the preprocessed image with its normalisation undone.
+    """The preprocessed image with its normalisation undone.
 
     Args:
         image: ``(3, H, W)``, as ``preprocess`` returned it.
@@ -180,10 +182,10 @@ def seen_image(image: Tensor, preprocess: Callable) -> Image.Image:
 
 
 def grounding_picture(image: Image.Image, maps: np.ndarray, phrases: Sequence[str]) -> Image.Image:
-    """The image, and beside it one panel a phrase with its heat map, titled.
+    """The image, followed by one titled panel with a heat map for each phrase.
 
     Args:
-        image: what the model saw.
+        image: as `seen_image` returns it.
         maps: ``(P, H, W)``, as `grad_cam` returns them.
         phrases: ``P`` titles.
     """
@@ -200,7 +202,7 @@ def grounding_picture(image: Image.Image, maps: np.ndarray, phrases: Sequence[st
     return picture
 
 
-def _shorten(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
+def _shorten(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
     if font.getlength(text) <= width:
         return text
     while text and font.getlength(text + "…") > width:
@@ -211,7 +213,7 @@ def _shorten(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m eval.grounding",
+        prog="python -m eval.cliplite.grounding",
         description="Grad-CAM heat maps over images for phrases (CLIP-Lite, section 4.7), saved as PNG pictures.",
     )
     add_model_arguments(parser)
@@ -226,28 +228,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     args = build_parser().parse_args(argv)
     try:
-        run(args)
+        _, encoder = load_encoder(ModelArguments.of(args))
+        layer = _named_layer(encoder.model.visual, args.layer)
+        draw_groundings(args.images, args.phrases, encoder, layer, args.output_dir)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def run(args: argparse.Namespace) -> None:
+def draw_groundings(
+    paths: Sequence[Path], phrases: Sequence[str], encoder: Encoder, layer: SpatialLayer, output_dir: Path
+) -> None:
     """Write a picture for every image and print its path.
 
     Raises:
-        ValueError: for a wrong model, a tower without places, or an image that does not decode.
+        ValueError: for a layer without places, or an image that does not decode.
     """
-    _, encoder = load_encoder(args)
-    layer = _named_layer(encoder.model.visual, args.layer)
-    images = [(path, open_image(path)) for path in args.images]
-    args.output_dir.mkdir(parents=True, exist_ok=True)
+    images = [(path, open_image(path)) for path in paths]
+    output_dir.mkdir(parents=True, exist_ok=True)
     for number, (path, image) in enumerate(images):
         tensor = encoder.preprocess(image)
-        maps = grad_cam(encoder, tensor, args.phrases, layer)
-        picture = grounding_picture(seen_image(tensor, encoder.preprocess), maps.numpy(), args.phrases)
-        target = args.output_dir / f"{number:03d}_{re.sub(r'[^A-Za-z0-9_.-]+', '_', path.stem)}.png"
+        maps = grad_cam(encoder, tensor, phrases, layer)
+        picture = grounding_picture(seen_image(tensor, encoder.preprocess), maps.numpy(), phrases)
+        target = output_dir / f"{number:03d}_{re.sub(r'[^A-Za-z0-9_.-]+', '_', path.stem)}.png"
         picture.save(target)
         print(target)
 

@@ -1,4 +1,8 @@
-"""Multinomial logistic regression for as many images as ImageNet has."""
+"""Multinomial logistic regression for as many images as ImageNet has.
+
+scikit-learn's own, on torch tensors (from 1.9), holds about six arrays of the size of all logits at a time: 1 GB more than
+the features for 40,000 images of 1,000 classes, so 33 GB for ImageNet. Here the logits exist for 65,536 images at a time.
+"""
 
 import warnings
 
@@ -17,8 +21,7 @@ class TorchLogisticRegression:
     """scikit-learn's ``LogisticRegression`` on a torch device, in float32.
 
     It minimises the same function, the mean cross entropy plus ``|W|^2 / (2 C n)`` with a free intercept, with L-BFGS,
-    until the largest entry of the gradient is below ``tolerance``. The features lie on the device; the logits never
-    exist for all images at once.
+    until the largest entry of the gradient is below ``tolerance``. The features lie on the device.
 
     Args:
         cost: scikit-learn's C, the inverse of the weight decay.
@@ -48,7 +51,8 @@ class TorchLogisticRegression:
             line_search_fn="strong_wolfe",
         )
         optimizer.step(lambda: self._objective(images, targets))
-        steepest = max(parameter.grad.abs().max().item() for parameter in self._linear.parameters())
+        gradients = [parameter.grad for parameter in self._linear.parameters() if parameter.grad is not None]
+        steepest = max(gradient.abs().max().item() for gradient in gradients)
         iterations = optimizer.state[next(iter(self._linear.parameters()))]["n_iter"]
         if iterations >= self.max_iterations and steepest > self.tolerance:
             warnings.warn(

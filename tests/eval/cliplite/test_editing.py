@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.decomposition import PCA
 
-from eval.editing import PAIRS, TEMPLATES, alignment_table, concept_subspace, fill_templates, main, remove
+from eval.cliplite.editing import PAIRS, TEMPLATES, alignment_table, concept_subspace, fill_templates, main, remove
 from tests.eval import datasets
 
 

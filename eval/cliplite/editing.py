@@ -1,9 +1,10 @@
-"""Concept editing: find a concept's direction with words, remove it from image embeddings: ``python -m eval.editing``.
+"""Concept editing: find a concept's direction with words and remove it from image embeddings.
 
-CLIP-Lite, section 4.8. Pairs of prompts that differ only in the concept ("I am a boy.", "I am a girl.") span it; the
-principal components of their embeddings, each pair shifted to mean zero (Bolukbasi et al., 2016), are its subspace.
-Images are edited by subtracting their projection on it. The alignment table (Table 6 of the paper) says how well the
-best images of two groups answer queries of either side, before and after: equal values say that the concept is gone.
+``python -m eval.cliplite.editing``, CLIP-Lite, section 4.8. Pairs of prompts that differ only in the concept ("I am a
+boy.", "I am a girl.") span it; the principal components of their embeddings, each pair shifted to mean zero (Bolukbasi et
+al., 2016), are its subspace. Images are edited by subtracting their projection on it. The alignment table (Table 6 of the
+paper) compares how well the best images of two groups answer queries of either side, before and after: equal values mean
+that the concept is gone.
 """
 
 import argparse
@@ -20,10 +21,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.command_line import add_model_arguments, load_encoder
+from eval.cliplite.image_files import list_images, read_images
+from eval.command_line import ModelArguments, add_model_arguments, load_encoder
 from eval.data import read_lines
 from eval.features import Encoder
-from eval.image_files import list_images, read_images
+from eval.models import LoadedModel
 
 # The concept of the paper: gender. The first two pairs and the first template are its examples.
 PAIRS = (
@@ -101,7 +103,7 @@ class Alignment:
 
     @property
     def delta(self) -> float:
-        """What the concept contributed."""
+        """Contribution of the concept."""
         return self.original - self.neutral
 
 
@@ -194,7 +196,7 @@ def encode_folder(folder: Path, encoder: Encoder) -> Tensor:
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m eval.editing",
+        prog="python -m eval.cliplite.editing",
         description="Find the direction of a concept from pairs of words, remove it from image embeddings, and print "
         "the alignment table (CLIP-Lite, section 4.8). Without --pairs the concept is gender, as in the paper.",
     )
@@ -211,48 +213,70 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@dataclass(frozen=True)
+class Concept:
+    """A concept to remove, and the images to remove it from.
+
+    Attributes:
+        pairs: words that differ only in the concept: (first side, second side).
+        templates: prompts, ``{c}`` stands for the word.
+        images: the two sides' names and folders of images.
+        components: directions to remove.
+        top: images retrieved for a query.
+    """
+
+    pairs: Sequence[tuple[str, str]]
+    templates: Sequence[str]
+    images: Mapping[str, Path]
+    components: int = 1
+    top: int = 10
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     args = build_parser().parse_args(argv)
+    names = args.names or [folder.name for folder in args.images]
     try:
-        run(args)
+        if names[0] == names[1]:
+            raise ValueError(f"both sides are called {names[0]}: name them with --names")
+        pairs = read_pairs(args.pairs) if args.pairs else PAIRS
+        templates = read_lines(args.templates, "prompts") if args.templates else TEMPLATES
+        if not all("{c}" in template for template in templates):
+            raise ValueError("every prompt of --templates needs a {c} for the word")
+        images = dict(zip(names, args.images, strict=True))
+        loaded, encoder = load_encoder(ModelArguments.of(args))
+        edit(Concept(pairs, templates, images, args.components, args.top), loaded, encoder, args.output_dir)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def run(args: argparse.Namespace) -> None:
+def edit(concept: Concept, loaded: LoadedModel, encoder: Encoder, output_dir: Path) -> None:
     """Write ``editing.json``, ``editing.md`` and ``subspace.npy`` (the basis, ``(k, d)``), and print the table.
 
     Raises:
-        ValueError: for wrong data, model or options.
+        ValueError: for wrong data or options.
     """
-    pairs = read_pairs(args.pairs) if args.pairs else list(PAIRS)
-    templates = read_lines(args.templates, "prompts") if args.templates else list(TEMPLATES)
-    if not all("{c}" in template for template in templates):
-        raise ValueError("every prompt of --templates needs a {c} for the word")
-    names = args.names or [folder.name for folder in args.images]
-    if names[0] == names[1]:
-        raise ValueError(f"both sides are called {names[0]}: name them with --names")
-    loaded, encoder = load_encoder(args)
-    sides = {name: [pair[number] for pair in pairs] for number, name in enumerate(names)}
-    prompts = {name: encoder.encode_texts(fill_templates(words, templates)).cpu() for name, words in sides.items()}
-    subspace = concept_subspace(prompts[names[0]], prompts[names[1]], args.components)
-    images = {name: encode_folder(folder, encoder) for name, folder in zip(names, args.images, strict=True)}
+    first, second = (
+        encoder.encode_texts(fill_templates(words, concept.templates)).cpu()
+        for words in zip(*concept.pairs, strict=True)
+    )
+    subspace = concept_subspace(first, second, concept.components)
+    images = {name: encode_folder(folder, encoder) for name, folder in concept.images.items()}
     # As in the paper, a query a pair: the first template's prompts.
-    queries = {name: embeddings[: len(pairs)] for name, embeddings in prompts.items()}
-    table = alignment_table(queries, images, subspace, args.top)
+    queries = {name: side[: len(concept.pairs)] for name, side in zip(concept.images, (first, second), strict=True)}
+    table = alignment_table(queries, images, subspace, concept.top)
     report: dict[str, Any] = {
         "model": loaded.name,
         "checkpoint": loaded.checkpoint,
         "weights": loaded.weights_sha256,
-        "pairs": len(pairs),
-        "templates": len(templates),
+        "pairs": len(concept.pairs),
+        "templates": len(concept.templates),
         "explained_variance": subspace.explained.tolist(),
         "images": {name: len(features) for name, features in images.items()},
-        "top": args.top,
+        "top": concept.top,
         "alignment": {
             side: {
                 group: {"original": entry.original, "neutral": entry.neutral, "delta": entry.delta}
@@ -262,12 +286,12 @@ def run(args: argparse.Namespace) -> None:
         },
     }
     text = markdown_table(table)
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    (args.output_dir / "editing.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    (args.output_dir / "editing.md").write_text(text + "\n", encoding="utf-8")
-    np.save(args.output_dir / "subspace.npy", subspace.basis.numpy())
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / "editing.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (output_dir / "editing.md").write_text(text + "\n", encoding="utf-8")
+    np.save(output_dir / "subspace.npy", subspace.basis.numpy())
     shares = ", ".join(f"{100 * share:.1f} %" for share in report["explained_variance"])
-    print(f"{text}\n\nShare of the pairs' variance in the removed directions: {shares}\nWritten: {args.output_dir}")
+    print(f"{text}\n\nShare of the pairs' variance in the removed directions: {shares}\nWritten: {output_dir}")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,16 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
+from eval.cliplite.grounding import (
+    SpatialLayer,
+    find_spatial_layer,
+    grad_cam,
+    grounding_picture,
+    main,
+    overlay,
+    seen_image,
+)
 from eval.features import Encoder
-from eval.grounding import SpatialLayer, find_spatial_layer, grad_cam, grounding_picture, main, overlay, seen_image
 from eval.models import ModelError
 
 TOWERS = {

@@ -14,9 +14,8 @@ from sklearn.model_selection import GridSearchCV, StratifiedKFold
 from sklearn.preprocessing import StandardScaler
 from sklearn.svm import LinearSVC
 
-from eval import logistic
-from eval.models import ModelError
-from eval.probes import (
+from eval.cliplite import logistic
+from eval.cliplite.probes import (
     ABSENT,
     DIFFICULT,
     PRESENT,
@@ -29,6 +28,7 @@ from eval.probes import (
     probe_top1,
     probe_voc07,
 )
+from eval.models import ModelError
 from tests.eval import datasets
 
 CLASSES = ("cat", "dog", "owl")

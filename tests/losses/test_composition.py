@@ -1,0 +1,175 @@
+"""Conventions are types: a new objective states them, and parts that do not fit are refused with the reason."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from openclip_ext.contrastive import log_math
+from openclip_ext.contrastive.batch import Contrast
+from openclip_ext.contrastive.estimands import Estimand, NegativesMean
+from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
+from openclip_ext.contrastive.normalizer import Estimate, MinibatchNormalizer, Normalizer
+from openclip_ext.contrastive.objectives import Anchors, Objective, Unified, incompatibility
+from openclip_ext.contrastive.temperature import ConstantTemperature, GlobalTemperature
+from openclip_ext.losses import registry
+from openclip_ext.losses.method import Method
+from openclip_ext.losses.registry import create_loss, options_used_by
+from tests.losses.cases import SAMPLES, WIDTH, make_steps, run_step
+
+
+class NegativesSum(Estimand):
+    """``N·g``: the softmax's denominator without the positive pair."""
+
+    formula = "log(N·g), the sum over the negatives"
+
+    def from_batch(self, contrast: Contrast) -> Tensor:
+        return contrast.log_gap_sums
+
+    def log_divisor(self, contrast: Contrast) -> Tensor:
+        return torch.zeros_like(contrast.tau)
+
+
+class DecoupledContrastive(Objective):
+    """``−s_ii/τ + log Σ_{j≠i} exp(s_ij/τ)``: InfoNCE without the positive pair in the denominator, without a regulariser."""
+
+    estimand_type = NegativesSum
+    regularized = False
+
+    def __init__(self) -> None:
+        super().__init__(NegativesSum())
+
+    def pair_factor(self, tau: Tensor) -> Tensor:
+        return 1 / tau
+
+    def positive_pair(self, anchors: Anchors, weight_sum: Tensor, contrast: Contrast) -> Tensor:
+        return -weight_sum
+
+    def value(self, anchors: Anchors) -> Tensor:
+        return anchors.alpha
+
+    def tau_gradient(self, anchors: Anchors) -> Tensor:
+        return -anchors.gap() / anchors.tau.square()
+
+
+@pytest.fixture
+def decoupled(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A new loss, registered for one test."""
+    method = Method("decoupled", normalizer="minibatch", temperature_scheme="global", objective=DecoupledContrastive)
+    monkeypatch.setitem(registry.METHODS, method.name, method)
+    return method.name
+
+
+def test_a_new_objective_is_what_autograd_says(decoupled: str) -> None:
+    step = make_steps(1)[0]
+    value, (images, texts, logit_scale) = run_step(create_loss(decoupled).double(), step)
+    leaves = [tensor.clone().requires_grad_() for tensor in (step.images, step.texts)]
+    scale = torch.tensor(step.logit_scale, dtype=torch.float64, requires_grad=True)
+    logits = scale * leaves[0] @ leaves[1].T
+    others = logits.masked_fill(torch.eye(len(logits), dtype=torch.bool), -torch.inf)
+    expected = 0.5 * (others.logsumexp(0) + others.logsumexp(1) - 2 * logits.diagonal()).mean()
+    assert value.item() == pytest.approx(expected.item(), rel=1e-12)
+    for actual, wanted in zip(
+        (images, texts, logit_scale), torch.autograd.grad(expected, (*leaves, scale)), strict=True
+    ):
+        torch.testing.assert_close(actual, wanted.to(actual.dtype), rtol=1e-6, atol=1e-9)
+
+
+def test_rho_is_no_option_of_an_objective_without_a_regulariser(decoupled: str) -> None:
+    assert not {"rho", "rho_end", "rho_switch"} & options_used_by(decoupled).keys()
+    with pytest.raises(ValueError, match="rho=: not used by the loss 'decoupled'"):
+        create_loss(decoupled, rho=5.0)
+    with pytest.raises(ValueError, match=r"decoupled with .*per-sample: the objective has no regulariser"):
+        create_loss(decoupled, num_samples=SAMPLES, temperature_scheme="per-sample")
+
+
+@pytest.mark.parametrize("normalizer", ["prototypes", "queue", "mlp", "moving-average"])
+def test_a_normalizer_of_another_quantity_is_refused(decoupled: str, normalizer: str) -> None:
+    message = r"needs an estimate of log\(N·g\).*this normalizer estimates log\(ε \+ g\)|log\(\(1"
+    with pytest.raises(ValueError, match=message):
+        create_loss(decoupled, embed_dim=WIDTH, num_samples=SAMPLES, normalizer=normalizer)
+
+
+def test_an_objective_that_declares_nothing_is_refused() -> None:
+    class Silent(DecoupledContrastive):
+        pass
+
+    del Silent.__bases__[0].regularized
+    try:
+        assert (
+            incompatibility(Silent, MinibatchNormalizer, ConstantTemperature) == "Silent does not declare regularized"
+        )
+    finally:
+        DecoupledContrastive.regularized = False
+
+
+def test_parts_put_together_by_hand_are_checked_too() -> None:
+    class Sums(Normalizer):
+        """Estimates another quantity than the objective needs."""
+
+        estimates = (NegativesSum,)
+
+        def predict(self, contrast: Contrast) -> Estimate:
+            return Estimate(contrast.log_gap_sums)
+
+    with pytest.raises(ValueError, match=r"Unified, Sums, ConstantTemperature: .*needs an estimate of log\(ε \+ g\)"):
+        GlobalContrastiveLoss(Unified(eps=1e-14), Sums(), ConstantTemperature(temperature=None), None, None)
+
+
+def test_a_gradient_of_alpha_needs_an_objective_that_has_one() -> None:
+    class Differentiable(MinibatchNormalizer):
+        differentiable = True
+
+    class Constant(Unified):
+        differentiates_alpha = False
+
+    assert incompatibility(Unified, Differentiable, GlobalTemperature) is None
+    reason = incompatibility(Constant, Differentiable, GlobalTemperature)
+    assert reason is not None and "takes α as a constant" in reason
+
+
+def test_the_partition_objective_over_the_batch_is_infonce_times_the_temperature() -> None:
+    step = make_steps(1)[0]
+    loss = create_loss("amorlip", normalizer="minibatch", temperature_scheme="constant").double()
+    _, (images, texts, _) = run_step(loss, step)
+    _, (expected_images, expected_texts, _) = run_step(create_loss("openclip").double(), step)
+    torch.testing.assert_close(images, expected_images / step.logit_scale, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(texts, expected_texts / step.logit_scale, rtol=1e-9, atol=1e-12)
+
+
+def _combinations() -> list[tuple[str, str, str]]:
+    composed = [name for name, method in registry.METHODS.items() if method.whole is None]
+    return list(itertools.product(composed, registry.NORMALIZER_NAMES, registry.TEMPERATURE_SCHEME_NAMES))
+
+
+def test_rho_has_an_effect_wherever_it_is_an_option() -> None:
+    for name, normalizer, scheme in _combinations():
+        parts = {"normalizer": normalizer, "temperature_scheme": scheme}
+        try:
+            options = options_used_by(name, **parts)
+        except ValueError:
+            continue
+        outcomes = [_regularizer(name, {**parts, "rho": rho}) for rho in (3.0, 8.0) if "rho" in options]
+        assert not outcomes or outcomes[0] != outcomes[1], f"rho does nothing in {name} with {parts}"
+
+
+def _regularizer(name: str, options: dict[str, Any]) -> float:
+    """What the derivative in the temperature has of ρ."""
+    loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options)
+    assert isinstance(loss, GlobalContrastiveLoss)
+    rho = loss.temperature.rho(0)
+    assert rho is not None
+    return loss.objective.regularizer(rho)
+
+
+def test_the_estimand_is_what_the_batch_says() -> None:
+    """Each estimand's own estimate and its divisor agree: ``exp(α)`` is the divided sum, plus ε or the positive pair."""
+    for name in ("fastclip", "amorlip"):
+        loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, normalizer="minibatch").double()
+        assert isinstance(loss, GlobalContrastiveLoss)
+        run_step(loss, make_steps(1)[0])
+        assert loss.metrics()["weight_mean"] == pytest.approx(1.0)
+    assert NegativesMean(0.1).eps == 0.1
+    assert log_math.log_add(torch.tensor(0.0), 1.0).item() == pytest.approx(0.6931472)

@@ -1,0 +1,54 @@
+"""No loss without its tests: these fail for a new loss until it has them (docs/add-your-own-loss.md)."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from openclip_ext.losses.registry import METHODS
+from tests.distributed.covered import RESUMED_LOSSES, SHARDED_LOSSES, TWO_PROCESS_CASES, TWO_PROCESS_LOSSES
+from tests.losses.cases import CASES
+
+# Losses that are not composed of parts have a test file of their own.
+OWN_TESTS = {"openclip": "test_openclip.py", "siglip": "test_openclip.py", "cliplite": "test_cliplite.py"}
+COMPOSED = {name for name, method in METHODS.items() if method.whole is None}
+WHOLE = METHODS.keys() - COMPOSED
+
+
+def _twins(name: str) -> set[str]:
+    """The other names of the same loss."""
+    method = METHODS[name]
+    return {other for other, twin in METHODS.items() if replace(twin, name=name, parts=(), options=()) == method}
+
+
+def _with_reference() -> set[str]:
+    losses = {case.loss for case in CASES.values() if case.reference is not None}
+    return losses | {name for name in METHODS if _twins(name) & losses}
+
+
+def test_every_composed_loss_has_a_reference_case() -> None:
+    missing = COMPOSED - _with_reference()
+    assert not missing, f"add to tests/losses/cases.py a case with a naive float64 reference for: {sorted(missing)}"
+
+
+def test_every_other_loss_has_a_reference_case_or_a_test_file() -> None:
+    missing = WHOLE - _with_reference() - OWN_TESTS.keys()
+    assert not missing, f"add a case to tests/losses/cases.py, or a test file to OWN_TESTS, for: {sorted(missing)}"
+    assert [file for file in OWN_TESTS.values() if not Path(__file__).with_name(file).is_file()] == []
+
+
+def test_every_case_runs_in_two_processes() -> None:
+    assert not CASES.keys() - TWO_PROCESS_CASES
+    for trained in (TWO_PROCESS_LOSSES, SHARDED_LOSSES):
+        covered = trained | {name for name in METHODS if _twins(name) & trained}
+        assert not METHODS.keys() - covered, f"not trained in two processes: {sorted(METHODS.keys() - covered)}"
+
+
+def test_every_loss_is_resumed() -> None:
+    missing = METHODS.keys() - RESUMED_LOSSES
+    assert not missing, f"not resumed by tests/training/test_resume.py: {sorted(missing)}"
+
+
+def test_every_loss_has_golden_values() -> None:
+    golden = json.loads((Path(__file__).parents[1] / "golden" / "losses.json").read_text())
+    missing = METHODS.keys() - golden.keys()
+    assert not missing, f"run: python -m tests.golden.test_golden {' '.join(sorted(missing))}"
