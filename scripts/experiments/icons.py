@@ -106,7 +106,7 @@ class IconsConfig:
     num_val: int = 2000
     num_test: int = 2000
     image_size: int = 64
-    min_authors: int = 4
+    min_authors: int = 10
     seed: int = 0
     val_sets: tuple[str, ...] = ()
     test_sets: tuple[str, ...] = ()
@@ -388,7 +388,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-test", type=int, default=2000, help="pairs of other held-out styles to report")
     parser.add_argument("--image-size", type=int, default=64)
     parser.add_argument(
-        "--min-authors", type=int, default=4, help="keep names that so many training authors have drawn"
+        "--min-authors", type=int, default=10, help="keep names that so many training authors have drawn"
     )
     parser.add_argument(
         "--val-sets", nargs="*", default=[], metavar="PREFIX", help="sets held out; none: a seeded choice"

@@ -31,7 +31,7 @@ import tarfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +156,41 @@ def read_shards(folder: Path) -> Iterator[tuple[np.ndarray, str, str]]:
 
 
 class Icons:
-    """The splits as a model wants them: images halved in size by averaging, and the names as prompts."""
+    """The splits as a model wants them: images made smaller by averaging, and the names as prompts.
+
+    Texts are numbered by the tokens that occur and cut to the longest one: see ``shrink_text_tower``.
+
+    Attributes:
+        vocabulary: the tokens that occur, in order.
+        splits: the data by split.
+        names: token numbers of the canonical names.
+    """
 
     def __init__(self, data: Path, model: str) -> None:
         names = (data / "names.txt").read_text().splitlines()
-        self.splits = {split: load_split(data, split, names, model) for split in SPLITS}
-        self.names = open_clip.get_tokenizer(model)(names)
+        splits = {split: load_split(data, split, names, model) for split in SPLITS}
+        prompts = open_clip.get_tokenizer(model)(names)
+        every = torch.cat([prompts, *(split.texts for split in splits.values())])
+        self.vocabulary = every.unique()
+        self.length = int((every != 0).sum(dim=1).max())
+        self.splits = {name: replace(split, texts=self._renumbered(split.texts)) for name, split in splits.items()}
+        self.names = self._renumbered(prompts)
+
+    def _renumbered(self, texts: Tensor) -> Tensor:
+        return torch.searchsorted(self.vocabulary, texts[:, : self.length].contiguous())
+
+    def shrink_text_tower(self, model: nn.Module) -> None:
+        """Leave out of an OpenCLIP model the tokens and positions that occur in no text.
+
+        The model stays the same function of the texts, and learns the same: attention is causal, the features are those of
+        the text's end, and the new numbers are in the old order (OpenCLIP finds the end by the largest number). A step
+        takes a third of the time.
+        """
+        model.token_embedding = nn.Embedding.from_pretrained(
+            model.token_embedding.weight[self.vocabulary], freeze=False
+        )
+        model.positional_embedding = nn.Parameter(model.positional_embedding.detach()[: self.length].clone())
+        model.attn_mask = model.attn_mask[: self.length, : self.length].contiguous()
 
     def images(self, split: str, rows: Tensor, model: nn.Module, shifts: Tensor | None = None) -> Tensor:
         """Model inputs ``(B, 3, S', S')``, shifted by ``(B, 2)`` pixels of the stored size (white comes in).
@@ -228,10 +257,12 @@ class SolvedTemperature:
         anchors: int = 32,
         bounds: tuple[float, float] = (0.01, 1.0),
     ) -> None:
-        self.rho, self.capacity, self.start, self.rate, self.anchors, self.bounds = (
-            *(rho, capacity, start, rate, anchors),
-            bounds,
-        )
+        self.rho = rho
+        self.capacity = capacity
+        self.start = start
+        self.rate = rate
+        self.anchors = anchors
+        self.bounds = bounds
         self.queue: Tensor | None = None
         self.steps = 0
 
@@ -292,6 +323,7 @@ class _Trainer:
         self.run, self.icons = run, icons
         torch.manual_seed(run.seed)
         self.model = open_clip.create_model(run.model, output_dict=True)
+        icons.shrink_text_tower(self.model)
         self.samples = len(icons.splits["train"].classes)
         setting = run.setting
         self.loss = openclip_ext.create_loss(
