@@ -22,6 +22,7 @@ import fcntl
 import hashlib
 import io
 import json
+import logging
 import math
 import multiprocessing
 import platform
@@ -88,20 +89,20 @@ def plan(grid: dict[str, Any], data: str, results: dict[str, dict[str, Any]]) ->
     if len(set(sizes.values())) > 1:
         raise ValueError(f"families must have equally many settings, or the tuning is not equal: found {sizes}")
     pending = []
-    for number, (schedule, common) in enumerate(grid["schedules"].items()):
-        for family, settings in grid["families"].items():
-            base = {"data": data, "model": grid["model"], "schedule": schedule, "family": family} | common
-            for stage, runs in enumerate(stages(base, settings, grid, results)):
+    for number, schedule in enumerate(grid["schedules"]):
+        for family in grid["families"]:
+            for stage, runs in enumerate(stages(grid, schedule, family, data, results)):
                 pending += [(number, stage, run) for run in runs if run.id not in results]
     return [run for _, _, run in sorted(pending, key=lambda entry: entry[:2])]
 
 
 def stages(
-    base: dict[str, Any], settings: list[dict[str, Any]], grid: dict[str, Any], results: dict[str, dict[str, Any]]
+    grid: dict[str, Any], schedule: str, family: str, data: str, results: dict[str, dict[str, Any]]
 ) -> Iterator[list[Run]]:
     """The runs of a family on a schedule, stage by stage as far as they are decided."""
+    base = {"data": data, "model": grid["model"], "schedule": schedule, "family": family, **grid["schedules"][schedule]}
     first_seed, *other_seeds = grid["seeds"]
-    tried = [Run(**base, setting=setting, seed=first_seed) for setting in settings]
+    tried = [Run(**base, setting=setting, seed=first_seed) for setting in grid["families"][family]]
     yield tried
     best = best_run(tried, results)
     if best is None:
@@ -457,13 +458,14 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
 
 def run_all(grid: dict[str, Any], data: Path, path: Path, workers: int) -> None:
     """Work on the queue until it is empty."""
-    recipe = (data / "icons.json").read_text()
-    digest = hashlib.sha256(recipe.encode()).hexdigest()[:12]
-    results = read_results(path)
+    digest = data_digest(data)
     add_model_configs()
     Icons(data, grid["model"])  # decoded before the workers start
-    with path.open("a") as file, ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with path.open("a") as file, ProcessPoolExecutor(workers, context, initializer=_start_worker) as pool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # one call at a time appends
+        file.truncate(path.read_bytes().rfind(b"\n") + 1)  # a line that was cut off
+        results = read_results(path)
         under_way: dict[Any, str] = {}
         while True:
             pending = [run for run in plan(grid, digest, results) if run.id not in under_way.values()]
@@ -478,6 +480,15 @@ def run_all(grid: dict[str, Any], data: Path, path: Path, workers: int) -> None:
                 file.write(json.dumps(result) + "\n")
                 file.flush()
                 print(f"{describe(result)}; {len(results)} runs finished", flush=True)
+
+
+def data_digest(data: Path) -> str:
+    """A name for what the data were made from."""
+    return hashlib.sha256((data / "icons.json").read_bytes()).hexdigest()[:12]
+
+
+def _start_worker() -> None:
+    logging.disable(logging.WARNING)  # OpenCLIP warns that a new model has random weights
 
 
 def describe(result: dict[str, Any]) -> str:
@@ -497,7 +508,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="folder that scripts.experiments.icons made")
     parser.add_argument("--results", type=Path, required=True, help="file of finished runs; lines are appended")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, each on one core")
-    parser.add_argument("--plan", action="store_true", help="only print the runs that can start now")
     return parser.parse_args(argv)
 
 
