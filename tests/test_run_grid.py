@@ -56,6 +56,11 @@ def test_a_schedule_is_finished_before_the_next_begins():
     assert [run.schedule for run in plan(grid, "data", results)] == ["a", "a", "b", "b"]
 
 
+def test_the_families_take_turns():
+    grid = GRID | {"families": {"one": [SETTING, OTHER], "two": [SETTING | {"lr_tau": 1e-3}, OTHER | {"lr_tau": 1e-3}]}}
+    assert [run.family for run in plan(grid, "data", {})] == ["one", "two", "one", "two"]
+
+
 def test_tuning_must_be_equal():
     with pytest.raises(ValueError, match="equally many settings"):
         plan(GRID | {"families": {"one": [SETTING, OTHER], "two": [SETTING]}}, "data", {})

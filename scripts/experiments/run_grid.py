@@ -43,6 +43,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import openclip_ext
+from openclip_ext.losses.registry import options_used_by
 from openclip_ext.model_configs import add_model_configs
 
 SPLITS = ("train", "val", "test")
@@ -75,7 +76,7 @@ class Run:
 
 
 def plan(grid: dict[str, Any], data: str, results: dict[str, dict[str, Any]]) -> list[Run]:
-    """The runs that can start now, the most urgent first: schedule by schedule, stage by stage, family by family.
+    """The runs that can start now, the most urgent first: schedule by schedule, stage by stage, one of each family in turn.
 
     Args:
         grid: the parsed grid file.
@@ -92,8 +93,8 @@ def plan(grid: dict[str, Any], data: str, results: dict[str, dict[str, Any]]) ->
     for number, schedule in enumerate(grid["schedules"]):
         for family in grid["families"]:
             for stage, runs in enumerate(stages(grid, schedule, family, data, results)):
-                pending += [(number, stage, run) for run in runs if run.id not in results]
-    return [run for _, _, run in sorted(pending, key=lambda entry: entry[:2])]
+                pending += [((number, stage, rank), run) for rank, run in enumerate(runs) if run.id not in results]
+    return [run for _, run in sorted(pending, key=lambda entry: entry[0])]
 
 
 def stages(
@@ -344,7 +345,7 @@ class _Trainer:
     def _options(self) -> dict[str, Any]:
         """The setting's options, and the length of the run where the loss's schedules span it."""
         options = self.run.setting.get("options", {})
-        takes_epochs = "epochs" in openclip_ext_options(self.run.setting)
+        takes_epochs = "epochs" in options_of(self.run.setting)
         return options | ({"epochs": self.run.epochs} if takes_epochs else {})
 
     def epoch(self, epoch: int) -> None:
@@ -384,10 +385,8 @@ class _Trainer:
                 group["lr"] = self.run.lr * factor
 
 
-def openclip_ext_options(setting: dict[str, Any]) -> dict[str, Any]:
+def options_of(setting: dict[str, Any]) -> dict[str, Any]:
     """The options that a setting's loss takes."""
-    from openclip_ext.losses.registry import options_used_by
-
     options = setting.get("options", {})
     return options_used_by(setting["loss"], options.get("normalizer"), options.get("temperature_scheme"))
 
