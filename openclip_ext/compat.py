@@ -186,15 +186,12 @@ def create_scheduler(
     """OpenCLIP's learning-rate schedules: a function of the optimizer step that sets every group's rate.
 
     Args:
-        name: ``--lr-scheduler``.
+        name: ``cosine``, ``const`` or ``const-cooldown``.
         optimizer: whose rates are set.
         lr: the rate after the warm-up.
         warmup: steps of linear warm-up.
         steps: optimizer steps of the whole run.
         cooldown_steps, cooldown_power, cooldown_end: the end of ``const-cooldown``.
-
-    Raises:
-        ValueError: unknown ``name``, or a cooldown without its length.
     """
     from open_clip_train import scheduler
 
@@ -202,11 +199,7 @@ def create_scheduler(
         return scheduler.cosine_lr(optimizer, lr, warmup, steps)
     if name == "const":
         return scheduler.const_lr(optimizer, lr, warmup, steps)
-    if name == "const-cooldown":
-        if cooldown_steps is None:
-            raise ValueError("--lr-scheduler const-cooldown needs --epochs-cooldown")
-        return scheduler.const_lr_cooldown(optimizer, lr, warmup, steps, cooldown_steps, cooldown_power, cooldown_end)
-    raise ValueError(f"unknown --lr-scheduler {name!r}; known: cosine, const, const-cooldown")
+    return scheduler.const_lr_cooldown(optimizer, lr, warmup, steps, cooldown_steps, cooldown_power, cooldown_end)
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------

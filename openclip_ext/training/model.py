@@ -12,6 +12,7 @@ from torch import nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.training.errors import UsageError
 from openclip_ext.training.views import train_image_tower_only
 
 
@@ -123,11 +124,18 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
         lock = config.lock_image
         model.lock_image_tower(unlocked_groups=lock.unlocked, freeze_bn_stats=lock.freeze_statistics)
     if config.lock_text is not None:
-        lock = config.lock_text
-        model.lock_text_tower(unlocked_layers=lock.unlocked, freeze_layer_norm=lock.freeze_statistics)
+        _lock_text(model, config.lock_text)
     if config.grad_checkpointing:
         model.set_grad_checkpointing()
     return BuiltModel(model, preprocess_train, preprocess_val, config.tokenizer(), device)
+
+
+def _lock_text(model: Any, lock: TowerLock) -> None:
+    try:
+        model.lock_text_tower(unlocked_layers=lock.unlocked, freeze_layer_norm=lock.freeze_statistics)
+    except AssertionError as error:
+        # OpenCLIP's own text towers can only be frozen as a whole.
+        raise UsageError(f"--lock-text needs --lock-text-freeze-layer-norm for this model ({error})") from error
 
 
 def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) -> None:
