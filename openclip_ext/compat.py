@@ -21,6 +21,8 @@ OPENCLIP_BELOW = (4, 0)
 
 # The names of OpenCLIP's own losses on our command line; the first is the default there and here.
 OPENCLIP_LOSSES = ("openclip", "siglip")
+# Where --siglip starts the model's parameters (open_clip_train/main.py).
+SIGLIP_START = {"init_logit_scale": 2.302585092994046, "init_logit_bias": -10}
 # How SigLipLoss sends features to a neighbour; the bidirectional one takes and gives two tensors.
 SIGLIP_EXCHANGES = (
     "open_clip.loss.neighbour_exchange_with_grad",
@@ -115,11 +117,15 @@ def create_model(
     import open_clip
 
     if siglip_start:
-        # The values in open_clip_train/main.py.
-        options |= {"init_logit_scale": 2.302585092994046, "init_logit_bias": -10}
+        options |= SIGLIP_START
     return open_clip.create_model_and_transforms(
         name, pretrained, precision=precision, device=device, output_dict=True, **options
     )
+
+
+def is_captioner(model: nn.Module) -> bool:
+    """Whether the model has a text decoder (CoCa), which only ``CoCaLoss`` trains."""
+    return hasattr(model, "text_decoder")
 
 
 def embedding_dim(model_name: str, model: nn.Module | None = None) -> int:

@@ -32,6 +32,7 @@ class OpenClipLoss(ContrastiveLoss):
     """
 
     follows_autocast = True
+    uses_logit_bias = True
     _logit_scale: Tensor | None = None
 
     def __init__(
@@ -100,6 +101,7 @@ class SiglipLoss(ContrastiveLoss):
     """
 
     follows_autocast = True
+    uses_logit_bias = True
     initial_logit_scale = math.log(10)
     initial_logit_bias = -10.0
 

@@ -39,7 +39,7 @@ def _check_model(config: ModelConfig) -> None:
     if ":" in config.name:  # hf-hub:, local-dir: and so on; OpenCLIP looks for them
         return
     known = open_clip.list_models()
-    name = config.name.replace("/", "-")
+    name = config.file_name
     if name not in known:
         raise UsageError(f"unknown model --model {config.name}{nearest(name, known)}; known: open_clip.list_models()")
     tag = config.pretrained

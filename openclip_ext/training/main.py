@@ -26,7 +26,7 @@ from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import build_evaluators, run_evaluators
 from openclip_ext.training.flags import parse
 from openclip_ext.training.loss import build_loss, load_pretrained_heads
-from openclip_ext.training.model import BuiltModel, build_model, prepare_for
+from openclip_ext.training.model import BuiltModel, build_model, loading_lines, prepare_for, write_model_config
 from openclip_ext.training.optimizer import create_optimizer, create_schedule
 from openclip_ext.training.reporting import Reporter, announce
 from openclip_ext.training.resume import Start
@@ -112,6 +112,10 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
         trainer.fit(start.checkpoint is not None and resume.lacks_evaluation(folder, position))
     finally:
         trainer.reporter.close()
+    if folder is not None and distributed.is_master():
+        last = folder / "checkpoints" / f"epoch_{config.length.epochs}.pt"
+        lines = "\n".join(f"  {line}" for line in loading_lines(config.model, folder, last))
+        logging.info(f"To load the model in stock OpenCLIP:\n{lines}")
 
 
 def _check_combination(config: TrainingConfig, loss: ContrastiveLoss) -> None:
@@ -142,6 +146,7 @@ def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveL
 def _begin_folder(config: TrainingConfig, folder: Path, position: Position, unreadable: Container[Path]) -> None:
     """Write what the folder says about the run, and bring the rest to where the run goes on."""
     run_folder.write_settings(folder, config.flags, config.loss.name, dict(config.loss.options))
+    write_model_config(config.model, folder)
     resume.cut_logs(folder, position)
     ckpt.remove_leftovers(folder / "checkpoints", spared=unreadable)
     if config.copy_codebase:
