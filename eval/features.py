@@ -68,7 +68,7 @@ class Encoder:
     _transform: Callable[[Any], Tensor] = field(init=False, repr=False)
     _normalize: Callable[[Tensor], Tensor] | None = field(init=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._text_encoder = TextEncoder(self.model)
         self._transform, self._normalize = split_transform(self.preprocess)
 

@@ -1,6 +1,6 @@
 """The comparison as one HTML page that fetches nothing, for light and dark."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
 
@@ -201,7 +201,9 @@ def _curves(runs: Sequence[Run]) -> str:
         return ""
     x_title, x_of = _horizontal(runs)
 
-    def charts(titles: Iterable[str], score: Callable[[Checkpoint, str], Value | None], names: Callable[[str], str]):
+    def charts(
+        titles: Iterable[str], score: Callable[[Checkpoint, str], Value | None], names: Callable[[str], str]
+    ) -> Iterator[str]:
         for title in titles:
             lines = []
             for number, run in enumerate(runs):
