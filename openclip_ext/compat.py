@@ -208,34 +208,6 @@ def create_scheduler(
     return scheduler.const_lr_cooldown(optimizer, lr, warmup, steps, cooldown_steps, cooldown_power, cooldown_end)
 
 
-# --- evaluation ------------------------------------------------------------------------------------------------------
-
-
-def imagenet_loader(path: str, preprocess_val: Callable, split: str, batch_size: int, workers: int) -> Any:
-    """OpenCLIP's ImageNet validation loader; ``split`` is ``val`` or ``v2``."""
-    from open_clip_train.data import get_imagenet
-
-    args = argparse.Namespace(imagenet_val=path, imagenet_v2=path, batch_size=batch_size, workers=workers)
-    return get_imagenet(args, (None, preprocess_val), split)
-
-
-def imagenet_zero_shot(
-    model: nn.Module,
-    loaders: dict[str, Any],
-    tokenizer: Callable,
-    device: torch.device,
-    precision: str,
-    batch_size: int,
-) -> dict[str, float]:
-    """OpenCLIP's ImageNet zero-shot accuracies, now and on this process alone."""
-    from open_clip_train.zero_shot import zero_shot_eval
-
-    # Its own frequency and distribution: the trainer decides when, and only the master evaluates.
-    when = {"zeroshot_frequency": 1, "epochs": 1, "distributed": False, "horovod": False}
-    args = argparse.Namespace(device=str(device), precision=precision, batch_size=batch_size, **when)
-    return zero_shot_eval(unwrap(model), loaders, 1, args, tokenizer=tokenizer)
-
-
 # --- files -----------------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from openclip_ext.losses.registry import OPTIONS
+from openclip_ext.losses.options import flag_of
 
 Value = int | float | str | bool | None
 
@@ -76,7 +76,7 @@ class Recipe:
         for flag, value in self.openclip_flags.items():
             arguments += _as_arguments(f"--{flag}", value)
         for option, value in self.loss_options.items():
-            arguments += _as_arguments(OPTIONS[option].flag, value)
+            arguments += _as_arguments(flag_of(option), value)
         return arguments
 
     def launch_command(self) -> str:
