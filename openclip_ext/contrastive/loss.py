@@ -134,14 +134,16 @@ class ContrastiveLoss(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} estimates no normalizer")
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Counters that steer the host; part of ``state_dict``."""
-        return {"epoch": self.epoch, "calls": self.calls}
+    def get_extra_state(self) -> Tensor:
+        """Counters that steer the host, ``(epoch, calls)`` int64; part of ``state_dict``.
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
+        A tensor, because safetensors stores nothing else.
+        """
+        return torch.tensor([self.epoch, self.calls])
+
+    def set_extra_state(self, state: Tensor) -> None:
         """Restore the counters."""
-        self.epoch = state["epoch"]
-        self.calls = state["calls"]
+        self.epoch, self.calls = state.tolist()
 
     def start_epoch(self, epoch: int) -> None:
         """Begin epoch ``epoch`` (from 0). A second call for the same epoch changes nothing."""
