@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# Sourced by the other scripts: goes to the clone's root and provides $python, the interpreter of the virtual environment
-# in .venv, where this package is installed in place with all its extras. Made on the first call; afterwards a call costs a
-# fraction of a second, until requirements.txt or pyproject.toml change.
+# Sourced by the other scripts. Goes to the clone's root and sets $python, the interpreter of the virtual environment in
+# .venv, which has this package installed in place with all extras. The first call makes the environment. Later calls take
+# a fraction of a second, unless requirements.txt or pyproject.toml changed.
 #
-# PYTHON names the interpreter to make the environment with (default: python3); pip's own PIP_* variables are obeyed.
+# PYTHON names the interpreter that makes the environment (default: python3). pip obeys its own PIP_* variables.
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 cd -- "$root" || exit
@@ -18,7 +18,7 @@ fail() {
   exit 1
 }
 
-# The clone's path is part of it: an environment that was moved or copied would import the package from the old place.
+# Includes the clone's path: an environment that was moved or copied would import the package from the old place.
 environment_fingerprint() {
   {
     printf '%s\n' "$root"
@@ -40,9 +40,9 @@ make_environment() {
     say "Making the virtual environment in .venv"
     "$base" -m venv .venv || fail "$base cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)"
   fi
-  say "Installing openclip_ext and what it needs (the first time about 5 GB, most of it PyTorch)"
+  say "Installing openclip_ext and its dependencies (the first time about 5 GB, most of it PyTorch)"
   "$python" -m pip install -e '.[eval,plot,test]' ||
-    fail "installation failed; see pip's message above. Nothing is lost: run the script again to go on"
+    fail "installation failed; see pip's message above. Run the script again to continue"
   environment_fingerprint >.venv/.installed
 }
 

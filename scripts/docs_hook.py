@@ -39,7 +39,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         image, text, target, anchor = link.group(1), link.group(2), link.group(3), link.group(4) or ""
         if "://" in target or target.startswith("mailto:"):
             return link.group()
-        linked = (source.parent / target).resolve()
+        linked = Path(os.path.normpath(source.parent / target))
         if linked in pages:
             return f"{image}[{text}]({_relative(pages[linked], page.file.src_uri)}{anchor})"
         if not linked.exists() or not linked.is_relative_to(ROOT):

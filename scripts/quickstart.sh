@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Train CLIP with a global contrastive loss on images made on this machine, and score it on combinations it never saw.
-# No GPU, no download besides the Python packages, a few minutes on two cores.
+# Train CLIP with a global contrastive loss on images drawn on this machine, and score it on combinations it never saw.
+# Needs no GPU, no download besides the Python packages, and a few minutes on two cores.
 #
 #   bash scripts/quickstart.sh           # NeuCLIP
 #   bash scripts/quickstart.sh openclip  # another loss, to compare; the picture shows all runs made so far
 #
-# Interrupt it at any time: it goes on where it stopped. Everything it makes is in demo/.
-# EPOCHS (default 3) sets how long it trains.
+# You can interrupt it at any time: the next start continues where it stopped. All output is in demo/.
+# EPOCHS (default 3) sets the number of epochs.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=_environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/_environment.sh"
@@ -17,7 +17,7 @@ options=()
 case "$loss" in
   neuclip | queueclip) options=(--prototypes 1024) ;; # the default, 4096, is meant for millions of samples
 esac
-# One thread is as fast as two on tensors this small, and much faster where cores are shared: OpenMP's threads spin while
+# On tensors this small one thread is as fast as two, and much faster on shared cores, where OpenMP's threads spin while
 # they wait for each other. The second core decodes images.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 

@@ -1,14 +1,36 @@
 #!/usr/bin/env bash
-# Set up the environment, check style and run the tests. Arguments go to pytest: bash scripts/test.sh tests/losses -x
+# Set up the environment, check style, types and documentation, and run the tests.
+#
+#   bash scripts/test.sh                   # everything, as CI does
+#   bash scripts/test.sh --fast            # without the slow tests (tests/slow.txt): between two edits
+#   bash scripts/test.sh tests/losses -x   # the checks, and pytest with these arguments
+#
+# TEST_PROCESSES (default: one per core, at most 4) sets how many processes run the tests.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=_environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/_environment.sh"
+
+options=()
+if [[ "${1:-}" == --fast ]]; then
+  shift
+  options=(-m 'not slow and not inductor and not gpu')
+fi
 
 say "ruff"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 
+say "mypy"
+"$python" -m mypy
+
+say "docs"
+site="$(mktemp -d)"
+trap 'rm -rf -- "$site"' EXIT
+NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict --site-dir "$site"
+
 say "pytest"
 # The tensors are tiny: one thread is as fast as many, and tests that start several processes do not fight for cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-"$python" -m pytest "$@"
+processes="${TEST_PROCESSES:-$("$python" -c 'import os; print(min(4, os.cpu_count() or 1))')}"
+# A file stays in one process: its tests share what its fixtures make.
+"$python" -m pytest --numprocesses "$processes" --dist loadfile ${options[@]+"${options[@]}"} "$@"

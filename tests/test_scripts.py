@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
-SHELL_SCRIPTS = [*sorted(SCRIPTS.rglob("*.sh")), SCRIPTS.parent / ".ci" / "run"]
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "scripts"
+SHELL_SCRIPTS = [*sorted(SCRIPTS.rglob("*.sh")), ROOT / ".ci" / "run"]
 
 
 def load(name):
@@ -147,3 +148,12 @@ def test_smoothing_keeps_a_line_straight_and_averages_noise():
 def test_samples_are_drawn(tmp_path):
     load("plot_samples").main(["--output", str(tmp_path / "samples.png"), "--split", "test"])
     assert Image.open(tmp_path / "samples.png").width > 800
+
+
+def test_the_list_of_slow_tests_names_tests():
+    lines = (ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        if not line.startswith("#"):
+            file, _, test = line.partition("::")
+            source = (ROOT / file).read_text(encoding="utf-8")
+            assert f"def {test.partition('[')[0]}(" in source if test else "def test_" in source, line

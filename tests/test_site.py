@@ -14,12 +14,13 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def clone(tmp_path):
-    """The files that the site is made of, to change."""
-    for folder in ("docs", "patches"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    (tmp_path / "scripts" / "slurm").mkdir(parents=True)
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "mkdocs.yml", "scripts/docs_hook.py"):
-        shutil.copy(ROOT / name, tmp_path / name)
+    """The repository with pages that a test may change."""
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    for path in ROOT.iterdir():
+        if path.suffix == ".md":
+            shutil.copy(path, tmp_path)
+        elif path.name not in ("docs", "site"):
+            (tmp_path / path.name).symlink_to(path)
     return tmp_path
 
 

@@ -48,6 +48,7 @@ class ContrastiveLoss(nn.Module):
             fails on a parameter that never receives one.
         initial_logit_scale: start value of OpenCLIP's parameter ``log(1/τ)``; None: leave the model's.
         initial_logit_bias: start value of OpenCLIP's ``logit_bias``; None: the model needs none.
+        uses_logit_bias: whether the model's ``logit_bias`` gets a gradient; if not, freeze it.
         views: 2 for a loss of two views of each image, passed as ``image_features`` and ``text_features``.
         logit_scale_lr: learning rate of that parameter, without schedule; None: that of the encoders, with its schedule.
         follows_autocast: whether it computes under the caller's autocast, instead of in the precision of the features.
@@ -61,6 +62,7 @@ class ContrastiveLoss(nn.Module):
     learns_logit_scale = True
     initial_logit_scale: float | None = None
     initial_logit_bias: float | None = None
+    uses_logit_bias = False
     logit_scale_lr: float | None = None
     follows_autocast = False
     normalizers_include_positive = False

@@ -311,7 +311,7 @@ class PartitionNormalizer(MlpNormalizer):
     """The MLP of the paper: it predicts the partition function with the positive pair, and stage II may stay in a process.
 
     Args:
-        negatives_only: fit ``Z = (1/B) Σ_{j≠i}`` and add the anchor's own pair afterwards (Table 3).
+        negatives_only: fit ``Z = (1/B) Σ_{j≠i}`` and add the positive pair afterwards (Table 3).
         gather_stage2: contrast the global batch in the second stage, too, instead of each process's own samples.
         options: see :class:`MlpNormalizer`.
     """
@@ -393,7 +393,7 @@ METHOD = Method(
             "gather_stage2",
             bool,
             False,
-            "contrast the global batch in the second stage, not only each process's own",
+            "contrast the global batch in the second stage, not only each process's local batch",
         ),
     ),
 )

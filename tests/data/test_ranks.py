@@ -1,13 +1,13 @@
 """What the ranks of a run do together: one scan, one verdict on bad data. Two gloo processes."""
 
+import contextlib
 import os
 import signal
-import socket
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -16,31 +16,21 @@ from openclip_ext.data.manifest import ManifestError, find_or_create_manifest
 from openclip_ext.data.source import BadDataError
 from tests.data.loading import build, indices
 from tests.data.shards import undecodable, write_shards
+from tests.distributed.pool import two_ranks
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def on_each_rank(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    try:
-        data = Path(folder)
-        only_master_scans(rank, data)
-        every_rank_hears_of_an_error(rank, data)
-        ranks_divide_the_epoch(data)
-        ranks_add_up_their_bad_samples(data)
-    finally:
-        dist.destroy_process_group()
+def on_each_rank(folder: str) -> None:
+    data, rank = Path(folder), dist.get_rank()
+    only_master_scans(rank, data)
+    every_rank_hears_of_an_error(rank, data)
+    ranks_divide_the_epoch(data)
+    ranks_add_up_their_bad_samples(data)
 
 
 def only_master_scans(rank: int, data: Path) -> None:
-    if rank == 1:
-        manifest_module.Manifest.scan = None
-    manifest = find_or_create_manifest(str(data / "good" / "*.tar"))
+    forbidden = mock.patch.object(manifest_module.Manifest, "scan", None)
+    with forbidden if rank == 1 else contextlib.nullcontext():
+        manifest = find_or_create_manifest(str(data / "good" / "*.tar"))
     assert manifest.num_samples == 40
     assert manifest.sample_offsets(1)[0] == 0
     dist.barrier()
@@ -77,7 +67,7 @@ def ranks_add_up_their_bad_samples(data: Path) -> None:
 def test_two_ranks(tmp_path: Path):
     write_shards(tmp_path / "good", [20, 20])
     write_shards(tmp_path / "bad", [20, 20], {number: undecodable(number) for number in (3, 15, 33)})
-    mp.spawn(on_each_rank, (free_port(), str(tmp_path)), nprocs=2)
+    two_ranks().run(on_each_rank, str(tmp_path))
 
 
 def stop_politely(data: str) -> None:

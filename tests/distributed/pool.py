@@ -203,10 +203,15 @@ def _process_group(rendezvous: str | None, rank: int, world_size: int) -> Iterat
     from openclip_ext import distributed
 
     try:
-        if rendezvous is not None:
-            torch.distributed.init_process_group(
-                "gloo", init_method=rendezvous, rank=rank, world_size=world_size, timeout=timedelta(minutes=2)
-            )
+        if rendezvous is None:
+            yield
+            return
+        torch.distributed.init_process_group(
+            "gloo", init_method=rendezvous, rank=rank, world_size=world_size, timeout=timedelta(minutes=2)
+        )
+        # A rank that leaves while another one still connects, or receives, breaks that one's connection.
+        torch.distributed.barrier()
         yield
+        torch.distributed.barrier()
     finally:
         distributed.shutdown()

@@ -1,7 +1,7 @@
 """Per-step losses of every loss for a fixed seed: a refactor changes no number.
 
 Where a change is meant to change numbers, make the file anew and say why in the commit:
-``python -m tests.golden.test_golden``.
+``python -m tests.golden.test_golden``. Add a new loss by its name: ``python -m tests.golden.test_golden NAME``.
 """
 
 import json
@@ -47,15 +47,16 @@ def test_losses_are_the_golden_ones(loss, shards, tmp_path):
     assert per_step_losses(loss, shards, tmp_path) == pytest.approx(golden[loss], rel=TOLERANCE, abs=TOLERANCE)
 
 
-def main() -> None:
-    """Write the golden file from the code as it is."""
+def main(names: list[str]) -> None:
+    """Write the golden values of some losses, or of all, from the code as it is."""
+    golden = json.loads(GOLDEN.read_text()) if names else {}
     with tempfile.TemporaryDirectory() as folder:
         data = make_shards(Path(folder) / "shards")
-        golden = {loss: per_step_losses(loss, data, Path(folder)) for loss in openclip_ext.list_losses()}
+        golden |= {loss: per_step_losses(loss, data, Path(folder)) for loss in names or openclip_ext.list_losses()}
     rounded = {loss: [round(value, 6) for value in values] for loss, values in golden.items()}
     lines = ",\n".join(f"  {json.dumps(loss)}: {json.dumps(values)}" for loss, values in rounded.items())
     GOLDEN.write_text(f"{{\n{lines}\n}}\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1:])

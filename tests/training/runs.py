@@ -9,24 +9,26 @@ import numpy as np
 import torch
 
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
-from openclip_ext.training import trainer
+from openclip_ext.losses.registry import list_losses
+from openclip_ext.training import signals, trainer
 from openclip_ext.training.main import main
 from tests.distributed.pool import two_ranks
 
 NUM_SAMPLES, SAMPLES_PER_SHARD = 84, 12
-EXIT_AFTER_SIGTERM = trainer.EXIT_AFTER_SIGTERM
+EXIT_AFTER_SIGTERM = signals.EXIT_AFTER_SIGTERM
 
 # Small enough that every part of a loss is at work within a few steps.
-LOSS_FLAGS = {
+_FLAGS = {
     "openclip": ["--local-loss", "--gather-with-grad"],
-    "siglip": [],
     "fastclip": ["--gamma-decay-epochs", "2"],
     "amorlip": ["--fit-every", "2", "--target-every", "2"],
     "neuclip": ["--prototypes", "24", "--normalizer-updates", "2", "--restart-every", "4"],
-    "simclr": [],
+    "queueclip": ["--prototypes", "24"],
     "sogclr": ["--views", "2"],
     "cliplite": ["--opt", "timm/lookahead_sgd", "--lookahead-steps", "3", "--momentum", "0.9", "--caption-aware-flip"],
 }
+# Every loss there is: a new one is resumed without being named in a test.
+LOSS_FLAGS = {loss: _FLAGS.get(loss, []) for loss in list_losses()}
 
 
 def make_shards(folder: Path) -> str:
@@ -41,7 +43,7 @@ def command(shards: str, logs: Path, name: str, loss: str, *more: str) -> list[s
     run = ["--train-data", shards, "--logs", str(logs), "--name", name, "--loss", loss, "--epochs", "2", "--seed", "3"]
     model = ["--model", "demo-vit", "--precision", "fp32", "--device", "cpu", "--force-patch-dropout", "0.2"]
     training = ["--batch-size", "16", "--lr", "1e-3", "--warmup", "3", "--log-every-n-steps", "1", "--workers", "0"]
-    return [*run, *model, *training, *LOSS_FLAGS.get(loss, []), *more]
+    return [*run, *model, *training, *LOSS_FLAGS[loss], *more]
 
 
 @contextmanager

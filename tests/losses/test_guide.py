@@ -1,0 +1,63 @@
+"""``docs/add-your-own-loss.md`` works: its files, in a copy of the tree, fail the suite until its tests are there, too."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "add-your-own-loss.md").read_text(encoding="utf-8")
+NEW_FILE = re.compile(r"`([\w/]+\.py)`:\n\n```python\n(.*?)```", flags=re.DOTALL)
+AT_THE_END = re.compile(r"at the end of `([\w/]+\.py)`:\n\n```python\n(.*?)```", flags=re.DOTALL)
+REPLACED = re.compile(r"`([\w/]+\.py)`:\n\n```diff\n-(.*?)\n\+(.*?)\n```", flags=re.DOTALL)
+LOSSES = ["minibatchclip", "sharedclip", "cooling", "decoupled", "bilinear"]
+
+
+def _python(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": str(tree), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+
+
+def _pytest(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return _python(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+
+
+def test_a_reader_of_the_guide_adds_five_losses(tmp_path: Path) -> None:
+    for folder in ("openclip_ext", "tests", "eval"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    appended = dict(AT_THE_END.findall(GUIDE))
+    files = {name: text for name, text in NEW_FILE.findall(GUIDE) if text not in appended.values()}
+    assert [Path(name).stem for name in files if "losses/" in name and "tests" not in name] == LOSSES
+
+    for name, text in files.items():
+        if name.startswith("openclip_ext/"):
+            (tmp_path / name).write_text(text, encoding="utf-8")
+    guard = "tests/losses/test_every_loss_is_tested.py"
+    red = _pytest(tmp_path, guard)
+    assert red.returncode == 1, red.stdout + red.stderr
+    failed = set(re.findall(r"FAILED .*::(\w+)", red.stdout))
+    assert failed == {
+        "test_every_composed_loss_has_a_reference_case",
+        "test_every_other_loss_has_a_reference_case_or_a_test_file",
+        "test_every_loss_has_golden_values",
+    }
+    assert all(name in red.stdout for name in LOSSES)
+
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    for name, text in appended.items():
+        with open(tmp_path / name, "a", encoding="utf-8") as file:
+            file.write(text)
+    for name, old, new in REPLACED.findall(GUIDE):
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert old in text
+        (tmp_path / name).write_text(text.replace(old, new), encoding="utf-8")
+    golden = _python(tmp_path, "-m", "tests.golden.test_golden", *LOSSES)
+    assert golden.returncode == 0, golden.stderr
+    references = ["tests/losses/test_against_references.py", "-k", " or ".join(LOSSES)]
+    for arguments in ([guard, "tests/losses/test_bilinear.py"], references):
+        green = _pytest(tmp_path, *arguments)
+        assert green.returncode == 0, green.stdout + green.stderr
