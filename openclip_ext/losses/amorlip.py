@@ -134,6 +134,7 @@ class MlpNormalizer(Normalizer):
         self.ema_decay = ema_decay
         self.previous_weight = previous_weight
         self.reinitialize = reinitialize
+        self.depends_on_epoch = reinitialize or previous_weight > 0
         self.epochs = epochs
         self.seed = seed
         self.online = TwoSidedMlp(embed_dim, width_factor)
