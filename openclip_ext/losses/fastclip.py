@@ -68,12 +68,12 @@ class MovingAverageNormalizer(Normalizer):
         super().__init__()
         self.table = ShardedTable(2, num_samples, state_device, state_dir)
         self.final_gamma = gamma
-        self.decays = gamma_schedule == "cosine"
+        self.depends_on_epoch = gamma_schedule == "cosine"
         self.decay_epochs = gamma_decay_epochs or max(1, epochs // 2)
 
     def gamma(self, epoch: int) -> float:
         """γ of an epoch ([opt4ml], 'Scheduler of γ')."""
-        if not self.decays:
+        if not self.depends_on_epoch:
             return self.final_gamma
         return log_math.cosine_decay(1.0, self.final_gamma, epoch, self.decay_epochs)
 
