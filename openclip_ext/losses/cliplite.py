@@ -128,6 +128,8 @@ class ClipLiteLoss(ContrastiveLoss):
         seed: of the projections' start values.
     """
 
+    expects_unit_norm = False
+
     def __init__(self, *, embed_dim: int, projection_dim: int | None, temperature: float | None, seed: int) -> None:
         super().__init__()
         self.embed_dim = embed_dim

@@ -22,6 +22,9 @@ from openclip_ext.contrastive.minibatch import contrast_minibatch, minibatch_met
 from openclip_ext.losses.method import Method, WholeLoss
 from openclip_ext.losses.options import Option
 
+# What a captioner outputs beside its embeddings.
+_CAPTIONS = {"logits", "labels"}
+
 
 class OpenClipLoss(ContrastiveLoss):
     """``open_clip.ClipLoss``, and ``CoCaLoss`` or ``DistillClipLoss`` for models that output what those need.
@@ -57,18 +60,22 @@ class OpenClipLoss(ContrastiveLoss):
         )
         self.distill = DistillClipLoss(**common)
 
+    def _used_outputs(self, outputs: dict[str, Any]) -> set[str]:
+        if "dist_image_features" in outputs:
+            return {name for name in outputs if name.startswith("dist_")}
+        return _CAPTIONS if outputs.keys() >= _CAPTIONS else set()
+
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
         features = {"image_features": batch.image, "text_features": batch.text, "logit_scale": batch.logit_scale}
+        used = {name: outputs[name] for name in self._used_outputs(outputs)}
         loss: nn.Module = self.clip
-        if "dist_image_features" in outputs:
-            loss = self.distill
-            features |= {name: value for name, value in outputs.items() if name.startswith("dist_")}
-        elif "logits" in outputs and "labels" in outputs:
+        if used.keys() >= _CAPTIONS:
             loss = self.coca
-            features |= {"logits": outputs["logits"], "labels": outputs["labels"]}
+        elif used:
+            loss = self.distill
         else:
-            features["logit_bias"] = outputs["logit_bias"]
-        terms = loss(**features, output_dict=True)
+            used = {"logit_bias": outputs["logit_bias"]}
+        terms = loss(**features, **used, output_dict=True)
         self._logit_scale = batch.logit_scale.detach()
         self._infonce = terms["contrastive_loss"].detach()
         self._chance = math.log(len(batch.image) * self.clip.world_size)
