@@ -19,6 +19,8 @@ from openclip_ext.training import parallel
 
 # How many steps later the host looks at a GPU's verdict on a step, without waiting for it.
 LAG = 2
+# Of ``state_dict``: counters that the host keeps, in a copy.
+_EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class StepGuard:
         pairs = list(zip(self._statistics, self._before, strict=True))
         pairs += [(buffer, self._log[name]) for name, buffer in self._loss.nonfinite.named_buffers()]
         after = self._loss.replicated_state()
-        pairs += [(after[name], before) for name, before in self._state.items() if isinstance(before, Tensor)]
+        pairs += [(after[name], before) for name, before in self._state.items() if not name.endswith(_EXTRA_STATE)]
         for current, before in pairs:
             current.copy_(torch.where(good, current, before))
         self._write_rows(~good)

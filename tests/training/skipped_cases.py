@@ -71,14 +71,13 @@ class Run:
         return self.step(parts_of(own, self.way.micro_batches), number)
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors and counters."""
+        """All tensors; the counters are in those of ``_extra_state``."""
         states: dict[str, Any] = {
             "model": self.model.state_dict(),
             "optimizer": parallel.optimizer_state_dict(self.model, self.optimizer),
             "loss": self.loss.state_dict(),
         }
-        counters = {f"counter.{key}": torch.tensor(value) for key, value in self.loss.get_extra_state().items()}
-        return {**tensors(states), **counters}
+        return tensors(states)
 
 
 def nan_pixel(batch: Batch) -> None:
