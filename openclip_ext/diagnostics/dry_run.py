@@ -5,6 +5,7 @@ it would send to other ranks is noted instead.
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,12 +13,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.training.guard import StepGuard
 
 ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND = "all-gather", "all-reduce", "reduce-scatter", "send"
 
@@ -88,7 +90,10 @@ def dry_run(
         for _ in range(steps):
             inputs = _inputs(loss, local_batch, embed_dim)
             with memory:
-                sum(loss(**inputs, output_dict=True).values()).backward()
+                guard = StepGuard(nn.Module(), loss)
+                guard.before_loss(inputs.get("index"))
+                functools.reduce(torch.add, loss(**inputs, output_dict=True).values()).backward()
+                distributed.all_reduce_max(torch.empty(2, device="meta"))  # the guard's verdict
                 if head is not None:  # what the trainer does, see training/step.py
                     distributed.all_reduce_sum(torch.cat([parameter.flatten() for parameter in head.parameters()]))
     return DryRun(exchanges, steps, memory.peak)
