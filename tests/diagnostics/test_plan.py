@@ -251,8 +251,8 @@ def test_a_plan_for_a_billion_samples(capsys):
     table = rows(text)
     assert list(table) == [2**power for power in range(11)]
     assert table[64][1] == "80"
-    # Gathered: 2·B·d values, 2·B scalars, B indices; reduced: 2·B scalars. B = 5120, d = 512. The guard, which keeps what a bad
-    # step would change, gathers the indices and reads the 2·B scalars, too, and reduces its verdict, 2 scalars.
+    # Gathered: 2·B·d values, 2·B scalars, B indices; reduced: 2·B scalars. B = 5120, d = 512. The guard, which keeps what a
+    # bad step would change, gathers the indices and reads the 2·B scalars, too, and reduces its verdict, 2 scalars.
     gathered, reduced = (2 * 5120 * 512 + 2 * 5120) * 4 + 2 * 5120 * 8, 2 * 2 * 5120 * 4 + 2 * 4
     assert float(table[64][7]) == pytest.approx((gathered + 2 * reduced) * 63 / 64 / 2**20, abs=0.01)
     assert "WARNING" not in text
