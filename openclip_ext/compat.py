@@ -21,6 +21,8 @@ OPENCLIP_BELOW = (4, 0)
 
 # The names of OpenCLIP's own losses on our command line; the first is the default there and here.
 OPENCLIP_LOSSES = ("openclip", "siglip")
+# Where --siglip starts the model's parameters (open_clip_train/main.py).
+SIGLIP_START = {"init_logit_scale": 2.302585092994046, "init_logit_bias": -10}
 # How SigLipLoss sends features to a neighbour; the bidirectional one takes and gives two tensors.
 SIGLIP_EXCHANGES = (
     "open_clip.loss.neighbour_exchange_with_grad",
@@ -115,11 +117,15 @@ def create_model(
     import open_clip
 
     if siglip_start:
-        # The values in open_clip_train/main.py.
-        options |= {"init_logit_scale": 2.302585092994046, "init_logit_bias": -10}
+        options |= SIGLIP_START
     return open_clip.create_model_and_transforms(
         name, pretrained, precision=precision, device=device, output_dict=True, **options
     )
+
+
+def is_captioner(model: nn.Module) -> bool:
+    """Whether the model has a text decoder (CoCa), which only ``CoCaLoss`` trains."""
+    return hasattr(model, "text_decoder")
 
 
 def embedding_dim(model_name: str, model: nn.Module | None = None) -> int:
@@ -186,15 +192,12 @@ def create_scheduler(
     """OpenCLIP's learning-rate schedules: a function of the optimizer step that sets every group's rate.
 
     Args:
-        name: ``--lr-scheduler``.
+        name: ``cosine``, ``const`` or ``const-cooldown``.
         optimizer: whose rates are set.
         lr: the rate after the warm-up.
         warmup: steps of linear warm-up.
         steps: optimizer steps of the whole run.
         cooldown_steps, cooldown_power, cooldown_end: the end of ``const-cooldown``.
-
-    Raises:
-        ValueError: unknown ``name``, or a cooldown without its length.
     """
     from open_clip_train import scheduler
 
@@ -202,39 +205,7 @@ def create_scheduler(
         return scheduler.cosine_lr(optimizer, lr, warmup, steps)
     if name == "const":
         return scheduler.const_lr(optimizer, lr, warmup, steps)
-    if name == "const-cooldown":
-        if cooldown_steps is None:
-            raise ValueError("--lr-scheduler const-cooldown needs --epochs-cooldown")
-        return scheduler.const_lr_cooldown(optimizer, lr, warmup, steps, cooldown_steps, cooldown_power, cooldown_end)
-    raise ValueError(f"unknown --lr-scheduler {name!r}; known: cosine, const, const-cooldown")
-
-
-# --- evaluation ------------------------------------------------------------------------------------------------------
-
-
-def imagenet_loader(path: str, preprocess_val: Callable, split: str, batch_size: int, workers: int) -> Any:
-    """OpenCLIP's ImageNet validation loader; ``split`` is ``val`` or ``v2``."""
-    from open_clip_train.data import get_imagenet
-
-    args = argparse.Namespace(imagenet_val=path, imagenet_v2=path, batch_size=batch_size, workers=workers)
-    return get_imagenet(args, (None, preprocess_val), split)
-
-
-def imagenet_zero_shot(
-    model: nn.Module,
-    loaders: dict[str, Any],
-    tokenizer: Callable,
-    device: torch.device,
-    precision: str,
-    batch_size: int,
-) -> dict[str, float]:
-    """OpenCLIP's ImageNet zero-shot accuracies, now and on this process alone."""
-    from open_clip_train.zero_shot import zero_shot_eval
-
-    # Its own frequency and distribution: the trainer decides when, and only the master evaluates.
-    when = {"zeroshot_frequency": 1, "epochs": 1, "distributed": False, "horovod": False}
-    args = argparse.Namespace(device=str(device), precision=precision, batch_size=batch_size, **when)
-    return zero_shot_eval(unwrap(model), loaders, 1, args, tokenizer=tokenizer)
+    return scheduler.const_lr_cooldown(optimizer, lr, warmup, steps, cooldown_steps, cooldown_power, cooldown_end)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

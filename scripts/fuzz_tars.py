@@ -45,7 +45,7 @@ from openclip_ext.data.spec import DataSpec
 from openclip_ext.data.train_loader import TrainLoaderConfig
 
 SAMPLES = 8
-PATIENCE_SECONDS = 20
+PATIENCE_SECONDS = 60
 CAPTION_KEY = "txt;json:caption"
 SMALLEST_SAMPLE = 10_240
 

@@ -61,9 +61,9 @@ def test_both_ways_of_fitting_prototypes_end_in_the_same_place(monkeypatch: pyte
     npn = runpy.run_path(str(BENCH / "npn.py"))
     args = argparse.Namespace(batch_size=6, prototypes=5, embed_dim=4, updates=3, device="cpu")
     # In float64: AdaGrad's first step is the gradient's sign.
-    block, normalizer = npn["make_batch"](args, torch.float64), npn["make_normalizer"](args).double()
+    contrast, normalizer = npn["make_contrast"](args, torch.float64), npn["make_normalizer"](args).double()
     normalizer.prototypes.copy_(torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0)))
     plain = torch.nn.Parameter(normalizer.prototypes.clone())
-    normalizer.fit(block)
-    npn["autograd"](plain, torch.optim.Adagrad([plain], lr=1.0), block, args.updates)
+    normalizer.fit(contrast)
+    npn["autograd"](plain, torch.optim.Adagrad([plain], lr=1.0), contrast, args.updates)
     torch.testing.assert_close(normalizer.prototypes, plain.detach(), rtol=1e-8, atol=1e-8)

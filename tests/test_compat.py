@@ -68,7 +68,7 @@ def test_adams_eps_is_not_the_losses():
     loss = open_clip.create_loss(openclip_args(loss="amorlip", eps=1.0))
     assert isinstance(loss, GlobalContrastiveLoss)
     with_eps = open_clip.create_loss(openclip_args(loss="neuclip", loss_eps=1e-6, eps=1.0))
-    assert with_eps.surrogate.eps == 1e-6
+    assert with_eps.objective.estimand.eps == 1e-6
 
 
 @pytest.mark.parametrize(

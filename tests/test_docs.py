@@ -8,7 +8,6 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import openclip_ext
-from openclip_ext.losses import registry
 from openclip_ext.training.flags import parse
 
 ROOT = Path(__file__).parents[1]
@@ -67,19 +66,6 @@ def anchors(page):
     """The names that GitHub gives a page's headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_the_loss_of_the_tutorial_passes_its_reference_test(monkeypatch):
-    source, test = code_blocks(ROOT / "docs" / "add-your-own-loss.md", "python")
-    normalizer: dict = {}
-    exec(source, normalizer)
-    monkeypatch.setitem(registry._NORMALIZERS, "shared-average", registry._Part(normalizer["SharedAverageNormalizer"]))
-    preset = registry.Preset("shared-average", "global", temperature_defaults={"lr_tau": 2e-4})
-    monkeypatch.setitem(registry._PRESETS, "sharedclip", preset)
-    assert "sharedclip" in openclip_ext.list_losses()
-    namespace: dict = {}
-    exec(test, namespace)
-    namespace["test_shared_average_is_the_moving_average_of_the_batches_means"]()
 
 
 def test_every_loss_has_a_row_in_the_page_on_choosing():

@@ -5,7 +5,7 @@ Tensors with a leading dimension of 2 hold the two sides: 0 for image anchors (a
 (against the images).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,12 @@ class LocalBatch:
     call: int = 0
     learning: bool = False
     views: int = 1
+
+    def detached(self) -> "LocalBatch":
+        """The same inputs without their graph, to keep them beyond the step."""
+        return replace(
+            self, image=self.image.detach(), text=self.text.detach(), logit_scale=self.logit_scale.detach(), index=None
+        )
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,11 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self.embed_dim = embed_dim
         self.num_samples = num_samples
         self.needs_index = normalizer.needs_index or temperature.needs_index
+        self.keeps_state = any(
+            True for part in (normalizer, temperature) for _ in (*part.parameters(), *part.buffers())
+        )
+        self.depends_on_epoch = normalizer.depends_on_epoch or temperature.depends_on_epoch
+        self.uses_logit_scale = temperature.uses_logit_scale
         self.learns_logit_scale = temperature.learns_logit_scale
         self.initial_logit_scale = temperature.initial_logit_scale
         self.logit_scale_lr = temperature.logit_scale_lr
@@ -216,10 +221,10 @@ class GlobalContrastiveLoss(ContrastiveLoss):
 
     def start_epoch(self, epoch: int) -> None:
         """Begin epoch ``epoch`` (from 0), and tell the normalizer once."""
-        if epoch == self.epoch:
-            return
+        is_new = epoch != self.epoch
         super().start_epoch(epoch)
-        self.normalizer.start_epoch(epoch)
+        if is_new:
+            self.normalizer.start_epoch(epoch)
 
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None = None) -> None:
         """Bound the model's ``logit_scale`` parameter as the temperature scheme says."""

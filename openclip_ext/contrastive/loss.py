@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.batch import LocalBatch
+from openclip_ext.contrastive.loop_checks import CHECKED_CALLS, LoopChecks, can_read_values
 from openclip_ext.contrastive.nonfinite import NonfiniteLog
 from openclip_ext.state.sharded_table import ShardedTable, kept_apart, sharded_key
 
@@ -43,11 +44,17 @@ class ContrastiveLoss(nn.Module):
 
     Attributes:
         embed_dim: required width of the features; None: any.
+        num_samples: size of the index space; None: the loss needs no index.
         needs_index: whether ``forward`` needs the samples' index.
+        keeps_state: whether a call in training mode changes the loss, beyond what the training's optimizer does.
+        depends_on_epoch: whether schedules of the loss follow :meth:`start_epoch`.
+        expects_unit_norm: whether the features must have length 1.
+        uses_logit_scale: whether the value depends on the model's ``logit_scale``.
         learns_logit_scale: whether the model's ``logit_scale`` gets a gradient. If not, freeze it: DistributedDataParallel
             fails on a parameter that never receives one.
         initial_logit_scale: start value of OpenCLIP's parameter ``log(1/τ)``; None: leave the model's.
         initial_logit_bias: start value of OpenCLIP's ``logit_bias``; None: the model needs none.
+        uses_logit_bias: whether the model's ``logit_bias`` gets a gradient; if not, freeze it.
         views: 2 for a loss of two views of each image, passed as ``image_features`` and ``text_features``.
         logit_scale_lr: learning rate of that parameter, without schedule; None: that of the encoders, with its schedule.
         follows_autocast: whether it computes under the caller's autocast, instead of in the precision of the features.
@@ -56,11 +63,17 @@ class ContrastiveLoss(nn.Module):
     """
 
     embed_dim: int | None = None
+    num_samples: int | None = None
     needs_index = False
+    keeps_state = False
+    depends_on_epoch = False
+    expects_unit_norm = True
+    uses_logit_scale = True
     views = 1
     learns_logit_scale = True
     initial_logit_scale: float | None = None
     initial_logit_bias: float | None = None
+    uses_logit_bias = False
     logit_scale_lr: float | None = None
     follows_autocast = False
     normalizers_include_positive = False
@@ -70,6 +83,7 @@ class ContrastiveLoss(nn.Module):
         self.epoch = 0
         self.calls = 0
         self.nonfinite = NonfiniteLog()
+        self._checks = LoopChecks()
 
     def forward(
         self,
@@ -98,11 +112,23 @@ class ContrastiveLoss(nn.Module):
 
         Raises:
             ValueError: wrong shapes or types; too few samples to contrast; an index that is missing, or (at once on the
-                CPU, at the next :meth:`metrics` or :meth:`pop_nonfinite` on other devices) outside of ``[0, num_samples)``.
+                CPU, at the next :meth:`metrics` or :meth:`pop_nonfinite` on other devices) outside of ``[0, num_samples)``;
+                in the first two calls in training mode, a scale that is not positive.
+
+        Warns:
+            UserWarning: in training mode, of what is probably a mistake of the loop: features of another length than 1 or
+                a scale without ``exp`` (in the first two calls, which wait for the device for it), two calls in an optimizer
+                step, an epoch that was not announced, outputs that the loss does not use.
         """
         with contextlib.nullcontext() if self.follows_autocast else without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index, learning=self.training)
+            checked = self.training and not torch.compiler.is_compiling()
+            if checked:
+                self._check_outputs(outputs)
+                checked = self._check_loop(batch)
             terms = self._terms(batch, {"logit_bias": logit_bias, **outputs})
+            if checked:
+                self._checks.finish_call(terms.values())
             self._note_nonfinite(batch, index)
         self.calls += self.training
         return terms if output_dict else functools.reduce(torch.add, terms.values())
@@ -134,18 +160,22 @@ class ContrastiveLoss(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} estimates no normalizer")
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Counters that steer the host; part of ``state_dict``."""
-        return {"epoch": self.epoch, "calls": self.calls}
+    def get_extra_state(self) -> Tensor:
+        """Counters that steer the host, ``(epoch, calls)`` int64; part of ``state_dict``.
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
+        A tensor, because safetensors stores nothing else.
+        """
+        return torch.tensor([self.epoch, self.calls])
+
+    def set_extra_state(self, state: Tensor) -> None:
         """Restore the counters."""
-        self.epoch = state["epoch"]
-        self.calls = state["calls"]
+        self.epoch, self.calls = state.tolist()
+        self._checks.epoch_is_known = True
 
     def start_epoch(self, epoch: int) -> None:
         """Begin epoch ``epoch`` (from 0). A second call for the same epoch changes nothing."""
         self.epoch = epoch
+        self._checks.epoch_is_known = True
 
     @torch.no_grad()
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None = None) -> None:
@@ -262,6 +292,26 @@ class ContrastiveLoss(nn.Module):
         finite = finite_samples(image_features, text_features)
         state = (self.epoch, self.calls, learning, self.views)
         return LocalBatch(image_features, text_features, scale, index, finite, dtype, *state)
+
+    def _used_outputs(self, outputs: dict[str, Any]) -> set[str]:
+        """Which of the model's other outputs the loss uses."""
+        return set()
+
+    def _check_outputs(self, outputs: dict[str, Any]) -> None:
+        given = {name for name, value in outputs.items() if value is not None}
+        self._checks.check_outputs(given - self._used_outputs(outputs), type(self).__name__)
+
+    def _check_loop(self, batch: LocalBatch) -> bool:
+        """Look for mistakes of the training loop; whether the call's backward pass is to be noticed, too."""
+        if self.depends_on_epoch:
+            samples = len(batch.image) // batch.views * distributed.world_size()
+            self._checks.check_epoch(self.epoch, samples, self.num_samples)
+        if self.calls >= CHECKED_CALLS or not can_read_values(batch.image):
+            return False
+        self._checks.check_values(batch, self.expects_unit_norm, self.uses_logit_scale, self.initial_logit_scale)
+        if self.keeps_state:
+            self._checks.begin_call(batch.image, batch.text)
+        return self.keeps_state
 
     def _note_nonfinite(self, batch: LocalBatch, index: Tensor | None) -> None:
         finite = batch.finite

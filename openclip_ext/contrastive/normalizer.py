@@ -37,6 +37,7 @@ class Normalizer(nn.Module):
     Attributes:
         estimates: the quantities that it can estimate, as types. A subclass must declare them.
         needs_index: whether it needs ``batch.index``.
+        depends_on_epoch: whether schedules of it follow the epoch.
         differentiable: whether its estimate may come with a gradient in the embeddings.
         contrasts_locally: whether the encoders' loss may contrast each process's own samples only. :meth:`step` is then told
             the global batch where :meth:`fit_due`.
@@ -44,6 +45,7 @@ class Normalizer(nn.Module):
 
     estimates: ClassVar[tuple[type[Estimand], ...]]
     needs_index: ClassVar[bool] = False
+    depends_on_epoch: bool = False
     differentiable: ClassVar[bool] = False
     contrasts_locally: bool = False
 

@@ -1,7 +1,7 @@
 """Similarities of this process's anchors with all samples of a batch, and the sums of the losses over them.
 
 There are two passes. The first gives the log-sums over each anchor's negatives. The caller then estimates the
-log-normalizers. The second pass gives the gradients. If all samples are this process's own, one product of images and texts
+log-normalizers. The second pass gives the gradients. If all samples are local, one product of images and texts
 serves both sides: image anchors along its rows, text anchors along its columns. Large batches are taken in chunks of
 anchors, and the second pass computes each chunk again, so that memory is ``O(B·chunk)`` and not ``O(B²)``.
 """

@@ -21,6 +21,8 @@ class TemperatureScheme(nn.Module):
 
     Attributes:
         needs_index: whether it needs ``batch.index``.
+        depends_on_epoch: whether schedules of it follow the epoch.
+        uses_logit_scale: whether the temperatures depend on the model's ``logit_scale``.
         learns_logit_scale: whether the model's ``logit_scale`` is the (global) temperature and learned.
         learns_own: whether the scheme keeps and learns temperatures of its own, in :meth:`update`.
         regularized: whether it is learned with the objective's regulariser ``ρ``.
@@ -29,6 +31,8 @@ class TemperatureScheme(nn.Module):
     """
 
     needs_index: ClassVar[bool] = False
+    depends_on_epoch: bool = False
+    uses_logit_scale: bool = False
     learns_logit_scale: ClassVar[bool] = False
     learns_own: ClassVar[bool] = False
     regularized: ClassVar[bool] = False
@@ -87,6 +91,7 @@ class ConstantTemperature(TemperatureScheme):
     def __init__(self, *, temperature: float | None) -> None:
         super().__init__()
         self.temperature = temperature
+        self.uses_logit_scale = temperature is None
         self.initial_logit_scale = log_inverse(temperature)
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
@@ -106,6 +111,7 @@ class UnregularizedTemperature(TemperatureScheme):
     """
 
     learns_logit_scale = True
+    uses_logit_scale = True
 
     def __init__(
         self, *, temperature: float | None, temperature_min: float, temperature_max: float, lr_tau: float | None
@@ -158,6 +164,7 @@ class GlobalTemperature(UnregularizedTemperature):
         self.first_rho = rho
         self.rho_end = rho if rho_end is None else rho_end
         self.switch_epoch = rho_switch * epochs
+        self.depends_on_epoch = self.rho_end != rho
         self.slow_when_small = slow_when_small
 
     def rho(self, epoch: int) -> float:

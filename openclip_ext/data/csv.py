@@ -47,7 +47,14 @@ class CsvSource(Source):
 
     def __init__(self, path: str, image_column: str, caption_column: str, separator: str = "\t") -> None:
         # Without keep_default_na the captions "None" and "NA" would be missing values.
-        table = pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)
+        try:
+            table = pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"the CSV file {path} is not there") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text ({error}): convert it, with iconv for example") from error
+        except pd.errors.ParserError as error:
+            raise ValueError(f"{path} cannot be read as CSV ({error}): see --csv-separator") from error
         for column in (image_column, caption_column):
             if column not in table.columns:
                 raise ValueError(
@@ -88,7 +95,7 @@ class CsvSource(Source):
             with open_regular(path) as file:
                 return decode_image(file), caption
         except OSError as error:
-            raise BadSampleError(f"{path} cannot be read: {error.strerror or error}") from error
+            raise BadSampleError(f"row {raw.index}: {path} cannot be read: {error.strerror or error}") from error
 
     def group_of(self, index: int) -> tuple[str, int, int]:
         return self._path, 0, self.num_samples

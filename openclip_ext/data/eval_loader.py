@@ -1,6 +1,7 @@
 """Batches for evaluation: each usable sample once, in order; the last batch may be smaller."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 
 from openclip_ext.data import tar
 from openclip_ext.data.scan import parse_keys
+from openclip_ext.data.shardlist import is_local, local_path
 from openclip_ext.data.shards import open_stream
 from openclip_ext.data.source import BadDataError, BadSampleError, RawSample, Source, decode_fields
 from openclip_ext.data.workers import leave_process_group, unchanged
@@ -45,7 +47,8 @@ class ShardSamples:
         gaps: list[tar.Gap] = []
         try:
             with open_stream(url) as stream:
-                for position, (fields, found) in enumerate(tar.stream_samples(stream, self._wanted, gaps)):
+                size = os.path.getsize(local_path(url)) if is_local(url) else None
+                for position, (fields, found) in enumerate(tar.stream_samples(stream, self._wanted, gaps, size)):
                     try:
                         raw = RawSample(position, fields, found)
                         yield None, *decode_fields(raw, self._image_keys, self._caption_keys)

@@ -531,7 +531,10 @@ def _find_or_create(
 ) -> Manifest:
     urls = expand_shards(train_data)
     if given is not None:
-        manifest = Manifest.load(given)
+        try:
+            manifest = Manifest.load(given)
+        except DamagedManifestError as error:
+            raise ManifestError(f"{error}. Make it again: python -m openclip_ext.data.manifest SHARDS") from error
         manifest.verify(urls)
         _log_report(manifest)
         return manifest

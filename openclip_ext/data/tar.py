@@ -318,13 +318,14 @@ def decompressor(magic: bytes) -> Callable[..., Any] | None:
 
 
 def stream_members(
-    stream: BinaryIO, gaps: list[Gap] | None = None
+    stream: BinaryIO, gaps: list[Gap] | None = None, size: int | None = None
 ) -> tuple[Iterator[Member], Callable[[int, int], bytes]]:
     """The members of a tar that is read forward, decompressed if need be.
 
     Args:
         stream: The tar file, any compression; anything with ``read``.
         gaps: Receives what is skipped, see :func:`iter_members`.
+        size: Of the file in bytes, if known: it tells a header whose size is wrong from a member that is cut off.
 
     Returns:
         The members, and a function that reads the data of the last one (``read_at(member.data, member.size)``).
@@ -335,19 +336,20 @@ def stream_members(
     buffered = io.BufferedReader(_RawStream(stream), _STREAM_BUFFER)
     decompress = decompressor(buffered.peek(8))
     read_at = _ForwardReader(buffered if decompress is None else decompress(buffered))
-    # The size of a stream is not known; a member that is cut off shows when its data or the next header are read.
-    return iter_members(read_at, sys.maxsize, gaps), read_at
+    # Without a size, a member that is cut off shows when its data or the next header are read.
+    end = sys.maxsize if size is None or decompress is not None else size
+    return iter_members(read_at, end, gaps), read_at
 
 
 def stream_samples(
-    stream: BinaryIO, wanted: frozenset[str], gaps: list[Gap] | None = None
+    stream: BinaryIO, wanted: frozenset[str], gaps: list[Gap] | None = None, size: int | None = None
 ) -> Iterator[tuple[dict[str, bytes], list[str]]]:
     """Group a tar that can only be read forward (remote or compressed) into samples.
 
     Args:
         stream: The tar file, any compression; anything with ``read``.
         wanted: Fields whose data are kept; the others are passed over.
-        gaps: Receives what is skipped, see :func:`iter_members`.
+        gaps, size: As in :func:`stream_members`.
 
     Yields:
         The wanted fields and the names of all fields of each sample.
@@ -358,7 +360,7 @@ def stream_samples(
     key: str | None = None
     fields: dict[str, bytes] = {}
     found: list[str] = []
-    members, read_at = stream_members(stream, gaps)
+    members, read_at = stream_members(stream, gaps, size)
     for member in members:
         parts = split_name(member.name) if member.is_file else None
         if parts is None:

@@ -134,6 +134,7 @@ class MlpNormalizer(Normalizer):
         self.ema_decay = ema_decay
         self.previous_weight = previous_weight
         self.reinitialize = reinitialize
+        self.depends_on_epoch = reinitialize or previous_weight > 0
         self.epochs = epochs
         self.seed = seed
         self.online = TwoSidedMlp(embed_dim, width_factor)
@@ -145,13 +146,13 @@ class MlpNormalizer(Normalizer):
         self._initialize(0)
         _copy(self.target, self.previous)
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Counters."""
-        return {"epoch_step": self.epoch_step}
+    def get_extra_state(self) -> Tensor:
+        """Steps of the epoch, 0-d int64."""
+        return torch.tensor(self.epoch_step)
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Counters."""
-        self.epoch_step = state["epoch_step"]
+    def set_extra_state(self, state: Tensor) -> None:
+        """Restore the steps of the epoch."""
+        self.epoch_step = int(state)
 
     def start_epoch(self, epoch: int) -> None:
         """Make the target network the previous one; restart online and target network if ``reinitialize``."""
@@ -311,7 +312,7 @@ class PartitionNormalizer(MlpNormalizer):
     """The MLP of the paper: it predicts the partition function with the positive pair, and stage II may stay in a process.
 
     Args:
-        negatives_only: fit ``Z = (1/B) Σ_{j≠i}`` and add the anchor's own pair afterwards (Table 3).
+        negatives_only: fit ``Z = (1/B) Σ_{j≠i}`` and add the positive pair afterwards (Table 3).
         gather_stage2: contrast the global batch in the second stage, too, instead of each process's own samples.
         options: see :class:`MlpNormalizer`.
     """
@@ -393,7 +394,7 @@ METHOD = Method(
             "gather_stage2",
             bool,
             False,
-            "contrast the global batch in the second stage, not only each process's own",
+            "contrast the global batch in the second stage, not only each process's local batch",
         ),
     ),
 )

@@ -23,7 +23,7 @@ from torch.nn import functional
 from openclip_ext import distributed
 from openclip_ext.contrastive.batch import LocalBatch
 from openclip_ext.contrastive.loss import ContrastiveLoss, finite_samples
-from openclip_ext.contrastive.minibatch import contrast_minibatch
+from openclip_ext.contrastive.minibatch import minibatch_metrics
 from openclip_ext.contrastive.seeding import generator, linear
 from openclip_ext.losses.method import Method, WholeLoss
 
@@ -128,6 +128,8 @@ class ClipLiteLoss(ContrastiveLoss):
         seed: of the projections' start values.
     """
 
+    expects_unit_norm = False
+
     def __init__(self, *, embed_dim: int, projection_dim: int | None, temperature: float | None, seed: int) -> None:
         super().__init__()
         self.embed_dim = embed_dim
@@ -176,22 +178,9 @@ class ClipLiteLoss(ContrastiveLoss):
             projection.follow(statistics, share)
         return [projected for projected, _ in results]
 
-    @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """``infonce`` and ``chance`` within this process's projections, and the temperature, of the last call.
-
-        Waits for the device.
-        """
-        last = self._last
-        if last is None:
-            return {}
-        infonce = contrast_minibatch(last, gather=False).infonce().mean()
-        temperature = 1 / last.logit_scale.item()
-        return {
-            "infonce": infonce.item(),
-            "chance": math.log(len(last.image)),
-            **{f"temperature_{name}": temperature for name in ("min", "median", "max")},
-        }
+        """``infonce`` and ``chance`` within this process's projections, and the temperature, of the last call."""
+        return {} if self._last is None else minibatch_metrics(self._last)
 
 
 def _next_valid(valid: Tensor) -> Tensor:

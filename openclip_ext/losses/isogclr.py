@@ -45,6 +45,7 @@ class PerSampleTemperature(TemperatureScheme):
     """
 
     needs_index = True
+    depends_on_epoch = True
     learns_own = True
     regularized = True
 

@@ -9,7 +9,6 @@ Example:
 """
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,32 +18,25 @@ from torch import Tensor, nn
 from openclip_ext import distributed
 from openclip_ext.contrastive.batch import LocalBatch
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.contrastive.minibatch import contrast_minibatch
+from openclip_ext.contrastive.minibatch import contrast_minibatch, minibatch_metrics
 from openclip_ext.losses.method import Method, WholeLoss
 from openclip_ext.losses.options import Option
 
-
-class _OpenClipAdapter(ContrastiveLoss):
-    """Passes a batch, and the model's other outputs, to a loss of OpenCLIP."""
-
-    follows_autocast = True
-    _logit_scale: Tensor | None = None
-
-    def metrics(self) -> dict[str, float]:
-        """The temperature of the last call. Waits for the device."""
-        if self._logit_scale is None:
-            return {}
-        temperature = 1 / self._logit_scale.item()
-        return {f"temperature_{name}": temperature for name in ("min", "median", "max")}
+# What a captioner outputs beside its embeddings.
+_CAPTIONS = {"logits", "labels"}
 
 
-class OpenClipLoss(_OpenClipAdapter):
+class OpenClipLoss(ContrastiveLoss):
     """``open_clip.ClipLoss``, and ``CoCaLoss`` or ``DistillClipLoss`` for models that output what those need.
 
     Args:
         local_loss, gather_with_grad: as in OpenCLIP.
         coca_caption_loss_weight, coca_contrastive_loss_weight: as in OpenCLIP, for models that output ``logits``.
     """
+
+    follows_autocast = True
+    uses_logit_bias = True
+    _logit_scale: Tensor | None = None
 
     def __init__(
         self,
@@ -68,18 +60,22 @@ class OpenClipLoss(_OpenClipAdapter):
         )
         self.distill = DistillClipLoss(**common)
 
+    def _used_outputs(self, outputs: dict[str, Any]) -> set[str]:
+        if "dist_image_features" in outputs:
+            return {name for name in outputs if name.startswith("dist_")}
+        return _CAPTIONS if outputs.keys() >= _CAPTIONS else set()
+
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
         features = {"image_features": batch.image, "text_features": batch.text, "logit_scale": batch.logit_scale}
+        used = {name: outputs[name] for name in self._used_outputs(outputs)}
         loss: nn.Module = self.clip
-        if "dist_image_features" in outputs:
-            loss = self.distill
-            features |= {name: value for name, value in outputs.items() if name.startswith("dist_")}
-        elif "logits" in outputs and "labels" in outputs:
+        if used.keys() >= _CAPTIONS:
             loss = self.coca
-            features |= {"logits": outputs["logits"], "labels": outputs["labels"]}
+        elif used:
+            loss = self.distill
         else:
-            features["logit_bias"] = outputs["logit_bias"]
-        terms = loss(**features, output_dict=True)
+            used = {"logit_bias": outputs["logit_bias"]}
+        terms = loss(**features, **used, output_dict=True)
         self._logit_scale = batch.logit_scale.detach()
         self._infonce = terms["contrastive_loss"].detach()
         self._chance = math.log(len(batch.image) * self.clip.world_size)
@@ -87,10 +83,11 @@ class OpenClipLoss(_OpenClipAdapter):
 
     def metrics(self) -> dict[str, float]:
         """``infonce``, which is this loss, ``chance``, and the temperature, of the last call. Waits for the device."""
-        metrics = super().metrics()
-        if metrics:
-            metrics |= {"infonce": self._infonce.item(), "chance": self._chance}
-        return metrics
+        if self._logit_scale is None:
+            return {}
+        temperature = 1 / self._logit_scale.item()
+        metrics = {f"temperature_{name}": temperature for name in ("min", "median", "max")}
+        return metrics | {"infonce": self._infonce.item(), "chance": self._chance}
 
     @torch.no_grad()
     def log_normalizers(
@@ -103,13 +100,15 @@ class OpenClipLoss(_OpenClipAdapter):
         return log_g[0], log_g[1]
 
 
-class SiglipLoss(_OpenClipAdapter):
+class SiglipLoss(ContrastiveLoss):
     """``open_clip.SigLipLoss``.
 
     Args:
         loss_dist_impl: as in OpenCLIP.
     """
 
+    follows_autocast = True
+    uses_logit_bias = True
     initial_logit_scale = math.log(10)
     initial_logit_bias = -10.0
 
@@ -121,23 +120,15 @@ class SiglipLoss(_OpenClipAdapter):
             world_size=distributed.world_size(),
             dist_impl=loss_dist_impl,
         )
+        self._last: LocalBatch | None = None
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
-        self._logit_scale = batch.logit_scale.detach()
-        image, text = batch.image.detach(), batch.text.detach()
-        self._last = replace(batch, image=image, text=text, logit_scale=self._logit_scale, index=None)
+        self._last = batch.detached()
         return self.siglip(batch.image, batch.text, batch.logit_scale, outputs["logit_bias"], output_dict=True)
 
     def metrics(self) -> dict[str, float]:
-        """``infonce`` and ``chance`` within this process's samples, and the temperature, of the last call.
-
-        SigLIP compares no sample with all others at once, so the comparable InfoNCE is computed here. Waits for the device.
-        """
-        metrics = super().metrics()
-        if metrics and len(self._last.image) > 1:
-            infonce = contrast_minibatch(self._last, gather=False).infonce().mean()
-            metrics |= {"infonce": infonce.item(), "chance": math.log(len(self._last.image))}
-        return metrics
+        """``infonce`` and ``chance`` within this process's samples, and the temperature, of the last call."""
+        return {} if self._last is None else minibatch_metrics(self._last)
 
 
 METHODS = (

@@ -41,7 +41,7 @@ class Option:
 
     def __post_init__(self) -> None:
         if not self.flag:
-            object.__setattr__(self, "flag", "--" + self.name.replace("_", "-"))
+            object.__setattr__(self, "flag", _default_flag(self.name))
 
     def check(self, value: Any) -> Any:
         """Return ``value`` as the option's type.
@@ -103,6 +103,10 @@ class Option:
         if self.maximum is not None:
             text += f", at most {self.maximum:g}"
         return text
+
+
+def _default_flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a string"}
@@ -229,3 +233,11 @@ SHARED_OPTIONS = (
 
 # Placement of state: a property of the machine, not of the method.
 PLACEMENT_OPTIONS = ("state_device", "state_dir")
+
+
+def flag_of(name: str) -> str:
+    """The command-line flag of an option, by its name alone: recipes are listed without importing the losses."""
+    return _FLAGS.get(name, _default_flag(name))
+
+
+_FLAGS = {option.name: option.flag for option in SHARED_OPTIONS}

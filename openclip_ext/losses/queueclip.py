@@ -35,15 +35,15 @@ from openclip_ext.losses.options import Option
 class QueueNormalizer(Normalizer):
     """NeuCLIP's prediction [NeuCLIP 10, 11] from the queue, mixed with the batch.
 
-    An anchor's own pair is in the queue, unless ``leave_own_out``. It makes the estimate too large, and so bounds the weights
-    from above.
+    The anchor's positive pair is in the queue, unless ``leave_own_out``. It makes the estimate too large, and so bounds the
+    weights from above.
 
     Args:
         embed_dim: width ``d`` of the embeddings.
         eps: ε.
         prototypes: length ``m`` of the queue.
         batch_weight: λ.
-        leave_own_out: average over the queue without the anchor's own pair, as the exact normalizer does.
+        leave_own_out: average over the queue without the anchor's positive pair, as the exact normalizer does.
         alpha_gradient: let α's gradient reach the encoders.
     """
 
@@ -122,7 +122,7 @@ METHOD = Method(
             "leave_own_out",
             bool,
             False,
-            "leave the anchor's own pair out of the queue; lowers the estimation error and unbounds the weights",
+            "leave the anchor's positive pair out of the queue; lowers the estimation error and unbounds the weights",
         ),
     ),
 )

@@ -25,7 +25,7 @@ from openclip_ext.contrastive.estimands import Estimand
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss, without_autocast
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer, Normalizer
-from openclip_ext.contrastive.objectives import Anchors, Objective
+from openclip_ext.contrastive.objectives import Anchors, Objective, Unscaled
 from openclip_ext.contrastive.seeding import generator, linear
 from openclip_ext.contrastive.temperature import ConstantTemperature
 from openclip_ext.losses.method import Method, WholeLoss
@@ -76,6 +76,7 @@ class TwoViewLoss(ContrastiveLoss):
 
     views = 2
     learns_logit_scale = False
+    expects_unit_norm = False
 
     def __init__(
         self,
@@ -93,6 +94,9 @@ class TwoViewLoss(ContrastiveLoss):
         scheme = ConstantTemperature(temperature=temperature)
         self.contrast = GlobalContrastiveLoss(objective, normalizer, scheme, None, num_samples, views=2)
         self.needs_index = self.contrast.needs_index
+        self.keeps_state = self.contrast.keeps_state
+        self.depends_on_epoch = self.contrast.depends_on_epoch
+        self.uses_logit_scale = self.contrast.uses_logit_scale
         self.initial_logit_scale = scheme.initial_logit_scale
 
     def model_head(self) -> Projector:
@@ -115,6 +119,9 @@ class TwoViewLoss(ContrastiveLoss):
             pairs = _as_pairs(*self._projected(batch))
             alpha, _ = self.contrast.log_normalizers(*pairs, batch.logit_scale, index=self._index_of_both(batch))
         return alpha[: len(image_features)], alpha[len(image_features) :]
+
+    def _check_loop(self, batch: LocalBatch) -> bool:
+        return False  # self.contrast does it, and would warn a second time
 
     def _projected(self, batch: LocalBatch) -> tuple[Tensor, Tensor]:
         """The projections of both views, unit norm; NaN where an image does not count."""
@@ -166,26 +173,16 @@ class CrossEntropy(Estimand):
         return torch.zeros_like(contrast.tau)
 
 
-class InfoNce(Objective):
-    """NT-Xent: ``log(1 + N·g)`` over the ``N`` negatives of the batch, not multiplied by τ, without a regulariser."""
+class InfoNce(Unscaled):
+    """NT-Xent: ``log(1 + N·g)`` over the ``N`` negatives of the batch, not multiplied by τ."""
 
     estimand_type = CrossEntropy
-    regularized = False
 
     def __init__(self) -> None:
         super().__init__(CrossEntropy())
 
-    def pair_factor(self, tau: Tensor) -> Tensor:
-        return 1 / tau
-
-    def positive_pair(self, anchors: Anchors, weight_sum: Tensor, contrast: Contrast) -> Tensor:
-        return -weight_sum
-
     def value(self, anchors: Anchors) -> Tensor:
         return anchors.alpha
-
-    def tau_gradient(self, anchors: Anchors) -> Tensor:
-        return -anchors.gap() / anchors.tau.square()
 
 
 class SimClrLoss(TwoViewLoss):

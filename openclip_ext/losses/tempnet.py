@@ -85,6 +85,7 @@ class PredictedTemperature(TemperatureScheme):
         seed: of the start values and of the dropout.
     """
 
+    depends_on_epoch = True
     learns_own = True
     regularized = True
 

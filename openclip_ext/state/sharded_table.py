@@ -194,9 +194,9 @@ class ShardedTable(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not self._apart:
-            # A copy of a table on the host: a memory-mapped table must not change in somebody's checkpoint.
-            rows = None if self.host is None else self.rows(0, self.size).clone().T
-            destination[prefix + _SHARD] = self.values[:, :-1] if rows is None else rows
+            # A copy: a memory-mapped table must not change in somebody's checkpoint, and safetensors wants it contiguous.
+            values = self.values[:, :-1] if self.host is None else self.rows(0, self.size).T
+            destination[prefix + _SHARD] = values.clone(memory_format=torch.contiguous_format)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         missing = args[2]

@@ -8,22 +8,26 @@ dictionary. The loss's state, the random generators and the position in the data
     epoch_3.state/step_1200/shared.pt       the same on all ranks: loss, position
     epoch_3.state/step_1200/rank_0000.pt    of one rank: random generators
     epoch_3.state/step_1200/rank_0000.normalizer.table.npy    of one rank: its part of a table of per-sample state
+    epoch_3.state/step_1200/checksums.json  SHA-256 of all of these and of epoch_3.pt
 
 A save writes everything under temporary names, moves the state folder into place first and the model file last. Until
-that last rename the old checkpoint is complete, so a killed save costs nothing but itself.
+that last rename the old checkpoint is complete, so a killed save costs nothing but itself. A resume verifies the checksums.
 """
 
 import contextlib
 import functools
+import hashlib
+import json
 import logging
 import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
@@ -34,7 +38,12 @@ from openclip_ext.training.errors import UsageError
 from openclip_ext.training.table_files import TablePart, open_table, restore_table, write_table
 
 LATEST = "epoch_latest"
+CHECKSUMS = "checksums.json"
+UNREADABLE = ".unreadable"
 _NAME = re.compile(r"epoch_(\d+)(?:_step_(\d+))?$")
+_SHARED_KEYS = {"loss", "position", "identity", "world_size", "tables"}
+_BLOCK = 1 << 22
+T = TypeVar("T")
 # What a full disk or a file-size limit raises from Python's and from torch's writers.
 _WRITE_ERRORS = (OSError, RuntimeError)
 
@@ -80,7 +89,10 @@ class Checkpoint:
     def position(self) -> Position:
         if self.shared is None:
             return Position(epoch=self.model_file["epoch"])
-        return Position(**self.shared["position"])
+        try:
+            return Position(**self.shared["position"])
+        except TypeError as error:
+            raise UsageError(f"the position in {self.path} cannot be read: {error}") from error
 
 
 # --- random generators -----------------------------------------------------------------------------------------------
@@ -144,30 +156,48 @@ def save(
     Raises:
         OSError: some rank could not write, on every rank.
     """
+    target = folder / f"{name}.pt"
     state_folder = folder / f"{name}.state" / f"step_{position.step}"
     temporary = folder / f"{name}.state" / f"tmp_step_{position.step}"
+    if distributed.broadcast_object(distributed.is_master() and _is_saved(target, state_folder, position.step)):
+        return target
     if distributed.is_master():
         shutil.rmtree(temporary, ignore_errors=True)
     _together(lambda: temporary.mkdir(parents=True, exist_ok=True))
     try:
-        _together(lambda: _write_state(temporary, loss, position, identity))
-        _together(lambda: _commit(folder / f"{name}.pt", temporary, state_folder, model_file), master_only=True)
+        checksums = _together(lambda: _write_state(temporary, loss, position, identity))
+        _together(lambda: _commit(target, temporary, state_folder, model_file, checksums), master_only=True)
     except OSError:
         if distributed.is_master():
-            _discard(temporary, folder / f"{name}.pt", state_folder)
+            _discard(temporary, target, state_folder)
         raise
-    return folder / f"{name}.pt"
+    return target
 
 
-def _write_state(folder: Path, loss: ContrastiveLoss, position: Position, identity: RunIdentity) -> None:
+def _is_saved(target: Path, state_folder: Path, step: int) -> bool:
+    """Whether this very step is saved under this name: to write it again would only risk it."""
+    if not (target.is_file() and (state_folder / CHECKSUMS).is_file()):
+        return False
+    try:
+        return _load(target, mmap=True).get("step") == step
+    except UsageError:
+        return False
+
+
+def _write_state(folder: Path, loss: ContrastiveLoss, position: Position, identity: RunIdentity) -> dict[str, str]:
+    """Write this rank's files; returns their checksums."""
     tables = loss.tables()
+    written = {}
     if distributed.is_master():
-        state = {"loss": loss.replicated_state(), "position": asdict(position), "identity": asdict(identity)}
-        _write(folder / "shared.pt", {**state, "world_size": distributed.world_size(), "tables": list(tables)})
+        run = {"world_size": distributed.world_size(), "position": asdict(position), "identity": asdict(identity)}
+        shared = {**run, "loss": loss.replicated_state(), "tables": list(tables)}
+        written["shared.pt"] = _write(folder / "shared.pt", shared)
     rank_file = folder / f"rank_{distributed.rank():04d}.pt"
-    _write(rank_file, {"random": random_state()})
+    written[rank_file.name] = _write(rank_file, {"random": random_state()})
     for name, table in tables.items():
-        _write_file(_table_file(rank_file, name), functools.partial(write_table, table))
+        file = _table_file(rank_file, name)
+        written[file.name] = _write_file(file, functools.partial(write_table, table))
+    return written
 
 
 def _table_file(rank_file: Path, table: str) -> Path:
@@ -175,11 +205,19 @@ def _table_file(rank_file: Path, table: str) -> Path:
     return rank_file.with_name(f"{rank_file.stem}.{table}.npy")
 
 
-def _commit(target: Path, temporary: Path, state_folder: Path, model_file: Callable[[], dict[str, Any]]) -> None:
+def _commit(
+    target: Path,
+    temporary: Path,
+    state_folder: Path,
+    model_file: Callable[[], dict[str, Any]],
+    checksums: list[dict[str, str]],
+) -> None:
     """The master's part: the model file under a temporary name, then both renames, the model file's last."""
     unfinished = target.with_suffix(".pt.tmp")
-    _write(unfinished, model_file())
-    # A folder of this very step is the leftover of a save that was killed between its two renames, or the same state.
+    everything = {name: value for part in checksums for name, value in part.items()}
+    everything[target.name] = _write(unfinished, model_file())
+    _write_file(temporary / CHECKSUMS, lambda file: file.write(json.dumps(everything, indent=1).encode()))
+    # A folder of this very step is the leftover of a save that was killed between its two renames.
     shutil.rmtree(state_folder, ignore_errors=True)
     os.replace(temporary, state_folder)
     os.replace(unfinished, target)
@@ -191,103 +229,247 @@ def _commit(target: Path, temporary: Path, state_folder: Path, model_file: Calla
 def _discard(temporary: Path, target: Path, state_folder: Path) -> None:
     """Remove what a failed save has left; the state that the existing model file needs stays."""
     shutil.rmtree(temporary, ignore_errors=True)
-    target.with_suffix(".pt.tmp").unlink(missing_ok=True)
     if not target.exists():
         shutil.rmtree(state_folder.parent, ignore_errors=True)
+    target.with_suffix(".pt.tmp").unlink(missing_ok=True)
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
-    _write_file(path, lambda file: torch.save(content, file))
+def _write(path: Path, content: dict[str, Any]) -> str:
+    return _write_file(path, lambda file: torch.save(content, file))
 
 
-def _write_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Write and flush to the device, so that a rename never names an empty file."""
+def _write_file(path: Path, write: Callable[[BinaryIO], Any]) -> str:
+    """Write and flush to the device, so that a rename never names an empty file; returns the checksum."""
     try:
         with open(path, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
+        return checksum(path)
     except _WRITE_ERRORS as error:
         path.unlink(missing_ok=True)
         raise OSError(f"cannot write {path.name} ({error})") from error
 
 
-def _together(action: Callable[[], Any], master_only: bool = False) -> None:
-    """Run a step of a save on all ranks; when one fails, all raise, so that no rank waits for another for ever."""
-    failure = None
+def _together(action: Callable[[], T], master_only: bool = False) -> list[T]:
+    """Run a step of a save on all ranks; when one fails, all raise, so that no rank waits for another for ever.
+
+    Returns:
+        What the action gave on each rank that ran it.
+    """
+    failure, results = None, []
     if distributed.is_master() or not master_only:
         try:
-            action()
+            results.append(action())
         except _WRITE_ERRORS as error:
             failure = f"rank {distributed.rank()}: {error}"
-    failures = [reason for reason in distributed.all_gather_object(failure) if reason is not None]
+    outcomes = distributed.all_gather_object((failure, results))
+    failures = [reason for reason, _ in outcomes if reason is not None]
     if failures:
         raise OSError("; ".join(failures))
+    return [result for _, results in outcomes for result in results]
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def set_aside(path: Path) -> None:
+    """Rename a checkpoint that could not be read, so that its name is free and nothing is lost; called on all ranks."""
+    _together(lambda: _set_aside(path), master_only=True)
+
+
+def _set_aside(path: Path) -> None:
+    for part in (path, path.with_suffix(".state")):
+        if part.exists():
+            number = sum(1 for _ in path.parent.glob(f"{part.name}{UNREADABLE}*"))
+            part.rename(part.with_name(f"{part.name}{UNREADABLE}{number or ''}"))
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, the model file first: without it the state is no checkpoint."""
-    path.unlink(missing_ok=True)
+    """Delete a checkpoint. Killed in between, it leaves what a killed save leaves, and the next start cleans up."""
+    unfinished = path.with_suffix(".pt.tmp")
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(path, unfinished)
     shutil.rmtree(path.with_suffix(".state"), ignore_errors=True)
+    unfinished.unlink(missing_ok=True)
 
 
-def remove_older_mid_epoch(folder: Path, kept: Path) -> None:
-    """Of the checkpoints in mid-epoch only the newest is kept, and none that a whole epoch has overtaken."""
+def remove_older_mid_epoch(folder: Path, kept: Path, spared: Container[Path] = ()) -> None:
+    """Of the checkpoints in mid-epoch keep the newest only, and none that a whole epoch has overtaken.
+
+    Args:
+        folder: the run's ``checkpoints/``.
+        kept: the newest.
+        spared: not to be touched.
+    """
     for path in folder.glob("epoch_*_step_*.pt"):
-        if path != kept:
+        if path != kept and path not in spared:
             remove(path)
+
+
+def remove_leftovers(folder: Path, spared: Container[Path] = ()) -> None:
+    """Remove what killed saves left; to be called when no save is under way.
+
+    Args:
+        folder: the run's ``checkpoints/``.
+        spared: checkpoints whose parts stay as they are.
+    """
+    for state in folder.glob("epoch_*.state"):
+        model_file = state.with_suffix(".pt")
+        if model_file in spared or not state.is_dir():
+            continue
+        try:
+            used = f"step_{_load(model_file, mmap=True).get('step')}" if model_file.is_file() else None
+        except UsageError:
+            continue
+        for part in state.iterdir():
+            if part.name != used:
+                shutil.rmtree(part, ignore_errors=True)
+        if used is None:
+            shutil.rmtree(state, ignore_errors=True)
+    # Last: without them a state is taken for one whose model file was lost.
+    for unfinished in folder.glob("epoch_*.pt.tmp"):
+        unfinished.unlink(missing_ok=True)
 
 
 # --- finding and loading ---------------------------------------------------------------------------------------------
 
 
-def find_latest(folder: Path) -> Path | None:
-    """The newest usable checkpoint of a run; unreadable ones are named in a warning and passed over."""
-    newest: tuple[int, int, Path] | None = None
+@dataclass(frozen=True)
+class Scan:
+    """The checkpoints of a run.
+
+    Attributes:
+        newest: the newest that can be read, verified; None without any.
+        unreadable: those newer than it (or otherwise seen) that cannot, and why.
+    """
+
+    newest: Path | None
+    unreadable: dict[Path, str]
+
+
+def scan(folder: Path) -> Scan:
+    """Look for the newest checkpoint that can be read; every file of it is verified."""
+    candidates: list[tuple[int, int, Path]] = []
+    unreadable: dict[Path, str] = {}
     for path in sorted(folder.glob("*.pt")):
         if path.stem != LATEST and not _NAME.match(path.stem):
             continue
         try:
-            checkpoint = read(path, mmap=True)
+            position = read(path, mmap=True).position
+            candidates.append((position.epoch, position.step, path))
         except UsageError as error:
-            logging.warning(f"Passing over a checkpoint: {error}")
-            continue
-        order = (checkpoint.position.epoch, checkpoint.position.step, path)
-        newest = order if newest is None else max(newest, order)
-    return None if newest is None else newest[2]
+            unreadable[path] = str(error)
+    for state in sorted(folder.glob("epoch_*.state")):
+        if _lost_its_model_file(state):
+            unreadable[state.with_suffix(".pt")] = f"{state} has no {state.stem}.pt beside it (deleted or renamed?)"
+    for *_, path in sorted(candidates, reverse=True):
+        try:
+            verify(read(path, mmap=True))
+            return Scan(path, unreadable)
+        except UsageError as error:
+            unreadable[path] = str(error)
+    return Scan(None, unreadable)
+
+
+def _lost_its_model_file(state: Path) -> bool:
+    """Whether a state is of a finished save, and its model file is gone; a killed save leaves an unfinished one."""
+    model_file = state.with_suffix(".pt")
+    is_finished = any(state.glob(f"step_*/{CHECKSUMS}"))
+    return is_finished and not model_file.exists() and not model_file.with_suffix(".pt.tmp").exists()
+
+
+def find_latest(folder: Path) -> Path | None:
+    """The newest checkpoint of a run that can be read; a warning names each that cannot. None: there is none at all.
+
+    Raises:
+        UsageError: there are checkpoints, and none can be read.
+    """
+    return newest_of(scan(folder), folder)
+
+
+def newest_of(found: Scan, folder: Path) -> Path | None:
+    """As :func:`find_latest`, after the scan."""
+    for reason in found.unreadable.values():
+        logging.warning(f"Passing over a checkpoint: {reason}")
+    if found.newest is None and found.unreadable:
+        raise UsageError(
+            f"none of the checkpoints in {folder} can be read ({'; '.join(found.unreadable.values())}). Nothing was changed: "
+            "restore one of them, or start afresh under another --name"
+        )
+    return found.newest
 
 
 def read(path: Path, mmap: bool = False) -> Checkpoint:
     """Read a checkpoint's model file and shared state (per-rank files are read by ``restore_loss``).
 
     Raises:
-        UsageError: no such file, unreadable, or its state is missing or incomplete.
+        UsageError: no such file, unreadable, not a checkpoint, or its state is missing or incomplete.
     """
     if not path.is_file():
         raise UsageError(f"checkpoint {path} does not exist")
     model_file = _load(path, mmap)
-    if "state_dict" not in model_file:
-        raise UsageError(f"{path} holds no training checkpoint (keys: {', '.join(list(model_file)[:5])}, ...)")
+    if not isinstance(model_file.get("state_dict"), dict) or not isinstance(model_file.get("epoch"), int):
+        keys = ", ".join(str(key) for key in list(model_file)[:5])
+        raise UsageError(f"{path} holds no training checkpoint (keys: {keys}; expected state_dict and epoch)")
     step = model_file.get("step")
     if step is None:
         return Checkpoint(path, model_file, shared=None)
     folder = path.with_suffix(".state") / f"step_{step}"
     shared = _load(folder / "shared.pt", mmap)
+    if not shared.keys() >= _SHARED_KEYS:
+        raise UsageError(f"{folder / 'shared.pt'} lacks {', '.join(sorted(_SHARED_KEYS - shared.keys()))}")
     ranks = tuple(folder / f"rank_{rank:04d}.pt" for rank in range(shared["world_size"]))
-    files = [*ranks, *(_table_file(rank, table) for rank in ranks for table in shared["tables"])]
+    files = [*ranks, *(_table_file(rank, table) for rank in ranks for table in shared["tables"]), folder / CHECKSUMS]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise UsageError(f"the state of {path} is incomplete, missing: {', '.join(missing)}")
     return Checkpoint(path, model_file, shared, ranks)
 
 
+def verify(checkpoint: Checkpoint) -> None:
+    """Compare every file of a checkpoint with its checksum; a checkpoint of OpenCLIP has none.
+
+    Raises:
+        UsageError: a file is not as it was written.
+    """
+    if checkpoint.shared is None:
+        return
+    folder = checkpoint.rank_files[0].parent
+    try:
+        expected = json.loads((folder / CHECKSUMS).read_text())
+        files = {
+            checkpoint.path if name == checkpoint.path.name else folder / name: expected[name] for name in expected
+        }
+        if checkpoint.path not in files:
+            raise ValueError(f"{CHECKSUMS} is of another checkpoint")
+        # Hashing releases the interpreter's lock.
+        with ThreadPoolExecutor() as pool:
+            found = dict(zip(files, pool.map(checksum, files), strict=True))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"cannot verify {checkpoint.path}: {error}") from error
+    damaged = [file.name for file in files if found[file] != files[file]]
+    if damaged:
+        raise UsageError(f"{checkpoint.path} is damaged: {', '.join(damaged)} is not as it was written (checksum)")
+
+
 def _load(path: Path, mmap: bool = False) -> dict[str, Any]:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except FileNotFoundError as error:
         raise UsageError(f"{path} does not exist: the checkpoint is incomplete") from error
     except Exception as error:  # torch.load raises many kinds for a damaged file
-        raise UsageError(f"cannot read {path}: {error}") from error
+        reason = str(error).strip().splitlines()[:1]
+        raise UsageError(f"cannot read {path}: {reason[0] if reason else type(error).__name__}") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} holds no training checkpoint, but a {type(content).__name__}")
+    return content
 
 
 def check_identity(checkpoint: Checkpoint, identity: RunIdentity) -> None:
@@ -353,17 +535,35 @@ def load_model(model: torch.nn.Module, state_dict: dict[str, torch.Tensor]) -> N
         raise UsageError(f"the checkpoint is of another model: {str(error)[:500]}") from error
 
 
-def truncate_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Cut the lines that lie beyond a checkpoint, and an unfinished last one, out of a log of JSON lines."""
-    import json
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log of JSON lines; what a killed process left unfinished is passed over."""
+    return [content for _, content in _jsonl(path) if content is not None]
 
+
+def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Each line, and its content; None where that is no dictionary."""
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+        content = None
+        with contextlib.suppress(ValueError, RecursionError):
+            content = json.loads(line)
+        yield line, content if isinstance(content, dict) else None
+
+
+def truncate_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Cut the lines that lie beyond a checkpoint out of a log of JSON lines; and broken ones, with a warning."""
     if not path.is_file():
         return
-    kept = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            if keep(json.loads(line)):
+    kept, broken = [], 0
+    for line, content in _jsonl(path):
+        try:
+            if content is None:
+                broken += 1
+            elif keep(content):
                 kept.append(line + "\n")
+        except TypeError:  # a step that is no number
+            broken += 1
+    if broken:
+        logging.warning(f"{path}: removed {broken} broken line(s), as a killed run leaves them.")
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text("".join(kept))
     os.replace(temporary, path)

@@ -37,6 +37,7 @@ class TrainingConfig:
 
     Attributes:
         data: what to train on; None: only evaluate.
+        rank_patience: seconds without a sign of life after which a rank is missing.
         resume: a checkpoint's path, ``latest`` or None.
         copy_codebase: keep the source with the run.
         flags: all flags with their values, as the run folder stores them.
@@ -56,6 +57,7 @@ class TrainingConfig:
     folder: RunFolderConfig
     remote: RemoteConfig | None
     reporting: ReportingConfig
+    rank_patience: float
     resume: str | None
     copy_codebase: bool
     flags: Mapping[str, Any]
@@ -87,12 +89,13 @@ def training_config(args: argparse.Namespace, choice: LossChoice, device: torch.
         schedule=_schedule(args),
         step=StepConfig(precision=args.precision, grad_clip_norm=args.grad_clip_norm),
         parallel=_parallel(args),
-        length=RunLength(args.epochs, args.accum_freq, args.log_every_n_steps),
+        length=RunLength(args.epochs, args.accum_freq, args.log_every_n_steps, args.max_skipped_steps),
         saving=_saving(args, folder),
         evaluation=_evaluation(args),
         folder=folder,
         remote=_remote(args, folder),
         reporting=_reporting(args, folder, destinations, flags),
+        rank_patience=args.rank_patience,
         resume=args.resume,
         copy_codebase=args.copy_codebase,
         flags=flags,

@@ -1,5 +1,30 @@
 """Errors of the training program that a user can mend."""
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from openclip_ext import distributed
+
+T = TypeVar("T")
+
 
 class UsageError(ValueError):
     """A wrong command line, or data or a checkpoint that does not fit it; the message says what to do."""
+
+
+def on_master(action: Callable[[], T]) -> T:
+    """What an action gives on the master, on all ranks; a UsageError is raised on all of them, so that none waits.
+
+    Raises:
+        UsageError: the master's.
+    """
+    outcome: tuple[Any, str | None] = (None, None)
+    if distributed.is_master():
+        try:
+            outcome = (action(), None)
+        except UsageError as error:
+            outcome = (None, str(error))
+    result, failure = distributed.broadcast_object(outcome)
+    if failure is not None:
+        raise UsageError(failure)
+    return result

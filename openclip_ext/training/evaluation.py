@@ -1,4 +1,4 @@
-"""Evaluation during training: the evaluator protocol, OpenCLIP's validation (with recall in chunks) and zero-shot."""
+"""Evaluation during training: the evaluator protocol, what the flags ask for, and OpenCLIP's validation."""
 
 import contextlib
 import logging
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from openclip_ext import compat, distributed
 from openclip_ext.data.build import build_eval_loader
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.training.errors import UsageError
+from openclip_ext.training.imagenet import ImageNetZeroShot, imagenet_loader
 from openclip_ext.training.model import BuiltModel
 from openclip_ext.training.step import StepConfig
 
@@ -89,10 +90,9 @@ def build_evaluators(config: EvaluationConfig, built: BuiltModel, step: StepConf
     """
     if not distributed.is_master():
         return []
-    evaluators = []
-    loaders = _imagenet_loaders(config, built)
-    if loaders:
-        imagenet = ImageNetZeroShot(loaders, built.tokenizer, built.device, step.precision, config.batch_size)
+    evaluators: list[ScheduledEvaluator] = []
+    imagenet = _imagenet(config, built, step)
+    if imagenet is not None:
         evaluators.append(ScheduledEvaluator(imagenet, config.imagenet_every))
     if config.val_data is not None:
         evaluators.append(ScheduledEvaluator(_validation(config.val_data, config, built, step), config.val_every))
@@ -103,15 +103,20 @@ def build_evaluators(config: EvaluationConfig, built: BuiltModel, step: StepConf
     return evaluators
 
 
-def _imagenet_loaders(config: EvaluationConfig, built: BuiltModel) -> dict[str, Any]:
-    folders = {"val": config.imagenet_val, "v2": config.imagenet_v2}
-    return {
-        f"imagenet-{split}": compat.imagenet_loader(
-            path, built.preprocess_val, split, config.batch_size, config.workers
-        )
-        for split, path in folders.items()
-        if path is not None
+def _imagenet(config: EvaluationConfig, built: BuiltModel, step: StepConfig) -> ImageNetZeroShot | None:
+    folders = {
+        "imagenet": ("--imagenet-val", config.imagenet_val),
+        "imagenetv2": ("--imagenet-v2", config.imagenet_v2),
     }
+    loaders: dict[str, Iterable[tuple[Tensor, Tensor]]] = {
+        name: imagenet_loader(flag, folder, built.preprocess_val, config.batch_size, config.workers)
+        for name, (flag, folder) in folders.items()
+        if folder is not None
+    }
+    if not loaders:
+        return None
+    settings = step.settings(built.device)
+    return ImageNetZeroShot(loaders, built.tokenizer, settings.device, settings.input_dtype, settings.autocast)
 
 
 def _validation(spec: DataSpec, config: EvaluationConfig, built: BuiltModel, step: StepConfig) -> "Validation":
@@ -161,23 +166,6 @@ def run_evaluators(evaluators: Iterable[Evaluator], model: nn.Module) -> dict[st
     finally:
         model.train(was_training)
     return metrics
-
-
-@dataclass(frozen=True)
-class ImageNetZeroShot:
-    """OpenCLIP's zero-shot accuracy on ImageNet and ImageNet-V2 (``--imagenet-val``, ``--imagenet-v2``)."""
-
-    loaders: dict[str, Any]
-    tokenizer: Callable
-    device: torch.device
-    precision: str
-    batch_size: int
-    name: str = "imagenet-zero-shot"
-
-    def run(self, model: nn.Module) -> dict[str, float]:
-        return compat.imagenet_zero_shot(
-            model, self.loaders, self.tokenizer, self.device, self.precision, self.batch_size
-        )
 
 
 @dataclass(frozen=True)

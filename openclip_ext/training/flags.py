@@ -42,6 +42,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, LossChoice]:
         SystemExit: ``--help``, and what argparse itself refuses.
     """
     parser = build_parser()
+    if argv[:1] == ["--"]:
+        # From ``torchrun ... -m openclip_ext.training.main -- --logs DIR``: without it torchrun refuses ``--logs``.
+        argv = argv[1:]
     if any(argument in ("-h", "--help") for argument in argv):
         _print_help(parser)
         raise SystemExit(0)
@@ -56,6 +59,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, LossChoice]:
     _reconcile_siglip(args)
     choice = LossChoice(args.loss, loss_options)
     _check_loss_flags(choice)
+    _check_temperature(choice)
     _check_run_flags(args)
     return args, choice
 
@@ -144,6 +148,20 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
         "--save-every-steps", type=int, default=0, help="also save a checkpoint every N optimizer steps (0: never)"
     )
     group.add_argument(
+        "--rank-patience",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="end the run when a rank has given no sign of life for so long, and say which (default: 600)",
+    )
+    group.add_argument(
+        "--max-skipped-steps",
+        type=int,
+        default=50,
+        metavar="N",
+        help="stop after so many steps in a row whose gradients are not finite; such a step changes nothing (default: 50)",
+    )
+    group.add_argument(
         "--fsdp",
         action="store_true",
         help="spread parameters, gradients and optimizer state over the processes (FSDP2) instead of replicating them (DDP)",
@@ -186,6 +204,16 @@ def _check_loss_flags(choice: LossChoice) -> None:
             raise UsageError(f"{OPTIONS[name].flag} is not used by --loss {choice.name}, which takes: {listed}")
 
 
+def _check_temperature(choice: LossChoice) -> None:
+    temperature = choice.options.get("temperature")
+    largest = choice.options.get("temperature_max", OPTIONS["temperature_max"].default)
+    if temperature is not None and temperature > largest:
+        raise UsageError(
+            f"--temperature is {temperature:g}, must be at most {largest:g}: it divides the similarities. For a logit scale "
+            f"of {temperature:g} give --temperature {1 / temperature:.4g}"
+        )
+
+
 def _recipe_argv(ours: argparse.Namespace, rest: list[str]) -> list[str]:
     """The recipe's flags for the loss that the command line names."""
     loss = ours.loss or ("siglip" if "--siglip" in rest else "openclip")
@@ -218,10 +246,18 @@ def _check_run_flags(args: argparse.Namespace) -> None:
         raise UsageError("distillation (--distill-model) is not supported; use open_clip_train.main for it")
     if args.resume == "latest" and args.name is None:
         raise UsageError("--resume latest needs --name: without it every start makes a new run folder")
+    if args.epochs < 1:
+        raise UsageError(f"--epochs is {args.epochs}, must be at least 1; to evaluate only, leave out --train-data")
+    if args.lr is None:
+        raise UsageError(f"--opt {args.opt} needs --lr: OpenCLIP has a default for its own AdamW only")
     if args.accum_freq < 1:
         raise UsageError(f"--accum-freq is {args.accum_freq}, must be at least 1")
     if args.lookahead_steps is not None and args.lookahead_steps < 1:
         raise UsageError(f"--lookahead-steps is {args.lookahead_steps}, must be at least 1")
+    if args.max_skipped_steps < 1:
+        raise UsageError(f"--max-skipped-steps is {args.max_skipped_steps}, must be at least 1")
+    if not args.rank_patience > 0:
+        raise UsageError(f"--rank-patience is {args.rank_patience:g}, must be positive")
     if args.eval_suite is not None and args.eval_data_dir is None:
         raise UsageError("--eval-suite needs --eval-data-dir")
     if args.fsdp_no_reshard_after_forward and not args.fsdp:
@@ -241,7 +277,7 @@ def flags_without_effect(args: argparse.Namespace, choice: LossChoice) -> tuple[
     ]
     # ``seed`` and ``epochs`` are the run's as well.
     ours = (option for option in unused if option.name not in ("seed", "epochs"))
-    return tuple(option.flag for option in ours if getattr(args, option.name) != option.default)
+    return tuple(sorted(option.flag for option in ours if getattr(args, option.name) != option.default))
 
 
 def views(choice: LossChoice) -> int:

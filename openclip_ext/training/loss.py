@@ -46,7 +46,7 @@ def build_loss(
         UsageError: the model trains something that the loss would ignore.
         ValueError: options that do not fit.
     """
-    if not config.is_openclips and "coca" in model_name.lower():
+    if compat.is_captioner(model) and config.name != compat.OPENCLIP_LOSSES[0]:
         raise UsageError(
             f"{model_name} trains a captioner, too, which --loss {config.name} would ignore; use --loss openclip"
         )

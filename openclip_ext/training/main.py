@@ -3,8 +3,10 @@
 This file assembles the parts, in the order of the data flow; the parts do the work.
 """
 
+import functools
 import logging
 import sys
+from collections.abc import Container
 from pathlib import Path
 
 from torch import nn
@@ -12,21 +14,24 @@ from torch import nn
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.build import build_train_loader
+from openclip_ext.data.source import BadDataError
 from openclip_ext.heads import read_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
-from openclip_ext.training import parallel, remote, resume, run_folder
+from openclip_ext.training import heartbeat, parallel, remote, resume, run_folder, signals
 from openclip_ext.training.checkpoint import Checkpoint, Position, RunIdentity
+from openclip_ext.training.checks import check
 from openclip_ext.training.config import TrainingConfig, training_config
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import build_evaluators, run_evaluators
 from openclip_ext.training.flags import parse
 from openclip_ext.training.loss import build_loss, load_pretrained_heads
-from openclip_ext.training.model import BuiltModel, build_model, prepare_for
+from openclip_ext.training.model import BuiltModel, build_model, loading_lines, prepare_for, write_model_config
 from openclip_ext.training.optimizer import create_optimizer, create_schedule
 from openclip_ext.training.reporting import Reporter, announce
+from openclip_ext.training.resume import Start
 from openclip_ext.training.step import TrainStep
-from openclip_ext.training.trainer import Trainer
+from openclip_ext.training.trainer import SaveFailed, Trainer, TrainingDiverged
 
 
 def main(argv: list[str]) -> None:
@@ -37,25 +42,29 @@ def main(argv: list[str]) -> None:
 
     Raises:
         UsageError: a wrong command line, or data or a checkpoint that does not fit it.
-        SystemExit: after ``--help``, argparse's errors, and a run that SIGTERM has stopped.
+        SystemExit: after ``--help``, argparse's errors, and a run that SIGTERM or SIGINT has stopped.
     """
     add_model_configs()
     args, choice = parse(argv)
+    signals.end_with_torchrun()
     compat.set_backends()
     device = compat.init_device(args)
     handlers = list(logging.root.handlers)
     try:
         config = training_config(args, choice, device)
-        folder = run_folder.prepare(config.folder)
-        with remote.synchronised(config.remote, folder):
-            checkpoint = resume.find_checkpoint(
-                config.resume, folder, lambda folder: remote.fetch_checkpoints(config.remote, folder)
-            )
+        check(config)
+        with (
+            heartbeat.watched(config.rank_patience),
+            run_folder.opened(config.folder) as folder,
+            remote.synchronised(config.remote, folder),
+        ):
+            fetch = functools.partial(remote.fetch_checkpoints, config.remote)
+            start = resume.find_start(config.resume, folder, fetch)
             built = build_model(config.model, device, config.loading.seed)
             if config.data is None:
-                _evaluate_only(config, built, folder, checkpoint)
+                _evaluate_only(config, built, folder, start.checkpoint)
             else:
-                _train(config, built, folder, checkpoint)
+                _train(config, built, folder, start)
     except Exception as error:
         _log_failure(error, keep=handlers)
         raise
@@ -64,7 +73,7 @@ def main(argv: list[str]) -> None:
         distributed.shutdown()
 
 
-def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, checkpoint: Checkpoint | None) -> None:
+def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> None:
     assert config.data is not None
     loader = build_train_loader(
         config.data, config.loading, preprocess=built.preprocess_train, tokenizer=built.tokenizer
@@ -72,7 +81,7 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, check
     steps_per_epoch = loader.batches_per_epoch // config.length.accum_freq
     loss = build_loss(config.loss, config.model.name, built.model, loader.num_samples, built.device)
     _check_combination(config, loss)
-    model = _prepare_model(config, built, loss, is_fresh=checkpoint is None)
+    model = _prepare_model(config, built, loss, is_fresh=start.checkpoint is None)
     optimizer = create_optimizer(model, config.optimizer, loss.logit_scale_lr, loss.model_head())
     scaler = config.step.scaler(built.device)
     identity = RunIdentity(
@@ -82,9 +91,9 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, check
         global_batch=config.global_batch,
         seed=config.loading.seed,
     )
-    position = resume.restore(checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
+    position = resume.restore(start.checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
     if folder is not None and distributed.is_master():
-        _begin_folder(config, folder, position)
+        _begin_folder(config, folder, position, start.unreadable)
     announce(identity, config.loss.options, built.model, loss, steps_per_epoch, config.length.epochs)
     settings = config.step.settings(built.device)
     trainer = Trainer(
@@ -97,14 +106,16 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, check
         reporter=Reporter(folder, config.reporting, steps_per_epoch * config.length.epochs, steps_per_epoch),
         evaluators=build_evaluators(config.evaluation, built, config.step),
         position=position,
+        unreadable=start.unreadable,
     )
-    # As the master sees its files: ranks that disagreed would wait for each other in different places.
-    is_resumed = checkpoint is not None
-    evaluate_first = distributed.broadcast_object(is_resumed and resume.lacks_evaluation(folder, position))
     try:
-        trainer.fit(evaluate_first)
+        trainer.fit(start.checkpoint is not None and resume.lacks_evaluation(folder, position))
     finally:
         trainer.reporter.close()
+    if folder is not None and distributed.is_master():
+        last = folder / "checkpoints" / f"epoch_{config.length.epochs}.pt"
+        lines = "\n".join(f"  {line}" for line in loading_lines(config.model, folder, last))
+        logging.info(f"To load the model in stock OpenCLIP:\n{lines}")
 
 
 def _check_combination(config: TrainingConfig, loss: ContrastiveLoss) -> None:
@@ -132,10 +143,12 @@ def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveL
     return parallel.distribute(built.model, config.parallel, built.device, keep_whole=config.evaluation.is_wanted)
 
 
-def _begin_folder(config: TrainingConfig, folder: Path, position: Position) -> None:
-    """Write what the folder says about the run, and cut its logs to where the run goes on."""
+def _begin_folder(config: TrainingConfig, folder: Path, position: Position, unreadable: Container[Path]) -> None:
+    """Write what the folder says about the run, and bring the rest to where the run goes on."""
     run_folder.write_settings(folder, config.flags, config.loss.name, dict(config.loss.options))
+    write_model_config(config.model, folder)
     resume.cut_logs(folder, position)
+    ckpt.remove_leftovers(folder / "checkpoints", spared=unreadable)
     if config.copy_codebase:
         run_folder.copy_codebase(folder)
 
@@ -180,10 +193,13 @@ def _close_log(keep: list[logging.Handler]) -> None:
 
 
 def cli() -> None:
-    """The program: a user's mistake is a message and exit status 2, not a traceback."""
+    """The program: what a user can mend is a message, not a traceback; exit status 2 for a wrong command line, else 1."""
     try:
         main(sys.argv[1:])
-    except ValueError as error:
+    except (BadDataError, TrainingDiverged, SaveFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+    except (ValueError, FileNotFoundError) as error:
         if not isinstance(error, UsageError) and "--debug" in sys.argv:
             raise
         print(f"error: {error}", file=sys.stderr)

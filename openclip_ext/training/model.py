@@ -1,8 +1,10 @@
 """The model of a run: built as OpenCLIP builds it, prepared for the loss."""
 
+import json
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,11 @@ from torch import nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.training.errors import UsageError
 from openclip_ext.training.views import train_image_tower_only
+
+# Folder of a run in which its model's configuration is.
+MODEL_CONFIG = "model_config"
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,11 @@ class ModelConfig:
     trace: int | None = None
     linear_replacement: str | None = None
 
+    @property
+    def file_name(self) -> str:
+        """OpenCLIP's name of the configuration: ``ViT-B-32`` also for ``ViT-B/32``."""
+        return self.name.replace("/", "-")
+
     def create(self, device: torch.device) -> tuple[Any, Callable, Callable]:
         """The bare model, the training transform and the evaluation transform."""
         return compat.create_model(
@@ -90,6 +101,48 @@ class ModelConfig:
     def tokenizer(self) -> Callable:
         """The model's tokenizer."""
         return open_clip.get_tokenizer(self.name, cache_dir=self.cache_dir, context_length=self.force_context_length)
+
+
+def write_model_config(config: ModelConfig, folder: Path) -> None:
+    """Write the configuration from which stock OpenCLIP builds this model, flags included, into the run's folder.
+
+    Nothing is written for models that OpenCLIP finds elsewhere (``hf-hub:``, ``local-dir:``).
+    """
+    content = open_clip.get_model_config(config.file_name) if ":" not in config.name else None
+    if content is None:
+        return
+    if config.force_quick_gelu:
+        content["quick_gelu"] = True
+    if config.force_custom_text:
+        content["custom_text"] = True
+    if config.force_patch_dropout is not None:
+        content["vision_cfg"]["patch_dropout"] = config.force_patch_dropout
+    if config.force_image_size is not None:
+        content["vision_cfg"]["image_size"] = config.force_image_size
+    if config.force_context_length is not None:
+        content["text_cfg"]["context_length"] = config.force_context_length
+    if config.siglip_start:
+        content |= compat.SIGLIP_START
+    (folder / MODEL_CONFIG).mkdir(exist_ok=True)
+    (folder / MODEL_CONFIG / f"{config.file_name}.json").write_text(json.dumps(content, indent=4) + "\n")
+
+
+def loading_lines(config: ModelConfig, folder: Path, checkpoint: Path) -> list[str]:
+    """What to write after ``import open_clip`` to load a checkpoint of the run, without this package."""
+    overrides = {
+        "image_mean": config.image_mean,
+        "image_std": config.image_std,
+        "image_interpolation": config.image_interpolation,
+        "image_resize_mode": config.image_resize_mode,
+    }
+    given = "".join(f", {name}={value!r}" for name, value in overrides.items() if value is not None)
+    name = config.file_name if ":" not in config.name else config.name
+    load = (
+        f"model, _, preprocess = open_clip.create_model_and_transforms({name!r}, pretrained={str(checkpoint)!r}{given})"
+    )
+    if ":" in config.name:
+        return [load]
+    return [f"open_clip.add_model_config({str(folder / MODEL_CONFIG)!r})", load]
 
 
 @dataclass(frozen=True)
@@ -123,15 +176,24 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
         lock = config.lock_image
         model.lock_image_tower(unlocked_groups=lock.unlocked, freeze_bn_stats=lock.freeze_statistics)
     if config.lock_text is not None:
-        lock = config.lock_text
-        model.lock_text_tower(unlocked_layers=lock.unlocked, freeze_layer_norm=lock.freeze_statistics)
+        _lock_text(model, config.lock_text)
     if config.grad_checkpointing:
         model.set_grad_checkpointing()
     return BuiltModel(model, preprocess_train, preprocess_val, config.tokenizer(), device)
 
 
+def _lock_text(model: Any, lock: TowerLock) -> None:
+    try:
+        model.lock_text_tower(unlocked_layers=lock.unlocked, freeze_layer_norm=lock.freeze_statistics)
+    except AssertionError as error:
+        # OpenCLIP's own text towers can only be frozen as a whole.
+        raise UsageError(f"--lock-text needs --lock-text-freeze-layer-norm for this model ({error})") from error
+
+
 def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) -> None:
     """Set the temperature's start value, and freeze what the loss does not train.
+
+    DistributedDataParallel fails on a parameter that never receives a gradient.
 
     Args:
         loss: says what it learns.
@@ -143,8 +205,10 @@ def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) 
         with torch.no_grad():
             logit_scale.fill_(loss.initial_logit_scale)
     if not loss.learns_logit_scale:
-        # DDP fails on a parameter that never receives a gradient.
         logit_scale.requires_grad_(False)
+    logit_bias = getattr(model, "logit_bias", None)
+    if logit_bias is not None and not loss.uses_logit_bias:
+        logit_bias.requires_grad_(False)
     if loss.views > 1:
         train_image_tower_only(model)
 

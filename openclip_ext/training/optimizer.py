@@ -1,5 +1,6 @@
 """The optimizer and its learning rates: OpenCLIP's, with a rate of its own for the temperature where the loss asks."""
 
+import difflib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from openclip_ext import compat, distributed
 from openclip_ext.training.errors import UsageError
 
 LOGIT_SCALE = "logit_scale"
-LOOKAHEAD = "timm/lookahead_"
+_LOOKAHEAD = "lookahead_"
+LOOKAHEAD = f"timm/{_LOOKAHEAD}"
+SCHEDULES = ("cosine", "const", "const-cooldown")
 
 
 @dataclass(frozen=True)
@@ -82,13 +85,10 @@ def create_optimizer(
     )
     if logit_scale_lr is not None:
         groups[-1]["lr"] = logit_scale_lr
+    check_optimizer(config)
     name = config.name.lower()
-    if config.lookahead_steps is not None and not name.startswith(LOOKAHEAD):
-        raise UsageError(f"--lookahead-steps needs an optimizer with LookAhead, such as --opt {LOOKAHEAD}sgd")
     if name == "adamw":
         return _adamw(groups, config)
-    if not name.startswith("timm/"):
-        raise UsageError(f"unknown optimizer --opt {config.name!r}; known: adamw, timm/NAME")
     own_groups = logit_scale_lr is not None or head is not None
     optimizer = _timm_optimizer(groups if own_groups else model, name.removeprefix("timm/"), config)
     if config.lookahead_steps is not None:
@@ -97,11 +97,34 @@ def create_optimizer(
     return optimizer
 
 
+def check_optimizer(config: OptimizerConfig) -> None:
+    """Raise UsageError for an optimizer that does not exist, or settings that it does not take."""
+    name = config.name.lower()
+    if config.lookahead_steps is not None and not name.startswith(LOOKAHEAD):
+        raise UsageError(f"--lookahead-steps needs an optimizer with LookAhead, such as --opt {LOOKAHEAD}sgd")
+    if name == "adamw":
+        if config.beta1 is None or config.beta2 is None or config.eps is None:
+            raise UsageError("--opt adamw needs --beta1, --beta2 and --eps")
+        return
+    from timm.optim import list_optimizers
+
+    known = list_optimizers()
+    plain = name.removeprefix("timm/").removeprefix(_LOOKAHEAD)
+    if not name.startswith("timm/") or plain not in known:
+        close = difflib.get_close_matches(plain, known, n=1)
+        hint = f"; did you mean timm/{close[0]}?" if close else ""
+        raise UsageError(f"unknown optimizer --opt {config.name!r}; known: adamw, timm/NAME{hint}")
+    if (config.beta1 is None) != (config.beta2 is None):
+        raise UsageError("a timm optimizer needs both --beta1 and --beta2, or neither")
+
+
 def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.AdamW:
-    if config.beta1 is None or config.beta2 is None or config.eps is None:
-        raise UsageError("--opt adamw needs --beta1, --beta2 and --eps")
+    assert config.beta1 is not None and config.beta2 is not None and config.eps is not None, "checked before"
     parameters = [parameter for group in groups for parameter in group["params"]]
-    fused = (distributed.world_size() == 1 and all(map(_gains_from_fusing, parameters))) or None
+    on_gpu = all(parameter.is_cuda for parameter in parameters)
+    on_cpu = distributed.world_size() == 1 and all(map(_gains_from_fusing, parameters))
+    # On a GPU only the fused one can skip a step without a wait (``guard.py``).
+    fused = on_gpu or on_cpu or None
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
 
@@ -139,14 +162,24 @@ def _timm_optimizer(
     """timm's optimizer; for a model timm makes its own groups, as under OpenCLIP."""
     from timm.optim import create_optimizer_v2
 
-    if (config.beta1 is None) != (config.beta2 is None):
-        raise UsageError("a timm optimizer needs both --beta1 and --beta2, or neither")
-    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": config.eps}
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if config.eps is not None:
+        options["eps"] = config.eps
     if config.beta1 is not None:
         options["betas"] = (config.beta1, config.beta2)
     if config.momentum is not None:
         options["momentum"] = config.momentum
     return create_optimizer_v2(model_or_groups, name, **options)
+
+
+def check_schedule(config: ScheduleConfig) -> None:
+    """Raise UsageError for a schedule that does not exist or lacks a setting."""
+    if config.skip:
+        return
+    if config.name not in SCHEDULES:
+        raise UsageError(f"unknown --lr-scheduler {config.name!r}; known: {', '.join(SCHEDULES)}")
+    if config.name == "const-cooldown" and config.cooldown_epochs is None:
+        raise UsageError("--lr-scheduler const-cooldown needs --epochs-cooldown")
 
 
 def create_schedule(
@@ -161,8 +194,9 @@ def create_schedule(
     global learned temperature).
 
     Raises:
-        ValueError: unknown ``--lr-scheduler``, or a cooldown without ``--epochs-cooldown``.
+        UsageError: as :func:`check_schedule`.
     """
+    check_schedule(config)
     encoders = None if config.skip else _openclip_schedule(config, optimizer, steps_per_epoch)
 
     def set_learning_rates(step: int) -> None:

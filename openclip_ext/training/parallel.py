@@ -185,7 +185,7 @@ class ShardedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def whole(self, needed: bool) -> Iterator[nn.Module | None]:
-        """See :func:`whole_model`."""
+        """As :func:`whole_model`, for this model."""
         if not distributed.broadcast_object(needed):
             yield None
             return

@@ -1,8 +1,9 @@
 """Where a run starts: afresh, or from a checkpoint, with the logs cut to it."""
 
-import json
 import logging
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,11 +14,24 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import Checkpoint, Position, RunIdentity
-from openclip_ext.training.errors import UsageError
+from openclip_ext.training.errors import UsageError, on_master
 
 
-def find_checkpoint(resume: str | None, folder: Path | None, fetch: Callable[[Path], None]) -> Checkpoint | None:
-    """Read the checkpoint that ``--resume`` names; all ranks read the one that the master found.
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from.
+
+    Attributes:
+        checkpoint: None: afresh.
+        unreadable: checkpoints in the run's folder that could not be read, and that nobody may overwrite.
+    """
+
+    checkpoint: Checkpoint | None = None
+    unreadable: frozenset[Path] = frozenset()
+
+
+def find_start(resume: str | None, folder: Path | None, fetch: Callable[[Path], None]) -> Start:
+    """Find, verify and read the checkpoint that ``--resume`` names; all ranks read the one that the master found.
 
     Args:
         resume: a path, ``latest``, or None.
@@ -28,17 +42,24 @@ def find_checkpoint(resume: str | None, folder: Path | None, fetch: Callable[[Pa
         UsageError: the checkpoint does not exist or cannot be read, or there is no folder to look into.
     """
     if resume is None:
-        return None
-    if resume != "latest":
-        return ckpt.read(Path(resume))
-    if folder is None:
+        return Start()
+    if resume == "latest" and folder is None:
         raise UsageError("--resume latest needs a run folder, and --logs none has none")
-    if distributed.is_master():
-        fetch(folder)
-    path = distributed.broadcast_object(ckpt.find_latest(folder / "checkpoints") if distributed.is_master() else None)
-    if distributed.is_master():
-        logging.info(f"Resuming from {path}." if path else f"No checkpoint in {folder} yet: starting afresh.")
-    return None if path is None else ckpt.read(path)
+    path, unreadable = on_master(lambda: _find(resume, folder, fetch))
+    return Start(None if path is None else ckpt.read(path), unreadable)
+
+
+def _find(resume: str, folder: Path | None, fetch: Callable[[Path], None]) -> tuple[Path | None, frozenset[Path]]:
+    if resume != "latest":
+        path = Path(resume)
+        ckpt.verify(ckpt.read(path, mmap=True))
+        return path, frozenset()
+    assert folder is not None
+    fetch(folder)
+    found = ckpt.scan(folder / "checkpoints")
+    newest = ckpt.newest_of(found, folder / "checkpoints")
+    logging.info(f"Resuming from {newest}." if newest else f"No checkpoint in {folder} yet: starting afresh.")
+    return newest, frozenset(found.unreadable)
 
 
 def restore(
@@ -82,18 +103,25 @@ def restore(
 
 
 def cut_logs(folder: Path, position: Position) -> None:
-    """Remove what was logged beyond the checkpoint: those steps come again."""
+    """Remove what was logged beyond the checkpoint, and an evaluation that is in one of the logs only: these come again."""
+    evaluated = not _lacks_evaluation(folder, position)
     ckpt.truncate_jsonl(
         folder / "metrics.jsonl",
-        lambda line: line["step"] < position.step + ("evaluation" in line),
+        lambda line: line.get("step", math.inf) < position.step + ("evaluation" in line and evaluated),
     )
-    ckpt.truncate_jsonl(folder / "checkpoints" / "results.jsonl", lambda line: line.get("epoch", 0) <= position.epoch)
+    ckpt.truncate_jsonl(
+        folder / "checkpoints" / "results.jsonl", lambda line: line.get("epoch", 0) < position.epoch + evaluated
+    )
 
 
 def lacks_evaluation(folder: Path | None, position: Position) -> bool:
-    """Whether the run was stopped between an epoch's checkpoint and its evaluation."""
+    """Whether the run was stopped between an epoch's checkpoint and its evaluation, as the master sees its files."""
+    return bool(distributed.broadcast_object(distributed.is_master() and _lacks_evaluation(folder, position)))
+
+
+def _lacks_evaluation(folder: Path | None, position: Position) -> bool:
     if folder is None or position.step_in_epoch > 0 or position.epoch == 0:
         return False
-    results = folder / "checkpoints" / "results.jsonl"
-    lines = results.read_text().splitlines() if results.is_file() else []
-    return all(json.loads(line).get("epoch") != position.epoch for line in lines)
+    results = ckpt.read_jsonl(folder / "checkpoints" / "results.jsonl")
+    metrics = [line for line in ckpt.read_jsonl(folder / "metrics.jsonl") if "evaluation" in line]
+    return any(all(line.get("epoch") != position.epoch for line in lines) for lines in (results, metrics))

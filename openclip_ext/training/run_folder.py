@@ -2,20 +2,26 @@
 
 import json
 import logging
+import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 import openclip_ext
 from openclip_ext import compat, distributed
-from openclip_ext.training.errors import UsageError
+from openclip_ext.training.errors import UsageError, on_master
+
+# Seconds to wait for another process to leave the run folder.
+LOCK_PATIENCE = 10
 
 
 @dataclass(frozen=True)
@@ -64,38 +70,57 @@ def default_name(model: str, lr: float, batch_size: int, workers: int, precision
     return f"{date}-model_{model.replace('/', '-')}-lr_{lr}-b_{batch_size}-j_{workers}-p_{precision}"
 
 
-def prepare(config: RunFolderConfig) -> Path | None:
-    """Make the run folder and start logging.
+@contextmanager
+def opened(config: RunFolderConfig) -> Iterator[Path | None]:
+    """Make the run folder, lock it for this run, and start logging.
 
     Returns:
-        The folder, or None with ``--logs none`` (nothing is written then).
+        A context with the folder, or None with ``--logs none`` (nothing is written then).
 
     Raises:
-        UsageError: the folder holds a run already, and this is not ``--resume latest``.
+        UsageError: the folder holds a run already, and this is not ``--resume latest``; another process is at work in it; or
+            it cannot be written to.
     """
     level = logging.DEBUG if config.debug else logging.INFO
     folder = config.folder
     if folder is None:
         compat.setup_logging(None, level if distributed.is_master() else logging.WARNING)
-        return None
-    _refuse_existing(folder, config)
-    writes_log = distributed.is_master() if config.log_local_rank is None else config.log_local_rank == 0
-    if distributed.is_master():
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    distributed.barrier()
-    if writes_log:
-        folder.mkdir(parents=True, exist_ok=True)
-        compat.setup_logging(str(folder / config.log_file), level)
-    else:
-        compat.setup_logging(None, logging.WARNING)
-    return folder
+        yield None
+        return
+    with ExitStack() as stack:
+        on_master(lambda: stack.enter_context(_claimed(folder, config.resume_latest)) and None)
+        writes_log = distributed.is_master() if config.log_local_rank is None else config.log_local_rank == 0
+        if writes_log:
+            folder.mkdir(parents=True, exist_ok=True)
+            compat.setup_logging(str(folder / config.log_file), level)
+        else:
+            compat.setup_logging(None, logging.WARNING)
+        yield folder
 
 
-def _refuse_existing(folder: Path, config: RunFolderConfig) -> None:
-    exists = any((folder / name).exists() for name in ("out.log", "out-0", "metrics.jsonl"))
-    # All ranks answer what the master saw, so that none is left waiting.
-    if distributed.broadcast_object(exists) and not config.resume_latest:
+@contextmanager
+def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
+    """Make the folder, which no other process may train in until the end of the context, however that comes."""
+    if not resume_latest and any((folder / name).exists() for name in ("out.log", "out-0", "metrics.jsonl")):
         raise UsageError(f"run folder {folder} exists; continue it with --resume latest, or give another --name")
+    owner = folder / ".owner"
+    try:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        # The lock goes with the process. A killed run's last workers may have it for some seconds more.
+        lock = FileLock(folder / ".lock")
+        lock.acquire(timeout=LOCK_PATIENCE)
+        owner.write_text(f"process {os.getpid()} on {platform.node()}")
+    except Timeout as error:
+        holder = owner.read_text() if owner.is_file() else "another process"
+        raise UsageError(
+            f"run folder {folder} is in use by {holder}: wait until it ends, stop it, or give another --name"
+        ) from error
+    except OSError as error:
+        raise UsageError(f"cannot write to the run folder {folder} ({error}): give another --logs") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def write_settings(folder: Path, flags: Mapping[str, Any], loss: str, loss_options: dict[str, Any]) -> None:

@@ -1,7 +1,10 @@
-"""Requests from outside: SIGUSR1 asks for a checkpoint, SIGTERM for a checkpoint and the end of the run."""
+"""Requests from outside: SIGUSR1 asks for a checkpoint, SIGTERM and SIGINT for a checkpoint and the end of the run."""
 
+import ctypes
 import enum
+import os
 import signal
+import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -17,19 +20,50 @@ class Request(enum.IntEnum):
     SAVE_AND_STOP = 2
 
 
+# The conventional exit status of a program that a signal has ended.
+EXIT_AFTER_SIGTERM = 128 + signal.SIGTERM
+EXIT_AFTER_SIGINT = 128 + signal.SIGINT
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def _under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def end_with_torchrun() -> None:
+    """Ask the kernel to send this process SIGTERM when torchrun, its parent, dies: it saves and ends then.
+
+    Otherwise the trainers of a torchrun that was killed outright would go on beside a restarted run. Linux only. Started in
+    another way a process may outlive its parent (``nohup``), and does.
+    """
+    if sys.platform == "linux" and _under_torchrun():
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 class SignalRequests:
     """Remembers signals until the end of the step, where all ranks act on them together.
 
     SLURM sends its signal to every process, torchrun hands SIGTERM on to its workers; where only one rank hears it, the
     others learn of it in ``agreed``. Use as a context manager: the previous handlers come back at the end.
+
+    A second Ctrl-C ends the run at once; not under torchrun, which hands the first one on once more.
+
+    Attributes:
+        exit_status: of a run that was asked to stop: the shell's for the signal, SIGTERM's where another rank heard it.
     """
 
     def __init__(self) -> None:
         self._request = Request.NOTHING
         self._previous: dict[int, Any] = {}
+        self.exit_status = EXIT_AFTER_SIGTERM
 
     def __enter__(self) -> "SignalRequests":
-        for number, request in ((signal.SIGUSR1, Request.SAVE), (signal.SIGTERM, Request.SAVE_AND_STOP)):
+        requests = {
+            signal.SIGUSR1: Request.SAVE,
+            signal.SIGTERM: Request.SAVE_AND_STOP,
+            signal.SIGINT: Request.SAVE_AND_STOP,
+        }
+        for number, request in requests.items():
             self._previous[number] = signal.signal(number, self._handler(request))
         return self
 
@@ -39,6 +73,10 @@ class SignalRequests:
 
     def _handler(self, request: Request) -> Callable[[int, FrameType | None], None]:
         def remember(number: int, frame: FrameType | None) -> None:
+            if number == signal.SIGINT:
+                if self._request == Request.SAVE_AND_STOP and not _under_torchrun():
+                    raise KeyboardInterrupt
+                self.exit_status = EXIT_AFTER_SIGINT
             self._request = max(self._request, request)
 
         return remember

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training import parallel
+from openclip_ext.training.guard import StepGuard, Verdict
 from openclip_ext.training.views import encode_views, is_views
 
 Batch = dict[str, Tensor]
@@ -72,6 +73,9 @@ class TrainStep:
         optimizer: over the parameters of the model and of the loss's head.
         settings: see ``StepSettings``.
         scaler: gradient scaler for float16, or None.
+
+    Attributes:
+        guard: sees to it that a step that is not finite changes nothing, and knows which those were.
     """
 
     def __init__(
@@ -91,23 +95,28 @@ class TrainStep:
         head = loss.model_head()
         parameters = [] if head is None else head.parameters()
         self._head_parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.guard = StepGuard(model, loss)
 
-    def __call__(self, batches: list[Batch]) -> dict[str, Tensor]:
-        """Take one optimizer step on one or more micro-batches.
+    def __call__(self, batches: list[Batch], number: int = 0) -> dict[str, Tensor]:
+        """Take one optimizer step on one or more micro-batches; it changes nothing if it is not finite.
 
         Args:
             batches: micro-batches of ``image`` ``(b, 3, H, W)``, or ``(b, 2, 3, H, W)`` for two views of each image,
                 ``text`` ``(b, L)``, ``index`` ``(b,)``.
+            number: of the step, by which :attr:`guard` reports it if it is skipped.
 
         Returns:
             The loss's terms, detached.
         """
-        if self.loss.needs_index:
-            self.loss.prefetch(torch.cat([batch["index"] for batch in batches]))
+        index = torch.cat([batch["index"] for batch in batches]) if "index" in batches[0] else None
+        if self.loss.needs_index and index is not None:
+            self.loss.prefetch(index)
         batches = [self._to_device(batch) for batch in batches]
         self.optimizer.zero_grad(set_to_none=True)
-        terms = self._one_batch(batches[0]) if len(batches) == 1 else self._cached_features(batches)
-        self._update()
+        self.guard.before_forward()
+        terms, outputs = self._one_batch(batches[0]) if len(batches) == 1 else self._cached_features(batches)
+        verdict = self._update([batch["image"] for batch in batches], outputs)
+        self.guard.finish(verdict, number, index)
         return {name: value.detach() for name, value in terms.items()}
 
     def _to_device(self, batch: Batch) -> Batch:
@@ -123,15 +132,18 @@ class TrainStep:
         return {name: value for name, value in outputs.items() if value is not None}
 
     def _terms(self, outputs: dict[str, Tensor], index: Tensor | None) -> dict[str, Tensor]:
+        self.guard.before_loss(index if self.loss.needs_index else None)
         with self.settings.autocast():
             return self.loss(**outputs, index=index, output_dict=True)
 
-    def _one_batch(self, batch: Batch) -> dict[str, Tensor]:
-        terms = self._terms(self._forward(batch), batch.get("index"))
+    def _one_batch(self, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The loss's terms and the model's outputs, after the backward pass."""
+        outputs = self._forward(batch)
+        terms = self._terms(outputs, batch.get("index"))
         self._scaled(_total(terms)).backward()
-        return terms
+        return terms, outputs
 
-    def _cached_features(self, batches: list[Batch]) -> dict[str, Tensor]:
+    def _cached_features(self, batches: list[Batch]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Gradient accumulation, exactly: the loss sees all features at once and is called once.
 
         The features are computed without a graph, the loss gives their gradients, and each micro-batch's second
@@ -151,7 +163,7 @@ class TrainStep:
             with self._synchronised_only_if(is_last):
                 self._backward_share(self._forward(batch), gradients, slice(first, first + count), is_last)
             first += count
-        return terms
+        return terms, inputs
 
     @torch.no_grad()
     def _features_without_graph(self, batches: list[Batch]) -> tuple[dict[str, Tensor], list["_GeneratorState"]]:
@@ -197,22 +209,24 @@ class TrainStep:
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
 
-    def _update(self) -> None:
+    def _update(self, images: list[Tensor], outputs: dict[str, Tensor]) -> Verdict:
+        """Update the parameters, if the gradients are finite."""
         self._average_head_gradients()
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        parameters = [*self.model.parameters(), *self._head_parameters]
+        verdict = self.guard.judge(images, outputs, parameters)
         if self.settings.grad_clip_norm is not None:
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
-            parameters = [*self.model.parameters(), *self._head_parameters]
             parallel.clip_grad_norm_(parameters, self.settings.grad_clip_norm)
         logit_scale = parallel.local(self._logit_scale.detach())
         before = logit_scale.clone()
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
+        self.guard.step(self.optimizer, verdict)
+        if self.scaler is not None:
             self.scaler.update()
         with torch.no_grad():
             self.loss.finish_logit_scale_step(logit_scale, before)
+            logit_scale.copy_(torch.where(verdict.good, logit_scale, before))
+        return verdict
 
 
 def _total(terms: dict[str, Tensor]) -> Tensor:

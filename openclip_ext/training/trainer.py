@@ -17,12 +17,13 @@ from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import Position, RunIdentity
 from openclip_ext.training.evaluation import ScheduledEvaluator, run_evaluators
+from openclip_ext.training.guard import SkippedStep
 from openclip_ext.training.reporting import Reporter, Stopwatch
 from openclip_ext.training.signals import Request, SignalRequests
 from openclip_ext.training.step import Batch, TrainStep
 
-# The conventional exit status of a program that SIGTERM has ended.
-EXIT_AFTER_SIGTERM = 143
+# How many samples of a skipped step the log names.
+_NAMED_SAMPLES = 32
 
 
 class TrainingDiverged(RuntimeError):
@@ -56,11 +57,19 @@ class SavePolicy:
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long the run is: epochs, micro-batches per optimizer step, and how often a step is logged."""
+    """How long the run is.
+
+    Attributes:
+        epochs: ``--epochs``.
+        accum_freq: micro-batches of an optimizer step.
+        log_every: steps between two that are logged.
+        max_skipped_steps: so many steps in a row that are not finite end the run.
+    """
 
     epochs: int
     accum_freq: int = 1
     log_every: int = 100
+    max_skipped_steps: int = 50
 
 
 class Loader(Protocol):
@@ -93,6 +102,7 @@ class Trainer:
         reporter: where numbers go.
         evaluators: run at epoch ends, after the checkpoint is safe.
         position: where to start.
+        unreadable: checkpoints that could not be read, which are neither overwritten nor deleted.
     """
 
     def __init__(
@@ -106,6 +116,7 @@ class Trainer:
         reporter: Reporter,
         evaluators: Sequence[ScheduledEvaluator] = (),
         position: Position | None = None,
+        unreadable: frozenset[Path] = frozenset(),
     ) -> None:
         self.step = step
         self.loader = loader
@@ -116,6 +127,7 @@ class Trainer:
         self.reporter = reporter
         self.evaluators = evaluators
         self.position = position if position is not None else Position()
+        self.unreadable = unreadable
         self.steps_per_epoch = loader.batches_per_epoch // length.accum_freq
         self.stopwatch = Stopwatch()
         self._last_saved: tuple[str, int] | None = None
@@ -139,7 +151,7 @@ class Trainer:
             evaluate_first: run the evaluations that were due at the position the run starts from.
 
         Raises:
-            SystemExit: with 143, after SIGTERM and a saved checkpoint.
+            SystemExit: with 143 after SIGTERM, 130 after SIGINT, and a saved checkpoint.
             SaveFailed: the last checkpoint could not be written.
             TrainingDiverged: a checkpoint was due and the parameters are not finite.
         """
@@ -162,7 +174,7 @@ class Trainer:
             self.stopwatch.restart()
             for step_batches in batches:
                 self._one_step(step_batches)
-                self._act_on(signals.agreed())
+                self._act_on(signals.agreed(), signals)
 
     def _batches_of_steps(self) -> Iterator[list[Batch]]:
         """The rest of the epoch's micro-batches, grouped by optimizer step."""
@@ -178,17 +190,24 @@ class Trainer:
         self.stopwatch.data_arrived()
         position = self.position
         self.schedule(position.step)
-        terms = self.step(batches)
+        terms = self.step(batches, position.step)
         self.stopwatch.step_done()
         is_last = position.step_in_epoch + 1 >= self.steps_per_epoch
-        if position.step_in_epoch % self.length.log_every == 0 or is_last:
-            self._report(terms, sum(len(batch["text"]) for batch in batches))
+        is_logged = position.step_in_epoch % self.length.log_every == 0 or is_last
+        # Logging waits for the device anyway.
+        skipped = self.step.guard.learn(wait=is_logged)
+        self._report_skipped(skipped)
+        if is_logged:
+            was_skipped = any(step.number == position.step for step in skipped)
+            self._report(terms, sum(len(batch["text"]) for batch in batches), was_skipped)
         self.reporter.advance()
         position.step += 1
         position.step_in_epoch += 1
         self._batches_since += len(batches)
 
-    def _act_on(self, request: Request) -> None:
+    def _act_on(self, request: Request, signals: SignalRequests) -> None:
+        if self.step.guard.in_a_row >= self.length.max_skipped_steps:
+            self._give_up()
         every = self.policy.every_steps
         due = every > 0 and self.position.step % every == 0
         if request == Request.NOTHING and not due:
@@ -197,17 +216,44 @@ class Trainer:
         self._save_mid_epoch(must_succeed=request == Request.SAVE_AND_STOP)
         self.stopwatch.restart()
         if request == Request.SAVE_AND_STOP:
-            logging.warning(f"Stopped by SIGTERM after step {self.position.step}; --resume latest goes on from here.")
-            raise SystemExit(EXIT_AFTER_SIGTERM)
+            logging.warning(f"Stopped by a signal after step {self.position.step}; --resume latest goes on from here.")
+            raise SystemExit(signals.exit_status)
+
+    def _give_up(self) -> None:
+        """Save the last good state, which is the present one, and end the run."""
+        self.position.progress = self.loader.extend_progress(self._progress_at_start, self._batches_since)
+        self._save_mid_epoch(must_succeed=True)
+        raise TrainingDiverged(
+            f"{self.step.guard.in_a_row} steps in a row were not finite and changed nothing; the last was step "
+            f"{self.position.step - 1}. The state before them is saved; --resume latest goes on after them. Look at the "
+            "samples that the log names, lower --lr, set --grad-clip-norm, or allow more with --max-skipped-steps"
+        )
 
     # --- reporting --------------------------------------------------------------------------------------------------
 
-    def _report(self, terms: dict[str, Tensor], local_samples: int) -> None:
+    def _report_skipped(self, steps: Sequence[SkippedStep]) -> None:
+        """Say which steps changed nothing, and which samples of all ranks they had."""
+        for step in steps:
+            parts = distributed.all_gather_object(step)
+            named = [part for part in parts if part.are_bad] or parts
+            samples = [sample for part in named for sample in part.samples]
+            what = "samples" if named[0].are_bad else "its gradients; the batch has samples"
+            more = f" and {len(samples) - _NAMED_SAMPLES} more" if len(samples) > _NAMED_SAMPLES else ""
+            if distributed.is_master():
+                logging.warning(
+                    f"Step {step.number} changed nothing. Not finite: {what} {samples[:_NAMED_SAMPLES]}{more}. Skipped so "
+                    f"far: {self.step.guard.skipped}"
+                )
+
+    def _report(self, terms: dict[str, Tensor], local_samples: int, was_skipped: bool) -> None:
         """Log a step. This is where the host waits for the device."""
         position, world_size = self.position, distributed.world_size()
         values = distributed.all_reduce_sum(torch.stack([value.float() for value in terms.values()])) / world_size
         named = dict(zip(terms, values.tolist(), strict=True))
         metrics = self.loss.metrics()
+        if was_skipped:
+            # What the loss gives without valid samples, 0, is no loss.
+            named, metrics = dict.fromkeys(named, math.nan), metrics | {"infonce": math.nan}
         global_batch = local_samples * world_size
         for step, indices in self.loss.pop_nonfinite():
             logging.warning(
@@ -222,6 +268,7 @@ class Trainer:
             "chance": math.log(global_batch),
             "lr": self.step.optimizer.param_groups[0]["lr"],
             "global_batch": global_batch,
+            "skipped_steps": self.step.guard.skipped,
             **metrics,
         }
         record.setdefault("temperature", metrics.get("temperature_median", float("nan")))
@@ -240,7 +287,7 @@ class Trainer:
     def _save_mid_epoch(self, must_succeed: bool) -> None:
         path = self._save(ckpt.checkpoint_name(self.position), must_succeed)
         if path is not None and distributed.is_master():
-            ckpt.remove_older_mid_epoch(path.parent, kept=path)
+            ckpt.remove_older_mid_epoch(path.parent, kept=path, spared=self.unreadable)
 
     def _save_epoch(self) -> None:
         completed, policy = self.position.epoch, self.policy
@@ -252,9 +299,10 @@ class Trainer:
             saved = self._save(ckpt.LATEST, must_succeed=False) or saved
         if saved is None or not distributed.is_master():
             return
-        ckpt.remove_older_mid_epoch(saved.parent, kept=saved)
-        if policy.delete_previous:
-            ckpt.remove(saved.parent / f"epoch_{completed - 1}.pt")
+        ckpt.remove_older_mid_epoch(saved.parent, kept=saved, spared=self.unreadable)
+        previous = saved.parent / f"epoch_{completed - 1}.pt"
+        if policy.delete_previous and previous not in self.unreadable:
+            ckpt.remove(previous)
 
     def _save(self, name: str, must_succeed: bool) -> Path | None:
         """Write a checkpoint; a failure is a warning, unless it is the run's last chance."""
@@ -263,7 +311,11 @@ class Trainer:
             return None
         self._refuse_nonfinite_parameters()
         content = self._model_file()
+        target = policy.folder / f"{name}.pt"
         try:
+            if target in self.unreadable:
+                ckpt.set_aside(target)
+            self.unreadable -= {target}
             path = ckpt.save(
                 policy.folder,
                 name,

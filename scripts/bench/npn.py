@@ -37,7 +37,7 @@ SHARE_ALWAYS, SHARE_NEVER = 0.0, float("inf")
 def make_contrast(args: argparse.Namespace, dtype: torch.dtype = torch.float32) -> Contrast:
     random = torch.Generator().manual_seed(0)
     images, texts = normalize(torch.randn(2, args.batch_size, args.embed_dim, generator=random), dim=2).to(args.device)
-    scale = torch.tensor(1 / TAU, device=args.device)
+    scale = torch.tensor(1 / TAU, dtype=dtype, device=args.device)
     everything = torch.ones(len(images), dtype=torch.bool, device=args.device)
     contrast = contrast_minibatch(LocalBatch(images, texts, scale, None, everything, dtype), gather=False)
     # Every rank holds the same batch, as if it had been gathered.

@@ -77,7 +77,7 @@ def measure_lookups(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 def measure_checkpoints(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     table = make_table(args.dense, args)
     for start, stop in chunks(args.dense):
-        table.set_rows(start, torch.randint(1, 1 << 30, (stop - start, args.columns), dtype=torch.int32))
+        table.set_rows(start, torch.rand(stop - start, args.columns) + 1)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         ours, plain = Path(folder) / "table.npy", Path(folder) / "plain"
         rows: dict[str, list[dict[str, float]]] = {"write": [], "restore": []}

@@ -47,7 +47,7 @@ srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per
     bash -c 'trap "" USR1
         exec "$PYTHON" -m torch.distributed.run --nnodes="$SLURM_JOB_NUM_NODES" --node-rank="$SLURM_NODEID" \
             --nproc-per-node="$GPUS_PER_NODE" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \
-            -m openclip_ext.training.main "$@"' \
+            -m -- openclip_ext.training.main "$@"' \
     torchrun --name="$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume=latest "$@" &
 training=$!
 

@@ -1,4 +1,4 @@
-"""Damaged tars: a few hundred of the mutations of scripts/fuzz_tars.py, of which a release runs thousands."""
+"""Damaged tars: a hundred of the mutations of scripts/fuzz_tars.py, which runs thousands by hand."""
 
 import importlib.util
 import sys
@@ -22,9 +22,9 @@ def fuzz_tars() -> ModuleType:
 
 def test_damaged_tars_neither_hang_nor_crash_nor_lose_silently(fuzz_tars: ModuleType, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shards, "_STREAM_ATTEMPTS", 1)
-    result = fuzz_tars.fuzz(range(150), seed=1)
+    result = fuzz_tars.fuzz(range(100), seed=1)
     assert result.failures == []
-    assert sum(result.outcomes.values()) == 150
+    assert sum(result.outcomes.values()) == 100
     # The mutations are no mere noise: most lose something, some nothing.
     assert result.outcomes["lost"] > 50
     assert result.outcomes["survived"] > 10
@@ -37,5 +37,5 @@ def test_the_fuzz_sees_what_is_silent(fuzz_tars: ModuleType, monkeypatch: pytest
 
     monkeypatch.setattr(shards, "_STREAM_ATTEMPTS", 1)
     monkeypatch.setattr(Manifest, "num_lost", 0)
-    result = fuzz_tars.fuzz(range(60), seed=1)
+    result = fuzz_tars.fuzz(range(40), seed=1)
     assert any("missing without a word" in reason for _, _, reason in result.failures)

@@ -13,7 +13,9 @@ BAD = 2
 
 
 def _tensors(loss: ContrastiveLoss) -> dict[str, torch.Tensor]:
-    return {key: value.clone() for key, value in loss.state_dict().items() if isinstance(value, torch.Tensor)}
+    """The state without the counters, which count every call."""
+    state = loss.state_dict().items()
+    return {key: value.clone() for key, value in state if not key.endswith("_extra_state")}
 
 
 def _spoil(step: Step, side: str, value: float) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import openclip_ext
+from openclip_ext.losses.options import flag_of
 from openclip_ext.losses.registry import (
     NORMALIZER_NAMES,
     OPTIONS,
@@ -227,6 +228,7 @@ def test_losses_import_nothing_heavy_but_torch_and_open_clip() -> None:
 def test_option_parses_its_own_default(option: Any) -> None:
     assert option.help
     assert option.flag.startswith("--")
+    assert option.flag == flag_of(option.name)
     if option.default is None:
         assert option.nullable
         assert option.parse("none") is None

@@ -77,7 +77,7 @@ def mean(sides: list[list[float]]) -> float:
 
 
 def gamma_of(epoch: int, gamma: float, decay_epochs: int | None) -> float:
-    """The chapter, 'Scheduler of γ'; constant without decay epochs."""
+    """[opt4ml, "Scheduler of γ"]; constant without decay epochs."""
     if decay_epochs is None or epoch >= decay_epochs:
         return gamma
     return 0.5 * (1 + math.cos(math.pi * epoch / decay_epochs)) * (1 - gamma) + gamma
@@ -152,7 +152,7 @@ class FastClip:
 
 
 class PerSample:
-    """iSogCLR / FastCLIP-v2: the chapter, Algorithm 35, with Adam for each sample."""
+    """iSogCLR / FastCLIP-v2: [opt4ml, Algorithm 35], with Adam for each sample."""
 
     def __init__(
         self, estimator: MovingAverage, rho: float, start: float, bounds: tuple[float, float], lr: float

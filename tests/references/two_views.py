@@ -51,7 +51,7 @@ class TwoViews:
         return mean.item(), mean
 
     def _sogclr(self, views: list[Tensor], index: list[int], epoch: int) -> tuple[float, Tensor]:
-        """The chapter's ``dcl`` for both views, with each anchor's own new u; an image keeps the mean of its views'."""
+        """``dcl`` of [opt4ml] for both views, with each anchor's own new u; an image keeps the mean of its views'."""
         gamma, eps = self._gamma(epoch), self.average[2]
         batch = len(index)
         value, surrogate = 0.0, torch.zeros((), dtype=torch.float64)

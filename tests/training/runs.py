@@ -10,12 +10,12 @@ import torch
 
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 from openclip_ext.losses.registry import list_losses
-from openclip_ext.training import trainer
+from openclip_ext.training import signals, trainer
 from openclip_ext.training.main import main
 from tests.distributed.pool import two_ranks
 
 NUM_SAMPLES, SAMPLES_PER_SHARD = 84, 12
-EXIT_AFTER_SIGTERM = trainer.EXIT_AFTER_SIGTERM
+EXIT_AFTER_SIGTERM = signals.EXIT_AFTER_SIGTERM
 
 # Small enough that every part of a loss is at work within a few steps.
 _FLAGS = {

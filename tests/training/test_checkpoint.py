@@ -94,7 +94,7 @@ def test_latest_is_the_newest_usable_one(tmp_path, caplog):
     assert save(tmp_path, Position(4, 40), name=ckpt.LATEST) == ckpt.find_latest(tmp_path)
 
 
-@pytest.mark.parametrize("crash_after", range(7))
+@pytest.mark.parametrize("crash_after", range(8))
 def test_a_save_killed_at_any_moment_leaves_the_previous_one(tmp_path, monkeypatch, crash_after):
     """The same name is written again (as epoch_latest is), and the process dies at each of its file operations."""
     save(tmp_path, Position(1, 10), name=ckpt.LATEST)
@@ -114,11 +114,11 @@ def test_a_save_killed_at_any_moment_leaves_the_previous_one(tmp_path, monkeypat
 
     monkeypatch.setattr(ckpt, "_write_file", mortal(ckpt._write_file))
     monkeypatch.setattr(ckpt.os, "replace", mortal(ckpt.os.replace))
-    with pytest.raises(Killed) if crash_after < 6 else contextlib.nullcontext():
+    with pytest.raises(Killed) if crash_after < 7 else contextlib.nullcontext():
         save(tmp_path, Position(2, 20), name=ckpt.LATEST)
     monkeypatch.undo()
     latest = ckpt.read(ckpt.find_latest(tmp_path))
-    assert latest.position.step == (10 if crash_after < 6 else 20)
+    assert latest.position.step == (10 if crash_after < 7 else 20)
     assert float(latest.model_file["state_dict"]["weight"][0]) == latest.position.step
     loss = SmallLoss(10, 0.0)
     ckpt.restore_loss(latest, loss)
@@ -128,6 +128,93 @@ def test_a_save_killed_at_any_moment_leaves_the_previous_one(tmp_path, monkeypat
     assert ckpt.read(ckpt.find_latest(tmp_path)).position.step == 30
     assert [path.name for path in (tmp_path / "epoch_latest.state").iterdir()] == ["step_30"]
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_the_same_step_is_not_written_again(tmp_path, monkeypatch):
+    """A run that resumed from a checkpoint and is asked for another at once: the first must not be at risk."""
+    path = save(tmp_path, Position(1, 10))
+    before = contents(tmp_path)
+    for function in ("_write_file", "_commit"):
+        monkeypatch.setattr(ckpt, function, lambda *args: pytest.fail("written again"))
+    assert save(tmp_path, Position(1, 10)) == path
+    assert contents(tmp_path) == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def flip(path: Path, count: int = 64, seed: int = 0) -> None:
+    """Damage a file without changing its size."""
+    content = bytearray(path.read_bytes())
+    for position in random.Random(seed).sample(range(len(content)), min(count, len(content))):
+        content[position] ^= 1
+    path.write_bytes(content)
+
+
+FILES = ["epoch_2.pt", *(f"epoch_2.state/step_20/{name}" for name in ("shared.pt", "rank_0000.pt", "checksums.json"))]
+FILES.append("epoch_2.state/step_20/rank_0000.table.npy")
+DAMAGES = {
+    "flipped": flip,
+    "one-bit": lambda path: flip(path, 1),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-7]),
+    "empty": lambda path: path.write_bytes(b""),
+    "gone": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", FILES)
+def test_damage_is_found_whatever_it_hits(tmp_path, caplog, file, damage):
+    good = save(tmp_path, Position(1, 10))
+    save(tmp_path, Position(2, 20))
+    DAMAGES[damage](tmp_path / file)
+    before = contents(tmp_path)
+    assert ckpt.find_latest(tmp_path) == good
+    assert (damage, file) == ("gone", "epoch_2.pt") or "Passing over a checkpoint" in caplog.text
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1, 2], "but a list"),
+        (torch.ones(3), "but a Tensor"),
+        ({"state_dict": {}}, "expected state_dict and epoch"),
+        ({"state_dict": {}, "epoch": "three"}, "expected state_dict and epoch"),
+        ({"epoch": 9}, "expected state_dict and epoch"),
+        ({"epoch": 9, "state_dict": {}, "step": 7}, "the checkpoint is incomplete"),
+    ],
+)
+def test_foreign_files_are_passed_over(tmp_path, caplog, content, message):
+    good = save(tmp_path, Position(1, 10))
+    torch.save(content, tmp_path / "epoch_9.pt")
+    assert ckpt.find_latest(tmp_path) == good
+    assert message in caplog.text
+
+
+def test_nothing_is_resumed_where_no_checkpoint_can_be_read(tmp_path):
+    for epoch in (1, 2):
+        flip(save(tmp_path, Position(epoch, 10 * epoch)))
+    before = contents(tmp_path)
+    with pytest.raises(
+        UsageError, match=r"none of the checkpoints in .* can be read.*epoch_1\.pt.*epoch_2\.pt|epoch_2.*epoch_1"
+    ):
+        ckpt.find_latest(tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_a_checkpoint_that_cannot_be_read_is_set_aside(tmp_path):
+    path = save(tmp_path, Position(1, 10))
+    for _ in range(2):
+        flip(path)
+        damaged = path.read_bytes()
+        ckpt.set_aside(path)
+        path = save(tmp_path, Position(1, 10))
+    names = {item.name for item in tmp_path.iterdir()}
+    assert {"epoch_1.pt", "epoch_1.pt.unreadable", "epoch_1.pt.unreadable1", "epoch_1.state.unreadable1"} <= names
+    assert (tmp_path / "epoch_1.pt.unreadable1").read_bytes() == damaged
+    assert ckpt.find_latest(tmp_path) == path
 
 
 def test_a_full_disk_fails_the_save_and_keeps_the_previous_one(tmp_path):
@@ -185,6 +272,52 @@ def test_only_the_newest_checkpoint_in_mid_epoch_is_kept(tmp_path):
 
 def test_logs_are_cut_to_the_checkpoint_and_unfinished_lines_go(tmp_path):
     log = tmp_path / "metrics.jsonl"
-    log.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
+    log.write_bytes(b'{"step": 1}\n12\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo\xff\0\0')
     ckpt.truncate_jsonl(log, lambda line: line["step"] < 3)
     assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_broken_lines_of_a_log_go_with_a_warning(tmp_path, caplog):
+    log = tmp_path / "metrics.jsonl"
+    log.write_bytes(b'{"step": 1}\n{"step": 2}\n')
+    ckpt.truncate_jsonl(log, lambda line: line["step"] < 3)
+    assert caplog.text == ""
+    log.write_bytes(b'{"step": 1}\n{"step": null}\n[]\n' + b"9" * 5000 + b'\n{"step": 2}\n{"st')
+    ckpt.truncate_jsonl(log, lambda line: line["step"] < 3)
+    assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert "metrics.jsonl: removed 4 broken line(s)" in caplog.text
+
+
+def test_a_state_whose_model_file_was_renamed_is_kept(tmp_path, caplog):
+    good = save(tmp_path, Position(1, 10))
+    save(tmp_path, Position(2, 20)).rename(tmp_path / "best.pt")
+    before = contents(tmp_path)
+    found = ckpt.scan(tmp_path)
+    assert ckpt.newest_of(found, tmp_path) == good
+    assert "epoch_2.state has no epoch_2.pt beside it" in caplog.text
+    ckpt.remove_leftovers(tmp_path, spared=found.unreadable)
+    assert contents(tmp_path) == before
+    good.unlink()
+    with pytest.raises(UsageError, match=r"none of the checkpoints in .* can be read"):
+        ckpt.find_latest(tmp_path)
+
+
+@pytest.mark.parametrize("killed_in", ["rmtree", "unlink"])
+def test_a_removal_killed_at_any_moment_is_finished_at_the_next_start(tmp_path, monkeypatch, caplog, killed_in):
+    class Killed(BaseException):
+        pass
+
+    def kill(*args, **kwargs):
+        raise Killed
+
+    good, other = save(tmp_path, Position(1, 10)), save(tmp_path, Position(0, 4, 4, PROGRESS))
+    before = {name for name in contents(tmp_path) if name.startswith(good.stem)}
+    for removal in (lambda: ckpt.remove(other), lambda: ckpt.remove_leftovers(tmp_path)):
+        with monkeypatch.context() as patched:
+            patched.setattr(*((ckpt.shutil, "rmtree") if killed_in == "rmtree" else (Path, "unlink")), kill)
+            with pytest.raises(Killed):
+                removal()
+        assert ckpt.find_latest(tmp_path) == good
+    assert caplog.text == ""
+    ckpt.remove_leftovers(tmp_path)
+    assert set(contents(tmp_path)) == before

@@ -1,13 +1,23 @@
-"""Validation: OpenCLIP's numbers, in chunks; and evaluators that fail without costing the training."""
+"""Validation: OpenCLIP's numbers, in chunks; ImageNet: scikit-learn's; evaluators that fail cost only their numbers."""
 
+import json
 import logging
+from pathlib import Path
 
+import numpy as np
+import open_clip
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
+from sklearn.metrics import top_k_accuracy_score
 from torch import nn
 
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training import imagenet
+from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import ScheduledEvaluator, Validation, retrieval_metrics, run_evaluators
+from tests.training.runs import command, make_shards, run
 
 
 def unit_rows(count: int, width: int, seed: int) -> torch.Tensor:
@@ -90,3 +100,118 @@ def test_a_failing_evaluator_is_logged_and_the_others_run(caplog):
 def test_evaluators_run_every_so_many_epochs_and_at_the_end(every, due):
     item = ScheduledEvaluator(Counting(), every)
     assert [epoch for epoch in range(1, 6) if item.is_due(epoch, 5)] == due
+
+
+# --- ImageNet --------------------------------------------------------------------------------------------------------
+
+PICTURES = 6  # of each class
+
+
+def write_pictures(folder: Path, classes: list[str], ending: str = "png") -> Path:
+    """A folder of random pictures for each class."""
+    random = np.random.default_rng(0)
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        for number in range(PICTURES):
+            pixels = random.integers(0, 256, (40, 40, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{number}.{ending}")
+    return folder
+
+
+@pytest.fixture
+def two_templates(monkeypatch):
+    """The 1000 classes with 2 of the 80 templates each, to save time."""
+    monkeypatch.setattr(open_clip, "OPENAI_IMAGENET_TEMPLATES", open_clip.OPENAI_IMAGENET_TEMPLATES[:2])
+
+
+@torch.no_grad()
+def scores_of(model: nn.Module, preprocess, folder: Path, classes: list[str], ending: str = "png") -> torch.Tensor:
+    """Similarity of every picture to each of the 1000 classes, computed the plain way."""
+    tokenizer = open_clip.get_tokenizer("demo-vit")
+    columns = []
+    for name in open_clip.IMAGENET_CLASSNAMES:
+        texts = tokenizer([template(name) for template in open_clip.OPENAI_IMAGENET_TEMPLATES])
+        columns.append(F.normalize(model.encode_text(texts, normalize=True).mean(dim=0), dim=0))
+    paths = [folder / name / f"{number}.{ending}" for name in classes for number in range(PICTURES)]
+    images = torch.stack([preprocess(Image.open(path)) for path in paths])
+    return model.encode_image(images, normalize=True) @ torch.stack(columns, dim=1)
+
+
+def results(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "checkpoints" / "results.jsonl").read_text().splitlines()]
+
+
+def evaluate_only(logs: Path, *flags: str) -> dict[str, float]:
+    argv = ["--model", "demo-vit", "--device", "cpu", "--precision", "fp32", "--workers", "0"]
+    assert run([*argv, "--batch-size", "4", "--logs", str(logs), "--name", "run", *flags]) == 0
+    return results(logs / "run")[-1]
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """An untrained model, its transform and its weights in a file."""
+    add_model_configs()
+    model, _, preprocess = open_clip.create_model_and_transforms("demo-vit")
+    path = tmp_path_factory.mktemp("model") / "weights.pt"
+    torch.save(model.state_dict(), path)
+    return model.eval(), preprocess, path
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "ending"), [("--imagenet-val", "imagenet", "png"), ("--imagenet-v2", "imagenetv2", "jpeg")]
+)
+def test_imagenet_accuracies_equal_scikit_learns(flag, name, ending, pretrained, two_templates, tmp_path):
+    model, preprocess, weights = pretrained
+    # Classes that rank 1st, 3rd, ... for the first of the pictures, so that some are found and some are not.
+    ranks = [0, 2, 4, 6, 300]
+    placeholders = [f"rank{rank}" for rank in ranks]
+    pictures = write_pictures(tmp_path / "pictures", placeholders, ending)
+    scores = scores_of(model, preprocess, pictures, placeholders, ending)
+    classes = [int(scores[group * PICTURES].argsort(descending=True)[rank]) for group, rank in enumerate(ranks)]
+    targets = [label for label in classes for _ in range(PICTURES)]
+    folder = tmp_path / "data" / "imagenetv2-matched-frequency-format-val"
+    for placeholder, label in zip(placeholders, classes, strict=True):
+        (folder / str(label)).mkdir(parents=True, exist_ok=True)
+        for path in (pictures / placeholder).iterdir():
+            path.rename(folder / str(label) / f"{placeholder}-{path.name}")
+    metrics = evaluate_only(
+        tmp_path / "logs", "--pretrained", str(weights), flag, str(folder if name == "imagenet" else folder.parent)
+    )
+    for k in (1, 5):
+        expected = top_k_accuracy_score(targets, scores.numpy(), k=k, labels=range(1000))
+        assert metrics[f"{name}-zeroshot-val-top{k}"] == pytest.approx(expected, abs=1e-12)
+        assert 0 < expected < 1
+
+
+def test_imagenet_is_measured_every_so_many_epochs_and_at_the_end(two_templates, tmp_path):
+    pictures = write_pictures(tmp_path / "pictures", ["0", "7", "999"])
+    argv = command(
+        make_shards(tmp_path / "shards"), tmp_path / "logs", "run", "openclip", "--imagenet-val", str(pictures)
+    )
+    assert run([*argv, "--epochs", "3", "--zeroshot-frequency", "2"]) == 0
+    found = {line["epoch"]: line.get("imagenet-zeroshot-val-top5") for line in results(tmp_path / "logs" / "run")}
+    assert list(found) == [2, 3]
+    assert all(0 <= value <= 1 for value in found.values())
+
+
+def test_class_folders_are_numbered_by_their_names(tmp_path, caplog):
+    numbered = imagenet.ClassFolders(write_pictures(tmp_path / "numbered", ["10", "9", "100"]))
+    assert sorted(set(numbered.targets)) == [9, 10, 100]
+    assert caplog.text == ""
+    names = [f"n{number:08d}" for number in (5, 3, 4)]
+    named = imagenet.ClassFolders(write_pictures(tmp_path / "named", names))
+    assert named.class_to_idx == {name: number for number, name in enumerate(sorted(names))}
+    assert "3 class folders, ImageNet has 1000" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("classes", "message"), [([], "class folder"), (["1000"], "found 1000"), (None, "No such file")]
+)
+def test_folder_that_is_not_imagenet(classes, message, tmp_path):
+    if classes is not None:
+        (tmp_path / "data").mkdir()
+        write_pictures(tmp_path / "data", classes)
+    with pytest.raises(
+        UsageError, match=f"--imagenet-val .*data: expected a folder of images for each class .*{message}"
+    ):
+        imagenet.imagenet_loader("--imagenet-val", str(tmp_path / "data"), None, 4, 0)

@@ -153,30 +153,6 @@ def test_a_checkpoint_in_float64_makes_the_loss_float64(tmp_path):
     assert torch.equal(bits(loss.state_dict()["average.shard"]), bits(numbers(torch.float64)))
 
 
-@pytest.mark.parametrize("device", ["cpu", "model"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_checkpoints_from_before_tables_were_files_load(tmp_path, as_rank, world_size, device):
-    path = save(tmp_path, TableLoss(), 5)
-    state = path.with_suffix(".state") / "step_5"
-    shared = torch.load(state / "shared.pt", weights_only=True)
-    del shared["tables"]
-    torch.save({**shared, "world_size": 2}, state / "shared.pt")
-    (state / "rank_0000.average.npy").unlink()
-    random = torch.load(state / "rank_0000.pt", weights_only=True)["random"]
-    for rank in range(2):
-        first, end = shard_bounds(SAMPLES, rank, 2)
-        shard = numbers()[:, first:end].clone()
-        torch.save({"loss": {"average.shard": shard}, "random": random}, state / f"rank_000{rank}.pt")
-    checkpoint = ckpt.read(path)
-    for rank in range(world_size):
-        as_rank(rank, world_size)
-        loss = TableLoss(device)
-        loss.average.set_rows(0, torch.ones_like(loss.average.rows(0, loss.average.size)))
-        ckpt.restore_loss(checkpoint, loss)
-        first, end = shard_bounds(SAMPLES, rank, world_size)
-        assert torch.equal(bits(loss.state_dict()["average.shard"]), bits(numbers()[:, first:end]))
-
-
 def test_a_loss_with_other_tables_is_refused(tmp_path):
     path = save(tmp_path, TableLoss(), 1)
     with pytest.raises(UsageError, match=r"state of \['average'\], this run's loss keeps \[\]"):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from openclip_ext.losses.registry import OPTIONS
+from openclip_ext.losses.options import flag_of
 
 Value = int | float | str | bool | None
 
@@ -76,14 +76,14 @@ class Recipe:
         for flag, value in self.openclip_flags.items():
             arguments += _as_arguments(f"--{flag}", value)
         for option, value in self.loss_options.items():
-            arguments += _as_arguments(OPTIONS[option].flag, value)
+            arguments += _as_arguments(flag_of(option), value)
         return arguments
 
     def launch_command(self) -> str:
         """The command that starts the recipe on one machine with ``gpus`` GPUs."""
         return shlex.join(
             [
-                *("torchrun", "--nproc-per-node", str(self.gpus), "-m", "openclip_ext.training.main"),
+                *("torchrun", "--nproc-per-node", str(self.gpus), "-m", "--", "openclip_ext.training.main"),
                 *("--recipe", self.dataset, "--loss", self.loss, "--name", f"{self.dataset}-{self.loss}"),
                 *("--train-data", f"PATH/TO/{self.dataset}/{{00000..LAST}}.tar"),
             ]

@@ -1,0 +1,85 @@
+"""Mistakes in a command line that would show only later, told before anything is built or written."""
+
+import difflib
+import importlib.util
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+import open_clip
+
+from openclip_ext.data.shardlist import expand_shards, is_local
+from openclip_ext.data.spec import DataSpec
+from openclip_ext.losses import registry
+from openclip_ext.losses.options import PLACEMENT_OPTIONS
+from openclip_ext.training.config import TrainingConfig
+from openclip_ext.training.errors import UsageError
+from openclip_ext.training.evaluation import EvaluationConfig
+from openclip_ext.training.loss import LossConfig
+from openclip_ext.training.model import ModelConfig
+from openclip_ext.training.optimizer import check_optimizer, check_schedule
+
+# Of a loss that is built only to see whether its options are right.
+_ANY_SIZE = 8
+
+
+def check(config: TrainingConfig) -> None:
+    """Raise UsageError for the first mistake, with what would be right."""
+    _check_model(config.model)
+    check_optimizer(config.optimizer)
+    check_schedule(config.schedule)
+    if config.data is not None:
+        _check_loss(config.loss)
+    _check_evaluation(config.evaluation)
+    if "wandb" in config.reporting.destinations and importlib.util.find_spec("wandb") is None:
+        raise UsageError("--report-to wandb needs the package wandb, which is not installed: pip install wandb")
+
+
+def _check_model(config: ModelConfig) -> None:
+    if ":" in config.name:  # hf-hub:, local-dir: and so on; OpenCLIP looks for them
+        return
+    known = open_clip.list_models()
+    name = config.file_name
+    if name not in known:
+        raise UsageError(f"unknown model --model {config.name}{nearest(name, known)}; known: open_clip.list_models()")
+    tag = config.pretrained
+    if not tag or os.path.exists(tag) or open_clip.is_pretrained_cfg(name, tag):
+        return
+    tags = open_clip.list_pretrained_tags_by_model(name)
+    there = f"; tags of {name}: {', '.join(tags)}" if tags else f"; {name} has no tags"
+    raise UsageError(f"--pretrained {tag} is neither a file nor a tag of {name}{nearest(tag, tags)}{there}")
+
+
+def _check_loss(config: LossConfig) -> None:
+    """Build a small one: the registry and the parts know best which options are wrong."""
+    options = {name: value for name, value in config.options.items() if name not in PLACEMENT_OPTIONS}
+    try:
+        registry.create_loss(config.name, embed_dim=_ANY_SIZE, num_samples=_ANY_SIZE, **options)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _check_evaluation(config: EvaluationConfig) -> None:
+    for flag, folder in (("--imagenet-val", config.imagenet_val), ("--imagenet-v2", config.imagenet_v2)):
+        if folder is not None and not Path(folder).is_dir():
+            raise UsageError(f"{flag} {folder} is no folder")
+    if config.val_data is not None and config.val_data.resolved_type != "synthetic":
+        _check_files("--val-data", config.val_data)
+
+
+def _check_files(flag: str, spec: DataSpec) -> None:
+    assert spec.source is not None, "a data set that is not synthetic has a source"
+    if spec.resolved_type == "csv":
+        files = [spec.source] if isinstance(spec.source, str) else list(spec.source)
+    else:
+        files = [url for url in expand_shards(spec.source) if is_local(url)]
+    missing = [file for file in files if not os.path.isfile(file)]
+    if missing:
+        raise UsageError(f"{flag}: {len(missing)} of {len(files)} files are not there, the first is {missing[0]}")
+
+
+def nearest(word: str, known: Collection[str]) -> str:
+    """``; did you mean ...?``, or nothing."""
+    names = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), names, n=1)
+    return f"; did you mean {names[close[0]]}?" if close else ""

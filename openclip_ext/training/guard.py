@@ -1,0 +1,240 @@
+"""A step whose gradients are not finite changes nothing: neither parameters nor any state, on all ranks alike.
+
+One NaN pixel is enough: the loss leaves its sample out, but the backward pass through the encoder's NaN activations makes
+every gradient NaN. On a CPU the host looks before it updates. On a GPU looking would be waiting, in every good step, too;
+there the update is made conditional on the device, and the host learns of a skipped step some steps later.
+"""
+
+import copy
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from openclip_ext import distributed
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.training import parallel
+
+# How many steps later the host looks at a GPU's verdict on a step, without waiting for it.
+LAG = 2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """On a step, and where the device is.
+
+    Attributes:
+        good: 0-d bool, the same on all ranks: all gradients are finite, and some sample is valid.
+        bad_rows: ``(B_local,)`` bool, samples with non-finite pixels, or if there are none, features.
+    """
+
+    good: Tensor
+    bad_rows: Tensor
+
+
+@dataclass(frozen=True)
+class SkippedStep:
+    """A step that changed nothing.
+
+    Attributes:
+        number: what :meth:`StepGuard.judge` was told.
+        samples: indices of this rank's samples with non-finite pixels or features; those of its whole batch if there are
+            none.
+        are_bad: which of the two.
+    """
+
+    number: int
+    samples: list[int]
+    are_bad: bool
+
+
+class StepGuard:
+    """Remembers the state before a step, and puts it back if the step turns out not to be finite.
+
+    Args:
+        model: as it is trained; its BatchNorm statistics are remembered.
+        loss: its whole state is remembered, of tables the rows of the batch.
+        on_host: the host decides, which takes a wait on a GPU; None: on a CPU only.
+    """
+
+    def __init__(self, model: nn.Module, loss: ContrastiveLoss, on_host: bool | None = None) -> None:
+        self._loss = loss
+        layers = (layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm))
+        self._statistics = [buffer for layer in layers for buffer in layer.buffers()]
+        self._on_host = on_host
+        self._before: list[Tensor] = []
+        self._state: dict[str, Any] = {}
+        self._log: dict[str, Tensor] = {}
+        self._index: Tensor | None = None
+        self._rows: dict[str, Tensor] = {}
+        self._pending: deque[_Pending] = deque()
+        self.skipped = 0
+        self.in_a_row = 0
+
+    # --- before the step is judged ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def before_forward(self) -> None:
+        """Remember the model's running statistics."""
+        self._before = [buffer.clone() for buffer in self._statistics]
+
+    @torch.no_grad()
+    def before_loss(self, index: Tensor | None) -> None:
+        """Remember the loss's state.
+
+        Args:
+            index: ``(B_local,)`` the batch's, if the loss needs it.
+        """
+        state = self._loss.replicated_state()
+        self._state = {name: _copy(value) for name, value in state.items()}
+        self._log = {name: value.clone() for name, value in self._loss.nonfinite.named_buffers()}
+        tables = self._loss.tables()
+        self._index = None if index is None or not tables else distributed.all_gather(index.to(torch.int64))
+        self._rows = {} if self._index is None else {name: table.read(self._index) for name, table in tables.items()}
+
+    @torch.no_grad()
+    def judge(self, images: list[Tensor], outputs: dict[str, Tensor], parameters: list[nn.Parameter]) -> Verdict:
+        """Look at a step after its backward pass; all ranks must call it.
+
+        Args:
+            images: of all micro-batches.
+            outputs: the model's for the whole batch.
+            parameters: those with gradients, averaged over the ranks.
+        """
+        finite = [outputs[name].detach().isfinite().all(dim=1) for name in ("image_features", "text_features")]
+        bad_rows = ~(finite[0] & finite[1])
+        has_valid = ~bad_rows.all() & outputs["logit_scale"].detach().isfinite().all()
+        flags = torch.stack([~_all_finite(parameters), has_valid]).to(torch.float32)
+        if distributed.world_size() > 1:
+            flags = distributed.all_reduce_max(flags)
+        good = (flags[0] == 0) & (flags[1] > 0)
+        if not good.is_cpu or not good:
+            # BatchNorm makes the features of all samples NaN: look for those that began it.
+            bad_images = torch.cat([~image.flatten(1).isfinite().all(dim=1) for image in images])
+            bad_rows = torch.where(bad_images.any(), bad_images, bad_rows)
+        return Verdict(good, bad_rows)
+
+    # --- the update -------------------------------------------------------------------------------------------------
+
+    def decides_on_host(self, verdict: Verdict) -> bool:
+        """Whether the host may look at the verdict."""
+        return verdict.good.is_cpu if self._on_host is None else self._on_host
+
+    def step(self, optimizer: torch.optim.Optimizer, verdict: Verdict) -> None:
+        """``optimizer.step()``, or nothing.
+
+        On a GPU torch's fused optimizers skip by themselves; the host waits for the device to skip others.
+        """
+        if self.decides_on_host(verdict) or not getattr(optimizer, "_step_supports_amp_scaling", False):
+            if verdict.good:
+                optimizer.step()
+            return
+        # As torch.amp.GradScaler tells them.
+        fused: Any = optimizer
+        fused.grad_scale, fused.found_inf = None, (~verdict.good).to(torch.float32)
+        optimizer.step()
+        del fused.grad_scale, fused.found_inf
+
+    @torch.no_grad()
+    def finish(self, verdict: Verdict, number: int, index: Tensor | None) -> None:
+        """Put the remembered state back after a bad step, and note it.
+
+        Args:
+            verdict: on the step.
+            number: of the step.
+            index: ``(B_local,)`` the batch's on the CPU, to name samples; None: their positions.
+        """
+        if self.decides_on_host(verdict):
+            if not verdict.good:
+                self._put_back()
+        else:
+            self._put_back_on_device(verdict.good)
+        names = torch.arange(len(verdict.bad_rows)) if index is None else index
+        self._pending.append(_Pending(number, names, verdict))
+        self._before, self._state, self._log, self._rows = [], {}, {}, {}
+
+    def _put_back(self) -> None:
+        for buffer, before in zip(self._statistics, self._before, strict=True):
+            buffer.copy_(before)
+        for name, buffer in self._loss.nonfinite.named_buffers():
+            buffer.copy_(self._log[name])
+        self._loss.load_replicated_state(self._state)
+        self._write_rows(None)
+
+    def _put_back_on_device(self, good: Tensor) -> None:
+        """As :meth:`_put_back` where the step was bad. Counters that the host keeps count the skipped step, too."""
+        pairs = list(zip(self._statistics, self._before, strict=True))
+        pairs += [(buffer, self._log[name]) for name, buffer in self._loss.nonfinite.named_buffers()]
+        after = self._loss.replicated_state()
+        pairs += [(after[name], before) for name, before in self._state.items() if isinstance(before, Tensor)]
+        for current, before in pairs:
+            current.copy_(torch.where(good, current, before))
+        self._write_rows(~good)
+
+    def _write_rows(self, where: Tensor | None) -> None:
+        if self._index is None:
+            return
+        everywhere = torch.ones_like(self._index, dtype=torch.bool)
+        tables = self._loss.tables()
+        for name, rows in self._rows.items():
+            tables[name].write(self._index, rows, everywhere if where is None else everywhere & where)
+
+    # --- what the host learns ---------------------------------------------------------------------------------------
+
+    def learn(self, wait: bool = False) -> list[SkippedStep]:
+        """The skipped steps that the host did not know of yet; all ranks learn of them in the same call.
+
+        Args:
+            wait: learn of the last step, too, which takes a wait on a GPU.
+        """
+        found = []
+        while self._pending and (wait or self._pending[0].is_on_host or len(self._pending) > LAG):
+            step = self._pending.popleft()
+            if step.good():
+                self.in_a_row = 0
+            else:
+                self.skipped += 1
+                self.in_a_row += 1
+                found.append(step.report())
+        return found
+
+
+class _Pending:
+    """A verdict on its way to the host."""
+
+    def __init__(self, number: int, names: Tensor, verdict: Verdict) -> None:
+        self._number, self._names = number, names
+        self._arrived: torch.cuda.Event | None = None
+        flags = torch.cat([verdict.good[None], verdict.bad_rows])
+        self.is_on_host = flags.is_cpu
+        if flags.is_cuda:
+            self._flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        else:
+            self._flags = flags
+
+    def good(self) -> bool:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return bool(self._flags[0])
+
+    def report(self) -> SkippedStep:
+        bad_rows = self._flags[1:].cpu()
+        samples = self._names[bad_rows] if bad_rows.any() else self._names
+        return SkippedStep(self._number, samples.tolist(), bool(bad_rows.any()))
+
+
+def _all_finite(parameters: list[nn.Parameter]) -> Tensor:
+    """0-d bool on the gradients' device: whether this process's parts are finite."""
+    gradients = [parallel.local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    # A process may have no part of a small sharded parameter. The norm also overflows where Adam's squares would, and is an
+    # order of magnitude faster on a CPU than isfinite.
+    norms = torch._foreach_norm([gradient for gradient in gradients if gradient.numel()])
+    return torch.stack([norm.isfinite() for norm in norms]).all()
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)

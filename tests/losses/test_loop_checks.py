@@ -1,0 +1,296 @@
+"""Mistakes of a training loop that raise no error are told, once, in the first calls; a correct loop hears nothing."""
+
+import copy
+import math
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from openclip_ext.contrastive.loop_checks import CHECKED_CALLS
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.losses.registry import create_loss, list_losses
+from tests.losses.cases import CASES, SAMPLES, WIDTH, make_steps
+
+STATEFUL = ["fastclip", "neuclip", "queueclip", "amorlip", "sogclr-views"]
+
+
+class _Towers(nn.Module):
+    """Two linear towers, and OpenCLIP's parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.image, self.text = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+        self.logit_bias = nn.Parameter(torch.tensor(-10.0))
+
+    def forward(self, images: Tensor, texts: Tensor) -> dict[str, Tensor]:
+        return {
+            "image_features": functional.normalize(self.image(images), dim=1),
+            "text_features": functional.normalize(self.text(texts), dim=1),
+            "logit_scale": self.logit_scale.exp(),
+            "logit_bias": self.logit_bias,
+        }
+
+
+def _create(name: str) -> ContrastiveLoss:
+    if name in CASES:
+        return CASES[name].create()
+    return create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES)
+
+
+def _batches(number: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    for step in make_steps(number, duplicates=False):
+        yield step.images.float(), step.texts.float(), torch.tensor(step.index)
+
+
+def _features() -> tuple[Tensor, Tensor]:
+    images, texts, _ = next(_batches(1))
+    return images, texts
+
+
+def _start(name: str) -> tuple[_Towers, ContrastiveLoss, torch.optim.Optimizer]:
+    model, loss = _Towers(), _create(name)
+    head = loss.model_head()
+    parameters = [*model.parameters(), *([] if head is None else head.parameters())]
+    loss.start_epoch(0)
+    return model, loss, torch.optim.SGD(parameters, lr=1e-3)
+
+
+@pytest.fixture()
+def silent() -> Iterator[None]:
+    """A warning is a failure."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+# --- a correct loop --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("silent")
+@pytest.mark.parametrize("zero_grad_first", [True, False])
+@pytest.mark.parametrize("name", list_losses())
+def test_a_correct_loop_hears_nothing(name: str, zero_grad_first: bool) -> None:
+    model, loss, optimizer = _start(name)
+    for images, texts, index in _batches(4):
+        if zero_grad_first:
+            optimizer.zero_grad()
+        value = loss(**model(images, texts), index=index)
+        if not zero_grad_first:
+            optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+    loss.eval()
+    for _ in range(2):  # without an optimizer step
+        loss(**model(images, texts), index=index)
+
+
+@pytest.mark.usefixtures("silent")
+def test_a_step_that_the_gradient_scaler_skips_is_no_mistake() -> None:
+    model, loss, optimizer = _start("neuclip")
+    for images, texts, index in _batches(3):
+        optimizer.zero_grad()
+        loss(**model(images, texts), index=index).backward()  # and no step
+
+
+@pytest.mark.usefixtures("silent")
+def test_accumulation_over_cached_features_is_no_mistake() -> None:
+    model, loss, optimizer = _start("neuclip")
+    for images, texts, index in _batches(3):
+        optimizer.zero_grad()
+        outputs = model(images, texts)
+        leaves = {name: value.detach().requires_grad_() for name, value in outputs.items()}
+        loss(**leaves, index=index).backward()
+        names = [name for name in outputs if leaves[name].grad is not None]
+        torch.autograd.backward([outputs[name] for name in names], [leaves[name].grad for name in names])
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("silent")
+@pytest.mark.parametrize("name", ["openclip", "siglip", "simclr", "cliplite", "fastclip-minibatch"])
+def test_losses_without_state_may_be_called_twice_in_a_step(name: str) -> None:
+    model, loss, _ = _start(name)
+    for images, texts, index in _batches(4):
+        loss(**model(images, texts), index=index).backward()
+
+
+def test_the_checks_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked, unchecked = _create("neuclip"), _create("neuclip")
+    results = []
+    for loss in (checked, unchecked):
+        model, _, optimizer = _start("neuclip")
+        for images, texts, index in _batches(4):
+            optimizer.zero_grad()
+            loss(**model(images, texts), index=index).backward()
+            optimizer.step()
+        results.append([parameter.grad for parameter in model.parameters()])
+        monkeypatch.setattr(ContrastiveLoss, "_check_loop", lambda self, batch: False)
+    pairs = zip(*results, strict=True)
+    assert all(torch.equal(first, second) for first, second in pairs if first is not None)
+    assert all(torch.equal(*pair) for pair in zip(checked.buffers(), unchecked.buffers(), strict=True))
+
+
+# --- the epoch -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fastclip", "fastclip-v2", "tempnet", "amorlip", "sogclr-views-cosine"])
+def test_an_epoch_that_was_not_announced(name: str) -> None:
+    loss = _create(name)
+    images, texts, index = next(_batches(1))
+    images.requires_grad_()
+    with pytest.warns(UserWarning, match=r"start_epoch\(\) was not called.*at the start of each epoch, from 0"):
+        loss(images, texts, torch.tensor(14.0), index=index).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss(images, texts, torch.tensor(14.0), index=index)
+
+
+@pytest.mark.parametrize("name", ["fastclip", "sogclr-views-cosine"])
+def test_an_epoch_that_does_not_end(name: str) -> None:
+    loss = _create(name)
+    loss.start_epoch(0)
+    seen = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for images, texts, index in _batches(6):
+            seen += len(index)
+            images.requires_grad_()
+            loss(images, texts, torch.tensor(14.0), index=index).backward()
+    assert 1.5 * SAMPLES < seen <= 2 * SAMPLES
+    with pytest.warns(UserWarning, match=rf"epoch 0 has seen {seen + 6} samples.*num_samples={SAMPLES}"):
+        loss(images, texts, torch.tensor(14.0), index=index)
+
+
+@pytest.mark.usefixtures("silent")
+def test_a_constant_schedule_and_a_restored_epoch_need_no_announcement() -> None:
+    images, texts, index = next(_batches(1))
+    for name in ("sogclr", "neuclip"):
+        for _ in range(8):
+            _create(name)(images, texts, torch.tensor(14.0), index=index)
+    saved = _create("fastclip")
+    saved.start_epoch(2)
+    resumed = _create("fastclip")
+    resumed.load_state_dict(saved.state_dict())
+    resumed(images, texts, torch.tensor(14.0), index=index)
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["openclip", "siglip", "neuclip"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_features_of_another_length(name: str, side: int) -> None:
+    features = list(_features())
+    features[side] = 3 * features[side]
+    loss = _create(name)
+    with pytest.warns(UserWarning, match=r"found rows of length 1 to 3, expected 1\. .*functional\.normalize"):
+        loss(*features, torch.tensor(14.0), logit_bias=torch.tensor(-10.0))
+
+
+@pytest.mark.usefixtures("silent")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounded_features_are_no_mistake(dtype: torch.dtype) -> None:
+    images, texts = _features()
+    images[2] = float("nan")  # reported in another way
+    _create("neuclip")(images.to(dtype), texts.to(dtype), torch.tensor(14.0))
+    for name in ("cliplite", "simclr"):  # their projections take any length
+        _create(name)(5 * texts, texts, torch.tensor(14.0))
+
+
+@pytest.mark.parametrize("scale", [2.66, 4.6])
+@pytest.mark.parametrize("name", ["openclip", "neuclip", "cliplite"])
+def test_a_scale_that_was_not_exponentiated(name: str, scale: float) -> None:
+    with pytest.warns(UserWarning, match=rf"logit_scale: found {scale}, .*pass model\.logit_scale\.exp\(\)"):
+        _create(name)(*_features(), torch.tensor(scale))
+
+
+@pytest.mark.usefixtures("silent")
+def test_a_small_scale_that_was_asked_for_or_is_not_used() -> None:
+    images, texts, index = next(_batches(1))
+    create_loss("neuclip", embed_dim=WIDTH, prototypes=4, temperature=0.5)(images, texts, torch.tensor(2.0))
+    _create("isogclr").start_epoch(0)
+    for name in ("isogclr", "simclr", "sogclr-views"):
+        loss = _create(name)
+        loss.start_epoch(0)
+        loss(images, texts, torch.tensor(2.0), index=index)
+
+
+@pytest.mark.parametrize("name", ["openclip", "neuclip", "cliplite", "simclr"])
+@pytest.mark.parametrize("scale", [-2.66, 0.0])
+def test_a_scale_that_is_not_positive(name: str, scale: float) -> None:
+    with pytest.raises(ValueError, match=rf"logit_scale: found {scale:.4g}, expected a positive number, 1/temperature"):
+        _create(name)(*_features(), torch.tensor(scale))
+
+
+def test_values_are_read_in_the_first_calls_only() -> None:
+    loss = _create("neuclip")
+    features, scale = _features(), torch.tensor(2.66)
+    for _ in range(CHECKED_CALLS):
+        loss(*features, torch.tensor(14.0))
+    reads = []
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in ("item", "tolist"):
+            patch.setattr(Tensor, name, lambda self, name=name: reads.append(name))
+        loss(*features, scale)
+    assert reads == []
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_accumulated_gradients(name: str) -> None:
+    model, loss, _ = _start(name)
+    batches = _batches(2)
+    images, texts, index = next(batches)
+    loss(**model(images, texts), index=index).backward()
+    images, texts, index = next(batches)
+    with pytest.warns(UserWarning, match="called twice in training mode without an optimizer step.*all micro-batches"):
+        loss(**model(images, texts), index=index)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_second_call_before_the_backward_pass(name: str) -> None:
+    model, loss, _ = _start(name)
+    images, texts, index = next(_batches(1))
+    first = loss(**model(images, texts), index=index, output_dict=True)
+    with pytest.warns(UserWarning, match=r"before the backward pass of the previous call.*loss\.eval\(\)"):
+        second = loss(**model(images, texts), index=index)
+    (sum(first.values()) + second).backward()
+
+
+def test_a_copy_has_noticed_the_same() -> None:
+    model, loss, _ = _start("neuclip")
+    images, texts, _ = next(_batches(1))
+    value = loss(**model(images, texts))
+    twin = copy.deepcopy(loss)
+    value.backward()
+    with pytest.warns(UserWarning, match="before the backward pass"):
+        twin(**model(images, texts))
+
+
+# --- outputs ---------------------------------------------------------------------------------------------------------
+
+
+def test_outputs_that_are_not_used_are_named() -> None:
+    captions = {"labels": torch.zeros(6, 3, dtype=torch.int64), "logits": torch.zeros(6, 3, 5)}
+    for name, given, named in (
+        ("neuclip", captions, "labels=, logits="),
+        ("openclip", {"labels": captions["labels"]}, "labels="),
+        ("simclr", captions, "labels=, logits="),
+    ):
+        with pytest.warns(UserWarning, match=f"does not use {named}: "):
+            _create(name)(*_features(), torch.tensor(14.0), **given)
+
+
+@pytest.mark.usefixtures("silent")
+def test_outputs_that_are_used_or_empty() -> None:
+    captions = {"labels": torch.zeros(6, 3, dtype=torch.int64), "logits": torch.zeros(6, 3, 5)}
+    _create("openclip")(*_features(), torch.tensor(14.0), **captions)
+    _create("neuclip")(*_features(), torch.tensor(14.0), logit_bias=torch.tensor(1.0), labels=None)

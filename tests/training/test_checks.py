@@ -1,0 +1,124 @@
+"""Mistakes are told in one sentence, before the model is built and before anything is written."""
+
+import subprocess
+import sys
+
+import open_clip
+import pytest
+
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training import main as program
+from openclip_ext.training.errors import UsageError
+from tests.training.runs import command, make_shards, run
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return make_shards(tmp_path_factory.mktemp("shards"))
+
+
+MISTAKES = {
+    "model": (["--model", "ViT-B/33"], r"unknown model --model ViT-B/33; did you mean ViT-B-32\?"),
+    "tag": (
+        ["--model", "RN50", "--pretrained", "cc13m"],
+        r"no.* a tag of RN50; did you mean cc12m\?; tags of RN50: openai",
+    ),
+    "file": (["--pretrained", "no/such.pt"], "--pretrained no/such.pt is neither a file nor a tag of demo-vit"),
+    "imagenet": (["--imagenet-val", "/no/folder"], "--imagenet-val /no/folder is no folder"),
+    "imagenet-v2": (["--imagenet-v2", "/no/folder"], "--imagenet-v2 /no/folder is no folder"),
+    "val-data": (["--val-data", "/no/{0..3}.tar"], r"--val-data: 4 of 4 files are not there, the first is /no/0\.tar"),
+    "val-csv": (["--val-data", "/no/x.csv"], r"--val-data: 1 of 1 files are not there, the first is /no/x\.csv"),
+    "timm-without-lr": (["--opt", "timm/lamb"], "--opt timm/lamb needs --lr"),
+    "lamb": (["--opt", "lamb"], r"unknown optimizer --opt 'lamb'; .* did you mean timm/lamb\?"),
+    "lamp": (["--opt", "timm/lamp", "--lr", "1"], r"unknown optimizer --opt 'timm/lamp'.*did you mean timm/lamb\?"),
+    "one-beta": (["--opt", "timm/lamb", "--lr", "1", "--beta1", "0.9"], "both --beta1 and --beta2"),
+    "schedule": (["--lr-scheduler", "cos"], "unknown --lr-scheduler 'cos'; known: cosine"),
+    "cooldown": (["--lr-scheduler", "const-cooldown"], "needs --epochs-cooldown"),
+    "epochs": (["--epochs", "0"], "--epochs is 0, must be at least 1"),
+    "temperature": (["--temperature", "14"], r"--temperature is 14, must be at most 1.*give --temperature 0\.07143"),
+    "trace": (["--trace"], "--trace is for evaluation only"),
+    "patience": (["--rank-patience", "0"], "--rank-patience is 0, must be positive"),
+    "skipped": (["--max-skipped-steps", "0"], "--max-skipped-steps is 0, must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_before_the_model_is_built(shards, tmp_path, monkeypatch, name):
+    flags, message = MISTAKES[name]
+    monkeypatch.setattr(program, "build_model", lambda *_: pytest.fail("the model was built"))
+    argv = command(shards, tmp_path, "run", "fastclip", *flags)
+    if name == "timm-without-lr":
+        position = argv.index("--lr")
+        del argv[position : position + 2]
+    with pytest.raises(UsageError, match=message):
+        run(argv)
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_that_is_missing_is_told(shards, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="needs the package wandb, which is not installed: pip install wandb"):
+        run(command(shards, tmp_path, "run", "openclip", "--report-to", "wandb"))
+
+
+def test_lock_text_says_what_it_needs(shards, tmp_path):
+    argv = command(shards, tmp_path, "run", "openclip", "--lock-text", "--epochs", "1")
+    with pytest.raises(UsageError, match="--lock-text needs --lock-text-freeze-layer-norm"):
+        run(argv)
+    assert run([*argv, "--name", "both", "--lock-text-freeze-layer-norm"]) == 0
+
+
+def test_lamb_needs_no_eps(shards, tmp_path):
+    assert run(command(shards, tmp_path, "run", "openclip", "--opt", "timm/lamb", "--epochs", "1")) == 0
+
+
+def test_flags_without_effect_say_so(shards, tmp_path, caplog):
+    flags = ["--local-loss", "--loss-dist-impl", "gather", "--coca-caption-loss-weight", "1", "--epochs", "1"]
+    assert run(command(shards, tmp_path, "run", "fastclip", *flags)) == 0
+    said = "Without effect on --loss fastclip: --coca-caption-loss-weight, --local-loss, --loss-dist-impl."
+    assert said in caplog.text
+
+
+def write_csv(folder, rows: int, encoding: str = "utf-8"):
+    path = folder / "pairs.csv"
+    lines = ["filepath\ttitle", *(f"{folder}/{row}.png\tcafé {row}" for row in range(rows))]
+    path.write_bytes("\n".join(lines).encode(encoding))
+    return path
+
+
+def csv_run(path, tmp_path) -> list[str]:
+    return ["--train-data", str(path), "--epochs", "1", "--batch-size", "4"]
+
+
+def test_a_csv_in_another_encoding_is_named(shards, tmp_path):
+    path = write_csv(tmp_path, 8, "latin-1")
+    with pytest.raises(ValueError, match=r"pairs\.csv is not UTF-8 text"):
+        run([*command(shards, tmp_path, "run", "openclip"), *csv_run(path, tmp_path)])
+
+
+def test_missing_images_of_a_csv_are_named_by_row(shards, tmp_path, caplog):
+    path = write_csv(tmp_path, 8)
+    with pytest.raises(Exception, match=r"row [0-7]: .*png cannot be read") as found:
+        run([*command(shards, tmp_path, "run", "openclip"), *csv_run(path, tmp_path)])
+    assert type(found.value).__name__ == "BadDataError"
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "message"),
+    [
+        (["--model", "demo-vitt"], 2, "error: unknown model --model demo-vitt; did you mean demo-vit?"),
+        (["--train-data", "no.csv"], 2, "error: the CSV file no.csv is not there"),
+    ],
+)
+def test_the_program_prints_a_sentence(tmp_path, argv, status, message):
+    base = ["--model", "demo-vit", "--device", "cpu", "--precision", "fp32", "--logs", "none"]
+    started = [sys.executable, "-m", "openclip_ext.training.main", *base, *argv]
+    result = subprocess.run(started, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == status
+    assert result.stderr.strip().splitlines()[-1].startswith(message)
+    assert "Traceback" not in result.stderr
+
+
+def test_every_model_of_openclip_is_known():
+    add_model_configs()
+    assert {"ViT-B-32", "RN50", "demo-vit", "demo-resnet"} <= set(open_clip.list_models())

@@ -1,0 +1,332 @@
+"""What breaks around a run: nothing is lost in silence, and nothing that could not be read is overwritten."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from openclip_ext.training import heartbeat, run_folder, signals
+from openclip_ext.training.errors import UsageError
+from tests.training.runs import (
+    EXIT_AFTER_SIGTERM,
+    command,
+    differences,
+    final_state,
+    losses_of,
+    make_shards,
+    run,
+    run_on_two_ranks,
+)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return make_shards(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def damage(path: Path) -> bytes:
+    content = bytearray(path.read_bytes())
+    for position in range(64):
+        content[len(content) // 2 + position] ^= 1
+    path.write_bytes(content)
+    return bytes(content)
+
+
+@pytest.fixture(scope="module")
+def whole(shards, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("whole")
+    assert run(command(shards, logs, "run", "fastclip", "--val-data", shards)) == 0
+    return logs / "run"
+
+
+def with_damage(shards: str, logs: Path) -> tuple[Path, bytes, bytes]:
+    """A finished run whose newest checkpoint is damaged, with a foreign file and torn logs."""
+    assert run(command(shards, logs, "run", "fastclip", "--val-data", shards)) == 0
+    checkpoints = logs / "run" / "checkpoints"
+    damaged = damage(checkpoints / "epoch_2.pt")
+    torch.save([1, 2, 3], checkpoints / "epoch_9.pt")
+    for log in (logs / "run" / "metrics.jsonl", checkpoints / "results.jsonl"):
+        with open(log, "a") as lines:
+            lines.write('{"step": 3, "epoch": 1, "los')
+    return checkpoints, damaged, (checkpoints / "epoch_9.pt").read_bytes()
+
+
+def assert_went_on(logs: Path, checkpoints: Path, damaged: bytes, foreign: bytes, whole: Path) -> None:
+    assert losses_of(logs / "run") == losses_of(whole)
+    assert differences(final_state(logs / "run"), final_state(whole)) == []
+    assert (checkpoints / "epoch_2.pt.unreadable").read_bytes() == damaged
+    assert (checkpoints / "epoch_9.pt").read_bytes() == foreign
+    results = [json.loads(line) for line in (checkpoints / "results.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in results] == [1, 2]
+
+
+def test_a_resume_falls_back_to_the_newest_readable_checkpoint(shards, whole, tmp_path, caplog):
+    checkpoints, damaged, foreign = with_damage(shards, tmp_path)
+    assert run(command(shards, tmp_path, "run", "fastclip", "--val-data", shards, "--resume", "latest")) == 0
+    assert "epoch_2.pt is damaged: epoch_2.pt is not as it was written" in caplog.text
+    assert "epoch_9.pt holds no training checkpoint, but a list" in caplog.text
+    assert_went_on(tmp_path, checkpoints, damaged, foreign, whole)
+
+
+def without_times(log: Path) -> list[dict]:
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return [{key: line[key] for key in line if not key.endswith(("_time", "_per_second"))} for line in lines]
+
+
+@pytest.mark.parametrize("log", ["metrics.jsonl", "checkpoints/results.jsonl"])
+def test_an_evaluation_that_only_one_log_has_is_repeated(shards, whole, tmp_path, log):
+    """The process was killed between the two lines, or one of them is torn."""
+    shutil.copytree(whole, tmp_path / "run")
+    lines = (tmp_path / "run" / log).read_text()
+    (tmp_path / "run" / log).write_text(lines[:-9])
+    assert run(command(shards, tmp_path, "run", "fastclip", "--val-data", shards, "--resume", "latest")) == 0
+    for each in ("metrics.jsonl", "checkpoints/results.jsonl"):
+        assert without_times(tmp_path / "run" / each) == without_times(whole / each)
+
+
+def test_two_ranks_fall_back_together(shards, tmp_path):
+    """Rank 1 looks at nothing that rank 0 has not repaired; both take the same checkpoint."""
+    argv = [*command(shards, tmp_path, "whole", "fastclip", "--val-data", shards), "--batch-size", "8"]
+    run_on_two_ranks([{"argv": argv}])
+    again = [argument if argument != "whole" else "run" for argument in argv]
+    run_on_two_ranks([{"argv": again}])
+    checkpoints = tmp_path / "run" / "checkpoints"
+    damaged = damage(checkpoints / "epoch_2.state" / "step_10" / "rank_0001.pt")
+    with open(checkpoints / "results.jsonl", "a") as lines:
+        lines.write('{"epoch": 1, "im')
+    run_on_two_ranks([{"argv": [*again, "--resume", "latest"]}])
+    assert differences(final_state(tmp_path / "run"), final_state(tmp_path / "whole")) == []
+    assert (checkpoints / "epoch_2.state.unreadable" / "step_10" / "rank_0001.pt").read_bytes() == damaged
+
+
+def test_a_run_of_which_no_checkpoint_can_be_read_is_left_alone(shards, tmp_path):
+    argv = command(shards, tmp_path, "run", "fastclip", "--resume", "latest")
+    assert run(argv, stop_after=3) == EXIT_AFTER_SIGTERM
+    damage(tmp_path / "run" / "checkpoints" / "epoch_0_step_3.pt")
+    before = files_of(tmp_path)
+    with pytest.raises(UsageError, match=r"none of the checkpoints in .* can be read"):
+        run(argv)
+    after = files_of(tmp_path)
+    assert {name: after[name] for name in before if name != "run/out.log"} == {
+        name: content for name, content in before.items() if name != "run/out.log"
+    }
+    assert after.keys() == before.keys()
+
+
+def test_a_damaged_checkpoint_named_by_its_path_is_refused(shards, tmp_path):
+    argv = command(shards, tmp_path, "run", "openclip", "--epochs", "1")
+    assert run(argv) == 0
+    path = tmp_path / "run" / "checkpoints" / "epoch_1.pt"
+    damage(path)
+    with pytest.raises(UsageError, match=r"epoch_1\.pt is damaged"):
+        run(command(shards, tmp_path, "other", "openclip", "--resume", str(path)))
+
+
+# --- two programs, one folder ----------------------------------------------------------------------------------------
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def start(argv: list[str], *launcher: str) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    program = [*launcher, "-m", "openclip_ext.training.main", "--", *argv]
+    return subprocess.Popen(program, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def wait_for_lines(program: subprocess.Popen, path: Path, count: int) -> None:
+    def are_there() -> bool:
+        assert program.poll() is None
+        return lines_in(path) >= count
+
+    wait_for(are_there)
+
+
+def wait_for(condition, seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def lines_in(path: Path) -> int:
+    return path.read_text().count("\n") if path.is_file() else 0
+
+
+def children_of(program: subprocess.Popen) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return state.is_file() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_second_run_in_the_same_folder_is_refused(shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "LOCK_PATIENCE", 0.1)
+    argv = command(shards, tmp_path, "run", "openclip", "--epochs", "200", "--resume", "latest")
+    program = start(argv, sys.executable)
+    try:
+        wait_for_lines(program, tmp_path / "run" / "metrics.jsonl", 2)
+        with pytest.raises(UsageError, match=rf"is in use by process {program.pid} on .*: wait until it ends"):
+            run(argv)
+    finally:
+        program.kill()
+        program.wait()
+    steps = [step for step, *_ in losses_of(tmp_path / "run")]
+    assert steps == list(range(len(steps)))
+    assert run([*argv, "--epochs", "1"]) == 0  # the lock went with the process
+
+
+def test_trainers_end_with_torchrun(shards, tmp_path):
+    argv = [*command(shards, tmp_path, "run", "openclip", "--epochs", "200", "--resume", "latest"), "--batch-size", "8"]
+    torchrun = start(argv, *TORCHRUN)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    try:
+        wait_for_lines(torchrun, metrics, 3)
+        trainers = children_of(torchrun)
+        assert len(trainers) == 2
+    finally:
+        torchrun.kill()
+        torchrun.wait()
+    wait_for(lambda: not any(is_alive(pid) for pid in trainers), 60)
+    steps = [step for step, *_ in losses_of(tmp_path / "run")]
+    assert run([*argv, "--batch-size", "16"], stop_after=2) == EXIT_AFTER_SIGTERM
+    assert [step for step, *_ in losses_of(tmp_path / "run")] == list(range(len(steps) + 2))  # each once
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_that_cannot_be_written_to_is_named(shards, tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(UsageError, match="cannot write to the run folder"):
+        run(command(shards, tmp_path, "run", "openclip"))
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(shards, tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(UsageError, match="cannot write to the run folder"):
+        run(command(shards, tmp_path, "run", "openclip"))
+
+
+# --- signals and ranks that stop -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_saves_like_sigterm(shards, tmp_path, sent, status):
+    argv = command(shards, tmp_path, "run", "fastclip", "--workers", "2", "--epochs", "200", "--resume", "latest")
+    program = start(argv, sys.executable)
+    try:
+        wait_for_lines(program, tmp_path / "run" / "metrics.jsonl", 2)
+        program.send_signal(sent)
+        assert program.wait(timeout=120) == status
+    finally:
+        program.kill()
+    done = len(losses_of(tmp_path / "run"))
+    (path,) = (tmp_path / "run" / "checkpoints").glob("*_step_*.pt")
+    assert path.stem.endswith(f"_step_{done}")
+
+
+def test_a_second_ctrl_c_ends_at_once():
+    with signals.SignalRequests() as requests:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert requests.agreed() == signals.Request.SAVE_AND_STOP
+
+
+def test_torchrun_may_hand_ctrl_c_on_again(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with signals.SignalRequests() as requests:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert requests.agreed() == signals.Request.SAVE_AND_STOP
+
+
+def test_a_stopped_rank_is_named(shards, tmp_path):
+    argv = [*command(shards, tmp_path, "run", "openclip", "--epochs", "200"), "--batch-size", "8"]
+    torchrun = start([*argv, "--rank-patience", "10"], *TORCHRUN)
+    trainers = []
+    try:
+        wait_for_lines(torchrun, tmp_path / "run" / "metrics.jsonl", 3)
+        trainers = children_of(torchrun)
+        os.kill(trainers[1], signal.SIGSTOP)
+        wait_for(lambda: not is_alive(trainers[0]), 120)
+        log = (tmp_path / "run" / "out.log").read_text()
+        assert f"Not heard of for 10 s: rank 1 (process {trainers[1]} on " in log
+    finally:
+        for process in (*trainers, torchrun.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        torchrun.wait()
+
+
+class Store(dict):
+    """What the heartbeats use of torch's."""
+
+    def set(self, key, value):
+        self[key] = value.encode() if isinstance(value, str) else value
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+
+def test_who_beats_who_leaves_and_who_never_began():
+    store = Store()
+    ranks = [heartbeat._Heartbeat(store, rank, 4, patience=3) for rank in range(3)]
+    found = [[rank.beat() for rank in ranks] for _ in range(5)]
+    assert found[0] == [[], [], []]
+    assert found[-1] == [["rank 3, which never began"]] * 3
+    ranks[1].leave()
+    for _ in range(2):
+        assert ranks[0].beat() == ["rank 3, which never began"]
+    missing = [ranks[0].beat() for _ in range(3)][-1]
+    assert [name[:6] for name in missing] == ["rank 2", "rank 3"]
+
+
+def test_a_run_of_which_all_ranks_slept_finds_nobody_missing():
+    """Each counts its own beats: after SIGSTOP and SIGCONT of all, hours are no beats."""
+    store = Store()
+    first, second = (heartbeat._Heartbeat(store, rank, 2, patience=2) for rank in range(2))
+    for _ in range(3):
+        assert first.beat() == second.beat() == []
+
+
+def test_leftovers_of_killed_saves_go_at_the_next_start(shards, tmp_path):
+    argv = command(shards, tmp_path, "run", "fastclip", "--resume", "latest", "--save-most-recent")
+    assert run(argv, stop_after=7) == EXIT_AFTER_SIGTERM
+    checkpoints = tmp_path / "run" / "checkpoints"
+    before = set(files_of(checkpoints))
+    shutil.copytree(checkpoints / "epoch_1_step_7.state", checkpoints / "epoch_0_step_4.state")
+    shutil.copytree(
+        checkpoints / "epoch_1_step_7.state" / "step_7", checkpoints / "epoch_1_step_7.state" / "tmp_step_8"
+    )
+    shutil.copytree(checkpoints / "epoch_1_step_7.state" / "step_7", checkpoints / "epoch_latest.state" / "step_9")
+    (checkpoints / "epoch_2.pt.tmp").write_bytes(b"half")
+    (checkpoints / "epoch_0_step_4.pt.tmp").write_bytes(b"half")
+    (checkpoints / "epoch_7.pt").write_bytes(b"not mine")
+    (checkpoints / "epoch_7.state" / "step_1").mkdir(parents=True)
+    (checkpoints / "epoch_7.state" / "step_1" / "shared.pt").write_bytes(b"not mine")
+    assert run(argv, stop_after=1) == EXIT_AFTER_SIGTERM
+    after = set(files_of(checkpoints))
+    mine = {name.replace("step_7", "step_8") for name in before}  # the newest in mid-epoch
+    assert after == mine | {"epoch_7.pt", "epoch_7.state/step_1/shared.pt"}

@@ -1,0 +1,184 @@
+"""A step that is not finite changes nothing: parameters, optimizer, loss state and running statistics, bit for bit."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from openclip_ext.training.step import TrainStep
+from openclip_ext.training.trainer import TrainingDiverged
+from tests.distributed.pool import two_ranks
+from tests.training.runs import command, losses_of, make_shards, run
+from tests.training.skipped_cases import FLOAT16, Run, Way, all_nan, changed, different
+from tests.training.tiny import LOSSES, tiny_batch
+
+WAYS = {
+    "plain": Way(),
+    "batchnorm": Way(tower="resnet"),
+    "accumulated": Way(tower="resnet", micro_batches=2),
+    "clipped": Way(clip=0.1),
+    "scaled": Way(scale=2.0**4, clip=0.1),
+    "accumulated-scaled-clipped": Way(tower="resnet", micro_batches=4, scale=2.0**4, clip=0.1),
+    "on-device": Way(tower="resnet", on_device=True),
+    "on-device-scaled": Way(tower="resnet", on_device=True, scale=2.0**4, clip=0.1, micro_batches=2),
+}
+# Counters that the host keeps: on a GPU they count the skipped step.
+HOST_COUNTERS = "counter."
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# Every loss on the host and as on a GPU; the other ways for a loss without state, with a table and with prototypes.
+CASES = [(name, way) for name in LOSSES for way in ("accumulated", "on-device")]
+CASES += [(name, way) for name in ("openclip", "fastclip-v2", "neuclip") for way in WAYS if (name, way) not in CASES]
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_a_bad_sample_changes_nothing(name, way):
+    result = changed(name, WAYS[way])
+    on_device = WAYS[way].on_device
+    assert [item for item in result["by_bad_step"] if not (on_device and item.startswith(HOST_COUNTERS))] == []
+    if not on_device:
+        assert result["later"] == []  # and the run goes on as if the batch had never been
+    assert result["skipped"] == [(2, result["samples"][-1:], True)]
+    assert any("model" in item for item in result["moved"])
+
+
+@pytest.mark.parametrize("way", ["plain", "on-device"])
+@pytest.mark.parametrize("name", ["openclip", "siglip", "fastclip", "neuclip", "cliplite", "simclr"])
+def test_a_batch_without_a_valid_sample_changes_nothing(name, way):
+    result = changed(name, WAYS[way], all_nan)
+    assert [item for item in result["by_bad_step"] if not item.startswith(HOST_COUNTERS)] == []
+    assert result["skipped"] == [(2, result["samples"], True)]
+
+
+def test_gradients_that_overflow_are_skipped_and_the_scale_falls():
+    """No sample is to blame: the whole batch is named, and the scaler does what it is for."""
+    run = Run("neuclip", Way(scale=2.0**40, autocast=FLOAT16))
+    before = run.state()
+    run.take(0)
+    assert different(before, run.state()) == []
+    assert run.step.scaler.get_scale() == 2.0**39
+    (step,) = run.step.guard.learn()
+    assert (step.samples, step.are_bad) == (tiny_batch(0)["index"].tolist(), False)
+
+
+def test_the_guard_changes_nothing_in_good_steps():
+    """The way on the device rounds as the way on the host."""
+    runs = [Run("neuclip", Way(tower="resnet", on_device=on_device)) for on_device in (False, True)]
+    for item in runs:
+        for number in range(3):
+            item.take(number)
+    assert different(runs[0].state(), runs[1].state()) == []
+    assert all(item.step.guard.learn(wait=True) == [] for item in runs)
+
+
+def test_a_gpu_is_asked_some_steps_later():
+    run = Run("openclip", Way())
+    run.take(0, all_nan)
+    pending = run.step.guard._pending
+    pending[0].is_on_host = False  # as of a GPU
+    assert run.step.guard.learn() == []
+    for number in (1, 2):
+        run.take(number)
+        pending[-1].is_on_host = False
+    assert [step.number for step in run.step.guard.learn()] == [0]
+    assert (run.step.guard.skipped, run.step.guard.in_a_row) == (1, 1)
+    assert run.step.guard.learn(wait=True) == []
+    assert run.step.guard.in_a_row == 0
+
+
+TWO_RANKS = {
+    "replicated": Way(tower="resnet"),
+    "replicated-accumulated-scaled-clipped": Way(micro_batches=2, scale=2.0**4, clip=0.1),
+    "sharded": Way(sharded=True),
+    "sharded-accumulated-clipped": Way(sharded=True, micro_batches=2, clip=0.1),
+    "sharded-scaled": Way(sharded=True, scale=2.0**4),
+    "on-device": Way(on_device=True),
+    "on-device-sharded": Way(on_device=True, sharded=True),
+}
+
+
+@pytest.mark.parametrize("way", TWO_RANKS)
+@pytest.mark.parametrize("name", ["openclip", "fastclip-v2", "neuclip"])
+def test_a_bad_sample_on_one_rank_changes_nothing_on_any(name, way):
+    results = two_ranks().run(changed, name, TWO_RANKS[way])
+    for rank, result in enumerate(results):
+        assert [item for item in result["by_bad_step"] if not item.startswith(HOST_COUNTERS)] == [], rank
+        if not TWO_RANKS[way].on_device:
+            assert result["later"] == [], rank
+        assert [number for number, *_ in result["skipped"]] == [2]
+    assert results[1]["skipped"][0][1:] == (results[1]["samples"][-1:], True)
+
+
+# --- whole runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return make_shards(tmp_path_factory.mktemp("shards"))
+
+
+def spoiling(monkeypatch, numbers, count: int | None = 1) -> None:
+    """Make some (or all) samples of the steps ``numbers`` NaN."""
+
+    class Spoiling(TrainStep):
+        def __call__(self, batches, number=0):
+            if number in numbers:
+                for batch in batches:
+                    batch["image"][:count] = float("nan")
+            return super().__call__(batches, number)
+
+    monkeypatch.setattr("openclip_ext.training.main.TrainStep", Spoiling)
+
+
+def test_a_run_survives_a_bad_sample_and_says_so(shards, tmp_path, monkeypatch, caplog):
+    spoiling(monkeypatch, {3, 6}, None)
+    assert run(command(shards, tmp_path, "run", "neuclip")) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if math.isnan(line["loss"])] == [3, 6]
+    assert all(math.isnan(line["infonce"]) == math.isnan(line["loss"]) for line in lines)
+    assert [line["skipped_steps"] for line in lines] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 2]
+    assert "Step 3 changed nothing. Not finite: samples [" in caplog.text
+    state = torch.load(tmp_path / "run" / "checkpoints" / "epoch_2.pt", weights_only=True)["state_dict"]
+    assert all(torch.isfinite(value).all() for value in state.values())
+
+
+def test_bad_steps_in_a_row_end_the_run_with_the_last_good_state_saved(shards, tmp_path, monkeypatch):
+    argv = command(shards, tmp_path, "run", "fastclip", "--max-skipped-steps", "3", "--resume", "latest")
+    with monkeypatch.context() as patched:
+        spoiling(patched, range(2, 9))
+        with pytest.raises(TrainingDiverged, match="3 steps in a row were not finite"):
+            run(argv)
+    path = tmp_path / "run" / "checkpoints" / "epoch_0_step_5.pt"
+    state = torch.load(path, weights_only=True)["state_dict"]
+    assert all(torch.isfinite(value).all() for value in state.values())
+    assert run(argv) == 0
+    assert [step for step, *_ in losses_of(tmp_path / "run")] == list(range(10))
+
+
+def test_only_steps_in_a_row_end_a_run(shards, tmp_path, monkeypatch):
+    spoiling(monkeypatch, {1, 2, 4, 5, 7, 8})
+    assert run(command(shards, tmp_path, "run", "openclip", "--max-skipped-steps", "3")) == 0
+
+
+def test_two_ranks_name_the_samples_of_both(shards, tmp_path):
+    argv = command(shards, tmp_path, "run", "neuclip", "--batch-size", "8", "--epochs", "1")
+    two_ranks().run(spoiled_run, argv, group=False)
+    log = (tmp_path / "run" / "out.log").read_text()
+    line = next(line for line in log.splitlines() if "Step 2 changed nothing" in line)
+    samples = json.loads(line[line.index("[") : line.index("]") + 1])
+    assert len(set(samples)) == 2  # the first of each rank
+
+
+def spoiled_run(argv: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        spoiling(patched, {2})
+        assert run(argv) == 0
