@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import io
+import logging
 import os
 import shutil
 import socket
@@ -18,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, set_start_method
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -168,6 +169,8 @@ def _free_port() -> int:
 def _serve(rank: int, world_size: int, pipe: Connection, log: str) -> None:
     """Do jobs until the other end of the pipe is closed."""
     torch.set_num_threads(1)
+    # A spawned process would spawn its own children, too: a data loader's workers would each import torch.
+    set_start_method(None, force=True)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
@@ -190,7 +193,9 @@ def _done(job: _Job, rank: int, world_size: int) -> bytes:
     os.environ.update(job.environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.chdir(job.folder)
-    torch.manual_seed(0)  # whatever ran before
+    # Whatever ran before: OpenCLIP adds two handlers a run and never takes them off.
+    torch.manual_seed(0)
+    logging.getLogger().handlers.clear()
     function = functools.reduce(getattr, job.function.split("."), importlib.import_module(job.module))
     with _process_group(job.group, rank, world_size):
         result = io.BytesIO()

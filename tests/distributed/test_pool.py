@@ -1,5 +1,6 @@
 """The pool of ranks gives results in order, says what went wrong on which rank, and works again afterwards."""
 
+import multiprocessing
 import os
 import sys
 import time
@@ -19,8 +20,9 @@ def gathered(value: int) -> dict:
 
 
 def environment(name: str) -> list:
-    """What torchrun's programs see, a variable of the test's, and the working directory."""
-    return [os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ.get(name), os.getcwd(), dist.is_initialized()]
+    """What a program sees: torchrun's variables, one of the test's, the folder, how its children would start."""
+    ranks = [os.environ["RANK"], os.environ["WORLD_SIZE"]]
+    return [*ranks, os.environ.get(name), os.getcwd(), dist.is_initialized(), multiprocessing.get_start_method()]
 
 
 def fail(how: str) -> None:
@@ -50,14 +52,11 @@ def test_a_rank_that_is_done_waits_for_the_other():
         assert len(set(two_ranks().run(os.getpid))) == 2
 
 
-def test_without_a_group_the_ranks_see_what_torchrun_sets(monkeypatch, tmp_path):
+def test_without_a_group_a_rank_is_a_program_that_torchrun_starts(monkeypatch, tmp_path):
     monkeypatch.setenv("OF_THE_TEST", "1")
     monkeypatch.chdir(tmp_path)
-    folder = os.getcwd()
-    assert two_ranks().run(environment, "OF_THE_TEST", group=False) == [
-        ["0", "2", "1", folder, False],
-        ["1", "2", "1", folder, False],
-    ]
+    same = ["2", "1", os.getcwd(), False, multiprocessing.get_start_method()]
+    assert two_ranks().run(environment, "OF_THE_TEST", group=False) == [["0", *same], ["1", *same]]
 
 
 @pytest.mark.parametrize(
