@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import openclip_ext
 from openclip_ext import compat
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
+from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
 
 
@@ -185,11 +186,11 @@ def test_our_own_parser_is_not_changed():
 
 
 def test_the_recipe_of_the_guide_trains_our_loss(tmp_path, monkeypatch):
-    from open_clip_train import main as script
-
     built = []
-    create = script.create_loss
-    monkeypatch.setattr(script, "create_loss", lambda args: built.append(create(args)) or built[0])
+    create = registry.create_loss
+    monkeypatch.setattr(
+        registry, "create_loss", lambda *args, **options: built.append(create(*args, **options)) or built[0]
+    )
     data = ["--dataset-type", "synthetic", "--train-num-samples", "8", "--batch-size", "4", "--workers", "0"]
     run = ["--epochs", "2", "--device", "cpu", "--precision", "fp32", "--logs", str(tmp_path), "--name", "run"]
     guide = (Path(__file__).parents[1] / "docs" / "coming-from-openclip.md").read_text(encoding="utf-8")
