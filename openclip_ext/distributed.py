@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# One rank may evaluate or save for hours. A rank that has stopped is noticed by ``training/heartbeat.py``.
 _PATIENCE = timedelta(hours=48)
 
 

@@ -32,5 +32,5 @@ say "pytest"
 # The tensors are tiny: one thread is as fast as many, and tests that start several processes do not fight for cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 processes="${TEST_PROCESSES:-$("$python" -c 'import os; print(min(4, os.cpu_count() or 1))')}"
-# A file stays in one process: its tests share what its fixtures make.
-"$python" -m pytest --numprocesses "$processes" --dist loadfile ${options[@]+"${options[@]}"} "$@"
+# A file stays in one process: its tests share what its fixtures make. tests/conftest.py orders the files.
+"$python" -m pytest --numprocesses "$processes" --dist loadfile --no-loadscope-reorder ${options[@]+"${options[@]}"} "$@"

@@ -5,10 +5,14 @@ from pathlib import Path
 import pytest
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark every test whose file, function or case is a line of the list."""
     slow = set(Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").splitlines())
     for item in items:
         file, test = item.nodeid.split("::", 1)
         if slow & {file, item.nodeid, f"{file}::{test.partition('[')[0]}"}:
             item.add_marker(pytest.mark.slow)
+    if hasattr(config, "workerinput"):
+        # pytest-xdist hands out whole files in this order: one that takes long must not be the last.
+        slow_files = {line.partition("::")[0] for line in slow}
+        items.sort(key=lambda item: item.nodeid.partition("::")[0] not in slow_files)

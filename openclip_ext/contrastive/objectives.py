@@ -74,9 +74,17 @@ class Objective(ABC):
         """Factor of ``w_ij`` in the derivative in ``s_ij``."""
         return torch.ones_like(tau)
 
-    @abstractmethod
     def positive_pair(self, anchors: Anchors, weight_sum: Tensor, contrast: Contrast) -> Tensor:
-        """Derivative in ``s_ii`` over :meth:`pair_factor`, ``(2, B)``; ``weight_sum`` is ``Σ_j w_ij``."""
+        """Derivative in ``s_ii`` over :meth:`pair_factor`, ``(2, B)``.
+
+        That of a value that depends on the gaps ``s_ij − s_ii`` only.
+
+        Args:
+            anchors: of both sides.
+            weight_sum: ``Σ_j w_ij``, ``(2, B)``.
+            contrast: the samples.
+        """
+        return -weight_sum
 
     @abstractmethod
     def value(self, anchors: Anchors) -> Tensor:
@@ -107,9 +115,6 @@ class Contrastive(Objective):
     def __init__(self, *, eps: float) -> None:
         super().__init__(NegativesMean(eps))
 
-    def positive_pair(self, anchors: Anchors, weight_sum: Tensor, contrast: Contrast) -> Tensor:
-        return -weight_sum
-
     def value(self, anchors: Anchors) -> Tensor:
         return anchors.tau * (anchors.weight_ratio + anchors.alpha)
 
@@ -125,6 +130,18 @@ class Unified(Contrastive):
 
     def tau_gradient(self, anchors: Anchors) -> Tensor:
         return anchors.alpha + anchors.weight_ratio - anchors.gap() / anchors.tau
+
+
+class Unscaled(Objective):
+    """Base of objectives of the gaps over τ that are not multiplied by τ, without a regulariser."""
+
+    regularized = False
+
+    def pair_factor(self, tau: Tensor) -> Tensor:
+        return 1 / tau
+
+    def tau_gradient(self, anchors: Anchors) -> Tensor:
+        return -anchors.gap() / anchors.tau.square()
 
 
 def incompatibility(

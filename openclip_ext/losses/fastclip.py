@@ -30,7 +30,7 @@ from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast
 from openclip_ext.contrastive.estimands import Estimand, NegativesMean
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer, batch_estimate_where_missing
-from openclip_ext.contrastive.objectives import Anchors, Contrastive, Objective
+from openclip_ext.contrastive.objectives import Anchors, Contrastive, Unscaled
 from openclip_ext.losses.method import Method, NormalizerPart
 from openclip_ext.losses.options import Option
 from openclip_ext.state.sharded_table import ShardedTable, log_mean_of_equal
@@ -99,30 +99,20 @@ class MovingAverageNormalizer(Normalizer):
         return {"gamma": self.gamma(epoch)}
 
 
-class Unscaled(Objective):
-    """FastCLIP-v0: ``g/u`` with ``u = exp(α)``, not multiplied by τ, without a regulariser.
+class Ratio(Unscaled):
+    """FastCLIP-v0: ``g/u`` with ``u = exp(α)``, not multiplied by τ.
 
     Args:
         eps: ε.
     """
 
     estimand_type = NegativesMean
-    regularized = False
 
     def __init__(self, *, eps: float) -> None:
         super().__init__(NegativesMean(eps))
 
-    def pair_factor(self, tau: Tensor) -> Tensor:
-        return 1 / tau
-
-    def positive_pair(self, anchors: Anchors, weight_sum: Tensor, contrast: Contrast) -> Tensor:
-        return -weight_sum
-
     def value(self, anchors: Anchors) -> Tensor:
         return log_math.saturating_exp(anchors.log_g - anchors.alpha)
-
-    def tau_gradient(self, anchors: Anchors) -> Tensor:
-        return -anchors.gap() / anchors.tau.square()
 
 
 def _version_3(name: str) -> Method:
@@ -140,7 +130,7 @@ METHODS = (
         name="fastclip-v0",
         normalizer="moving-average",
         temperature_scheme="global",
-        objective=Unscaled,
+        objective=Ratio,
         parts=(NormalizerPart("moving-average", MovingAverageNormalizer, objective=Contrastive),),
         options=(
             Option(

@@ -25,7 +25,7 @@ from openclip_ext.contrastive.estimands import Estimand
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss, without_autocast
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer, Normalizer
-from openclip_ext.contrastive.objectives import Anchors, Objective
+from openclip_ext.contrastive.objectives import Anchors, Objective, Unscaled
 from openclip_ext.contrastive.seeding import generator, linear
 from openclip_ext.contrastive.temperature import ConstantTemperature
 from openclip_ext.losses.method import Method, WholeLoss
@@ -173,26 +173,16 @@ class CrossEntropy(Estimand):
         return torch.zeros_like(contrast.tau)
 
 
-class InfoNce(Objective):
-    """NT-Xent: ``log(1 + N·g)`` over the ``N`` negatives of the batch, not multiplied by τ, without a regulariser."""
+class InfoNce(Unscaled):
+    """NT-Xent: ``log(1 + N·g)`` over the ``N`` negatives of the batch, not multiplied by τ."""
 
     estimand_type = CrossEntropy
-    regularized = False
 
     def __init__(self) -> None:
         super().__init__(CrossEntropy())
 
-    def pair_factor(self, tau: Tensor) -> Tensor:
-        return 1 / tau
-
-    def positive_pair(self, anchors: Anchors, weight_sum: Tensor, contrast: Contrast) -> Tensor:
-        return -weight_sum
-
     def value(self, anchors: Anchors) -> Tensor:
         return anchors.alpha
-
-    def tau_gradient(self, anchors: Anchors) -> Tensor:
-        return -anchors.gap() / anchors.tau.square()
 
 
 class SimClrLoss(TwoViewLoss):

@@ -229,9 +229,9 @@ def _commit(
 def _discard(temporary: Path, target: Path, state_folder: Path) -> None:
     """Remove what a failed save has left; the state that the existing model file needs stays."""
     shutil.rmtree(temporary, ignore_errors=True)
-    target.with_suffix(".pt.tmp").unlink(missing_ok=True)
     if not target.exists():
         shutil.rmtree(state_folder.parent, ignore_errors=True)
+    target.with_suffix(".pt.tmp").unlink(missing_ok=True)
 
 
 def _write(path: Path, content: dict[str, Any]) -> str:
@@ -292,9 +292,12 @@ def _set_aside(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, the model file first: without it the state is no checkpoint."""
-    path.unlink(missing_ok=True)
+    """Delete a checkpoint. Killed in between, it leaves what a killed save leaves, and the next start cleans up."""
+    unfinished = path.with_suffix(".pt.tmp")
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(path, unfinished)
     shutil.rmtree(path.with_suffix(".state"), ignore_errors=True)
+    unfinished.unlink(missing_ok=True)
 
 
 def remove_older_mid_epoch(folder: Path, kept: Path, spared: Container[Path] = ()) -> None:
@@ -317,8 +320,6 @@ def remove_leftovers(folder: Path, spared: Container[Path] = ()) -> None:
         folder: the run's ``checkpoints/``.
         spared: checkpoints whose parts stay as they are.
     """
-    for unfinished in folder.glob("epoch_*.pt.tmp"):
-        unfinished.unlink(missing_ok=True)
     for state in folder.glob("epoch_*.state"):
         model_file = state.with_suffix(".pt")
         if model_file in spared or not state.is_dir():
@@ -332,6 +333,9 @@ def remove_leftovers(folder: Path, spared: Container[Path] = ()) -> None:
                 shutil.rmtree(part, ignore_errors=True)
         if used is None:
             shutil.rmtree(state, ignore_errors=True)
+    # Last: without them a state is taken for one whose model file was lost.
+    for unfinished in folder.glob("epoch_*.pt.tmp"):
+        unfinished.unlink(missing_ok=True)
 
 
 # --- finding and loading ---------------------------------------------------------------------------------------------
@@ -362,6 +366,9 @@ def scan(folder: Path) -> Scan:
             candidates.append((position.epoch, position.step, path))
         except UsageError as error:
             unreadable[path] = str(error)
+    for state in sorted(folder.glob("epoch_*.state")):
+        if _lost_its_model_file(state):
+            unreadable[state.with_suffix(".pt")] = f"{state} has no {state.stem}.pt beside it (deleted or renamed?)"
     for *_, path in sorted(candidates, reverse=True):
         try:
             verify(read(path, mmap=True))
@@ -369,6 +376,13 @@ def scan(folder: Path) -> Scan:
         except UsageError as error:
             unreadable[path] = str(error)
     return Scan(None, unreadable)
+
+
+def _lost_its_model_file(state: Path) -> bool:
+    """Whether a state is of a finished save, and its model file is gone; a killed save leaves an unfinished one."""
+    model_file = state.with_suffix(".pt")
+    is_finished = any(state.glob(f"step_*/{CHECKSUMS}"))
+    return is_finished and not model_file.exists() and not model_file.with_suffix(".pt.tmp").exists()
 
 
 def find_latest(folder: Path) -> Path | None:
@@ -523,21 +537,33 @@ def load_model(model: torch.nn.Module, state_dict: dict[str, torch.Tensor]) -> N
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The lines of a log of JSON lines; what a killed process left unfinished is passed over."""
-    return [content for _, content in _jsonl(path)]
+    return [content for _, content in _jsonl(path) if content is not None]
 
 
-def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Each line, and its content; None where that is no dictionary."""
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
-        with contextlib.suppress(json.JSONDecodeError):
+        content = None
+        with contextlib.suppress(ValueError, RecursionError):
             content = json.loads(line)
-            if isinstance(content, dict):
-                yield line, content
+        yield line, content if isinstance(content, dict) else None
 
 
 def truncate_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Cut the lines that lie beyond a checkpoint, and unfinished ones, out of a log of JSON lines."""
+    """Cut the lines that lie beyond a checkpoint out of a log of JSON lines; and broken ones, with a warning."""
     if not path.is_file():
         return
+    kept, broken = [], 0
+    for line, content in _jsonl(path):
+        try:
+            if content is None:
+                broken += 1
+            elif keep(content):
+                kept.append(line + "\n")
+        except TypeError:  # a step that is no number
+            broken += 1
+    if broken:
+        logging.warning(f"{path}: removed {broken} broken line(s), as a killed run leaves them.")
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(line + "\n" for line, content in _jsonl(path) if keep(content)))
+    temporary.write_text("".join(kept))
     os.replace(temporary, path)

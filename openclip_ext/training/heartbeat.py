@@ -99,7 +99,8 @@ class _Heartbeat:
 
 def _store() -> Any:
     """A connection of our own to the store of the process group: the group's may wait in it."""
-    return dist.distributed_c10d._get_default_store().clone()
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone() if hasattr(store, "clone") else store
 
 
 def _end(missing: list[str], patience: float, leave: Callable[[int], Any] = os._exit) -> None:

@@ -103,11 +103,15 @@ def restore(
 
 
 def cut_logs(folder: Path, position: Position) -> None:
-    """Remove what was logged beyond the checkpoint: those steps come again."""
+    """Remove what was logged beyond the checkpoint, and an evaluation that is in one of the logs only: these come again."""
+    evaluated = not _lacks_evaluation(folder, position)
     ckpt.truncate_jsonl(
-        folder / "metrics.jsonl", lambda line: line.get("step", math.inf) < position.step + ("evaluation" in line)
+        folder / "metrics.jsonl",
+        lambda line: line.get("step", math.inf) < position.step + ("evaluation" in line and evaluated),
     )
-    ckpt.truncate_jsonl(folder / "checkpoints" / "results.jsonl", lambda line: line.get("epoch", 0) <= position.epoch)
+    ckpt.truncate_jsonl(
+        folder / "checkpoints" / "results.jsonl", lambda line: line.get("epoch", 0) < position.epoch + evaluated
+    )
 
 
 def lacks_evaluation(folder: Path | None, position: Position) -> bool:
@@ -118,5 +122,6 @@ def lacks_evaluation(folder: Path | None, position: Position) -> bool:
 def _lacks_evaluation(folder: Path | None, position: Position) -> bool:
     if folder is None or position.step_in_epoch > 0 or position.epoch == 0:
         return False
-    lines = ckpt.read_jsonl(folder / "checkpoints" / "results.jsonl")
-    return all(line.get("epoch") != position.epoch for line in lines)
+    results = ckpt.read_jsonl(folder / "checkpoints" / "results.jsonl")
+    metrics = [line for line in ckpt.read_jsonl(folder / "metrics.jsonl") if "evaluation" in line]
+    return any(all(line.get("epoch") != position.epoch for line in lines) for lines in (results, metrics))

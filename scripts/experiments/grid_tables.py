@@ -87,9 +87,10 @@ def _finalists(grid: dict, schedule: str, family: str, data: str, results: dict)
 
 
 def _short(setting: dict[str, Any]) -> str:
-    """What a setting says beyond the name of its loss."""
+    """The numbers of a setting: what differs within a family."""
     flat = {key: value for key, value in setting.items() if key not in ("loss", "options")} | setting.get("options", {})
-    return ", ".join(f"{key} {value:g}" for key, value in flat.items() if isinstance(value, float | int)) or "defaults"
+    numbers = {key: value for key, value in flat.items() if isinstance(value, float | int) and value is not True}
+    return ", ".join(f"{key} {value:g}" for key, value in numbers.items()) or "defaults"
 
 
 def _with_interval(differences: list[float]) -> str:

@@ -275,3 +275,49 @@ def test_logs_are_cut_to_the_checkpoint_and_unfinished_lines_go(tmp_path):
     log.write_bytes(b'{"step": 1}\n12\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo\xff\0\0')
     ckpt.truncate_jsonl(log, lambda line: line["step"] < 3)
     assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_broken_lines_of_a_log_go_with_a_warning(tmp_path, caplog):
+    log = tmp_path / "metrics.jsonl"
+    log.write_bytes(b'{"step": 1}\n{"step": 2}\n')
+    ckpt.truncate_jsonl(log, lambda line: line["step"] < 3)
+    assert caplog.text == ""
+    log.write_bytes(b'{"step": 1}\n{"step": null}\n[]\n' + b"9" * 5000 + b'\n{"step": 2}\n{"st')
+    ckpt.truncate_jsonl(log, lambda line: line["step"] < 3)
+    assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert "metrics.jsonl: removed 4 broken line(s)" in caplog.text
+
+
+def test_a_state_whose_model_file_was_renamed_is_kept(tmp_path, caplog):
+    good = save(tmp_path, Position(1, 10))
+    save(tmp_path, Position(2, 20)).rename(tmp_path / "best.pt")
+    before = contents(tmp_path)
+    found = ckpt.scan(tmp_path)
+    assert ckpt.newest_of(found, tmp_path) == good
+    assert "epoch_2.state has no epoch_2.pt beside it" in caplog.text
+    ckpt.remove_leftovers(tmp_path, spared=found.unreadable)
+    assert contents(tmp_path) == before
+    good.unlink()
+    with pytest.raises(UsageError, match=r"none of the checkpoints in .* can be read"):
+        ckpt.find_latest(tmp_path)
+
+
+@pytest.mark.parametrize("killed_in", ["rmtree", "unlink"])
+def test_a_removal_killed_at_any_moment_is_finished_at_the_next_start(tmp_path, monkeypatch, caplog, killed_in):
+    class Killed(BaseException):
+        pass
+
+    def kill(*args, **kwargs):
+        raise Killed
+
+    good, other = save(tmp_path, Position(1, 10)), save(tmp_path, Position(0, 4, 4, PROGRESS))
+    before = {name for name in contents(tmp_path) if name.startswith(good.stem)}
+    for removal in (lambda: ckpt.remove(other), lambda: ckpt.remove_leftovers(tmp_path)):
+        with monkeypatch.context() as patched:
+            patched.setattr(*((ckpt.shutil, "rmtree") if killed_in == "rmtree" else (Path, "unlink")), kill)
+            with pytest.raises(Killed):
+                removal()
+        assert ckpt.find_latest(tmp_path) == good
+    assert caplog.text == ""
+    ckpt.remove_leftovers(tmp_path)
+    assert set(contents(tmp_path)) == before

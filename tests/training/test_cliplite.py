@@ -144,4 +144,4 @@ def test_lookahead_without_lookahead_is_refused():
     with pytest.raises(UsageError, match="needs an optimizer with LookAhead, such as --opt timm/lookahead_sgd"):
         create_optimizer(open_clip.create_model("demo-vit"), config, None)
     with pytest.raises(UsageError, match="--lookahead-steps is 0"):
-        parse(["--opt", "timm/lookahead_sgd", "--lookahead-steps", "0"])
+        parse(["--opt", "timm/lookahead_sgd", "--lr", "0.1", "--lookahead-steps", "0"])

@@ -88,6 +88,22 @@ def test_a_resume_falls_back_to_the_newest_readable_checkpoint(shards, whole, tm
     assert_went_on(tmp_path, checkpoints, damaged, foreign, whole)
 
 
+def without_times(log: Path) -> list[dict]:
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return [{key: line[key] for key in line if not key.endswith(("_time", "_per_second"))} for line in lines]
+
+
+@pytest.mark.parametrize("log", ["metrics.jsonl", "checkpoints/results.jsonl"])
+def test_an_evaluation_that_only_one_log_has_is_repeated(shards, whole, tmp_path, log):
+    """The process was killed between the two lines, or one of them is torn."""
+    shutil.copytree(whole, tmp_path / "run")
+    lines = (tmp_path / "run" / log).read_text()
+    (tmp_path / "run" / log).write_text(lines[:-9])
+    assert run(command(shards, tmp_path, "run", "fastclip", "--val-data", shards, "--resume", "latest")) == 0
+    for each in ("metrics.jsonl", "checkpoints/results.jsonl"):
+        assert without_times(tmp_path / "run" / each) == without_times(whole / each)
+
+
 def test_two_ranks_fall_back_together(shards, tmp_path):
     """Rank 1 looks at nothing that rank 0 has not repaired; both take the same checkpoint."""
     argv = [*command(shards, tmp_path, "whole", "fastclip", "--val-data", shards), "--batch-size", "8"]
@@ -306,6 +322,7 @@ def test_leftovers_of_killed_saves_go_at_the_next_start(shards, tmp_path):
     )
     shutil.copytree(checkpoints / "epoch_1_step_7.state" / "step_7", checkpoints / "epoch_latest.state" / "step_9")
     (checkpoints / "epoch_2.pt.tmp").write_bytes(b"half")
+    (checkpoints / "epoch_0_step_4.pt.tmp").write_bytes(b"half")
     (checkpoints / "epoch_7.pt").write_bytes(b"not mine")
     (checkpoints / "epoch_7.state" / "step_1").mkdir(parents=True)
     (checkpoints / "epoch_7.state" / "step_1" / "shared.pt").write_bytes(b"not mine")
