@@ -7,6 +7,7 @@ is a change of one file. ``check_version`` names what was tried.
 
 import argparse
 import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -29,6 +30,8 @@ SIGLIP_EXCHANGES = (
     "open_clip.loss.neighbour_exchange_bidir_with_grad",
 )
 _PARTS = ("normalizer", "temperature_scheme", "views")
+# Options of a loss that learns the model's temperature which only our training program heeds.
+_MODELS_TEMPERATURE = ("temperature", "temperature_min", "temperature_max", "lr_tau")
 
 
 def check_version() -> str:
@@ -56,7 +59,7 @@ def parse_openclip_args(argv: list[str]) -> argparse.Namespace:
     check_version()
     from open_clip_train.params import parse_args
 
-    return parse_args(argv)
+    return inspect.unwrap(parse_args)(argv)  # not register()'s, which knows our flags, too
 
 
 # --- set-up: device, logging, seeds ----------------------------------------------------------------------------------
@@ -231,10 +234,12 @@ def start_remote_sync(every_seconds: int, local: str, remote: str, protocol: str
 
 
 def register() -> None:
-    """Let ``open_clip.create_loss(args)`` build our losses, too.
+    """Let OpenCLIP's own training script train our losses: ``open_clip_train.main`` then knows ``--loss`` and its options.
 
-    Afterwards it returns ours when ``args.loss`` names one (options are read from attributes of ``args`` named like
-    the options, ``loss_eps`` for ``eps``), and OpenCLIP's otherwise. Calling it again changes nothing.
+    Call it before ``open_clip_train.main.main(argv)``. ``open_clip.create_loss(args)`` then builds ours when ``args.loss``
+    names one, and OpenCLIP's otherwise. Options are read from ``args.loss_options``, a dictionary that the parser fills, and
+    from attributes of ``args`` named like the flags (``loss_eps`` for ``--loss-eps``). The loss is told each epoch. Calling
+    ``register`` again changes nothing.
 
     OpenCLIP's loop hands a loss no index, calls it once per micro-batch, and trains and saves the model alone. The built
     function therefore raises ``ValueError`` for a loss that needs the index, for one with trained modules of its own, and
@@ -242,16 +247,61 @@ def register() -> None:
     """
     import open_clip
     import open_clip.factory
+    import open_clip_train.params
+    import open_clip_train.train
 
     check_version()
-    if hasattr(open_clip.create_loss, "__wrapped__"):
-        create = open_clip.create_loss
-    else:
-        create = _extended_create_loss(open_clip.create_loss)
-    # open_clip_train.main binds the function by name when it is imported.
-    modules: list[Any] = [open_clip, open_clip.factory, sys.modules.get("open_clip_train.main")]
+    # open_clip_train.main binds the functions by name when it is imported.
+    script = sys.modules.get("open_clip_train.main")
+    _replace("create_loss", _extended_create_loss, open_clip, open_clip.factory, script)
+    _replace("parse_args", _extended_parse_args, open_clip_train.params, script)
+    _replace("train_one_epoch", _announced_epoch, open_clip_train.train, script)
+
+
+def _replace(name: str, extended: Callable[[Callable], Callable], *modules: Any) -> None:
+    """Bind an extended function in all modules, unless the first has one already."""
+    function = getattr(modules[0], name)
+    if not hasattr(function, "__wrapped__"):
+        function = extended(function)
     for module in filter(None, modules):
-        module.create_loss = create
+        setattr(module, name, function)
+
+
+def _extended_parse_args(original: Callable) -> Callable:
+    """OpenCLIP's parser with ``--loss`` and its options, which it would take for an abbreviation of ``--loss-dist-impl``."""
+
+    @functools.wraps(original)
+    def parse_args(argv: list[str]) -> argparse.Namespace:
+        from openclip_ext.training import flags
+
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        flags.add_loss_flags(parser.add_argument_group("losses of openclip_ext"))
+        if any(argument in ("-h", "--help") for argument in argv):
+            parser.print_help()
+        ours, rest = parser.parse_known_args(argv)
+        args = original(rest)
+        args.loss_options = vars(ours)
+        args.loss = args.loss_options.pop("loss")
+        try:
+            flags.reconcile_siglip(args)
+            flags.check_loss_flags(flags.LossChoice(args.loss, args.loss_options))
+        except ValueError as error:
+            parser.error(str(error))
+        return args
+
+    return parse_args
+
+
+def _announced_epoch(original: Callable) -> Callable:
+    """OpenCLIP's epoch, announced to the loss."""
+
+    @functools.wraps(original)
+    def train_one_epoch(model: Any, data: Any, loss: Any, epoch: int, *others: Any, **options: Any) -> Any:
+        if hasattr(loss, "start_epoch"):
+            loss.start_epoch(epoch)
+        return original(model, data, loss, epoch, *others, **options)
+
+    return train_one_epoch
 
 
 def _extended_create_loss(original: Callable) -> Callable:
@@ -260,8 +310,13 @@ def _extended_create_loss(original: Callable) -> Callable:
     @functools.wraps(original)
     def create_loss(args: argparse.Namespace) -> nn.Module:
         name = getattr(args, "loss", None)
-        if name is None or name in OPENCLIP_LOSSES:
+        if name is None:
             return original(args)
+        if name in OPENCLIP_LOSSES:
+            # The name decides, and not only the flag --siglip.
+            return original(argparse.Namespace(**{**vars(args), "siglip": name == "siglip"}))
+        if getattr(args, "distill", False):
+            raise ValueError(f"--loss {name} does not distill; leave out --distill-model, or use --loss openclip")
         options = _loss_options(name, args)
         parts = {part: options.get(part) for part in _PARTS}
         if "num_samples" in registry.requirements_of(name, **parts):
@@ -281,9 +336,20 @@ def _extended_create_loss(original: Callable) -> Callable:
                 f"--loss {name} trains modules of its own with the model, and OpenCLIP's optimizer has the model's parameters "
                 "only. Train it with: python -m openclip_ext.training.main"
             )
+        _warn_of_temperature_options(loss, name, options)
         return loss
 
     return create_loss
+
+
+def _warn_of_temperature_options(loss: Any, name: str, options: dict[str, Any]) -> None:
+    """OpenCLIP's loop keeps its own start, bounds and learning rate of the model's temperature."""
+    given = ", ".join("--" + option.replace("_", "-") for option in _MODELS_TEMPERATURE if option in options)
+    if loss.learns_logit_scale and given:
+        logging.warning(
+            f"{given}: no effect on --loss {name} in OpenCLIP's loop, which has its own start, bounds and learning rate of "
+            "the temperature. For them use: python -m openclip_ext.training.main"
+        )
 
 
 def _loss_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -291,9 +357,12 @@ def _loss_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
     from openclip_ext.losses import registry
     from openclip_ext.losses.registry import OPTIONS
 
+    given = getattr(args, "loss_options", {})
+
     def value_of(option: str) -> Any:
-        return getattr(args, OPTIONS[option].flag.removeprefix("--").replace("-", "_"), None)
+        return given.get(option, getattr(args, OPTIONS[option].flag.removeprefix("--").replace("-", "_"), None))
 
     parts = {part: value_of(part) for part in _PARTS}
     used = [*parts, *registry.options_used_by(name, **parts)]
-    return {option: value_of(option) for option in used if value_of(option) is not None}
+    # None is a value where the user gave it; as an attribute of args it means that nothing was given.
+    return {option: value_of(option) for option in used if option in given or value_of(option) is not None}

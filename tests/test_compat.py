@@ -1,6 +1,9 @@
 """``register()``: stock OpenCLIP builds our losses, and refuses what its loop cannot do."""
 
 import argparse
+import re
+import sys
+from pathlib import Path
 
 import open_clip
 import open_clip.factory
@@ -11,6 +14,7 @@ import torch.nn.functional as F
 import openclip_ext
 from openclip_ext import compat
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
+from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
 
 
@@ -18,13 +22,19 @@ from openclip_ext.model_configs import add_model_configs
 def registered():
     """Register, and leave OpenCLIP as it was for the other tests."""
     from open_clip_train import main as script
+    from open_clip_train import params, train
 
-    originals = [(place, place.create_loss) for place in (open_clip, open_clip.factory, script)]
+    places = {
+        "create_loss": (open_clip, open_clip.factory, script),
+        "parse_args": (params, script),
+        "train_one_epoch": (train, script),
+    }
+    originals = [(place, name, getattr(place, name)) for name, modules in places.items() for place in modules]
     add_model_configs()
     openclip_ext.register()
     yield
-    for place, original in originals:
-        place.create_loss = original
+    for place, name, original in originals:
+        setattr(place, name, original)
 
 
 def openclip_args(**changes) -> argparse.Namespace:
@@ -100,3 +110,95 @@ def test_embedding_width_of_all_kinds_of_configurations():
     assert compat.embedding_dim("hf-hub:somebody/model", custom) == 64
     with pytest.raises(ValueError, match="embedding width"):
         compat.embedding_dim("no-such-model")
+
+
+# --- OpenCLIP's own training script ----------------------------------------------------------------------------------
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    from open_clip_train.main import parse_args
+
+    return parse_args(["--model", "demo-vit", *argv])
+
+
+def test_the_stock_parser_knows_our_losses_and_their_options():
+    args = parse(
+        "--loss", "neuclip", "--prototypes", "12", "--restart-every", "none", "--loss-eps", "1e-6", "--lr", "1e-3"
+    )
+    assert (args.loss, args.loss_dist_impl, args.siglip, args.lr) == ("neuclip", None, False, 1e-3)
+    loss = open_clip.create_loss(openclip_args(**vars(args) | {"distill": False, "rank": 0, "world_size": 1}))
+    assert isinstance(loss, GlobalContrastiveLoss)
+    assert len(loss.normalizer.prototypes[0]) == 12
+    assert loss.normalizer.restart_every is None
+    assert loss.objective.estimand.eps == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("argv", "kind"),
+    [
+        ([], open_clip.ClipLoss),
+        (["--loss", "openclip"], open_clip.ClipLoss),
+        (["--loss", "siglip"], open_clip.loss.SigLipLoss),
+        (["--siglip"], open_clip.loss.SigLipLoss),
+        (["--siglip", "--loss-dist-impl", "gather"], open_clip.loss.SigLipLoss),
+    ],
+)
+def test_the_stock_parser_with_openclips_losses(argv, kind):
+    args = parse(*argv)
+    assert args.siglip == (kind is open_clip.loss.SigLipLoss)
+    args.distill, args.rank, args.world_size = False, 0, 1
+    assert type(open_clip.create_loss(args)) is kind
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--loss", "neuclp"], "Did you mean 'neuclip'"),
+        (["--loss", "neuclip", "--gamma", "0.3"], "--gamma is not used by --loss neuclip"),
+        (["--gamma", "0.3"], "--gamma is not used by --loss openclip"),
+        (["--loss", "neuclip", "--siglip"], "contradict each other"),
+        (["--loss", "neuclip", "--prototypes", "many"], "expected an integer"),
+    ],
+)
+def test_the_stock_parser_refuses(argv, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(*argv)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_siglip_by_name_is_not_clip():
+    args = openclip_args(loss="siglip")
+    assert type(open_clip.create_loss(args)) is open_clip.loss.SigLipLoss
+
+
+def test_options_of_the_models_temperature_are_said_to_have_no_effect(caplog):
+    open_clip.create_loss(openclip_args(loss="neuclip", loss_options={"lr_tau": 1e-4, "prototypes": 4}))
+    assert "--lr-tau: no effect on --loss neuclip in OpenCLIP's loop" in caplog.text
+
+
+def test_our_own_parser_is_not_changed():
+    from openclip_ext.training import flags
+
+    args, choice = flags.parse(["--model", "demo-vit", "--loss", "neuclip", "--prototypes", "12"])
+    assert choice == flags.LossChoice("neuclip", {"prototypes": 12})
+    assert not hasattr(args, "loss_options")
+
+
+def test_the_recipe_of_the_guide_trains_our_loss(tmp_path, monkeypatch):
+    built = []
+    create = registry.create_loss
+    monkeypatch.setattr(
+        registry, "create_loss", lambda *args, **options: built.append(create(*args, **options)) or built[0]
+    )
+    data = ["--dataset-type", "synthetic", "--train-num-samples", "8", "--batch-size", "4", "--workers", "0"]
+    run = ["--epochs", "2", "--device", "cpu", "--precision", "fp32", "--logs", str(tmp_path), "--name", "run"]
+    guide = (Path(__file__).parents[1] / "docs" / "coming-from-openclip.md").read_text(encoding="utf-8")
+    recipe = re.search(r"as `train_clip.py`:\n\n```python\n(.*?)```", guide, flags=re.DOTALL)[1]
+    argv = ["train_clip.py", "--model", "demo-vit", "--loss", "amorlip", "--fit-every", "1", *data, *run]
+    monkeypatch.setattr(sys, "argv", argv)
+    exec(recipe, {})
+    assert isinstance(built[0], GlobalContrastiveLoss)
+    assert (built[0].calls, built[0].epoch) == (4, 1)
+    assert built[0].normalizer.fit_every == 1
+    assert "loss: amorlip" in (tmp_path / "run" / "params.txt").read_text()

@@ -101,7 +101,7 @@ class ContrastiveLoss(nn.Module):
             image_features, text_features: ``(B_local, d)``, unit norm, any floating-point type; for a loss of two views the
                 embeddings of the first and of the second views. Samples with a non-finite feature are left out, without
                 waiting for the device, and reported by :meth:`pop_nonfinite` (OpenCLIP's own losses only report them).
-            logit_scale: 0-d or one element, ``1/τ``. If it is not finite, the loss is 0 and nothing changes.
+            logit_scale: 0-d or one element, ``1/τ``. If it is not finite and positive, the loss is 0 and nothing changes.
             logit_bias: OpenCLIP's; it cancels in a softmax, and only sigmoid losses use it.
             index: ``(B_local,)`` positions of the samples in the data set; ignored by losses that need none.
             output_dict: return the terms.
@@ -113,7 +113,7 @@ class ContrastiveLoss(nn.Module):
         Raises:
             ValueError: wrong shapes or types; too few samples to contrast; an index that is missing, or (at once on the
                 CPU, at the next :meth:`metrics` or :meth:`pop_nonfinite` on other devices) outside of ``[0, num_samples)``;
-                in the first two calls in training mode, a scale that is not positive.
+                in the first two calls in training mode, a negative scale.
 
         Warns:
             UserWarning: in training mode, of what is probably a mistake of the loop: features of another length than 1 or
@@ -122,7 +122,7 @@ class ContrastiveLoss(nn.Module):
         """
         with contextlib.nullcontext() if self.follows_autocast else without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index, learning=self.training)
-            checked = self.training and not torch.compiler.is_compiling()
+            checked = self.training and not (torch.compiler.is_compiling() or image_features.is_meta)
             if checked:
                 self._check_outputs(outputs)
                 checked = self._check_loop(batch)
@@ -195,7 +195,7 @@ class ContrastiveLoss(nn.Module):
         """Return ``(call, indices)`` of this process's non-finite samples since the last call of this method.
 
         The first call is number 0. Samples without an index are named by their position in the batch. An entry without
-        indices says that ``logit_scale`` was not finite. Waits for the device.
+        indices says that ``logit_scale`` was not finite and positive. Waits for the device.
 
         Raises:
             ValueError: a step came with other samples than :meth:`prefetch` was given.
@@ -319,7 +319,8 @@ class ContrastiveLoss(nn.Module):
             names = index.to(finite.device, torch.int64)
         else:
             names = torch.arange(len(finite), device=finite.device)
-        self.nonfinite.add(self.calls, names, ~finite, ~torch.isfinite(batch.logit_scale.detach()))
+        scale = batch.logit_scale.detach()
+        self.nonfinite.add(self.calls, names, ~finite, ~(torch.isfinite(scale) & (scale > 0)))
 
 
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

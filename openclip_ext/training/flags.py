@@ -56,9 +56,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, LossChoice]:
     given = vars(ours)
     loss_options = {name: given.pop(name) for name in OPTIONS if name in given}
     vars(args).update(given)
-    _reconcile_siglip(args)
+    reconcile_siglip(args)
     choice = LossChoice(args.loss, loss_options)
-    _check_loss_flags(choice)
+    check_loss_flags(choice)
     _check_temperature(choice)
     _check_run_flags(args)
     return args, choice
@@ -186,7 +186,7 @@ def _print_help(parser: argparse.ArgumentParser) -> None:
     compat.parse_openclip_args(["--help"])
 
 
-def _reconcile_siglip(args: argparse.Namespace) -> None:
+def reconcile_siglip(args: argparse.Namespace) -> None:
     """``--siglip`` and ``--loss siglip`` say the same."""
     if args.loss is None:
         args.loss = "siglip" if args.siglip else compat.OPENCLIP_LOSSES[0]
@@ -195,7 +195,8 @@ def _reconcile_siglip(args: argparse.Namespace) -> None:
     args.siglip = args.loss == "siglip"
 
 
-def _check_loss_flags(choice: LossChoice) -> None:
+def check_loss_flags(choice: LossChoice) -> None:
+    """Raise UsageError for an unknown loss, and for an option that the loss does not use."""
     used = _options_used(choice)
     for name in choice.options:
         if name not in used and name not in PARTS:
