@@ -23,6 +23,7 @@ import os
 import random
 import re
 import shutil
+import zipfile
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -465,8 +466,10 @@ def _load(path: Path, mmap: bool = False) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise UsageError(f"{path} does not exist: the checkpoint is incomplete") from error
     except Exception as error:  # torch.load raises many kinds for a damaged file
-        reason = str(error).strip().splitlines()[:1]
-        raise UsageError(f"cannot read {path}: {reason[0] if reason else type(error).__name__}") from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if not isinstance(error, OSError) and not zipfile.is_zipfile(path):
+            reason = "it is empty, cut off, or no file of torch.save"
+        raise UsageError(f"cannot read {path}: {reason}") from error
     if not isinstance(content, dict):
         raise UsageError(f"{path} holds no training checkpoint, but a {type(content).__name__}")
     return content

@@ -17,6 +17,7 @@ a run have the run's outcome.
 """
 
 import argparse
+import contextlib
 import random
 import shutil
 import sys
@@ -44,6 +45,7 @@ from scripts.faults.programs import (
 )
 from tests.training.runs import make_shards
 
+OUTCOMES = ("survived", "refused", "lost", "silent")
 RESTARTS = 4
 # Fewer than a run of forks has: all losses are to have their turn.
 PER_RUN_OF_TORCHRUN = 2
@@ -89,18 +91,12 @@ class Tally:
         return sum(self.outcomes.values())
 
 
-OUTCOMES = ("survived", "refused", "lost", "silent")
-
-
 def unfinished_saves(run: Path) -> set[tuple[str, int]]:
     """What a save leaves when it is killed, until the next start cleans up."""
     found = set()
     for pattern in ("checkpoints/*.pt.tmp", "checkpoints/*.state/tmp_step_*"):
-        for path in run.glob(pattern):
-            try:
-                found.add((str(path.relative_to(run)), path.stat().st_mtime_ns))
-            except FileNotFoundError:
-                continue  # finished
+        with contextlib.suppress(FileNotFoundError):  # finished or removed meanwhile
+            found |= {(str(path.relative_to(run)), path.stat().st_mtime_ns) for path in run.glob(pattern)}
     return found
 
 

@@ -193,6 +193,14 @@ def test_foreign_files_are_passed_over(tmp_path, caplog, content, message):
     assert message in caplog.text
 
 
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\3\4"])
+def test_what_is_no_file_of_torch_is_named_so(tmp_path, content):
+    path = tmp_path / "epoch_1.pt"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"cannot read .*epoch_1\.pt: it is empty, cut off, or no file of torch"):
+        ckpt.read(path, mmap=True)
+
+
 def test_nothing_is_resumed_where_no_checkpoint_can_be_read(tmp_path):
     for epoch in (1, 2):
         flip(save(tmp_path, Position(epoch, 10 * epoch)))
