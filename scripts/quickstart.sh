@@ -47,8 +47,10 @@ say "3/4 Zero-shot classification and retrieval on the test split"
 say "4/4 Curves"
 "$python" scripts/plot_run.py demo/runs/*/ --output demo/curves.png
 
-say "Done. The checkpoint loads with stock OpenCLIP (demo/runs/$loss/checkpoints/epoch_$epochs.pt), the curves are in
-    demo/curves.png."
+say "Done. The curves are in demo/curves.png. Stock OpenCLIP loads the checkpoint:
+    open_clip.add_model_config('demo/runs/$loss/model_config')
+    model, _, preprocess = open_clip.create_model_and_transforms(
+        'demo-resnet', pretrained='demo/runs/$loss/checkpoints/epoch_$epochs.pt')"
 if [[ "$loss" != openclip ]]; then
   printf '    To compare with OpenCLIP'"'"'s own loss: bash scripts/quickstart.sh openclip\n'
 fi
