@@ -527,15 +527,26 @@ def _saved_tables(names: list[str], rank_files: Sequence[Path]) -> dict[str, lis
     return {name: [open_table(_table_file(file, name)) for file in rank_files] for name in names}
 
 
-def load_model(model: torch.nn.Module, state_dict: dict[str, torch.Tensor]) -> None:
-    """Load weights saved with or without DistributedDataParallel's ``module.`` into a model with or without it."""
+def load_model(
+    model: torch.nn.Module, state_dict: dict[str, torch.Tensor], source: str | Path = "the checkpoint"
+) -> None:
+    """Load weights saved with or without DistributedDataParallel's ``module.`` into a model with or without it.
+
+    Args:
+        model: is changed.
+        state_dict: the weights.
+        source: where they come from, for the message.
+
+    Raises:
+        UsageError: they do not fit the model.
+    """
     state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
     try:
         model.load_state_dict(state_dict)
     except RuntimeError as error:
-        raise UsageError(f"the checkpoint is of another model: {str(error)[:500]}") from error
+        raise UsageError(f"{source} is of another model: {str(error)[:500]}") from error
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

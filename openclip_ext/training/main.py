@@ -165,7 +165,7 @@ def _evaluate_only(
     position = Position()
     weights: str | Path | None = config.model.pretrained
     if checkpoint is not None:
-        ckpt.load_model(built.model, checkpoint.model_file["state_dict"])
+        ckpt.load_model(built.model, checkpoint.model_file["state_dict"], checkpoint.path)
         position, weights = checkpoint.position, checkpoint.path
     if distributed.is_master():
         heads = read_heads(weights) if weights else None

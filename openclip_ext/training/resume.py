@@ -89,7 +89,7 @@ def restore(
         return Position()
     ckpt.check_identity(checkpoint, identity)
     content = checkpoint.model_file
-    ckpt.load_model(model, content["state_dict"])
+    ckpt.load_model(model, content["state_dict"], checkpoint.path)
     try:
         parallel.load_optimizer_state_dict(model, optimizer, content["optimizer"])
     except (KeyError, ValueError) as error:
