@@ -29,10 +29,12 @@ class Verdict:
 
     Attributes:
         good: 0-d bool, the same on all ranks: all gradients are finite, and some sample is valid.
+        has_valid: 0-d bool, the same on all ranks: some sample is valid, so that the loss has a value.
         bad_rows: ``(B_local,)`` bool, samples with non-finite pixels, or if there are none, features.
     """
 
     good: Tensor
+    has_valid: Tensor
     bad_rows: Tensor
 
 
@@ -45,11 +47,14 @@ class SkippedStep:
         samples: indices of this rank's samples with non-finite pixels or features; those of its whole batch if there are
             none.
         are_bad: which of the two.
+        has_loss: whether some sample of the global batch was valid. With a gradient scaler such a step is ordinary: float16
+            gradients overflowed, and the scale is lowered.
     """
 
     number: int
     samples: list[int]
     are_bad: bool
+    has_loss: bool
 
 
 class StepGuard:
@@ -111,12 +116,13 @@ class StepGuard:
         flags = torch.stack([~_all_finite(parameters), has_valid]).to(torch.float32)
         if distributed.world_size() > 1:
             flags = distributed.all_reduce_max(flags)
-        good = (flags[0] == 0) & (flags[1] > 0)
+        any_valid = flags[1] > 0
+        good = (flags[0] == 0) & any_valid
         if not good.is_cpu or not good:
             # BatchNorm makes the features of all samples NaN: look for those that began it.
             bad_images = torch.cat([~image.flatten(1).isfinite().all(dim=1) for image in images])
             bad_rows = torch.where(bad_images.any(), bad_images, bad_rows)
-        return Verdict(good, bad_rows)
+        return Verdict(good, any_valid, bad_rows)
 
     # --- the update -------------------------------------------------------------------------------------------------
 
@@ -209,7 +215,7 @@ class _Pending:
     def __init__(self, number: int, names: Tensor, verdict: Verdict) -> None:
         self._number, self._names = number, names
         self._arrived: torch.cuda.Event | None = None
-        flags = torch.cat([verdict.good[None], verdict.bad_rows])
+        flags = torch.cat([verdict.good[None], verdict.has_valid[None], verdict.bad_rows])
         self.is_on_host = flags.is_cpu
         if flags.is_cuda:
             self._flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
@@ -224,9 +230,9 @@ class _Pending:
         return bool(self._flags[0])
 
     def report(self) -> SkippedStep:
-        bad_rows = self._flags[1:].cpu()
+        bad_rows = self._flags[2:].cpu()
         samples = self._names[bad_rows] if bad_rows.any() else self._names
-        return SkippedStep(self._number, samples.tolist(), bool(bad_rows.any()))
+        return SkippedStep(self._number, samples.tolist(), bool(bad_rows.any()), bool(self._flags[1]))
 
 
 def _all_finite(parameters: list[nn.Parameter]) -> Tensor:

@@ -198,8 +198,8 @@ class Trainer:
         skipped = self.step.guard.learn(wait=is_logged)
         self._report_skipped(skipped)
         if is_logged:
-            was_skipped = any(step.number == position.step for step in skipped)
-            self._report(terms, sum(len(batch["text"]) for batch in batches), was_skipped)
+            has_loss = all(step.has_loss for step in skipped if step.number == position.step)
+            self._report(terms, sum(len(batch["text"]) for batch in batches), has_loss)
         self.reporter.advance()
         position.step += 1
         position.step_in_epoch += 1
@@ -239,19 +239,26 @@ class Trainer:
             samples = [sample for part in named for sample in part.samples]
             what = "samples" if named[0].are_bad else "its gradients; the batch has samples"
             more = f" and {len(samples) - _NAMED_SAMPLES} more" if len(samples) > _NAMED_SAMPLES else ""
-            if distributed.is_master():
+            if not distributed.is_master():
+                continue
+            if self.step.scaler is not None and step.has_loss and not named[0].are_bad:
+                logging.info(
+                    f"Step {step.number} changed nothing: gradients overflowed. The loss scale falls to "
+                    f"{self.step.scaler.get_scale():g}. Skipped so far: {self.step.guard.skipped}"
+                )
+            else:
                 logging.warning(
                     f"Step {step.number} changed nothing. Not finite: {what} {samples[:_NAMED_SAMPLES]}{more}. Skipped so "
                     f"far: {self.step.guard.skipped}"
                 )
 
-    def _report(self, terms: dict[str, Tensor], local_samples: int, was_skipped: bool) -> None:
+    def _report(self, terms: dict[str, Tensor], local_samples: int, has_loss: bool) -> None:
         """Log a step. This is where the host waits for the device."""
         position, world_size = self.position, distributed.world_size()
         values = distributed.all_reduce_sum(torch.stack([value.float() for value in terms.values()])) / world_size
         named = dict(zip(terms, values.tolist(), strict=True))
         metrics = self.loss.metrics()
-        if was_skipped:
+        if not has_loss:
             # What the loss gives without valid samples, 0, is no loss.
             named, metrics = dict.fromkeys(named, math.nan), metrics | {"infonce": math.nan}
         global_batch = local_samples * world_size
