@@ -6,7 +6,6 @@ This file assembles the parts, in the order of the data flow; the parts do the w
 import functools
 import logging
 import sys
-from collections.abc import Container
 from pathlib import Path
 
 from torch import nn
@@ -93,7 +92,7 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
     )
     position = resume.restore(start.checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
     if folder is not None and distributed.is_master():
-        _begin_folder(config, folder, position, start.unreadable)
+        _begin_folder(config, folder, position, start)
     announce(identity, config.loss.options, built.model, loss, steps_per_epoch, config.length.epochs)
     settings = config.step.settings(built.device)
     trainer = Trainer(
@@ -143,12 +142,15 @@ def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveL
     return parallel.distribute(built.model, config.parallel, built.device, keep_whole=config.evaluation.is_wanted)
 
 
-def _begin_folder(config: TrainingConfig, folder: Path, position: Position, unreadable: Container[Path]) -> None:
+def _begin_folder(config: TrainingConfig, folder: Path, position: Position, start: Start) -> None:
     """Write what the folder says about the run, and bring the rest to where the run goes on."""
     run_folder.write_settings(folder, config.flags, config.loss.name, dict(config.loss.options))
     write_model_config(config.model, folder)
     resume.cut_logs(folder, position)
-    ckpt.remove_leftovers(folder / "checkpoints", spared=unreadable)
+    ckpt.remove_leftovers(folder / "checkpoints", spared=start.unreadable)
+    if start.checkpoint is not None:
+        # The run may have been killed after its last save and before it removed those that the save had overtaken.
+        ckpt.remove_older_mid_epoch(folder / "checkpoints", kept=start.checkpoint.path, spared=start.unreadable)
     if config.copy_codebase:
         run_folder.copy_codebase(folder)
 

@@ -104,6 +104,20 @@ def test_an_evaluation_that_only_one_log_has_is_repeated(shards, whole, tmp_path
         assert without_times(tmp_path / "run" / each) == without_times(whole / each)
 
 
+def test_what_the_last_save_had_overtaken_goes_at_the_next_start(shards, tmp_path):
+    """The process was killed between the run's last save and the removal of the one in mid-epoch."""
+    argv = command(shards, tmp_path, "run", "openclip", "--save-every-steps", "2", "--resume", "latest")
+    assert run(argv, stop_after=8) == EXIT_AFTER_SIGTERM
+    checkpoints = tmp_path / "run" / "checkpoints"
+    shutil.copytree(checkpoints, tmp_path / "killed")
+    assert run(argv) == 0
+    expected = set(files_of(checkpoints))
+    shutil.copytree(tmp_path / "killed", checkpoints, dirs_exist_ok=True)
+    assert set(files_of(checkpoints)) > expected
+    assert run(argv) == 0
+    assert set(files_of(checkpoints)) == expected
+
+
 def test_two_ranks_fall_back_together(shards, tmp_path):
     """Rank 1 looks at nothing that rank 0 has not repaired; both take the same checkpoint."""
     argv = [*command(shards, tmp_path, "whole", "fastclip", "--val-data", shards), "--batch-size", "8"]
