@@ -15,7 +15,7 @@ from openclip_ext.data.scan import parse_keys
 from openclip_ext.data.shardlist import is_local, local_path
 from openclip_ext.data.shards import open_stream
 from openclip_ext.data.source import BadDataError, BadSampleError, RawSample, Source, decode_fields
-from openclip_ext.data.workers import leave_process_group, unchanged
+from openclip_ext.data.workers import leave_process_group, start_workers, unchanged
 
 # Index in the data set, or None where nobody counted; image; caption.
 Sample = tuple[int | None, Image.Image, str]
@@ -146,7 +146,7 @@ class EvalLoader:
         )
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for batch in self._loader:
+        for batch in start_workers(self._loader):
             if "error" in batch:
                 raise BadDataError(batch["error"])
             yield batch

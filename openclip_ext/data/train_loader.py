@@ -24,7 +24,7 @@ from openclip_ext.data.flip import flip_at_random
 from openclip_ext.data.hashing import Purpose, hash_int
 from openclip_ext.data.order import EpochOrder, Layout, Segment, layout_from_dict, layout_to_dict
 from openclip_ext.data.source import BadDataError, BadSampleError, RawSample, Reader, Source
-from openclip_ext.data.workers import leave_process_group, unchanged
+from openclip_ext.data.workers import leave_process_group, start_workers, unchanged
 
 Transform = Callable[[Image.Image], Tensor]
 Tokenizer = Callable[[str], Tensor]
@@ -429,7 +429,7 @@ class TrainLoader:
             )
         self._bad_this_epoch = 0
         self._requests.epoch, self._requests.seen, self._requests.batches = epoch, seen, range(start, total)
-        for number, batch in enumerate(self._loader, start=start):
+        for number, batch in enumerate(start_workers(self._loader), start=start):
             if "error" in batch:
                 raise BadDataError(batch["error"])
             self._count_bad(batch.pop("bad", ()))

@@ -1,17 +1,52 @@
 """Shared by the workers of all DataLoaders here."""
 
+import contextlib
 import os
+import signal
+from collections.abc import Iterator
 from typing import Any
+
+from torch.utils.data import DataLoader
+
+# What torchrun, SLURM and a terminal send to the whole process group; the training process answers with a checkpoint.
+_TO_THE_GROUP = {
+    number for name in ("SIGINT", "SIGTERM", "SIGUSR1") if (number := getattr(signal, name, None)) is not None
+}
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_THE_GROUP)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def start_workers(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Return ``iter(loader)``; a signal to the process group meanwhile does not kill a worker.
+
+    A new worker is in the group until it ran :func:`leave_process_group`. It inherits that signals are held until then.
+    """
+    with _signals_held():
+        return iter(loader)
 
 
 def leave_process_group(worker: int) -> None:
-    """Keep signals to the process group from killing a worker (``worker_init_fn``).
+    """Keep signals to the process group from killing a worker (``worker_init_fn``, with :func:`start_workers`).
 
-    torchrun and SLURM send SIGTERM and SIGUSR1 to the whole group; the training process answers with a checkpoint, for
-    which its workers have to be alive. It ends them itself, and they end by themselves when it is gone.
+    The training process needs its workers for the steps until it has saved a checkpoint. It ends them itself, and they
+    end by themselves when it is gone.
     """
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)
+    if hasattr(signal, "pthread_sigmask"):
+        while pending := signal.sigpending() & _TO_THE_GROUP:
+            signal.sigwait(pending)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_THE_GROUP)
 
 
 def unchanged(batch: Any) -> Any:

@@ -1,10 +1,10 @@
 """Kill trainings at random moments, start them again, and compare their end with that of uninterrupted ones.
 
-    python -m scripts.faults.kill_runs --kills 200 --under-torchrun 30 --seed 0
+    python -m scripts.faults.kill_runs --kills 200 --under-torchrun 200 --per-run 4 --seed 0
 
 All losses take turns, on 1 and on 2 ranks. A run is killed (SIGKILL) several times: all its processes at once, one rank,
-or torchrun alone; in about half of the kills while a checkpoint is being written. Most runs are forks, which start
-fast; ``--under-torchrun`` says how many of the kills hit programs that torchrun started. A kill is
+or torchrun alone; in about half of the kills while a checkpoint is being written. ``--under-torchrun`` says how many of the
+kills hit programs that torchrun started; the others are forks, which start fast. A kill is
 
 - *survived* if the run, started again, ended as the uninterrupted one: the same model, optimizer, loss state and tables
   bit for bit, the same logs line by line, and the same files,
@@ -47,8 +47,6 @@ from tests.training.runs import make_shards
 
 OUTCOMES = ("survived", "refused", "lost", "silent")
 RESTARTS = 4
-# Fewer than a run of forks has: all losses are to have their turn.
-PER_RUN_OF_TORCHRUN = 2
 
 
 @dataclass(frozen=True)
@@ -202,7 +200,7 @@ def kill_many(kills: int, under_torchrun: int, per_run: int, losses: Sequence[st
     Args:
         kills: in all.
         under_torchrun: how many of them on programs that torchrun started; they come first.
-        per_run: how many a run of forks gets.
+        per_run: how many a run gets, at most.
         losses: take turns, each on 1 and on 2 ranks.
         seed: of the kills.
         folder: for the runs; one that did not survive stays there.
@@ -220,9 +218,7 @@ def kill_many(kills: int, under_torchrun: int, per_run: int, losses: Sequence[st
         more = () if torchrun else ("--model", SMALL_MODEL)
         whole = uninterrupted(loss, ranks, *more)
         left = (under_torchrun if torchrun else kills) - tally.kills
-        planned = [
-            Kill.drawn(rng, ranks, torchrun) for _ in range(min(left, PER_RUN_OF_TORCHRUN if torchrun else per_run))
-        ]
+        planned = [Kill.drawn(rng, ranks, torchrun) for _ in range(min(left, per_run))]
         logs = folder / f"{number:03d}-{loss}-{ranks}"
         logs.mkdir()
         victim = Victim(arguments(shards, logs, loss, ranks, *more), ranks, torchrun, logs)
@@ -249,7 +245,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--under-torchrun", type=int, default=30, help="so many of them on torchrun's programs")
-    parser.add_argument("--per-run", type=int, default=6, help="kills of a run of forks")
+    parser.add_argument("--per-run", type=int, default=6, help="kills of a run, at most")
     parser.add_argument("--losses", nargs="+", choices=list_losses(), default=list_losses(), metavar="LOSS")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="for the runs; those that were lost or silent stay there")

@@ -12,8 +12,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from openclip_ext.data import manifest as manifest_module
+from openclip_ext.data import train_loader
 from openclip_ext.data.manifest import ManifestError, find_or_create_manifest
 from openclip_ext.data.source import BadDataError
+from openclip_ext.data.workers import leave_process_group
 from tests.data.loading import build, indices
 from tests.data.shards import undecodable, write_shards
 from tests.distributed.pool import two_ranks
@@ -71,8 +73,12 @@ def test_two_ranks(tmp_path: Path):
 
 
 def stop_politely(data: str) -> None:
-    """A training process in a group of its own that answers SIGTERM by going on to the end of the epoch."""
+    """A training process in a group of its own that answers SIGTERM by going on to the end of the epoch.
+
+    The signal comes while the second worker starts.
+    """
     os.setsid()
+    train_loader.leave_process_group = lambda worker: (time.sleep(worker), leave_process_group(worker))
     signal.signal(signal.SIGTERM, lambda *_: None)
     batches = build(data, workers=2).iterate(0)
     next(batches)
