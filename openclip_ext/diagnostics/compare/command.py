@@ -2,10 +2,12 @@
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import shlex
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -25,7 +27,7 @@ from openclip_ext.diagnostics.compare import pilot as pilots
 from openclip_ext.diagnostics.compare import report, space
 from openclip_ext.diagnostics.compare.design import Costs, Design, Run, Schedule
 from openclip_ext.diagnostics.compare.pilot import Pilot
-from openclip_ext.diagnostics.compare.samples import Cache, DoesNotFit, PilotData, divide, write_cache
+from openclip_ext.diagnostics.compare.samples import Cache, DoesNotFit, PilotData, Tokens, divide, write_cache
 from openclip_ext.diagnostics.compare.space import BASELINE
 from openclip_ext.diagnostics.compare.workers import Deadline, ResultsFile, Workers, default_processes
 from openclip_ext.losses import registry
@@ -52,7 +54,6 @@ _USED_FLAGS = """
 """
 # What the final command line says itself.
 _REPLACED_FLAGS = ("--lr", "--epochs", "--warmup")
-_SEARCHED_OPTIONS = ("temperature_scheme", "temperature", "rho", "lr_tau")
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,10 @@ def main(argv: list[str]) -> None:
     Raises:
         ValueError: a wrong command line, or data that do not fit it.
     """
+    started = time.monotonic()
     add_model_configs()
     config, training, loss_options = parse(argv)
-    deadline = Deadline(config.minutes)
+    deadline = Deadline(config.minutes, started)
     try:
         pilot, notes = _prepare(config, training, loss_options)
     except (BadDataError, FileNotFoundError) as error:
@@ -155,7 +157,7 @@ def _check(args: argparse.Namespace, losses: tuple[str, ...], options: Mapping[s
         if registry.create_loss(loss, embed_dim=8, num_samples=8).views > 1:
             raise UsageError(f"--losses: {loss} compares two views of an image, and cannot be scored by retrieval")
     for name in options:
-        if name in _SEARCHED_OPTIONS:
+        if name in space.SEARCHED_OPTIONS:
             raise UsageError(f"{OPTIONS[name].flag} has no effect on compare, which searches over it; leave it out")
         if not any(name in registry.options_used_by(loss) for loss in losses):
             raise UsageError(f"{OPTIONS[name].flag} is not used by any of --losses {args.losses}")
@@ -243,6 +245,10 @@ def _prepare(config: CompareConfig, training: TrainingConfig, options: dict[str,
         loader = build_train_loader(train, training.loading, preprocess=str, tokenizer=str)  # type: ignore[arg-type]
         num_samples, digest = loader.num_samples, loader.source.digest
         notes.append("the training images are larger than --cache and are decoded again for each run")
+    tokens = None
+    if isinstance(train, Cache):
+        texts = itertools.chain(train.captions(), held_out.captions(), names)
+        tokens = Tokens.of(texts, training.model.tokenizer())
     batch = training.loading.batch_size * training.loading.accum_freq
     if num_samples < 2 * batch:
         raise ValueError(f"{num_samples:,} training samples are too few for batches of {batch}: lower --batch-size")
@@ -252,6 +258,7 @@ def _prepare(config: CompareConfig, training: TrainingConfig, options: dict[str,
         held_out.part(choice),
         held_out.part(verdict),
         tuple(names),
+        tokens,
         _digest([digest, held_out.digest, names]),
     )
     return Pilot(training, options, data, config.population, config.anchors), notes
@@ -443,7 +450,7 @@ class _Comparison:
         _, kept = ours.parse_known_args(list(self.config.training))
         words = ["openclip-ext", "train", "--train-data", self.config.shards]
         words += ["--val-data", self.config.val] if self.config.val else []
-        words += [*kept, "--loss", line["configuration"]["loss"]]
+        words += [*kept, "--loss", line["configuration"]["setting"]["stand_in"] or line["configuration"]["loss"]]
         for name, value in line["options"].items():
             option = OPTIONS[name]
             if option.type is bool:

@@ -132,8 +132,8 @@ def plan(
         steps = 0 if design is None else max(0, design.rungs[0].samples // batch)
         raise ValueError(
             f"the time is too short: {seconds / 60:.1f} minutes with {processes} processes leave {steps} steps for a short "
-            f"run of each of {len(losses)} losses, at least {_LEAST_STEPS} are needed. Give more --minutes, fewer --losses, or a "
-            "smaller --model"
+            f"run of each of {len(losses)} losses, at least {_LEAST_STEPS} are needed. Give more --minutes, fewer --losses, "
+            "or a smaller --model"
         )
     return design
 
@@ -223,5 +223,6 @@ def setting_words(setting: Setting) -> str:
     options = dict(setting.options)
     scheme = options.pop("temperature_scheme", None)
     words = [f"τ {scheme}"] if scheme else ["τ learned"]
-    words += [f"{'ρ' if name == 'rho' else name} {value:g}" for name, value in options.items()]
+    words += [f"ρ {options['rho']:g}"] if "rho" in options else []
+    words += [f"{options['temperature']:g}"] if "temperature" in options else []
     return ", ".join(words)

@@ -5,13 +5,14 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import open_clip
 import torch
 from torch import Tensor
 
-from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.data.train_loader import TrainLoader
 from openclip_ext.diagnostics import estimation_error
 from openclip_ext.diagnostics.command_line import without_warnings
@@ -25,7 +26,7 @@ from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.config import TrainingConfig
 from openclip_ext.training.loss import LossConfig, build_loss, load_pretrained_heads
 from openclip_ext.training.model import BuiltModel, build_model, prepare_for
-from openclip_ext.training.optimizer import create_optimizer, create_schedule
+from openclip_ext.training.optimizer import create_optimizer, create_schedule, logit_scale_lr
 from openclip_ext.training.step import Batch, TrainStep
 
 IMAGE_TO_TEXT, TEXT_TO_IMAGE, ZERO_SHOT = "image_to_text_R@1", "text_to_image_R@1", "zero_shot"
@@ -48,7 +49,7 @@ class Pilot:
     """
 
     config: TrainingConfig
-    loss_options: Mapping[str, Any]
+    loss_options: dict[str, Any]
     data: PilotData
     population: int
     anchors: int
@@ -164,22 +165,21 @@ class _Training:
         with without_warnings():
             built = build_model(config.model, device, run.seed)
         self.model: Any = built.model
-        self.texts = Texts(built.tokenizer, list(data.texts()), built.model)
+        self.texts = Texts(data.tokens, built.tokenizer, built.model)
         self.built = built
         loss_config = self._loss_config(run)
         self.options = dict(loss_config.options)
         self.loss = build_loss(loss_config, config.model.name, built.model, data.num_samples, device)
         self._start(loss_config, built)
-        optimizer = create_optimizer(
-            self.model, replace(config.optimizer, lr=run.lr), self.loss.logit_scale_lr, self.loss.model_head()
-        )
+        rate = logit_scale_lr(self.loss.logit_scale_lr, self.steps)
+        optimizer = create_optimizer(self.model, replace(config.optimizer, lr=run.lr), rate, self.loss.model_head())
         warmup = warmup_steps(config.schedule.warmup, self.steps)
         schedule = replace(config.schedule, lr=run.lr, epochs=self.length.epochs, warmup=warmup)
         self.set_rates = create_schedule(
             schedule,
             optimizer,
             self.length.epoch_samples // pilot.batch,
-            self.loss.logit_scale_lr,
+            rate,
         )
         self.step = TrainStep(
             self.model, self.loss, optimizer, config.step.settings(device), config.step.scaler(device)
@@ -188,13 +188,14 @@ class _Training:
         self.diverged = False
 
     def _loss_config(self, run: Run) -> LossConfig:
-        options = dict(self.pilot.loss_options) | run.configuration.setting.resolved(self.steps)
+        setting = run.configuration.setting
+        name = setting.stand_in or run.loss
+        options = self.pilot.loss_options | dict(setting.options)
         parts = {part: options.get(part) for part in ("normalizer", "temperature_scheme")}
-        used = registry.options_used_by(run.loss, **parts)
-        options = {name: value for name, value in options.items() if name in used or name in parts}
+        used = registry.options_used_by(name, **parts)
+        options = {name: value for name, value in options.items() if name in used}
         shared = {"seed": run.seed, "epochs": self.length.epochs}
-        given = frozenset(options)
-        return LossConfig(run.loss, {name: shared[name] for name in shared if name in used} | options, given)
+        return LossConfig(name, {name: shared[name] for name in shared if name in used} | options, frozenset(options))
 
     def _start(self, config: LossConfig, built: BuiltModel) -> None:
         """As the training's own start."""
@@ -238,7 +239,7 @@ class _Training:
 
     def temperature(self) -> float:
         """The median anchor's of the last step, or the model's."""
-        return self.loss.metrics().get("temperature_median", math.exp(-float(self.model.logit_scale)))
+        return self.loss.metrics().get("temperature_median", math.exp(-self.model.logit_scale.item()))
 
     def normalizers(self, population: int, anchors: int) -> dict[str, Any]:
         """Error of the loss's and of the batch's log-normalizers, against the exact ones over many training samples."""
@@ -248,22 +249,22 @@ class _Training:
         self.loss.eval()
         loader = self._loader(0, self.built.preprocess_val, samples)
         found = embed(self.model, loader.iterate(0, []), self.pilot.config.step.precision, self.device)
-        try:
-            loss: ContrastiveLoss = self.loss
-            estimation_error.refuse_without_normalizers(loss)
-        except ValueError:
-            loss = registry.create_loss(BASELINE).to(self.device)
-        error = estimation_error.measure(
-            loss,
-            found.image,
-            found.text,
-            found.logit_scale,
+        measure = partial(
+            estimation_error.measure,
+            image=found.image,
+            text=found.text,
+            logit_scale=found.logit_scale,
             batch_size=batch,
             index=found.index,
             anchors=anchors,
             device=self.device,
         )
-        return asdict(error) | {"temperature": self.temperature()}
+        of_batch = measure(registry.create_loss(BASELINE))
+        errors = {"batch": asdict(of_batch.minibatch), "samples": of_batch.samples, "temperature": self.temperature()}
+        if isinstance(self.loss, GlobalContrastiveLoss):
+            own = measure(self.loss)
+            errors |= {"own": asdict(own.estimator), "own_batch": asdict(own.minibatch)} if own.estimator else {}
+        return errors
 
 
 def _groups(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:

@@ -274,7 +274,7 @@ def _plain(value: float) -> str:
 
 def judgement(measured: Mapping[str, Any], batch: int, when: str) -> str:
     """How wrong a batch is about its normalizers."""
-    error = measured["minibatch"]
+    error = measured["batch"]
     return (
         f"{when}, at temperature {measured['temperature']:.3f}: your batch of {batch} misjudges its normalizer by a factor of "
         f"{error['factor']:.2g} (90 %: {error['factor_low']:.2g} to {error['factor_high']:.2g}), against "
@@ -307,8 +307,8 @@ def lines(report: Report) -> list[str]:
         f"The final runs saw {report.final_samples:,} samples each "
         f"({report.final_samples / about.num_samples:.1f} epochs): a longer training may rank the losses otherwise.",
         "Intervals are 95 % each and cover other seeds (Student's t over the paired seeds) and other validation samples "
-        "of this kind, added as independent. They cover neither other data, nor other lengths of training, nor the choice among "
-        "several losses.",
+        "of this kind, added as independent. They cover neither other data, nor other lengths of training, nor the "
+        "choice among several losses.",
         f"Seconds a step were measured with {about.processes} runs at a time; memory is the peak of {memory}.",
     ]
     if report.unfinished:
@@ -334,12 +334,10 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
         mib = [f"{value / 2**20:.1f}" for value in (one.memory_bytes, one.state_bytes)]
         cost.append([one.loss, f"{1000 * one.step_seconds:.1f}", *mib, f"{one.temperature:.3f}"])
         if one.normalizers is not None:
-            batch, own = one.normalizers["minibatch"], one.normalizers["estimator"]
+            batch = one.normalizers["batch"]
             factor = f"{batch['factor']:.2g} ({batch['factor_low']:.2g} to {batch['factor_high']:.2g})"
-            own_error = "the batch's" if own is None else f"{own['mean']:.3f}"
-            errors.append(
-                [one.loss, f"{one.normalizers['temperature']:.3f}", factor, f"{batch['mean']:.3f}", own_error]
-            )
+            pair = [f"{one.normalizers.get(name, batch)['mean']:.3f}" for name in ("own_batch", "own")]
+            errors.append([one.loss, f"{one.normalizers['temperature']:.3f}", factor, *pair])
     tried = [["loss", "setting", "lr", "samples", "R@1, choosing half"]]
     tried += [
         [loss, words, f"{lr:g}", f"{samples:,}", _plain(score)] for loss, words, lr, samples, score in report.tried

@@ -6,7 +6,7 @@ into the cache is read from its shards.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -245,6 +245,7 @@ class PilotData:
         choice: validation samples that choose hyper-parameters.
         verdict: validation samples that give the reported numbers.
         names: of the classes, or empty.
+        tokens: of all texts; None where the training's are not in memory.
         digest: identifies all of it.
     """
 
@@ -253,6 +254,7 @@ class PilotData:
     choice: Cache
     verdict: Cache
     names: tuple[str, ...]
+    tokens: "Tokens | None"
     digest: str
 
     def loader(
@@ -264,13 +266,6 @@ class PilotData:
             return build_train_loader(spec, config, preprocess=preprocess, tokenizer=tokenizer)
         source = _CachedSource(self.train)
         return TrainLoader(source, config, preprocess=preprocess, tokenizer=tokenizer, epoch_samples=epoch_samples)
-
-    def texts(self) -> Iterator[str]:
-        """All texts that a run can meet; none where the training captions are not in memory."""
-        if isinstance(self.train, Cache):
-            for cache in (self.train, self.choice, self.verdict):
-                yield from cache.captions()
-            yield from self.names
 
 
 def divide(count: int, share: float, most: int, seed: int = 0) -> tuple[list[int], list[int]]:
@@ -288,29 +283,54 @@ def divide(count: int, share: float, most: int, seed: int = 0) -> tuple[list[int
     return sorted(order[:size]), sorted(order[size:])
 
 
-class Texts:
-    """A tokenizer that remembers, and numbers only the tokens and positions that occur.
+@dataclass(frozen=True)
+class Tokens:
+    """All texts that runs can meet, tokenized once; only the tokens and positions that occur are numbered.
 
-    A text tower without the others stays the same function of these texts and learns the same, in less time: attention is
-    causal, the features are those of the text's end, and the new numbers are in the old order, by which OpenCLIP finds the
-    end.
-
-    Args:
-        tokenizer: the model's.
-        texts: all that will ever be asked for; none: any, which leaves tokenizer and model as they are.
-        model: a model whose text tower is made smaller in place, where it is OpenCLIP's usual one.
+    Attributes:
+        texts: each once.
+        numbers: ``(len(texts), L)`` int64 places in the vocabulary.
+        vocabulary: the tokenizer's tokens that occur, in order.
     """
 
-    def __init__(self, tokenizer: Callable, texts: Sequence[str], model: nn.Module) -> None:
+    texts: tuple[str, ...]
+    numbers: np.ndarray
+    vocabulary: np.ndarray
+
+    @classmethod
+    def of(cls, texts: Iterable[str], tokenizer: Callable) -> "Tokens":
+        """Tokenize texts."""
+        unique = tuple(dict.fromkeys(texts))
+        tokens = tokenizer(list(unique)).numpy()
+        length = int((tokens != 0).sum(axis=1).max())
+        vocabulary, numbers = np.unique(tokens[:, :length], return_inverse=True)
+        return cls(unique, numbers.reshape(-1, length).astype(np.int32), vocabulary)
+
+
+class Texts:
+    """A tokenizer that looks texts up, and makes the model's text tower as small as they allow.
+
+    The tower stays the same function of these texts and learns the same, in less time: attention is causal, the features are
+    those of the text's end, and the new numbers are in the old order, by which OpenCLIP finds the end.
+
+    Args:
+        tokens: of all texts; None: any text may come, and tokenizer and model stay as they are.
+        tokenizer: the model's.
+        model: changed in place, where its text tower is OpenCLIP's usual one.
+    """
+
+    def __init__(self, tokens: Tokens | None, tokenizer: Callable, model: nn.Module) -> None:
         self._tokenizer = tokenizer
         self._known: dict[str, Tensor] = {}
-        if not texts:
+        if tokens is None:
             return
-        unique = list(dict.fromkeys(texts))
-        tokens = tokenizer(unique)
+        rows = torch.from_numpy(tokens.numbers.astype(np.int64))
         if _can_be_smaller(model):
-            tokens = _shrink(model, tokens)
-        self._known = dict(zip(unique, tokens, strict=True))
+            _shrink(model, torch.from_numpy(tokens.vocabulary), rows.shape[1])
+        else:
+            missing = max(0, getattr(model, "context_length", rows.shape[1]) - rows.shape[1])
+            rows = nn.functional.pad(torch.from_numpy(tokens.vocabulary)[rows], (0, missing))
+        self._known = dict(zip(tokens.texts, rows, strict=True))
 
     def __call__(self, texts: str | Sequence[str]) -> Tensor:
         """``(N, L)``."""
@@ -324,14 +344,10 @@ def _can_be_smaller(model: nn.Module) -> bool:
     return causal and all(parameter.requires_grad for parameter in model.parameters())
 
 
-def _shrink(model: Any, tokens: Tensor) -> Tensor:
-    """Leave the tokens and positions that do not occur out of the model; returns the tokens' new numbers."""
-    length = int((tokens != 0).sum(dim=1).max())
-    vocabulary = tokens[:, :length].unique()
+def _shrink(model: Any, vocabulary: Tensor, length: int) -> None:
+    """Leave the tokens and positions that do not occur out of the model."""
+    weight = model.token_embedding.weight.detach()
     with torch.no_grad():
-        model.token_embedding = nn.Embedding.from_pretrained(
-            model.token_embedding.weight[vocabulary.to(model.token_embedding.weight.device)], freeze=False
-        )
+        model.token_embedding = nn.Embedding.from_pretrained(weight[vocabulary.to(weight.device)], freeze=False)
         model.positional_embedding = nn.Parameter(model.positional_embedding[:length].clone())
     model.attn_mask = model.attn_mask[:length, :length].contiguous()
-    return torch.searchsorted(vocabulary, tokens[:, :length].contiguous())

@@ -13,25 +13,20 @@ from openclip_ext.losses import registry
 BASELINE = "openclip"
 DEFAULT_LOSSES = (BASELINE, "fastclip", "neuclip", "queueclip", "amorlip")
 LR_FACTORS = (1.0, 0.5, 2.0)
-# How far log τ can go in a run at a constant rate: Adam moves a lone parameter by about its rate in each step.
-_TRAVEL = 0.8
+SEARCHED_OPTIONS = ("temperature_scheme", "temperature", "rho", "rho_end", "lr_tau")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A way to get the temperature.
+    """A way to get the temperature. A learned one's rate follows from the run's length, as in training.
 
     Attributes:
         options: for ``create_loss``.
-        travel: sets ``lr_tau`` to ``travel / steps``, so that runs of any length can go equally far; None: the loss's.
+        stand_in: the loss to create instead; None: the one of that name.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    travel: float | None = None
-
-    def resolved(self, steps: int) -> dict[str, Any]:
-        """The options of a run of so many optimizer steps."""
-        return dict(self.options) | ({} if self.travel is None else {"lr_tau": float(f"{self.travel / steps:.2g}")})
+    stand_in: str | None = None
 
 
 @dataclass(frozen=True)
@@ -43,30 +38,41 @@ class Configuration:
     lr_factor: float
 
 
-def _constant(*values: float) -> tuple[Setting, ...]:
-    return tuple(Setting({"temperature_scheme": "constant", "temperature": value}) for value in values)
+def _solved(rho: float) -> dict[str, Any]:
+    return {"temperature_scheme": "solved", "rho": rho}
 
 
-def _solved(*values: float) -> tuple[Setting, ...]:
-    return tuple(Setting({"temperature_scheme": "solved", "rho": value}) for value in values)
+def _constant(temperature: float) -> dict[str, Any]:
+    return {"temperature_scheme": "constant", "temperature": temperature}
 
 
-def _learned(*values: float) -> tuple[Setting, ...]:
-    return tuple(Setting({"rho": value}, travel=_TRAVEL) for value in values)
+def _learned(rho: float) -> dict[str, Any]:
+    return {"rho": rho, "rho_end": None}
 
 
-_AS_OPENCLIP = (
-    Setting(),
-    *_solved(5.0),
-    *_constant(0.05),
-    Setting({"temperature": 0.03}),
-    *_constant(0.03),
-    *_solved(4.0),
+# Of losses made of parts, the most likely first; {} is as published.
+_SETTINGS: tuple[dict[str, Any], ...] = (
+    _solved(5.0),
+    _learned(5.0),
+    _constant(0.05),
+    _solved(4.0),
+    {},
+    _constant(0.03),
+    _learned(4.0),
 )
-_REGULARIZED = (*_solved(5.0), *_learned(5.0), *_constant(0.05), *_learned(6.5), *_solved(4.0), *_constant(0.03))
+# OpenCLIP's loss knows one scheme. AmorLIP's with the batch's own partition function is the same loss times τ, which Adam
+# divides out.
+_BASELINE_SETTINGS: tuple[dict[str, Any], ...] = (
+    _solved(5.0),
+    _constant(0.05),
+    _solved(4.0),
+    _learned(5.0),
+    _constant(0.03),
+)
+_BASELINE_STAND_IN, _BASELINE_PARTS = "amorlip", {"normalizer": "minibatch"}
 
 
-def settings_of(loss: str, fixed: Mapping[str, Any]) -> list[Setting]:
+def settings_of(loss: str, fixed: dict[str, Any]) -> list[Setting]:
     """The settings that a loss takes, the most likely first.
 
     Args:
@@ -76,21 +82,21 @@ def settings_of(loss: str, fixed: Mapping[str, Any]) -> list[Setting]:
     Raises:
         ValueError: an unknown loss.
     """
-    takes_rho = "rho" in registry.options_used_by(loss)
-    settings = _REGULARIZED if takes_rho else _AS_OPENCLIP
-    found = [setting for setting in settings if _is_taken(loss, setting.options, fixed)]
-    return found or [Setting()]
+    if loss == BASELINE:
+        others = [Setting(_BASELINE_PARTS | options, _BASELINE_STAND_IN) for options in _BASELINE_SETTINGS]
+        return [Setting(), *others]
+    return [Setting(options) for options in _SETTINGS if _is_taken(loss, fixed | options)] or [Setting()]
 
 
-def _is_taken(loss: str, options: Mapping[str, Any], fixed: Mapping[str, Any]) -> bool:
-    parts = {part: {**fixed, **options}.get(part) for part in ("normalizer", "temperature_scheme")}
+def _is_taken(loss: str, options: Mapping[str, Any]) -> bool:
     try:
-        return options.keys() <= registry.options_used_by(loss, **parts).keys() | {"normalizer", "temperature_scheme"}
+        used = registry.options_used_by(loss, options.get("normalizer"), options.get("temperature_scheme"))
     except ValueError:
         return False
+    return all(name in used for name in SEARCHED_OPTIONS if name in options)
 
 
-def configurations(loss: str, fixed: Mapping[str, Any]) -> list[Configuration]:
+def configurations(loss: str, fixed: dict[str, Any]) -> list[Configuration]:
     """All candidates of a loss, in the order in which they are tried."""
     settings = settings_of(loss, fixed)
     return [
@@ -100,6 +106,6 @@ def configurations(loss: str, fixed: Mapping[str, Any]) -> list[Configuration]:
     ]
 
 
-def most_configurations(losses: Sequence[str], fixed: Mapping[str, Any]) -> int:
+def most_configurations(losses: Sequence[str], fixed: dict[str, Any]) -> int:
     """How many configurations every loss has."""
     return min(len(configurations(loss, fixed)) for loss in losses)

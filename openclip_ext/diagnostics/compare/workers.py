@@ -179,10 +179,10 @@ def _work(sender: Connection, samples: Any, slot: int, processes: int, task: Tas
 
 
 class Deadline:
-    """When to stop."""
+    """When to stop: so many minutes after ``started``, a time of ``time.monotonic()``."""
 
-    def __init__(self, minutes: float) -> None:
-        self._end = time.monotonic() + 60 * minutes
+    def __init__(self, minutes: float, started: float) -> None:
+        self._end = started + 60 * minutes
 
     @property
     def left(self) -> float:
