@@ -3,7 +3,7 @@
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,11 +30,11 @@ from openclip_ext.training.optimizer import create_optimizer, create_schedule, l
 from openclip_ext.training.step import Batch, TrainStep
 
 IMAGE_TO_TEXT, TEXT_TO_IMAGE, ZERO_SHOT = "image_to_text_R@1", "text_to_image_R@1", "zero_shot"
-_CURVE = (0.125, 0.25, 0.5, 0.75, 1.0)
-CURVE_POINTS = len(_CURVE)
+_CURVE = (0.125, 0.25, 0.5)  # and the end
+CURVE_POINTS = len(_CURVE) + 1
 # The loss's schedules and the learning rate's leave this share of a run at most to the warm-up.
 _WARMUP = 0.1
-_CHUNK = 1024
+_CHUNK = 256
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,7 @@ def run_pilot(pilot: Pilot, run: Run, device: torch.device, seen: Callable[[int]
         seen(samples)
         if step in points:
             clock.pause()
-            verdict = trained.score(pilot.data.verdict)
-            curve.append([step * pilot.batch, clock.seconds, recall(verdict)])
+            curve.append([step * pilot.batch, clock.seconds, recall(trained.score(pilot.data.verdict))])
             clock.go_on()
     clock.pause()
     line = {"id": run.id, **asdict(run), "options": trained.options, "steps": trained.steps, "seconds": clock.seconds}
@@ -104,10 +103,9 @@ def run_pilot(pilot: Pilot, run: Run, device: torch.device, seen: Callable[[int]
     line |= {"state_bytes": sum(asdict(trained.loss.state_size()).values()), "memory_bytes": _peak_memory(device)}
     scoring = time.perf_counter()
     if run.final:
-        line |= {
-            "curve": curve,
-            "hits": {name: _packed(found) for name, found in trained.score(pilot.data.verdict).items()},
-        }
+        found = trained.score(pilot.data.verdict, pilot.data.names)
+        curve.append([trained.steps * pilot.batch, clock.seconds, recall(found)])
+        line |= {"curve": curve, "hits": {name: _packed(right) for name, right in found.items()}}
         if run.seed == 0:
             line["normalizers"] = trained.normalizers(pilot.population, pilot.anchors)
     else:
@@ -226,16 +224,15 @@ class _Training:
                     return
                 yield self.pilot.batch
 
-    def score(self, cache: Cache) -> dict[str, Tensor]:
-        """Which samples are right, ``(N,)`` bool by metric; none after a divergence."""
+    def score(self, cache: Cache, names: Sequence[str] = ()) -> dict[str, Tensor]:
+        """As :func:`score`."""
         model = with_heads(self.model, self.loss.model_head())
         was_training = self.model.training
         model.eval()
         try:
-            found = score(model, cache, self.built, self.texts, self.pilot)
+            return score(model, cache, names, self.built, self.texts, self.pilot)
         finally:
             self.model.train(was_training)
-        return found
 
     def temperature(self) -> float:
         """The median anchor's of the last step, or the model's."""
@@ -281,43 +278,39 @@ def _groups(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
 
 
 @torch.no_grad()
-def score(model: Any, cache: Cache, built: BuiltModel, tokenizer: Callable, pilot: Pilot) -> dict[str, Tensor]:
+def score(
+    model: Any, cache: Cache, names: Sequence[str], built: BuiltModel, tokenizer: Callable, pilot: Pilot
+) -> dict[str, Tensor]:
     """Top-1 of retrieval either way, where any sample of the same caption is right, and of zero-shot classification.
 
     Returns:
         ``(N,)`` bool by metric: which samples are right.
     """
     settings = pilot.config.step.settings(built.device)
-    images, texts = [], []
     captions = cache.captions()
-    size = max(pilot.batch, _CHUNK // 4)
-    for first in range(0, len(captions), size):
-        rows = range(first, min(first + size, len(captions)))
-        pixels = torch.stack([built.preprocess_val(cache.image(row)) for row in rows])
-        with settings.autocast():
-            images.append(model.encode_image(pixels.to(built.device, settings.input_dtype), normalize=True).float())
-            texts.append(_encode(model, tokenizer([captions[row] for row in rows]), built.device))
-    image, text = torch.cat(images), torch.cat(texts)
     number = {caption: place for place, caption in enumerate(dict.fromkeys(captions))}
-    same = torch.tensor([number[caption] for caption in captions], device=image.device)
-    found = {
-        IMAGE_TO_TEXT: same[_nearest(image, text)] == same,
-        TEXT_TO_IMAGE: same[_nearest(text, image)] == same,
-    }
-    classes = cache.classes()
-    if pilot.data.names and classes is not None:
+    same = torch.tensor([number[caption] for caption in captions], device=built.device)
+
+    def encode_images(rows: Sequence[int]) -> Tensor:
+        pixels = torch.stack([built.preprocess_val(cache.image(row)) for row in rows])
+        return model.encode_image(pixels.to(built.device, settings.input_dtype), normalize=True)
+
+    def encode_texts(texts: Sequence[str]) -> Tensor:
+        return model.encode_text(tokenizer(texts).to(built.device), normalize=True)
+
+    def encode(encoder: Callable[[Any], Tensor], items: Sequence[Any]) -> Tensor:
         with settings.autocast():
-            prompts = [
-                _encode(model, tokenizer(pilot.data.names[first : first + size]), built.device)
-                for first in range(0, len(pilot.data.names), size)
-            ]
-        found[ZERO_SHOT] = _nearest(image, torch.cat(prompts)).cpu() == torch.tensor(classes)
-    usable = (image.isfinite().all(dim=1) & text.isfinite().all(dim=1)).cpu()
-    return {name: value.cpu() & usable for name, value in found.items()}
+            return torch.cat([encoder(items[first : first + _CHUNK]).float() for first in range(0, len(items), _CHUNK)])
 
-
-def _encode(model: Any, tokens: Tensor, device: torch.device) -> Tensor:
-    return model.encode_text(tokens.to(device), normalize=True).float()
+    image = encode(encode_images, range(len(captions)))
+    text = encode(encode_texts, list(number))  # of each caption, once
+    found = {IMAGE_TO_TEXT: _nearest(image, text) == same, TEXT_TO_IMAGE: same[_nearest(text, image)[same]] == same}
+    classes = cache.classes()
+    if names and classes is not None:
+        nearest = _nearest(image, encode(encode_texts, names))
+        found[ZERO_SHOT] = nearest == torch.tensor(classes, device=built.device)
+    usable = image.isfinite().all(dim=1) & text.isfinite().all()
+    return {name: (value & usable).cpu() for name, value in found.items()}
 
 
 def _nearest(queries: Tensor, items: Tensor) -> Tensor:

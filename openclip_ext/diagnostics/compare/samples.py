@@ -289,13 +289,15 @@ class Tokens:
 
     Attributes:
         texts: each once.
-        numbers: ``(len(texts), L)`` int64 places in the vocabulary.
+        numbers: ``(len(texts), L)`` places in the vocabulary.
         vocabulary: the tokenizer's tokens that occur, in order.
+        length: positions up to the longest text's end.
     """
 
     texts: tuple[str, ...]
     numbers: np.ndarray
     vocabulary: np.ndarray
+    length: int
 
     @classmethod
     def of(cls, texts: Iterable[str], tokenizer: Callable) -> "Tokens":
@@ -303,8 +305,8 @@ class Tokens:
         unique = tuple(dict.fromkeys(texts))
         tokens = tokenizer(list(unique)).numpy()
         length = int((tokens != 0).sum(axis=1).max())
-        vocabulary, numbers = np.unique(tokens[:, :length], return_inverse=True)
-        return cls(unique, numbers.reshape(-1, length).astype(np.int32), vocabulary)
+        vocabulary, numbers = np.unique(tokens, return_inverse=True)
+        return cls(unique, numbers.reshape(tokens.shape).astype(np.int32), vocabulary, length)
 
 
 class Texts:
@@ -326,10 +328,10 @@ class Texts:
             return
         rows = torch.from_numpy(tokens.numbers.astype(np.int64))
         if _can_be_smaller(model):
-            _shrink(model, torch.from_numpy(tokens.vocabulary), rows.shape[1])
+            rows = rows[:, : tokens.length].contiguous()
+            _shrink(model, torch.from_numpy(tokens.vocabulary), tokens.length)
         else:
-            missing = max(0, getattr(model, "context_length", rows.shape[1]) - rows.shape[1])
-            rows = nn.functional.pad(torch.from_numpy(tokens.vocabulary)[rows], (0, missing))
+            rows = torch.from_numpy(tokens.vocabulary)[rows]
         self._known = dict(zip(tokens.texts, rows, strict=True))
 
     def __call__(self, texts: str | Sequence[str]) -> Tensor:
