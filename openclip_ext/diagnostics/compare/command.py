@@ -39,7 +39,7 @@ from openclip_ext.training.config import TrainingConfig, training_config
 from openclip_ext.training.errors import UsageError
 
 # Of --minutes: kept for runs that are slower than their pace was, used to measure the pace, and the most for one loss.
-_RESERVE, _PACE_SHARE, _PACE_SECONDS = 0.1, 0.05, 10.0
+_RESERVE, _PACE_SHARE, _PACE_SECONDS = 0.1, 0.05, 6.0
 _REPORT_SECONDS = 2.0
 _HELD_OUT, _MOST_VALIDATION = 0.1, 5_000
 # Training flags, by their Python names, that mean the same here; others are refused.
