@@ -2,7 +2,7 @@
 
 import io
 import json
-import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +16,19 @@ from PIL import Image
 from scipy import stats
 
 from openclip_ext.diagnostics.compare import command, space
+from openclip_ext.diagnostics.compare import design as designs
+from openclip_ext.diagnostics.compare import pilot as pilots
 from openclip_ext.diagnostics.compare.design import Costs, Design, Run, Rung, Schedule, plan, plan_finals
 from openclip_ext.diagnostics.compare.page import chart
-from openclip_ext.diagnostics.compare.pilot import Length, unpacked, warmup_steps
+from openclip_ext.diagnostics.compare.pilot import Length, run_pilot, unpacked, warmup_steps
 from openclip_ext.diagnostics.compare.report import LossResult, conclude
 from openclip_ext.diagnostics.compare.samples import Texts, Tokens, divide
 from openclip_ext.diagnostics.compare.space import BASELINE, DEFAULT_LOSSES, Configuration, Setting, configurations
 from openclip_ext.diagnostics.compare.statistics import Difference, paired_difference, student_t
-from openclip_ext.diagnostics.compare.workers import ResultsFile
+from openclip_ext.diagnostics.compare.workers import ResultsFile, Workers
 from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training import flags
 from tests.data.shards import write_tar
 
 COSTS = Costs(per_sample={BASELINE: 1e-3, "neuclip": 2e-3}, per_run=1.0, per_final=2.0)
@@ -397,43 +400,105 @@ def test_a_class_that_has_no_name_is_refused(data):
         command.main(arguments(data, "--val", val, "--classes", str(data / "names.txt")))
 
 
-def rows_of(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith("| ")]
+TIMES = {"step_seconds", "memory_bytes", "curves", "command"}
 
 
-def test_a_comparison_from_data_to_report_goes_on_where_it_was(data, capsys):
+def lasting(path: Path) -> dict[str, Any]:
+    """A report without what differs between two measurements."""
+    content = json.loads(path.read_text())
+    content["results"] = [{key: one[key] for key in one.keys() - TIMES} for one in content["results"]]
+    return content
+
+
+def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
+    """Interrupted, gone on with, and repeated."""
+    monkeypatch.setattr(designs, "_SEARCHES", (((2, 1 / 4),),))
+    monkeypatch.setattr(command, "_PACE_SECONDS", 0.1)
     more = ["--val", str(data / "val" / "00000.tar"), "--classes", str(data / "names.txt")]
     argv, out = arguments(data, *more), data / "out"
+
+    with monkeypatch.context() as patch:
+        finished = Workers.finished
+
+        def stop_after_two(workers: Workers) -> Any:
+            if (out / "runs.jsonl").read_bytes().count(b"\n") >= 2:
+                raise KeyboardInterrupt
+            return finished(workers)
+
+        patch.setattr(Workers, "finished", stop_after_two)
+        with pytest.raises(SystemExit, match="130"):
+            command.main(argv)
+    assert "No result yet" in capsys.readouterr().out
+    assert json.loads((out / "report.json").read_text())["unfinished"] == 8
+    first = (out / "runs.jsonl").read_text().splitlines()
+
     command.main(argv)
-    printed = capsys.readouterr().out
-    written = json.loads((out / "report.json").read_text())
+    printed, lines = capsys.readouterr().out, (out / "runs.jsonl").read_text().splitlines()
+    assert lines[: len(first)] == first
+    assert len(lines) == 2 * (2 + 3)
+    written = lasting(out / "report.json")
     assert "your batch of 8 misjudges its normalizer by a factor of" in printed
     assert written["sentence"] in printed
     assert written["unfinished"] == 0
-    assert [one["loss"] for one in written["results"]].count("openclip") == 1
+    assert sorted(one["loss"] for one in written["results"]) == ["openclip", "queueclip"]
     assert all(len(one["each_seed"]) == 3 and "zero_shot" in one["scores"] for one in written["results"])
     page = (out / "report.html").read_text()
     assert page.count("<svg") == 2
-    assert "http" not in page.replace("http://www.w3.org", "")
-    lines = (out / "runs.jsonl").read_text().splitlines()
-    starts = {json.loads(line)["loss" if "loss" in json.loads(line) else "seed"] for line in lines}
-    assert starts == {0, 1, 2}
+    assert "http" not in page
+    assert "| queueclip |" in (out / "report.md").read_text()
 
-    (out / "runs.jsonl").write_text("".join(f"{line}\n" for line in lines[:-1]))
+    (out / "runs.jsonl").write_text("".join(f"{line}\n" for line in lines[:-2]) + lines[-2][:50])
     command.main(argv)
-    again = (out / "runs.jsonl").read_text().splitlines()
-    assert again[:-1] == lines[:-1]
-    last, before = json.loads(again[-1]), json.loads(lines[-1])
-    assert {key: last[key] for key in ("id", "hits", "temperature")} == {
-        key: before[key] for key in ("id", "hits", "temperature")
-    }
-    command.main(argv)
-    assert (out / "runs.jsonl").read_text().splitlines() == again
+    assert lasting(out / "report.json") == written
+    assert len((out / "runs.jsonl").read_text().splitlines()) == len(lines)
     with pytest.raises(ValueError, match="comparison with other data, flags or versions"):
         command.main([*argv, "--wd", "0.1"])
-    chosen = next(one for one in written["results"] if one["loss"] == written["recommended"])
-    assert "openclip-ext train --train-data" in chosen["command"]
-    training = command._parser().parse_known_args(["x", *chosen["command"].split()[3:]])[0]
-    assert training.loss is not None
-    assert math.isfinite(written["results"][0]["step_seconds"])
-    assert rows_of((out / "report.md").read_text())
+
+
+def test_the_recommended_command_line_trains_that_configuration(data):
+    argv = arguments(data, "--val", str(data / "val" / "00000.tar"), "--warmup", "3", "--wd", "0.1")
+    config, training, options = command.parse(argv)
+    pilot, notes = command._prepare(config, training, options)
+    results = ResultsFile(data / "runs.jsonl")
+    comparison = command._Comparison(config, pilot, notes, results, None)
+    run = Run("", configurations(BASELINE, {})[1], 1e-3, 0, 48, True)
+    line = run_pilot(pilot, run, torch.device("cpu"), lambda samples: None)
+    results.close()
+    words = shlex.split(comparison.command_line(line))
+    assert words[:2] == ["openclip-ext", "train"]
+    args, choice = flags.parse(words[2:])
+    assert choice.name == "amorlip"
+    assert choice.options["temperature_scheme"] == "solved"
+    assert choice.options["normalizer"] == "minibatch"
+    assert (args.lr, args.wd, args.warmup, args.epochs, args.train_num_samples) == (1e-3, 0.1, 1, 1, 48)
+    assert args.model == "demo-vit"
+    again = run_pilot(pilot, run, torch.device("cpu"), lambda samples: None)
+    assert {key: again[key] for key in ("hits", "temperature", "normalizers")} == {
+        key: line[key] for key in ("hits", "temperature", "normalizers")
+    }
+
+
+def test_losses_see_the_same_samples_from_the_same_start(data, monkeypatch):
+    config, training, options = command.parse(arguments(data, "--val", str(data / "val" / "00000.tar")))
+    pilot, _ = command._prepare(config, training, options)
+    seen: dict[str, list[Any]] = {}
+    for loss in ("openclip", "queueclip"):
+        trained = pilots._Training(pilot, Run("", configurations(loss, {})[0], 1e-3, 1, 48, False), torch.device("cpu"))
+        seen[loss] = [trained.model.text_projection.sum().item()]
+        for batch in trained.loader.iterate(0, []):
+            seen[loss] += [batch["index"].tolist(), batch["image"].sum().item()]
+    assert seen["openclip"] == seen["queueclip"]
+    assert len(seen["openclip"]) == 1 + 2 * 6
+
+
+def test_training_images_beyond_the_cache_are_read_from_their_shards(data):
+    val = str(data / "val" / "00000.tar")
+    argv = arguments(data, "--val", val)
+    config, training, options = command.parse(argv)
+    cached, _ = command._prepare(config, training, options)
+    config, training, options = command.parse([*argv, "--cache", str(50_000 / 2**30), "--output", str(data / "other")])
+    streamed, notes = command._prepare(config, training, options)
+    assert "decoded again for each run" in notes[-1]
+    assert streamed.data.num_samples == cached.data.num_samples == 80
+    run = Run("", configurations("queueclip", {})[0], 1e-3, 0, 48, False)
+    assert run_pilot(streamed, run, torch.device("cpu"), lambda samples: None)["steps"] == 6

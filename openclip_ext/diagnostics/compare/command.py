@@ -91,6 +91,7 @@ def main(argv: list[str]) -> None:
 
     Raises:
         ValueError: a wrong command line, or data that do not fit it.
+        SystemExit: with 130 after a signal and a report of what is finished.
     """
     started = time.monotonic()
     add_model_configs()
@@ -103,13 +104,13 @@ def main(argv: list[str]) -> None:
     results = ResultsFile(config.output / "runs.jsonl")
     try:
         comparison = _Comparison(config, pilot, notes, results, deadline)
-        try:
-            comparison.run()
-        except KeyboardInterrupt:
-            print("stopped; the same command goes on from here")
+        stopped = comparison.run()
         comparison.write_report()
     finally:
         results.close()
+    if stopped:
+        print("stopped; the same command goes on from here")
+        raise SystemExit(130)
 
 
 def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig, dict[str, Any]]:
@@ -310,19 +311,22 @@ class _Comparison:
         self.plan_path = config.output / "plan.json"
         self.plan = self._read_plan()
 
-    def run(self) -> None:
-        """Work until all is finished or the time is over."""
+    def run(self) -> bool:
+        """Work until all is finished, the time is over or a signal comes; returns whether one came."""
         try:
             if self.plan is None:
                 self._make_plan()
             assert self.plan is not None
             if not self._work_on(lambda: self.schedule.search(self._known())):
-                return
+                return False
             if not self.plan["finals_planned"]:
                 self._plan_finals()
             self._work_on(lambda: self.schedule.finals(self._known()))
+        except KeyboardInterrupt:
+            return True
         finally:
             self.workers.stop()
+        return False
 
     def write_report(self) -> None:
         """Write the report of what is finished, and say where it is."""

@@ -159,7 +159,8 @@ def default_processes() -> int:
 
 def _work(sender: Connection, samples: Any, slot: int, processes: int, task: Task) -> None:
     """The process of a task."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program stops it
+    server = os.getppid()
     if torch.cuda.is_available():
         device = torch.device("cuda", slot % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -168,6 +169,8 @@ def _work(sender: Connection, samples: Any, slot: int, processes: int, task: Tas
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
 
     def seen(count: int) -> None:
+        if os.getppid() != server:  # the program was killed, and the server has ended with it
+            os._exit(1)
         with samples.get_lock():
             samples.value += count
 
