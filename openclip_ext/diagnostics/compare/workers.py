@@ -73,19 +73,17 @@ class Workers:
     Args:
         processes: how many at a time.
         preload: the module that the server imports.
+
+    Attributes:
+        samples: that all tasks have seen so far.
     """
 
     def __init__(self, processes: int, preload: str) -> None:
         self.processes = processes
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([preload])
-        self._samples = self._context.Value("q", 0)
+        self.samples = 0
         self._under_way: dict[str, _UnderWay] = {}
-
-    @property
-    def samples(self) -> int:
-        """That all tasks have seen so far."""
-        return self._samples.value
 
     @property
     def under_way(self) -> set[str]:
@@ -101,27 +99,35 @@ class Workers:
         taken = {entry.slot for entry in self._under_way.values()}
         slot = next(slot for slot in range(self.processes) if slot not in taken)
         receiver, sender = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_work, args=(sender, self._samples, slot, self.processes, task))
+        process = self._context.Process(target=_work, args=(sender, slot, self.processes, task))
         process.start()
         sender.close()
         self._under_way[name] = _UnderWay(process, receiver, slot)
 
     def finished(self) -> list[tuple[str, dict[str, Any] | None, str]]:
         """Name, result and failure of tasks that have ended; waits a moment for one."""
-        ready = wait([entry.connection for entry in self._under_way.values()], _POLL_SECONDS)
+        wait([entry.connection for entry in self._under_way.values()], _POLL_SECONDS)
         found = []
         for name, entry in list(self._under_way.items()):
-            if entry.connection not in ready:
-                continue
-            try:
-                result, failure = entry.connection.recv()
-            except EOFError:
+            ended = self._read(entry)
+            if ended is not None:
                 entry.process.join()
-                result, failure = None, f"its process ended with exit status {entry.process.exitcode}"
-            entry.process.join()
-            del self._under_way[name]
-            found.append((name, result, failure))
+                del self._under_way[name]
+                found.append((name, *ended))
         return found
+
+    def _read(self, entry: _UnderWay) -> tuple[dict[str, Any] | None, str] | None:
+        """Count the steps that a task reports; its result and failure if it has ended."""
+        try:
+            while entry.connection.poll():
+                message = entry.connection.recv()
+                if not isinstance(message, int):
+                    return message
+                self.samples += message
+        except EOFError:
+            entry.process.join()
+            return None, f"its process ended with exit status {entry.process.exitcode}"
+        return None
 
     def stop(self) -> None:
         """Kill what is under way."""
@@ -157,10 +163,9 @@ def default_processes() -> int:
     return torch.cuda.device_count() or len(os.sched_getaffinity(0))
 
 
-def _work(sender: Connection, samples: Any, slot: int, processes: int, task: Task) -> None:
+def _work(sender: Connection, slot: int, processes: int, task: Task) -> None:
     """The process of a task."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program stops it
-    server = os.getppid()
     if torch.cuda.is_available():
         device = torch.device("cuda", slot % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -169,10 +174,7 @@ def _work(sender: Connection, samples: Any, slot: int, processes: int, task: Tas
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
 
     def seen(count: int) -> None:
-        if os.getppid() != server:  # the program was killed, and the server has ended with it
-            os._exit(1)
-        with samples.get_lock():
-            samples.value += count
+        sender.send(count)  # fails, and ends this process, when the program is gone
 
     try:
         sender.send((task(device, seen), ""))
