@@ -151,6 +151,24 @@ class FastClip:
         return StepResult(value, *gradients, -(tau**2) * in_tau, alpha)
 
 
+class InfoNce:
+    """OpenCLIP's loss, as the mean over the anchors of ``−log softmax``, at the model's temperature or at a constant one."""
+
+    def __init__(self, constant: float | None) -> None:
+        self.constant = constant
+
+    def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
+        """One step; there is no state."""
+        images, texts, scale = leaves(images, texts, 1 / self.constant if self.constant else logit_scale)
+        value = torch.zeros((), dtype=torch.float64)
+        for side in (0, 1):
+            for i in range(len(images)):
+                row = [pair_similarity(images, texts, side, i, j) * scale for j in range(len(images))]
+                value = value - 0.5 * (row[i] - torch.logsumexp(torch.stack(row), 0)) / len(images)
+        in_images, in_texts, in_scale = torch.autograd.grad(value, (images, texts, scale))
+        return StepResult(value.item(), in_images, in_texts, 0.0 if self.constant else in_scale.item(), [])
+
+
 class PerSample:
     """iSogCLR / FastCLIP-v2: [opt4ml, Algorithm 35], with Adam for each sample."""
 
