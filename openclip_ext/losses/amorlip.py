@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast
-from openclip_ext.contrastive.estimands import Estimand, NegativesMean
+from openclip_ext.contrastive.estimands import Estimand, NegativesMean, PartitionMean
 from openclip_ext.contrastive.inner_optimizers import InnerAdam
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import Anchors, Objective, Unified
@@ -267,19 +267,6 @@ def _copy(source: nn.Module, destination: nn.Module) -> None:
 
 
 # --- stage II --------------------------------------------------------------------------------------------------------
-
-
-class PartitionMean(Estimand):
-    """``Z_i·exp(−c·s_ii) = (1 + (B−1)·g_i)/B``: the mean over all ``B`` pairs of an anchor, the positive one included."""
-
-    formula = "log((1 + (B−1)·g)/B), the mean over all pairs, the positive one included"
-    includes_positive = True
-
-    def from_batch(self, contrast: Contrast) -> Tensor:
-        return log_math.infonce(contrast.log_g, contrast.batch.negatives) - torch.log(contrast.batch.count)
-
-    def log_divisor(self, contrast: Contrast) -> Tensor:
-        return torch.log(contrast.batch.count)
 
 
 class Partition(Objective):
