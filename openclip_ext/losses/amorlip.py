@@ -276,10 +276,15 @@ class PartitionMean(Estimand):
     includes_positive = True
 
     def from_batch(self, contrast: Contrast) -> Tensor:
-        return log_math.infonce(contrast.log_g, contrast.batch.negatives) - torch.log(contrast.batch.count)
+        return log_math.infonce(contrast.log_g, contrast.batch.negatives) - _log_pairs(contrast)
 
     def log_divisor(self, contrast: Contrast) -> Tensor:
-        return torch.log(contrast.batch.count)
+        return _log_pairs(contrast)
+
+
+def _log_pairs(contrast: Contrast) -> Tensor:
+    """Log of the number of an anchor's pairs: the negatives, and the positive one."""
+    return torch.log(contrast.batch.negatives + 1)
 
 
 class Partition(Objective):
@@ -296,7 +301,7 @@ class Partition(Objective):
         super().__init__(PartitionMean())
 
     def positive_pair(self, anchors: Anchors, weight_sum: Tensor, contrast: Contrast) -> Tensor:
-        return log_math.saturating_exp(-anchors.alpha) / contrast.batch.count - 1
+        return log_math.saturating_exp(-anchors.alpha) / (contrast.batch.negatives + 1) - 1
 
     def value(self, anchors: Anchors) -> Tensor:
         return anchors.tau * anchors.weight_ratio - anchors.positive
@@ -329,7 +334,7 @@ class PartitionNormalizer(MlpNormalizer):
         if not self.negatives_only:
             return super()._log_batch_partition(contrast)
         batch = contrast.batch
-        return contrast.log_g + torch.log(batch.count - 1) - torch.log(batch.count) + batch.positive / contrast.tau
+        return contrast.log_g + torch.log(batch.negatives) - _log_pairs(contrast) + batch.positive / contrast.tau
 
     @torch.no_grad()
     def predict(self, contrast: Contrast) -> Estimate:
@@ -337,7 +342,7 @@ class PartitionNormalizer(MlpNormalizer):
         alpha = super().predict(contrast).alpha
         if not self.negatives_only:
             return Estimate(alpha)
-        return Estimate(torch.logaddexp(alpha, -torch.log(contrast.batch.count)))
+        return Estimate(torch.logaddexp(alpha, -_log_pairs(contrast)))
 
 
 METHOD = Method(

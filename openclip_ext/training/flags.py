@@ -202,7 +202,11 @@ def check_loss_flags(choice: LossChoice) -> None:
         if name not in used and name not in PARTS:
             takes = [OPTIONS[other].flag for other in used if not OPTIONS[other].openclip_flag]
             listed = ", ".join(takes) or "no options"
-            raise UsageError(f"{OPTIONS[name].flag} is not used by --loss {choice.name}, which takes: {listed}")
+            reason = registry.why_refused(name, choice.name, **_parts(choice))
+            raise UsageError(
+                f"{OPTIONS[name].flag} is not used by --loss {choice.name}, which takes: {listed}"
+                + (f". {reason}" if reason else "")
+            )
 
 
 def _check_temperature(choice: LossChoice) -> None:
@@ -233,9 +237,13 @@ def _recipe_argv(ours: argparse.Namespace, rest: list[str]) -> list[str]:
     return replace(recipe, loss_options=options).argv()
 
 
+def _parts(choice: LossChoice) -> dict[str, Any]:
+    return {part: choice.options.get(part) for part in PARTS}
+
+
 def _options_used(choice: LossChoice) -> dict[str, Any]:
     try:
-        return registry.options_used_by(choice.name, **{part: choice.options.get(part) for part in PARTS})
+        return registry.options_used_by(choice.name, **_parts(choice))
     except ValueError as error:
         raise UsageError(str(error)) from error
 

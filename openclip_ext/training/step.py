@@ -102,13 +102,13 @@ class TrainStep:
 
         Args:
             batches: micro-batches of ``image`` ``(b, 3, H, W)``, or ``(b, 2, 3, H, W)`` for two views of each image,
-                ``text`` ``(b, L)``, ``index`` ``(b,)``.
+                ``text`` ``(b, L)``, ``index`` ``(b,)``, and where the loss needs it ``caption_hash`` ``(b,)``.
             number: of the step, by which :attr:`guard` reports it if it is skipped.
 
         Returns:
             The loss's terms, detached.
         """
-        index = torch.cat([batch["index"] for batch in batches]) if "index" in batches[0] else None
+        index = _joined(batches, "index")
         if self.loss.needs_index and index is not None:
             self.loss.prefetch(index)
         batches = [self._to_device(batch) for batch in batches]
@@ -131,15 +131,17 @@ class TrainStep:
             outputs = encode_views(self.model, images) if is_views(images) else self.model(images, batch["text"])
         return {name: value for name, value in outputs.items() if value is not None}
 
-    def _terms(self, outputs: dict[str, Tensor], index: Tensor | None) -> dict[str, Tensor]:
+    def _terms(self, outputs: dict[str, Tensor], batches: list[Batch]) -> dict[str, Tensor]:
+        index = _joined(batches, "index")
+        positives = {"positives": _joined(batches, "caption_hash")} if self.loss.needs_positives else {}
         self.guard.before_loss(index if self.loss.needs_index else None)
         with self.settings.autocast():
-            return self.loss(**outputs, index=index, output_dict=True)
+            return self.loss(**outputs, **positives, index=index, output_dict=True)
 
     def _one_batch(self, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The loss's terms and the model's outputs, after the backward pass."""
         outputs = self._forward(batch)
-        terms = self._terms(outputs, batch.get("index"))
+        terms = self._terms(outputs, [batch])
         self._scaled(_total(terms)).backward()
         return terms, outputs
 
@@ -151,8 +153,7 @@ class TrainStep:
         """
         outputs, generators = self._features_without_graph(batches)
         inputs = {name: _leaf(value) for name, value in outputs.items()}
-        index = torch.cat([batch["index"] for batch in batches]) if "index" in batches[0] else None
-        terms = self._terms(inputs, index)
+        terms = self._terms(inputs, batches)
         self._scaled(_total(terms)).backward()
         gradients = {name: value.grad for name, value in inputs.items() if value.grad is not None}
         first = 0
@@ -227,6 +228,11 @@ class TrainStep:
             self.loss.finish_logit_scale_step(logit_scale, before)
             logit_scale.copy_(torch.where(verdict.good, logit_scale, before))
         return verdict
+
+
+def _joined(batches: list[Batch], name: str) -> Tensor | None:
+    """An entry of all micro-batches, or None where they have none."""
+    return torch.cat([batch[name] for batch in batches]) if name in batches[0] else None
 
 
 def _total(terms: dict[str, Tensor]) -> Tensor:
