@@ -144,6 +144,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
                 self._update_temperatures(contrast, tau_gradient)
             if self.temperature.learns_logit_scale:
                 pairs.append((batch.logit_scale, self._through_logit_scale(0.5 * tau_gradient.sum(), contrast)))
+        if self.training and self.temperature.solves:
+            self.temperature.solve(contrast)
         return {"contrastive_loss": with_gradients(value, *pairs), **self._regularizer(contrast, batch.logit_scale)}
 
     @torch.no_grad()

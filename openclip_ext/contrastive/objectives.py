@@ -159,6 +159,6 @@ def incompatibility(
         return "the objective takes α as a constant; this normalizer's gradient may reach the encoders"
     if temperature.regularized and not objective.regularized:
         return "the objective has no regulariser, and these temperatures are learned with one"
-    if normalizer.contrasts_locally and temperature.learns_own:
-        return "this normalizer's objective may stay in each process, and these temperatures are learned from the global batch"
+    if normalizer.contrasts_locally and (temperature.learns_own or temperature.solves):
+        return "this normalizer's objective may stay in each process, and these temperatures come from the global batch"
     return None

@@ -14,9 +14,10 @@ from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer
 from openclip_ext.contrastive.objectives import Contrastive, Objective, incompatibility
+from openclip_ext.contrastive.solved_temperature import SolvedTemperature
 from openclip_ext.contrastive.temperature import ConstantTemperature, GlobalTemperature, UnregularizedTemperature
 from openclip_ext.losses.method import Method, NormalizerPart, TemperaturePart
-from openclip_ext.losses.options import SHARED_OPTIONS, Option
+from openclip_ext.losses.options import HARD_SHARE, SHARED_OPTIONS, Option, rho_of
 
 # The parts that come with the machinery.
 _SHARED_PARTS = (
@@ -25,6 +26,7 @@ _SHARED_PARTS = (
     TemperaturePart("global", GlobalTemperature),
     # Of two parts with the same name a loss takes the one that its objective allows.
     TemperaturePart("global", UnregularizedTemperature),
+    TemperaturePart("solved", SolvedTemperature, {"rho": 5.0}),
 )
 
 
@@ -88,7 +90,7 @@ def create_loss(
         name: one of :func:`list_losses`.
         embed_dim: width of the embeddings; needed by losses with a network or prototypes, ignored by others.
         num_samples: size of the index space; needed by losses that keep state for each sample, ignored by others.
-        options: see :data:`OPTIONS`; all have a default.
+        options: see :data:`OPTIONS`; all have a default. ``hard_share`` is another way to say ``rho``: ``exp(−ρ)``.
 
     Returns:
         A module whose call is ``loss(image_features, text_features, logit_scale, index=index, output_dict=True)``.
@@ -102,6 +104,7 @@ def create_loss(
         >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
         >>> sum(terms.values()).backward()
     """
+    options = _with_rho(options)
     composition = _compose(name, options.get("normalizer"), options.get("temperature_scheme"), options.get("views"))
     defaults = composition.defaults()
     unused = sorted(set(options) - set(defaults))
@@ -211,6 +214,16 @@ def _compose(name: str, normalizer: str | None, temperature_scheme: str | None, 
         given = "normalizer" if normalizer else "temperature_scheme"
         raise ValueError(f"{given}: not used by the loss {title!r}, which is not made of such parts")
     return _Composition(title, (whole.build,), whole.defaults, refused=whole.refused)
+
+
+def _with_rho(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with ``rho`` for ``hard_share``."""
+    if "hard_share" not in options:
+        return options
+    if "rho" in options:
+        raise ValueError("rho= and hard_share= say the same: give one of them")
+    share = HARD_SHARE.check(options["hard_share"])
+    return {name: value for name, value in options.items() if name != "hard_share"} | {"rho": rho_of(share)}
 
 
 def _find_method(name: str) -> Method:

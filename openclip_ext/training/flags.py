@@ -12,7 +12,7 @@ from typing import Any
 
 from openclip_ext import compat
 from openclip_ext.losses import registry
-from openclip_ext.losses.options import Option
+from openclip_ext.losses.options import HARD_SHARE, Option, rho_of
 from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.training import recipes
 from openclip_ext.training.errors import UsageError
@@ -85,6 +85,8 @@ def add_loss_flags(group: argparse._ArgumentGroup) -> None:
     for option in OPTIONS.values():
         if not option.openclip_flag:
             group.add_argument(option.flag, dest=option.name, default=argparse.SUPPRESS, **_argument(option))
+    hard_share = _argument(HARD_SHARE) | {"type": lambda text: rho_of(_parser_of(HARD_SHARE)(text))}
+    group.add_argument(HARD_SHARE.flag, dest="rho", default=argparse.SUPPRESS, **hard_share)
 
 
 def _argument(option: Option) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import difflib
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -180,6 +181,27 @@ def check_schedule(config: ScheduleConfig) -> None:
         raise UsageError(f"unknown --lr-scheduler {config.name!r}; known: {', '.join(SCHEDULES)}")
     if config.name == "const-cooldown" and config.cooldown_epochs is None:
         raise UsageError("--lr-scheduler const-cooldown needs --epochs-cooldown")
+
+
+# The way of log τ in a run: from OpenCLIP's start value to where the papers' runs end.
+_WAY_OF_LOG_TAU = math.log(0.07 / 0.03)
+_LARGEST_LOGIT_SCALE_LR = 1e-3
+# In fewer steps there is nothing to learn.
+_FEWEST_STEPS = 100
+
+
+def logit_scale_lr(default: float | None, total_steps: int) -> float | None:
+    """Learning rate of ``log(1/τ)`` where none was given: the loss's, or more in a short run, so that τ can arrive.
+
+    Adam moves a parameter by at most about its learning rate a step. The papers' rates are for some 10⁵ steps.
+
+    Args:
+        default: the loss's; None: the encoders'.
+        total_steps: length of the run.
+    """
+    if default is None or total_steps < _FEWEST_STEPS:
+        return default
+    return max(default, min(_WAY_OF_LOG_TAU / total_steps, _LARGEST_LOGIT_SCALE_LR))
 
 
 def create_schedule(

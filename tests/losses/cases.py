@@ -28,16 +28,20 @@ class Case:
         reference: takes the created loss (for random start values) and gives the reference.
         options: for ``create_loss``.
         tolerance: of the comparison with the reference, in float64.
+        prepare: changes the new loss.
     """
 
     loss: str
     reference: Callable[[ContrastiveLoss], Any] | None
     options: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-9
+    prepare: Callable[[ContrastiveLoss], None] = lambda loss: None
 
     def create(self, **more: Any) -> ContrastiveLoss:
         """The loss."""
-        return create_loss(self.loss, embed_dim=WIDTH, num_samples=SAMPLES, **(self.options | more))
+        loss = create_loss(self.loss, embed_dim=WIDTH, num_samples=SAMPLES, **(self.options | more))
+        self.prepare(loss)
+        return loss
 
 
 def _average(gamma: float = 0.2, decay_epochs: int | None = 2, eps: float = EPS) -> contrastive.MovingAverage:
@@ -51,6 +55,18 @@ def _fastclip(kind: str, **average: Any) -> Callable[[ContrastiveLoss], Any]:
 
 def _per_sample(**average: Any) -> Callable[[ContrastiveLoss], Any]:
     return lambda loss: contrastive.PerSample(_average(**average), rho=7.0, start=0.05, bounds=(0.01, 1.0), lr=0.0133)
+
+
+def _solved(m: int, rho: float, per_sample: bool = False) -> Case:
+    def end_waiting(loss: ContrastiveLoss) -> None:
+        loss.temperature.steps.fill_(100)
+
+    return Case(
+        "sogclr",
+        lambda loss: contrastive.Solved(_average(gamma=0.8, decay_epochs=None), rho, m, per_sample),
+        {"temperature_scheme": "solved", "temperature_queue": m, "rho": rho, "solve_per_sample": per_sample},
+        prepare=end_waiting,
+    )
 
 
 _NEUCLIP = {"prototypes": 9, "restart_every": 3, "normalizer_updates": 2}
@@ -203,6 +219,9 @@ CASES: dict[str, Case] = {
     "fastclip-v1": Case("fastclip-v1", _fastclip("constant"), _DECAY),
     "isogclr": Case("isogclr", _per_sample(gamma=0.8, decay_epochs=None), {"temperature": 0.05}),
     "fastclip-v2": Case("fastclip-v2", _per_sample(), _DECAY | {"temperature": 0.05}),
+    "sogclr-solved": _solved(9, 1.2),
+    "sogclr-solved-longer-queue": _solved(14, 0.4),
+    "sogclr-solved-each": _solved(9, 1.2, per_sample=True),
     "tempnet": Case("tempnet", _tempnet, _DECAY | {"lr_tau": 1e-3}),
     "amorlip": _amorlip(),
     "amorlip-negatives": _amorlip(negatives_only=True),

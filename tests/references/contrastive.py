@@ -233,3 +233,61 @@ class PerSample:
         step = (first / (1 - beta1 ** (epoch + 1))) / (math.sqrt(second / (1 - beta2 ** (epoch + 1))) + 1e-8)
         tau = self.tau[k].get(sample, self.start) - self.lr * step
         self.tau[k][sample] = max(self.bounds[0], min(self.bounds[1], tau))
+
+
+class Solved:
+    """SogCLR with a temperature that is solved for: ``KL(softmax(s_i/τ) ‖ uniform) = ρ`` over the ``m`` newest embeddings.
+
+    One for all anchors, that goes a hundredth of a Newton step in log τ; or one for each anchor, by bisection.
+    """
+
+    def __init__(self, estimator: MovingAverage, rho: float, m: int, per_sample: bool) -> None:
+        self.estimator, self.rho, self.m, self.per_sample = estimator, rho, m, per_sample
+        self.log_tau: float | None = None
+        self.newest: list[tuple[Tensor, Tensor]] = []
+
+    def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
+        """One step; the logit scale is the start value."""
+        batch, eps, sides = len(images), self.estimator.eps, (0, 1)
+        self.log_tau = -math.log(logit_scale) if self.log_tau is None else self.log_tau
+        tau = [[math.exp(self.log_tau)] * batch] * 2
+        full = len(self.newest) == self.m
+        if full and self.per_sample:
+            tau = [[self._bisection(images, texts, k, i) for i in range(batch)] for k in sides]
+        alpha = self.estimator.update(images, texts, tau, index, epoch)
+        gradients = encoder_gradients(images, texts, tau, alpha)
+        terms = [
+            [
+                tau[k][i]
+                * (math.exp(-alpha[k][i]) * (eps + inner(images, texts, tau[k][i], k, i).item()) + alpha[k][i])
+                for i in range(batch)
+            ]
+            for k in sides
+        ]
+        if full:
+            pairs = [self._moments(images, texts, k, i, math.exp(self.log_tau)) for k in sides for i in range(batch)]
+            divergence, variance = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
+            way = (divergence - self.rho) / max(variance, 1e-6)
+            self.log_tau += 0.01 * max(-math.log(2), min(math.log(2), way))
+        self.log_tau = max(math.log(0.01), min(0.0, self.log_tau))
+        self.newest = [*self.newest, *zip(images, texts, strict=True)][-self.m :]
+        return StepResult(mean(terms), *gradients, 0.0, alpha)
+
+    def _moments(self, images: Tensor, texts: Tensor, k: int, i: int, tau: float) -> tuple[float, float]:
+        """The divergence, and the variance of s/τ."""
+        scaled = [((images[i] @ text if k == 0 else texts[i] @ image) / tau).item() for image, text in self.newest]
+        total = sum(math.exp(value) for value in scaled)
+        share = [math.exp(value) / total for value in scaled]
+        divergence = sum(p * math.log(p * self.m) for p in share)
+        center = sum(p * value for p, value in zip(share, scaled, strict=True))
+        return divergence, sum(p * (value - center) ** 2 for p, value in zip(share, scaled, strict=True))
+
+    def _bisection(self, images: Tensor, texts: Tensor, k: int, i: int) -> float:
+        low, high = math.log(0.01), 0.0
+        for _ in range(18):
+            middle = (low + high) / 2
+            if self._moments(images, texts, k, i, math.exp(middle))[0] > self.rho:
+                low = middle
+            else:
+                high = middle
+        return math.exp((low + high) / 2)
