@@ -146,6 +146,34 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
         default=None,
         help="steps between two of LookAhead, for --opt timm/lookahead_NAME (CLIP-Lite: 5; default: timm's 6)",
     )
+    for tower in ("image", "text"):
+        group.add_argument(
+            f"--lr-{tower}",
+            type=float,
+            default=None,
+            metavar="LR",
+            help=f"learning rate of the {tower} tower (default: --lr)",
+        )
+        group.add_argument(
+            f"--{tower}-layer-decay",
+            type=float,
+            default=1.0,
+            metavar="DECAY",
+            help=f"learning rate of each layer of the {tower} tower over that of the next one; its head has the full rate",
+        )
+    group.add_argument(
+        "--model-ema-decay",
+        type=float,
+        default=None,
+        metavar="DECAY",
+        help="keep an average of the weights, such as 0.9999: it is evaluated, and what a checkpoint gives to others",
+    )
+    group.add_argument(
+        "--keep-best",
+        default=None,
+        metavar="METRIC",
+        help="keep the model with the best value of a metric of results.jsonl as best.pt (of losses and ranks: the least)",
+    )
     group.add_argument(
         "--save-every-steps", type=int, default=0, help="also save a checkpoint every N optimizer steps (0: never)"
     )
@@ -265,6 +293,18 @@ def _check_run_flags(args: argparse.Namespace) -> None:
         raise UsageError(f"--accum-freq is {args.accum_freq}, must be at least 1")
     if args.lookahead_steps is not None and args.lookahead_steps < 1:
         raise UsageError(f"--lookahead-steps is {args.lookahead_steps}, must be at least 1")
+    for tower in ("image", "text"):
+        lr, decay = getattr(args, f"lr_{tower}"), getattr(args, f"{tower}_layer_decay")
+        if lr is not None and not lr > 0:
+            raise UsageError(
+                f"--lr-{tower} is {lr:g}, must be positive; to train no part of this tower use --lock-{tower}"
+            )
+        if not 0 < decay <= 1:
+            raise UsageError(f"--{tower}-layer-decay is {decay:g}, must be above 0 and at most 1")
+    if args.model_ema_decay is not None and not 0 < args.model_ema_decay < 1:
+        raise UsageError(f"--model-ema-decay is {args.model_ema_decay:g}, must lie between 0 and 1, such as 0.9999")
+    if args.model_ema_decay is not None and args.fsdp:
+        raise UsageError("--model-ema-decay averages whole weights, which --fsdp does not keep; give one of them")
     if args.max_skipped_steps < 1:
         raise UsageError(f"--max-skipped-steps is {args.max_skipped_steps}, must be at least 1")
     if not args.rank_patience > 0:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training import parallel
+from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.guard import StepGuard, Verdict
 from openclip_ext.training.views import encode_views, is_views
 
@@ -45,10 +46,12 @@ class StepConfig:
     Attributes:
         precision: ``--precision``.
         grad_clip_norm: largest gradient norm, or None.
+        model_ema_decay: of the average of the weights; None: there is none.
     """
 
     precision: str = "fp32"
     grad_clip_norm: float | None = None
+    model_ema_decay: float | None = None
 
     def settings(self, device: torch.device) -> StepSettings:
         """What the flags mean on a device."""
@@ -73,6 +76,7 @@ class TrainStep:
         optimizer: over the parameters of the model and of the loss's head.
         settings: see ``StepSettings``.
         scaler: gradient scaler for float16, or None.
+        ema: average of the model's weights, or None.
 
     Attributes:
         guard: sees to it that a step that is not finite changes nothing, and knows which those were.
@@ -85,12 +89,14 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         settings: StepSettings,
         scaler: torch.amp.GradScaler | None = None,
+        ema: ModelEma | None = None,
     ) -> None:
         self.model = model
         self.loss = loss
         self.optimizer = optimizer
         self.settings = settings
         self.scaler = scaler
+        self.ema = ema
         self._logit_scale = parallel.unwrap(model).get_parameter("logit_scale")
         head = loss.model_head()
         parameters = [] if head is None else head.parameters()
@@ -117,6 +123,8 @@ class TrainStep:
         terms, outputs = self._one_batch(batches[0]) if len(batches) == 1 else self._cached_features(batches)
         verdict = self._update([batch["image"] for batch in batches], outputs)
         self.guard.finish(verdict, number, index)
+        if self.ema is not None:
+            self.ema.update(number, verdict.good)
         return {name: value.detach() for name, value in terms.items()}
 
     def _to_device(self, batch: Batch) -> Batch:
