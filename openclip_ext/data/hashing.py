@@ -26,6 +26,7 @@ class Purpose(IntEnum):
     PIXELS = 4
     REPLACEMENT = 5
     RESAMPLING = 6
+    CAPTION = 7
 
 
 def _scramble(x: np.ndarray) -> np.ndarray:

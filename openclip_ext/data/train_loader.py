@@ -50,6 +50,7 @@ class TrainLoaderConfig:
         views: Augmented views of each image; with 2 or more, ``image`` is ``(batch_size, views, ...)``. The text is the
             first view's.
         caption_aware_flip: Mirror half of the images, with 'left' and 'right' exchanged in their captions.
+        draw_captions: Draw one of a sample's captions in each epoch, instead of the first.
         caption_hash: Batches have ``caption_hash``, equal for equal captions.
         pin_memory, prefetch_factor: As in ``torch.utils.data.DataLoader``.
     """
@@ -63,6 +64,7 @@ class TrainLoaderConfig:
     shuffle_window: int = DEFAULT_SHUFFLE_WINDOW
     views: int = 1
     caption_aware_flip: bool = False
+    draw_captions: bool = False
     caption_hash: bool = False
     pin_memory: bool = False
     prefetch_factor: int = 2
@@ -134,6 +136,7 @@ class _BatchDataset(Dataset):
         self._seed = config.seed
         self._views = config.views
         self._caption_aware_flip = config.caption_aware_flip
+        self._draws = config.draw_captions
         self._caption_hash = config.caption_hash
         self._max_bad_fraction = max_bad_fraction
         self._stream: Iterator[RawSample] = iter(())
@@ -195,7 +198,7 @@ class _BatchDataset(Dataset):
     def _usable(self, raw: RawSample, epoch: int, bad: list[tuple[int, str]]) -> tuple[int, Image.Image, str]:
         """Decode a sample, or the first of its replacements that decodes."""
         try:
-            return raw.index, *self._source.decode(raw)
+            return raw.index, *self._decode(raw, epoch)
         except BadSampleError as error:
             reason = str(error)
         bad.append((raw.index, reason))
@@ -207,11 +210,14 @@ class _BatchDataset(Dataset):
             if candidate in self._bad:
                 continue
             try:
-                return candidate, *self._source.decode(self._spare_reader.read(candidate))
+                return candidate, *self._decode(self._spare_reader.read(candidate), epoch)
             except BadSampleError as error:
                 self._bad[candidate] = str(error)
         name, _, count = self._source.group_of(raw.index)
         raise BadDataError(f"{name} has no usable sample among its {count:,}; sample {raw.index}: {reason}")
+
+    def _decode(self, raw: RawSample, epoch: int) -> tuple[Image.Image, str]:
+        return self._source.decode(raw, hash_int(Purpose.CAPTION, self._seed, epoch, raw.index) if self._draws else 0)
 
     def _give_up_if_hopeless(self, index: int, reason: str) -> None:
         """Do not try the rest of a large file when the samples that failed are too many already."""
@@ -312,6 +318,7 @@ class TrainLoader:
         self.seed = config.seed
         self.rank = distributed.rank() if config.rank is None else config.rank
         self.max_bad_fraction = max_bad_fraction
+        self._draws_captions = config.draw_captions
         self._layout = Layout(
             world_size=distributed.world_size() if config.world_size is None else config.world_size,
             workers=max(1, config.workers),
@@ -348,6 +355,8 @@ class TrainLoader:
                 f"{layout.batch_size} x {layout.world_size} ranks x {layout.accum_freq} accumulated = "
                 f"{layout.global_batch:,}. Lower the batch size or use fewer ranks"
             )
+        if self._draws_captions and not source.several_captions:
+            raise ValueError("--draw-captions is for shards: other data sets have one caption for each image")
         bad, where = source.known_bad()
         if bad > self.max_bad_fraction * source.num_samples:
             raise BadDataError(

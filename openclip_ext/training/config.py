@@ -146,6 +146,7 @@ def _loading(args: argparse.Namespace, choice: LossChoice, device: torch.device)
         seed=args.seed,
         views=views(choice),
         caption_aware_flip=args.caption_aware_flip,
+        draw_captions=args.draw_captions,
         caption_hash=choice.options.get("equal_captions", "negative") != "negative",
         pin_memory=device.type == "cuda",
     )

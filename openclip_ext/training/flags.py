@@ -127,6 +127,11 @@ def _add_data_flags(group: argparse._ArgumentGroup) -> None:
         help="stop when more than this part of the data set is unusable (default: %(default)s)",
     )
     group.add_argument(
+        "--draw-captions",
+        action="store_true",
+        help="draw one of a sample's captions in each epoch: of all that --caption-key names, and of lists in json",
+    )
+    group.add_argument(
         "--caption-aware-flip",
         action="store_true",
         help="mirror half of the images, with 'left' and 'right' exchanged in their captions",
