@@ -112,6 +112,11 @@ class GatheredBatch:
         return self.features.shape[1]
 
     @property
+    def pairs(self) -> Tensor:
+        """Number of pairs of each anchor, its negatives and the positive one: as :attr:`negatives`."""
+        return self.negatives + 1
+
+    @property
     def local(self) -> slice:
         """Positions of this process's samples."""
         return slice(self.first, self.first + self.local_size)

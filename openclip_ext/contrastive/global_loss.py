@@ -131,6 +131,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
                 log_g=contrast.log_g,
                 weight_ratio=log_math.saturating_exp(contrast.log_estimate - estimate.alpha),
                 positive=contrast.batch.positive,
+                pairs=contrast.batch.pairs,
             )
             value = 0.5 * contrast.batch.mean(self.objective.value(anchors)).sum()
             needs_tau_gradient = learns_own or self.temperature.learns_logit_scale
@@ -348,5 +349,6 @@ def _local_anchors(anchors: Anchors, weight_sum: Tensor, mean_similarity: Tensor
         log_g=anchors.log_g[:, local],
         weight_ratio=anchors.weight_ratio[:, local],
         positive=positive,
+        pairs=anchors.pairs if anchors.pairs.ndim == 0 else anchors.pairs[local],
         weighted_gap=None if mean_similarity is None else weight_sum[:, local] * (mean_similarity - positive),
     )

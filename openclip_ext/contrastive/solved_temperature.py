@@ -11,6 +11,8 @@ Naive float64 version: ``Solved`` in ``tests/references/contrastive.py``. Page: 
 
 import math
 import warnings
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,22 +24,20 @@ from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds
 
 # The embeddings of an untrained model say nothing about the temperature.
 _STEPS_BEFORE = 100
-# Share of the way to the solution that log τ goes in a step, and the longest way.
+# Share of the way to the solution that log τ goes in a step.
 _RATE = 0.01
-_LONGEST = math.log(2)
-# The divergence is a mean over at most so many anchors of each side: enough, as a step is short.
-_ANCHORS = 64
-# log τ of the bounds is halved so often: to 1e-5 of it.
-_BISECTIONS = 18
-_SMALLEST_VARIANCE = 1e-6
+# At most so many anchors of each side are solved for: enough, as a step is short.
+_ANCHORS = 32
+# Halvings of log τ's bounds: to 0.1 % of τ.
+_BISECTIONS = 12
 
 
 class SolvedTemperature(TemperatureScheme):
     """τ at which the anchors' softmax over recent embeddings has a divergence of ρ from uniform, in their mean.
 
-    A step takes a hundredth of a Newton step of ``log τ``, once the queue is full, and not in the first 100 steps. The queue
-    does not yet hold the batch then, so no anchor meets its own pair, unless the queue is longer than the data set. The
-    model's ``logit_scale`` follows where the loop calls ``finish_logit_scale_step``.
+    ``log τ`` goes a hundredth of the way in a step, once the queue is full, and not in the first 100 steps. The queue does not
+    yet hold the batch then, so no anchor meets its own pair, unless the queue is longer than the data set. The model's
+    ``logit_scale`` follows where the loop calls ``finish_logit_scale_step``.
 
     Args:
         embed_dim: width ``d`` of the embeddings.
@@ -98,37 +98,39 @@ class SolvedTemperature(TemperatureScheme):
         """Move ``log τ`` towards the solution for this batch, then put the batch into the queue."""
         batch = contrast.batch
         log_tau = torch.where(self.log_tau.isnan(), -batch.logit_scale.log(), self.log_tau)
-        divergence, variance = self._moments(batch, log_tau)
-        way = ((divergence - self.target) / variance.clamp(min=_SMALLEST_VARIANCE)).clamp(-_LONGEST, _LONGEST)
+        some = slice(0, min(batch.size, _ANCHORS))
+        similarities = self._similarities(batch, some)
+        divergence = partial(_mean_divergence, similarities, batch.valid[some])
+        moved = log_tau.lerp(self._bisect(divergence, log_tau), _RATE)
         moves = self._is_ready() & batch.ok
-        log_tau = torch.where(moves, log_tau + _RATE * way, log_tau).clamp(*self.bounds)
+        self.divergence.copy_(torch.where(moves, divergence(log_tau), self.divergence))
+        log_tau = torch.where(moves, moved, log_tau).clamp(*self.bounds)
         self.log_tau.copy_(torch.where(batch.ok, log_tau, self.log_tau))
-        self.divergence.copy_(torch.where(moves, divergence, self.divergence))
         self.steps += batch.ok
         self.queue.push(batch)
 
     def _is_ready(self) -> Tensor:
         return (self.queue.filled == self.queue.capacity) & (self.steps >= _STEPS_BEFORE)
 
-    def _moments(self, batch: GatheredBatch, log_tau: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean over some anchors of the divergence at τ, and of its derivative in ``−log τ``, the variance of ``s/τ``."""
-        similarities = batch.features[:, :_ANCHORS] @ self.queue.rows.transpose(1, 2)
-        divergence, variance = _divergence(similarities, log_tau)
-        valid = batch.valid[:_ANCHORS]
-        count = 2 * valid.sum().clamp(min=1)
-        return torch.where(valid, divergence, 0).sum() / count, torch.where(valid, variance, 0).sum() / count
+    def _similarities(self, batch: GatheredBatch, anchors: slice) -> Tensor:
+        """Of some anchors of both sides with the queue, ``(2, b, m)``."""
+        return batch.features[:, anchors] @ self.queue.rows.transpose(1, 2)
+
+    def _bisect(self, divergence: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+        """``log τ`` at which the divergence, which falls with τ, is ρ; shaped as ``like``."""
+        low, high = (torch.full_like(like, bound) for bound in self.bounds)
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            too_small = divergence(middle) > self.target
+            low, high = torch.where(too_small, middle, low), torch.where(too_small, high, middle)
+        return (low + high) / 2
 
     def _solve_each(self, batch: GatheredBatch) -> Tensor:
-        """τ of this process's anchors by bisection, ``(2, B_local)``."""
+        """τ of this process's anchors, ``(2, B_local)``."""
         parts = []
         for anchors in anchor_chunks(batch.local, self.queue.capacity):
-            similarities = batch.features[:, anchors] @ self.queue.rows.transpose(1, 2)
-            low, high = (torch.full_like(batch.features[:, anchors, 0], bound) for bound in self.bounds)
-            for _ in range(_BISECTIONS):
-                middle = (low + high) / 2
-                too_small = _divergence(similarities, middle)[0] > self.target
-                low, high = torch.where(too_small, middle, low), torch.where(too_small, high, middle)
-            parts.append(((low + high) / 2).exp())
+            similarities = self._similarities(batch, anchors)
+            parts.append(self._bisect(partial(_divergence, similarities), similarities[..., 0]).exp())
         return torch.cat(parts, dim=1)
 
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
@@ -141,17 +143,17 @@ class SolvedTemperature(TemperatureScheme):
         return {"rho": self.target} | ({} if math.isnan(divergence) else {"divergence": divergence})
 
 
-def _divergence(similarities: Tensor, log_tau: Tensor) -> tuple[Tensor, Tensor]:
-    """``KL(softmax(s/τ) ‖ uniform)`` over the last dimension, and its derivative in ``−log τ``.
+def _divergence(similarities: Tensor, log_tau: Tensor) -> Tensor:
+    """``KL(softmax(s/τ) ‖ uniform)`` over the last dimension.
 
     Args:
         similarities: ``(2, b, m)``.
         log_tau: 0-d or ``(2, b)``.
     """
-    scaled = similarities * torch.exp(-log_tau)[..., None]
-    log_share = nn.functional.log_softmax(scaled, dim=-1)
-    share = log_share.exp()
-    divergence = torch.linalg.vecdot(share, log_share) + math.log(similarities.shape[-1])
-    mean = torch.linalg.vecdot(share, scaled)
-    variance = torch.linalg.vecdot(share, scaled.square_()) - mean.square()
-    return divergence, variance
+    log_share = nn.functional.log_softmax(similarities * torch.exp(-log_tau)[..., None], dim=-1)
+    return torch.linalg.vecdot(log_share.exp(), log_share) + math.log(similarities.shape[-1])
+
+
+def _mean_divergence(similarities: Tensor, valid: Tensor, log_tau: Tensor) -> Tensor:
+    """Mean of :func:`_divergence` over both sides of the anchors that count, 0-d."""
+    return torch.where(valid, _divergence(similarities, log_tau), 0).sum() / (2 * valid.sum().clamp(min=1))

@@ -1,11 +1,14 @@
 """OpenCLIP's own losses, ``ClipLoss`` and ``SigLipLoss``, behind the interface of all losses. Their arithmetic is unchanged.
 
+With a ``temperature_scheme`` of ours, ``openclip`` is composed of parts: the same loss at another temperature.
+
 CLIP: Radford et al., *Learning Transferable Visual Models From Natural Language Supervision*, ICML 2021. SigLIP: Zhai et al.,
 *Sigmoid Loss for Language Image Pre-Training*, ICCV 2023. Page: ``docs/methods/openclip-siglip.md``.
 
 Example:
     >>> loss = openclip_ext.create_loss("openclip")
     >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
+    >>> loss = openclip_ext.create_loss("openclip", temperature_scheme="constant", temperature=0.05)
 """
 
 import math
@@ -19,8 +22,10 @@ from torch.nn import functional
 from openclip_ext import distributed
 from openclip_ext.contrastive.batch import LocalBatch
 from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, check_labels
+from openclip_ext.contrastive.estimands import PartitionMean
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.minibatch import contrast_minibatch, minibatch_metrics
+from openclip_ext.contrastive.objectives import Anchors, Unscaled
 from openclip_ext.losses.method import Method, WholeLoss
 from openclip_ext.losses.options import Option
 
@@ -134,6 +139,18 @@ class OpenClipLoss(ContrastiveLoss):
         return log_g[0], log_g[1]
 
 
+class InfoNce(Unscaled):
+    """``−log softmax`` of the positive pair among all pairs of its anchor: ``ClipLoss``, for given log-normalizers."""
+
+    estimand_type = PartitionMean
+
+    def __init__(self) -> None:
+        super().__init__(PartitionMean())
+
+    def value(self, anchors: Anchors) -> Tensor:
+        return anchors.alpha + torch.log(anchors.pairs)
+
+
 class SiglipLoss(ContrastiveLoss):
     """``open_clip.SigLipLoss``.
 
@@ -169,6 +186,9 @@ METHODS = (
     Method(
         name="openclip",
         whole=WholeLoss(OpenClipLoss),
+        normalizer="minibatch",
+        temperature_scheme="global",
+        objective=InfoNce,
         options=(
             Option("local_loss", bool, False, "rows of this process only", openclip_flag=True),
             Option("gather_with_grad", bool, False, "gather the features with gradient", openclip_flag=True),

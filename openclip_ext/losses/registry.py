@@ -207,10 +207,11 @@ def _compose(name: str, normalizer: str | None, temperature_scheme: str | None, 
             f"{name} with views={views}: it compares images with texts; losses of two views of an image are {others}"
         )
     whole = method.two_views if two_views else method.whole
-    if whole is None:
+    asked_for_parts = bool(normalizer or temperature_scheme)
+    if whole is None or (asked_for_parts and method.normalizer and not two_views):
         return _compose_parts(method, normalizer, temperature_scheme)
     title = f"{name} with views={views}" if two_views else name
-    if normalizer or temperature_scheme:
+    if asked_for_parts:
         given = "normalizer" if normalizer else "temperature_scheme"
         raise ValueError(f"{given}: not used by the loss {title!r}, which is not made of such parts")
     return _Composition(title, (whole.build,), whole.defaults, refused=whole.refused)

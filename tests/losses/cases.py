@@ -219,6 +219,12 @@ CASES: dict[str, Case] = {
     "fastclip-v1": Case("fastclip-v1", _fastclip("constant"), _DECAY),
     "isogclr": Case("isogclr", _per_sample(gamma=0.8, decay_epochs=None), {"temperature": 0.05}),
     "fastclip-v2": Case("fastclip-v2", _per_sample(), _DECAY | {"temperature": 0.05}),
+    "openclip-constant": Case(
+        "openclip",
+        lambda loss: contrastive.InfoNce(0.05),
+        {"temperature_scheme": "constant", "temperature": 0.05},
+    ),
+    "openclip-learned": Case("openclip", lambda loss: contrastive.InfoNce(None), {"temperature_scheme": "global"}),
     "sogclr-solved": _solved(9, 1.2),
     "sogclr-solved-longer-queue": _solved(14, 0.4),
     "sogclr-solved-each": _solved(9, 1.2, per_sample=True),
@@ -272,7 +278,7 @@ CASES |= {
         CASES[name], options=CASES[name].options | {"equal_captions": choice}, tolerance=10 * CASES[name].tolerance
     )
     for choice, names in {
-        "mask": (*_WITH_POSITIVES, "amorlip", "amorlip-negatives"),
+        "mask": (*_WITH_POSITIVES, "amorlip", "amorlip-negatives", "openclip-learned"),
         "positive": _WITH_POSITIVES,
     }.items()
     for name in names

@@ -125,7 +125,7 @@ def test_the_partition_objective_over_the_batch_is_infonce_times_the_temperature
 
 
 def _combinations() -> list[tuple[str, str, str]]:
-    composed = [name for name, method in registry.METHODS.items() if method.whole is None]
+    composed = [name for name, method in registry.METHODS.items() if method.normalizer]
     return list(itertools.product(composed, registry.NORMALIZER_NAMES, registry.TEMPERATURE_SCHEME_NAMES))
 
 

@@ -189,6 +189,25 @@ class FastClip:
         return StepResult(value, *gradients, -(tau**2) * in_tau, alpha)
 
 
+class InfoNce:
+    """OpenCLIP's loss, as the mean over the anchors of ``−log softmax``, at the model's temperature or at a constant one."""
+
+    def __init__(self, constant: float | None) -> None:
+        self.constant = constant
+
+    def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
+        """One step; there is no state."""
+        images, texts, scale = leaves(images, texts, 1 / self.constant if self.constant else logit_scale)
+        value = torch.zeros((), dtype=torch.float64)
+        for side in (0, 1):
+            for i in range(len(images)):
+                pairs = [i, *negatives(i, len(images))]
+                row = [pair_similarity(images, texts, side, i, j) * scale for j in pairs]
+                value = value - 0.5 * (row[0] - torch.logsumexp(torch.stack(row), 0)) / len(images)
+        in_images, in_texts, in_scale = torch.autograd.grad(value, (images, texts, scale))
+        return StepResult(value.item(), in_images, in_texts, 0.0 if self.constant else in_scale.item(), [])
+
+
 class PerSample:
     """iSogCLR / FastCLIP-v2: [opt4ml, Algorithm 35], with Adam for each sample."""
 
@@ -238,7 +257,7 @@ class PerSample:
 class Solved:
     """SogCLR with a temperature that is solved for: ``KL(softmax(s_i/τ) ‖ uniform) = ρ`` over the ``m`` newest embeddings.
 
-    One for all anchors, that goes a hundredth of a Newton step in log τ; or one for each anchor, by bisection.
+    One for all anchors, whose log goes a hundredth of the way; or one for each anchor.
     """
 
     def __init__(self, estimator: MovingAverage, rho: float, m: int, per_sample: bool) -> None:
@@ -253,7 +272,7 @@ class Solved:
         tau = [[math.exp(self.log_tau)] * batch] * 2
         full = len(self.newest) == self.m
         if full and self.per_sample:
-            tau = [[self._bisection(images, texts, k, i) for i in range(batch)] for k in sides]
+            tau = [[math.exp(self._bisection(images, texts, [(k, i)])) for i in range(batch)] for k in sides]
         alpha = self.estimator.update(images, texts, tau, index, epoch)
         gradients = encoder_gradients(images, texts, tau, alpha)
         terms = [
@@ -265,29 +284,26 @@ class Solved:
             for k in sides
         ]
         if full:
-            pairs = [self._moments(images, texts, k, i, math.exp(self.log_tau)) for k in sides for i in range(batch)]
-            divergence, variance = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
-            way = (divergence - self.rho) / max(variance, 1e-6)
-            self.log_tau += 0.01 * max(-math.log(2), min(math.log(2), way))
+            anchors = [(k, i) for k in sides for i in range(batch)]
+            self.log_tau += 0.01 * (self._bisection(images, texts, anchors) - self.log_tau)
         self.log_tau = max(math.log(0.01), min(0.0, self.log_tau))
         self.newest = [*self.newest, *zip(images, texts, strict=True)][-self.m :]
         return StepResult(mean(terms), *gradients, 0.0, alpha)
 
-    def _moments(self, images: Tensor, texts: Tensor, k: int, i: int, tau: float) -> tuple[float, float]:
-        """The divergence, and the variance of s/τ."""
+    def _divergence(self, images: Tensor, texts: Tensor, k: int, i: int, tau: float) -> float:
         scaled = [((images[i] @ text if k == 0 else texts[i] @ image) / tau).item() for image, text in self.newest]
         total = sum(math.exp(value) for value in scaled)
         share = [math.exp(value) / total for value in scaled]
-        divergence = sum(p * math.log(p * self.m) for p in share)
-        center = sum(p * value for p, value in zip(share, scaled, strict=True))
-        return divergence, sum(p * (value - center) ** 2 for p, value in zip(share, scaled, strict=True))
+        return sum(p * math.log(p * self.m) for p in share)
 
-    def _bisection(self, images: Tensor, texts: Tensor, k: int, i: int) -> float:
+    def _bisection(self, images: Tensor, texts: Tensor, anchors: list[tuple[int, int]]) -> float:
+        """log τ that solves the mean over anchors."""
         low, high = math.log(0.01), 0.0
-        for _ in range(18):
+        for _ in range(12):
             middle = (low + high) / 2
-            if self._moments(images, texts, k, i, math.exp(middle))[0] > self.rho:
+            divergences = [self._divergence(images, texts, k, i, math.exp(middle)) for k, i in anchors]
+            if sum(divergences) / len(divergences) > self.rho:
                 low = middle
             else:
                 high = middle
-        return math.exp((low + high) / 2)
+        return (low + high) / 2
