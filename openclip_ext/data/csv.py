@@ -87,7 +87,7 @@ class CsvSource(Source):
     def reader(self) -> Reader:
         return _RowReader(self._images, self._captions)
 
-    def decode(self, raw: RawSample) -> tuple[Image.Image, str]:
+    def decode(self, raw: RawSample, draw: int = 0) -> tuple[Image.Image, str]:
         path, caption = raw.fields["image"], raw.fields["caption"]
         if not path or not caption:
             raise BadSampleError(f"row {raw.index} has no {'caption' if path else 'image'}")

@@ -36,6 +36,7 @@ class ShardSource(Source):
     """
 
     sequential = True
+    several_captions = True
 
     def __init__(
         self,
@@ -71,8 +72,8 @@ class ShardSource(Source):
     def reader(self) -> Reader:
         return _ShardReader(self)
 
-    def decode(self, raw: RawSample) -> tuple[Image.Image, str]:
-        return decode_fields(raw, self._image_keys, self._caption_keys)
+    def decode(self, raw: RawSample, draw: int = 0) -> tuple[Image.Image, str]:
+        return decode_fields(raw, self._image_keys, self._caption_keys, draw)
 
     def shard_number(self, index: int) -> int:
         """Number of the shard that holds a sample."""

@@ -127,6 +127,11 @@ def _add_data_flags(group: argparse._ArgumentGroup) -> None:
         help="stop when more than this part of the data set is unusable (default: %(default)s)",
     )
     group.add_argument(
+        "--draw-captions",
+        action="store_true",
+        help="draw one of a sample's captions in each epoch: of all that --caption-key names, and of lists in json",
+    )
+    group.add_argument(
         "--caption-aware-flip",
         action="store_true",
         help="mirror half of the images, with 'left' and 'right' exchanged in their captions",
@@ -145,6 +150,34 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=None,
         help="steps between two of LookAhead, for --opt timm/lookahead_NAME (CLIP-Lite: 5; default: timm's 6)",
+    )
+    for tower in ("image", "text"):
+        group.add_argument(
+            f"--lr-{tower}",
+            type=float,
+            default=None,
+            metavar="LR",
+            help=f"learning rate of the {tower} tower (default: --lr)",
+        )
+        group.add_argument(
+            f"--{tower}-layer-decay",
+            type=float,
+            default=1.0,
+            metavar="DECAY",
+            help=f"learning rate of each layer of the {tower} tower over that of the next one; its head has the full rate",
+        )
+    group.add_argument(
+        "--model-ema-decay",
+        type=float,
+        default=None,
+        metavar="DECAY",
+        help="keep an average of the weights, such as 0.9999: it is evaluated, and what a checkpoint gives to others",
+    )
+    group.add_argument(
+        "--keep-best",
+        default=None,
+        metavar="METRIC",
+        help="keep the model with the best value of a metric of results.jsonl as best.pt (of losses and ranks: the least)",
     )
     group.add_argument(
         "--save-every-steps", type=int, default=0, help="also save a checkpoint every N optimizer steps (0: never)"
@@ -204,7 +237,11 @@ def check_loss_flags(choice: LossChoice) -> None:
         if name not in used and name not in PARTS:
             takes = [OPTIONS[other].flag for other in used if not OPTIONS[other].openclip_flag]
             listed = ", ".join(takes) or "no options"
-            raise UsageError(f"{OPTIONS[name].flag} is not used by --loss {choice.name}, which takes: {listed}")
+            reason = registry.why_refused(name, choice.name, **_parts(choice))
+            raise UsageError(
+                f"{OPTIONS[name].flag} is not used by --loss {choice.name}, which takes: {listed}"
+                + (f". {reason}" if reason else "")
+            )
 
 
 def _check_temperature(choice: LossChoice) -> None:
@@ -235,9 +272,13 @@ def _recipe_argv(ours: argparse.Namespace, rest: list[str]) -> list[str]:
     return replace(recipe, loss_options=options).argv()
 
 
+def _parts(choice: LossChoice) -> dict[str, Any]:
+    return {part: choice.options.get(part) for part in PARTS}
+
+
 def _options_used(choice: LossChoice) -> dict[str, Any]:
     try:
-        return registry.options_used_by(choice.name, **{part: choice.options.get(part) for part in PARTS})
+        return registry.options_used_by(choice.name, **_parts(choice))
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -257,6 +298,18 @@ def _check_run_flags(args: argparse.Namespace) -> None:
         raise UsageError(f"--accum-freq is {args.accum_freq}, must be at least 1")
     if args.lookahead_steps is not None and args.lookahead_steps < 1:
         raise UsageError(f"--lookahead-steps is {args.lookahead_steps}, must be at least 1")
+    for tower in ("image", "text"):
+        lr, decay = getattr(args, f"lr_{tower}"), getattr(args, f"{tower}_layer_decay")
+        if lr is not None and not lr > 0:
+            raise UsageError(
+                f"--lr-{tower} is {lr:g}, must be positive; to train no part of this tower use --lock-{tower}"
+            )
+        if not 0 < decay <= 1:
+            raise UsageError(f"--{tower}-layer-decay is {decay:g}, must be above 0 and at most 1")
+    if args.model_ema_decay is not None and not 0 < args.model_ema_decay < 1:
+        raise UsageError(f"--model-ema-decay is {args.model_ema_decay:g}, must lie between 0 and 1, such as 0.9999")
+    if args.model_ema_decay is not None and args.fsdp:
+        raise UsageError("--model-ema-decay averages whole weights, which --fsdp does not keep; give one of them")
     if args.max_skipped_steps < 1:
         raise UsageError(f"--max-skipped-steps is {args.max_skipped_steps}, must be at least 1")
     if not args.rank_patience > 0:

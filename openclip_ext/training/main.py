@@ -96,8 +96,9 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
         _begin_folder(config, folder, position, start)
     announce(identity, config.loss.options, built.model, loss, steps_per_epoch, config.length.epochs)
     settings = config.step.settings(built.device)
+    ema = resume.restore_ema(start.checkpoint, model, config.step.model_ema_decay)
     trainer = Trainer(
-        step=TrainStep(parallel.compiled(model, config.parallel), loss, optimizer, settings, scaler),
+        step=TrainStep(parallel.compiled(model, config.parallel), loss, optimizer, settings, scaler, ema),
         loader=loader,
         schedule=create_schedule(config.schedule, optimizer, steps_per_epoch, temperature_lr),
         length=config.length,
@@ -126,6 +127,13 @@ def _check_combination(config: TrainingConfig, loss: ContrastiveLoss) -> None:
             f"--dataset-resampled draws samples with replacement, and --loss {config.loss.name} keeps a state for every "
             "sample that needs each of them once an epoch. Leave out --dataset-resampled"
         )
+    if config.step.model_ema_decay is not None and loss.model_head() is not None:
+        raise UsageError(
+            f"--loss {config.loss.name} trains modules of its own with the model, which --model-ema-decay would not average; "
+            "leave it out"
+        )
+    if config.saving.best_metric is not None and (config.saving.folder is None or not config.evaluation.is_wanted):
+        raise UsageError("--keep-best needs an evaluation, such as --val-data or --imagenet-val, and a folder, --logs")
     if config.parallel.fsdp and distributed.world_size() == 1:
         logging.warning("--fsdp does nothing in a single process: there is nobody to share the model with.")
     elif config.parallel.fsdp:
