@@ -61,7 +61,7 @@ def installs(clone):
 def test_the_environment_is_made_once_and_again_when_requirements_change(clone):
     first = use(clone)
     assert first.returncode == 0 and f"ready in {clone}" in first.stdout, first.stderr
-    assert installs(clone) == ["-m pip install -e .[eval,plot,test]"]
+    assert installs(clone) == ["-m pip install -e .[eval,plot,integrations,test]"]
     assert "Installing" not in use(clone).stdout
     assert len(installs(clone)) == 1
     (clone / "requirements.txt").write_text("torch>=2.6\n")

@@ -254,7 +254,7 @@ def test_a_failing_evaluation_costs_nothing_and_is_made_up_for(shards, tmp_path,
 
 
 def test_datacomp_joins_the_metrics_after_the_checkpoint_is_safe(shards, tmp_path, monkeypatch):
-    from eval import suite
+    from openclip_ext.eval import suite
     from tests.eval import datasets
 
     datasets.make_task(tmp_path / "data", "cifar10", count=12)
