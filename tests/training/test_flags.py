@@ -2,9 +2,11 @@
 
 import pytest
 
+from openclip_ext.losses import table
 from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.training.errors import UsageError
-from openclip_ext.training.flags import build_parser, loss_options, parse
+from openclip_ext.training.flags import loss_options, parse
+from openclip_ext.training.parser import build_parser
 
 
 def test_openclips_command_parses_unchanged():
@@ -98,8 +100,12 @@ def test_help_shows_both_groups_of_flags(capsys):
     assert "--fsdp " in shown
 
 
+def test_the_help_knows_the_options_that_the_code_has():
+    assert table.from_file() == table.from_registry(), "run: python -m tests.losses.option_tables"
+
+
 def test_every_option_of_a_loss_has_exactly_one_flag():
-    actions = [action for action in build_parser()._actions if action.dest in OPTIONS]
+    actions = [action for action in build_parser(table.from_registry())._actions if action.dest in OPTIONS]
     assert sorted(action.dest for action in actions) == sorted(
         name for name, option in OPTIONS.items() if not option.openclip_flag
     )
