@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from eval.data import Batch, DataError, SampleFormat, UniqueKeys, make_loader, shard_of
 from eval.models import ImageTextModel
-from eval.preprocessing import split_transform
 from eval.text import TextEncoder
+from openclip_ext.data.images import split_transform
 
 PRECISIONS = ("datacomp", "fp32", "amp")
 

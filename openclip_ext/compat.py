@@ -143,6 +143,13 @@ def create_model(
     )
 
 
+def converts_to_rgb(step: Any) -> bool:
+    """Whether a step of OpenCLIP's transforms only brings an image to RGB."""
+    from open_clip.transform import MaybeConvertMode
+
+    return isinstance(step, MaybeConvertMode)
+
+
 def is_captioner(model: nn.Module) -> bool:
     """Whether the model has a text decoder (CoCa), which only ``CoCaLoss`` trains."""
     return hasattr(model, "text_decoder")

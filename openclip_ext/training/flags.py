@@ -117,6 +117,8 @@ def _options_used(choice: LossChoice) -> dict[str, Any]:
 
 
 def _check_run_flags(args: argparse.Namespace) -> None:
+    if args.image_backend != "pil" and not args.train_data:
+        raise UsageError(f"--image-backend {args.image_backend} is about the files of --train-data, and there are none")
     if args.horovod:
         raise UsageError("--horovod is not supported; start with torchrun instead")
     if args.distill_model is not None or args.distill_pretrained is not None:

@@ -72,7 +72,11 @@ def run(argv: list[str]) -> None:
 def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> None:
     assert config.data is not None
     loader = build_train_loader(
-        config.data, config.loading, preprocess=built.preprocess_train, tokenizer=built.tokenizer
+        config.data,
+        config.loading,
+        preprocess=built.images.transform,
+        tokenizer=built.tokenizer,
+        decoder=built.images.decode,
     )
     steps_per_epoch = loader.batches_per_epoch // config.length.accum_freq
     loss = build_loss(config.loss, config.model.name, built.model, loader.num_samples, built.device)
@@ -91,7 +95,7 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
     if folder is not None and distributed.is_master():
         _begin_folder(config, folder, position, start)
     announce(identity, config.loss.options, built.model, loss, steps_per_epoch, config.length.epochs)
-    settings = config.step.settings(built.device)
+    settings = config.step.settings(built.device, built.images.normalize)
     trainer = Trainer(
         step=TrainStep(parallel.compiled(model, config.parallel), loss, optimizer, settings, scaler),
         loader=loader,
