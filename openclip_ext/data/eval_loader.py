@@ -14,11 +14,19 @@ from openclip_ext.data import tar
 from openclip_ext.data.scan import parse_keys
 from openclip_ext.data.shardlist import is_local, local_path
 from openclip_ext.data.shards import open_stream
-from openclip_ext.data.source import BadDataError, BadSampleError, RawSample, Source, decode_fields, decode_image
+from openclip_ext.data.source import (
+    BadDataError,
+    BadSampleError,
+    DecodedImage,
+    RawSample,
+    Source,
+    decode_fields,
+    decode_image,
+)
 from openclip_ext.data.workers import leave_process_group, start_workers, unchanged
 
 # Index in the data set, or None where nobody counted; image; caption.
-Sample = tuple[int | None, Image.Image, str]
+Sample = tuple[int | None, DecodedImage, str]
 
 
 class ShardSamples:

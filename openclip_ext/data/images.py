@@ -90,11 +90,11 @@ class _BatchNormalize:
     def __init__(self, normalize: Normalize) -> None:
         mean, std = (torch.as_tensor(values, dtype=torch.float32) for values in (normalize.mean, normalize.std))
         # A tensor, since a GPU would multiply with the rounded inverse of a number.
-        self._constants = torch.tensor(255.0), mean.view(-1, 1, 1), std.view(-1, 1, 1)
+        self._constants = [torch.tensor(255.0), mean.view(-1, 1, 1), std.view(-1, 1, 1)]
 
     def __call__(self, images: Tensor) -> Tensor:
         if self._constants[0].device != images.device:
-            self._constants = tuple(value.to(images.device) for value in self._constants)
+            self._constants = [value.to(images.device) for value in self._constants]
         largest, mean, std = self._constants
         return images.float().div_(largest).sub_(mean).div_(std)
 

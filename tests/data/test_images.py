@@ -1,4 +1,4 @@
-"""The two image backends: the same decisions and random numbers; the same bits with Pillow, nearly the same with torchvision."""
+"""The two image backends: the same decisions and random numbers; with Pillow the same bits, with torchvision nearly."""
 
 import io
 import random

@@ -75,6 +75,7 @@ def test_a_recipe_combines_with_another_part():
         (["--train-data-upsampling-factors", "1::2"], "--dataset-resampled"),
         (["--fsdp-no-reshard-after-forward"], "needs --fsdp"),
         (["--fsdp", "--ddp-static-graph"], "--fsdp replaces"),
+        (["--image-backend", "torchvision"], "the files of --train-data, and there are none"),
     ],
 )
 def test_wrong_command_lines_are_refused_with_the_reason(argv, message):
