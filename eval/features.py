@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from openclip_ext.data.images import split_transform
+
 from .data import Batch, DataError, SampleFormat, UniqueKeys, make_loader, shard_of
 from .models import ImageTextModel
-from .preprocessing import split_transform
 from .text import TextEncoder
 
 PRECISIONS = ("datacomp", "fp32", "amp")

@@ -6,16 +6,21 @@ Reading and decoding are apart because they happen at different times: a shuffle
 import io
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image
+from torch import Tensor
 
 from openclip_ext.data.hashing import Purpose, hash_int
 from openclip_ext.data.order import EpochSequence
 from openclip_ext.data.scan import Key
+
+# RGB: Pillow's, or (3, H, W) uint8.
+DecodedImage = Image.Image | Tensor
+ImageDecoder = Callable[[bytes | BinaryIO], DecodedImage]
 
 
 class BadDataError(RuntimeError):
@@ -79,8 +84,12 @@ class Source(ABC):
         """A new reader."""
 
     @abstractmethod
-    def decode(self, raw: RawSample) -> tuple[Image.Image, str]:
+    def decode(self, raw: RawSample, decoder: ImageDecoder) -> tuple[DecodedImage, str]:
         """Image (RGB) and caption.
+
+        Args:
+            raw: What was read.
+            decoder: Of an image file, from its content or open.
 
         Raises:
             BadSampleError: It lacks one of them or does not decode.
@@ -129,7 +138,9 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray((values >> 8).astype(np.uint8))
 
 
-def decode_fields(raw: RawSample, image_keys: Sequence[Key], caption_keys: Sequence[Key]) -> tuple[Image.Image, str]:
+def decode_fields(
+    raw: RawSample, image_keys: Sequence[Key], caption_keys: Sequence[Key], decoder: ImageDecoder
+) -> tuple[DecodedImage, str]:
     """Image and caption of a sample whose fields are bytes.
 
     Raises:
@@ -140,7 +151,7 @@ def decode_fields(raw: RawSample, image_keys: Sequence[Key], caption_keys: Seque
     image_key = _choose(raw, image_keys, "image")
     caption_key = _choose(raw, caption_keys, "caption")
     caption = _caption(raw.fields[caption_key.field], caption_key)
-    return decode_image(raw.fields[image_key.field]), caption
+    return decoder(raw.fields[image_key.field]), caption
 
 
 def _choose(raw: RawSample, keys: Sequence[Key], what: str) -> Key:
