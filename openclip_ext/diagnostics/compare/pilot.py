@@ -180,9 +180,13 @@ class _Training:
             rate,
         )
         self.step = TrainStep(
-            self.model, self.loss, optimizer, config.step.settings(device), config.step.scaler(device)
+            self.model,
+            self.loss,
+            optimizer,
+            config.step.settings(device, built.images.normalize),
+            config.step.scaler(device),
         )
-        self.loader = self._loader(run.seed, built.preprocess_train, self.length.epoch_samples)
+        self.loader = self._loader(run.seed, built.images.transform, self.length.epoch_samples)
         self.diverged = False
 
     def _loss_config(self, run: Run) -> LossConfig:
