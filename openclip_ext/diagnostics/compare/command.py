@@ -455,7 +455,7 @@ class _Comparison:
         _, kept = ours.parse_known_args(list(self.config.training))
         words = ["openclip-ext", "train", "--train-data", self.config.shards]
         words += ["--val-data", self.config.val] if self.config.val else []
-        words += [*kept, "--loss", line["configuration"]["setting"]["stand_in"] or line["configuration"]["loss"]]
+        words += [*kept, "--loss", line["configuration"]["loss"]]
         for name, value in line["options"].items():
             option = OPTIONS[name]
             if option.type is bool:
