@@ -60,7 +60,7 @@ class PartitionMean(Estimand):
     includes_positive = True
 
     def from_batch(self, contrast: Contrast) -> Tensor:
-        return log_math.infonce(contrast.log_g, contrast.batch.negatives) - torch.log(contrast.batch.count)
+        return log_math.infonce(contrast.log_g, contrast.batch.negatives) - torch.log(contrast.batch.pairs)
 
     def log_divisor(self, contrast: Contrast) -> Tensor:
-        return torch.log(contrast.batch.count)
+        return torch.log(contrast.batch.pairs)

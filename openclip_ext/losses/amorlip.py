@@ -283,7 +283,7 @@ class Partition(Objective):
         super().__init__(PartitionMean())
 
     def positive_pair(self, anchors: Anchors, weight_sum: Tensor, contrast: Contrast) -> Tensor:
-        return log_math.saturating_exp(-anchors.alpha) / contrast.batch.count - 1
+        return log_math.saturating_exp(-anchors.alpha) / contrast.batch.pairs - 1
 
     def value(self, anchors: Anchors) -> Tensor:
         return anchors.tau * anchors.weight_ratio - anchors.positive
@@ -316,7 +316,12 @@ class PartitionNormalizer(MlpNormalizer):
         if not self.negatives_only:
             return super()._log_batch_partition(contrast)
         batch = contrast.batch
-        return contrast.log_g + torch.log(batch.count - 1) - torch.log(batch.count) + batch.positive / contrast.tau
+        return (
+            contrast.log_g
+            + torch.log(batch.negatives)
+            - torch.log(contrast.batch.pairs)
+            + batch.positive / contrast.tau
+        )
 
     @torch.no_grad()
     def predict(self, contrast: Contrast) -> Estimate:
@@ -324,7 +329,7 @@ class PartitionNormalizer(MlpNormalizer):
         alpha = super().predict(contrast).alpha
         if not self.negatives_only:
             return Estimate(alpha)
-        return Estimate(torch.logaddexp(alpha, -torch.log(contrast.batch.count)))
+        return Estimate(torch.logaddexp(alpha, -torch.log(contrast.batch.pairs)))
 
 
 METHOD = Method(

@@ -51,10 +51,12 @@ class WholeLoss:
     Attributes:
         build: the class. Its keyword-only arguments are its options.
         defaults: defaults of options, over those of the options themselves.
+        refused: options of most losses that it does not take, with the reason.
     """
 
     build: type[ContrastiveLoss]
     defaults: dict[str, Any] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,13 @@ SHARED_OPTIONS = (
         minimum=1,
         maximum=2,
     ),
+    Option(
+        "equal_captions",
+        str,
+        "negative",
+        "what other samples with an anchor's caption are to it: negatives, as in OpenCLIP; left out (mask); or more positives",
+        choices=("negative", "mask", "positive"),
+    ),
     # The objective.
     Option(
         "eps",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from openclip_ext import losses
+from openclip_ext.contrastive.equal_captions import NEGATIVE
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer
@@ -108,9 +109,10 @@ def create_loss(
     defaults = composition.defaults()
     unused = sorted(set(options) - set(defaults))
     if unused:
+        reasons = "".join(f". {composition.refused[option]}" for option in unused if option in composition.refused)
         raise ValueError(
             f"{', '.join(f'{option}=' for option in unused)}: not used by the loss {composition.title!r}, which takes "
-            f"{', '.join(sorted(defaults))}"
+            f"{', '.join(sorted(defaults))}{reasons}"
         )
     values = defaults | {option: OPTIONS[option].check(value) for option, value in options.items()}
     sizes = _check_sizes(composition, {"embed_dim": embed_dim, "num_samples": num_samples})
@@ -133,6 +135,17 @@ def options_used_by(
     return _compose(name, normalizer, temperature_scheme, views).defaults()
 
 
+def why_refused(
+    option: str,
+    name: str,
+    normalizer: str | None = None,
+    temperature_scheme: str | None = None,
+    views: int | None = None,
+) -> str:
+    """Why a loss does not take an option that it could be expected to take; empty: there is no more to say."""
+    return _compose(name, normalizer, temperature_scheme, views).refused.get(option, "")
+
+
 def requirements_of(
     name: str, normalizer: str | None = None, temperature_scheme: str | None = None, views: int | None = None
 ) -> set[str]:
@@ -150,6 +163,7 @@ class _Composition:
         option_defaults: over the options' own defaults.
         part_names: the options that name its parts, with their values.
         fixed: arguments that are no options.
+        refused: options that it could be expected to take, with the reason why it does not.
     """
 
     title: str
@@ -157,6 +171,7 @@ class _Composition:
     option_defaults: dict[str, Any]
     part_names: dict[str, Any] = field(default_factory=dict)
     fixed: dict[str, Any] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
 
     def keywords(self) -> set[str]:
         """Keyword-only arguments of all classes."""
@@ -177,7 +192,10 @@ class _Composition:
         needed = self.keywords() & sizes.keys()
         embed_dim, num_samples = (sizes[name] if name in needed else None for name in ("embed_dim", "num_samples"))
         objective, normalizer, temperature = built
-        return GlobalContrastiveLoss(objective, normalizer, temperature, embed_dim, num_samples)
+        equal_captions = arguments["equal_captions"]
+        return GlobalContrastiveLoss(
+            objective, normalizer, temperature, embed_dim, num_samples, equal_captions=equal_captions
+        )
 
 
 def _compose(name: str, normalizer: str | None, temperature_scheme: str | None, views: int | None) -> _Composition:
@@ -196,7 +214,7 @@ def _compose(name: str, normalizer: str | None, temperature_scheme: str | None, 
     if asked_for_parts:
         given = "normalizer" if normalizer else "temperature_scheme"
         raise ValueError(f"{given}: not used by the loss {title!r}, which is not made of such parts")
-    return _Composition(title, (whole.build,), whole.defaults)
+    return _Composition(title, (whole.build,), whole.defaults, refused=whole.refused)
 
 
 def _with_rho(options: dict[str, Any]) -> dict[str, Any]:
@@ -237,7 +255,7 @@ def _compose_parts(method: Method, normalizer: str | None, temperature_scheme: s
         title=title,
         classes=(objective, normalizer_part.build, temperature_part.build),
         option_defaults=option_defaults,
-        part_names=names | ({"views": 1} if method.two_views is not None else {}),
+        part_names=names | {"equal_captions": NEGATIVE} | ({"views": 1} if method.two_views is not None else {}),
         fixed=method.fixed,
     )
 

@@ -1,7 +1,7 @@
 """Every loss and switch with its naive reference, as one list: single-process, distributed and resume tests go through it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -262,6 +262,28 @@ CASES: dict[str, Case] = {
     "queueclip-batch-alone": _queueclip(6, 1.0),
 }
 
+# Losses that treat equal captions otherwise; make_steps gives some.
+_WITH_POSITIVES = (
+    "sogclr",
+    "fastclip",
+    "fastclip-minibatch",
+    "fastclip-v0",
+    "isogclr",
+    "tempnet",
+    "neuclip",
+    "neuclip-mlp",
+)
+CASES |= {
+    f"{name}-{choice}": replace(
+        CASES[name], options=CASES[name].options | {"equal_captions": choice}, tolerance=10 * CASES[name].tolerance
+    )
+    for choice, names in {
+        "mask": (*_WITH_POSITIVES, "amorlip", "amorlip-negatives", "openclip-learned"),
+        "positive": _WITH_POSITIVES,
+    }.items()
+    for name in names
+}
+
 
 @dataclass
 class Step:
@@ -272,6 +294,7 @@ class Step:
     logit_scale: float
     index: list[int]
     epoch: int
+    labels: list[int] = field(default_factory=list)
 
 
 def unit(features: Tensor) -> Tensor:
@@ -282,6 +305,7 @@ def unit(features: Tensor) -> Tensor:
 def make_steps(number: int = 5, batch: int = 6, seed: int = 0, duplicates: bool = True) -> list[Step]:
     """A short run: related pairs, every third batch with an index twice and once with one three times."""
     random = torch.Generator().manual_seed(seed)
+    random_labels = torch.Generator().manual_seed(seed)
     steps = []
     for position in range(number):
         images = unit(torch.randn(batch, WIDTH, generator=random, dtype=torch.float64))
@@ -291,7 +315,8 @@ def make_steps(number: int = 5, batch: int = 6, seed: int = 0, duplicates: bool 
             index[-1] = index[0]
             if batch > 4:
                 index[3] = index[0]
-        steps.append(Step(images, texts, 6.0 + 3 * position, index, position // 2))
+        labels = [0, *torch.randint(1, max(2, batch - 2), (batch - 1,), generator=random_labels).tolist()]
+        steps.append(Step(images, texts, 6.0 + 3 * position, index, position // 2, labels))
     return steps
 
 
@@ -304,6 +329,7 @@ def run_step(
     wide = torch.promote_types(dtype, torch.float32)
     logit_scale = torch.tensor(step.logit_scale, dtype=wide, requires_grad=True)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
-        value = loss(images, texts, logit_scale, index=torch.tensor(step.index))
+        positives = {"positives": torch.tensor(step.labels)} if loss.needs_positives else {}
+        value = loss(images, texts, logit_scale, index=torch.tensor(step.index), **positives)
     gradients = torch.autograd.grad(value, (images, texts, logit_scale), allow_unused=True)
     return value.detach(), [torch.zeros(()) if gradient is None else gradient for gradient in gradients]

@@ -4,7 +4,9 @@ A reference's ``step(images, texts, logit_scale, index, epoch)`` does what one c
 the gradients in the images, the texts and the logit scale. Images and texts are float64 ``(B, d)``.
 """
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,15 +29,51 @@ def pair_similarity(images: Tensor, texts: Tensor, side: int, i: int, j: int) ->
     return images[i] @ texts[j] if side == 0 else images[j] @ texts[i]
 
 
+@dataclass
+class EqualCaptions:
+    """The labels of a step's captions and what equal ones are: negative, mask or positive (docs/equal-captions.md)."""
+
+    choice: str
+    labels: list[int]
+
+
+_equal_captions = EqualCaptions("negative", [])
+
+
+@contextlib.contextmanager
+def equal_captions(choice: str, labels: list[int]) -> Iterator[None]:
+    """Let all references treat equal captions so."""
+    global _equal_captions
+    _equal_captions, before = EqualCaptions(choice, labels), _equal_captions
+    try:
+        yield
+    finally:
+        _equal_captions = before
+
+
+def negatives(i: int, batch: int) -> list[int]:
+    """N_i."""
+    labels = range(batch) if _equal_captions.choice == "negative" else _equal_captions.labels
+    return [j for j in range(batch) if j != i and labels[j] != labels[i]]
+
+
+def positive(images: Tensor, texts: Tensor, side: int, i: int) -> Tensor:
+    """s_ii, or its mean over P_i."""
+    if _equal_captions.choice != "positive":
+        return images[i] @ texts[i]
+    labels = _equal_captions.labels
+    equal = [j for j in range(len(images)) if labels[j] == labels[i]]
+    return sum(pair_similarity(images, texts, side, i, j) for j in equal) / len(equal)
+
+
 def inner(images: Tensor, texts: Tensor, tau: Tensor | float, side: int, i: int) -> Tensor:
     """g_k(w, τ; i, B): below NeuCLIP (1)."""
-    batch = len(images)
+    others = negatives(i, len(images))
     total = torch.zeros((), dtype=torch.float64)
-    for j in range(batch):
-        if j != i:
-            difference = pair_similarity(images, texts, side, i, j) - images[i] @ texts[i]
-            total = total + torch.exp(difference / tau)
-    return total / (batch - 1)
+    for j in others:
+        difference = pair_similarity(images, texts, side, i, j) - positive(images, texts, side, i)
+        total = total + torch.exp(difference / tau)
+    return total / len(others)
 
 
 def leaves(*tensors: Tensor | float) -> list[Tensor]:
@@ -163,8 +201,9 @@ class InfoNce:
         value = torch.zeros((), dtype=torch.float64)
         for side in (0, 1):
             for i in range(len(images)):
-                row = [pair_similarity(images, texts, side, i, j) * scale for j in range(len(images))]
-                value = value - 0.5 * (row[i] - torch.logsumexp(torch.stack(row), 0)) / len(images)
+                pairs = [i, *negatives(i, len(images))]
+                row = [pair_similarity(images, texts, side, i, j) * scale for j in pairs]
+                value = value - 0.5 * (row[0] - torch.logsumexp(torch.stack(row), 0)) / len(images)
         in_images, in_texts, in_scale = torch.autograd.grad(value, (images, texts, scale))
         return StepResult(value.item(), in_images, in_texts, 0.0 if self.constant else in_scale.item(), [])
 
@@ -194,11 +233,11 @@ class PerSample:
                     0.5 * t * ((eps + inner(images, texts, t, k, i).item()) / u + alpha[k][i] + self.rho - 1) / batch
                 )
                 total = 0.0
-                for j in range(batch):
-                    if j != i:
-                        ell = (pair_similarity(images, texts, k, i, j) - images[i] @ texts[i]).item()
-                        total += math.exp(ell / t) * ell / t
-                found.setdefault(sample, []).append(math.log(u) + self.rho - total / (u * (batch - 1)))
+                others = negatives(i, batch)
+                for j in others:
+                    ell = (pair_similarity(images, texts, k, i, j) - positive(images, texts, k, i)).item()
+                    total += math.exp(ell / t) * ell / t
+                found.setdefault(sample, []).append(math.log(u) + self.rho - total / (u * len(others)))
             for sample, slopes in found.items():
                 self._update(k, sample, sum(slopes) / len(slopes), epoch)
         return StepResult(value, *gradients, 0.0, alpha)

@@ -220,9 +220,9 @@ class Schedule:
 
 def setting_words(setting: Setting) -> str:
     """A setting in a few words."""
-    options = setting.options
-    words = ["τ " + {"global": "learned"}.get(scheme := options.get("temperature_scheme", "global"), scheme)]
+    options = dict(setting.options)
+    scheme = options.pop("temperature_scheme", None)
+    words = [f"τ {scheme}"] if scheme else ["τ learned"]
     words += [f"ρ {options['rho']:g}"] if "rho" in options else []
-    words += [f"{options['temperature']:g}"] if scheme == "constant" else []
-    words += [f"from {options['temperature']:g}"] if scheme == "global" and "temperature" in options else []
+    words += [f"{options['temperature']:g}"] if "temperature" in options else []
     return ", ".join(words)

@@ -58,15 +58,14 @@ _SETTINGS: tuple[dict[str, Any], ...] = (
     _constant(0.03),
     _learned(4.0),
 )
-# Of OpenCLIP's, which has no regulariser; {} is its own way.
+# Of OpenCLIP's loss, which has no ρ where it learns the temperature.
 _BASELINE_SETTINGS: tuple[dict[str, Any], ...] = (
     {},
     _solved(5.0),
+    {"temperature_scheme": "global", "temperature": 0.03},
     _constant(0.05),
     _solved(4.0),
-    {"temperature_scheme": "global", "temperature": 0.03},
     _constant(0.03),
-    _constant(0.07),
 )
 
 
