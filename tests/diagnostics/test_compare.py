@@ -18,7 +18,7 @@ from scipy import stats
 from openclip_ext.diagnostics.compare import command, space
 from openclip_ext.diagnostics.compare import design as designs
 from openclip_ext.diagnostics.compare import pilot as pilots
-from openclip_ext.diagnostics.compare.design import Costs, Design, Run, Rung, Schedule, plan, plan_finals
+from openclip_ext.diagnostics.compare.design import Costs, Design, Run, Rung, Schedule, plan, plan_finals, setting_words
 from openclip_ext.diagnostics.compare.page import chart
 from openclip_ext.diagnostics.compare.pilot import Length, run_pilot, unpacked, warmup_steps
 from openclip_ext.diagnostics.compare.report import LossResult, conclude
@@ -143,6 +143,12 @@ def test_the_search_is_equal_for_all_losses():
     assert [(run.loss, run.seed) for run in finals] == [(loss, seed) for seed in (0, 1, 2) for loss in LOSSES]
     assert {run.samples for run in finals} == {900}
     assert finals[0].configuration == favourite
+
+
+def test_settings_in_words():
+    words = [setting_words(one) for one in space.settings_of(BASELINE, {})]
+    assert words[:4] == ["τ learned", "τ solved, ρ 5", "τ learned, from 0.03", "τ constant, 0.05"]
+    assert setting_words(Setting({"rho": 5.0, "rho_end": None})) == "τ learned, ρ 5"
 
 
 def test_a_run_is_named_by_what_it_follows_from():

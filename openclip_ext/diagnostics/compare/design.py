@@ -219,10 +219,11 @@ class Schedule:
 
 
 def setting_words(setting: Setting) -> str:
-    """A setting in a few words."""
-    options = dict(setting.options)
-    scheme = options.pop("temperature_scheme", None)
-    words = [f"τ {scheme}"] if scheme else ["τ learned"]
+    """A setting in a few words: ``τ learned, ρ 5``."""
+    options = setting.options
+    scheme = options.get("temperature_scheme", "global")
+    words = [f"τ {'learned' if scheme == 'global' else scheme}"]
     words += [f"ρ {options['rho']:g}"] if "rho" in options else []
-    words += [f"{options['temperature']:g}"] if "temperature" in options else []
+    if "temperature" in options:
+        words.append(f"{options['temperature']:g}" if scheme == "constant" else f"from {options['temperature']:g}")
     return ", ".join(words)

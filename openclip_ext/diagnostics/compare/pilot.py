@@ -208,7 +208,7 @@ class _Training:
         prepare_for(self.loss, built.model, set_logit_scale=not keeps_own)
 
     def _loader(self, seed: int, preprocess: Callable, samples: int) -> TrainLoader:
-        loading = replace(self.pilot.config.loading, seed=seed)
+        loading = replace(self.pilot.config.loading, seed=seed, caption_hash=self.loss.needs_positives)
         return self.pilot.data.loader(loading, preprocess, self.texts, samples)
 
     def run_steps(self) -> Iterator[int]:
