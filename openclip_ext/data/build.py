@@ -92,7 +92,8 @@ def build_indexed_pass(
 ) -> EvalLoader:
     """Build a loader that reads the training data once, in order, with the index each sample has in training.
 
-    Its ``num_samples`` is the size of the index space; bad samples, which training replaces, are left out.
+    Its ``num_samples`` is the size of the index space. Samples that the manifest leaves out do not come, nor do bad ones,
+    which training replaces.
 
     Args:
         spec: The training data.
@@ -128,13 +129,13 @@ def _given(spec: DataSpec) -> str | Sequence[str]:
 
 def _at_most_all(epoch_samples: int | None, source: Source) -> int | None:
     """Cut at the size of the data set: commands often name a round number, or the size of another download."""
-    if epoch_samples is None or epoch_samples <= source.num_samples:
+    if epoch_samples is None or epoch_samples <= source.num_kept:
         return epoch_samples
     logging.warning(
-        f"--train-num-samples {epoch_samples:,} is more than the {source.num_samples:,} samples of the data set: an "
+        f"--train-num-samples {epoch_samples:,} is more than the {source.num_kept:,} samples of the data set: an "
         "epoch is the data set"
     )
-    return source.num_samples
+    return source.num_kept
 
 
 def _csv_source(spec: DataSpec) -> Source:

@@ -66,6 +66,15 @@ class Source(ABC):
         """Size of the index space."""
 
     @property
+    def num_kept(self) -> int:
+        """Samples that are trained on; the others keep their index."""
+        return self.num_samples
+
+    def is_left_out(self, index: int) -> bool:
+        """Whether a sample is not trained on."""
+        return False
+
+    @property
     @abstractmethod
     def digest(self) -> str:
         """Identifies the data set; a run resumes in mid-epoch only on the same one."""
@@ -89,6 +98,10 @@ class Source(ABC):
     @abstractmethod
     def group_of(self, index: int) -> tuple[str, int, int]:
         """Name, first index and number of samples of the shard (or file) that holds a sample."""
+
+    def key(self, raw: RawSample) -> str:
+        """The name of a sample in its shard (or file); for people."""
+        return ""
 
     def known_bad(self) -> tuple[int, str]:
         """How many samples are known to be bad before training starts, and where."""

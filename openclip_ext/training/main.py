@@ -95,6 +95,7 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
         _begin_folder(config, folder, position, start)
     announce(identity, config.loss.options, built.model, loss, steps_per_epoch, config.length.epochs)
     settings = config.step.settings(built.device)
+    steps_left = steps_per_epoch * (config.length.epochs - position.epoch) - position.step_in_epoch
     trainer = Trainer(
         step=TrainStep(parallel.compiled(model, config.parallel), loss, optimizer, settings, scaler),
         loader=loader,
@@ -102,7 +103,7 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
         length=config.length,
         policy=config.saving,
         identity=identity,
-        reporter=Reporter(folder, config.reporting, steps_per_epoch * config.length.epochs, steps_per_epoch),
+        reporter=Reporter(folder, config.reporting, position.step + steps_left, steps_per_epoch),
         evaluators=build_evaluators(config.evaluation, built, config.step),
         position=position,
         unreadable=start.unreadable,
