@@ -26,6 +26,9 @@ COMMANDS = {
     "estimation-error": Command(
         "openclip_ext.diagnostics.estimation_error", "compare a run's normalizers with the exact ones"
     ),
+    "inspect": Command(
+        "openclip_ext.diagnostics.inspect", "find duplicates, misfits and false negatives in a run's data"
+    ),
     "evaluate": Command("eval.datacomp", "evaluate a checkpoint on DataComp's tasks"),
     "report": Command("eval.report", "compare evaluated runs in tables and charts"),
 }

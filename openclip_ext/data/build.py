@@ -33,7 +33,7 @@ def build_train_loader(
     kind = spec.resolved_type
     if (spec.resampled or spec.upsampling_factors is not None) and kind != "webdataset":
         raise ValueError(f"--dataset-resampled and --train-data-upsampling-factors need webdataset shards, not {kind}")
-    source = _build_source(spec, preprocess)
+    source = build_source(spec, preprocess)
     epoch_samples = spec.num_samples if spec.resampled else _at_most_all(spec.num_samples, source)
     return TrainLoader(
         source,
@@ -68,7 +68,7 @@ def build_eval_loader(
         samples = ShardSamples(expand_shards(_given(spec)), spec.image_key, spec.caption_key)
         num_samples = spec.num_samples
     else:
-        source = _build_source(spec, preprocess)
+        source = build_source(spec, preprocess)
         samples, num_samples = SourceSamples(source), source.num_samples
     return EvalLoader(
         samples,
@@ -82,7 +82,7 @@ def build_eval_loader(
 
 
 def build_indexed_pass(
-    spec: DataSpec,
+    source: Source,
     *,
     preprocess: Transform,
     tokenizer: Tokenizer,
@@ -96,10 +96,9 @@ def build_indexed_pass(
     which training replaces.
 
     Args:
-        spec: The training data.
+        source: The training data, see :func:`build_source`.
         preprocess, tokenizer, batch_size, workers, pin_memory: As in :func:`build_eval_loader`.
     """
-    source = _build_source(spec, preprocess)
     return EvalLoader(
         SourceSamples(source),
         preprocess,
@@ -111,7 +110,16 @@ def build_indexed_pass(
     )
 
 
-def _build_source(spec: DataSpec, preprocess: Transform) -> Source:
+def build_source(spec: DataSpec, preprocess: Transform) -> Source:
+    """The samples of a data set by index; finds or makes the manifest of shards.
+
+    Args:
+        spec: The data set.
+        preprocess: As in :func:`build_train_loader`; synthetic images are as large as it takes them.
+
+    Raises:
+        ValueError: Something is wrong with the data; says what, and what to do.
+    """
     kind = spec.resolved_type
     if kind == "synthetic":
         return _synthetic_source(preprocess, _SYNTHETIC_SAMPLES if spec.num_samples is None else spec.num_samples)

@@ -97,8 +97,8 @@ class CsvSource(Source):
         except OSError as error:
             raise BadSampleError(f"row {raw.index}: {path} cannot be read: {error.strerror or error}") from error
 
-    def key(self, raw: RawSample) -> str:
-        return raw.fields["image"]
+    def describe(self, raw: RawSample) -> tuple[str, str]:
+        return raw.fields["image"], raw.fields["caption"]
 
     def group_of(self, index: int) -> tuple[str, int, int]:
         return self._path, 0, self.num_samples

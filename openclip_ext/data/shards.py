@@ -16,7 +16,7 @@ from openclip_ext.data.manifest import Manifest
 from openclip_ext.data.order import EpochSequence, KeptSequence, ResampledShards, ShardSequence
 from openclip_ext.data.scan import parse_keys
 from openclip_ext.data.shardlist import is_local, local_path, open_regular
-from openclip_ext.data.source import RawSample, Reader, Source, decode_fields
+from openclip_ext.data.source import RawSample, Reader, Source, decode_caption, decode_fields
 
 # Consecutive samples of small images come with one system call.
 _READ_BUFFER = 1 << 20
@@ -87,8 +87,8 @@ class ShardSource(Source):
     def decode(self, raw: RawSample) -> tuple[Image.Image, str]:
         return decode_fields(raw, self._image_keys, self._caption_keys)
 
-    def key(self, raw: RawSample) -> str:
-        return raw.fields.get(tar.KEY, b"").decode()
+    def describe(self, raw: RawSample) -> tuple[str, str]:
+        return raw.fields[tar.KEY].decode(), decode_caption(raw, self._caption_keys)
 
     def shard_number(self, index: int) -> int:
         """Number of the shard that holds a sample."""

@@ -99,9 +99,9 @@ class Source(ABC):
     def group_of(self, index: int) -> tuple[str, int, int]:
         """Name, first index and number of samples of the shard (or file) that holds a sample."""
 
-    def key(self, raw: RawSample) -> str:
-        """The name of a sample in its shard (or file); for people."""
-        return ""
+    def describe(self, raw: RawSample) -> tuple[str, str]:
+        """A sample's name in its shard (or file) and its caption, for people; empty where it has none."""
+        return "", ""
 
     def known_bad(self) -> tuple[int, str]:
         """How many samples are known to be bad before training starts, and where."""
@@ -151,9 +151,18 @@ def decode_fields(raw: RawSample, image_keys: Sequence[Key], caption_keys: Seque
     if raw.problem is not None:
         raise BadSampleError(raw.problem)
     image_key = _choose(raw, image_keys, "image")
-    caption_key = _choose(raw, caption_keys, "caption")
-    caption = _caption(raw.fields[caption_key.field], caption_key)
+    caption = decode_caption(raw, caption_keys)
     return decode_image(raw.fields[image_key.field]), caption
+
+
+def decode_caption(raw: RawSample, caption_keys: Sequence[Key]) -> str:
+    """Caption of a sample whose fields are bytes.
+
+    Raises:
+        BadSampleError: It has none, or it does not decode.
+    """
+    key = _choose(raw, caption_keys, "caption")
+    return _caption(raw.fields[key.field], key)
 
 
 def _choose(raw: RawSample, keys: Sequence[Key], what: str) -> Key:
