@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 import shutil
 import statistics
@@ -285,6 +286,9 @@ def test_a_run_goes_on_with_the_manifest(inspected, trained, shards, tmp_path, c
     assert "84 samples, 4 steps of 16 an epoch" in caplog.text  # 5 before
     changed = (averages(whole, 1) != averages(whole, 2)).any(axis=1)
     assert not changed[hardest].any() and changed.sum() == 64
+    # The schedule stands where it stands in the eighth of 2 times 4 steps, not at the ninth step of the run.
+    last = json.loads((whole / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 8 and last["lr"] == pytest.approx(0.5e-3 * (1 + math.cos(math.pi * (7 - 3) / (8 - 3))))
 
     argv = command(shards, stopped.parent, "run", "fastclip", *more)
     assert run(argv, stop_after=2) == EXIT_AFTER_SIGTERM

@@ -122,7 +122,8 @@ body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 76rem; 
 h1 { font-size: 1.5rem; } small, .quiet, dt { color: var(--quiet); }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; } dd { margin: 0; }
 table { border-collapse: collapse; } th, td { border-bottom: 1px solid var(--line); padding: .35rem .8rem .35rem 0; }
-th { text-align: left; } td { vertical-align: top; } .number { text-align: right; font-variant-numeric: tabular-nums; }
+th { text-align: left; } td { vertical-align: top; }
+td:first-child { white-space: nowrap; } .number { text-align: right; font-variant-numeric: tabular-nums; }
 details { border-top: 1px solid var(--line); margin-top: 1.5rem; } summary { cursor: pointer; padding: .6rem 0; }
 summary b { font-size: 1.15rem; }
 .cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(var(--card), 1fr)); gap: .7rem; }
