@@ -27,6 +27,9 @@ COMMANDS = {
     "estimation-error": Command(
         "openclip_ext.diagnostics.estimation_error", "compare a run's normalizers with the exact ones"
     ),
+    "inspect": Command(
+        "openclip_ext.diagnostics.inspect", "find duplicates, misfits and false negatives in a run's data"
+    ),
     "plot": Command("openclip_ext.diagnostics.curves", "draw the curves of one or more runs"),
     "export": Command("openclip_ext.export", "a folder that OpenCLIP and transformers load, from a checkpoint"),
     "evaluate": Command("openclip_ext.eval.datacomp", "evaluate a checkpoint on DataComp's tasks"),

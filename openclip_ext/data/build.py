@@ -39,7 +39,7 @@ def build_train_loader(
     kind = spec.resolved_type
     if (spec.resampled or spec.upsampling_factors is not None) and kind != "webdataset":
         raise ValueError(f"--dataset-resampled and --train-data-upsampling-factors need webdataset shards, not {kind}")
-    source = _build_source(spec, preprocess)
+    source = build_source(spec, preprocess)
     epoch_samples = spec.num_samples if spec.resampled else _at_most_all(spec.num_samples, source)
     return TrainLoader(
         source,
@@ -75,7 +75,7 @@ def build_eval_loader(
         samples = ShardSamples(expand_shards(_given(spec)), spec.image_key, spec.caption_key)
         num_samples = spec.num_samples
     else:
-        source = _build_source(spec, preprocess)
+        source = build_source(spec, preprocess)
         samples, num_samples = SourceSamples(source), source.num_samples
     return EvalLoader(
         samples,
@@ -89,7 +89,7 @@ def build_eval_loader(
 
 
 def build_indexed_pass(
-    spec: DataSpec,
+    source: Source,
     *,
     preprocess: Transform,
     tokenizer: Tokenizer,
@@ -99,13 +99,13 @@ def build_indexed_pass(
 ) -> EvalLoader:
     """Build a loader that reads the training data once, in order, with the index each sample has in training.
 
-    Its ``num_samples`` is the size of the index space; bad samples, which training replaces, are left out.
+    Its ``num_samples`` is the size of the index space. Samples that the manifest leaves out do not come, nor do bad ones,
+    which training replaces.
 
     Args:
-        spec: The training data.
+        source: The training data, see :func:`build_source`.
         preprocess, tokenizer, batch_size, workers, pin_memory: As in :func:`build_eval_loader`.
     """
-    source = _build_source(spec, preprocess)
     return EvalLoader(
         SourceSamples(source),
         preprocess,
@@ -117,7 +117,16 @@ def build_indexed_pass(
     )
 
 
-def _build_source(spec: DataSpec, preprocess: Transform) -> Source:
+def build_source(spec: DataSpec, preprocess: Transform) -> Source:
+    """The samples of a data set by index; finds or makes the manifest of shards.
+
+    Args:
+        spec: The data set.
+        preprocess: As in :func:`build_train_loader`; synthetic images are as large as it takes them.
+
+    Raises:
+        ValueError: Something is wrong with the data; says what, and what to do.
+    """
     kind = spec.resolved_type
     if kind == "synthetic":
         return _synthetic_source(preprocess, _SYNTHETIC_SAMPLES if spec.num_samples is None else spec.num_samples)
@@ -135,13 +144,13 @@ def _given(spec: DataSpec) -> str | Sequence[str]:
 
 def _at_most_all(epoch_samples: int | None, source: Source) -> int | None:
     """Cut at the size of the data set: commands often name a round number, or the size of another download."""
-    if epoch_samples is None or epoch_samples <= source.num_samples:
+    if epoch_samples is None or epoch_samples <= source.num_kept:
         return epoch_samples
     logging.warning(
-        f"--train-num-samples {epoch_samples:,} is more than the {source.num_samples:,} samples of the data set: an "
+        f"--train-num-samples {epoch_samples:,} is more than the {source.num_kept:,} samples of the data set: an "
         "epoch is the data set"
     )
-    return source.num_samples
+    return source.num_kept
 
 
 def _csv_source(spec: DataSpec) -> Source:

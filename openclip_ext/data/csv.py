@@ -96,6 +96,9 @@ class CsvSource(Source):
         except OSError as error:
             raise BadSampleError(f"row {raw.index}: {path} cannot be read: {error.strerror or error}") from error
 
+    def describe(self, raw: RawSample) -> tuple[str, str]:
+        return raw.fields["image"], raw.fields["caption"]
+
     def group_of(self, index: int) -> tuple[str, int, int]:
         return self._path, 0, self.num_samples
 

@@ -79,6 +79,8 @@ class SourceSamples:
         usable, bad, reason = 0, 0, ""
         for begin in range(worker * batch_size, self._source.num_samples, workers * batch_size):
             for index in range(begin, min(begin + batch_size, self._source.num_samples)):
+                if self._source.is_left_out(index):
+                    continue
                 try:
                     sample = index, *self._source.decode(reader.read(index), decode_image)
                 except BadSampleError as error:

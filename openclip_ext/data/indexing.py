@@ -109,6 +109,7 @@ class _WebDatasetIndex:
         # The fields do not matter for the index.
         found = find_or_create_manifest(shards, manifest)
         self.num_samples = found.num_samples
+        self._left_out = frozenset(found.left_out.tolist())
         self._shards = {shard.url: (shard.first_index, shard.num_samples) for shard in found.shards}
 
     def __call__(self, samples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -129,7 +130,8 @@ class _WebDatasetIndex:
                     )
                 first_key = sample["__key__"] if first_key is None else first_key
                 _refuse_taken(sample)
-                yield sample | {INDEX: first + position}
+                if first + position not in self._left_out:
+                    yield sample | {INDEX: first + position}
             seen.add(url)
 
     def _place(self, url: str) -> tuple[int, int]:

@@ -9,13 +9,14 @@ Command line::
 """
 
 import argparse
+import copy
 import hashlib
 import json
 import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -27,7 +28,8 @@ from openclip_ext.data.scan import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY, Shard
 from openclip_ext.data.shardlist import expand_shards, is_local, refuse_repeated, shard_name
 
 FORMAT = "openclip_ext.manifest"
-VERSION = 1
+# Programs that know version 1 only would train on what is left out.
+VERSION, VERSION_WITH_LEFT_OUT = 1, 2
 FILE_NAME = "manifest.json"
 _SHOWN = 5
 
@@ -92,6 +94,7 @@ class Manifest:
         image_key, caption_key: The fields that the samples were checked for.
         blocks: ``(num_samples,)`` uint32, lengths of the samples in 512-byte blocks (0 in shards that are not
             seekable), or None if unknown: readers then walk over the headers of a shard when they open it.
+        left_out: ``(k,)`` int64, ascending indices of samples that keep their index and are not trained on.
     """
 
     def __init__(
@@ -100,12 +103,14 @@ class Manifest:
         image_key: str = DEFAULT_IMAGE_KEY,
         caption_key: str = DEFAULT_CAPTION_KEY,
         blocks: np.ndarray | None = None,
+        left_out: np.ndarray | None = None,
     ) -> None:
         self.shards = list(shards)
         self.image_key = image_key
         self.caption_key = caption_key
         self._blocks = blocks
         self._blocks_path: str | None = None
+        self.left_out = np.empty(0, np.int64) if left_out is None else left_out
 
     @property
     def num_samples(self) -> int:
@@ -125,8 +130,9 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Identifies the index space: the same for the same shard names and counts, wherever they lie."""
+        """Identifies what is trained on: the same for the same shard names, counts and left-out samples, wherever they lie."""
         parts = [f"{shard_name(shard.url)}\0{shard.num_samples}\0{shard.digest}\n" for shard in self.shards]
+        parts.append(_format_ranges(self.left_out))
         return hashlib.blake2b("".join(parts).encode(), digest_size=8).hexdigest()
 
     # ---------------------------------------------------------------- making
@@ -189,6 +195,25 @@ class Manifest:
         known = any(shard.seekable for shard in shards)
         return cls(shards, image_key, caption_key, np.concatenate(blocks) if known else None)
 
+    def without(self, indices: Iterable[int]) -> "Manifest":
+        """A manifest that leaves samples out of training, beside those that this one leaves out. No index changes.
+
+        Args:
+            indices: Of the samples, in any order.
+
+        Raises:
+            ManifestError: An index is not of this data set, or no sample would be left.
+        """
+        left_out = np.union1d(self.left_out, np.fromiter(indices, np.int64))
+        if len(left_out) and not 0 <= left_out[0] <= left_out[-1] < self.num_samples:
+            found = left_out[0] if left_out[0] < 0 else left_out[-1]
+            raise ManifestError(f"cannot leave out sample {found}: the indices are 0 to {self.num_samples - 1:,}")
+        if len(left_out) == self.num_samples:
+            raise ManifestError(f"all {self.num_samples:,} samples would be left out: none is left to train on")
+        changed = copy.copy(self)
+        changed.left_out = left_out
+        return changed
+
     # ---------------------------------------------------------------- files
 
     def save(self, path: str | os.PathLike) -> None:
@@ -200,7 +225,7 @@ class Manifest:
         path = Path(path).absolute()
         content: dict[str, Any] = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION_WITH_LEFT_OUT if len(self.left_out) else VERSION,
             "image_key": self.image_key,
             "caption_key": self.caption_key,
             "num_samples": self.num_samples,
@@ -213,6 +238,8 @@ class Manifest:
                 _write_atomically(path.parent / name, lambda file: np.save(file, blocks))
             content["offsets"] = name
             self._blocks_path = str(path.parent / name)
+        if len(self.left_out):
+            content["left_out"] = _format_ranges(self.left_out)
         content["shards"] = [shard.to_dict(str(path.parent)) for shard in self.shards]
         content["checksum"] = _checksum(content)
         text = json.dumps(content, indent=1) + "\n"
@@ -236,13 +263,16 @@ class Manifest:
             content = json.loads(text)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise ManifestError(f"{path} is no manifest: expected a JSON object with 'format': '{FORMAT}'")
-            if content["version"] != VERSION:
-                raise ManifestError(f"{path} has version {content['version']}, expected {VERSION}: make it again")
+            if content["version"] not in (VERSION, VERSION_WITH_LEFT_OUT):
+                raise ManifestError(
+                    f"{path} has version {content['version']}, expected {VERSION} or {VERSION_WITH_LEFT_OUT}: make it again"
+                )
             if content.get("checksum", _checksum(content)) != _checksum(content):
                 raise ValueError("its content does not match its checksum")
             shards = [Shard.from_dict(entry, str(path.parent)) for entry in content["shards"]]
             manifest = cls(shards, content["image_key"], content["caption_key"])
             manifest._check_indices(content["num_samples"])
+            manifest = manifest.without(_parse_ranges(content.get("left_out", "")))
         except ManifestError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -444,6 +474,18 @@ def _some(items: Sequence[str]) -> str:
     return ", ".join(items[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def _format_ranges(indices: np.ndarray) -> str:
+    """Ascending indices as text: ``3,17,40-52``."""
+    runs = np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1) if len(indices) else []
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _parse_ranges(text: str) -> Iterator[int]:
+    for run in filter(None, text.split(",")):
+        first, dash, last = run.partition("-")
+        yield from range(int(first), int(last if dash else first) + 1)
+
+
 def _blocks_hash(blocks: np.ndarray) -> str:
     return hashlib.blake2b(np.ascontiguousarray(blocks).data, digest_size=6).hexdigest()
 
@@ -606,6 +648,10 @@ def _log_report(manifest: Manifest, lines: int = 20) -> None:
         logging.warning(line)
     if len(report) > lines:
         logging.warning(f"... and {len(report) - lines} more shards with problems")
+    if len(manifest.left_out):
+        logging.info(
+            f"The manifest leaves out {len(manifest.left_out):,} of {manifest.num_samples:,} samples; no index changes."
+        )
 
 
 # -------------------------------------------------------------------- command line

@@ -78,6 +78,24 @@ class ResampledShards:
         return _locate(slots, self._starts, self._first_indices)
 
 
+class KeptSequence:
+    """A sequence without some samples.
+
+    Args:
+        sequence: Of the kept samples, numbered through.
+        left_out: ``(k,)`` ascending indices of the others.
+    """
+
+    def __init__(self, sequence: EpochSequence, left_out: np.ndarray) -> None:
+        self._sequence = sequence
+        # How many samples are kept before each one that is left out.
+        self._kept_before = left_out - np.arange(len(left_out))
+
+    def indices(self, slots: np.ndarray) -> np.ndarray:
+        numbers = self._sequence.indices(slots)
+        return numbers + np.searchsorted(self._kept_before, numbers, side="right")
+
+
 class RowSequence:
     """Samples that can be read in any order: a random permutation of all."""
 

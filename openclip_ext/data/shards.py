@@ -12,7 +12,7 @@ import numpy as np
 from openclip_ext.data import tar
 from openclip_ext.data.hashing import Purpose, hash_int
 from openclip_ext.data.manifest import Manifest
-from openclip_ext.data.order import EpochSequence, ResampledShards, ShardSequence
+from openclip_ext.data.order import EpochSequence, KeptSequence, ResampledShards, ShardSequence
 from openclip_ext.data.scan import parse_keys
 from openclip_ext.data.shardlist import is_local, local_path, open_regular
 from openclip_ext.data.source import (
@@ -21,6 +21,7 @@ from openclip_ext.data.source import (
     RawSample,
     Reader,
     Source,
+    decode_caption,
     decode_fields,
 )
 
@@ -55,31 +56,47 @@ class ShardSource(Source):
         self.manifest = manifest
         self._image_keys = parse_keys(image_key, allow_json=False)
         self._caption_keys = parse_keys(caption_key, allow_json=True)
-        self._wanted = frozenset(key.field for key in (*self._image_keys, *self._caption_keys))
+        self._wanted = frozenset([tar.KEY, *(key.field for key in (*self._image_keys, *self._caption_keys))])
         self._manifest_knows_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
         self._resampled = resampled
         self._weights = weights
-        self._counts = np.array([shard.num_samples for shard in manifest.shards], dtype=np.int64)
         self._first_indices = np.array([shard.first_index for shard in manifest.shards], dtype=np.int64)
+        bounds = np.append(self._first_indices, manifest.num_samples)
+        self._kept_counts = np.diff(bounds - np.searchsorted(manifest.left_out, bounds))
 
     @property
     def num_samples(self) -> int:
         return self.manifest.num_samples
 
     @property
+    def num_kept(self) -> int:
+        return self.num_samples - len(self.manifest.left_out)
+
+    def is_left_out(self, index: int) -> bool:
+        left_out = self.manifest.left_out
+        place = np.searchsorted(left_out, index)
+        return bool(place < len(left_out) and left_out[place] == index)
+
+    @property
     def digest(self) -> str:
         return self.manifest.digest
 
     def sequence(self, seed: int, epoch: int, num_slots: int) -> EpochSequence:
+        kept: EpochSequence
         if self._resampled:
-            return ResampledShards(self._counts, num_slots, seed, epoch, self._weights)
-        return ShardSequence(self._counts, seed, epoch)
+            kept = ResampledShards(self._kept_counts, num_slots, seed, epoch, self._weights)
+        else:
+            kept = ShardSequence(self._kept_counts, seed, epoch)
+        return KeptSequence(kept, self.manifest.left_out) if len(self.manifest.left_out) else kept
 
     def reader(self) -> Reader:
         return _ShardReader(self)
 
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
         return decode_fields(raw, self._image_keys, self._caption_keys, decoder, draw)
+
+    def describe(self, raw: RawSample) -> tuple[str, str]:
+        return raw.fields[tar.KEY].decode(), decode_caption(raw, self._caption_keys)
 
     def shard_number(self, index: int) -> int:
         """Number of the shard that holds a sample."""
@@ -97,6 +114,9 @@ class ShardSource(Source):
         return self.manifest.num_bad + self.manifest.num_lost, where
 
     def replacements(self, index: int, seed: int, epoch: int) -> Iterator[int]:
+        return (other for other in self._others(index, seed, epoch) if not self.is_left_out(other))
+
+    def _others(self, index: int, seed: int, epoch: int) -> Iterator[int]:
         shard = self.manifest.shards[self.shard_number(index)]
         if shard.seekable:
             yield from super().replacements(index, seed, epoch)

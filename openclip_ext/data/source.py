@@ -77,6 +77,15 @@ class Source(ABC):
         """Size of the index space."""
 
     @property
+    def num_kept(self) -> int:
+        """Samples that are trained on; the others keep their index."""
+        return self.num_samples
+
+    def is_left_out(self, index: int) -> bool:
+        """Whether a sample is not trained on."""
+        return False
+
+    @property
     @abstractmethod
     def digest(self) -> str:
         """Identifies the data set; a run resumes in mid-epoch only on the same one."""
@@ -105,6 +114,10 @@ class Source(ABC):
     @abstractmethod
     def group_of(self, index: int) -> tuple[str, int, int]:
         """Name, first index and number of samples of the shard (or file) that holds a sample."""
+
+    def describe(self, raw: RawSample) -> tuple[str, str]:
+        """A sample's name in its shard (or file) and its caption, for people; empty where it has none."""
+        return "", ""
 
     def known_bad(self) -> tuple[int, str]:
         """How many samples are known to be bad before training starts, and where."""
@@ -166,6 +179,16 @@ def decode_fields(
     present = [key for key in caption_keys if key.field in raw.fields] if draw else [caption_key]
     captions = [caption for key in present for caption in _captions(raw.fields[key.field], key)]
     return decoder(raw.fields[image_key.field]), captions[draw % len(captions)]
+
+
+def decode_caption(raw: RawSample, caption_keys: Sequence[Key]) -> str:
+    """The first caption of a sample whose fields are bytes.
+
+    Raises:
+        BadSampleError: It has none, or it does not decode.
+    """
+    key = _choose(raw, caption_keys, "caption")
+    return _captions(raw.fields[key.field], key)[0]
 
 
 def _choose(raw: RawSample, keys: Sequence[Key], what: str) -> Key:

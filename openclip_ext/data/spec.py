@@ -26,7 +26,7 @@ class DataSpec:
         csv_separator: Between the columns of a CSV file (``--csv-separator``).
         csv_image_key, csv_caption_key: Columns with the image paths and the captions (``--csv-img-key``,
             ``--csv-caption-key``).
-        manifest: Path of the manifest; None to find or make one (``--manifest``).
+        manifest: Path of the manifest, which may leave samples out; None to find or make one (``--manifest``).
         resampled: Draw shards with replacement (``--dataset-resampled``).
         upsampling_factors: How often each ``::`` component of ``source`` is drawn relative to the others: "1::2", or a
             list (``--train-data-upsampling-factors``). Needs ``resampled``.

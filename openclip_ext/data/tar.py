@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 BLOCK = 512
+# The field, in webdataset's name for it, that asks for the key of a sample.
+KEY = "__key__"
 _ZEROS = bytes(BLOCK)
 # Two blocks of zeros end an archive, and tar fills up its last record of 20 blocks. More zeros were something else.
 _MAX_PADDING = 21 * BLOCK
@@ -252,7 +254,7 @@ def fields_in(data: bytes, wanted: frozenset[str]) -> tuple[dict[str, bytes], li
 
     Args:
         data: The sample's part of the tar.
-        wanted: Fields to return.
+        wanted: Fields to return; ``KEY`` is the sample's key.
 
     Returns:
         The wanted fields that are there, and the names of all.
@@ -271,6 +273,8 @@ def fields_in(data: bytes, wanted: frozenset[str]) -> tuple[dict[str, bytes], li
         parts = split_name(member.name) if member.is_file else None
         if parts is not None:
             found.append(parts[1])
+            if KEY in wanted:
+                fields[KEY] = parts[0].encode()
             if parts[1] in wanted:
                 fields[parts[1]] = data[member.data : member.data + member.size]
     return fields, found
@@ -368,7 +372,8 @@ def stream_samples(
         if parts[0] != key or parts[1] in found:
             if key is not None:
                 yield fields, found
-            key, fields, found = parts[0], {}, []
+            key, found = parts[0], []
+            fields = {KEY: key.encode()} if KEY in wanted else {}
         found.append(parts[1])
         if parts[1] in wanted:
             fields[parts[1]] = read_at(member.data, member.size)

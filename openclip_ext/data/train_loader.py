@@ -339,7 +339,7 @@ class TrainLoader:
             workers=max(1, config.workers),
             batch_size=config.batch_size,
             accum_freq=config.accum_freq,
-            epoch_samples=source.num_samples if epoch_samples is None else epoch_samples,
+            epoch_samples=source.num_kept if epoch_samples is None else epoch_samples,
             shuffle_window=config.shuffle_window if source.sequential else 0,
         )
         self._check_arguments()
@@ -424,7 +424,7 @@ class TrainLoader:
         for entry in progress or ():
             for name, own in (("seed", self.seed), ("data", self.source.digest)):
                 if entry.get(name, own) != own:
-                    what = "data set" if name == "data" else name
+                    what = "data set (or manifest)" if name == "data" else name
                     raise ValueError(
                         f"cannot go on in mid-epoch: the checkpoint was made with {what} {entry[name]}, this run has "
                         f"{own}. Use the same, or resume from the checkpoint of a completed epoch"

@@ -188,7 +188,7 @@ def measure(
     for rows, count in _batches(order, total, batch_size):
         batch = (image[rows].to(device), text[rows].to(device), scale, index[rows].to(device))
         alpha.append(torch.stack(loss.log_normalizers(*batch))[:, :count])
-        tau.append(_temperatures(loss, *batch)[:, :count])
+        tau.append(anchor_temperatures(loss, *batch)[:, :count])
         own = torch.arange(count, device=device)
         minibatch.append(exact_of(*batch[:2], own, tau[-1]))
     exact = exact_of(image, text, order[:total].to(device), torch.cat(tau, dim=1))
@@ -236,8 +236,8 @@ def _batches(order: Tensor, anchors: int, batch_size: int) -> Iterator[tuple[Ten
         yield order[positions], min(batch_size, anchors - first)
 
 
-def _temperatures(loss: ContrastiveLoss, image: Tensor, text: Tensor, scale: Tensor, index: Tensor) -> Tensor:
-    """Temperatures of a batch's anchors ``(2, B)``."""
+def anchor_temperatures(loss: ContrastiveLoss, image: Tensor, text: Tensor, scale: Tensor, index: Tensor) -> Tensor:
+    """Temperatures of a batch's anchors ``(2, B)``: the loss's, or the model's where the loss has none."""
     if not isinstance(loss, GlobalContrastiveLoss):
         return (1 / scale).expand(2, len(image))
     return loss.anchor_temperatures(image, text, scale, index)
@@ -297,7 +297,7 @@ def main(argv: list[str]) -> None:
     )
     print(table(run.loss_name, result))
     if run.num_samples > result.samples:
-        print(f"{run.num_samples - result.samples:,} samples that do not decode were left out")
+        print(f"{run.num_samples - result.samples:,} samples are left out by the manifest or do not decode")
     if args.json:
         about = {
             "run": str(run.folder),
@@ -314,22 +314,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m openclip_ext.diagnostics.estimation_error",
         description="How far a run's log-normalizers are from the exact ones over the whole training set.",
     )
-    parser.add_argument("run", metavar="RUN_FOLDER", help="LOGS/NAME, as training wrote it")
-    parser.add_argument(
-        "--checkpoint", default="latest", help="name of a file in its checkpoints/, or latest (default: %(default)s)"
-    )
+    command_line.add_run_arguments(parser)
     parser.add_argument(
         "--anchors", type=int, default=DEFAULT_ANCHORS, help="samples to compare (default: %(default)s)"
     )
-    parser.add_argument(
-        "--train-data", default=None, help="the training data, where they are no longer where they were"
-    )
     parser.add_argument("--json", default=None, metavar="FILE", help="also write the result here")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    parser.add_argument("--workers", type=int, default=None, help="processes that read images (default: the run's)")
-    parser.add_argument(
-        "--batch-size", type=int, default=None, help="images embedded at a time (default: the run's --batch-size)"
-    )
     parser.add_argument("--seed", type=int, default=0, help="of the sample of anchors (default: %(default)s)")
     return parser
 

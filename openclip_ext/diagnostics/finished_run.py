@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from openclip_ext import compat
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.data.build import build_indexed_pass
+from openclip_ext.data.build import build_indexed_pass, build_source
 from openclip_ext.data.eval_loader import EvalLoader
+from openclip_ext.data.source import Source
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.diagnostics.command_line import without_warnings
 from openclip_ext.losses import registry
@@ -38,8 +39,10 @@ class FinishedRun:
         precision: the run's ``--precision``.
         loss_name, loss: the loss and its state.
         model: in evaluation mode.
-        loader: one pass over the training data with the evaluation's preprocessing.
+        source: the training data.
+        loader: one pass over them with the evaluation's preprocessing.
         num_samples: size ``n`` of the index space.
+        embed_dim: width of the embeddings.
         global_batch: samples of an optimizer step.
         device: where model and loss are.
     """
@@ -51,19 +54,21 @@ class FinishedRun:
     loss_name: str
     loss: ContrastiveLoss
     model: nn.Module
+    source: Source
     loader: EvalLoader
     num_samples: int
+    embed_dim: int
     global_batch: int
     device: torch.device
 
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Unit embeddings of a training set in host memory.
+    """Unit embeddings of a training set, in host memory or mapped from files.
 
     Attributes:
         image, text: ``(n, d)`` float32.
-        index: ``(n,)`` positions in the data set; those of bad samples are missing.
+        index: ``(n,)`` positions in the data set; those of bad samples, and of samples left out, are missing.
         logit_scale: the model's ``1/τ``.
     """
 
@@ -101,12 +106,15 @@ def load_run(
     settings = model_settings(flags)
     with without_warnings():
         model, _, preprocess = settings.create(device)
-    ckpt.load_model(model, loaded.model_file["state_dict"])
+    ckpt.load_model(model, loaded.model_file["state_dict"], loaded.path)
     spec = DataSpec.of_training(flags)
     if train_data is not None:
-        spec = replace(spec, source=train_data, manifest=None)
-    loader = _training_data(
-        spec,
+        # A manifest says which samples are left out, also where the shards have moved.
+        is_there = spec.manifest is not None and Path(spec.manifest).is_file()
+        spec = replace(spec, source=train_data, manifest=spec.manifest if is_there else None)
+    source = _training_data(spec, preprocess)
+    loader = build_indexed_pass(
+        source,
         preprocess=preprocess,
         tokenizer=settings.tokenizer(),
         batch_size=batch_size or flags["batch_size"],
@@ -131,41 +139,96 @@ def load_run(
         loss_name=config["loss"]["name"],
         loss=loss.to(device).eval(),
         model=model.eval(),
+        source=source,
         loader=loader,
         num_samples=loader.num_samples,
+        embed_dim=width,
         global_batch=identity["global_batch"],
         device=device,
     )
 
 
-def embed_training_set(run: FinishedRun, progress: Callable[[Iterable], Iterable] = iter) -> Embeddings:
+def embed_training_set(
+    run: FinishedRun, progress: Callable[[Iterable], Iterable] = iter, folder: Path | None = None
+) -> Embeddings:
     """Embed the training set once, without augmentation, in the precision of the run.
 
     Args:
         run: model and data.
         progress: wraps the batches, to show how far it is.
+        folder: where the embeddings lie, in memory-mapped files; None: in host memory.
     """
-    return embed(run.model, progress(run.loader), run.precision, run.device)
+    return embed(run.model, progress(run.loader), run.precision, run.device, run.num_samples, folder)
 
 
 @torch.no_grad()
 def embed(
-    model: nn.Module, batches: Iterable[Mapping[str, Tensor]], precision: str, device: torch.device
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Tensor]],
+    precision: str,
+    device: torch.device,
+    rows: int,
+    folder: Path | None = None,
 ) -> Embeddings:
-    """Embed batches of ``image``, ``text`` and ``index`` with a model in evaluation mode, in a ``--precision``."""
+    """Embed batches of ``image``, ``text`` and ``index`` with a model in evaluation mode, in a ``--precision``.
+
+    Args:
+        model, batches, precision, device: what to embed, and how.
+        rows: at most so many samples.
+        folder: as in :func:`embed_training_set`.
+    """
     autocast = compat.autocast_context(precision, device)
     input_dtype = open_clip.get_input_dtype(precision)
-    images, texts, indices = [], [], []
+    index = _table(folder, "index", rows, 1, torch.int64)[:, 0]
+    tables: list[Tensor] = []
+    count = 0
     for batch in batches:
         with autocast():
             output = model(
                 batch["image"].to(device, input_dtype, non_blocking=True), batch["text"].to(device, non_blocking=True)
             )
         # On the host: the embeddings of a large training set do not fit beside the model.
-        images.append(output["image_features"].float().cpu())
-        texts.append(output["text_features"].float().cpu())
-        indices.append(batch["index"])
-    return Embeddings(torch.cat(images), torch.cat(texts), torch.cat(indices), output["logit_scale"].item())
+        features = output["image_features"], output["text_features"]
+        tables = tables or [
+            _table(folder, side, rows, len(of_side[0]), torch.float32)
+            for side, of_side in zip(("image", "text"), features, strict=True)
+        ]
+        here = slice(count, count + len(batch["index"]))
+        tables[0][here], tables[1][here], index[here] = *features, batch["index"]
+        count = here.stop
+    return Embeddings(tables[0][:count], tables[1][:count], index[:count], output["logit_scale"].item())
+
+
+def stored_embeddings(run: FinishedRun, folder: Path, progress: Callable[[Iterable], Iterable] = iter) -> Embeddings:
+    """The embeddings of the training set from a folder, which are computed if they are not there yet.
+
+    Args:
+        run: model and data.
+        folder: made if need be; its files are mapped, not read.
+        progress: as in :func:`embed_training_set`.
+    """
+    of = {"model": ckpt.checksum(run.checkpoint), "data": run.source.digest, "shape": [run.num_samples, run.embed_dim]}
+    about_file = folder / "embeddings.json"
+    about = json.loads(about_file.read_text()) if about_file.is_file() else {}
+    if about.get("of") == of:
+        rows = about["rows"]
+        image, text = (
+            _table(folder, side, run.num_samples, run.embed_dim, torch.float32) for side in ("image", "text")
+        )
+        index = _table(folder, "index", run.num_samples, 1, torch.int64)[:, 0]
+        return Embeddings(image[:rows], text[:rows], index[:rows], about["logit_scale"])
+    folder.mkdir(parents=True, exist_ok=True)
+    about_file.unlink(missing_ok=True)
+    embeddings = embed_training_set(run, progress, folder)
+    about = {"of": of, "rows": len(embeddings.index), "logit_scale": embeddings.logit_scale}
+    about_file.write_text(json.dumps(about) + "\n")
+    return embeddings
+
+
+def _table(folder: Path | None, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    if folder is None:
+        return torch.empty(rows, columns, dtype=dtype)
+    return torch.from_file(str(folder / name), shared=True, size=rows * columns, dtype=dtype).view(rows, columns)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -198,9 +261,9 @@ def model_settings(flags: Mapping[str, Any]) -> ModelConfig:
     return replace(settings, pretrained=settings.pretrained if tagged else None, pretrained_image=False)
 
 
-def _training_data(spec: DataSpec, **options: Any) -> EvalLoader:
+def _training_data(spec: DataSpec, preprocess: Callable) -> Source:
     try:
-        return build_indexed_pass(spec, **options)
+        return build_source(spec, preprocess)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"cannot read the run's training data: {error}. If they have moved, say where to with --train-data"

@@ -58,7 +58,9 @@ def _parser_of(option: Option) -> Callable[[str], Any]:
 
 def _add_data_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--manifest", default=None, help="manifest of the training shards (default: found next to them, or made)"
+        "--manifest",
+        default=None,
+        help="manifest of the training shards; it may leave samples out (default: found next to them, or made)",
     )
     group.add_argument(
         "--image-key", default="jpg;png;jpeg;webp", help="extensions of the images in the shards (default: %(default)s)"

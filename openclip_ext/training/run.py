@@ -98,6 +98,7 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
     announce(identity, config.loss.options, built.model, loss, steps_per_epoch, config.length.epochs)
     settings = config.step.settings(built.device, built.images.normalize)
     ema = resume.restore_ema(start.checkpoint, model, config.step.model_ema_decay)
+    steps_left = steps_per_epoch * (config.length.epochs - position.epoch) - position.step_in_epoch
     trainer = Trainer(
         step=TrainStep(parallel.compiled(model, config.parallel), loss, optimizer, settings, scaler, ema),
         loader=loader,
@@ -105,7 +106,7 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
         length=config.length,
         policy=config.saving,
         identity=identity,
-        reporter=Reporter(folder, config.reporting, steps_per_epoch * config.length.epochs, steps_per_epoch),
+        reporter=Reporter(folder, config.reporting, position.step + steps_left, steps_per_epoch),
         evaluators=build_evaluators(config.evaluation, built, config.step),
         position=position,
         unreadable=start.unreadable,

@@ -196,7 +196,8 @@ class Trainer:
     def _one_step(self, batches: list[Batch]) -> None:
         self.stopwatch.data_arrived()
         position = self.position
-        self.schedule(position.step)
+        # Not ``position.step``: epochs may have had another number of steps before a resume (batch size, manifest).
+        self.schedule(position.epoch * self.steps_per_epoch + position.step_in_epoch)
         terms = self.step(batches, position.step)
         self.stopwatch.step_done()
         is_last = position.step_in_epoch + 1 >= self.steps_per_epoch

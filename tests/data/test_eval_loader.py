@@ -1,14 +1,13 @@
 """Validation data: every usable sample once, in order, whatever webdataset is installed."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from openclip_ext.data.build import build_eval_loader, build_indexed_pass
+from openclip_ext.data.build import build_eval_loader, build_indexed_pass, build_source
 from openclip_ext.data.eval_loader import EvalLoader
 from openclip_ext.data.source import BadDataError
 from openclip_ext.data.spec import DataSpec
@@ -17,9 +16,10 @@ from tests.data.loading import indices, preprocess, split_options, tokenize
 from tests.data.shards import sample_members, undecodable, write_csv, write_shards
 
 
-def build(data: str | None, loader: Callable = build_eval_loader, **options: Any) -> EvalLoader:
+def build(data: str | None, **options: Any) -> EvalLoader:
     spec, settings = split_options(options)
-    return loader(DataSpec(data, **spec), preprocess=preprocess, tokenizer=tokenize, **{"batch_size": 8} | settings)
+    settings = {"batch_size": 8} | settings
+    return build_eval_loader(DataSpec(data, **spec), preprocess=preprocess, tokenizer=tokenize, **settings)
 
 
 def numbers(loader: EvalLoader) -> list[int]:
@@ -78,7 +78,8 @@ def test_a_damaged_header_costs_its_sample_alone(tmp_path: Path, caplog: pytest.
 def test_training_data_come_once_with_the_index_they_have_in_training(tmp_path: Path, workers: int, kind: str):
     write_shards(tmp_path, [20, 11, 4], {3: undecodable(3)})
     data = str(tmp_path / "*.tar") if kind == "shards" else str(write_csv(tmp_path))
-    loader = build(data, loader=build_indexed_pass, workers=workers)
+    source = build_source(DataSpec(data), preprocess)
+    loader = build_indexed_pass(source, preprocess=preprocess, tokenizer=tokenize, batch_size=8, workers=workers)
     batches = list(loader)
     assert loader.num_samples == (35 if kind == "shards" else 30)
     assert all(batch["index"].dtype == torch.int64 for batch in batches)

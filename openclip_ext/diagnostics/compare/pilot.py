@@ -249,7 +249,7 @@ class _Training:
         self.model.eval()
         self.loss.eval()
         loader = self._loader(0, self.built.preprocess_val, samples)
-        found = embed(self.model, loader.iterate(0, []), self.pilot.config.step.precision, self.device)
+        found = embed(self.model, loader.iterate(0, []), self.pilot.config.step.precision, self.device, samples)
         measure = partial(
             estimation_error.measure,
             image=found.image,

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from openclip_ext.data.build import build_indexed_pass, build_train_loader
+from openclip_ext.data.build import build_indexed_pass, build_source, build_train_loader
 from openclip_ext.data.order import EpochSequence, RowSequence
 from openclip_ext.data.source import ImageDecoder, RawSample, Reader, Source
 from openclip_ext.data.spec import DataSpec
@@ -115,7 +115,8 @@ def write_cache(
         return Cache.open(folder)
     folder.mkdir(parents=True, exist_ok=True)
     images, captions, shapes, indices = _Writer(folder / _PIXELS), [], [], []
-    loader = build_indexed_pass(spec, preprocess=_Shrunk(_LARGEST * image_size), tokenizer=_whole, batch_size=1)
+    shrunk = _Shrunk(_LARGEST * image_size)
+    loader = build_indexed_pass(build_source(spec, shrunk), preprocess=shrunk, tokenizer=_whole, batch_size=1)
     assert loader.num_samples is not None
     with images:
         for batch in progress(loader):
@@ -183,8 +184,8 @@ def _whole(text: str) -> Any:
 
 def _read_classes(spec: DataSpec, count: int, indices: Sequence[int]) -> list[int]:
     labels: dict[int, int] = {}
-    spec = replace(spec, caption_key="cls")
-    for batch in build_indexed_pass(spec, preprocess=_Shrunk(1), tokenizer=_whole, batch_size=1):
+    source = build_source(replace(spec, caption_key="cls"), _Shrunk(1))
+    for batch in build_indexed_pass(source, preprocess=_Shrunk(1), tokenizer=_whole, batch_size=1):
         text = str(batch["text"][0]).strip()
         if not text.isdigit() or int(text) >= count:
             raise ValueError(

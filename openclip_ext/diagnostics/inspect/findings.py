@@ -1,0 +1,278 @@
+"""What is worth a look in a set of paired embeddings, by plain definitions, in chunks of similarities."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.diagnostics.estimation_error import anchor_temperatures, exact_log_normalizers
+from openclip_ext.diagnostics.finished_run import Embeddings
+
+# A block of similarities has this many rows and columns: 64 MiB each of the four kinds.
+_ROWS, _COLUMNS = 2048, 8192
+# Two samples of equal captions fit crosswise exactly as well as in their own pairs; float32 does not always say so.
+_ROUNDING = 1e-5
+# Makes the median absolute deviation of a normal distribution its standard deviation.
+_MAD_TO_STD = 1.4826
+
+DEFINITIONS = {
+    "duplicates": "two samples whose images have a cosine similarity of at least {duplicate_image:g}, and whose captions "
+    "one of at least {duplicate_caption:g}",
+    "duplicate-images": "two samples whose images have a cosine similarity of at least {duplicate_image:g}",
+    "duplicate-captions": "two samples whose captions have a cosine similarity of at least {duplicate_caption:g}",
+    "false-negatives": "two samples, the image of one and the caption of the other: they fit at least as well as both do in "
+    "their own pairs, and as well as the best {best_share:.0%} of all own pairs",
+    "misfit-captions": "captions whose best image, their own or another, has a cosine similarity more than "
+    "{deviations:g} standard deviations (1.4826 median absolute deviations) below the median of the best ones",
+    "misfit-images": "images whose best caption, their own or another, has a cosine similarity more than {deviations:g} "
+    "standard deviations (1.4826 median absolute deviations) below the median of the best ones",
+    "hardest": "the {extremes:,} samples with the largest log-normalizers (mean of both sides): other samples fit as well as "
+    "their own partners, or better",
+    "easiest": "the {extremes:,} samples with the smallest log-normalizers (mean of both sides): no other sample comes close",
+}
+PAIRS = tuple(DEFINITIONS)[:4]
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What the definitions leave open.
+
+    Attributes:
+        duplicate_image, duplicate_caption: smallest cosine similarity of duplicates.
+        false_negative_quantile: quantile of the own pairs' similarities that a false negative reaches; 0: no such limit.
+        deviations: how far below the median a misfit's best similarity lies.
+        extremes: number of the hardest and of the easiest samples.
+        max_pairs: pairs of a category that are listed, the most similar ones; all are counted.
+    """
+
+    duplicate_image: float = 0.98
+    duplicate_caption: float = 0.98
+    false_negative_quantile: float = 0.9
+    deviations: float = 3.0
+    extremes: int = 100
+    max_pairs: int = 10_000
+
+    def __post_init__(self) -> None:
+        for name in ("duplicate_image", "duplicate_caption"):
+            if not -1 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name):g}: expected a cosine similarity, from -1 to 1")
+        if not 0 <= self.false_negative_quantile <= 1:
+            raise ValueError(f"false_negative_quantile is {self.false_negative_quantile:g}: expected 0 to 1")
+        if self.extremes < 0 or self.max_pairs < 1:
+            raise ValueError(f"expected extremes >= 0 and max_pairs >= 1, found {self.extremes} and {self.max_pairs}")
+
+    def definition(self, category: str) -> str:
+        """A category's definition with these thresholds."""
+        return DEFINITIONS[category].format(best_share=1 - self.false_negative_quantile, **vars(self))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found of one category, the clearest first.
+
+    Attributes:
+        count: all there are; the arrays may hold fewer pairs, see ``Thresholds.max_pairs``.
+        sample: ``(k,)`` rows of the embeddings; of pairs the one with the smaller row.
+        partner: ``(k,)`` rows of the other sample of the pair, or of the misfit's best match; None for single samples.
+        value: ``(k,)`` similarity (of ``duplicates`` the smaller of the two), or log-normalizer.
+    """
+
+    count: int
+    sample: np.ndarray
+    partner: np.ndarray | None
+    value: np.ndarray
+
+    def redundant(self) -> set[int]:
+        """Of pairs: samples to leave out so that none of the pairs is whole. Of two, the first in the data stays."""
+        assert self.partner is not None
+        left_out: set[int] = set()
+        order = np.lexsort((self.sample, self.partner))
+        for first, second in zip(self.sample[order].tolist(), self.partner[order].tolist(), strict=True):
+            if first not in left_out:
+                left_out.add(second)
+        return left_out
+
+
+class _StrongestPairs:
+    """Counts all pairs that it is given, and keeps those of the largest value."""
+
+    def __init__(self, limit: int) -> None:
+        self.count = 0
+        self._limit = limit
+        self._kept = np.empty((3, 0))
+
+    def add(self, block: "_Block", hit: Tensor, value: Tensor) -> None:
+        """Add the pairs of a block where ``hit`` ``(R, C)``."""
+        row, column = torch.nonzero(hit & block.new_pair, as_tuple=True)
+        self.count += len(row)
+        first, second = block.rows[row], block.columns[column]
+        found = [torch.minimum(first, second), torch.maximum(first, second), value[row, column]]
+        self._kept = np.concatenate([self._kept, torch.stack([part.double() for part in found]).cpu().numpy()], axis=1)
+        if self._kept.shape[1] > 2 * self._limit:
+            self._shrink()
+
+    def _shrink(self) -> None:
+        first, second, value = self._kept
+        self._kept = self._kept[:, np.lexsort((second, first, -value))[: self._limit]]
+
+    def found(self) -> Found:
+        self._shrink()
+        first, second, value = self._kept
+        return Found(self.count, first.astype(np.int64), second.astype(np.int64), value)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Similarities of some anchors (rows) to some samples (columns), all ``(R, C)``.
+
+    Attributes:
+        anchors: which of all anchors the rows are.
+        rows, columns: ``(R,)``, ``(C,)`` rows of the embeddings.
+        new_pair: whether no other block, and no other place in this one, has the same two samples.
+        images, captions: of images with images and captions with captions.
+        caption_of_column, image_of_column: of the rows' images with the columns' captions, and the other way round.
+        positive: the larger similarity of the two own pairs.
+    """
+
+    anchors: slice
+    rows: Tensor
+    columns: Tensor
+    new_pair: Tensor
+    images: Tensor
+    captions: Tensor
+    caption_of_column: Tensor
+    image_of_column: Tensor
+    positive: Tensor
+
+
+def _blocks(embeddings: Embeddings, anchors: Tensor, positive: Tensor, device: torch.device) -> Iterator[_Block]:
+    is_anchor = torch.zeros(len(embeddings.index), dtype=torch.bool)
+    is_anchor[anchors] = True
+    for first in range(0, len(anchors), _ROWS):
+        rows = anchors[first : first + _ROWS]
+        image, text = (side[rows].to(device) for side in (embeddings.image, embeddings.text))
+        for columns in torch.arange(len(embeddings.index)).split(_COLUMNS):
+            part = slice(int(columns[0]), int(columns[-1]) + 1)
+            images, texts = (side[part].to(device).T for side in (embeddings.image, embeddings.text))
+            new_pair = (rows[:, None] < columns) | ~is_anchor[part]
+            yield _Block(
+                anchors=slice(first, first + len(rows)),
+                rows=rows.to(device),
+                columns=columns.to(device),
+                new_pair=new_pair.to(device),
+                images=image @ images,
+                captions=text @ texts,
+                caption_of_column=image @ texts,
+                image_of_column=text @ images,
+                positive=torch.maximum(positive[rows, None], positive[part]).to(device),
+            )
+
+
+@torch.no_grad()
+def log_normalizers(
+    loss: ContrastiveLoss, embeddings: Embeddings, anchors: Tensor, device: torch.device
+) -> tuple[Tensor, bool]:
+    """How hard samples are: the mean of the log-normalizers of both sides.
+
+    They are the stored ones of a loss that keeps one for each sample, at the temperatures that it keeps, else the exact ones
+    over the whole set, at the loss's temperatures.
+
+    Args:
+        loss: on ``device``.
+        embeddings: of the whole set.
+        anchors: ``(A,)`` rows of the embeddings.
+        device: where to compute.
+
+    Returns:
+        ``(A,)`` float64 on the CPU, and whether they are the stored ones.
+    """
+    is_stored = isinstance(loss, GlobalContrastiveLoss) and loss.normalizer.needs_index
+    scale = torch.tensor(embeddings.logit_scale, device=device)
+    parts = []
+    # Parts of equal size: a loss cannot estimate what it has never seen from one sample alone.
+    for rows in anchors.tensor_split(math.ceil(len(anchors) / _ROWS)):
+        image, text, index = (part[rows].to(device) for part in (embeddings.image, embeddings.text, embeddings.index))
+        if is_stored:
+            alpha = torch.stack(loss.log_normalizers(image, text, scale, index))
+        else:
+            tau = anchor_temperatures(loss, image, text, scale, index)
+            alpha = exact_log_normalizers(embeddings.image, embeddings.text, rows.to(device), tau)
+        parts.append(alpha.double().mean(dim=0).cpu())
+    return torch.cat(parts), is_stored
+
+
+@torch.no_grad()
+def find(
+    embeddings: Embeddings, anchors: Tensor, difficulty: Tensor, thresholds: Thresholds, device: torch.device
+) -> dict[str, Found]:
+    """Find the members of all categories, of which at least one is an anchor.
+
+    Args:
+        embeddings: of the whole set.
+        anchors: ``(A,)`` ascending rows of the embeddings to look at; each is compared with all.
+        difficulty: ``(A,)`` the anchors' log-normalizers, see :func:`log_normalizers`.
+        thresholds: see there.
+        device: where to compute.
+
+    Returns:
+        What was found by category, with all of ``DEFINITIONS``.
+
+    Raises:
+        ValueError: embeddings are not finite.
+    """
+    positive = torch.linalg.vecdot(embeddings.image, embeddings.text)
+    if not torch.isfinite(positive).all():
+        raise ValueError(f"{int((~torch.isfinite(positive)).sum())} embeddings are not finite: the model has diverged")
+    floor = float(np.quantile(positive.numpy(), thresholds.false_negative_quantile))
+    pairs = {name: _StrongestPairs(thresholds.max_pairs) for name in PAIRS}
+    best = {side: _Best(len(anchors), device) for side in ("misfit-captions", "misfit-images")}
+    for block in _blocks(embeddings, anchors, positive, device):
+        same_image = block.images >= thresholds.duplicate_image
+        same_caption = block.captions >= thresholds.duplicate_caption
+        pairs["duplicates"].add(block, same_image & same_caption, torch.minimum(block.images, block.captions))
+        pairs["duplicate-images"].add(block, same_image, block.images)
+        pairs["duplicate-captions"].add(block, same_caption, block.captions)
+        crossed = torch.maximum(block.caption_of_column, block.image_of_column)
+        pairs["false-negatives"].add(block, crossed >= (block.positive - _ROUNDING).clamp(min=floor), crossed)
+        best["misfit-captions"].add(block, block.image_of_column)
+        best["misfit-images"].add(block, block.caption_of_column)
+    rows = anchors.numpy()
+    return {
+        **{name: kept.found() for name, kept in pairs.items()},
+        **{side: values.misfits(rows, thresholds.deviations) for side, values in best.items()},
+        **_extremes(rows, difficulty.cpu().numpy(), thresholds.extremes),
+    }
+
+
+class _Best:
+    """The largest similarity of each anchor, and to what."""
+
+    def __init__(self, anchors: int, device: torch.device) -> None:
+        self._value = torch.full((anchors,), -torch.inf, device=device)
+        self._partner = torch.zeros(anchors, dtype=torch.int64, device=device)
+
+    def add(self, block: _Block, similarities: Tensor) -> None:
+        place = block.anchors
+        value, column = similarities.max(dim=1)
+        better = value > self._value[place]
+        self._value[place] = torch.where(better, value, self._value[place])
+        self._partner[place] = torch.where(better, block.columns[column], self._partner[place])
+
+    def misfits(self, rows: np.ndarray, deviations: float) -> Found:
+        value, partner = self._value.cpu().numpy(), self._partner.cpu().numpy()
+        median = np.median(value)
+        limit = median - deviations * _MAD_TO_STD * np.median(np.abs(value - median))
+        places = np.flatnonzero(value < limit)
+        places = places[np.argsort(value[places], kind="stable")]
+        return Found(len(places), rows[places], partner[places], value[places])
+
+
+def _extremes(rows: np.ndarray, difficulty: np.ndarray, count: int) -> dict[str, Found]:
+    order = np.argsort(difficulty, kind="stable")
+    ends = {"hardest": order[::-1][:count], "easiest": order[:count]}
+    return {name: Found(len(places), rows[places], None, difficulty[places]) for name, places in ends.items()}

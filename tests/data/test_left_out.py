@@ -1,0 +1,121 @@
+"""A manifest that leaves samples out: the index space stays, exactly the others are trained on."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from openclip_ext.data import with_index
+from openclip_ext.data.build import build_indexed_pass, build_source
+from openclip_ext.data.manifest import Manifest, ManifestError
+from openclip_ext.data.spec import DataSpec
+from tests.data.loading import assert_equal, build, by_index, indices, preprocess, tokenize
+from tests.data.shards import undecodable, write_shards
+
+COUNTS = [30, 17, 0, 41, 12]
+N = sum(COUNTS)
+# At both ends, in a row, over the border of two shards, and a whole shard.
+LEFT_OUT = [0, 1, 2, 29, 30, 40, *range(88, 100)]
+KEPT = sorted(set(range(N)) - set(LEFT_OUT))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("data")
+    write_shards(folder, COUNTS, {50: undecodable(50)})
+    Manifest.scan(str(folder / "*.tar")).without(LEFT_OUT).save(folder / "fewer.json")
+    return str(folder / "{00000..00004}.tar")
+
+
+@pytest.fixture(scope="module")
+def fewer(data: str) -> str:
+    return str(Path(data).parent / "fewer.json")
+
+
+def test_the_manifest_keeps_its_indices_and_says_who_is_left_out(data: str, fewer: str, tmp_path: Path):
+    whole, part = Manifest.scan(data), Manifest.load(fewer)
+    assert part.shards == whole.shards and part.num_samples == N
+    assert part.left_out.tolist() == LEFT_OUT
+    content = json.loads(Path(fewer).read_text())
+    assert (content["version"], content["left_out"]) == (2, "0-2,29-30,40,88-99")
+    assert part.digest != whole.digest == Manifest.scan(data).without([]).digest
+    assert part.without([40, 3]).left_out.tolist() == sorted([3, *LEFT_OUT])
+    assert part.left_out.tolist() == LEFT_OUT, "the first is as it was"
+    whole.save(tmp_path / "m.json")
+    assert json.loads((tmp_path / "m.json").read_text())["version"] == 1, "older programs read it"
+
+
+def test_wrong_indices_are_refused(data: str, fewer: str, tmp_path: Path):
+    manifest = Manifest.scan(data)
+    for wrong in (-1, N):
+        with pytest.raises(ManifestError, match=f"cannot leave out sample {wrong}: the indices are 0 to 99"):
+            manifest.without([4, wrong])
+    with pytest.raises(ManifestError, match="all 100 samples would be left out"):
+        manifest.without(range(N))
+    content = json.loads(Path(fewer).read_text())
+    for text in ("3-", "x", "7-200"):
+        changed = {key: value for key, value in content.items() if key != "checksum"} | {"left_out": text}
+        (tmp_path / "m.json").write_text(json.dumps(changed))
+        with pytest.raises(ManifestError):
+            Manifest.load(tmp_path / "m.json")
+
+
+def test_an_epoch_has_exactly_the_others_at_their_indices_with_their_pixels(data: str, fewer: str):
+    # 82 samples in batches of 2: nothing is dropped. Sample 50 is bad and replaced by one that is not left out.
+    batches = list(build(data, manifest=fewer, batch_size=2).iterate(1))
+    found = indices(batches)
+    assert len(found) == len(KEPT) == 82
+    assert set(found) == set(KEPT) - {50}
+    assert all(
+        int(text[0]) == index for batch in batches for text, index in zip(batch["text"], batch["index"], strict=True)
+    )
+    whole = by_index(list(build(data, batch_size=2).iterate(1)))
+    assert all((whole[index] == pixels).all() for index, pixels in by_index(batches).items())
+
+
+@pytest.mark.parametrize("options", [{"workers": 2}, {"resampled": True, "num_samples": 300}])
+def test_no_sample_that_is_left_out_is_drawn(data: str, fewer: str, options: dict):
+    for epoch in range(3):
+        assert set(indices(list(build(data, manifest=fewer, **options).iterate(epoch)))) <= set(KEPT)
+
+
+def test_the_number_of_batches_is_that_of_the_others(data: str, fewer: str, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level("INFO"):
+        loader = build(data, manifest=fewer)
+    assert "leaves out 18 of 100 samples; no index changes" in caplog.text
+    assert (loader.num_samples, loader.epoch_samples, loader.batches_per_epoch) == (N, 82, 20)
+    assert build(data, manifest=fewer, num_samples=90).epoch_samples == 82
+    assert build(data, manifest=fewer, num_samples=40).epoch_samples == 40
+
+
+def test_ranks_divide_the_others(data: str, fewer: str):
+    parts = [indices(list(build(data, manifest=fewer, world_size=2, rank=rank).iterate(2))) for rank in range(2)]
+    assert len(parts[0]) == len(parts[1]) == 40
+    both = sorted(parts[0] + parts[1])
+    assert set(both) <= set(KEPT) and len(set(both)) >= 79  # sample 50's replacement may come twice
+
+
+def test_resuming_is_exact_with_the_same_manifest_and_refused_with_another(data: str, fewer: str):
+    loader = build(data, manifest=fewer)
+    whole = list(loader.iterate(0))
+    progress = json.loads(json.dumps(loader.extend_progress(None, 7)))
+    assert_equal(list(build(data, manifest=fewer).iterate(0, progress)), whole[7:])
+    others = indices(list(build(data, manifest=fewer, batch_size=3, workers=2).iterate(0, progress)))
+    assert not set(others) & (set(indices(whole[:7])) - {index for index in KEPT if 47 <= index < 88})
+    for manifest, progress_of in ((None, loader), (fewer, build(data))):
+        with pytest.raises(ValueError, match=r"made with data set \(or manifest\).*checkpoint of a completed epoch"):
+            list(build(data, manifest=manifest).iterate(0, progress_of.extend_progress(None, 7)))
+
+
+def test_other_readers_leave_them_out_too(data: str, fewer: str):
+    source = build_source(DataSpec(data, manifest=fewer), preprocess)
+    for workers in (0, 2):
+        loader = build_indexed_pass(source, preprocess=preprocess, tokenizer=tokenize, batch_size=8, workers=workers)
+        assert sorted(indices(list(loader))) == [index for index in KEPT if index != 50]
+        assert loader.num_samples == N
+
+    import webdataset
+
+    pipeline = with_index(webdataset.WebDataset(data, shardshuffle=False, empty_check=False), manifest=fewer)
+    assert [sample["index"] for sample in pipeline] == KEPT
+    assert all(sample["txt"] == f"sample {sample['index']}".encode() for sample in pipeline)

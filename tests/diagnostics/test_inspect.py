@@ -1,0 +1,333 @@
+"""The data microscope: every category against its naive definition, what it writes, and going on without samples."""
+
+import csv
+import json
+import math
+import re
+import shutil
+import statistics
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from openclip_ext.data.manifest import Manifest
+from openclip_ext.diagnostics.finished_run import Embeddings, load_run, stored_embeddings
+from openclip_ext.diagnostics.inspect import __main__ as inspect
+from openclip_ext.diagnostics.inspect import findings, report
+from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
+from openclip_ext.losses.registry import create_loss
+from openclip_ext.training.errors import UsageError
+from tests.data.shards import write_csv
+from tests.references import normalizers as reference
+from tests.training.runs import (
+    EXIT_AFTER_SIGTERM,
+    NUM_SAMPLES,
+    command,
+    differences,
+    final_state,
+    make_shards,
+    run,
+    run_on_two_ranks,
+)
+
+ROWS, WIDTH = 60, 6
+CPU = torch.device("cpu")
+LOOSE = Thresholds(duplicate_image=0.8, duplicate_caption=0.7, false_negative_quantile=0.4, deviations=1.0, extremes=7)
+
+
+def make_embeddings(seed: int = 0) -> Embeddings:
+    """Pairs that fit more or less, in some groups; rows 3 and 40 are equal, rows 5 and 6 have equal captions."""
+    random = torch.Generator().manual_seed(seed)
+    group = torch.randn(12, WIDTH, generator=random)[torch.arange(ROWS) % 12]
+    image, text = (group + 0.6 * torch.randn(ROWS, WIDTH, generator=random) for _ in range(2))
+    image[40], text[40], text[6] = image[3], text[3], text[5]
+    image, text = (torch.nn.functional.normalize(side, dim=1) for side in (image, text))
+    return Embeddings(image, text, torch.arange(ROWS) * 2, logit_scale=10.0)
+
+
+def naive_pairs(embeddings: Embeddings, anchors: list[int], limits: Thresholds) -> dict[str, dict]:
+    x, y = embeddings.image.double(), embeddings.text.double()
+    own = [float(x[i] @ y[i]) for i in range(ROWS)]
+    floor = np.quantile(own, limits.false_negative_quantile)
+    found: dict[str, dict] = {name: {} for name in PAIRS}
+    for i in range(ROWS):
+        for j in range(i + 1, ROWS):
+            if i not in anchors and j not in anchors:
+                continue
+            images, captions = float(x[i] @ x[j]), float(y[i] @ y[j])
+            crossed = max(float(x[i] @ y[j]), float(x[j] @ y[i]))
+            if images >= limits.duplicate_image:
+                found["duplicate-images"][i, j] = images
+            if captions >= limits.duplicate_caption:
+                found["duplicate-captions"][i, j] = captions
+            if images >= limits.duplicate_image and captions >= limits.duplicate_caption:
+                found["duplicates"][i, j] = min(images, captions)
+            if crossed >= max(own[i], own[j]) - 1e-6 and crossed >= floor:
+                found["false-negatives"][i, j] = crossed
+    return found
+
+
+def naive_misfits(own: Tensor, other: Tensor, anchors: list[int], deviations: float) -> dict[tuple[int, int], float]:
+    best = {}
+    for i in anchors:
+        fits = [float(own[i].double() @ other[j].double()) for j in range(ROWS)]
+        best[i, fits.index(max(fits))] = max(fits)
+    median = statistics.median(best.values())
+    spread = 1.4826 * statistics.median(abs(value - median) for value in best.values())
+    return {pair: value for pair, value in best.items() if value < median - deviations * spread}
+
+
+def as_dict(found: Found) -> dict[tuple[int, int], float]:
+    return dict(zip(zip(found.sample.tolist(), found.partner.tolist(), strict=True), found.value.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("chunks", [(2048, 8192), (7, 11)])
+@pytest.mark.parametrize("anchors", [list(range(ROWS)), [0, 3, 5, 17, 18, 30, 31, 44, 59]])
+def test_every_category_is_the_naive_one(monkeypatch, chunks, anchors):
+    monkeypatch.setattr(findings, "_ROWS", chunks[0])
+    monkeypatch.setattr(findings, "_COLUMNS", chunks[1])
+    embeddings = make_embeddings()
+    difficulty = torch.randn(len(anchors), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = find(embeddings, torch.tensor(anchors), difficulty, LOOSE, CPU)
+    assert found.keys() == DEFINITIONS.keys()
+    for name, expected in naive_pairs(embeddings, anchors, LOOSE).items():
+        assert 0 < found[name].count == len(expected), name
+        assert as_dict(found[name]) == pytest.approx(expected, abs=1e-5)
+        assert (np.diff(found[name].value) <= 0).all(), "the most similar come first"
+    image, text = embeddings.image, embeddings.text
+    for name, sides in {"misfit-captions": (text, image), "misfit-images": (image, text)}.items():
+        expected = naive_misfits(*sides, anchors, LOOSE.deviations)
+        assert 0 < found[name].count == len(expected), name
+        assert as_dict(found[name]) == pytest.approx(expected, abs=1e-5)
+    by_difficulty = [anchors[place] for place in difficulty.argsort().tolist()]
+    assert found["easiest"].sample.tolist() == by_difficulty[:7]
+    assert found["hardest"].sample.tolist() == by_difficulty[::-1][:7]
+
+
+def test_equal_samples_are_duplicates_and_equal_captions_false_negatives():
+    everything = torch.arange(ROWS)
+    strict = Thresholds(0.9999, 0.9999, false_negative_quantile=0.0)
+    found = find(make_embeddings(), everything, torch.zeros(ROWS), strict, CPU)
+    assert as_dict(found["duplicates"]).keys() == {(3, 40)}
+    assert as_dict(found["duplicate-captions"]).keys() == {(3, 40), (5, 6)}
+    assert {(3, 40), (5, 6)} <= as_dict(found["false-negatives"]).keys()
+
+
+def test_all_pairs_are_counted_and_the_most_similar_listed(monkeypatch):
+    everything = torch.arange(ROWS)
+    whole = find(make_embeddings(), everything, torch.zeros(ROWS), LOOSE, CPU)["duplicate-images"]
+    monkeypatch.setattr(findings, "_ROWS", 5)
+    few = Thresholds(**{**vars(LOOSE), "max_pairs": 4})
+    part = find(make_embeddings(), everything, torch.zeros(ROWS), few, CPU)["duplicate-images"]
+    assert part.count == whole.count > 4
+    assert as_dict(part) == dict(list(as_dict(whole).items())[:4])
+
+
+def test_of_a_pair_the_first_stays_and_no_pair_stays_whole():
+    pairs = [(1, 4), (4, 9), (2, 9), (0, 1), (8, 9)]
+    sample, partner = np.array(pairs).T
+    # 1 goes for 0, so 4 stays; 9 goes for 4.
+    assert Found(5, sample, partner, np.ones(5)).redundant() == {1, 9}
+
+
+@pytest.mark.parametrize("name", ["neuclip", "openclip", "isogclr"])
+def test_difficulty_is_the_exact_log_normalizer_or_the_stored_one(monkeypatch, name):
+    monkeypatch.setattr(findings, "_ROWS", 7)
+    embeddings = make_embeddings()
+    loss = create_loss(name, embed_dim=WIDTH, num_samples=2 * ROWS).eval()
+    anchors = torch.tensor([0, 3, 9, 20, 21, 22, 40, 59])
+    if name == "isogclr":
+        stored = torch.randn(2, 2 * ROWS, generator=torch.Generator().manual_seed(0))
+        loss.normalizer.table.values[:, : 2 * ROWS] = stored
+        expected = stored[:, embeddings.index[anchors]].mean(dim=0).double()
+    else:
+        tau = torch.full((2, len(anchors)), 0.1, dtype=torch.float64)
+        exact = reference.exact_log_normalizers(embeddings.image, embeddings.text, anchors.tolist(), tau, 0.0)
+        expected = exact.mean(dim=0)
+    found, is_stored = log_normalizers(loss, embeddings, anchors, CPU)
+    assert is_stored == (name == "isogclr")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_that_has_diverged_is_refused():
+    embeddings = make_embeddings()
+    embeddings.image[7] = float("nan")
+    with pytest.raises(ValueError, match="1 embeddings are not finite"):
+        find(embeddings, torch.arange(ROWS), torch.zeros(ROWS), LOOSE, CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"duplicate_image": 98}, "duplicate_image is 98: expected a cosine similarity"),
+        ({"false_negative_quantile": -0.1}, "expected 0 to 1"),
+        ({"max_pairs": 0}, "max_pairs >= 1"),
+    ],
+)
+def test_wrong_thresholds_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        Thresholds(**change)
+
+
+def test_the_page_shows_captions_as_text_and_needs_nothing_else(tmp_path):
+    samples = {index: report.Sample(index, "00000.tar", f"k{index}", "<script>alert('&')</script>") for index in (1, 2)}
+    nothing = Found(0, np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
+    found = dict.fromkeys(DEFINITIONS, nothing) | {"duplicates": Found(1, *np.array([[1], [2]]), np.ones(1))}
+    inspection = report.Inspection({"run": "<b>"}, Thresholds(), found, samples)
+    report.write_page(tmp_path / "page.html", inspection, {1: "data:image/jpeg;base64,AA==", 2: "data:,"}, show=3)
+    page = (tmp_path / "page.html").read_text()
+    assert "<script" not in page and page.count("&lt;script&gt;alert(&#x27;&amp;&#x27;)") == 2
+    assert "<b>" not in re.sub(r"<summary><b>", "", page)
+    assert not re.search(r"(https?:)?//\w", page)
+
+
+# --- of a run --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return make_shards(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(scope="module")
+def trained(shards, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("logs")
+    assert run(command(shards, logs, "run", "fastclip")) == 0
+    return logs / "run"
+
+
+@pytest.fixture(scope="module")
+def inspected(trained, tmp_path_factory):
+    """What the program wrote, and a manifest that leaves out the twelve hardest samples."""
+    folder = tmp_path_factory.mktemp("inspected")
+    leave_out = ["--leave-out", "hardest", "--extremes", "12", "--write-manifest", str(folder / "fewer.json")]
+    loose = ["--duplicate-image", "0.5", "--duplicate-caption", "0.5", "--show", "4", "--max-pairs", "50"]
+    inspect.main([str(trained), "--output", str(folder), *loose, *leave_out])
+    return folder
+
+
+def test_the_program_lists_what_it_finds_with_shard_and_key(inspected, trained, shards):
+    content = json.loads((inspected / "found.json").read_text())
+    assert content["categories"].keys() == DEFINITIONS.keys()
+    assert (content["samples"] is not None, content["loss"], content["checkpoint"]) == (True, "fastclip", "epoch_2.pt")
+    assert content["log-normalizers"] == "stored by the loss"
+    assert content["thresholds"]["extremes"] == content["categories"]["hardest"]["count"] == 12
+    names = []
+    for path in sorted(Path(shards).parent.glob("*.tar")):
+        with tarfile.open(path) as archive:
+            names += [
+                (path.name, member.name.partition(".")[0], archive.extractfile(member).read().decode())
+                for member in archive
+                if member.name.endswith(".txt")
+            ]
+    assert len(names) == NUM_SAMPLES
+    assert all(tuple(place) == names[int(index)] for index, place in content["samples"].items())
+    rows = list(csv.DictReader((inspected / "found.csv").open(newline="")))
+    assert len(rows) == sum(len(category["found"]) for category in content["categories"].values())
+    pair = next(row for row in rows if row["category"] == "duplicate-captions")
+    for prefix in ("", "other_"):
+        columns = [pair[prefix + column] for column in ("shard", "key", "caption")]
+        assert tuple(columns) == names[int(pair[f"{prefix}index"])]
+
+    page = (inspected / "index.html").read_text()
+    assert set(re.findall(r'src="([^"]{5})', page)) == {"data:"}
+    assert not re.search(r"<script|<link|@import|url\(|https?://", page)
+    for name, category in content["categories"].items():
+        section = page[page.index(f'id="{name}"') :].partition("</details>")[0]
+        assert section.count('class="card"') == min(4, len(category["found"]))
+        assert f"of {category['count']:,}" in section or not category["count"]
+
+
+def test_embeddings_are_kept_for_the_next_look(inspected, trained):
+    def look(checkpoint: str) -> Embeddings:
+        return stored_embeddings(load_run(trained, checkpoint), inspected, refuse_to_embed)
+
+    def refuse_to_embed(batches):
+        raise AssertionError("embedded again")
+
+    embeddings = look("epoch_2.pt")
+    assert embeddings.index.tolist() == list(range(NUM_SAMPLES))
+    torch.testing.assert_close(embeddings.image.norm(dim=1), torch.ones(NUM_SAMPLES))
+    with pytest.raises(AssertionError, match="embedded again"):
+        look("epoch_1.pt")
+
+
+def at_epoch_1(trained: Path, logs: Path) -> Path:
+    """A copy of the run as it was after its first epoch."""
+    shutil.copytree(trained, logs / "run")
+    (logs / "run" / "checkpoints" / "epoch_2.pt").unlink()
+    shutil.rmtree(logs / "run" / "checkpoints" / "epoch_2.state")
+    return logs / "run"
+
+
+def averages(folder: Path, epoch: int) -> np.ndarray:
+    """The stored averages ``(n, 2)`` of all ranks."""
+    state = folder / "checkpoints" / f"epoch_{epoch}.state"
+    return np.concatenate([np.load(part) for part in sorted(state.glob("*/rank_*.normalizer.table.npy"))])
+
+
+def test_a_run_goes_on_with_the_manifest(inspected, trained, shards, tmp_path, caplog):
+    """Exactly the kept samples are trained on, their indices mean what they meant, and a resume is bit for bit."""
+    manifest = Manifest.load(inspected / "fewer.json")
+    hardest = [
+        index for index, _ in json.loads((inspected / "found.json").read_text())["categories"]["hardest"]["found"]
+    ]
+    assert manifest.left_out.tolist() == sorted(hardest)
+    assert manifest.num_samples == NUM_SAMPLES
+    more = ["--manifest", str(inspected / "fewer.json"), "--resume", "latest"]
+    whole, stopped, two = (at_epoch_1(trained, tmp_path / name) for name in ("whole", "stopped", "two"))
+
+    with caplog.at_level("INFO"):
+        assert run(command(shards, whole.parent, "run", "fastclip", *more)) == 0
+    assert "84 samples, 4 steps of 16 an epoch" in caplog.text  # 5 before
+    changed = (averages(whole, 1) != averages(whole, 2)).any(axis=1)
+    assert not changed[hardest].any() and changed.sum() == 64
+    # The schedule stands where it stands in the eighth of 2 times 4 steps, not at the ninth step of the run.
+    last = json.loads((whole / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 8 and last["lr"] == pytest.approx(0.5e-3 * (1 + math.cos(math.pi * (7 - 3) / (8 - 3))))
+
+    argv = command(shards, stopped.parent, "run", "fastclip", *more)
+    assert run(argv, stop_after=2) == EXIT_AFTER_SIGTERM
+    with pytest.raises(ValueError, match=r"data set \(or manifest\)"):
+        run([*argv, "--manifest", str(Path(shards).parent / "manifest.json")])
+    assert run(argv) == 0
+    assert not differences(final_state(whole), final_state(stopped))
+
+    # The command's --batch-size 16 is overruled: 2 ranks of 8.
+    run_on_two_ranks([{"argv": command(shards, two.parent, "run", "fastclip", *more, "--batch-size", "8")}])
+    changed = (averages(two, 1) != averages(two, 2)).any(axis=1)
+    assert not changed[hardest].any() and changed.sum() == 64
+
+    inspect.main([str(whole), "--anchors", "30", "--output", str(tmp_path / "again")])
+    content = json.loads((tmp_path / "again" / "found.json").read_text())
+    assert (content["samples"].keys() & set(map(str, hardest))) == set()
+    assert content["left out by the manifest"] == 12
+    assert content["looked at"].startswith("30 drawn at random, each compared with all 72")
+
+
+def test_wrong_arguments_are_refused(trained, shards, tmp_path):
+    def message(*arguments: str) -> str:
+        with pytest.raises(UsageError) as caught:
+            inspect.main([str(trained), *arguments])
+        return str(caught.value)
+
+    target = str(tmp_path / "m.json")
+    assert "give both or none" in message("--leave-out", "duplicates")
+    assert "give both or none" in message("--write-manifest", target)
+    assert "--leave-out dups: expected some of duplicates" in message("--leave-out", "dups", "--write-manifest", target)
+    assert "--anchors is 1" in message("--anchors", "1")
+    own = str(Path(shards).parent / "manifest.json")
+    assert "choose another name" in message("--leave-out", "misfits", "--write-manifest", own)
+
+
+def test_only_shards_have_a_manifest_to_change(tmp_path):
+    from openclip_ext.data.csv import CsvSource
+
+    source = CsvSource(str(write_csv(tmp_path, rows=3)), "filepath", "title")
+    with pytest.raises(UsageError, match="needs webdataset shards"):
+        inspect._manifest_to_change(source, tmp_path / "m.json")
+    assert source.describe(source.reader().read(2)) == (str(tmp_path / "2.jpg"), "sample 2")
