@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from eval.classification import class_logits
-from eval.command_line import ModelArguments, add_model_arguments, load_encoder
-from eval.features import Encoder
-from eval.metrics import Metrics, classification_metrics, target_ranks
-from eval.results import Run
-from eval.retrieval import retrieval_metrics
+from .classification import class_logits
+from .command_line import ModelArguments, add_model_arguments, load_encoder
+from .features import Encoder
+from .metrics import Metrics, classification_metrics, target_ranks
+from .results import Run
+from .retrieval import retrieval_metrics
 
 TASKS = ("auto", "zeroshot_classification", "zeroshot_retrieval", "image_caption_selection")
 logger = logging.getLogger("eval.beyond")
@@ -32,7 +32,7 @@ logger = logging.getLogger("eval.beyond")
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; names and meanings are clip-benchmark's where it has them."""
-    parser = argparse.ArgumentParser(prog="python -m eval.beyond", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.beyond", description=__doc__.split("\n", 1)[0])
     add_model_arguments(parser)
     parser.add_argument(
         "--dataset", nargs="+", required=True, help="clip-benchmark's names, collections (vtab+, sugar_crepe, ...) too"

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.data import (
+from .data import (
     CLASSNAMES_FILE,
     TEMPLATES_FILE,
     Batch,
@@ -19,8 +19,8 @@ from eval.data import (
     read_classes,
     read_lines,
 )
-from eval.features import Encoder
-from eval.metrics import (
+from .features import Encoder
+from .metrics import (
     Metrics,
     classification_metrics,
     group_metrics,
@@ -28,7 +28,7 @@ from eval.metrics import (
     macro_recall,
     target_ranks,
 )
-from eval.tasks import FACE_METADATA, Task
+from .tasks import FACE_METADATA, Task
 
 # OpenAI's scale. It changes no ranking and gives clip-benchmark's logits.
 LOGIT_SCALE = 100.0

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from eval.features import PRECISIONS, Encoder, resolve_precision
-from eval.models import MODEL_OPTIONS, LoadedModel, load_model
+from .features import PRECISIONS, Encoder, resolve_precision
+from .models import MODEL_OPTIONS, LoadedModel, load_model
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

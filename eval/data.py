@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from eval.tasks import Task
+from .tasks import Task
 
 IMAGE_EXTENSIONS = ("webp", "png", "jpg", "jpeg")
 CLASSNAMES_FILE = "classnames.txt"
@@ -112,7 +112,7 @@ def task_folder(task: Task, data_dir: str | Path) -> Path:
     if not folder.is_dir():
         raise MissingDataError(
             f"There is no folder {task.folder} in {data_dir}; fetch it with "
-            f"`python -m eval.download --data-dir {data_dir} --tasks {task.key}`."
+            f"`python -m {__package__}.download --data-dir {data_dir} --tasks {task.key}`."
         )
     return folder
 

@@ -19,15 +19,16 @@ import torch.distributed as dist
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from eval.command_line import ModelArguments, add_model_arguments, load_encoder
-from eval.data import DataError, task_folder
-from eval.features import Encoder
-from eval.models import LoadedModel
-from eval.results import ResultFile, Run
-from eval.runner import evaluate_task
-from eval.summary import missing_text, summary, summary_text
-from eval.tasks import SUITES, Task, select_tasks
 from openclip_ext import distributed
+
+from .command_line import ModelArguments, add_model_arguments, load_encoder
+from .data import DataError, task_folder
+from .features import Encoder
+from .models import LoadedModel
+from .results import ResultFile, Run
+from .runner import evaluate_task
+from .summary import missing_text, summary, summary_text
+from .tasks import SUITES, Task, select_tasks
 
 SUMMARY_FILE = "eval_summary.json"
 logger = logging.getLogger("eval.datacomp")
@@ -36,7 +37,7 @@ logger = logging.getLogger("eval.datacomp")
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m eval.datacomp",
+        prog=f"python -m {__package__}.datacomp",
         description="Evaluate a checkpoint on DataComp's 40 tasks (the average is over 38). One process, or several "
         "under torchrun that share the tasks. A second run goes on where the first stopped.",
         epilog="Exit status: 0 all done; 1 a task failed, or one named with --tasks is missing; 2 nothing evaluated.",

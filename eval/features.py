@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from eval.data import Batch, DataError, SampleFormat, UniqueKeys, make_loader, shard_of
-from eval.models import ImageTextModel
-from eval.preprocessing import split_transform
-from eval.text import TextEncoder
+from openclip_ext.data.images import split_transform
+
+from .data import Batch, DataError, SampleFormat, UniqueKeys, make_loader, shard_of
+from .models import ImageTextModel
+from .text import TextEncoder
 
 PRECISIONS = ("datacomp", "fp32", "amp")
 

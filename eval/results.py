@@ -16,10 +16,10 @@ from typing import Any
 
 from filelock import FileLock
 
-from eval.classification import TaskResult
-from eval.data import fingerprint
-from eval.models import LoadedModel, config_digest
-from eval.tasks import Task
+from .classification import TaskResult
+from .data import fingerprint
+from .models import LoadedModel, config_digest
+from .tasks import Task
 
 RESULTS_FILE = "eval_results.jsonl"
 # In place of the digest, for lines that do not say which run they belong to.

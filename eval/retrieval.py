@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.classification import TaskResult
-from eval.data import DataError, SampleFormat, Skipped, find_shards, read_lines
-from eval.features import Encoder
-from eval.metrics import Metrics, jaccard
-from eval.tasks import Task
+from .classification import TaskResult
+from .data import DataError, SampleFormat, Skipped, find_shards, read_lines
+from .features import Encoder
+from .metrics import Metrics, jaccard
+from .tasks import Task
 
 RECALL_AT = (1, 5, 10)
 INSTANCES_FILE = "instances.jsonl"

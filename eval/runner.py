@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from eval.classification import GROUPED, TaskResult, evaluate_classification, evaluate_faces
-from eval.data import DataError, task_folder
-from eval.features import Encoder
-from eval.metrics import without_nan
-from eval.retrieval import evaluate_retrieval, evaluate_winogavil
-from eval.tasks import Task
+from .classification import GROUPED, TaskResult, evaluate_classification, evaluate_faces
+from .data import DataError, task_folder
+from .features import Encoder
+from .metrics import without_nan
+from .retrieval import evaluate_retrieval, evaluate_winogavil
+from .tasks import Task
 
 # Tolerated undecodable images: this many, or this share of the data set.
 MAX_SKIPPED = 10

@@ -20,8 +20,6 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from eval.data import read_shard
-from eval.models import ImageTextModel, LoadedModel, load_model
 from openclip_ext.data.shapes.scene import (
     BACKGROUNDS,
     COLORS,
@@ -33,6 +31,9 @@ from openclip_ext.data.shapes.scene import (
     describe,
 )
 from openclip_ext.model_configs import add_model_configs
+
+from .data import read_shard
+from .models import ImageTextModel, LoadedModel, load_model
 
 MAX_CANDIDATES = 1000
 Tokenizer = Callable[[list[str]], Tensor]
@@ -275,7 +276,7 @@ def format_table(columns: dict[str, dict[str, float]]) -> str:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m eval.shapes",
+        prog=f"python -m {__package__}.shapes",
         description="Zero-shot classification and retrieval on the demo set's test split.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,

@@ -8,12 +8,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from eval.data import MissingDataError, task_folder
-from eval.features import Encoder, resolve_precision
-from eval.models import ImageTextModel
-from eval.runner import evaluate_task
-from eval.summary import averages
-from eval.tasks import SUITES, Task, select_tasks
+from .data import MissingDataError, task_folder
+from .features import Encoder, resolve_precision
+from .models import ImageTextModel
+from .runner import evaluate_task
+from .summary import averages
+from .tasks import SUITES, Task, select_tasks
 
 
 class DataCompSuite:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.tasks import GROUPS, TASKS
+from .tasks import GROUPS, TASKS
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def missing_text(missing: Sequence[str], data_dir: Path) -> list[str]:
     tasks = f" --tasks {' '.join(missing)}" if len(missing) <= 5 else ""
     return [
         f"\nNot in {data_dir} ({len(missing)}): {_names(missing)}; fetch with "
-        f"`python -m eval.download --data-dir {data_dir}{tasks}`."
+        f"`python -m {__package__}.download --data-dir {data_dir}{tasks}`."
     ]
 
 

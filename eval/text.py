@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from eval.models import ImageTextModel
+from .models import ImageTextModel
 
 logger = logging.getLogger(__name__)
 

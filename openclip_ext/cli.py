@@ -27,8 +27,10 @@ COMMANDS = {
     "estimation-error": Command(
         "openclip_ext.diagnostics.estimation_error", "compare a run's normalizers with the exact ones"
     ),
-    "evaluate": Command("eval.datacomp", "evaluate a checkpoint on DataComp's tasks"),
-    "report": Command("eval.report", "compare evaluated runs in tables and charts"),
+    "plot": Command("openclip_ext.diagnostics.curves", "draw the curves of one or more runs"),
+    "export": Command("openclip_ext.export", "a folder that OpenCLIP and transformers load, from a checkpoint"),
+    "evaluate": Command("openclip_ext.eval.datacomp", "evaluate a checkpoint on DataComp's tasks"),
+    "report": Command("openclip_ext.eval.report", "compare evaluated runs in tables and charts"),
 }
 
 

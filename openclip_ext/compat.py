@@ -2,20 +2,25 @@
 
 ``open_clip`` has a public interface, ``open_clip_train`` has none: it is the training script that comes with the
 package. All use of it, and of what ``open_clip`` does not document, goes through here, so that a new OpenCLIP release
-is a change of one file. ``check_version`` names what was tried.
+is a change of one file. ``check_version`` names what was tried. torch and OpenCLIP are imported where they are used, since
+``--help`` needs neither.
 """
 
+from __future__ import annotations
+
 import argparse
+import contextlib
 import functools
 import inspect
 import logging
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 OPENCLIP_LOWEST = (3, 3)
 OPENCLIP_BELOW = (4, 0)
@@ -57,9 +62,19 @@ def check_version() -> str:
 def parse_openclip_args(argv: list[str]) -> argparse.Namespace:
     """Parse OpenCLIP's own training flags; exits with its message on an unknown one."""
     check_version()
+    return _openclip_parser()(argv)
+
+
+def print_openclip_help() -> None:
+    """Print OpenCLIP's own training flags; the version is not checked, since ``open_clip`` takes seconds to import."""
+    with contextlib.suppress(SystemExit):
+        _openclip_parser()(["--help"])
+
+
+def _openclip_parser() -> Callable[[list[str]], argparse.Namespace]:
     from open_clip_train.params import parse_args
 
-    return inspect.unwrap(parse_args)(argv)  # not register()'s, which knows our flags, too
+    return inspect.unwrap(parse_args)  # not register()'s, which knows our flags, too
 
 
 # --- set-up: device, logging, seeds ----------------------------------------------------------------------------------
@@ -74,6 +89,8 @@ def init_device(args: argparse.Namespace) -> torch.device:
 
 def set_backends() -> None:
     """OpenCLIP's settings for NVIDIA GPUs: products in TF32, convolutions by what is fastest."""
+    import torch
+
     if torch.cuda.is_available():
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
@@ -126,6 +143,13 @@ def create_model(
     )
 
 
+def converts_to_rgb(step: Any) -> bool:
+    """Whether a step of OpenCLIP's transforms only brings an image to RGB."""
+    from open_clip.transform import MaybeConvertMode
+
+    return isinstance(step, MaybeConvertMode)
+
+
 def is_captioner(model: nn.Module) -> bool:
     """Whether the model has a text decoder (CoCa), which only ``CoCaLoss`` trains."""
     return hasattr(model, "text_decoder")
@@ -140,6 +164,7 @@ def embedding_dim(model_name: str, model: nn.Module | None = None) -> int:
         ValueError: neither tells.
     """
     import open_clip
+    import torch
 
     projection = getattr(model, "text_projection", None)
     if isinstance(projection, torch.Tensor):
@@ -168,6 +193,8 @@ def replace_linear_layers(model: nn.Module, layer_name: str, device: torch.devic
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The model itself, out of DistributedDataParallel and ``torch.compile``."""
+    from torch import nn
+
     while True:
         compiled = getattr(model, "_orig_mod", None)
         if isinstance(compiled, nn.Module):
@@ -272,10 +299,12 @@ def _extended_parse_args(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def parse_args(argv: list[str]) -> argparse.Namespace:
+        from openclip_ext.losses import table
         from openclip_ext.training import flags
+        from openclip_ext.training.parser import add_loss_flags
 
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        flags.add_loss_flags(parser.add_argument_group("losses of openclip_ext"))
+        add_loss_flags(parser.add_argument_group("losses of openclip_ext"), table.from_registry())
         if any(argument in ("-h", "--help") for argument in argv):
             parser.print_help()
         ours, rest = parser.parse_known_args(argv)

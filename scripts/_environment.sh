@@ -3,7 +3,8 @@
 # .venv, which has this package installed in place with all extras. The first call makes the environment. Later calls take
 # a fraction of a second, unless requirements.txt or pyproject.toml changed.
 #
-# PYTHON names the interpreter that makes the environment (default: python3). pip obeys its own PIP_* variables.
+# PYTHON names the interpreter that makes the environment (default: python3), and EXTRAS the extras (default: all). pip obeys
+# its own PIP_* variables.
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 cd -- "$root" || exit
@@ -41,7 +42,7 @@ make_environment() {
     "$base" -m venv .venv || fail "$base cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)"
   fi
   say "Installing openclip_ext and its dependencies (the first time about 5 GB, most of it PyTorch)"
-  "$python" -m pip install -e '.[eval,plot,test]' ||
+  "$python" -m pip install -e ".[${EXTRAS:-eval,plot,integrations,test}]" ||
     fail "installation failed; see pip's message above. Run the script again to continue"
   environment_fingerprint >.venv/.installed
 }

@@ -45,7 +45,7 @@ say "3/4 Zero-shot classification and retrieval on the test split"
   --data-dir demo/test --device cpu --json "demo/runs/$loss/shapes.json"
 
 say "4/4 Curves"
-"$python" scripts/plot_run.py demo/runs/*/ --output demo/curves.png
+"$python" -m openclip_ext.diagnostics.curves demo/runs/*/ --output demo/curves.png
 
 say "Done. The curves are in demo/curves.png. Stock OpenCLIP loads the checkpoint:
     open_clip.add_model_config('demo/runs/$loss/model_config')

@@ -28,13 +28,17 @@ def imported_modules(path: Path) -> set[str]:
 def loaded_by(statement: str) -> set[str]:
     """Top-level modules that a fresh interpreter has loaded after a statement."""
     program = f"{statement}\nimport sys\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
-    return set(
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    return set(shown.splitlines()[-1].split())
 
 
 def test_importing_the_package_loads_nothing_heavy():
     assert not loaded_by("import openclip_ext") & {"torch", "open_clip", "webdataset", "pandas", "matplotlib", "numpy"}
+
+
+def test_help_loads_nothing_heavy():
+    program = "import sys; from openclip_ext.training.main import cli; sys.argv[1:] = ['--help']; cli()"
+    assert not loaded_by(program) & {"torch", "open_clip", "webdataset", "pandas", "numpy"}
 
 
 def test_a_loss_needs_neither_data_nor_plotting():

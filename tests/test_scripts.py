@@ -1,14 +1,12 @@
 """The scripts a newcomer runs: the environment is made once, and the pictures are drawn from what a run writes."""
 
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -23,23 +21,6 @@ def load(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def write_run(folder, steps, **extra):
-    folder.mkdir()
-    records = [
-        {
-            "step": step,
-            "loss": 1.0 / (step + 1),
-            "infonce": 4 - step / 100,
-            "chance": 4.16,
-            "temperature": 0.07,
-            **extra,
-        }
-        for step in steps
-    ]
-    records.append({"step": steps[-1], "epoch": 1, "evaluation": {"top1": 0.5}})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 @pytest.fixture
@@ -80,7 +61,7 @@ def installs(clone):
 def test_the_environment_is_made_once_and_again_when_requirements_change(clone):
     first = use(clone)
     assert first.returncode == 0 and f"ready in {clone}" in first.stdout, first.stderr
-    assert installs(clone) == ["-m pip install -e .[eval,plot,test]"]
+    assert installs(clone) == ["-m pip install -e .[eval,plot,integrations,test]"]
     assert "Installing" not in use(clone).stdout
     assert len(installs(clone)) == 1
     (clone / "requirements.txt").write_text("torch>=2.6\n")
@@ -107,42 +88,6 @@ def test_an_interpreter_that_is_missing_or_too_old_is_named(clone):
 @pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
 def test_shell_scripts_parse(script):
     subprocess.run(["bash", "-n", script], check=True)
-
-
-def test_curves_of_several_runs_are_drawn(tmp_path, capsys):
-    plot_run = load("plot_run")
-    quantiles = {
-        "alpha_q10": -2.0,
-        "alpha_q50": -1.0,
-        "alpha_q90": 0.0,
-        "temperature_min": 0.05,
-        "temperature_max": 0.09,
-    }
-    write_run(tmp_path / "neuclip", range(0, 200, 20), **quantiles)
-    write_run(tmp_path / "openclip", range(0, 100, 20))
-    (tmp_path / "just-started").mkdir()
-    output = tmp_path / "pictures" / "curves.png"
-    plot_run.main(
-        [*(str(tmp_path / name) for name in ("neuclip", "openclip", "just-started")), "--output", str(output)]
-    )
-    pixels = np.asarray(Image.open(output).convert("RGB")).reshape(-1, 3)
-    blue, orange = (31, 119, 180), (255, 127, 14)  # a line each
-    assert all((np.abs(pixels - np.array(color)).max(axis=1) < 3).sum() > 500 for color in (blue, orange))
-
-
-def test_curves_without_a_run_say_what_to_give(tmp_path):
-    plot_run = load("plot_run")
-    with pytest.raises(SystemExit, match="no run folder"):
-        plot_run.main([str(tmp_path / "none"), "--output", str(tmp_path / "x.png")])
-    with pytest.raises(SystemExit, match="no training step logged"):
-        plot_run.main([str(tmp_path), "--output", str(tmp_path / "x.png")])
-
-
-def test_smoothing_keeps_a_line_straight_and_averages_noise():
-    smooth = load("plot_run").smooth
-    assert smooth(np.arange(10.0)) == pytest.approx(np.arange(10.0))
-    assert smooth(np.array([0.0, 3, 0, 3, 0]), window=3) == pytest.approx([0, 1, 2, 1, 0])
-    assert smooth(np.array([])).size == 0
 
 
 def test_samples_are_drawn(tmp_path):

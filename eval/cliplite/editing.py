@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.cliplite.image_files import list_images, read_images
-from eval.command_line import ModelArguments, add_model_arguments, load_encoder
-from eval.data import read_lines
-from eval.features import Encoder
-from eval.models import LoadedModel
+from ..command_line import ModelArguments, add_model_arguments, load_encoder
+from ..data import read_lines
+from ..features import Encoder
+from ..models import LoadedModel
+from .image_files import list_images, read_images
 
 # The concept of the paper: gender. The first two pairs and the first template are its examples.
 PAIRS = (
@@ -196,7 +196,7 @@ def encode_folder(folder: Path, encoder: Encoder) -> Tensor:
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m eval.cliplite.editing",
+        prog=f"python -m {__package__}.editing",
         description="Find the direction of a concept from pairs of words, remove it from image embeddings, and print "
         "the alignment table (CLIP-Lite, section 4.8). Without --pairs the concept is gender, as in the paper.",
     )

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
-from eval.cliplite.image_files import open_image
-from eval.command_line import ModelArguments, add_model_arguments, load_encoder
-from eval.features import Encoder
-from eval.models import ModelError
+from ..command_line import ModelArguments, add_model_arguments, load_encoder
+from ..features import Encoder
+from ..models import ModelError
+from .image_files import open_image
 
 # Colours of the heat maps at 0, 1/4, ..., 1: dark blue, blue, green, yellow, red. Interpolated linearly.
 _COLOURS = np.array([[20, 20, 90], [30, 110, 220], [60, 200, 120], [250, 220, 60], [220, 30, 30]], dtype=np.float64)
@@ -213,7 +213,7 @@ def _shorten(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, widt
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m eval.cliplite.grounding",
+        prog=f"python -m {__package__}.grounding",
         description="Grad-CAM heat maps over images for phrases (CLIP-Lite, section 4.7), saved as PNG pictures.",
     )
     add_model_arguments(parser)

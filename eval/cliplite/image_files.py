@@ -10,8 +10,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from eval.data import IMAGE_EXTENSIONS
-from eval.features import Encoder
+from ..data import IMAGE_EXTENSIONS
+from ..features import Encoder
 
 
 def list_images(folder: Path) -> list[Path]:

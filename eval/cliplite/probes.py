@@ -32,12 +32,12 @@ from sklearn.utils.parallel import Parallel, delayed
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.cliplite.image_files import list_images, read_images
-from eval.cliplite.logistic import TorchLogisticRegression
-from eval.command_line import ModelArguments, add_model_arguments, load_encoder
-from eval.data import CLASSNAMES_FILE, SampleFormat, Skipped, find_shards, read_lines
-from eval.features import Encoder
-from eval.models import ImageTextModel, LoadedModel, ModelError
+from ..command_line import ModelArguments, add_model_arguments, load_encoder
+from ..data import CLASSNAMES_FILE, SampleFormat, Skipped, find_shards, read_lines
+from ..features import Encoder
+from ..models import ImageTextModel, LoadedModel, ModelError
+from .image_files import list_images, read_images
+from .logistic import TorchLogisticRegression
 
 SVM_COSTS = (0.01, 0.1, 1.0, 10.0)
 LOGISTIC_COSTS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -405,7 +405,7 @@ def _check_classes(train: Split, test: Split) -> None:
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m eval.cliplite.probes",
+        prog=f"python -m {__package__}.probes",
         description="Linear probes on frozen features, as in CLIP-Lite and VirTex.",
     )
     probes = parser.add_subparsers(dest="probe", required=True)

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.download.fetch import (
+from ..tasks import Task, select_tasks
+from .fetch import (
     DownloadError,
     FetchOptions,
     Plan,
@@ -15,14 +16,13 @@ from eval.download.fetch import (
     free_bytes,
     make_plan,
 )
-from eval.download.verify import verify_set
-from eval.tasks import Task, select_tasks
+from .verify import verify_set
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m eval.download",
+        prog=f"python -m {__package__}",
         description="Fetch DataComp's evaluation sets from the Hugging Face hub, once; everything else works offline. "
         "Run the same command again to go on after an interruption.",
     )

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
-from eval.retrieval import INSTANCES_FILE
+from ..retrieval import INSTANCES_FILE
 
 IMAGES_PER_SHARD = 1000
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")

@@ -17,10 +17,10 @@ from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub.utils import HfHubHTTPError
 from huggingface_hub.utils.sha import git_hash
 
-from eval.download.convert import convert_retrieval, convert_winogavil
-from eval.download.manifest import MANIFEST_NAME, FileRecord, Manifest, describe_file
-from eval.download.sources import SOURCE_FOLDER, Source, is_document, source_of
-from eval.tasks import Task
+from ..tasks import Task
+from .convert import convert_retrieval, convert_winogavil
+from .manifest import MANIFEST_NAME, FileRecord, Manifest, describe_file
+from .sources import SOURCE_FOLDER, Source, is_document, source_of
 
 # Left free on the disk: file system overhead, and the logs and results of whoever works there.
 SPARE_BYTES = 256 << 20

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from eval.tasks import Task
+from ..tasks import Task
 
 # DataComp's own conversions, one data set repository a task, named as the folder on disk.
 DATACOMP_OWNER = "djghosh"

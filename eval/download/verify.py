@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.data import (
+from ..data import (
     DataError,
     MissingDataError,
     SampleFormat,
@@ -15,11 +15,11 @@ from eval.data import (
     read_shard,
     task_folder,
 )
-from eval.download.fetch import HUB_FOLDER
-from eval.download.manifest import Manifest
-from eval.download.sources import SOURCE_FOLDER
-from eval.retrieval import INSTANCES_FILE, read_instances
-from eval.tasks import Task
+from ..retrieval import INSTANCES_FILE, read_instances
+from ..tasks import Task
+from .fetch import HUB_FOLDER
+from .manifest import Manifest
+from .sources import SOURCE_FOLDER
 
 OK, UNPROVEN, MISSING, INCOMPLETE, BROKEN = "ok", "ok, no checksums", "missing", "incomplete", "broken"
 

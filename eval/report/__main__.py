@@ -6,15 +6,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.report.page import build_page
-from eval.report.runs import read_runs
-from eval.report.tables import build_rows, comma_separated, markdown
+from .page import build_page
+from .runs import read_runs
+from .tables import build_rows, comma_separated, markdown
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m eval.report",
+        prog=f"python -m {__package__}",
         description="Compare evaluated runs: report.md, report.csv and report.html (one file, needs no network). The "
         "first run is the baseline that the others are compared with.",
     )

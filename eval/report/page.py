@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
 
-from eval.report.charts import SERIES_COLOURS, Bar, Line, bar_chart, line_chart
-from eval.report.runs import Checkpoint, Run, Value
-from eval.report.tables import Row, describe_run, format_difference, format_value
-from eval.tasks import GROUPS, TASKS
+from ..tasks import GROUPS, TASKS
+from .charts import SERIES_COLOURS, Bar, Line, bar_chart, line_chart
+from .runs import Checkpoint, Run, Value
+from .tables import Row, describe_run, format_difference, format_value
 
 # The three panels of NeuCLIP's Figure 1 come first; the other groups and the tasks are folded away.
 _MAIN_GROUPS = (

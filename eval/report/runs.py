@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from eval.results import RESULTS_FILE, read_results
-from eval.summary import averages, has_other_size, main_metrics
-from eval.tasks import GROUPS, TASKS
+from ..results import RESULTS_FILE, read_results
+from ..summary import averages, has_other_size, main_metrics
+from ..tasks import GROUPS, TASKS
 
 METRICS_FILE = "metrics.jsonl"
 # Prefix of task keys in the evaluations of metrics.jsonl, written by `eval.suite`.

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from eval.report.runs import Checkpoint, Run, Value
-from eval.tasks import AVERAGED, GROUPS, TASKS
+from ..tasks import AVERAGED, GROUPS, TASKS
+from .runs import Checkpoint, Run, Value
 
 # OpenCLIP's title of the average over 38.
 OPENCLIP_AVERAGE = "Average perf. on 38 datasets"

@@ -8,7 +8,7 @@ from openclip_ext.data.eval_loader import EvalLoader, ShardSamples, SourceSample
 from openclip_ext.data.manifest import find_or_create_manifest
 from openclip_ext.data.shardlist import expand_components, expand_shards
 from openclip_ext.data.shards import ShardSource
-from openclip_ext.data.source import Source
+from openclip_ext.data.source import ImageDecoder, Source, decode_image
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.data.train_loader import Tokenizer, TrainLoader, TrainLoaderConfig, Transform
 
@@ -16,7 +16,12 @@ _SYNTHETIC_SAMPLES = 100  # OpenCLIP's default
 
 
 def build_train_loader(
-    spec: DataSpec, config: TrainLoaderConfig, *, preprocess: Transform, tokenizer: Tokenizer
+    spec: DataSpec,
+    config: TrainLoaderConfig,
+    *,
+    preprocess: Transform,
+    tokenizer: Tokenizer,
+    decoder: ImageDecoder = decode_image,
 ) -> TrainLoader:
     """Build the training loader; with several processes, every rank calls this.
 
@@ -25,6 +30,7 @@ def build_train_loader(
         config: Batch size, workers, seed, ...
         preprocess: From an RGB image to a tensor, as ``open_clip.create_model_and_transforms`` returns it.
         tokenizer: From a caption to token ids of shape ``(1, L)``, as OpenCLIP's.
+        decoder: Of image files, if not Pillow's: see :mod:`openclip_ext.data.images`.
 
     Raises:
         ValueError: Something is wrong with the arguments or the data; says what, and what to do.
@@ -40,6 +46,7 @@ def build_train_loader(
         config,
         preprocess=preprocess,
         tokenizer=tokenizer,
+        decoder=decoder,
         epoch_samples=epoch_samples,
         max_bad_fraction=spec.max_bad_fraction,
     )

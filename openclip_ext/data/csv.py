@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-from PIL import Image
 
 from openclip_ext.data.order import EpochSequence, RowSequence
 from openclip_ext.data.shardlist import open_regular
-from openclip_ext.data.source import BadSampleError, RawSample, Reader, Source, decode_image
+from openclip_ext.data.source import BadSampleError, DecodedImage, ImageDecoder, RawSample, Reader, Source
 
 
 class _Texts:
@@ -87,13 +86,13 @@ class CsvSource(Source):
     def reader(self) -> Reader:
         return _RowReader(self._images, self._captions)
 
-    def decode(self, raw: RawSample, draw: int = 0) -> tuple[Image.Image, str]:
+    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
         path, caption = raw.fields["image"], raw.fields["caption"]
         if not path or not caption:
             raise BadSampleError(f"row {raw.index} has no {'caption' if path else 'image'}")
         try:
             with open_regular(path) as file:
-                return decode_image(file), caption
+                return decoder(file), caption
         except OSError as error:
             raise BadSampleError(f"row {raw.index}: {path} cannot be read: {error.strerror or error}") from error
 

@@ -14,11 +14,19 @@ from openclip_ext.data import tar
 from openclip_ext.data.scan import parse_keys
 from openclip_ext.data.shardlist import is_local, local_path
 from openclip_ext.data.shards import open_stream
-from openclip_ext.data.source import BadDataError, BadSampleError, RawSample, Source, decode_fields
+from openclip_ext.data.source import (
+    BadDataError,
+    BadSampleError,
+    DecodedImage,
+    RawSample,
+    Source,
+    decode_fields,
+    decode_image,
+)
 from openclip_ext.data.workers import leave_process_group, start_workers, unchanged
 
 # Index in the data set, or None where nobody counted; image; caption.
-Sample = tuple[int | None, Image.Image, str]
+Sample = tuple[int | None, DecodedImage, str]
 
 
 class ShardSamples:
@@ -51,7 +59,7 @@ class ShardSamples:
                 for position, (fields, found) in enumerate(tar.stream_samples(stream, self._wanted, gaps, size)):
                     try:
                         raw = RawSample(position, fields, found)
-                        yield None, *decode_fields(raw, self._image_keys, self._caption_keys)
+                        yield None, *decode_fields(raw, self._image_keys, self._caption_keys, decode_image)
                     except BadSampleError as error:
                         reasons.append(f"position {position}: {error}")
         except tar.STREAM_ERRORS as error:
@@ -72,7 +80,7 @@ class SourceSamples:
         for begin in range(worker * batch_size, self._source.num_samples, workers * batch_size):
             for index in range(begin, min(begin + batch_size, self._source.num_samples)):
                 try:
-                    sample = index, *self._source.decode(reader.read(index))
+                    sample = index, *self._source.decode(reader.read(index), decode_image)
                 except BadSampleError as error:
                     bad, reason = bad + 1, str(error)
                     continue

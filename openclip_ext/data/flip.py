@@ -3,20 +3,24 @@
 import random
 import re
 
-from PIL import Image, ImageOps
+from PIL import ImageOps
+from torch import Tensor
+
+from openclip_ext.data.source import DecodedImage
 
 _SIDES = re.compile(r"\b(left|right)\b", flags=re.IGNORECASE)
 _OPPOSITE = {"left": "right", "right": "left"}
 
 
-def flip_at_random(image: Image.Image, caption: str) -> tuple[Image.Image, str]:
+def flip_at_random(image: DecodedImage, caption: str) -> tuple[DecodedImage, str]:
     """Mirror an image with probability 1/2 and exchange 'left' and 'right' in its caption (CLIP-Lite, section 4.1).
 
     Draws once from the generator of :mod:`random`, which the loader seeds for each sample.
     """
     if random.random() < 0.5:
         return image, caption
-    return ImageOps.mirror(image), exchange_sides(caption)
+    mirrored = image.flip(-1) if isinstance(image, Tensor) else ImageOps.mirror(image)
+    return mirrored, exchange_sides(caption)
 
 
 def exchange_sides(caption: str) -> str:

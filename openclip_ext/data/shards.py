@@ -8,7 +8,6 @@ from itertools import chain
 from typing import Any, BinaryIO
 
 import numpy as np
-from PIL import Image
 
 from openclip_ext.data import tar
 from openclip_ext.data.hashing import Purpose, hash_int
@@ -16,7 +15,14 @@ from openclip_ext.data.manifest import Manifest
 from openclip_ext.data.order import EpochSequence, ResampledShards, ShardSequence
 from openclip_ext.data.scan import parse_keys
 from openclip_ext.data.shardlist import is_local, local_path, open_regular
-from openclip_ext.data.source import RawSample, Reader, Source, decode_fields
+from openclip_ext.data.source import (
+    DecodedImage,
+    ImageDecoder,
+    RawSample,
+    Reader,
+    Source,
+    decode_fields,
+)
 
 # Consecutive samples of small images come with one system call.
 _READ_BUFFER = 1 << 20
@@ -72,8 +78,8 @@ class ShardSource(Source):
     def reader(self) -> Reader:
         return _ShardReader(self)
 
-    def decode(self, raw: RawSample, draw: int = 0) -> tuple[Image.Image, str]:
-        return decode_fields(raw, self._image_keys, self._caption_keys, draw)
+    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
+        return decode_fields(raw, self._image_keys, self._caption_keys, decoder, draw)
 
     def shard_number(self, index: int) -> int:
         """Number of the shard that holds a sample."""

@@ -7,16 +7,21 @@ import io
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image
+from torch import Tensor
 
 from openclip_ext.data.hashing import Purpose, hash_int
 from openclip_ext.data.order import EpochSequence
 from openclip_ext.data.scan import Key
+
+# RGB: Pillow's, or (3, H, W) uint8.
+DecodedImage = Image.Image | Tensor
+ImageDecoder = Callable[[bytes | BinaryIO], DecodedImage]
 
 # JSON can write half of a surrogate pair, on which tokenizers fail.
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
@@ -85,11 +90,12 @@ class Source(ABC):
         """A new reader."""
 
     @abstractmethod
-    def decode(self, raw: RawSample, draw: int = 0) -> tuple[Image.Image, str]:
+    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
         """Image (RGB) and caption.
 
         Args:
             raw: The sample.
+            decoder: Of an image file, from its content or open.
             draw: Which of several captions, modulo their number; 0 is the first.
 
         Raises:
@@ -140,13 +146,14 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
 
 
 def decode_fields(
-    raw: RawSample, image_keys: Sequence[Key], caption_keys: Sequence[Key], draw: int = 0
-) -> tuple[Image.Image, str]:
+    raw: RawSample, image_keys: Sequence[Key], caption_keys: Sequence[Key], decoder: ImageDecoder, draw: int = 0
+) -> tuple[DecodedImage, str]:
     """Image and caption of a sample whose fields are bytes.
 
     Args:
         raw: The sample.
         image_keys, caption_keys: In order of preference.
+        decoder: Of the image file.
         draw: 0 for the first caption of the first field; other numbers choose, modulo, among the captions of all fields.
 
     Raises:
@@ -158,7 +165,7 @@ def decode_fields(
     caption_key = _choose(raw, caption_keys, "caption")
     present = [key for key in caption_keys if key.field in raw.fields] if draw else [caption_key]
     captions = [caption for key in present for caption in _captions(raw.fields[key.field], key)]
-    return decode_image(raw.fields[image_key.field]), captions[draw % len(captions)]
+    return decoder(raw.fields[image_key.field]), captions[draw % len(captions)]
 
 
 def _choose(raw: RawSample, keys: Sequence[Key], what: str) -> Key:

@@ -3,7 +3,7 @@
 from PIL import Image
 
 from openclip_ext.data.order import EpochSequence, RowSequence
-from openclip_ext.data.source import RawSample, Reader, Source
+from openclip_ext.data.source import DecodedImage, ImageDecoder, RawSample, Reader, Source
 
 CAPTION = "Dummy caption"
 
@@ -38,7 +38,7 @@ class SyntheticSource(Source):
     def reader(self) -> Reader:
         return _Repeater()
 
-    def decode(self, raw: RawSample, draw: int = 0) -> tuple[Image.Image, str]:
+    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
         return self._image, CAPTION
 
     def group_of(self, index: int) -> tuple[str, int, int]:

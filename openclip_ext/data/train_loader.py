@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
@@ -23,10 +22,19 @@ from openclip_ext import distributed
 from openclip_ext.data.flip import flip_at_random
 from openclip_ext.data.hashing import Purpose, hash_int, hash_text
 from openclip_ext.data.order import EpochOrder, Layout, Segment, layout_from_dict, layout_to_dict
-from openclip_ext.data.source import BadDataError, BadSampleError, RawSample, Reader, Source
+from openclip_ext.data.source import (
+    BadDataError,
+    BadSampleError,
+    DecodedImage,
+    ImageDecoder,
+    RawSample,
+    Reader,
+    Source,
+    decode_image,
+)
 from openclip_ext.data.workers import leave_process_group, start_workers, unchanged
 
-Transform = Callable[[Image.Image], Tensor]
+Transform = Callable[[Any], Tensor]
 Tokenizer = Callable[[str], Tensor]
 Progress = Sequence[Mapping[str, Any]]
 
@@ -122,6 +130,7 @@ class _BatchDataset(Dataset):
         self,
         source: Source,
         config: TrainLoaderConfig,
+        decoder: ImageDecoder,
         transform: Transform,
         tokenizer: Tokenizer,
         layout: Layout,
@@ -129,6 +138,7 @@ class _BatchDataset(Dataset):
         max_bad_fraction: float,
     ) -> None:
         self._source = source
+        self._decoder = decoder
         self._transform = transform
         self._tokenizer = tokenizer
         self._layout = layout
@@ -188,14 +198,16 @@ class _BatchDataset(Dataset):
             batch["caption_hash"] = torch.tensor([hash_text(caption) for caption in captions])
         return batch | ({"bad": bad} if bad else {})
 
-    def _view(self, image: Image.Image, caption: str, epoch: int, index: int, *view: int) -> tuple[Tensor, Tensor, str]:
+    def _view(
+        self, image: DecodedImage, caption: str, epoch: int, index: int, *view: int
+    ) -> tuple[Tensor, Tensor, str]:
         """Pixels, token ids ``(L,)`` and caption, random in (seed, epoch, index) and, for later views, their number."""
         _seed_generators(hash_int(Purpose.PIXELS, self._seed, epoch, index, *view))
         if self._caption_aware_flip:
             image, caption = flip_at_random(image, caption)
         return self._transform(image), self._tokenizer(caption)[0], caption
 
-    def _usable(self, raw: RawSample, epoch: int, bad: list[tuple[int, str]]) -> tuple[int, Image.Image, str]:
+    def _usable(self, raw: RawSample, epoch: int, bad: list[tuple[int, str]]) -> tuple[int, DecodedImage, str]:
         """Decode a sample, or the first of its replacements that decodes."""
         try:
             return raw.index, *self._decode(raw, epoch)
@@ -216,8 +228,9 @@ class _BatchDataset(Dataset):
         name, _, count = self._source.group_of(raw.index)
         raise BadDataError(f"{name} has no usable sample among its {count:,}; sample {raw.index}: {reason}")
 
-    def _decode(self, raw: RawSample, epoch: int) -> tuple[Image.Image, str]:
-        return self._source.decode(raw, hash_int(Purpose.CAPTION, self._seed, epoch, raw.index) if self._draws else 0)
+    def _decode(self, raw: RawSample, epoch: int) -> tuple[DecodedImage, str]:
+        draw = hash_int(Purpose.CAPTION, self._seed, epoch, raw.index) if self._draws else 0
+        return self._source.decode(raw, self._decoder, draw)
 
     def _give_up_if_hopeless(self, index: int, reason: str) -> None:
         """Do not try the rest of a large file when the samples that failed are too many already."""
@@ -295,6 +308,7 @@ class TrainLoader:
         config: How to batch them.
         preprocess: From an RGB image to a tensor. It may draw from the generators of torch, numpy and random: these are
             seeded by (seed, epoch, index) before each call.
+        decoder: From the content of an image file to what ``preprocess`` takes; see :mod:`openclip_ext.data.images`.
         tokenizer: From a caption to token ids of shape ``(1, L)``, as OpenCLIP's.
         epoch_samples: Shorter epoch; another part of the data in each. The indices do not change.
         max_bad_fraction: The run stops when more of the epoch's samples than this are bad.
@@ -311,6 +325,7 @@ class TrainLoader:
         *,
         preprocess: Transform,
         tokenizer: Tokenizer,
+        decoder: ImageDecoder = decode_image,
         epoch_samples: int | None = None,
         max_bad_fraction: float = 0.05,
     ) -> None:
@@ -332,7 +347,7 @@ class TrainLoader:
         self._bad_this_epoch = 0
         self._requests = _Requests()
         self._loader = DataLoader(
-            _BatchDataset(source, config, preprocess, tokenizer, self._layout, self.rank, max_bad_fraction),
+            _BatchDataset(source, config, decoder, preprocess, tokenizer, self._layout, self.rank, max_bad_fraction),
             batch_size=None,
             sampler=self._requests,
             num_workers=config.workers,

@@ -95,12 +95,12 @@ def load_run(
     """
     add_model_configs()
     device = device or torch.device("cpu")
-    config = _read_config(folder)
+    config = read_config(folder)
     loaded = _read_checkpoint(folder / "checkpoints", checkpoint)
     flags = config["flags"]
-    model_settings = _model_settings(flags)
+    settings = model_settings(flags)
     with without_warnings():
-        model, _, preprocess = model_settings.create(device)
+        model, _, preprocess = settings.create(device)
     ckpt.load_model(model, loaded.model_file["state_dict"])
     spec = DataSpec.of_training(flags)
     if train_data is not None:
@@ -108,7 +108,7 @@ def load_run(
     loader = _training_data(
         spec,
         preprocess=preprocess,
-        tokenizer=model_settings.tokenizer(),
+        tokenizer=settings.tokenizer(),
         batch_size=batch_size or flags["batch_size"],
         workers=flags["workers"] if workers is None else workers,
     )
@@ -119,7 +119,7 @@ def load_run(
             f"{spec.source} has {loader.num_samples:,} samples, the run was trained on {identity['num_samples']:,}: give "
             "its training data with --train-data"
         )
-    width = compat.embedding_dim(model_settings.name, model)
+    width = compat.embedding_dim(settings.name, model)
     options = {name: value for name, value in config["loss"]["options"].items() if name not in PLACEMENT_OPTIONS}
     loss = registry.create_loss(config["loss"]["name"], embed_dim=width, num_samples=loader.num_samples, **options)
     ckpt.restore_loss(loaded, loss)
@@ -127,7 +127,7 @@ def load_run(
         folder=folder,
         checkpoint=loaded.path,
         step=loaded.position.step,
-        precision=model_settings.precision,
+        precision=settings.precision,
         loss_name=config["loss"]["name"],
         loss=loss.to(device).eval(),
         model=model.eval(),
@@ -168,7 +168,8 @@ def embed(
     return Embeddings(torch.cat(images), torch.cat(texts), torch.cat(indices), output["logit_scale"].item())
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """A run's ``config.json``; UsageError if there is none."""
     path = folder / "config.json"
     try:
         return json.loads(path.read_text())
@@ -189,7 +190,7 @@ def _read_checkpoint(folder: Path, name: str) -> Checkpoint:
     return loaded
 
 
-def _model_settings(flags: Mapping[str, Any]) -> ModelConfig:
+def model_settings(flags: Mapping[str, Any]) -> ModelConfig:
     """How to build the run's model without its weights, which the checkpoint has."""
     settings = model_config(argparse.Namespace(**flags))
     # A tag also says how its images are normalised; a file that the run started from may be gone.

@@ -25,12 +25,12 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.manifest import Manifest, Shard
 from openclip_ext.diagnostics import command_line
 from openclip_ext.diagnostics.dry_run import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, DryRun, Exchange, dry_run
-from openclip_ext.losses import registry
+from openclip_ext.losses import registry, table
 from openclip_ext.losses.options import PLACEMENT_OPTIONS
 from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.state.sharded_table import goes_to_host, shard_bounds
-from openclip_ext.training.flags import add_loss_flags
+from openclip_ext.training.parser import add_loss_flags
 
 LARGEST_WORLD = 1024
 _GIB, _MIB = 2**30, 2**20
@@ -383,7 +383,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--host-memory", type=float, help="GB of a node (default: this machine's if it has a GPU, or 512)"
     )
-    add_loss_flags(parser.add_argument_group("loss"))
+    add_loss_flags(parser.add_argument_group("loss"), table.from_registry())
     return parser
 
 

@@ -128,6 +128,7 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
         image_interpolation=args.image_interpolation,
         image_resize_mode=args.image_resize_mode,
         aug_cfg=args.aug_cfg,
+        image_backend=args.image_backend,
         cache_dir=args.cache_dir,
         siglip_start=args.siglip,
         lock_image=lock_image if args.lock_image else None,

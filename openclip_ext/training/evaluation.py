@@ -135,11 +135,9 @@ def _datacomp_suite(suite: str, config: EvaluationConfig, built: BuiltModel) -> 
     if config.suite_data is None:
         raise UsageError("--eval-suite needs --eval-data-dir")
     try:
-        from eval.suite import build_suite
+        from openclip_ext.eval.suite import build_suite
     except ImportError as error:
-        raise UsageError(
-            "--eval-suite needs the folder eval/ of the source: start the training from the clone"
-        ) from error
+        raise UsageError(f"--eval-suite needs the package {error.name}: pip install 'openclip_ext[eval]'") from error
     return build_suite(
         suite,
         config.suite_data,

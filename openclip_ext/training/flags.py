@@ -1,21 +1,20 @@
 """The command line: OpenCLIP's training flags, and ours.
 
 Ours are parsed first and without abbreviations (OpenCLIP's parser would take ``--loss`` for ``--loss-dist-impl``); all
-that is left goes to OpenCLIP's own parser. The flags of the losses are generated from ``losses/options.py``, the one
-place where an option is described.
+that is left goes to OpenCLIP's own parser.
 """
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from openclip_ext import compat
-from openclip_ext.losses import registry
-from openclip_ext.losses.options import HARD_SHARE, Option, rho_of
+from openclip_ext.losses import registry, table
 from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.training import recipes
 from openclip_ext.training.errors import UsageError
+from openclip_ext.training.help import asks_for_help, print_help
+from openclip_ext.training.parser import build_parser
 
 PARTS = ("normalizer", "temperature_scheme", "views")
 
@@ -41,12 +40,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, LossChoice]:
         UsageError: flags that contradict each other, or a flag that the chosen loss does not use.
         SystemExit: ``--help``, and what argparse itself refuses.
     """
-    parser = build_parser()
+    parser = build_parser(table.from_registry())
     if argv[:1] == ["--"]:
         # From ``torchrun ... -m openclip_ext.training.main -- --logs DIR``: without it torchrun refuses ``--logs``.
         argv = argv[1:]
-    if any(argument in ("-h", "--help") for argument in argv):
-        _print_help(parser)
+    if asks_for_help(argv):
+        print_help(argv)
         raise SystemExit(0)
     ours, rest = parser.parse_known_args(argv)
     if ours.recipe is not None:
@@ -62,163 +61,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, LossChoice]:
     _check_temperature(choice)
     _check_run_flags(args)
     return args, choice
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of the flags that OpenCLIP does not have."""
-    parser = argparse.ArgumentParser(
-        prog="openclip_ext.training.main",
-        add_help=False,
-        allow_abbrev=False,
-        description="Train CLIP with the losses of openclip_ext. All training flags of OpenCLIP work, too.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_loss_flags(parser.add_argument_group("loss"))
-    _add_data_flags(parser.add_argument_group("data"))
-    _add_run_flags(parser.add_argument_group("run"))
-    return parser
-
-
-def add_loss_flags(group: argparse._ArgumentGroup) -> None:
-    """``--loss`` and the options of all losses."""
-    group.add_argument("--loss", default=None, help=f"one of: {', '.join(registry.list_losses())} (default: openclip)")
-    for option in OPTIONS.values():
-        if not option.openclip_flag:
-            group.add_argument(option.flag, dest=option.name, default=argparse.SUPPRESS, **_argument(option))
-    hard_share = _argument(HARD_SHARE) | {"type": lambda text: rho_of(_parser_of(HARD_SHARE)(text))}
-    group.add_argument(HARD_SHARE.flag, dest="rho", default=argparse.SUPPRESS, **hard_share)
-
-
-def _argument(option: Option) -> dict[str, Any]:
-    """How argparse reads an option; one that is not given leaves no trace, so that None can be a value."""
-    help_text = (option.help + (f" [{option.symbol}]" if option.symbol else "")).replace("%", "%%")
-    if option.type is bool:
-        return {"action": argparse.BooleanOptionalAction, "help": help_text}
-    metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.type.__name__.upper()
-    return {"type": _parser_of(option), "metavar": metavar, "help": help_text}
-
-
-def _parser_of(option: Option) -> Callable[[str], Any]:
-    def parse_value(text: str) -> Any:
-        try:
-            return option.parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parse_value
-
-
-def _add_data_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--manifest", default=None, help="manifest of the training shards (default: found next to them, or made)"
-    )
-    group.add_argument(
-        "--image-key", default="jpg;png;jpeg;webp", help="extensions of the images in the shards (default: %(default)s)"
-    )
-    group.add_argument(
-        "--caption-key",
-        default="txt",
-        help="extension of the captions, or json:FIELD for a field of the metadata (default: %(default)s)",
-    )
-    group.add_argument(
-        "--max-bad-fraction",
-        type=float,
-        default=0.05,
-        help="stop when more than this part of the data set is unusable (default: %(default)s)",
-    )
-    group.add_argument(
-        "--draw-captions",
-        action="store_true",
-        help="draw one of a sample's captions in each epoch: of all that --caption-key names, and of lists in json",
-    )
-    group.add_argument(
-        "--caption-aware-flip",
-        action="store_true",
-        help="mirror half of the images, with 'left' and 'right' exchanged in their captions",
-    )
-
-
-def _add_run_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--recipe",
-        default=None,
-        metavar="NAME",
-        help=f"the papers' settings for the chosen loss on: {', '.join(recipes.names())}; flags given explicitly win",
-    )
-    group.add_argument(
-        "--lookahead-steps",
-        type=int,
-        default=None,
-        help="steps between two of LookAhead, for --opt timm/lookahead_NAME (CLIP-Lite: 5; default: timm's 6)",
-    )
-    for tower in ("image", "text"):
-        group.add_argument(
-            f"--lr-{tower}",
-            type=float,
-            default=None,
-            metavar="LR",
-            help=f"learning rate of the {tower} tower (default: --lr)",
-        )
-        group.add_argument(
-            f"--{tower}-layer-decay",
-            type=float,
-            default=1.0,
-            metavar="DECAY",
-            help=f"learning rate of each layer of the {tower} tower over that of the next one; its head has the full rate",
-        )
-    group.add_argument(
-        "--model-ema-decay",
-        type=float,
-        default=None,
-        metavar="DECAY",
-        help="keep an average of the weights, such as 0.9999: it is evaluated, and what a checkpoint gives to others",
-    )
-    group.add_argument(
-        "--keep-best",
-        default=None,
-        metavar="METRIC",
-        help="keep the model with the best value of a metric of results.jsonl as best.pt (of losses and ranks: the least)",
-    )
-    group.add_argument(
-        "--save-every-steps", type=int, default=0, help="also save a checkpoint every N optimizer steps (0: never)"
-    )
-    group.add_argument(
-        "--rank-patience",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="end the run when a rank has given no sign of life for so long, and say which (default: 600)",
-    )
-    group.add_argument(
-        "--max-skipped-steps",
-        type=int,
-        default=50,
-        metavar="N",
-        help="stop after so many steps in a row whose gradients are not finite; such a step changes nothing (default: 50)",
-    )
-    group.add_argument(
-        "--fsdp",
-        action="store_true",
-        help="spread parameters, gradients and optimizer state over the processes (FSDP2) instead of replicating them (DDP)",
-    )
-    group.add_argument(
-        "--fsdp-no-reshard-after-forward",
-        action="store_true",
-        help="with --fsdp: keep the gathered parameters from forward to backward; less communication, more memory",
-    )
-    group.add_argument(
-        "--eval-suite", choices=["quick", "full"], default=None, help="DataComp tasks to run during training"
-    )
-    group.add_argument("--eval-data-dir", default=None, help="folder with the evaluation data sets")
-    group.add_argument(
-        "--eval-frequency", type=int, default=1, help="run the suite every N epochs and at the end (default: 1)"
-    )
-
-
-def _print_help(parser: argparse.ArgumentParser) -> None:
-    parser.print_help()
-    print("\nFlags of OpenCLIP, with the meaning they have there:\n")
-    compat.parse_openclip_args(["--help"])
 
 
 def reconcile_siglip(args: argparse.Namespace) -> None:
@@ -284,6 +126,8 @@ def _options_used(choice: LossChoice) -> dict[str, Any]:
 
 
 def _check_run_flags(args: argparse.Namespace) -> None:
+    if args.image_backend != "pil" and not args.train_data:
+        raise UsageError(f"--image-backend {args.image_backend} is about the files of --train-data, and there are none")
     if args.horovod:
         raise UsageError("--horovod is not supported; start with torchrun instead")
     if args.distill_model is not None or args.distill_pretrained is not None:

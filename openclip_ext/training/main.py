@@ -1,36 +1,13 @@
 """Train CLIP: ``torchrun --nproc-per-node N -m openclip_ext.training.main --loss NAME ...``.
 
-This file assembles the parts, in the order of the data flow; the parts do the work.
+PyTorch and OpenCLIP take seconds to import. ``--help`` does without them, and a training says that it waits for them.
 """
 
-import functools
-import logging
+import os
 import sys
-from pathlib import Path
 
-from torch import nn
-
-from openclip_ext import compat, distributed
-from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.data.build import build_train_loader
-from openclip_ext.data.source import BadDataError
-from openclip_ext.heads import read_heads, with_heads
-from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training import checkpoint as ckpt
-from openclip_ext.training import heartbeat, parallel, remote, resume, run_folder, signals
-from openclip_ext.training.checkpoint import Checkpoint, Position, RunIdentity
-from openclip_ext.training.checks import check
-from openclip_ext.training.config import TrainingConfig, training_config
-from openclip_ext.training.errors import UsageError
-from openclip_ext.training.evaluation import build_evaluators, run_evaluators
-from openclip_ext.training.flags import parse
-from openclip_ext.training.loss import build_loss, load_pretrained_heads
-from openclip_ext.training.model import BuiltModel, build_model, loading_lines, prepare_for, write_model_config
-from openclip_ext.training.optimizer import create_optimizer, create_schedule, logit_scale_lr
-from openclip_ext.training.reporting import Reporter, announce
-from openclip_ext.training.resume import Start
-from openclip_ext.training.step import TrainStep
-from openclip_ext.training.trainer import SaveFailed, Trainer, TrainingDiverged
+from openclip_ext.training.help import asks_for_help, print_help
+from openclip_ext.version import __version__
 
 
 def main(argv: list[str]) -> None:
@@ -43,189 +20,26 @@ def main(argv: list[str]) -> None:
         UsageError: a wrong command line, or data or a checkpoint that does not fit it.
         SystemExit: after ``--help``, argparse's errors, and a run that SIGTERM or SIGINT has stopped.
     """
-    add_model_configs()
-    args, choice = parse(argv)
-    signals.end_with_torchrun()
-    compat.set_backends()
-    device = compat.init_device(args)
-    handlers = list(logging.root.handlers)
-    try:
-        config = training_config(args, choice, device)
-        check(config)
-        with (
-            heartbeat.watched(config.rank_patience),
-            run_folder.opened(config.folder) as folder,
-            remote.synchronised(config.remote, folder),
-        ):
-            fetch = functools.partial(remote.fetch_checkpoints, config.remote)
-            start = resume.find_start(config.resume, folder, fetch)
-            built = build_model(config.model, device, config.loading.seed)
-            if config.data is None:
-                _evaluate_only(config, built, folder, start.checkpoint)
-            else:
-                _train(config, built, folder, start)
-    except Exception as error:
-        _log_failure(error, keep=handlers)
-        raise
-    finally:
-        _close_log(keep=handlers)
-        distributed.shutdown()
+    from openclip_ext.training.run import run
 
-
-def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> None:
-    assert config.data is not None
-    loader = build_train_loader(
-        config.data, config.loading, preprocess=built.preprocess_train, tokenizer=built.tokenizer
-    )
-    steps_per_epoch = loader.batches_per_epoch // config.length.accum_freq
-    loss = build_loss(config.loss, config.model.name, built.model, loader.num_samples, built.device)
-    _check_combination(config, loss)
-    model = _prepare_model(config, built, loss, is_fresh=start.checkpoint is None)
-    temperature_lr = _temperature_lr(config, loss, steps_per_epoch)
-    optimizer = create_optimizer(model, config.optimizer, temperature_lr, loss.model_head())
-    scaler = config.step.scaler(built.device)
-    identity = RunIdentity(
-        model=config.model.name,
-        loss=config.loss.name,
-        num_samples=loader.num_samples,
-        global_batch=config.global_batch,
-        seed=config.loading.seed,
-    )
-    position = resume.restore(start.checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
-    if folder is not None and distributed.is_master():
-        _begin_folder(config, folder, position, start)
-    announce(identity, config.loss.options, built.model, loss, steps_per_epoch, config.length.epochs)
-    settings = config.step.settings(built.device)
-    ema = resume.restore_ema(start.checkpoint, model, config.step.model_ema_decay)
-    trainer = Trainer(
-        step=TrainStep(parallel.compiled(model, config.parallel), loss, optimizer, settings, scaler, ema),
-        loader=loader,
-        schedule=create_schedule(config.schedule, optimizer, steps_per_epoch, temperature_lr),
-        length=config.length,
-        policy=config.saving,
-        identity=identity,
-        reporter=Reporter(folder, config.reporting, steps_per_epoch * config.length.epochs, steps_per_epoch),
-        evaluators=build_evaluators(config.evaluation, built, config.step),
-        position=position,
-        unreadable=start.unreadable,
-    )
-    try:
-        trainer.fit(start.checkpoint is not None and resume.lacks_evaluation(folder, position))
-    finally:
-        trainer.reporter.close()
-    if folder is not None and distributed.is_master():
-        last = folder / "checkpoints" / f"epoch_{config.length.epochs}.pt"
-        lines = "\n".join(f"  {line}" for line in loading_lines(config.model, folder, last))
-        logging.info(f"To load the model in stock OpenCLIP:\n{lines}")
-
-
-def _check_combination(config: TrainingConfig, loss: ContrastiveLoss) -> None:
-    """Raise UsageError for flags that are right by themselves, but not together with the loss."""
-    assert config.data is not None
-    if config.data.resampled and loss.needs_index:
-        raise UsageError(
-            f"--dataset-resampled draws samples with replacement, and --loss {config.loss.name} keeps a state for every "
-            "sample that needs each of them once an epoch. Leave out --dataset-resampled"
-        )
-    if config.step.model_ema_decay is not None and loss.model_head() is not None:
-        raise UsageError(
-            f"--loss {config.loss.name} trains modules of its own with the model, which --model-ema-decay would not average; "
-            "leave it out"
-        )
-    if config.saving.best_metric is not None and (config.saving.folder is None or not config.evaluation.is_wanted):
-        raise UsageError("--keep-best needs an evaluation, such as --val-data or --imagenet-val, and a folder, --logs")
-    if config.parallel.fsdp and distributed.world_size() == 1:
-        logging.warning("--fsdp does nothing in a single process: there is nobody to share the model with.")
-    elif config.parallel.fsdp:
-        has_head = loss.model_head() is not None
-        parallel.check_shardable(config.optimizer.name, config.step.precision == "amp", has_head)
-
-
-def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveLoss, is_fresh: bool) -> nn.Module:
-    """The model as the loss needs it, wrapped for the processes."""
-    pretrained = config.model.pretrained
-    if is_fresh and pretrained:
-        load_pretrained_heads(loss, pretrained)
-    keeps_own = bool(pretrained) and "temperature" not in config.loss.given and loss.learns_logit_scale
-    prepare_for(loss, built.model, set_logit_scale=is_fresh and not keeps_own)
-    return parallel.distribute(built.model, config.parallel, built.device, keep_whole=config.evaluation.is_wanted)
-
-
-def _temperature_lr(config: TrainingConfig, loss: ContrastiveLoss, steps_per_epoch: int) -> float | None:
-    """Learning rate of the model's logit scale: as given, or as the length of the run asks for."""
-    if "lr_tau" in config.loss.given:
-        return loss.logit_scale_lr
-    steps = steps_per_epoch * config.length.epochs
-    rate = logit_scale_lr(loss.logit_scale_lr, steps)
-    if rate != loss.logit_scale_lr:
-        logging.info(f"lr_tau is {rate:.3g} instead of {loss.logit_scale_lr:g}, as the run has only {steps:,} steps.")
-    return rate
-
-
-def _begin_folder(config: TrainingConfig, folder: Path, position: Position, start: Start) -> None:
-    """Write what the folder says about the run, and bring the rest to where the run goes on."""
-    run_folder.write_settings(folder, config.flags, config.loss.name, dict(config.loss.options))
-    write_model_config(config.model, folder)
-    resume.cut_logs(folder, position)
-    ckpt.remove_leftovers(folder / "checkpoints", spared=start.unreadable)
-    if start.checkpoint is not None:
-        # The run may have been killed after its last save and before it removed those that the save had overtaken.
-        ckpt.remove_older_mid_epoch(folder / "checkpoints", kept=start.checkpoint.path, spared=start.unreadable)
-    if config.copy_codebase:
-        run_folder.copy_codebase(folder)
-
-
-def _evaluate_only(
-    config: TrainingConfig, built: BuiltModel, folder: Path | None, checkpoint: Checkpoint | None
-) -> None:
-    """Without training data: measure the model (``--pretrained`` or ``--resume``) and end, as OpenCLIP does."""
-    evaluators = [item.evaluator for item in build_evaluators(config.evaluation, built, config.step)]
-    if not distributed.broadcast_object(len(evaluators)):
-        raise UsageError(
-            "nothing to do: give --train-data to train, or --val-data, --imagenet-val or --eval-suite to evaluate"
-        )
-    position = Position()
-    weights: str | Path | None = config.model.pretrained
-    if checkpoint is not None:
-        ckpt.load_model(built.model, checkpoint.model_file["state_dict"], checkpoint.path)
-        position, weights = checkpoint.position, checkpoint.path
-    if distributed.is_master():
-        heads = read_heads(weights) if weights else None
-        metrics = run_evaluators(evaluators, with_heads(built.model, heads))
-        reporter = Reporter(folder, config.reporting, total_steps=0, steps_per_epoch=0)
-        reporter.evaluation(metrics, {"step": position.step, "epoch": position.epoch})
-        reporter.close()
-    distributed.barrier()
-
-
-def _log_failure(error: Exception, keep: list[logging.Handler]) -> None:
-    """Write into the run's log why it ended; the terminal gets it from whoever catches the error."""
-    trace = None if isinstance(error, ValueError) else (type(error), error, error.__traceback__)
-    record = logging.LogRecord("root", logging.ERROR, __file__, 0, f"The run ended: {error}", None, trace)
-    for handler in logging.root.handlers:
-        if handler not in keep and isinstance(handler, logging.FileHandler):
-            handler.handle(record)
-
-
-def _close_log(keep: list[logging.Handler]) -> None:
-    """Leave logging as it was, so that ``main`` can be called again in the same process."""
-    for handler in [handler for handler in logging.root.handlers if handler not in keep]:
-        logging.root.removeHandler(handler)
-        handler.close()
+    run(argv)
 
 
 def cli() -> None:
-    """The program: what a user can mend is a message, not a traceback; exit status 2 for a wrong command line, else 1."""
-    try:
-        main(sys.argv[1:])
-    except (BadDataError, TrainingDiverged, SaveFailed) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
-    except (ValueError, FileNotFoundError) as error:
-        if not isinstance(error, UsageError) and "--debug" in sys.argv:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+    """The program."""
+    if asks_for_help(sys.argv[1:]):
+        print_help(sys.argv[1:])
+        return
+    if "torch" not in sys.modules and _is_first_process():
+        print(f"openclip_ext {__version__}: importing PyTorch and OpenCLIP ...", file=sys.stderr, flush=True)
+    from openclip_ext.training.run import program
+
+    program(sys.argv[1:])
+
+
+def _is_first_process() -> bool:
+    """As torchrun and SLURM number the processes."""
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0
 
 
 if __name__ == "__main__":

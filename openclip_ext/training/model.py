@@ -14,6 +14,7 @@ from torch import nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.data.images import ImagePipeline, image_pipeline
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.views import train_image_tower_only
 
@@ -44,6 +45,7 @@ class ModelConfig:
         precision: ``--precision``.
         siglip_start: start values of ``logit_scale`` and ``logit_bias`` for SigLIP.
         trace: ``torch.jit.trace`` with this batch size, for evaluation only; None: do not.
+        image_backend: what reads the training images, see :func:`openclip_ext.data.images.image_pipeline`.
         linear_replacement: class of bitsandbytes that replaces the linear layers (``--use-bnb-linear``).
     """
 
@@ -62,6 +64,7 @@ class ModelConfig:
     image_interpolation: str | None = None
     image_resize_mode: str | None = None
     aug_cfg: Mapping[str, Any] = field(default_factory=dict)
+    image_backend: str = "pil"
     cache_dir: str | None = None
     siglip_start: bool = False
     lock_image: TowerLock | None = None
@@ -151,13 +154,14 @@ class BuiltModel:
 
     Attributes:
         model: OpenCLIP's, which have no common typed base.
-        preprocess_train, preprocess_val: transforms of an image.
+        images: how training images become the model's input.
+        preprocess_val: transform of an image for evaluation.
         tokenizer: of captions.
         device: where the model is.
     """
 
     model: Any
-    preprocess_train: Callable
+    images: ImagePipeline
     preprocess_val: Callable
     tokenizer: Callable
     device: torch.device
@@ -179,7 +183,8 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
         _lock_text(model, config.lock_text)
     if config.grad_checkpointing:
         model.set_grad_checkpointing()
-    return BuiltModel(model, preprocess_train, preprocess_val, config.tokenizer(), device)
+    images = image_pipeline(preprocess_train, config.image_backend)
+    return BuiltModel(model, images, preprocess_val, config.tokenizer(), device)
 
 
 def _lock_text(model: Any, lock: TowerLock) -> None:

@@ -31,12 +31,14 @@ class StepSettings:
         input_dtype: type of the images (``None``: as loaded), from OpenCLIP's ``--precision``.
         autocast: makes the autocast context.
         grad_clip_norm: largest gradient norm, or None.
+        normalize: from a batch of images in uint8 to float32, or None where they come as floats.
     """
 
     device: torch.device
     input_dtype: torch.dtype | None = None
     autocast: Callable[[], AbstractContextManager] = contextlib.nullcontext
     grad_clip_norm: float | None = None
+    normalize: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,14 @@ class StepConfig:
     grad_clip_norm: float | None = None
     model_ema_decay: float | None = None
 
-    def settings(self, device: torch.device) -> StepSettings:
-        """What the flags mean on a device."""
+    def settings(self, device: torch.device, normalize: Callable[[Tensor], Tensor] | None = None) -> StepSettings:
+        """What the flags mean on a device, for images that ``normalize`` makes floats."""
         return StepSettings(
             device=device,
             input_dtype=open_clip.get_input_dtype(self.precision),
             autocast=compat.autocast_context(self.precision, device),
             grad_clip_norm=self.grad_clip_norm,
+            normalize=normalize,
         )
 
     def scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
@@ -129,7 +132,10 @@ class TrainStep:
 
     def _to_device(self, batch: Batch) -> Batch:
         device = self.settings.device
-        image = batch["image"].to(device=device, dtype=self.settings.input_dtype, non_blocking=True)
+        image = batch["image"].to(device=device, non_blocking=True)
+        if self.settings.normalize is not None:
+            image = self.settings.normalize(image)
+        image = image.to(dtype=self.settings.input_dtype)
         rest = {key: value.to(device=device, non_blocking=True) for key, value in batch.items() if key != "image"}
         return {"image": image, **rest}
 

@@ -3,10 +3,11 @@
     python scripts/bench/loader.py [--output results.json]
 
 OpenCLIP 3.3's loader runs with webdataset 0.2.86, the last version it works with, which is installed next to the
-environment (``pip install --target``) and put on the path of the subprocesses that measure it. Both get the same
-transform, tokenizer, batch size and workers. Each measurement is a new process that reads an epoch to warm up and times
-the next one; the two loaders take turns, and the ratio is the median over the pairs. On a busy machine,
-``--workers 0 --cpu-time`` compares samples per second of processor time instead, which other work hardly disturbs.
+environment (``pip install --target``) and put on the path of the subprocesses that measure it. It and ours, with either
+image backend, get the same transform, tokenizer, batch size and workers. Ours gives uint8, which the training normalises on
+its device. Each measurement is a new process that reads an epoch to warm up and times the next one; the loaders take turns,
+and the ratio is the median over the rounds. On a busy machine, ``--workers 0 --cpu-time`` compares samples per second of
+processor time instead, which other work hardly disturbs.
 """
 
 import argparse
@@ -30,18 +31,18 @@ from PIL import Image
 from tqdm import tqdm
 
 OLD_WEBDATASET = "0.2.86"
-SIDES = ("ours", "openclip")
-# Smallest and largest side of the images in pixels, and the size of the model's input.
-SETS = {"photos": (256, 500, 224), "small": (32, 32, 32)}
+BASELINE = "openclip"
+SIDES = (BASELINE, "pil", "torchvision")
+# Width and height of the images in pixels, and the size of the model's input.
+SETS = {"500x375": (500, 375, 224), "1024x768": (1024, 768, 224), "32x32": (32, 32, 32)}
 WORDS = (
     "a photo of the old red house near river with two dogs and small boat under blue sky vintage poster black white "
     "woman holding coffee cup street market city night lights mountain view stock image wooden table"
 )
 
 
-def make_image(rng: np.random.Generator, smallest: int, largest: int) -> bytes:
+def make_image(rng: np.random.Generator, width: int, height: int) -> bytes:
     """A JPEG as large as a photograph of its size: coarse structure with some noise."""
-    width, height = rng.integers(smallest, largest + 1, 2).tolist()
     coarse = rng.integers(0, 256, (max(height // 16, 2), max(width // 16, 2), 3), dtype=np.uint8)
     pixels = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), dtype=np.int16)
     noisy = (pixels + rng.normal(0, 8, pixels.shape)).clip(0, 255).astype(np.uint8)
@@ -52,10 +53,10 @@ def make_image(rng: np.random.Generator, smallest: int, largest: int) -> bytes:
 
 def write_shards(folder: Path, name: str, shards: int, samples: int) -> str:
     """Write shards as img2dataset does (jpg, json, txt); returns their brace notation."""
-    smallest, largest, _ = SETS[name]
+    width, height, _ = SETS[name]
     folder.mkdir(parents=True, exist_ok=True)
     for shard in tqdm(range(shards), desc=f"writing {name}", disable=None):
-        rng = np.random.default_rng([shard, largest])
+        rng = np.random.default_rng([shard, width])
         path = folder / f"{shard:05d}.tar"
         if path.exists():
             continue
@@ -64,7 +65,7 @@ def write_shards(folder: Path, name: str, shards: int, samples: int) -> str:
                 caption = " ".join(rng.choice(WORDS.split(), 12))
                 meta = json.dumps({"caption": caption, "url": "https://example.org/" + "x" * 60, "status": "success"})
                 for field, data in (
-                    ("jpg", make_image(rng, smallest, largest)),
+                    ("jpg", make_image(rng, width, height)),
                     ("json", meta.encode()),
                     ("txt", caption.encode()),
                 ):
@@ -99,7 +100,7 @@ def measure(args: argparse.Namespace) -> None:
 
     preprocess = open_clip.image_transform(SETS[args.set][2], is_train=True)
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
-    if args.side == "openclip":
+    if args.side == BASELINE:
         from open_clip_train.data import get_wds_dataset
 
         assert webdataset.__version__ == OLD_WEBDATASET, webdataset.__version__
@@ -117,11 +118,15 @@ def measure(args: argparse.Namespace) -> None:
         epochs, key = [data.dataloader, data.dataloader], 0
     else:
         from openclip_ext.data.build import build_train_loader
+        from openclip_ext.data.images import image_pipeline
         from openclip_ext.data.spec import DataSpec
         from openclip_ext.data.train_loader import TrainLoaderConfig
 
         config = TrainLoaderConfig(batch_size=args.batch_size, workers=args.workers)
-        loader = build_train_loader(DataSpec(args.shards), config, preprocess=preprocess, tokenizer=tokenizer)
+        images = image_pipeline(preprocess, args.side)
+        loader = build_train_loader(
+            DataSpec(args.shards), config, preprocess=images.transform, tokenizer=tokenizer, decoder=images.decode
+        )
         epochs, key = [loader.iterate(0), loader.iterate(1)], "image"
     clock = time.process_time if args.cpu_time else time.perf_counter
     rates = [time_epoch(epoch, key, clock) for epoch in epochs]
@@ -131,7 +136,7 @@ def measure(args: argparse.Namespace) -> None:
 def run_side(args: argparse.Namespace, side: str, name: str, shards: str, num_samples: int, old: Path) -> float:
     """Measure one side in a new process."""
     root = str(Path(__file__).resolve().parents[2])
-    path = [str(old), root] if side == "openclip" else [root]
+    path = [str(old), root] if side == BASELINE else [root]
     command = [sys.executable, __file__, "--side", side, "--set", name, "--shards", shards]
     command += ["--num-samples", str(num_samples), "--batch-size", str(args.batch_size)]
     command += ["--workers", str(args.workers), *(["--cpu-time"] if args.cpu_time else [])]
@@ -141,27 +146,28 @@ def run_side(args: argparse.Namespace, side: str, name: str, shards: str, num_sa
 
 
 def compare(args: argparse.Namespace, name: str, folder: Path, old: Path) -> dict:
-    """Measure both sides in turn on one set."""
-    samples = args.samples_per_shard * (1 if name == "photos" else 5)
+    """Measure all sides in turn on one set."""
+    samples = args.samples_per_shard * (5 if name == "32x32" else 1)
     shards = write_shards(folder / name, name, args.num_shards, samples)
     rates: dict[str, list[float]] = {side: [] for side in SIDES}
     for repeat in range(args.repeats):
         for side in SIDES if repeat % 2 == 0 else SIDES[::-1]:
             rates[side].append(run_side(args, side, name, shards, samples * args.num_shards, old))
             print(f"{name}, repeat {repeat}, {side}: {rates[side][-1]:.1f} samples/s", flush=True)
-    ratios = [ours / theirs for ours, theirs in zip(*(rates[side] for side in SIDES), strict=True)]
-    ratio = statistics.median(ratios)
-    print(f"{name}: ours / openclip = {ratio:.3f} (pairs: {', '.join(f'{value:.3f}' for value in ratios)})")
-    return {"ratio": ratio, "ratios": ratios, "samples_per_second": rates, "num_samples": samples * args.num_shards}
+    result: dict = {"num_samples": samples * args.num_shards, "samples_per_second": rates}
+    for side in SIDES[1:]:
+        ratios = [ours / theirs for ours, theirs in zip(rates[side], rates[BASELINE], strict=True)]
+        result[side] = {"ratio": statistics.median(ratios), "ratios": ratios}
+        listed = ", ".join(f"{value:.2f}" for value in ratios)
+        print(f"{name}: {side} / {BASELINE} = {result[side]['ratio']:.2f} (rounds: {listed})", flush=True)
+    return result
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--num-shards", type=int, default=4)
-    parser.add_argument(
-        "--samples-per-shard", type=int, default=500, help="of the photos; five times as many small ones"
-    )
+    parser.add_argument("--samples-per-shard", type=int, default=500, help="of the photos; five times as many of 32x32")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--cpu-time", action="store_true", help="per second of processor time; needs --workers 0")

@@ -50,7 +50,7 @@ def test_the_exif_orientation_is_not_applied():
 
 def caption(data: bytes, key: Key) -> str:
     image = encode(Image.new("RGB", (4, 4)), "PNG")
-    return decode_fields(RawSample(0, {"png": image, key.field: data}), [Key("png")], [key])[1]
+    return decode_fields(RawSample(0, {"png": image, key.field: data}), [Key("png")], [key], decode_image)[1]
 
 
 @pytest.mark.parametrize(
@@ -79,4 +79,4 @@ def test_a_named_pipe_in_a_csv_file_is_a_bad_row(tmp_path: Path):
     (tmp_path / "data.csv").write_text(f"filepath\ttitle\n{tmp_path}/pipe.jpg\ta caption\n")
     source = CsvSource(str(tmp_path / "data.csv"), "filepath", "title")
     with pytest.raises(BadSampleError, match="is no regular file"):
-        source.decode(source.reader().read(0))
+        source.decode(source.reader().read(0), decode_image)

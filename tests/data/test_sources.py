@@ -12,7 +12,7 @@ from openclip_ext.data import shards as shards_module
 from openclip_ext.data.build import build_train_loader
 from openclip_ext.data.manifest import Manifest
 from openclip_ext.data.shards import ShardSource
-from openclip_ext.data.source import BadDataError
+from openclip_ext.data.source import BadDataError, decode_image
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.data.synthetic import CAPTION
 from openclip_ext.data.train_loader import TrainLoaderConfig
@@ -199,7 +199,7 @@ def test_csv_captions_are_text(tmp_path: Path):
     path.write_text("\n".join(lines))
     source = CsvSource(str(path), "filepath", "title")
     reader = source.reader()
-    assert [source.decode(reader.read(row))[1] for row in range(4)] == captions
+    assert [source.decode(reader.read(row), decode_image)[1] for row in range(4)] == captions
 
 
 def test_bad_rows(tmp_path: Path):

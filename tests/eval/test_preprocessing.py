@@ -12,9 +12,9 @@ from PIL import Image
 from torchvision.transforms import Compose, ToTensor
 
 from eval.data import SampleFormat, find_shards
-from eval.preprocessing import split_transform
 from eval.runner import evaluate_task
 from eval.tasks import FLICKR, TASKS, WINOGAVIL
+from openclip_ext.data.images import split_transform
 from tests.eval import datasets
 
 

@@ -6,13 +6,15 @@ A page says whose options it documents in a comment, and the table between it an
     <!-- options of: sogclr; neuclip normalizer=mlp -->
     <!-- end of options -->
 
-``python -m tests.losses.option_tables`` brings all pages up to date; ``test_docs.py`` says where one is not.
+``python -m tests.losses.option_tables`` brings all pages up to date, and the file that ``--help`` reads; ``test_docs.py`` says
+where a page is not.
 """
 
 import re
 from pathlib import Path
 from typing import Any
 
+from openclip_ext.losses import table
 from openclip_ext.losses.options import Option
 from openclip_ext.losses.registry import OPTIONS, options_used_by
 
@@ -84,7 +86,8 @@ def _cell(used: dict[str, Any], name: str) -> str:
 
 
 def main() -> None:
-    """Rewrite the pages whose tables are out of date."""
+    """Rewrite the help's file, and the pages whose tables are out of date."""
+    table.write()
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         if updated(text) != text:

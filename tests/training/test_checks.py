@@ -7,7 +7,7 @@ import open_clip
 import pytest
 
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training import main as program
+from openclip_ext.training import run as program
 from openclip_ext.training.errors import UsageError
 from tests.training.runs import command, make_shards, run
 

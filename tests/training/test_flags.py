@@ -2,9 +2,12 @@
 
 import pytest
 
+from openclip_ext.losses import table
+from openclip_ext.losses.options import HARD_SHARE
 from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.training.errors import UsageError
-from openclip_ext.training.flags import build_parser, loss_options, parse
+from openclip_ext.training.flags import loss_options, parse
+from openclip_ext.training.parser import build_parser
 
 
 def test_openclips_command_parses_unchanged():
@@ -73,6 +76,7 @@ def test_a_recipe_combines_with_another_part():
         (["--train-data-upsampling-factors", "1::2"], "--dataset-resampled"),
         (["--fsdp-no-reshard-after-forward"], "needs --fsdp"),
         (["--fsdp", "--ddp-static-graph"], "--fsdp replaces"),
+        (["--image-backend", "torchvision"], "the files of --train-data, and there are none"),
     ],
 )
 def test_wrong_command_lines_are_refused_with_the_reason(argv, message):
@@ -87,19 +91,58 @@ def test_argparse_names_what_it_refuses(argv, capsys):
     assert argv[-2 if len(argv) > 1 else 0] in capsys.readouterr().err
 
 
-def test_help_shows_both_groups_of_flags(capsys):
+def help_of(capsys, *argv):
     with pytest.raises(SystemExit) as stop:
-        parse(["--help"])
+        parse([*argv])
     assert stop.value.code == 0
-    shown = capsys.readouterr().out
-    assert "--restart-every" in shown
-    assert "--local-loss" in shown
-    assert "--save-every-steps" in shown
-    assert "--fsdp " in shown
+    return capsys.readouterr().out
+
+
+def test_the_short_help_has_every_flag_with_the_losses_defaults(capsys):
+    shown = help_of(capsys, "--help")
+    for part in (
+        "neuclip\n",
+        "--restart-every 500",
+        "--lr-tau 0.000125",
+        "--no-simultaneous",
+        "--save-every-steps",
+        "--fsdp",
+    ):
+        assert part in shown
+    assert {"--local-loss", "--train-data", "--aug-cfg"} <= set(shown.split())
+    assert len(shown.splitlines()) < 150 and max(map(len, shown.splitlines())) <= 110
+
+
+def test_the_help_of_a_loss_describes_its_flags_only(capsys):
+    for given in (["--loss", "neuclip"], ["--loss=neuclip"]):
+        shown = help_of(capsys, "--help", *given)
+        assert "--restart-every 500\n      steps between two restarts" in shown
+        assert "--gamma" not in shown and "--train-data" not in shown
+    assert "none" in help_of(capsys, "--loss", "siglip", "-h")
+    assert "Losses, and the flags" in help_of(capsys, "--help", "--loss", "unknown")
+
+
+def test_the_whole_help_describes_both_groups_of_flags(capsys):
+    shown = " ".join(help_of(capsys, "--help-all").split())
+    assert "(default: 4096 with neuclip, queueclip)" in shown
+    for part in (
+        "--save-every-steps SAVE_EVERY_STEPS",
+        "--local-loss calculate loss w/ local features",
+        "--fsdp spread",
+    ):
+        assert part in shown
+
+
+def test_the_help_knows_the_options_that_the_code_has():
+    assert table.from_file() == table.from_registry(), "run: python -m tests.losses.option_tables"
 
 
 def test_every_option_of_a_loss_has_exactly_one_flag():
-    actions = [action for action in build_parser()._actions if action.dest in OPTIONS]
+    actions = [
+        action
+        for action in build_parser(table.from_registry())._actions
+        if action.dest in OPTIONS and HARD_SHARE.flag not in action.option_strings
+    ]
     assert sorted(action.dest for action in actions) == sorted(
         name for name, option in OPTIONS.items() if not option.openclip_flag
     )

@@ -254,7 +254,7 @@ def test_a_failing_evaluation_costs_nothing_and_is_made_up_for(shards, tmp_path,
 
 
 def test_datacomp_joins_the_metrics_after_the_checkpoint_is_safe(shards, tmp_path, monkeypatch):
-    from eval import suite
+    from openclip_ext.eval import suite
     from tests.eval import datasets
 
     datasets.make_task(tmp_path / "data", "cifar10", count=12)
@@ -322,5 +322,17 @@ def test_the_program_tells_a_mistake_in_a_line_and_exits_with_2(tmp_path):
     command_line = [sys.executable, "-m", "openclip_ext.training.main", "--loss", "neuclp"]
     program = subprocess.run(command_line, capture_output=True, text=True, cwd=tmp_path)
     assert program.returncode == 2
-    assert program.stderr.strip().splitlines()[-1].startswith("error: unknown loss 'neuclp'")
+    first, *_, last = program.stderr.strip().splitlines()
+    assert "importing PyTorch and OpenCLIP" in first
+    assert last.startswith("error: unknown loss 'neuclp'")
     assert "Traceback" not in program.stderr
+
+
+def test_torchvision_reads_the_images_of_a_run(shards, tmp_path):
+    """The demo's images are PNG: Pillow decodes, torchvision crops and resizes."""
+    backends = ("pil", "torchvision")
+    for backend in backends:
+        assert run(command(shards, tmp_path, backend, "openclip", "--image-backend", backend)) == 0
+    pil, torchvision = ([loss for _, loss, _ in losses_of(tmp_path / backend)] for backend in backends)
+    assert pil != torchvision
+    assert torchvision == pytest.approx(pil, rel=0.02)

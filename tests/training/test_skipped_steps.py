@@ -136,7 +136,7 @@ def spoiling(monkeypatch, numbers, count: int | None = 1) -> None:
                     batch["image"][:count] = float("nan")
             return super().__call__(batches, number)
 
-    monkeypatch.setattr("openclip_ext.training.main.TrainStep", Spoiling)
+    monkeypatch.setattr("openclip_ext.training.run.TrainStep", Spoiling)
 
 
 def test_a_run_survives_a_bad_sample_and_says_so(shards, tmp_path, monkeypatch, caplog):

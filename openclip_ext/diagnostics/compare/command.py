@@ -30,13 +30,14 @@ from openclip_ext.diagnostics.compare.pilot import Pilot
 from openclip_ext.diagnostics.compare.samples import Cache, DoesNotFit, PilotData, Tokens, divide, write_cache
 from openclip_ext.diagnostics.compare.space import BASELINE
 from openclip_ext.diagnostics.compare.workers import Deadline, ResultsFile, Workers, default_processes
-from openclip_ext.losses import registry
+from openclip_ext.losses import registry, table
 from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import flags
 from openclip_ext.training.checks import check
 from openclip_ext.training.config import TrainingConfig, training_config
 from openclip_ext.training.errors import UsageError
+from openclip_ext.training.parser import add_loss_flags
 
 # Of --minutes: kept for runs that are slower than their pace was, used to measure the pace, and the most for one loss.
 _RESERVE, _PACE_SHARE, _PACE_SECONDS = 0.1, 0.05, 6.0
@@ -196,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--population", type=int, default=10_000, help="training samples that they are judged by (default: %(default)s)"
     )
-    flags.add_loss_flags(parser.add_argument_group("loss"))
+    add_loss_flags(parser.add_argument_group("loss"), table.from_registry())
     return parser
 
 
@@ -454,7 +455,7 @@ class _Comparison:
         _, kept = ours.parse_known_args(list(self.config.training))
         words = ["openclip-ext", "train", "--train-data", self.config.shards]
         words += ["--val-data", self.config.val] if self.config.val else []
-        words += [*kept, "--loss", line["configuration"]["setting"]["stand_in"] or line["configuration"]["loss"]]
+        words += [*kept, "--loss", line["configuration"]["loss"]]
         for name, value in line["options"].items():
             option = OPTIONS[name]
             if option.type is bool:

@@ -180,20 +180,24 @@ class _Training:
             rate,
         )
         self.step = TrainStep(
-            self.model, self.loss, optimizer, config.step.settings(device), config.step.scaler(device)
+            self.model,
+            self.loss,
+            optimizer,
+            config.step.settings(device, built.images.normalize),
+            config.step.scaler(device),
         )
-        self.loader = self._loader(run.seed, built.preprocess_train, self.length.epoch_samples)
+        self.loader = self._loader(run.seed, built.images.transform, self.length.epoch_samples)
         self.diverged = False
 
     def _loss_config(self, run: Run) -> LossConfig:
-        setting = run.configuration.setting
-        name = setting.stand_in or run.loss
-        options = self.pilot.loss_options | dict(setting.options)
+        options = self.pilot.loss_options | dict(run.configuration.setting.options)
         parts = {part: options.get(part) for part in ("normalizer", "temperature_scheme")}
-        used = registry.options_used_by(name, **parts)
+        used = registry.options_used_by(run.loss, **parts)
         options = {name: value for name, value in options.items() if name in used}
         shared = {"seed": run.seed, "epochs": self.length.epochs}
-        return LossConfig(name, {name: shared[name] for name in shared if name in used} | options, frozenset(options))
+        return LossConfig(
+            run.loss, {name: shared[name] for name in shared if name in used} | options, frozenset(options)
+        )
 
     def _start(self, config: LossConfig, built: BuiltModel) -> None:
         """As the training's own start."""

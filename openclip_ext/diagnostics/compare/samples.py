@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from openclip_ext.data.build import build_indexed_pass, build_train_loader
 from openclip_ext.data.order import EpochSequence, RowSequence
-from openclip_ext.data.source import RawSample, Reader, Source
+from openclip_ext.data.source import ImageDecoder, RawSample, Reader, Source
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.data.train_loader import TrainLoader, TrainLoaderConfig
 
@@ -223,7 +223,7 @@ class _CachedSource(Source):
     def reader(self) -> Reader:
         return _Positions()
 
-    def decode(self, raw: RawSample) -> tuple[Image.Image, str]:
+    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[Image.Image, str]:
         return self._cache.image(raw.index), self._captions[raw.index]
 
     def group_of(self, index: int) -> tuple[str, int, int]:

@@ -22,11 +22,9 @@ class Setting:
 
     Attributes:
         options: for ``create_loss``.
-        stand_in: the loss to create instead; None: the one of that name.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    stand_in: str | None = None
 
 
 @dataclass(frozen=True)
@@ -60,16 +58,15 @@ _SETTINGS: tuple[dict[str, Any], ...] = (
     _constant(0.03),
     _learned(4.0),
 )
-# OpenCLIP's loss knows one scheme. AmorLIP's with the batch's own partition function is the same loss times τ, which Adam
-# divides out.
+# Of OpenCLIP's loss, which has no ρ where it learns the temperature.
 _BASELINE_SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
     _solved(5.0),
+    {"temperature_scheme": "global", "temperature": 0.03},
     _constant(0.05),
     _solved(4.0),
-    _learned(5.0),
     _constant(0.03),
 )
-_BASELINE_STAND_IN, _BASELINE_PARTS = "amorlip", {"normalizer": "minibatch"}
 
 
 def settings_of(loss: str, fixed: dict[str, Any]) -> list[Setting]:
@@ -82,10 +79,8 @@ def settings_of(loss: str, fixed: dict[str, Any]) -> list[Setting]:
     Raises:
         ValueError: an unknown loss.
     """
-    if loss == BASELINE:
-        others = [Setting(_BASELINE_PARTS | options, _BASELINE_STAND_IN) for options in _BASELINE_SETTINGS]
-        return [Setting(), *others]
-    return [Setting(options) for options in _SETTINGS if _is_taken(loss, fixed | options)] or [Setting()]
+    settings = _BASELINE_SETTINGS if loss == BASELINE else _SETTINGS
+    return [Setting(options) for options in settings if _is_taken(loss, fixed | options)] or [Setting()]
 
 
 def _is_taken(loss: str, options: Mapping[str, Any]) -> bool:

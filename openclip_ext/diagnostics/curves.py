@@ -1,4 +1,4 @@
-"""Draw the curves of one or more runs from their ``metrics.jsonl``: ``python scripts/plot_run.py RUN... --output FILE``."""
+"""Draw the curves of one or more runs from their ``metrics.jsonl``: ``openclip-ext plot RUN... --output FILE``."""
 
 import argparse
 import json
@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+try:
+    import matplotlib
+except ImportError as error:
+    raise SystemExit("error: curves need the package matplotlib: pip install matplotlib") from error
 
 matplotlib.use("Agg")  # writes files; needs no display
 
@@ -16,7 +19,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 Records = list[dict[str, Any]]
-_COLORS = plt.get_cmap("tab10").colors
+_COLORS = [f"C{number}" for number in range(10)]  # tab10
 
 
 def read_records(run: Path) -> Records:

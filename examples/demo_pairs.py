@@ -1,0 +1,50 @@
+"""Images of the demo set with their captions, in memory: what the examples train on."""
+
+import io
+
+import open_clip
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from openclip_ext.data.shapes.write import make_sample
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training.evaluation import retrieval_metrics
+
+MODEL = "demo-vit"
+CONTEXT_LENGTH = 20
+BATCH = 64
+
+
+class Shapes(Dataset):
+    """``{"image": (3, 32, 32), "text": (20,)}``."""
+
+    def __init__(self, split: str, num_samples: int) -> None:
+        *_, preprocess = create_model()
+        tokenizer = open_clip.get_tokenizer(MODEL)
+        samples = [make_sample(seed=0, split=split, index=index) for index in range(num_samples)]
+        self.images = torch.stack([preprocess(Image.open(io.BytesIO(sample.png))) for sample in samples])
+        self.texts = tokenizer([sample.txt.decode() for sample in samples])
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, position: int) -> dict[str, Tensor]:
+        return {"image": self.images[position], "text": self.texts[position]}
+
+
+def create_model() -> tuple:
+    """The demo's model and its transforms, from the same random numbers at each call."""
+    add_model_configs()
+    torch.manual_seed(0)
+    return open_clip.create_model_and_transforms(MODEL, output_dict=True)
+
+
+def print_recall(images: Tensor, texts: Tensor) -> None:
+    """Recall of the pairs of unit features ``(n, d)`` among each other."""
+    metrics = retrieval_metrics(images, texts)
+    print(
+        f"R@1 among {len(images)} unseen pairs: image to text {metrics['image_to_text_R@1']:.3f}, "
+        f"text to image {metrics['text_to_image_R@1']:.3f} (chance {1 / len(images):.3f})"
+    )

@@ -1,0 +1,172 @@
+"""From an image file to what a model takes: with Pillow as OpenCLIP, bit for bit, or with torchvision, in a third of the time.
+
+Either way a worker sends bytes, and the batch becomes floats on the model's device.
+"""
+
+import contextlib
+import io
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.io import ImageReadMode, decode_jpeg
+from torchvision.transforms import Compose, Normalize, RandomResizedCrop, ToTensor
+from torchvision.transforms.functional import pil_to_tensor, to_pil_image
+from torchvision.transforms.v2.functional import resized_crop
+
+from openclip_ext import compat
+from openclip_ext.data.source import DecodedImage, decode_image
+
+IMAGE_BACKENDS = ("pil", "torchvision")
+
+_END_OF_JPEG = b"\xff\xd9"
+
+
+@dataclass(frozen=True)
+class ImagePipeline:
+    """The way of an image, in three parts.
+
+    Attributes:
+        decode: from a file's content to an RGB image, in a worker.
+        transform: from that to ``(3, H, W)``, in a worker: uint8 where ``normalize`` follows.
+        normalize: from a batch of these, on its device, to float32; None if the transform has done it.
+    """
+
+    decode: Callable[[bytes | BinaryIO], DecodedImage]
+    transform: Callable[[Any], Tensor]
+    normalize: Callable[[Tensor], Tensor] | None
+
+
+def image_pipeline(transform: Callable[[Any], Tensor], backend: str = "pil") -> ImagePipeline:
+    """The pipeline with the same operations as a transform.
+
+    Args:
+        transform: from an RGB image to a tensor, as ``open_clip.create_model_and_transforms`` returns it.
+        backend: ``pil``: the same bits. ``torchvision``: decode JPEG, and crop and resize as OpenCLIP and timm do, on uint8
+            tensors; pixels differ by a rounding. Other files are decoded, and other operations done, by Pillow.
+
+    Raises:
+        ValueError: an unknown backend, or a torchvision that does not decode JPEG.
+    """
+    if backend not in IMAGE_BACKENDS:
+        raise ValueError(f"unknown image backend {backend!r}: expected one of {', '.join(IMAGE_BACKENDS)}")
+    in_worker, normalize = split_transform(transform)
+    if backend == "pil":
+        return ImagePipeline(decode_image, in_worker, normalize)
+    _check_torchvision_decodes()
+    steps = list(in_worker.transforms) if isinstance(in_worker, Compose) else [in_worker]
+    return ImagePipeline(decode_with_torchvision, Compose(_for_tensors(steps)), normalize)
+
+
+def split_transform(
+    transform: Callable[[Any], Tensor],
+) -> tuple[Callable[[Any], Tensor], Callable[[Tensor], Tensor] | None]:
+    """Split a transform that ends with ``ToTensor`` and ``Normalize``, as OpenCLIP's do.
+
+    Both parts together do the same operations on the same values. Workers send a quarter of the bytes, and the arithmetic
+    runs on the model's device, once per batch instead of once per image.
+
+    Args:
+        transform: PIL image -> ``(3, H, W)``.
+
+    Returns:
+        PIL image -> ``(3, H, W)`` uint8, and ``(B, 3, H, W)`` uint8 -> float32. For any other transform, the transform
+        itself and None.
+    """
+    steps = transform.transforms if isinstance(transform, Compose) else []
+    if len(steps) < 2 or not isinstance(steps[-2], ToTensor) or not isinstance(steps[-1], Normalize):
+        return transform, None
+    return Compose([*steps[:-2], _to_bytes]), _BatchNormalize(steps[-1])
+
+
+class _BatchNormalize:
+    """``ToTensor`` and ``Normalize`` of a batch, in their order of operations, so that every bit is the same."""
+
+    def __init__(self, normalize: Normalize) -> None:
+        mean, std = (torch.as_tensor(values, dtype=torch.float32) for values in (normalize.mean, normalize.std))
+        # A tensor, since a GPU would multiply with the rounded inverse of a number.
+        self._constants = [torch.tensor(255.0), mean.view(-1, 1, 1), std.view(-1, 1, 1)]
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if self._constants[0].device != images.device:
+            self._constants = [value.to(images.device) for value in self._constants]
+        largest, mean, std = self._constants
+        return images.float().div_(largest).sub_(mean).div_(std)
+
+
+def decode_with_torchvision(data: bytes | BinaryIO) -> Tensor:
+    """Decode to ``(3, H, W)`` uint8 the same images as :func:`decode_image`, to the same pixels.
+
+    Raises:
+        BadSampleError: Pillow cannot read it to the end.
+    """
+    content = data if isinstance(data, bytes) else data.read()
+    if _is_plain_jpeg(content):
+        with contextlib.suppress(RuntimeError):
+            return decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8), ImageReadMode.RGB)
+    return torch.from_numpy(np.array(decode_image(content))).permute(2, 0, 1)
+
+
+def _is_plain_jpeg(content: bytes) -> bool:
+    """Whether torchvision may decode a file: Pillow reads its head, which refuses what is damaged or too large.
+
+    torchvision would take a JPEG that was cut off. Its PNG decoder ends the process for some damaged files.
+    """
+    try:
+        head = Image.open(io.BytesIO(content))
+    except Exception:  # decode_image says what is wrong
+        return False
+    return head.format == "JPEG" and head.mode in ("RGB", "L") and content.endswith(_END_OF_JPEG)
+
+
+def _check_torchvision_decodes() -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "JPEG")
+    try:
+        decode_jpeg(torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8))
+    except RuntimeError as error:
+        raise ValueError(f"this torchvision does not decode JPEG: use --image-backend pil ({error})") from error
+
+
+def _for_tensors(steps: list[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:
+    """The steps of a transform for decoded tensors, too; those that are Pillow's get Pillow images."""
+    last = [steps.pop()] if steps[-1] is _to_bytes else []
+    first = [_TensorCrop(steps.pop(0))] if steps and _is_random_crop(steps[0]) else []
+    others = [step for step in steps if not compat.converts_to_rgb(step)]
+    return [*first, *([_to_pil, *others] if others else []), *last]
+
+
+def _is_random_crop(step: Any) -> bool:
+    from timm.data.transforms import RandomResizedCropAndInterpolation
+
+    return isinstance(step, RandomResizedCrop | RandomResizedCropAndInterpolation)
+
+
+class _TensorCrop:
+    """A random crop, of a tensor from the same draws as of a Pillow image."""
+
+    def __init__(self, crop: Any) -> None:
+        self.crop = crop
+        self.size = crop.size
+
+    def __call__(self, image: DecodedImage) -> DecodedImage:
+        if not isinstance(image, Tensor):
+            return self.crop(image)
+        box = self.crop.get_params(image, self.crop.scale, self.crop.ratio)
+        interpolation = self.crop.interpolation
+        if isinstance(interpolation, tuple):  # timm's "random"
+            interpolation = random.choice(interpolation)
+        return resized_crop(image, *box, size=list(self.size), interpolation=interpolation, antialias=True)
+
+
+def _to_pil(image: DecodedImage) -> Image.Image:
+    return to_pil_image(image) if isinstance(image, Tensor) else image
+
+
+def _to_bytes(image: DecodedImage) -> Tensor:
+    return image if isinstance(image, Tensor) else pil_to_tensor(image)

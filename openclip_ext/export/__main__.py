@@ -1,0 +1,123 @@
+"""Export a checkpoint: ``openclip-ext export RUN/checkpoints/epoch_K.pt --to hf --output DIR``."""
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from safetensors.torch import save_file
+
+from openclip_ext.diagnostics import command_line
+from openclip_ext.diagnostics.finished_run import model_settings, read_config
+from openclip_ext.export.card import CURVES, evaluations, model_card, read_lines
+from openclip_ext.export.clip_model import write_clip_model
+from openclip_ext.heads import read_heads
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training import checkpoint as ckpt
+from openclip_ext.training.errors import UsageError
+from openclip_ext.training.model import MODEL_CONFIG, ModelConfig
+
+# What OpenCLIP looks for in a folder.
+OPENCLIP_WEIGHTS = "open_clip_model.safetensors"
+OPENCLIP_CONFIG = "open_clip_config.json"
+FORMATS = {"safetensors": "for OpenCLIP", "hf": "for OpenCLIP and transformers"}
+
+
+def export(checkpoint: Path, to: str, output: Path) -> None:
+    """Write a folder that ``open_clip.create_model_and_transforms("local-dir:FOLDER")`` loads, with a model card.
+
+    Args:
+        checkpoint: a model file in the ``checkpoints/`` of its run's folder.
+        to: one of :data:`FORMATS`.
+        output: the folder; made, or empty.
+
+    Raises:
+        UsageError: there is no such checkpoint or run, the folder is in use, or the format cannot hold the model.
+    """
+    if not checkpoint.is_file():
+        raise UsageError(f"there is no checkpoint {checkpoint}: give LOGS/NAME/checkpoints/epoch_K.pt")
+    if output.exists() and any(output.iterdir()):
+        raise UsageError(f"{output} is not empty: give another --output")
+    run = checkpoint.absolute().parent.parent
+    config = read_config(run)
+    heads: Any = read_heads(checkpoint)
+    if heads is not None and heads.evaluated:
+        raise UsageError(
+            f"{checkpoint} has heads of the kind {heads.kind!r}, which its embeddings pass through: neither OpenCLIP nor "
+            "transformers has them"
+        )
+    add_model_configs()
+    settings = model_settings(config["flags"])
+    loaded = ckpt.read(checkpoint)
+    with command_line.without_warnings():
+        model, *_ = settings.create(torch.device("cpu"))
+        tokenizer = settings.tokenizer()
+    ckpt.load_model(model, loaded.model_file["state_dict"])
+    model = model.float().eval()
+    model_config = _model_config(settings, run)
+    output.mkdir(parents=True, exist_ok=True)
+    if to == "hf":
+        write_clip_model(model, model_config, tokenizer, output)
+    _write_openclip(model, model_config, tokenizer, output)
+    identity = {} if loaded.shared is None else loaded.shared["identity"]
+    step = None if loaded.shared is None else loaded.position.step
+    lines = [
+        line for line in read_lines(run / "metrics.jsonl") if "loss" in line and (step is None or line["step"] < step)
+    ]
+    card = model_card(
+        config,
+        checkpoint=checkpoint.name,
+        num_samples=identity.get("num_samples"),
+        global_batch=identity.get("global_batch"),
+        step=step,
+        logged=lines[-1] if lines else None,
+        results=evaluations(run, checkpoint, loaded.model_file.get("epoch")),
+        with_transformers=to == "hf",
+        with_curves=bool(lines) and _draw_curves(config["flags"]["name"], lines, output / CURVES),
+    )
+    (output / "README.md").write_text(card, encoding="utf-8")
+
+
+def _model_config(settings: ModelConfig, run: Path) -> dict[str, Any]:
+    """OpenCLIP's configuration with the run's flags, which the run has kept."""
+    kept = run / MODEL_CONFIG / f"{settings.file_name}.json"
+    return json.loads(kept.read_text()) if kept.is_file() else open_clip.get_model_config(settings.name)
+
+
+def _write_openclip(model: Any, model_config: dict[str, Any], tokenizer: Any, folder: Path) -> None:
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / OPENCLIP_WEIGHTS)
+    wanted = ("mean", "std", "interpolation", "resize_mode")
+    preprocess = {name: value for name, value in model.visual.preprocess_cfg.items() if name in wanted}
+    content = {"model_cfg": model_config, "preprocess_cfg": preprocess}
+    (folder / OPENCLIP_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+    if "hf_tokenizer_name" in model_config["text_cfg"]:
+        tokenizer.save_pretrained(folder)  # OpenCLIP looks for it here
+
+
+def _draw_curves(name: str, records: list[dict[str, Any]], path: Path) -> bool:
+    """Draw the run, where matplotlib is installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    from openclip_ext.diagnostics.curves import plot
+
+    plot({name: records}, path)
+    return True
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a command line."""
+    parser = argparse.ArgumentParser(prog="openclip-ext export", description=__doc__, allow_abbrev=False)
+    parser.add_argument("checkpoint", type=Path, help="LOGS/NAME/checkpoints/epoch_K.pt")
+    formats = "; ".join(f"{name}: {purpose}" for name, purpose in FORMATS.items())
+    parser.add_argument("--to", choices=FORMATS, default="safetensors", help=f"{formats} (default: %(default)s)")
+    parser.add_argument("--output", type=Path, required=True, help="folder to make")
+    args = parser.parse_args(argv)
+    export(args.checkpoint, args.to, args.output)
+    print(f"{args.output}: open_clip.create_model_and_transforms('local-dir:{args.output}')")
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,105 @@
+"""The model card, made from what the run's folder says."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+CURVES = "curves.png"
+_LOGGED = ("loss", "infonce", "chance", "temperature")
+_FLAGS = ("epochs", "lr", "wd", "warmup", "lr_scheduler", "opt", "precision", "recipe", "pretrained")
+
+
+def model_card(
+    config: Mapping[str, Any],
+    *,
+    checkpoint: str,
+    num_samples: int | None,
+    global_batch: int | None,
+    step: int | None,
+    logged: Mapping[str, Any] | None,
+    results: Mapping[str, float],
+    with_transformers: bool,
+    with_curves: bool,
+) -> str:
+    """The card as Markdown. It names no path of the machine.
+
+    Args:
+        config: the run's ``config.json``.
+        checkpoint: the file's name.
+        num_samples: of the training set.
+        global_batch: samples of an optimizer step.
+        step: optimizer steps taken.
+        logged: the last line of ``metrics.jsonl`` up to the checkpoint.
+        results: evaluations of the checkpoint.
+        with_transformers: the folder holds a ``CLIPModel``.
+        with_curves: the folder holds a picture of the run.
+    """
+    flags, loss = config["flags"], config["loss"]
+    facts: dict[str, Any] = {
+        "architecture": flags["model"],
+        "checkpoint": checkpoint,
+        "training samples": num_samples,
+        "global batch": global_batch,
+        "optimizer steps": step,
+        "loss": loss["name"],
+        **{f"loss: {name}": value for name, value in sorted(loss["options"].items())},
+        **{name: flags.get(name) for name in _FLAGS},
+        **config["versions"],
+        "git commit": config.get("git_commit"),
+    }
+    library = "transformers" if with_transformers else "open_clip"
+    tags = "".join(f"\n- {tag}" for tag in ("clip", "open_clip", "openclip_ext"))
+    sections = [
+        f"---\nlibrary_name: {library}\npipeline_tag: zero-shot-image-classification\ntags:{tags}\n---",
+        f"# {flags['model']} trained with {loss['name']}",
+        "Trained with openclip_ext. The training data, intended use and license are for you to describe.",
+        "## Use\n\n```python\n" + _usage(with_transformers) + "```",
+        "## Training\n\n" + _table(facts.items()),
+    ]
+    if logged:
+        values = ((name, f"{logged[name]:.4g}") for name in _LOGGED if logged.get(name) is not None)
+        sections.append(f"At optimizer step {logged['step']}:\n\n{_table(values)}")
+    if with_curves:
+        sections.append(f"![curves of the run]({CURVES})")
+    if results:
+        sections.append("## Evaluation\n\n" + _table((name, f"{value:.4g}") for name, value in results.items()))
+    return "\n\n".join(sections) + "\n"
+
+
+def evaluations(folder: Path, checkpoint: Path, epoch: int | None) -> dict[str, float]:
+    """Results of a checkpoint: of the evaluation during training, and of ``openclip-ext evaluate``."""
+    found: dict[str, float] = {}
+    for line in read_lines(folder / "checkpoints" / "results.jsonl"):
+        if epoch is not None and line.get("epoch") == epoch:
+            found |= {name: value for name, value in line.items() if isinstance(value, float)}
+    for line in read_lines(folder / "datacomp" / checkpoint.stem / "eval_results.jsonl"):
+        if line["metrics"].get("main_metric") is not None:
+            found[line["dataset"]] = line["metrics"]["main_metric"]
+    return found
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a JSON lines file, if there is one."""
+    if path.is_file():
+        yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
+
+
+def _usage(with_transformers: bool) -> str:
+    usage = (
+        "import open_clip\n\n"
+        'model, _, preprocess = open_clip.create_model_and_transforms("local-dir:FOLDER")\n'
+        'tokenizer = open_clip.get_tokenizer("local-dir:FOLDER")\n'
+    )
+    if with_transformers:
+        usage += (
+            "\nfrom transformers import CLIPModel, CLIPProcessor\n\n"
+            'model = CLIPModel.from_pretrained("FOLDER")\n'
+            'processor = CLIPProcessor.from_pretrained("FOLDER")\n'
+        )
+    return usage
+
+
+def _table(rows: Any) -> str:
+    lines = [f"| {name} | {value} |" for name, value in rows if value not in (None, "")]
+    return "\n".join(["| | |", "|---|---|", *lines])

@@ -1,0 +1,46 @@
+"""The losses with ``accelerate``: ``prepare`` with a loss, whose state goes with ``save_state`` and ``load_state``."""
+
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.integrations.model_loss import ModelLoss
+
+
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, loader: DataLoader, loss: ContrastiveLoss
+) -> tuple[nn.Module, Optimizer, DataLoader, ModelLoss]:
+    """``accelerator.prepare`` for a model and the loss that trains it. Make the schedule of the learning rate afterwards.
+
+    Args:
+        accelerator: Does the work.
+        model: A two-tower model of OpenCLIP (``output_dict=True``) or ``transformers``.
+        optimizer: Of the model's parameters.
+        loader: Of the training data, with an index (``openclip_ext.data.with_index``) where the loss needs it.
+        loss: From ``openclip_ext.create_loss``.
+
+    Returns:
+        The prepared model, optimizer and loader, and the loss to call.
+
+    Raises:
+        ValueError: The loop would accumulate gradients, or repeat samples at the end of an epoch.
+
+    Example:
+        >>> model, optimizer, loader, loss = prepare(accelerator, model, optimizer, loader, loss)
+        >>> for epoch in range(epochs):
+        ...     loss.loss.start_epoch(epoch)
+        ...     for batch in loader:
+        ...         index = batch.pop("index")
+        ...         accelerator.backward(loss(model(**batch), index))
+        ...         loss.step(optimizer)
+        ...         optimizer.zero_grad()
+        ...     accelerator.save_state(folder)
+    """
+    model_loss = ModelLoss(loss, model)
+    repeats = accelerator.num_processes > 1 and not loader.drop_last
+    model_loss.check_loop(accelerator.gradient_accumulation_steps, repeats)
+    model_loss.separate_rate(optimizer)
+    accelerator.register_for_checkpointing(model_loss)
+    return (*accelerator.prepare(model, optimizer, loader), model_loss)

@@ -1,0 +1,71 @@
+"""The losses in ``sentence-transformers``, beside ``MultipleNegativesRankingLoss``.
+
+The data set's index is its label: ``with_index(dataset).rename_column("index", "label")``.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from sentence_transformers import SentenceTransformer
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.integrations.model_loss import ModelLoss
+from openclip_ext.integrations.transformers import LossCallback
+
+
+class GlobalContrastiveLoss(nn.Module):
+    """A global contrastive loss of pairs of texts, in both directions.
+
+    Pass :meth:`callback` to the trainer, too. Where the loss sets the learning rate of its temperature, set
+    ``learning_rate_mapping=loss.learning_rates()`` in the training arguments.
+
+    Args:
+        model: Embeds the texts.
+        loss: From ``openclip_ext.create_loss``.
+        scale: Start of ``1/τ`` for a loss that has none of its own.
+
+    Example:
+        >>> train = with_index(pairs).rename_column("index", "label")  # two columns of texts
+        >>> contrastive = openclip_ext.create_loss("fastclip", embed_dim=256, num_samples=len(train))
+        >>> loss = GlobalContrastiveLoss(model, contrastive)
+        >>> arguments = SentenceTransformerTrainingArguments(folder, learning_rate_mapping=loss.learning_rates())
+        >>> SentenceTransformerTrainer(
+        ...     model, arguments, train_dataset=train, loss=loss, callbacks=[loss.callback()]
+        ... ).train()
+    """
+
+    def __init__(self, model: SentenceTransformer, loss: ContrastiveLoss, scale: float = 20.0) -> None:
+        super().__init__()
+        self.model = model
+        self.logit_scale = nn.Parameter(torch.tensor(scale).log())
+        self.model_loss = ModelLoss(loss, self, averages=False)
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None) -> Tensor:
+        """The loss of a batch, 0-d.
+
+        Args:
+            sentence_features: The two columns of texts, tokenized.
+            labels: ``(B_local,)`` the index.
+
+        Raises:
+            ValueError: There are not two columns of texts.
+        """
+        embeddings = [normalize(self.model(features)["sentence_embedding"], dim=-1) for features in sentence_features]
+        if len(embeddings) != 2:
+            raise ValueError(f"expected two columns of texts, found {len(embeddings)}: leave out hard negatives")
+        names = ("image_features", "text_features")
+        outputs: dict[str, Any] = dict(zip(names, embeddings, strict=True))
+        outputs["logit_scale"] = self.logit_scale.exp()
+        return self.model_loss(outputs, labels, training=self.model.training)
+
+    def callback(self) -> LossCallback:
+        """For the trainer's ``callbacks``: epochs, the temperature's bounds, and the loss's state in checkpoints."""
+        return LossCallback(self.model_loss)
+
+    def learning_rates(self) -> dict[str, float]:
+        """For the training arguments' ``learning_rate_mapping``: the temperature's learning rate, where the loss sets it."""
+        rate = self.model_loss.loss.logit_scale_lr
+        return {} if rate is None else {r"^logit_scale$": rate}

@@ -1,0 +1,97 @@
+"""The losses in ``transformers.Trainer``.
+
+The data collator passes on ``"index"`` (``openclip_ext.data.with_index``). Resume with ``resume_from_checkpoint``, as ever.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from transformers import Trainer, TrainerCallback
+
+from openclip_ext import distributed
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.data.indexing import INDEX
+from openclip_ext.integrations.model_loss import ModelLoss
+
+LOSS_FILE = "contrastive_loss.pt"
+
+
+class LossCallback(TrainerCallback):
+    """Tells a loss the epochs, bounds the temperature, and keeps the loss's state in the trainer's checkpoints."""
+
+    def __init__(self, model_loss: ModelLoss) -> None:
+        self.model_loss = model_loss
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        repeats = args.world_size > 1 and not args.dataloader_drop_last
+        self.model_loss.check_loop(args.gradient_accumulation_steps, repeats)
+        if state.global_step == 0:
+            return
+        path = self._path(args, state)
+        if not path.is_file():
+            raise ValueError(f"there is no {path}: resume from a checkpoint in output_dir that the loss was part of")
+        self.model_loss.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.model_loss.loss.start_epoch(int(state.epoch or 0))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.model_loss.before_step(more["optimizer"])
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.model_loss.after_step()
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        content = self.model_loss.state_dict()  # in all processes
+        if distributed.is_master():
+            torch.save(content, self._path(args, state))
+
+    def _path(self, args: Any, state: Any) -> Path:
+        return Path(args.output_dir) / f"checkpoint-{state.global_step}" / LOSS_FILE
+
+
+class ContrastiveTrainer(Trainer):
+    """``transformers.Trainer`` for a two-tower model of ``transformers`` or OpenCLIP.
+
+    Args:
+        contrastive_loss: From ``openclip_ext.create_loss``.
+        args, options: As for ``Trainer``.
+
+    Raises:
+        ValueError: ``remove_unused_columns`` is on, which would remove the index.
+    """
+
+    def __init__(self, *args: Any, contrastive_loss: ContrastiveLoss, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.args.remove_unused_columns:
+            raise ValueError("set remove_unused_columns=False in TrainingArguments: otherwise the index is removed")
+        self.model_loss = ModelLoss(contrastive_loss, self.model)
+        # Validation data have a loss, though no labels.
+        self.can_return_loss = True
+        self.label_names: list[str] = []
+        self.add_callback(LossCallback(self.model_loss))
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **_: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        inputs = {name: value for name, value in inputs.items() if name != "return_loss"}
+        index = inputs.pop(INDEX, None)
+        outputs = model(**inputs)
+        loss = self.model_loss(outputs, index, training=model.training)
+        return (loss, outputs) if return_outputs else loss
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new:
+            self.model_loss.separate_rate(optimizer)
+        return optimizer
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """The trainer's numbers, and beside the training loss the loss's own."""
+        if "loss" in logs:
+            logs |= self.model_loss.loss.metrics()
+        super().log(logs, *args, **options)

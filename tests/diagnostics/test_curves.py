@@ -1,0 +1,60 @@
+"""The picture of runs' curves."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+pytest.importorskip("matplotlib")
+
+from openclip_ext.diagnostics import curves
+
+
+def write_run(folder, steps, **extra):
+    folder.mkdir()
+    records = [
+        {
+            "step": step,
+            "loss": 1.0 / (step + 1),
+            "infonce": 4 - step / 100,
+            "chance": 4.16,
+            "temperature": 0.07,
+            **extra,
+        }
+        for step in steps
+    ]
+    records.append({"step": steps[-1], "epoch": 1, "evaluation": {"top1": 0.5}})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_curves_of_several_runs_are_drawn(tmp_path, capsys):
+    quantiles = {
+        "alpha_q10": -2.0,
+        "alpha_q50": -1.0,
+        "alpha_q90": 0.0,
+        "temperature_min": 0.05,
+        "temperature_max": 0.09,
+    }
+    write_run(tmp_path / "neuclip", range(0, 200, 20), **quantiles)
+    write_run(tmp_path / "openclip", range(0, 100, 20))
+    (tmp_path / "just-started").mkdir()
+    output = tmp_path / "pictures" / "curves.png"
+    curves.main([*(str(tmp_path / name) for name in ("neuclip", "openclip", "just-started")), "--output", str(output)])
+    pixels = np.asarray(Image.open(output).convert("RGB")).reshape(-1, 3)
+    blue, orange = (31, 119, 180), (255, 127, 14)  # a line each
+    assert all((np.abs(pixels - np.array(color)).max(axis=1) < 3).sum() > 500 for color in (blue, orange))
+
+
+def test_curves_without_a_run_say_what_to_give(tmp_path):
+    with pytest.raises(SystemExit, match="no run folder"):
+        curves.main([str(tmp_path / "none"), "--output", str(tmp_path / "x.png")])
+    with pytest.raises(SystemExit, match="no training step logged"):
+        curves.main([str(tmp_path), "--output", str(tmp_path / "x.png")])
+
+
+def test_smoothing_keeps_a_line_straight_and_averages_noise():
+    smooth = curves.smooth
+    assert smooth(np.arange(10.0)) == pytest.approx(np.arange(10.0))
+    assert smooth(np.array([0.0, 3, 0, 3, 0]), window=3) == pytest.approx([0, 1, 2, 1, 0])
+    assert smooth(np.array([])).size == 0

@@ -1,0 +1,151 @@
+"""Exported folders give the checkpoint's embeddings in OpenCLIP and in transformers, and a card made from the run."""
+
+import json
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from PIL import Image
+
+from openclip_ext.export.__main__ import export
+from openclip_ext.export.clip_model import TOLERANCE, convert
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training.config import training_config
+from openclip_ext.training.errors import UsageError
+from openclip_ext.training.flags import parse
+from openclip_ext.training.model import write_model_config
+from openclip_ext.training.run_folder import write_settings
+
+CAPTIONS = ["a red circle left of a blue square", "The  Cat's toys, 2 of them!", "naïve café"]
+
+
+def make_run(folder: Path, model: str, *flags: str) -> Path:
+    """The run folder of a model with random weights; returns the checkpoint."""
+    add_model_configs()
+    args, choice = parse(["--train-data", "x", "--model", model, "--logs", str(folder), "--name", "run", *flags])
+    config = training_config(args, choice, torch.device("cpu"))
+    torch.manual_seed(0)
+    built, *_ = config.model.create(torch.device("cpu"))
+    run = folder / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    write_settings(run, config.flags, config.loss.name, dict(config.loss.options))
+    write_model_config(config.model, run)
+    checkpoint = run / "checkpoints" / "epoch_2.pt"
+    torch.save({"epoch": 2, "name": "run", "state_dict": built.state_dict()}, checkpoint)
+    return checkpoint
+
+
+def embeddings(model, images, texts):
+    model.eval()
+    with torch.no_grad():
+        return torch.cat([model.encode_image(images, normalize=True), model.encode_text(texts, normalize=True)])
+
+
+def picture() -> Image.Image:
+    pixels = torch.randint(0, 256, (50, 70, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    return Image.fromarray(pixels.numpy())
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf"])
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("demo-vit", ["--loss", "neuclip", "--image-mean", "0.4", "0.5", "0.6", "--force-image-size", "40"]),
+        ("demo-vit", ["--force-custom-text", "--force-quick-gelu", "--image-interpolation", "bilinear"]),
+        ("ViT-B-32", ["--loss", "fastclip"]),
+    ],
+    ids=["demo", "custom text", "ViT-B-32"],
+)
+def test_embeddings_are_the_checkpoints(name, flags, to, tmp_path):
+    checkpoint = make_run(tmp_path, name, *flags)
+    add_model_configs()
+    open_clip.add_model_config(checkpoint.parents[1] / "model_config")
+    preprocessing = {}
+    if "--image-mean" in flags:
+        preprocessing["image_mean"] = (0.4, 0.5, 0.6)
+    if "--image-interpolation" in flags:
+        preprocessing["image_interpolation"] = "bilinear"
+    original, _, preprocess = open_clip.create_model_and_transforms(name, pretrained=str(checkpoint), **preprocessing)
+    images = preprocess(picture())[None]
+    texts = open_clip.get_tokenizer(name)(CAPTIONS)
+    expected = embeddings(original, images, texts)
+
+    output = tmp_path / "exported"
+    export(checkpoint, to, output)
+    source = f"local-dir:{output}"
+    model, _, preprocess = open_clip.create_model_and_transforms(source)
+    found = embeddings(model, preprocess(picture())[None], open_clip.get_tokenizer(source)(CAPTIONS))
+    assert torch.equal(found, expected)
+    if to == "safetensors":
+        assert not (output / "model.safetensors").exists()
+        return
+
+    transformers = pytest.importorskip("transformers")
+    clip = transformers.CLIPModel.from_pretrained(output).eval()
+    processor = transformers.CLIPProcessor.from_pretrained(output)
+    inputs = processor(text=CAPTIONS, images=picture(), return_tensors="pt", padding=True)
+    for tokens, mask, own in zip(inputs["input_ids"], inputs["attention_mask"], texts, strict=True):
+        assert tokens[mask.bool()].tolist() == own[own > 0].tolist()
+    with torch.no_grad():
+        theirs = clip(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], pixel_values=images)
+    assert (torch.cat([theirs.image_embeds, theirs.text_embeds]) - expected).abs().max() < TOLERANCE
+    assert theirs.logits_per_image.shape == (1, 3)
+    # Its resizing is another library's, which rounds to whole grey values elsewhere.
+    assert (inputs["pixel_values"] - images).abs().max() < 0.05
+
+
+def test_a_card_tells_of_the_run_and_of_no_path(tmp_path):
+    checkpoint = make_run(tmp_path, "demo-vit", "--loss", "neuclip", "--prototypes", "96")
+    run = checkpoint.parents[1]
+    lines = [{"step": step, "loss": 1.5 - step / 10, "infonce": 2.0, "epoch": 1} for step in range(3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    results = {"epoch": 2, "image_to_text_R@1": 0.25}
+    (run / "checkpoints" / "results.jsonl").write_text(json.dumps({"epoch": 1, "image_to_text_R@1": 0.1}) + "\n")
+    with (run / "checkpoints" / "results.jsonl").open("a") as stream:
+        stream.write(json.dumps(results) + "\n")
+    datacomp = run / "datacomp" / "epoch_2"
+    datacomp.mkdir(parents=True)
+    line = {"key": "cifar10", "dataset": "CIFAR-10", "metrics": {"main_metric": 0.5}}
+    (datacomp / "eval_results.jsonl").write_text(json.dumps(line) + "\n")
+    export(checkpoint, "safetensors", tmp_path / "exported")
+    card = (tmp_path / "exported" / "README.md").read_text()
+    rows = ["| architecture | demo-vit |", "| loss | neuclip |", "| loss: prototypes | 96 |", "| CIFAR-10 | 0.5 |"]
+    rows += ["| image_to_text_R@1 | 0.25 |", "| infonce | 2 |", "At optimizer step 2:"]
+    assert [row for row in rows if row not in card] == []
+    assert str(tmp_path) not in card
+    assert ("![curves" in card) == (tmp_path / "exported" / "curves.png").exists()
+
+
+def test_an_architecture_without_a_counterpart_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"no counterpart of this model .*visual\.bn1.*--to safetensors"):
+        export(make_run(tmp_path, "demo-resnet"), "hf", tmp_path / "exported")
+
+
+def test_a_computation_without_a_counterpart_is_refused(tmp_path):
+    """The weights have the same names, but the image embedding is another."""
+    checkpoint = make_run(tmp_path, "demo-vit")
+    kept = checkpoint.parents[1] / "model_config" / "demo-avg.json"
+    content = json.loads((checkpoint.parents[1] / "model_config" / "demo-vit.json").read_text())
+    content["vision_cfg"]["pool_type"] = "avg"
+    kept.write_text(json.dumps(content))
+    open_clip.add_model_config(kept)
+    config = checkpoint.parents[1] / "config.json"
+    config.write_text(config.read_text().replace('"model": "demo-vit"', '"model": "demo-avg"'))
+    with pytest.raises(UsageError, match=r"its embeddings would differ by 0\."):
+        export(checkpoint, "hf", tmp_path / "exported")
+
+
+def test_wrong_places_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="there is no checkpoint"):
+        export(tmp_path / "epoch_9.pt", "hf", tmp_path / "exported")
+    torch.save({}, tmp_path / "alone.pt")
+    with pytest.raises(UsageError, match=r"it has no config\.json"):
+        export(tmp_path / "alone.pt", "hf", tmp_path / "exported")
+    with pytest.raises(UsageError, match="is not empty"):
+        export(tmp_path / "alone.pt", "hf", tmp_path)
+
+
+def test_an_unknown_weight_is_named():
+    with pytest.raises(KeyError, match="logit_bias"):
+        convert({"logit_bias": torch.zeros(())})

@@ -1,0 +1,98 @@
+"""accelerate: the loss's state goes with ``save_state``, also with two processes, and resume is bitwise."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.utils.data import DataLoader
+
+from openclip_ext import distributed
+from openclip_ext.integrations.accelerate import prepare
+from openclip_ext.integrations.model_loss import ModelLoss
+from tests.distributed.pool import two_ranks
+from tests.integrations.towers import BATCH, LR_TAU, assert_equal_runs, final_state, pairs, stateful_loss
+from tests.training.tiny import tiny_batch, tiny_model
+
+
+def prepared(**options):
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(pairs(), BATCH, shuffle=True, drop_last=True)
+    accelerator = Accelerator(cpu=True, **options)
+    return accelerator, *prepare(accelerator, model, optimizer, loader, stateful_loss())
+
+
+def train(folder, epochs, resume=False):
+    set_seed(0)
+    accelerator, model, optimizer, loader, loss = prepared()
+    if resume:
+        accelerator.load_state(folder)
+    for epoch in range(loss.loss.epoch + 1 if resume else 0, epochs):
+        loss.loss.start_epoch(epoch)
+        for batch in loader:
+            index = batch.pop("index")
+            accelerator.backward(loss(model(**batch), index))
+            loss.step(optimizer)
+            optimizer.zero_grad()
+        accelerator.save_state(folder)
+    assert optimizer.param_groups[-1]["lr"] == LR_TAU
+    return final_state(model, loss.loss)
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
+    train(tmp_path / "stopped", epochs=1)
+    resumed = train(tmp_path / "stopped", epochs=2, resume=True)
+    assert_equal_runs(resumed, train(tmp_path / "uninterrupted", epochs=2))
+
+
+def test_accumulation_is_refused():
+    with pytest.raises(ValueError, match="do not accumulate"):
+        prepared(gradient_accumulation_steps=2)
+
+
+def test_repeated_samples_are_refused():
+    accelerator = SimpleNamespace(num_processes=2, gradient_accumulation_steps=1)
+    model = tiny_model()
+    with pytest.raises(ValueError, match="drop_last=True"):
+        prepare(accelerator, model, torch.optim.AdamW(model.parameters()), DataLoader(pairs(), BATCH), stateful_loss())
+
+
+def test_a_temperature_in_a_shared_group_is_refused():
+    model = tiny_model()
+    loss = ModelLoss(stateful_loss(), model)
+    with pytest.raises(ValueError, match=r"separate_rate\(optimizer\)"):
+        loss.step(torch.optim.AdamW(model.parameters()))
+
+
+def test_outputs_of_an_unknown_kind_are_refused():
+    with pytest.raises(ValueError, match="logits: expected image_features"):
+        ModelLoss(stateful_loss(), tiny_model())({"logits": torch.zeros(2)})
+
+
+def _own_part() -> tuple[bool, int, bool]:
+    """Whether the state of all processes gives this one its part back; how many it has, and whether they differ."""
+    rank, model = distributed.rank(), tiny_model()
+    loss, other = (ModelLoss(stateful_loss(), model) for _ in range(2))
+    batch = tiny_batch(rank)
+    loss(model(batch["image"], batch["text"]), torch.arange(8) + 8 * rank)
+    state = loss.state_dict()
+    other.load_state_dict(state)
+    own, restored = loss.loss.state_dict(), other.loss.state_dict()
+    differ = any(not torch.equal(state["loss"][1 - rank][name], value) for name, value in own.items())
+    return all(torch.equal(restored[name], value) for name, value in own.items()), len(state["loss"]), differ
+
+
+def test_each_process_gets_its_own_part_of_the_state_back():
+    assert two_ranks().run(_own_part) == [(True, 2, True)] * 2
+
+
+def test_another_number_of_processes_is_refused():
+    loss = ModelLoss(stateful_loss(), tiny_model())
+    state = loss.state_dict()
+    with pytest.raises(ValueError, match="saved by 2 processes, and 1 resume"):
+        loss.load_state_dict({**state, "loss": state["loss"] * 2})

@@ -1,0 +1,54 @@
+"""PyTorch Lightning: resume is bitwise, and the temperature keeps its rate and its bounds."""
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+
+import lightning
+from torch.utils.data import DataLoader, DistributedSampler
+
+from openclip_ext.integrations.lightning import ContrastiveModule
+from tests.integrations.towers import BATCH, LR_TAU, Pairs, assert_equal_runs, final_state, pairs, stateful_loss
+from tests.training.tiny import tiny_model
+
+
+class Module(ContrastiveModule):
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.model_loss.separate_rate(optimizer)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def train(folder, epochs=2, resume=None, **options):
+    train_set = pairs()
+    loader = DataLoader(train_set, BATCH, sampler=DistributedSampler(train_set, num_replicas=1, rank=0, drop_last=True))
+    module = Module(tiny_model(), stateful_loss())
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = lightning.Trainer(max_epochs=epochs, default_root_dir=folder, **quiet, **options)
+    trainer.fit(module, loader, DataLoader(Pairs(), BATCH), ckpt_path=resume)
+    return trainer, module
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("run"))
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(uninterrupted, tmp_path):
+    stopped, _ = train(tmp_path, epochs=1)
+    _, resumed = train(tmp_path, resume=stopped.checkpoint_callback.best_model_path)
+    states = [final_state(module.model, module.model_loss.loss) for module in (resumed, uninterrupted[1])]
+    assert_equal_runs(*states)
+
+
+def test_the_temperature_keeps_its_rate_and_validation_is_logged(uninterrupted):
+    trainer, module = uninterrupted
+    (group,) = (group for group in trainer.optimizers[0].param_groups if group["params"] == [module.model.logit_scale])
+    assert LR_TAU / 2 <= group["lr"] <= LR_TAU  # the schedule's step comes after the last of ours
+    assert trainer.callback_metrics.keys() >= {"train_loss", "val_loss"}
+
+
+def test_accumulation_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="do not accumulate"):
+        train(tmp_path, accumulate_grad_batches=2)

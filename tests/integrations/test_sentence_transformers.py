@@ -1,0 +1,91 @@
+"""sentence-transformers: resume is bitwise, the loss's temperature trains, and what does not fit is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("sentence_transformers")
+pytest.importorskip("datasets")
+
+from datasets import Dataset
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from openclip_ext.data import with_index
+from openclip_ext.integrations.sentence_transformers import GlobalContrastiveLoss
+from openclip_ext.training.optimizer import LOGIT_SCALE
+from tests.integrations.towers import BATCH, SAMPLES, assert_equal_runs, final_state, stateful_loss
+from tests.training.tiny import WIDTH
+
+NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+
+
+def encoder():
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate([*NUMBERS, "?"])}, unk_token="?")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    torch.manual_seed(0)
+    return SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_dim=WIDTH)], device="cpu")
+
+
+def train(folder, resume=None, **options):
+    texts = [" ".join(NUMBERS[int(digit)] for digit in f"{number:02d}") for number in range(SAMPLES)]
+    pairs = Dataset.from_dict({"anchor": texts, "positive": texts[::-1]})
+    loss = GlobalContrastiveLoss(encoder(), stateful_loss())
+    arguments = SentenceTransformerTrainingArguments(
+        str(folder),
+        num_train_epochs=2,
+        per_device_train_batch_size=BATCH,
+        learning_rate_mapping=loss.learning_rates(),
+        save_steps=3,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **options,
+    )
+    train_set = with_index(pairs).rename_column("index", "label")
+    trainer = SentenceTransformerTrainer(
+        loss.model, arguments, train_dataset=train_set, eval_dataset=train_set, loss=loss, callbacks=[loss.callback()]
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("run"))
+
+
+@pytest.mark.parametrize("step", [3, 6], ids=["first epoch", "second epoch"])
+def test_a_resumed_run_equals_the_uninterrupted_one(uninterrupted, step):
+    folder = Path(uninterrupted.args.output_dir)
+    resumed = train(folder, resume=str(folder / f"checkpoint-{step}"))
+    assert_equal_runs(*(_state(run) for run in (resumed, uninterrupted)))
+
+
+def _state(trainer):
+    loss = trainer.loss
+    return final_state(loss.model, loss.model_loss.loss) | {f"model.{LOGIT_SCALE}": loss.logit_scale.detach()}
+
+
+def test_the_temperature_trains_and_validation_changes_nothing(uninterrupted):
+    before = _state(uninterrupted)
+    start = uninterrupted.loss.model_loss.loss.initial_logit_scale
+    assert before[f"model.{LOGIT_SCALE}"].item() != pytest.approx(start)
+    assert uninterrupted.evaluate()["eval_loss"] > 0
+    assert all(torch.equal(_state(uninterrupted)[name], value) for name, value in before.items())
+
+
+def test_accumulation_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="do not accumulate"):
+        train(tmp_path, gradient_accumulation_steps=2)
+
+
+def test_hard_negatives_are_refused():
+    loss = GlobalContrastiveLoss(encoder(), stateful_loss())
+    features = loss.model.preprocess(["one two"])
+    with pytest.raises(ValueError, match="expected two columns of texts, found 3"):
+        loss([dict(features) for _ in range(3)], torch.tensor([0]))

@@ -1,0 +1,99 @@
+"""``transformers.Trainer``: resume is bitwise, and the temperature and the index reach the loss."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import CLIPConfig, CLIPModel, TrainingArguments, set_seed
+
+from openclip_ext.integrations.transformers import LOSS_FILE, ContrastiveTrainer
+from openclip_ext.losses.registry import create_loss
+from tests.integrations.towers import BATCH, LR_TAU, STEPS, Pairs, assert_equal_runs, final_state, pairs, stateful_loss
+from tests.training.tiny import CONTEXT, IMAGE, VOCABULARY, WIDTH
+
+
+def clip() -> CLIPModel:
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "eos_token_id": VOCABULARY - 1}
+    vision = {"image_size": IMAGE, "patch_size": 8}
+    torch.manual_seed(0)
+    return CLIPModel(CLIPConfig(text_config=tower | text, vision_config=tower | vision, projection_dim=WIDTH))
+
+
+def collate(samples):
+    names = {"image": "pixel_values", "text": "input_ids", "index": "index"}
+    return {names[name]: torch.stack([torch.as_tensor(sample[name]) for sample in samples]) for name in samples[0]}
+
+
+def trainer(folder: Path, **options) -> ContrastiveTrainer:
+    arguments = {"num_train_epochs": 2, "save_steps": 3, "logging_steps": 1, "remove_unused_columns": False} | options
+    arguments |= {"per_device_train_batch_size": BATCH, "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    set_seed(0)
+    return ContrastiveTrainer(
+        clip(),
+        TrainingArguments(str(folder), learning_rate=1e-2, **arguments),
+        train_dataset=pairs(),
+        eval_dataset=Pairs(),
+        data_collator=collate,
+        contrastive_loss=stateful_loss(),
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    run = trainer(tmp_path_factory.mktemp("run"))
+    run.train()
+    return run
+
+
+@pytest.mark.parametrize("step", [3, 6], ids=["first epoch", "second epoch"])
+def test_a_resumed_run_equals_the_uninterrupted_one(uninterrupted, step):
+    folder = Path(uninterrupted.args.output_dir)
+    resumed = trainer(folder)
+    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+    states = [final_state(run.model, run.model_loss.loss) for run in (resumed, uninterrupted)]
+    assert_equal_runs(*states)
+
+
+def test_the_temperature_has_its_own_constant_rate(uninterrupted):
+    (group,) = (group for group in uninterrupted.optimizer.param_groups if len(group["params"]) == 1)
+    assert group["params"][0] is uninterrupted.model.logit_scale
+    assert group["lr"] == pytest.approx(LR_TAU) or uninterrupted.state.global_step == 2 * STEPS
+
+
+def test_the_log_has_the_losss_numbers(uninterrupted):
+    logged = [line for line in uninterrupted.state.log_history if "loss" in line]
+    assert all("infonce" in line and "temperature_median" in line for line in logged)
+
+
+def test_validation_has_openclips_loss_and_leaves_the_state_alone(uninterrupted):
+    before = final_state(uninterrupted.model, uninterrupted.model_loss.loss)
+    assert uninterrupted.evaluate()["eval_loss"] > 0
+    after = final_state(uninterrupted.model, uninterrupted.model_loss.loss)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_checkpoint_without_the_losss_state_is_named(uninterrupted, tmp_path):
+    run = trainer(tmp_path)
+    with pytest.raises(ValueError, match=LOSS_FILE):
+        run.train(resume_from_checkpoint=str(Path(uninterrupted.args.output_dir) / "checkpoint-3"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"gradient_accumulation_steps": 2}, "do not accumulate"), ({"remove_unused_columns": True}, "index is removed")],
+)
+def test_what_would_train_wrongly_is_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, **options).train()
+
+
+def test_a_head_is_refused():
+    from openclip_ext.integrations.model_loss import ModelLoss
+
+    with pytest.raises(ValueError, match=r"only openclip_ext\.training\.main"):
+        ModelLoss(create_loss("cliplite", embed_dim=WIDTH), clip())
