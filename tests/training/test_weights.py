@@ -8,12 +8,22 @@ import pytest
 import torch
 from torch import nn
 
+from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.best import is_best
 from openclip_ext.training.ema import TRAINED_KEY, ModelEma
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.lr_scales import THE_RUNS, TowerRates, depths, lr_scales
 from openclip_ext.training.optimizer import SCALE, OptimizerConfig, ScheduleConfig, create_optimizer, create_schedule
-from tests.training.runs import EXIT_AFTER_SIGTERM, command, differences, final_state, losses_of, make_shards, run
+from tests.training.runs import (
+    EXIT_AFTER_SIGTERM,
+    command,
+    differences,
+    final_state,
+    losses_of,
+    make_shards,
+    run,
+    run_on_two_ranks,
+)
 
 METRIC = "image_to_text_R@5"
 
@@ -92,11 +102,9 @@ def test_depth_of_each_parameter(names, expected, layers):
     assert [found[name] for name in stack] == [2, 1]
 
 
-def _demo() -> nn.Module:
-    from openclip_ext.model_configs import add_model_configs
-
+def _demo(pretrained: str = "") -> nn.Module:
     add_model_configs()
-    return open_clip.create_model("demo-vit")
+    return open_clip.create_model("demo-vit", pretrained=pretrained)
 
 
 def test_scales_of_a_model():
@@ -178,6 +186,24 @@ def test_a_resumed_run_is_the_uninterrupted_one(shards, tmp_path):
     _check_best(tmp_path / "whole", tmp_path / "resumed")
 
 
+def test_two_ranks_resume_and_stock_openclip_loads_the_average(shards, tmp_path):
+    more = ["--model-ema-decay", "0.8", "--lr-text", "5e-4", "--equal-captions", "mask", "--draw-captions"]
+    on_two = [*more, "--batch-size", "8"]
+    resumed = [*command(shards, tmp_path, "resumed", "fastclip", *on_two), "--resume", "latest"]
+    run_on_two_ranks(
+        [
+            {"argv": command(shards, tmp_path, "whole", "fastclip", *on_two)},
+            {"argv": resumed, "stop_after": 8, "status": EXIT_AFTER_SIGTERM},
+            {"argv": resumed},
+        ]
+    )
+    whole = final_state(tmp_path / "whole")
+    assert differences(final_state(tmp_path / "resumed"), whole) == []
+    assert all(name.startswith("module.") for name in whole["model"][TRAINED_KEY])
+    model = _demo(str(tmp_path / "whole" / "checkpoints" / "epoch_2.pt"))
+    assert differences(dict(model.state_dict()), dict(whole["model"]["state_dict"])) == []
+
+
 def _check_best(*folders):
     for folder in folders:
         lines = [json.loads(line) for line in (folder / "checkpoints" / "results.jsonl").read_text().splitlines()]
@@ -185,7 +211,7 @@ def _check_best(*folders):
         content = torch.load(folder / "checkpoints" / "best.pt", weights_only=True)
         assert content.keys() == {"epoch", "name", "state_dict"}
         assert content["epoch"] == best["epoch"]
-        model = open_clip.create_model("demo-vit", pretrained=str(folder / "checkpoints" / "best.pt"))
+        model = _demo(str(folder / "checkpoints" / "best.pt"))
         assert differences(dict(model.state_dict()), dict(content["state_dict"])) == []
 
 
