@@ -18,10 +18,10 @@ import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer import losses
-from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+from sentence_transformers.sentence_transformer.modules import Pooling, WordEmbeddings
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import nn
-from transformers import set_seed
+from transformers import PreTrainedTokenizerFast, set_seed
 
 import openclip_ext
 from openclip_ext.data import with_index
@@ -30,6 +30,7 @@ from openclip_ext.training.evaluation import retrieval_metrics
 
 PACKAGES = ("numpy", "pandas", "networkx", "PIL")
 WIDTH = 256
+MAX_TOKENS = 128
 SPLITS = {"test": range(10), "validation": range(10, 20), "train": range(20, 100)}  # percent, by a hash of the summary
 
 
@@ -72,7 +73,10 @@ def create_model(texts: list[str]) -> SentenceTransformer:
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     trainer = trainers.WordPieceTrainer(vocab_size=8000, special_tokens=["[UNK]", "[PAD]"], show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
-    return SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_dim=WIDTH)], device="cpu")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]")
+    start = torch.randn(tokenizer.get_vocab_size(), WIDTH)
+    words = WordEmbeddings(fast, start, update_embeddings=True, max_seq_length=MAX_TOKENS)
+    return SentenceTransformer(modules=[words, Pooling(WIDTH)])
 
 
 def create_loss(name: str, model: SentenceTransformer, num_samples: int, epochs: int, batch: int) -> nn.Module:
@@ -102,9 +106,9 @@ def evaluate(model: SentenceTransformer, of_split: list[tuple[str, str]]) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loss", default="fastclip", help="mnrl, cached-mnrl, or a loss of openclip_ext")
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch", type=int, default=64, help="pairs in memory; cached-mnrl contrasts 8 times as many")
-    parser.add_argument("--lr", type=float, default=None)
+    parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--packages", nargs="+", default=list(PACKAGES))
     parser.add_argument("--output", type=Path, default=Path("demo/docstrings"))
@@ -122,7 +126,7 @@ def main() -> None:
         str(args.output / args.loss),
         num_train_epochs=args.epochs,
         per_device_train_batch_size=args.batch * (8 if args.loss == "cached-mnrl" else 1),
-        learning_rate=args.lr or 0.03,
+        learning_rate=args.lr,
         learning_rate_mapping=loss.learning_rates() if ours else {},
         warmup_steps=0.1,
         dataloader_drop_last=True,
