@@ -23,6 +23,7 @@ COMMANDS = {
     "train": Command("openclip_ext.training.main", "train CLIP: OpenCLIP's flags and ours"),
     "manifest": Command("openclip_ext.data.manifest", "count the samples of shards and fix their indices"),
     "plan": Command("openclip_ext.diagnostics.plan", "memory and communication of a training before it starts"),
+    "compare": Command("openclip_ext.diagnostics.compare", "find the loss that brings the most on your data"),
     "estimation-error": Command(
         "openclip_ext.diagnostics.estimation_error", "compare a run's normalizers with the exact ones"
     ),

@@ -360,6 +360,11 @@ def _extended_create_loss(original: Callable) -> Callable:
                 "Use --accum-freq 1 or python -m openclip_ext.training.main"
             )
         loss = registry.create_loss(name, embed_dim=embedding_dim(args.model), **options)
+        if loss.needs_positives:
+            raise ValueError(
+                "--equal-captions needs to know which captions are equal, which OpenCLIP's loop does not tell. "
+                "Train with: python -m openclip_ext.training.main"
+            )
         if loss.model_head() is not None:
             raise ValueError(
                 f"--loss {name} trains modules of its own with the model, and OpenCLIP's optimizer has the model's parameters "

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from openclip_ext import distributed
 from openclip_ext.contrastive import log_math
+from openclip_ext.state.sharded_table import count_of_equal, mean_of_equal
 
 if TYPE_CHECKING:
     from openclip_ext.contrastive.objectives import Estimand
@@ -27,6 +28,8 @@ class LocalBatch:
         image, text: ``(B_local, d)``, as given (any float type, with gradient).
         logit_scale: 0-d, with gradient.
         index: ``(B_local,)`` int64, or None where the loss needs none.
+        labels: ``(B_local,)`` int64, by which samples of equal captions are known; None: all captions differ.
+        positives_attract: whether samples of equal labels are positives; if not, they are left out of the negatives only.
         finite: ``(B_local,)`` bool, whether all features of a sample are finite.
         dtype: precision to compute in.
         epoch: epoch of the run, from 0.
@@ -47,6 +50,8 @@ class LocalBatch:
     call: int = 0
     learning: bool = False
     views: int = 1
+    labels: Tensor | None = None
+    positives_attract: bool = False
 
     def detached(self) -> "LocalBatch":
         """The same inputs without their graph, to keep them beyond the step."""
@@ -64,18 +69,22 @@ class GatheredBatch:
 
     Attributes:
         features: ``(2, B, d)``: images, texts.
-        positive: ``(B,)`` similarities ``s_ii`` of the positive pairs.
+        positive: ``(B,)`` similarities ``s_ii`` of the positive pairs; with :attr:`positive_means` ``(2, B)``, each anchor's
+            mean over its positives.
         valid: ``(B,)`` bool.
         count: 0-d, number of samples that count, at least 2 of each view.
-        negatives: 0-d, number of negatives of each anchor that counts.
+        negatives: number of negatives of each anchor that counts: 0-d, or ``(B,)`` with labels.
         logit_scale: 0-d; 1 where the given one is not finite and positive.
         scale_ok: 0-d bool, whether the logit scale is finite and positive, on all processes or on none.
-        ok: 0-d bool, whether the logit scale is and at least two samples (of each view) count. If not, no sample counts.
+        ok: 0-d bool, whether the logit scale is, and at least two samples (of each view) count whose labels, if any, differ.
+            If not, no sample counts.
         index: ``(B,)`` int64, or None.
         first: position of this process's first sample.
         local_size: number of this process's samples.
         world_size: number of processes whose samples these are.
         epoch, call, learning, views: those of the :class:`LocalBatch`.
+        labels: ``(B,)`` int64, or None; samples with equal labels are no negatives of each other.
+        positive_means: ``(2, B, d)``, the mean of each anchor's positives, on the other side; None: there is but one.
     """
 
     features: Tensor
@@ -94,11 +103,18 @@ class GatheredBatch:
     call: int
     learning: bool
     views: int
+    labels: Tensor | None = None
+    positive_means: Tensor | None = None
 
     @property
     def size(self) -> int:
         """Number of samples, those that do not count included."""
         return self.features.shape[1]
+
+    @property
+    def pairs(self) -> Tensor:
+        """Number of pairs of each anchor, its negatives and the positive one: as :attr:`negatives`."""
+        return self.negatives + 1
 
     @property
     def local(self) -> slice:
@@ -126,6 +142,20 @@ class GatheredBatch:
         rows = values.shape[0]
         gathered = distributed.all_gather(values).reshape(self.world_size, rows, -1)
         return gathered.transpose(0, 1).reshape(rows, -1)
+
+    def through_positive(self, coefficients: Tensor) -> Tensor:
+        """Gradient of ``Σ_k,i coefficient_k,i·positive_k,i`` over all anchors in this process's features, ``(2, B_local, d)``.
+
+        Args:
+            coefficients: ``(2, B_local)`` of this process's anchors, 0 where one does not count.
+        """
+        if self.positive_means is None:
+            return coefficients.sum(dim=0)[:, None] * self.features[:, self.local].flip(0)
+        assert self.labels is not None
+        as_anchors = coefficients[:, :, None] * self.positive_means[:, self.local]
+        weighted = self.gather_local(coefficients)[:, :, None] * self.features
+        as_positives = _mean_over_equal(self.labels, weighted, self.valid).flip(0)
+        return as_anchors + as_positives[:, self.local]
 
 
 @dataclass(frozen=True)
@@ -175,27 +205,38 @@ def gather_batch(batch: LocalBatch, num_samples: int | None, gather: bool) -> Ga
     """
     world_size = distributed.world_size() if gather else 1
     features = torch.stack([batch.image.detach(), batch.text.detach()])
-    index, valid = batch.index, batch.finite
+    index, labels, valid = batch.index, batch.labels, batch.finite
     local_size = features.shape[1]
     if world_size > 1:
         features = distributed.all_gather(features).reshape(world_size, 2, local_size, -1)
         features = features.transpose(0, 1).reshape(2, world_size * local_size, -1)
         index = None if index is None else distributed.all_gather(index)
+        labels = None if labels is None else distributed.all_gather(labels)
         valid = torch.isfinite(features).all(dim=2).all(dim=0)
     logit_scale = batch.logit_scale.detach().to(batch.dtype)
     scale_ok = torch.isfinite(logit_scale) & (logit_scale > 0)
     if index is not None and num_samples is not None:
         valid = valid & (index >= 0) & (index < num_samples)
     ok = scale_ok & (valid.sum() >= 2 * batch.views)
+    if labels is not None:
+        # Then each sample that counts has a negative, or none has.
+        ok = ok & (valid & (count_of_equal(labels, valid) < valid.sum())).any()
     valid = valid & ok
     features = torch.where(valid[:, None], features.to(batch.dtype), 0)
     count = valid.sum().clamp(min=2 * batch.views).to(batch.dtype)
+    negatives = count - batch.views
+    positive, positive_means = features.prod(dim=0).sum(dim=1), None
+    if labels is not None:
+        negatives = (count - count_of_equal(labels, valid)).clamp(min=1)
+        if batch.positives_attract:
+            positive_means = _mean_over_equal(labels, features, valid).flip(0)
+            positive = (features * positive_means).sum(dim=2)
     return GatheredBatch(
         features=features,
-        positive=features.prod(dim=0).sum(dim=1),
+        positive=positive,
         valid=valid,
         count=count,
-        negatives=count - batch.views,
+        negatives=negatives,
         logit_scale=torch.where(scale_ok, logit_scale, 1),
         scale_ok=scale_ok,
         ok=ok,
@@ -207,4 +248,12 @@ def gather_batch(batch: LocalBatch, num_samples: int | None, gather: bool) -> Ga
         call=batch.call,
         learning=batch.learning,
         views=batch.views,
+        labels=labels,
+        positive_means=positive_means,
     )
+
+
+def _mean_over_equal(labels: Tensor, features: Tensor, valid: Tensor) -> Tensor:
+    """Mean of ``(2, B, d)`` over the samples of each label, for each sample."""
+    rows = features.transpose(1, 2).flatten(0, 1)
+    return mean_of_equal(labels, rows, valid).unflatten(0, (2, -1)).transpose(1, 2)

@@ -51,3 +51,16 @@ class NegativesMean(Estimand):
 
     def log_divisor(self, contrast: Contrast) -> Tensor:
         return torch.log(contrast.batch.negatives)
+
+
+class PartitionMean(Estimand):
+    """``Z_i·exp(−c·s_ii) = (1 + (B−1)·g_i)/B``: the mean over all ``B`` pairs of an anchor, the positive one included."""
+
+    formula = "log((1 + (B−1)·g)/B), the mean over all pairs, the positive one included"
+    includes_positive = True
+
+    def from_batch(self, contrast: Contrast) -> Tensor:
+        return log_math.infonce(contrast.log_g, contrast.batch.negatives) - torch.log(contrast.batch.pairs)
+
+    def log_divisor(self, contrast: Contrast) -> Tensor:
+        return torch.log(contrast.batch.pairs)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast, LocalBatch, gather_batch
+from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, check_labels, refuse_equal_captions
 from openclip_ext.contrastive.loss import ContrastiveLoss, without_autocast
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import Anchors, Objective, incompatibility
@@ -67,9 +68,10 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         embed_dim: width of the embeddings, where a part of the loss fixes it.
         num_samples: size of the index space, where a part of the loss needs the index.
         views: as in :class:`LocalBatch`.
+        equal_captions: what a pair of equal labels is to each other, see :mod:`openclip_ext.contrastive.equal_captions`.
 
     Raises:
-        ValueError: the parts make no loss, see :func:`incompatibility`.
+        ValueError: the parts make no loss, see :func:`incompatibility`, or cannot treat equal captions so.
     """
 
     index_out_of_range: Tensor
@@ -82,12 +84,16 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         embed_dim: int | None,
         num_samples: int | None,
         views: int = 1,
+        equal_captions: str = NEGATIVE,
     ) -> None:
         super().__init__()
         reason = incompatibility(type(objective), type(normalizer), type(temperature))
         if reason is not None:
             names = ", ".join(type(part).__name__ for part in (objective, normalizer, temperature))
             raise ValueError(f"{names}: {reason}")
+        refuse_equal_captions(equal_captions, type(objective), type(normalizer))
+        self.equal_captions = equal_captions
+        self.needs_positives = equal_captions != NEGATIVE
         self.views = views
         self.objective = objective
         self.normalizer = normalizer
@@ -109,7 +115,13 @@ class GlobalContrastiveLoss(ContrastiveLoss):
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
+    def _used_outputs(self, outputs: dict[str, Any]) -> set[str]:
+        return {"positives"} if self.needs_positives else set()
+
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
+        if self.needs_positives:
+            labels = check_labels(outputs.get("positives"), batch.image)
+            batch = replace(batch, labels=labels, positives_attract=self.equal_captions == POSITIVE)
         contrast, similarities, estimate = self._estimated(batch)
         learns_own = self.training and self.temperature.learns_own
         with torch.no_grad():
@@ -119,6 +131,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
                 log_g=contrast.log_g,
                 weight_ratio=log_math.saturating_exp(contrast.log_estimate - estimate.alpha),
                 positive=contrast.batch.positive,
+                pairs=contrast.batch.pairs,
             )
             value = 0.5 * contrast.batch.mean(self.objective.value(anchors)).sum()
             needs_tau_gradient = learns_own or self.temperature.learns_logit_scale
@@ -132,6 +145,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
                 self._update_temperatures(contrast, tau_gradient)
             if self.temperature.learns_logit_scale:
                 pairs.append((batch.logit_scale, self._through_logit_scale(0.5 * tau_gradient.sum(), contrast)))
+        if self.training and self.temperature.solves:
+            self.temperature.solve(contrast)
         return {"contrastive_loss": with_gradients(value, *pairs), **self._regularizer(contrast, batch.logit_scale)}
 
     @torch.no_grad()
@@ -167,8 +182,12 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         log_divisor = objective.estimand.log_divisor(contrast)
         weight_sum = log_math.saturating_exp(contrast.log_gap_sums - anchors.alpha - log_divisor)
         pairs = similarities.gradients(contrast.log_sums, factor * weight_sum, with_mean_similarity=with_gap)
-        through_positive = (factor * objective.positive_pair(anchors, weight_sum, contrast))[:, batch.local].sum(dim=0)
-        gradients = pairs.features.addcmul_(through_positive[:, None], batch.features[:, batch.local].flip(0))
+        in_positive = (factor * objective.positive_pair(anchors, weight_sum, contrast))[:, batch.local]
+        if batch.positive_means is None:
+            own = batch.features[:, batch.local].flip(0)
+            gradients = pairs.features.addcmul_(in_positive.sum(dim=0)[:, None], own)
+        else:
+            gradients = pairs.features.add_(batch.through_positive(in_positive))
         if estimate.feature_gradient is not None:
             through_alpha = torch.where(batch.valid, 0.5 * contrast.tau * excess / batch.count, 0)
             gradients += estimate.feature_gradient(through_alpha[:, batch.local])
@@ -323,12 +342,13 @@ class _Report:
 def _local_anchors(anchors: Anchors, weight_sum: Tensor, mean_similarity: Tensor | None, contrast: Contrast) -> Anchors:
     """The anchors of this process; with their weighted gap where the mean similarity of their negatives is given."""
     local = contrast.batch.local
-    positive = contrast.batch.positive[local]
+    positive = contrast.batch.positive[..., local]
     return Anchors(
         tau=anchors.tau[:, local],
         alpha=anchors.alpha[:, local],
         log_g=anchors.log_g[:, local],
         weight_ratio=anchors.weight_ratio[:, local],
         positive=positive,
+        pairs=anchors.pairs if anchors.pairs.ndim == 0 else anchors.pairs[local],
         weighted_gap=None if mean_similarity is None else weight_sum[:, local] * (mean_similarity - positive),
     )

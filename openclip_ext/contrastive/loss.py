@@ -46,6 +46,7 @@ class ContrastiveLoss(nn.Module):
         embed_dim: required width of the features; None: any.
         num_samples: size of the index space; None: the loss needs no index.
         needs_index: whether ``forward`` needs the samples' index.
+        needs_positives: whether ``forward`` needs ``positives``, the labels of equal captions.
         keeps_state: whether a call in training mode changes the loss, beyond what the training's optimizer does.
         depends_on_epoch: whether schedules of the loss follow :meth:`start_epoch`.
         expects_unit_norm: whether the features must have length 1.
@@ -65,6 +66,7 @@ class ContrastiveLoss(nn.Module):
     embed_dim: int | None = None
     num_samples: int | None = None
     needs_index = False
+    needs_positives = False
     keeps_state = False
     depends_on_epoch = False
     expects_unit_norm = True
@@ -105,13 +107,14 @@ class ContrastiveLoss(nn.Module):
             logit_bias: OpenCLIP's; it cancels in a softmax, and only sigmoid losses use it.
             index: ``(B_local,)`` positions of the samples in the data set; ignored by losses that need none.
             output_dict: return the terms.
-            outputs: other outputs of the model; a loss ignores those that it does not use.
+            outputs: other outputs of the model; a loss ignores those that it does not use. ``positives``, ``(B_local,)`` int64
+                labels that are equal where captions are, is used by a loss created with ``equal_captions``.
 
         Returns:
             The terms by name, ``contrastive_loss`` among them, or their sum.
 
         Raises:
-            ValueError: wrong shapes or types; too few samples to contrast; an index that is missing, or (at once on the
+            ValueError: wrong shapes or types; too few samples to contrast; an index (or labels) missing, or (at once on the
                 CPU, at the next :meth:`metrics` or :meth:`pop_nonfinite` on other devices) outside of ``[0, num_samples)``;
                 in the first two calls in training mode, a negative scale.
 

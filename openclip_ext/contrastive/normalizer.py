@@ -39,6 +39,7 @@ class Normalizer(nn.Module):
         needs_index: whether it needs ``batch.index``.
         depends_on_epoch: whether schedules of it follow the epoch.
         differentiable: whether its estimate may come with a gradient in the embeddings.
+        refuses_labels: why it cannot leave out samples of equal labels; empty: it can.
         contrasts_locally: whether the encoders' loss may contrast each process's own samples only. :meth:`step` is then told
             the global batch where :meth:`fit_due`.
     """
@@ -47,6 +48,7 @@ class Normalizer(nn.Module):
     needs_index: ClassVar[bool] = False
     depends_on_epoch: bool = False
     differentiable: ClassVar[bool] = False
+    refuses_labels: ClassVar[str] = ""
     contrasts_locally: bool = False
 
     def step(self, contrast: Contrast, global_contrast: Contrast | None = None) -> Estimate:

@@ -31,6 +31,7 @@ class Anchors:
         log_g: log of the mean over the negatives.
         weight_ratio: ``exp(log_estimate − α)``; 1 where α agrees with the batch.
         positive: ``s_ii``, ``(N,)``.
+        pairs: number of pairs of each anchor, its negatives and the positive one, 0-d or ``(N,)``.
         weighted_gap: ``Σ_j w_ij (s_ij − s_ii)``, or None where no temperature needs a gradient.
     """
 
@@ -39,6 +40,7 @@ class Anchors:
     log_g: Tensor
     weight_ratio: Tensor
     positive: Tensor
+    pairs: Tensor
     weighted_gap: Tensor | None = None
 
     def gap(self) -> Tensor:
@@ -159,6 +161,6 @@ def incompatibility(
         return "the objective takes α as a constant; this normalizer's gradient may reach the encoders"
     if temperature.regularized and not objective.regularized:
         return "the objective has no regulariser, and these temperatures are learned with one"
-    if normalizer.contrasts_locally and temperature.learns_own:
-        return "this normalizer's objective may stay in each process, and these temperatures are learned from the global batch"
+    if normalizer.contrasts_locally and (temperature.learns_own or temperature.solves):
+        return "this normalizer's objective may stay in each process, and these temperatures come from the global batch"
     return None

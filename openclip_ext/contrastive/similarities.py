@@ -56,8 +56,8 @@ class PairGradients:
 class Similarities:
     """Similarities of a batch at given temperatures.
 
-    Pairs that do not count are :data:`MASKED_SIMILARITY`. Among them are each anchor's positive pair and, with two views,
-    the anchor itself.
+    Pairs that do not count are :data:`MASKED_SIMILARITY`. Among them are each anchor's positive pair, pairs of equal labels
+    and, with two views, the anchor itself.
 
     Args:
         batch: the samples.
@@ -160,6 +160,8 @@ class _Chunk:
     def _masked(self, values: Tensor) -> Tensor:
         batch = self.batch
         values.masked_fill_(~(batch.valid[self.anchors, None] & batch.valid[None, :]), MASKED_SIMILARITY)
+        if batch.labels is not None:
+            values.masked_fill_(batch.labels[self.anchors, None] == batch.labels, MASKED_SIMILARITY)
         positions = torch.arange(self.anchors.start, self.anchors.stop, device=values.device)
         values.scatter_(1, positions[:, None], MASKED_SIMILARITY)
         if batch.views == 2:

@@ -25,6 +25,7 @@ class TemperatureScheme(nn.Module):
         uses_logit_scale: whether the temperatures depend on the model's ``logit_scale``.
         learns_logit_scale: whether the model's ``logit_scale`` is the (global) temperature and learned.
         learns_own: whether the scheme keeps and learns temperatures of its own, in :meth:`update`.
+        solves: whether the scheme finds temperatures from the embeddings, in :meth:`solve`.
         regularized: whether it is learned with the objective's regulariser ``ρ``.
         logit_scale_lr: learning rate of the model's parameter, without schedule; None: that of the encoders.
         initial_logit_scale: start value of the model's parameter ``log(1/τ)``; None: the model's own.
@@ -35,6 +36,7 @@ class TemperatureScheme(nn.Module):
     uses_logit_scale: bool = False
     learns_logit_scale: ClassVar[bool] = False
     learns_own: ClassVar[bool] = False
+    solves: ClassVar[bool] = False
     regularized: ClassVar[bool] = False
     logit_scale_lr: float | None = None
     initial_logit_scale: float | None = None
@@ -45,6 +47,9 @@ class TemperatureScheme(nn.Module):
 
     def update(self, contrast: Contrast, gradient: Tensor) -> None:
         """Learn from the derivative of the objective in each anchor's temperature, ``(2, B)``, regulariser included."""
+
+    def solve(self, contrast: Contrast) -> None:
+        """Find the next step's temperatures from a training step's embeddings, of all processes."""
 
     def rho(self, epoch: int) -> float | None:
         """Weight of the regulariser in an epoch; None if :attr:`regularized` is False."""

@@ -86,7 +86,7 @@ class CsvSource(Source):
     def reader(self) -> Reader:
         return _RowReader(self._images, self._captions)
 
-    def decode(self, raw: RawSample, decoder: ImageDecoder) -> tuple[DecodedImage, str]:
+    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
         path, caption = raw.fields["image"], raw.fields["caption"]
         if not path or not caption:
             raise BadSampleError(f"row {raw.index} has no {'caption' if path else 'image'}")

@@ -5,6 +5,7 @@ than drawing from a generator, needs no state, works on whole arrays, and gives 
 version.
 """
 
+import hashlib
 from enum import IntEnum
 
 import numpy as np
@@ -25,6 +26,7 @@ class Purpose(IntEnum):
     PIXELS = 4
     REPLACEMENT = 5
     RESAMPLING = 6
+    CAPTION = 7
 
 
 def _scramble(x: np.ndarray) -> np.ndarray:
@@ -57,6 +59,11 @@ def hash_int(purpose: Purpose, *words: int) -> int:
     for word in words:
         state = _scramble_int((state ^ (word & _MASK)) + _INCREMENT_INT)
     return _scramble_int(state)
+
+
+def hash_text(text: str) -> int:
+    """64 bits of a text as a signed integer, the same in every process and version."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def _scramble_int(x: int) -> int:

@@ -42,6 +42,7 @@ class ShardSource(Source):
     """
 
     sequential = True
+    several_captions = True
 
     def __init__(
         self,
@@ -77,8 +78,8 @@ class ShardSource(Source):
     def reader(self) -> Reader:
         return _ShardReader(self)
 
-    def decode(self, raw: RawSample, decoder: ImageDecoder) -> tuple[DecodedImage, str]:
-        return decode_fields(raw, self._image_keys, self._caption_keys, decoder)
+    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
+        return decode_fields(raw, self._image_keys, self._caption_keys, decoder, draw)
 
     def shard_number(self, index: int) -> int:
         """Number of the shard that holds a sample."""

@@ -5,6 +5,7 @@ Reading and decoding are apart because they happen at different times: a shuffle
 
 import io
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from openclip_ext.data.scan import Key
 # RGB: Pillow's, or (3, H, W) uint8.
 DecodedImage = Image.Image | Tensor
 ImageDecoder = Callable[[bytes | BinaryIO], DecodedImage]
+
+# JSON can write half of a surrogate pair, on which tokenizers fail.
+_HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class BadDataError(RuntimeError):
@@ -64,6 +68,8 @@ class Source(ABC):
 
     #: Whether samples should be read in ascending order and shuffled in memory (tars), not at random.
     sequential: bool
+    #: Whether its samples may have several captions.
+    several_captions: bool = False
 
     @property
     @abstractmethod
@@ -84,12 +90,13 @@ class Source(ABC):
         """A new reader."""
 
     @abstractmethod
-    def decode(self, raw: RawSample, decoder: ImageDecoder) -> tuple[DecodedImage, str]:
+    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
         """Image (RGB) and caption.
 
         Args:
-            raw: What was read.
+            raw: The sample.
             decoder: Of an image file, from its content or open.
+            draw: Which of several captions, modulo their number; 0 is the first.
 
         Raises:
             BadSampleError: It lacks one of them or does not decode.
@@ -139,9 +146,15 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
 
 
 def decode_fields(
-    raw: RawSample, image_keys: Sequence[Key], caption_keys: Sequence[Key], decoder: ImageDecoder
+    raw: RawSample, image_keys: Sequence[Key], caption_keys: Sequence[Key], decoder: ImageDecoder, draw: int = 0
 ) -> tuple[DecodedImage, str]:
     """Image and caption of a sample whose fields are bytes.
+
+    Args:
+        raw: The sample.
+        image_keys, caption_keys: In order of preference.
+        decoder: Of the image file.
+        draw: 0 for the first caption of the first field; other numbers choose, modulo, among the captions of all fields.
 
     Raises:
         BadSampleError: It lacks one of them or does not decode; the message names the fields that were found.
@@ -150,8 +163,9 @@ def decode_fields(
         raise BadSampleError(raw.problem)
     image_key = _choose(raw, image_keys, "image")
     caption_key = _choose(raw, caption_keys, "caption")
-    caption = _caption(raw.fields[caption_key.field], caption_key)
-    return decoder(raw.fields[image_key.field]), caption
+    present = [key for key in caption_keys if key.field in raw.fields] if draw else [caption_key]
+    captions = [caption for key in present for caption in _captions(raw.fields[key.field], key)]
+    return decoder(raw.fields[image_key.field]), captions[draw % len(captions)]
 
 
 def _choose(raw: RawSample, keys: Sequence[Key], what: str) -> Key:
@@ -162,19 +176,22 @@ def _choose(raw: RawSample, keys: Sequence[Key], what: str) -> Key:
     raise BadSampleError(f"no {what}: expected {wanted}, found {', '.join(raw.found) or 'nothing'}")
 
 
-def _caption(data: bytes, key: Key) -> str:
+def _captions(data: bytes, key: Key) -> list[str]:
+    """The captions of a field, at least one: json may have a list of them."""
     try:
         text = data.decode("utf-8")
         if key.entry is None:
-            return text
+            return [text]
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadSampleError(f"the caption ({key.field}) does not decode: {error}") from error
     entry = content.get(key.entry) if isinstance(content, dict) else None
-    if not isinstance(entry, str):
+    captions: list[Any] = entry if isinstance(entry, list) else [entry]
+    if not captions or not all(isinstance(caption, str) for caption in captions):
         found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
-        raise BadSampleError(f"no caption: expected the text {key.entry!r} in {key.field}, found {found or 'nothing'}")
-    if not entry.isprintable() and any("\ud800" <= character <= "\udfff" for character in entry):
-        # JSON can write half of a surrogate pair, on which tokenizers fail.
+        raise BadSampleError(
+            f"no caption: expected the text {key.entry!r}, or a list of texts, in {key.field}, found {found or 'nothing'}"
+        )
+    if any(not caption.isprintable() and _HALF_A_PAIR.search(caption) for caption in captions):
         raise BadSampleError(f"the caption ({key.field}) does not decode: it has a lone surrogate")
-    return entry
+    return captions

@@ -38,7 +38,7 @@ class SyntheticSource(Source):
     def reader(self) -> Reader:
         return _Repeater()
 
-    def decode(self, raw: RawSample, decoder: ImageDecoder) -> tuple[DecodedImage, str]:
+    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
         return self._image, CAPTION
 
     def group_of(self, index: int) -> tuple[str, int, int]:

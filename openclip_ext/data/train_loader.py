@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_
 
 from openclip_ext import distributed
 from openclip_ext.data.flip import flip_at_random
-from openclip_ext.data.hashing import Purpose, hash_int
+from openclip_ext.data.hashing import Purpose, hash_int, hash_text
 from openclip_ext.data.order import EpochOrder, Layout, Segment, layout_from_dict, layout_to_dict
 from openclip_ext.data.source import (
     BadDataError,
@@ -58,6 +58,8 @@ class TrainLoaderConfig:
         views: Augmented views of each image; with 2 or more, ``image`` is ``(batch_size, views, ...)``. The text is the
             first view's.
         caption_aware_flip: Mirror half of the images, with 'left' and 'right' exchanged in their captions.
+        draw_captions: Draw one of a sample's captions in each epoch, instead of the first.
+        caption_hash: Batches have ``caption_hash``, equal for equal captions.
         pin_memory, prefetch_factor: As in ``torch.utils.data.DataLoader``.
     """
 
@@ -70,6 +72,8 @@ class TrainLoaderConfig:
     shuffle_window: int = DEFAULT_SHUFFLE_WINDOW
     views: int = 1
     caption_aware_flip: bool = False
+    draw_captions: bool = False
+    caption_hash: bool = False
     pin_memory: bool = False
     prefetch_factor: int = 2
 
@@ -142,6 +146,8 @@ class _BatchDataset(Dataset):
         self._seed = config.seed
         self._views = config.views
         self._caption_aware_flip = config.caption_aware_flip
+        self._draws = config.draw_captions
+        self._caption_hash = config.caption_hash
         self._max_bad_fraction = max_bad_fraction
         self._stream: Iterator[RawSample] = iter(())
         self._expected: _Request | None = None
@@ -175,31 +181,36 @@ class _BatchDataset(Dataset):
         return _stream_shuffled(self._source, order, self._rank, worker, start)
 
     def _make_batch(self, epoch: int) -> dict[str, Any]:
-        images, texts, indices = [], [], []
+        images, texts, indices, captions = [], [], [], []
         bad: list[tuple[int, str]] = []
         for _ in range(self._layout.batch_size):
             index, image, caption = self._usable(next(self._stream), epoch, bad)
-            pixels, text = self._view(image, caption, epoch, index)
+            pixels, text, caption = self._view(image, caption, epoch, index)
             if self._views > 1:
                 others = [self._view(image, caption, epoch, index, view)[0] for view in range(1, self._views)]
                 pixels = torch.stack([pixels, *others])
             images.append(pixels)
             texts.append(text)
             indices.append(index)
+            captions.append(caption)
         batch = {"image": default_collate(images), "text": default_collate(texts), "index": torch.tensor(indices)}
+        if self._caption_hash:
+            batch["caption_hash"] = torch.tensor([hash_text(caption) for caption in captions])
         return batch | ({"bad": bad} if bad else {})
 
-    def _view(self, image: DecodedImage, caption: str, epoch: int, index: int, *view: int) -> tuple[Tensor, Tensor]:
-        """Pixels and token ids ``(L,)``, random in (seed, epoch, index) and, for the views after the first, its number."""
+    def _view(
+        self, image: DecodedImage, caption: str, epoch: int, index: int, *view: int
+    ) -> tuple[Tensor, Tensor, str]:
+        """Pixels, token ids ``(L,)`` and caption, random in (seed, epoch, index) and, for later views, their number."""
         _seed_generators(hash_int(Purpose.PIXELS, self._seed, epoch, index, *view))
         if self._caption_aware_flip:
             image, caption = flip_at_random(image, caption)
-        return self._transform(image), self._tokenizer(caption)[0]
+        return self._transform(image), self._tokenizer(caption)[0], caption
 
     def _usable(self, raw: RawSample, epoch: int, bad: list[tuple[int, str]]) -> tuple[int, DecodedImage, str]:
         """Decode a sample, or the first of its replacements that decodes."""
         try:
-            return raw.index, *self._source.decode(raw, self._decoder)
+            return raw.index, *self._decode(raw, epoch)
         except BadSampleError as error:
             reason = str(error)
         bad.append((raw.index, reason))
@@ -211,11 +222,15 @@ class _BatchDataset(Dataset):
             if candidate in self._bad:
                 continue
             try:
-                return candidate, *self._source.decode(self._spare_reader.read(candidate), self._decoder)
+                return candidate, *self._decode(self._spare_reader.read(candidate), epoch)
             except BadSampleError as error:
                 self._bad[candidate] = str(error)
         name, _, count = self._source.group_of(raw.index)
         raise BadDataError(f"{name} has no usable sample among its {count:,}; sample {raw.index}: {reason}")
+
+    def _decode(self, raw: RawSample, epoch: int) -> tuple[DecodedImage, str]:
+        draw = hash_int(Purpose.CAPTION, self._seed, epoch, raw.index) if self._draws else 0
+        return self._source.decode(raw, self._decoder, draw)
 
     def _give_up_if_hopeless(self, index: int, reason: str) -> None:
         """Do not try the rest of a large file when the samples that failed are too many already."""
@@ -318,6 +333,7 @@ class TrainLoader:
         self.seed = config.seed
         self.rank = distributed.rank() if config.rank is None else config.rank
         self.max_bad_fraction = max_bad_fraction
+        self._draws_captions = config.draw_captions
         self._layout = Layout(
             world_size=distributed.world_size() if config.world_size is None else config.world_size,
             workers=max(1, config.workers),
@@ -354,6 +370,8 @@ class TrainLoader:
                 f"{layout.batch_size} x {layout.world_size} ranks x {layout.accum_freq} accumulated = "
                 f"{layout.global_batch:,}. Lower the batch size or use fewer ranks"
             )
+        if self._draws_captions and not source.several_captions:
+            raise ValueError("--draw-captions is for shards: other data sets have one caption for each image")
         bad, where = source.known_bad()
         if bad > self.max_bad_fraction * source.num_samples:
             raise BadDataError(
@@ -426,7 +444,8 @@ class TrainLoader:
                 layout, the same batches follow; otherwise the unseen samples are laid out anew.
 
         Yields:
-            ``image`` ``(batch_size, ...)``, ``text`` ``(batch_size, L)`` int64, ``index`` ``(batch_size,)`` int64.
+            ``image`` ``(batch_size, ...)``, ``text`` ``(batch_size, L)`` int64, ``index`` ``(batch_size,)`` int64,
+            and where configured ``caption_hash`` ``(batch_size,)`` int64.
 
         Raises:
             ValueError: The progress is not of this data set and seed, or has more batches than the epoch.

@@ -105,8 +105,9 @@ def _inputs(loss: ContrastiveLoss, local_batch: int, embed_dim: int) -> dict[str
 
     features = {name: empty(local_batch, embed_dim) for name in ("image_features", "text_features")}
     bias = {} if loss.initial_logit_bias is None else {"logit_bias": empty()}
-    index = {"index": torch.empty(local_batch, dtype=torch.int64, device="meta")} if loss.needs_index else {}
-    return {**features, "logit_scale": empty(), **bias, **index}
+    needed = {"index": loss.needs_index, "positives": loss.needs_positives}
+    integers = {name: torch.empty(local_batch, dtype=torch.int64, device="meta") for name in needed if needed[name]}
+    return {**features, "logit_scale": empty(), **bias, **integers}
 
 
 @contextlib.contextmanager

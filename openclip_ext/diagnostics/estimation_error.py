@@ -44,19 +44,25 @@ class Error:
         mean: both sides averaged.
         image, text: of the image anchors and of the text anchors.
         bias: mean of ``α − α*``, both sides averaged.
+        factor: median of ``exp|α − α*|``, by which a normalizer is wrong, either way.
+        factor_low, factor_high: 90 % of the anchors are between.
     """
 
     mean: float
     image: float
     text: float
     bias: float
+    factor: float
+    factor_low: float
+    factor_high: float
 
     @classmethod
     def of(cls, estimate: Tensor, exact: Tensor) -> "Error":
         """Compare ``(2, A)`` with ``(2, A)``: images, texts."""
         difference = estimate.double() - exact.double()
         image, text = difference.square().mean(dim=1).tolist()
-        return cls(mean=(image + text) / 2, image=image, text=text, bias=difference.mean().item())
+        low, median, high = difference.abs().flatten().quantile(difference.new_tensor([0.05, 0.5, 0.95])).exp().tolist()
+        return cls((image + text) / 2, image, text, difference.mean().item(), median, low, high)
 
 
 @dataclass(frozen=True)
@@ -251,7 +257,13 @@ def table(title: str, result: EstimationError) -> str:
         if error is not None
     ]
     about = f"{result.anchors:,} anchors a side against {result.samples:,} samples, batches of {result.batch_size:,}"
-    return "\n".join([*lines, f"Mean squared error of log-normalizers: {about}"])
+    lines.append(f"Mean squared error of log-normalizers: {about}")
+    return "\n".join([*lines, f"The mini-batch misjudges a normalizer by {factor_words(result.minibatch)}"])
+
+
+def factor_words(error: Error) -> str:
+    """By what factor a normalizer is wrong: ``a factor of 3.1 (90 %: 1.4 to 9)``."""
+    return f"a factor of {error.factor:.2g} (90 %: {error.factor_low:.2g} to {error.factor_high:.2g})"
 
 
 def main(argv: list[str]) -> None:

@@ -138,7 +138,6 @@ def load_run(
     )
 
 
-@torch.no_grad()
 def embed_training_set(run: FinishedRun, progress: Callable[[Iterable], Iterable] = iter) -> Embeddings:
     """Embed the training set once, without augmentation, in the precision of the run.
 
@@ -146,14 +145,21 @@ def embed_training_set(run: FinishedRun, progress: Callable[[Iterable], Iterable
         run: model and data.
         progress: wraps the batches, to show how far it is.
     """
-    autocast = compat.autocast_context(run.precision, run.device)
-    input_dtype = open_clip.get_input_dtype(run.precision)
+    return embed(run.model, progress(run.loader), run.precision, run.device)
+
+
+@torch.no_grad()
+def embed(
+    model: nn.Module, batches: Iterable[Mapping[str, Tensor]], precision: str, device: torch.device
+) -> Embeddings:
+    """Embed batches of ``image``, ``text`` and ``index`` with a model in evaluation mode, in a ``--precision``."""
+    autocast = compat.autocast_context(precision, device)
+    input_dtype = open_clip.get_input_dtype(precision)
     images, texts, indices = [], [], []
-    for batch in progress(run.loader):
+    for batch in batches:
         with autocast():
-            output = run.model(
-                batch["image"].to(run.device, input_dtype, non_blocking=True),
-                batch["text"].to(run.device, non_blocking=True),
+            output = model(
+                batch["image"].to(device, input_dtype, non_blocking=True), batch["text"].to(device, non_blocking=True)
             )
         # On the host: the embeddings of a large training set do not fit beside the model.
         images.append(output["image_features"].float().cpu())

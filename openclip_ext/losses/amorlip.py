@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast
-from openclip_ext.contrastive.estimands import Estimand, NegativesMean
+from openclip_ext.contrastive.estimands import Estimand, NegativesMean, PartitionMean
 from openclip_ext.contrastive.inner_optimizers import InnerAdam
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import Anchors, Objective, Unified
@@ -269,19 +269,6 @@ def _copy(source: nn.Module, destination: nn.Module) -> None:
 # --- stage II --------------------------------------------------------------------------------------------------------
 
 
-class PartitionMean(Estimand):
-    """``Z_i·exp(−c·s_ii) = (1 + (B−1)·g_i)/B``: the mean over all ``B`` pairs of an anchor, the positive one included."""
-
-    formula = "log((1 + (B−1)·g)/B), the mean over all pairs, the positive one included"
-    includes_positive = True
-
-    def from_batch(self, contrast: Contrast) -> Tensor:
-        return log_math.infonce(contrast.log_g, contrast.batch.negatives) - torch.log(contrast.batch.count)
-
-    def log_divisor(self, contrast: Contrast) -> Tensor:
-        return torch.log(contrast.batch.count)
-
-
 class Partition(Objective):
     """The second stage [6], as used: ``½(ℓ/c + ρ/c)`` with ``c = 1/τ`` and ``α = log λ − c·s_ii``.
 
@@ -296,7 +283,7 @@ class Partition(Objective):
         super().__init__(PartitionMean())
 
     def positive_pair(self, anchors: Anchors, weight_sum: Tensor, contrast: Contrast) -> Tensor:
-        return log_math.saturating_exp(-anchors.alpha) / contrast.batch.count - 1
+        return log_math.saturating_exp(-anchors.alpha) / contrast.batch.pairs - 1
 
     def value(self, anchors: Anchors) -> Tensor:
         return anchors.tau * anchors.weight_ratio - anchors.positive
@@ -329,7 +316,12 @@ class PartitionNormalizer(MlpNormalizer):
         if not self.negatives_only:
             return super()._log_batch_partition(contrast)
         batch = contrast.batch
-        return contrast.log_g + torch.log(batch.count - 1) - torch.log(batch.count) + batch.positive / contrast.tau
+        return (
+            contrast.log_g
+            + torch.log(batch.negatives)
+            - torch.log(contrast.batch.pairs)
+            + batch.positive / contrast.tau
+        )
 
     @torch.no_grad()
     def predict(self, contrast: Contrast) -> Estimate:
@@ -337,7 +329,7 @@ class PartitionNormalizer(MlpNormalizer):
         alpha = super().predict(contrast).alpha
         if not self.negatives_only:
             return Estimate(alpha)
-        return Estimate(torch.logaddexp(alpha, -torch.log(contrast.batch.count)))
+        return Estimate(torch.logaddexp(alpha, -torch.log(contrast.batch.pairs)))
 
 
 METHOD = Method(

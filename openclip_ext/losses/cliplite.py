@@ -190,4 +190,11 @@ def _next_valid(valid: Tensor) -> Tensor:
     return order[(place + 1) % valid.sum().clamp(min=1)]
 
 
-METHOD = Method(name="cliplite", whole=WholeLoss(ClipLiteLoss, {"temperature": 0.07}))
+METHOD = Method(
+    name="cliplite",
+    whole=WholeLoss(
+        ClipLiteLoss,
+        {"temperature": 0.07},
+        {"equal_captions": "Its bound needs as many negative pairs as positive ones, one for each sample"},
+    ),
+)

@@ -51,15 +51,17 @@ class WholeLoss:
     Attributes:
         build: the class. Its keyword-only arguments are its options.
         defaults: defaults of options, over those of the options themselves.
+        refused: options of most losses that it does not take, with the reason.
     """
 
     build: type[ContrastiveLoss]
     defaults: dict[str, Any] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Method:
-    """A loss by name. It is composed of parts, or whole.
+    """A loss by name. It is composed of parts, or whole, or whole unless a part is asked for.
 
     Attributes:
         name: value of ``--loss``.
@@ -68,7 +70,7 @@ class Method:
         normalizer_defaults, temperature_defaults: options in which it differs from the defaults of its parts. They do not
             apply to other parts that the user puts in their place.
         fixed: arguments of its parts that are no options.
-        whole: set if it is not composed.
+        whole: set if it is not composed, at least not without being asked.
         two_views: the loss of this name for two views of each image, without texts; None: there is none.
         parts: normalizers and temperature schemes that its file brings along.
         options: options that its file brings along.

@@ -73,8 +73,7 @@ class PrototypeEstimate:
         assert self.pull is not None, "the estimate was made without its gradient"
         batch = contrast.batch
         scaled = weights / contrast.tau[:, batch.local]
-        through_positive = (scaled * self.share).sum(dim=0)
-        return scaled[:, :, None] * self.pull - through_positive[:, None] * batch.features[:, batch.local].flip(0)
+        return scaled[:, :, None] * self.pull - batch.through_positive(scaled * self.share)
 
 
 def estimate_from_prototypes(

@@ -1,11 +1,14 @@
 """OpenCLIP's own losses, ``ClipLoss`` and ``SigLipLoss``, behind the interface of all losses. Their arithmetic is unchanged.
 
+With a ``temperature_scheme`` of ours, ``openclip`` is composed of parts: the same loss at another temperature.
+
 CLIP: Radford et al., *Learning Transferable Visual Models From Natural Language Supervision*, ICML 2021. SigLIP: Zhai et al.,
 *Sigmoid Loss for Language Image Pre-Training*, ICCV 2023. Page: ``docs/methods/openclip-siglip.md``.
 
 Example:
     >>> loss = openclip_ext.create_loss("openclip")
     >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
+    >>> loss = openclip_ext.create_loss("openclip", temperature_scheme="constant", temperature=0.05)
 """
 
 import math
@@ -14,11 +17,15 @@ from typing import Any
 import torch
 from open_clip.loss import ClipLoss, CoCaLoss, DistillClipLoss, SigLipLoss
 from torch import Tensor, nn
+from torch.nn import functional
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.batch import LocalBatch
+from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, check_labels
+from openclip_ext.contrastive.estimands import PartitionMean
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.minibatch import contrast_minibatch, minibatch_metrics
+from openclip_ext.contrastive.objectives import Anchors, Unscaled
 from openclip_ext.losses.method import Method, WholeLoss
 from openclip_ext.losses.options import Option
 
@@ -32,6 +39,8 @@ class OpenClipLoss(ContrastiveLoss):
     Args:
         local_loss, gather_with_grad: as in OpenCLIP.
         coca_caption_loss_weight, coca_contrastive_loss_weight: as in OpenCLIP, for models that output ``logits``.
+        equal_captions: ``mask`` leaves other samples of an anchor's caption out of its softmax; with ``positive`` the loss is
+            the mean of the cross-entropy over all samples of its caption.
     """
 
     follows_autocast = True
@@ -45,8 +54,11 @@ class OpenClipLoss(ContrastiveLoss):
         gather_with_grad: bool,
         coca_caption_loss_weight: float,
         coca_contrastive_loss_weight: float,
+        equal_captions: str,
     ) -> None:
         super().__init__()
+        self.equal_captions = equal_captions
+        self.needs_positives = equal_captions != NEGATIVE
         common = {
             "local_loss": local_loss,
             "gather_with_grad": gather_with_grad,
@@ -61,12 +73,24 @@ class OpenClipLoss(ContrastiveLoss):
         self.distill = DistillClipLoss(**common)
 
     def _used_outputs(self, outputs: dict[str, Any]) -> set[str]:
+        if self.needs_positives:
+            return {"positives"}
         if "dist_image_features" in outputs:
             return {name for name in outputs if name.startswith("dist_")}
         return _CAPTIONS if outputs.keys() >= _CAPTIONS else set()
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
         features = {"image_features": batch.image, "text_features": batch.text, "logit_scale": batch.logit_scale}
+        if self.needs_positives:
+            terms = {"contrastive_loss": self._with_equal_captions(features, outputs)}
+        else:
+            terms = self._openclips(features, outputs)
+        self._logit_scale = batch.logit_scale.detach()
+        self._infonce = terms["contrastive_loss"].detach()
+        self._chance = math.log(len(batch.image) * self.clip.world_size)
+        return terms
+
+    def _openclips(self, features: dict[str, Tensor], outputs: dict[str, Any]) -> dict[str, Tensor]:
         used = {name: outputs[name] for name in self._used_outputs(outputs)}
         loss: nn.Module = self.clip
         if used.keys() >= _CAPTIONS:
@@ -75,11 +99,26 @@ class OpenClipLoss(ContrastiveLoss):
             loss = self.distill
         else:
             used = {"logit_bias": outputs["logit_bias"]}
-        terms = loss(**features, **used, output_dict=True)
-        self._logit_scale = batch.logit_scale.detach()
-        self._infonce = terms["contrastive_loss"].detach()
-        self._chance = math.log(len(batch.image) * self.clip.world_size)
-        return terms
+        return loss(**features, **used, output_dict=True)
+
+    def _with_equal_captions(self, features: dict[str, Tensor], outputs: dict[str, Any]) -> Tensor:
+        """``open_clip.ClipLoss`` with fewer candidates, or more targets."""
+        if outputs.keys() >= _CAPTIONS or "dist_image_features" in outputs:
+            raise ValueError(
+                f"equal_captions={self.equal_captions}: only for models without captions or a teacher of their own"
+            )
+        labels = check_labels(outputs.get("positives"), features["image_features"])
+        both = self.clip.get_logits(**features, logit_bias=outputs["logit_bias"])
+        own = self.clip.get_ground_truth(labels.device, len(both[0]))
+        gathered = distributed.all_gather(labels)
+        equal = gathered[own, None] == gathered
+        if self.equal_captions == POSITIVE:
+            targets = equal / equal.sum(dim=1, keepdim=True)
+            image, text = (functional.cross_entropy(logits, targets.to(logits.dtype)) for logits in both)
+        else:
+            others = equal.scatter(1, own[:, None], False)
+            image, text = (functional.cross_entropy(logits.masked_fill(others, -torch.inf), own) for logits in both)
+        return (image + text) / 2
 
     def metrics(self) -> dict[str, float]:
         """``infonce``, which is this loss, ``chance``, and the temperature, of the last call. Waits for the device."""
@@ -98,6 +137,18 @@ class OpenClipLoss(ContrastiveLoss):
         contrast = contrast_minibatch(batch, gather=True)
         log_g = contrast.log_g[:, contrast.batch.local]
         return log_g[0], log_g[1]
+
+
+class InfoNce(Unscaled):
+    """``−log softmax`` of the positive pair among all pairs of its anchor: ``ClipLoss``, for given log-normalizers."""
+
+    estimand_type = PartitionMean
+
+    def __init__(self) -> None:
+        super().__init__(PartitionMean())
+
+    def value(self, anchors: Anchors) -> Tensor:
+        return anchors.alpha + torch.log(anchors.pairs)
 
 
 class SiglipLoss(ContrastiveLoss):
@@ -135,6 +186,9 @@ METHODS = (
     Method(
         name="openclip",
         whole=WholeLoss(OpenClipLoss),
+        normalizer="minibatch",
+        temperature_scheme="global",
+        objective=InfoNce,
         options=(
             Option("local_loss", bool, False, "rows of this process only", openclip_flag=True),
             Option("gather_with_grad", bool, False, "gather the features with gradient", openclip_flag=True),
@@ -144,7 +198,10 @@ METHODS = (
     ),
     Method(
         name="siglip",
-        whole=WholeLoss(SiglipLoss),
+        whole=WholeLoss(
+            SiglipLoss,
+            refused={"equal_captions": "OpenCLIP's SigLIP exchanges features between processes without labels"},
+        ),
         options=(
             Option(
                 "loss_dist_impl",

@@ -4,6 +4,7 @@ The command line's flags, the tables in the documentation and the checks of :fun
 the options. A part uses the options that are keyword-only arguments of its constructor.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +123,13 @@ SHARED_OPTIONS = (
         minimum=1,
         maximum=2,
     ),
+    Option(
+        "equal_captions",
+        str,
+        "negative",
+        "what other samples with an anchor's caption are to it: negatives, as in OpenCLIP; left out (mask); or more positives",
+        choices=("negative", "mask", "positive"),
+    ),
     # The objective.
     Option(
         "eps",
@@ -170,6 +178,15 @@ SHARED_OPTIONS = (
         minimum=0.0,
         nullable=True,
     ),
+    Option(
+        "temperature_queue",
+        int,
+        4096,
+        "recent embeddings that a solved temperature is solved over",
+        symbol="m",
+        minimum=2,
+    ),
+    Option("solve_per_sample", bool, False, "solve for each anchor's own temperature, in every step"),
     # Schedules.
     Option(
         "epochs",
@@ -230,6 +247,23 @@ SHARED_OPTIONS = (
     ),
     Option("seed", int, 0, "seed of the loss's own networks", openclip_flag=True),
 )
+
+# Another way to say ρ.
+HARD_SHARE = Option(
+    "hard_share",
+    float,
+    None,
+    "rho as the share of the data that counts as hard: sets rho to -log of it",
+    symbol="exp(−ρ)",
+    exclusive_minimum=0.0,
+    maximum=1.0,
+)
+
+
+def rho_of(hard_share: float) -> float:
+    """ρ of :data:`HARD_SHARE`."""
+    return -math.log(hard_share)
+
 
 # Placement of state: a property of the machine, not of the method.
 PLACEMENT_OPTIONS = ("state_device", "state_dir")

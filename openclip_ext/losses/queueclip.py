@@ -49,6 +49,9 @@ class QueueNormalizer(Normalizer):
 
     estimates = (NegativesMean,)
     differentiable = True
+    refuses_labels = (
+        "the queue keeps embeddings of earlier steps without their captions, and would push equal ones apart"
+    )
 
     def __init__(
         self,

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from openclip_ext import losses
+from openclip_ext.contrastive.equal_captions import NEGATIVE
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer
 from openclip_ext.contrastive.objectives import Contrastive, Objective, incompatibility
+from openclip_ext.contrastive.solved_temperature import SolvedTemperature
 from openclip_ext.contrastive.temperature import ConstantTemperature, GlobalTemperature, UnregularizedTemperature
 from openclip_ext.losses.method import Method, NormalizerPart, TemperaturePart
-from openclip_ext.losses.options import SHARED_OPTIONS, Option
+from openclip_ext.losses.options import HARD_SHARE, SHARED_OPTIONS, Option, rho_of
 
 # The parts that come with the machinery.
 _SHARED_PARTS = (
@@ -24,6 +26,7 @@ _SHARED_PARTS = (
     TemperaturePart("global", GlobalTemperature),
     # Of two parts with the same name a loss takes the one that its objective allows.
     TemperaturePart("global", UnregularizedTemperature),
+    TemperaturePart("solved", SolvedTemperature, {"rho": 5.0}),
 )
 
 
@@ -87,7 +90,7 @@ def create_loss(
         name: one of :func:`list_losses`.
         embed_dim: width of the embeddings; needed by losses with a network or prototypes, ignored by others.
         num_samples: size of the index space; needed by losses that keep state for each sample, ignored by others.
-        options: see :data:`OPTIONS`; all have a default.
+        options: see :data:`OPTIONS`; all have a default. ``hard_share`` is another way to say ``rho``: ``exp(−ρ)``.
 
     Returns:
         A module whose call is ``loss(image_features, text_features, logit_scale, index=index, output_dict=True)``.
@@ -101,13 +104,15 @@ def create_loss(
         >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
         >>> sum(terms.values()).backward()
     """
+    options = _with_rho(options)
     composition = _compose(name, options.get("normalizer"), options.get("temperature_scheme"), options.get("views"))
     defaults = composition.defaults()
     unused = sorted(set(options) - set(defaults))
     if unused:
+        reasons = "".join(f". {composition.refused[option]}" for option in unused if option in composition.refused)
         raise ValueError(
             f"{', '.join(f'{option}=' for option in unused)}: not used by the loss {composition.title!r}, which takes "
-            f"{', '.join(sorted(defaults))}"
+            f"{', '.join(sorted(defaults))}{reasons}"
         )
     values = defaults | {option: OPTIONS[option].check(value) for option, value in options.items()}
     sizes = _check_sizes(composition, {"embed_dim": embed_dim, "num_samples": num_samples})
@@ -130,6 +135,17 @@ def options_used_by(
     return _compose(name, normalizer, temperature_scheme, views).defaults()
 
 
+def why_refused(
+    option: str,
+    name: str,
+    normalizer: str | None = None,
+    temperature_scheme: str | None = None,
+    views: int | None = None,
+) -> str:
+    """Why a loss does not take an option that it could be expected to take; empty: there is no more to say."""
+    return _compose(name, normalizer, temperature_scheme, views).refused.get(option, "")
+
+
 def requirements_of(
     name: str, normalizer: str | None = None, temperature_scheme: str | None = None, views: int | None = None
 ) -> set[str]:
@@ -147,6 +163,7 @@ class _Composition:
         option_defaults: over the options' own defaults.
         part_names: the options that name its parts, with their values.
         fixed: arguments that are no options.
+        refused: options that it could be expected to take, with the reason why it does not.
     """
 
     title: str
@@ -154,6 +171,7 @@ class _Composition:
     option_defaults: dict[str, Any]
     part_names: dict[str, Any] = field(default_factory=dict)
     fixed: dict[str, Any] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
 
     def keywords(self) -> set[str]:
         """Keyword-only arguments of all classes."""
@@ -174,7 +192,10 @@ class _Composition:
         needed = self.keywords() & sizes.keys()
         embed_dim, num_samples = (sizes[name] if name in needed else None for name in ("embed_dim", "num_samples"))
         objective, normalizer, temperature = built
-        return GlobalContrastiveLoss(objective, normalizer, temperature, embed_dim, num_samples)
+        equal_captions = arguments["equal_captions"]
+        return GlobalContrastiveLoss(
+            objective, normalizer, temperature, embed_dim, num_samples, equal_captions=equal_captions
+        )
 
 
 def _compose(name: str, normalizer: str | None, temperature_scheme: str | None, views: int | None) -> _Composition:
@@ -186,13 +207,24 @@ def _compose(name: str, normalizer: str | None, temperature_scheme: str | None, 
             f"{name} with views={views}: it compares images with texts; losses of two views of an image are {others}"
         )
     whole = method.two_views if two_views else method.whole
-    if whole is None:
+    asked_for_parts = bool(normalizer or temperature_scheme)
+    if whole is None or (asked_for_parts and method.normalizer and not two_views):
         return _compose_parts(method, normalizer, temperature_scheme)
     title = f"{name} with views={views}" if two_views else name
-    if normalizer or temperature_scheme:
+    if asked_for_parts:
         given = "normalizer" if normalizer else "temperature_scheme"
         raise ValueError(f"{given}: not used by the loss {title!r}, which is not made of such parts")
-    return _Composition(title, (whole.build,), whole.defaults)
+    return _Composition(title, (whole.build,), whole.defaults, refused=whole.refused)
+
+
+def _with_rho(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with ``rho`` for ``hard_share``."""
+    if "hard_share" not in options:
+        return options
+    if "rho" in options:
+        raise ValueError("rho= and hard_share= say the same: give one of them")
+    share = HARD_SHARE.check(options["hard_share"])
+    return {name: value for name, value in options.items() if name != "hard_share"} | {"rho": rho_of(share)}
 
 
 def _find_method(name: str) -> Method:
@@ -223,7 +255,7 @@ def _compose_parts(method: Method, normalizer: str | None, temperature_scheme: s
         title=title,
         classes=(objective, normalizer_part.build, temperature_part.build),
         option_defaults=option_defaults,
-        part_names=names | ({"views": 1} if method.two_views is not None else {}),
+        part_names=names | {"equal_captions": NEGATIVE} | ({"views": 1} if method.two_views is not None else {}),
         fixed=method.fixed,
     )
 

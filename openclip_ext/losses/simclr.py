@@ -31,6 +31,7 @@ from openclip_ext.contrastive.temperature import ConstantTemperature
 from openclip_ext.losses.method import Method, WholeLoss
 
 TWO_VIEW_DEFAULTS = {"temperature": 0.1, "projection_dim": 128, "views": 2}
+TWO_VIEW_REFUSED = {"equal_captions": "Views of images have no captions"}
 
 
 class Projector(nn.Module):
@@ -205,6 +206,6 @@ class SimClrLoss(TwoViewLoss):
 
 METHOD = Method(
     name="simclr",
-    whole=WholeLoss(SimClrLoss, TWO_VIEW_DEFAULTS),
-    two_views=WholeLoss(SimClrLoss, TWO_VIEW_DEFAULTS),
+    whole=WholeLoss(SimClrLoss, TWO_VIEW_DEFAULTS, TWO_VIEW_REFUSED),
+    two_views=WholeLoss(SimClrLoss, TWO_VIEW_DEFAULTS, TWO_VIEW_REFUSED),
 )

@@ -28,7 +28,7 @@ from openclip_ext.contrastive.normalizer import Estimate
 from openclip_ext.contrastive.objectives import Anchors, Objective
 from openclip_ext.losses.fastclip import MovingAverageNormalizer
 from openclip_ext.losses.method import Method, WholeLoss
-from openclip_ext.losses.simclr import TWO_VIEW_DEFAULTS, TwoViewLoss
+from openclip_ext.losses.simclr import TWO_VIEW_DEFAULTS, TWO_VIEW_REFUSED, TwoViewLoss
 from openclip_ext.state.sharded_table import log_mean_of_equal
 
 CONSTANT_GAMMA = {"gamma": 0.8, "gamma_schedule": "constant"}
@@ -141,5 +141,5 @@ METHOD = Method(
     normalizer="moving-average",
     temperature_scheme="constant",
     normalizer_defaults=CONSTANT_GAMMA,
-    two_views=WholeLoss(TwoViewSogClrLoss, TWO_VIEW_DEFAULTS | CONSTANT_GAMMA),
+    two_views=WholeLoss(TwoViewSogClrLoss, TWO_VIEW_DEFAULTS | CONSTANT_GAMMA, TWO_VIEW_REFUSED),
 )

@@ -283,6 +283,11 @@ def mean_of_equal(index: Tensor, values: Tensor, valid: Tensor) -> Tensor:
     return (sums / size).to(values.dtype)
 
 
+def count_of_equal(index: Tensor, valid: Tensor) -> Tensor:
+    """How many samples that count have each sample's index, ``(B,)`` int64, at least 1."""
+    return _groups(index, valid)[1].to(torch.int64)
+
+
 def _all_differ(index: Tensor) -> bool:
     """Whether no index occurs twice; False on a GPU, where finding out would force a sync."""
     return index.is_cpu and len(torch.unique(index)) == len(index)

@@ -280,6 +280,16 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
+def save_model_file(path: Path, content: dict[str, Any]) -> None:
+    """Write a model file without a state beside it, whole or not at all; a failure is a warning."""
+    unfinished = path.with_suffix(".pt.tmp")
+    try:
+        _write(unfinished, content)
+        os.replace(unfinished, path)
+    except OSError as error:
+        logging.warning(f"{path.name} could not be saved ({error}); training goes on.")
+
+
 def set_aside(path: Path) -> None:
     """Rename a checkpoint that could not be read, so that its name is free and nothing is lost; called on all ranks."""
     _together(lambda: _set_aside(path), master_only=True)

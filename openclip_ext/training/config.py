@@ -19,6 +19,7 @@ from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import EvaluationConfig
 from openclip_ext.training.flags import LossChoice, flags_without_effect, loss_options, views
 from openclip_ext.training.loss import LossConfig
+from openclip_ext.training.lr_scales import TowerRates
 from openclip_ext.training.model import ModelConfig, TowerLock
 from openclip_ext.training.optimizer import OptimizerConfig, ScheduleConfig
 from openclip_ext.training.parallel import ParallelConfig
@@ -87,7 +88,7 @@ def training_config(args: argparse.Namespace, choice: LossChoice, device: torch.
         ),
         optimizer=optimizer_config(args),
         schedule=_schedule(args),
-        step=StepConfig(precision=args.precision, grad_clip_norm=args.grad_clip_norm),
+        step=StepConfig(args.precision, args.grad_clip_norm, args.model_ema_decay),
         parallel=_parallel(args),
         length=RunLength(args.epochs, args.accum_freq, args.log_every_n_steps, args.max_skipped_steps),
         saving=_saving(args, folder),
@@ -146,6 +147,8 @@ def _loading(args: argparse.Namespace, choice: LossChoice, device: torch.device)
         seed=args.seed,
         views=views(choice),
         caption_aware_flip=args.caption_aware_flip,
+        draw_captions=args.draw_captions,
+        caption_hash=choice.options.get("equal_captions", "negative") != "negative",
         pin_memory=device.type == "cuda",
     )
 
@@ -161,6 +164,8 @@ def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
         eps=args.eps,
         momentum=args.momentum,
         lookahead_steps=args.lookahead_steps,
+        image=TowerRates(args.lr_image, args.image_layer_decay),
+        text=TowerRates(args.lr_text, args.text_layer_decay),
     )
 
 
@@ -196,6 +201,7 @@ def _saving(args: argparse.Namespace, folder: RunFolderConfig) -> SavePolicy:
         every_steps=args.save_every_steps,
         most_recent=args.save_most_recent,
         delete_previous=args.delete_previous_checkpoint,
+        best_metric=args.keep_best,
     )
 
 

@@ -79,7 +79,11 @@ def check_loss_flags(choice: LossChoice) -> None:
         if name not in used and name not in PARTS:
             takes = [OPTIONS[other].flag for other in used if not OPTIONS[other].openclip_flag]
             listed = ", ".join(takes) or "no options"
-            raise UsageError(f"{OPTIONS[name].flag} is not used by --loss {choice.name}, which takes: {listed}")
+            reason = registry.why_refused(name, choice.name, **_parts(choice))
+            raise UsageError(
+                f"{OPTIONS[name].flag} is not used by --loss {choice.name}, which takes: {listed}"
+                + (f". {reason}" if reason else "")
+            )
 
 
 def _check_temperature(choice: LossChoice) -> None:
@@ -110,9 +114,13 @@ def _recipe_argv(ours: argparse.Namespace, rest: list[str]) -> list[str]:
     return replace(recipe, loss_options=options).argv()
 
 
+def _parts(choice: LossChoice) -> dict[str, Any]:
+    return {part: choice.options.get(part) for part in PARTS}
+
+
 def _options_used(choice: LossChoice) -> dict[str, Any]:
     try:
-        return registry.options_used_by(choice.name, **{part: choice.options.get(part) for part in PARTS})
+        return registry.options_used_by(choice.name, **_parts(choice))
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -134,6 +142,18 @@ def _check_run_flags(args: argparse.Namespace) -> None:
         raise UsageError(f"--accum-freq is {args.accum_freq}, must be at least 1")
     if args.lookahead_steps is not None and args.lookahead_steps < 1:
         raise UsageError(f"--lookahead-steps is {args.lookahead_steps}, must be at least 1")
+    for tower in ("image", "text"):
+        lr, decay = getattr(args, f"lr_{tower}"), getattr(args, f"{tower}_layer_decay")
+        if lr is not None and not lr > 0:
+            raise UsageError(
+                f"--lr-{tower} is {lr:g}, must be positive; to train no part of this tower use --lock-{tower}"
+            )
+        if not 0 < decay <= 1:
+            raise UsageError(f"--{tower}-layer-decay is {decay:g}, must be above 0 and at most 1")
+    if args.model_ema_decay is not None and not 0 < args.model_ema_decay < 1:
+        raise UsageError(f"--model-ema-decay is {args.model_ema_decay:g}, must lie between 0 and 1, such as 0.9999")
+    if args.model_ema_decay is not None and args.fsdp:
+        raise UsageError("--model-ema-decay averages whole weights, which --fsdp does not keep; give one of them")
     if args.max_skipped_steps < 1:
         raise UsageError(f"--max-skipped-steps is {args.max_skipped_steps}, must be at least 1")
     if not args.rank_patience > 0:

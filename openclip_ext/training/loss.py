@@ -32,9 +32,9 @@ class LossConfig:
     without_effect: tuple[str, ...] = ()
 
     @property
-    def is_openclips(self) -> bool:
-        """Whether OpenCLIP computes it."""
-        return self.name in compat.OPENCLIP_LOSSES
+    def has_parts(self) -> bool:
+        """Whether the user asked for a part by name."""
+        return any(self.options.get(part) is not None for part in ("normalizer", "temperature_scheme"))
 
 
 def build_loss(
@@ -46,9 +46,10 @@ def build_loss(
         UsageError: the model trains something that the loss would ignore.
         ValueError: options that do not fit.
     """
-    if compat.is_captioner(model) and config.name != compat.OPENCLIP_LOSSES[0]:
+    if compat.is_captioner(model) and (config.name != compat.OPENCLIP_LOSSES[0] or config.has_parts):
+        parts = " with another temperature scheme" if config.has_parts else ""
         raise UsageError(
-            f"{model_name} trains a captioner, too, which --loss {config.name} would ignore; use --loss openclip"
+            f"{model_name} trains a captioner, too, which --loss {config.name}{parts} would ignore; use --loss openclip"
         )
     if config.without_effect and distributed.is_master():
         logging.warning(f"Without effect on --loss {config.name}: {', '.join(config.without_effect)}.")

@@ -2,6 +2,7 @@
 
 import difflib
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,11 @@ from torch import nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.training.errors import UsageError
+from openclip_ext.training.lr_scales import THE_RUNS, TowerRates, lr_scales
 
 LOGIT_SCALE = "logit_scale"
+# Of a parameter group: its learning rate over the schedule's. Timm's optimizers have another use for "lr_scale".
+SCALE = "rate_of_schedule"
 _LOOKAHEAD = "lookahead_"
 LOOKAHEAD = f"timm/{_LOOKAHEAD}"
 SCHEDULES = ("cosine", "const", "const-cooldown")
@@ -23,13 +27,14 @@ class OptimizerConfig:
     """The optimizer and its settings.
 
     Attributes:
-        name: ``adamw``, or ``timm/NAME``.
+        name: ``adamw``, ``lamb`` (timm's), or ``timm/NAME``.
         lr: learning rate.
         weight_decay: of the parameters with more than one dimension.
         beta1, beta2: Adam's; None: a timm optimizer's own.
         eps: Adam's ε; None: a timm optimizer's own.
         momentum: of a timm optimizer; None: its own.
         lookahead_steps: steps between two of LookAhead; None: timm's.
+        image, text: learning rates of the towers.
     """
 
     name: str = "adamw"
@@ -40,6 +45,13 @@ class OptimizerConfig:
     eps: float | None = 1e-6
     momentum: float | None = None
     lookahead_steps: int | None = None
+    image: TowerRates = THE_RUNS
+    text: TowerRates = THE_RUNS
+
+    @property
+    def scales_rates(self) -> bool:
+        """Whether some parameters have learning rates of their own."""
+        return self.image.is_given or self.text.is_given
 
 
 @dataclass(frozen=True)
@@ -78,18 +90,21 @@ def create_optimizer(
         head: modules of the loss that are trained with the model, in the same groups.
 
     Raises:
-        UsageError: unknown optimizer, ``--beta1`` without ``--beta2``, or ``--lookahead-steps`` without LookAhead.
+        UsageError: unknown optimizer, ``--beta1`` without ``--beta2``, ``--lookahead-steps`` without LookAhead, or learning
+            rates of a tower that is not trained.
     """
     groups = _parameter_groups(
         [model] if head is None else [model, head], config.weight_decay, logit_scale_lr is not None
     )
+    if config.scales_rates:
+        groups = _split_by_rate(groups, model, config)
     if logit_scale_lr is not None:
         groups[-1]["lr"] = logit_scale_lr
     check_optimizer(config)
-    name = config.name.lower()
+    name = _full_name(config)
     if name == "adamw":
         return _adamw(groups, config)
-    own_groups = logit_scale_lr is not None or head is not None
+    own_groups = logit_scale_lr is not None or head is not None or config.scales_rates
     optimizer = _timm_optimizer(groups if own_groups else model, name.removeprefix("timm/"), config)
     if config.lookahead_steps is not None:
         for group in optimizer.param_groups:
@@ -97,9 +112,14 @@ def create_optimizer(
     return optimizer
 
 
+def _full_name(config: OptimizerConfig) -> str:
+    name = config.name.lower()
+    return "timm/lamb" if name == "lamb" else name
+
+
 def check_optimizer(config: OptimizerConfig) -> None:
     """Raise UsageError for an optimizer that does not exist, or settings that it does not take."""
-    name = config.name.lower()
+    name = _full_name(config)
     if config.lookahead_steps is not None and not name.startswith(LOOKAHEAD):
         raise UsageError(f"--lookahead-steps needs an optimizer with LookAhead, such as --opt {LOOKAHEAD}sgd")
     if name == "adamw":
@@ -113,7 +133,7 @@ def check_optimizer(config: OptimizerConfig) -> None:
     if not name.startswith("timm/") or plain not in known:
         close = difflib.get_close_matches(plain, known, n=1)
         hint = f"; did you mean timm/{close[0]}?" if close else ""
-        raise UsageError(f"unknown optimizer --opt {config.name!r}; known: adamw, timm/NAME{hint}")
+        raise UsageError(f"unknown optimizer --opt {config.name!r}; known: adamw, lamb, timm/NAME{hint}")
     if (config.beta1 is None) != (config.beta2 is None):
         raise UsageError("a timm optimizer needs both --beta1 and --beta2, or neither")
 
@@ -156,6 +176,22 @@ def _parameter_groups(modules: list[nn.Module], weight_decay: float, own_logit_s
     return groups
 
 
+def _split_by_rate(groups: list[dict[str, Any]], model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Divide the groups, in order, into those of equal learning rates, with :data:`SCALE`."""
+    by_name = lr_scales(model, config.lr, config.image, config.text)
+    scale_of = {id(parameter): by_name.get(name, 1.0) for name, parameter in model.named_parameters()}
+    divided: list[dict[str, Any]] = []
+    for group in groups:
+        by_scale: dict[float, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            by_scale.setdefault(scale_of.get(id(parameter), 1.0), []).append(parameter)
+        divided += [
+            {**group, "params": parameters, "lr": config.lr * scale, SCALE: scale}
+            for scale, parameters in by_scale.items()
+        ]
+    return divided
+
+
 def _timm_optimizer(
     model_or_groups: nn.Module | list[dict[str, Any]], name: str, config: OptimizerConfig
 ) -> torch.optim.Optimizer:
@@ -182,6 +218,27 @@ def check_schedule(config: ScheduleConfig) -> None:
         raise UsageError("--lr-scheduler const-cooldown needs --epochs-cooldown")
 
 
+# The way of log τ in a run: from OpenCLIP's start value to where the papers' runs end.
+_WAY_OF_LOG_TAU = math.log(0.07 / 0.03)
+_LARGEST_LOGIT_SCALE_LR = 1e-3
+# In fewer steps there is nothing to learn.
+_FEWEST_STEPS = 100
+
+
+def logit_scale_lr(default: float | None, total_steps: int) -> float | None:
+    """Learning rate of ``log(1/τ)`` where none was given: the loss's, or more in a short run, so that τ can arrive.
+
+    Adam moves a parameter by at most about its learning rate a step. The papers' rates are for some 10⁵ steps.
+
+    Args:
+        default: the loss's; None: the encoders'.
+        total_steps: length of the run.
+    """
+    if default is None or total_steps < _FEWEST_STEPS:
+        return default
+    return max(default, min(_WAY_OF_LOG_TAU / total_steps, _LARGEST_LOGIT_SCALE_LR))
+
+
 def create_schedule(
     config: ScheduleConfig,
     optimizer: torch.optim.Optimizer,
@@ -203,6 +260,8 @@ def create_schedule(
         if encoders is None:
             return
         encoders(step)
+        for group in optimizer.param_groups:
+            group["lr"] *= group.get(SCALE, 1.0)
         if logit_scale_lr is not None:
             optimizer.param_groups[-1]["lr"] = logit_scale_lr
 

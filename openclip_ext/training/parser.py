@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from openclip_ext.losses.options import Option
+from openclip_ext.losses.options import HARD_SHARE, Option, rho_of
 from openclip_ext.losses.table import LossTable
 from openclip_ext.training import recipes
 
@@ -33,6 +33,8 @@ def add_loss_flags(group: argparse._ArgumentGroup, losses: LossTable) -> None:
     for option in losses.options:
         if not option.openclip_flag:
             group.add_argument(option.flag, dest=option.name, default=argparse.SUPPRESS, **_argument(option))
+    hard_share = _argument(HARD_SHARE) | {"type": lambda text: rho_of(_parser_of(HARD_SHARE)(text))}
+    group.add_argument(HARD_SHARE.flag, dest="rho", default=argparse.SUPPRESS, **hard_share)
 
 
 def _argument(option: Option) -> dict[str, Any]:
@@ -80,6 +82,11 @@ def _add_data_flags(group: argparse._ArgumentGroup) -> None:
         help="stop when more than this part of the data set is unusable (default: %(default)s)",
     )
     group.add_argument(
+        "--draw-captions",
+        action="store_true",
+        help="draw one of a sample's captions in each epoch: of all that --caption-key names, and of lists in json",
+    )
+    group.add_argument(
         "--caption-aware-flip",
         action="store_true",
         help="mirror half of the images, with 'left' and 'right' exchanged in their captions",
@@ -98,6 +105,34 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=None,
         help="steps between two of LookAhead, for --opt timm/lookahead_NAME (CLIP-Lite: 5; default: timm's 6)",
+    )
+    for tower in ("image", "text"):
+        group.add_argument(
+            f"--lr-{tower}",
+            type=float,
+            default=None,
+            metavar="LR",
+            help=f"learning rate of the {tower} tower (default: --lr)",
+        )
+        group.add_argument(
+            f"--{tower}-layer-decay",
+            type=float,
+            default=1.0,
+            metavar="DECAY",
+            help=f"learning rate of each layer of the {tower} tower over that of the next one; its head has the full rate",
+        )
+    group.add_argument(
+        "--model-ema-decay",
+        type=float,
+        default=None,
+        metavar="DECAY",
+        help="keep an average of the weights, such as 0.9999: it is evaluated, and what a checkpoint gives to others",
+    )
+    group.add_argument(
+        "--keep-best",
+        default=None,
+        metavar="METRIC",
+        help="keep the model with the best value of a metric of results.jsonl as best.pt (of losses and ranks: the least)",
     )
     group.add_argument(
         "--save-every-steps", type=int, default=0, help="also save a checkpoint every N optimizer steps (0: never)"

@@ -14,6 +14,7 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import Checkpoint, Position, RunIdentity
+from openclip_ext.training.ema import TRAINED_KEY, ModelEma
 from openclip_ext.training.errors import UsageError, on_master
 
 
@@ -89,7 +90,7 @@ def restore(
         return Position()
     ckpt.check_identity(checkpoint, identity)
     content = checkpoint.model_file
-    ckpt.load_model(model, content["state_dict"], checkpoint.path)
+    ckpt.load_model(model, content.get(TRAINED_KEY, content["state_dict"]), checkpoint.path)
     try:
         parallel.load_optimizer_state_dict(model, optimizer, content["optimizer"])
     except (KeyError, ValueError) as error:
@@ -100,6 +101,18 @@ def restore(
     if checkpoint.shared is None:
         return Position(epoch=content["epoch"], step=content["epoch"] * steps_per_epoch)
     return checkpoint.position
+
+
+def restore_ema(checkpoint: Checkpoint | None, model: nn.Module, decay: float | None) -> ModelEma | None:
+    """The average of the weights where it stood, or begun with the weights of the (restored) model; None without a decay."""
+    if decay is None:
+        return None
+    ema = ModelEma(model, decay)
+    if checkpoint is not None and TRAINED_KEY in checkpoint.model_file:
+        ema.load_state_dict(checkpoint.model_file["state_dict"])
+    elif checkpoint is not None:
+        logging.warning(f"{checkpoint.path} has no average of the weights: it begins here.")
+    return ema
 
 
 def cut_logs(folder: Path, position: Position) -> None:

@@ -23,7 +23,7 @@ from openclip_ext.training.evaluation import build_evaluators, run_evaluators
 from openclip_ext.training.flags import parse
 from openclip_ext.training.loss import build_loss, load_pretrained_heads
 from openclip_ext.training.model import BuiltModel, build_model, loading_lines, prepare_for, write_model_config
-from openclip_ext.training.optimizer import create_optimizer, create_schedule
+from openclip_ext.training.optimizer import create_optimizer, create_schedule, logit_scale_lr
 from openclip_ext.training.reporting import Reporter, announce
 from openclip_ext.training.resume import Start
 from openclip_ext.training.step import TrainStep
@@ -82,7 +82,8 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
     loss = build_loss(config.loss, config.model.name, built.model, loader.num_samples, built.device)
     _check_combination(config, loss)
     model = _prepare_model(config, built, loss, is_fresh=start.checkpoint is None)
-    optimizer = create_optimizer(model, config.optimizer, loss.logit_scale_lr, loss.model_head())
+    temperature_lr = _temperature_lr(config, loss, steps_per_epoch)
+    optimizer = create_optimizer(model, config.optimizer, temperature_lr, loss.model_head())
     scaler = config.step.scaler(built.device)
     identity = RunIdentity(
         model=config.model.name,
@@ -96,10 +97,11 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
         _begin_folder(config, folder, position, start)
     announce(identity, config.loss.options, built.model, loss, steps_per_epoch, config.length.epochs)
     settings = config.step.settings(built.device, built.images.normalize)
+    ema = resume.restore_ema(start.checkpoint, model, config.step.model_ema_decay)
     trainer = Trainer(
-        step=TrainStep(parallel.compiled(model, config.parallel), loss, optimizer, settings, scaler),
+        step=TrainStep(parallel.compiled(model, config.parallel), loss, optimizer, settings, scaler, ema),
         loader=loader,
-        schedule=create_schedule(config.schedule, optimizer, steps_per_epoch, loss.logit_scale_lr),
+        schedule=create_schedule(config.schedule, optimizer, steps_per_epoch, temperature_lr),
         length=config.length,
         policy=config.saving,
         identity=identity,
@@ -126,6 +128,13 @@ def _check_combination(config: TrainingConfig, loss: ContrastiveLoss) -> None:
             f"--dataset-resampled draws samples with replacement, and --loss {config.loss.name} keeps a state for every "
             "sample that needs each of them once an epoch. Leave out --dataset-resampled"
         )
+    if config.step.model_ema_decay is not None and loss.model_head() is not None:
+        raise UsageError(
+            f"--loss {config.loss.name} trains modules of its own with the model, which --model-ema-decay would not average; "
+            "leave it out"
+        )
+    if config.saving.best_metric is not None and (config.saving.folder is None or not config.evaluation.is_wanted):
+        raise UsageError("--keep-best needs an evaluation, such as --val-data or --imagenet-val, and a folder, --logs")
     if config.parallel.fsdp and distributed.world_size() == 1:
         logging.warning("--fsdp does nothing in a single process: there is nobody to share the model with.")
     elif config.parallel.fsdp:
@@ -141,6 +150,17 @@ def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveL
     keeps_own = bool(pretrained) and "temperature" not in config.loss.given and loss.learns_logit_scale
     prepare_for(loss, built.model, set_logit_scale=is_fresh and not keeps_own)
     return parallel.distribute(built.model, config.parallel, built.device, keep_whole=config.evaluation.is_wanted)
+
+
+def _temperature_lr(config: TrainingConfig, loss: ContrastiveLoss, steps_per_epoch: int) -> float | None:
+    """Learning rate of the model's logit scale: as given, or as the length of the run asks for."""
+    if "lr_tau" in config.loss.given:
+        return loss.logit_scale_lr
+    steps = steps_per_epoch * config.length.epochs
+    rate = logit_scale_lr(loss.logit_scale_lr, steps)
+    if rate != loss.logit_scale_lr:
+        logging.info(f"lr_tau is {rate:.3g} instead of {loss.logit_scale_lr:g}, as the run has only {steps:,} steps.")
+    return rate
 
 
 def _begin_folder(config: TrainingConfig, folder: Path, position: Position, start: Start) -> None:

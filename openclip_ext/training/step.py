@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training import parallel
+from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.guard import StepGuard, Verdict
 from openclip_ext.training.views import encode_views, is_views
 
@@ -47,10 +48,12 @@ class StepConfig:
     Attributes:
         precision: ``--precision``.
         grad_clip_norm: largest gradient norm, or None.
+        model_ema_decay: of the average of the weights; None: there is none.
     """
 
     precision: str = "fp32"
     grad_clip_norm: float | None = None
+    model_ema_decay: float | None = None
 
     def settings(self, device: torch.device, normalize: Callable[[Tensor], Tensor] | None = None) -> StepSettings:
         """What the flags mean on a device, for images that ``normalize`` makes floats."""
@@ -76,6 +79,7 @@ class TrainStep:
         optimizer: over the parameters of the model and of the loss's head.
         settings: see ``StepSettings``.
         scaler: gradient scaler for float16, or None.
+        ema: average of the model's weights, or None.
 
     Attributes:
         guard: sees to it that a step that is not finite changes nothing, and knows which those were.
@@ -88,12 +92,14 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         settings: StepSettings,
         scaler: torch.amp.GradScaler | None = None,
+        ema: ModelEma | None = None,
     ) -> None:
         self.model = model
         self.loss = loss
         self.optimizer = optimizer
         self.settings = settings
         self.scaler = scaler
+        self.ema = ema
         self._logit_scale = parallel.unwrap(model).get_parameter("logit_scale")
         head = loss.model_head()
         parameters = [] if head is None else head.parameters()
@@ -105,13 +111,13 @@ class TrainStep:
 
         Args:
             batches: micro-batches of ``image`` ``(b, 3, H, W)``, or ``(b, 2, 3, H, W)`` for two views of each image,
-                ``text`` ``(b, L)``, ``index`` ``(b,)``.
+                ``text`` ``(b, L)``, ``index`` ``(b,)``, and where the loss needs it ``caption_hash`` ``(b,)``.
             number: of the step, by which :attr:`guard` reports it if it is skipped.
 
         Returns:
             The loss's terms, detached.
         """
-        index = torch.cat([batch["index"] for batch in batches]) if "index" in batches[0] else None
+        index = _joined(batches, "index")
         if self.loss.needs_index and index is not None:
             self.loss.prefetch(index)
         batches = [self._to_device(batch) for batch in batches]
@@ -120,6 +126,8 @@ class TrainStep:
         terms, outputs = self._one_batch(batches[0]) if len(batches) == 1 else self._cached_features(batches)
         verdict = self._update([batch["image"] for batch in batches], outputs)
         self.guard.finish(verdict, number, index)
+        if self.ema is not None:
+            self.ema.update(number, verdict.good)
         return {name: value.detach() for name, value in terms.items()}
 
     def _to_device(self, batch: Batch) -> Batch:
@@ -137,15 +145,17 @@ class TrainStep:
             outputs = encode_views(self.model, images) if is_views(images) else self.model(images, batch["text"])
         return {name: value for name, value in outputs.items() if value is not None}
 
-    def _terms(self, outputs: dict[str, Tensor], index: Tensor | None) -> dict[str, Tensor]:
+    def _terms(self, outputs: dict[str, Tensor], batches: list[Batch]) -> dict[str, Tensor]:
+        index = _joined(batches, "index")
+        positives = {"positives": _joined(batches, "caption_hash")} if self.loss.needs_positives else {}
         self.guard.before_loss(index if self.loss.needs_index else None)
         with self.settings.autocast():
-            return self.loss(**outputs, index=index, output_dict=True)
+            return self.loss(**outputs, **positives, index=index, output_dict=True)
 
     def _one_batch(self, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The loss's terms and the model's outputs, after the backward pass."""
         outputs = self._forward(batch)
-        terms = self._terms(outputs, batch.get("index"))
+        terms = self._terms(outputs, [batch])
         self._scaled(_total(terms)).backward()
         return terms, outputs
 
@@ -157,8 +167,7 @@ class TrainStep:
         """
         outputs, generators = self._features_without_graph(batches)
         inputs = {name: _leaf(value) for name, value in outputs.items()}
-        index = torch.cat([batch["index"] for batch in batches]) if "index" in batches[0] else None
-        terms = self._terms(inputs, index)
+        terms = self._terms(inputs, batches)
         self._scaled(_total(terms)).backward()
         gradients = {name: value.grad for name, value in inputs.items() if value.grad is not None}
         first = 0
@@ -233,6 +242,11 @@ class TrainStep:
             self.loss.finish_logit_scale_step(logit_scale, before)
             logit_scale.copy_(torch.where(verdict.good, logit_scale, before))
         return verdict
+
+
+def _joined(batches: list[Batch], name: str) -> Tensor | None:
+    """An entry of all micro-batches, or None where they have none."""
+    return torch.cat([batch[name] for batch in batches]) if name in batches[0] else None
 
 
 def _total(terms: dict[str, Tensor]) -> Tensor:

@@ -1,5 +1,6 @@
 """The training loop. It knows no loss, no data format and no evaluation by name."""
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +16,17 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.heads import HEADS_KEY, heads_entry, with_heads
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training import parallel
+from openclip_ext.training.best import BEST, is_best
 from openclip_ext.training.checkpoint import Position, RunIdentity
+from openclip_ext.training.ema import TRAINED_KEY
 from openclip_ext.training.evaluation import ScheduledEvaluator, run_evaluators
 from openclip_ext.training.guard import SkippedStep
 from openclip_ext.training.reporting import Reporter, Stopwatch
 from openclip_ext.training.signals import Request, SignalRequests
 from openclip_ext.training.step import Batch, TrainStep
 
+# What of a checkpoint is no state of the training.
+_OF_THE_MODEL = ("epoch", "name", "state_dict", HEADS_KEY)
 # How many samples of a skipped step the log names.
 _NAMED_SAMPLES = 32
 
@@ -45,6 +50,7 @@ class SavePolicy:
         every_steps: optimizer steps between checkpoints in mid-epoch, 0 for none.
         most_recent: also keep ``epoch_latest.pt``.
         delete_previous: keep only the newest whole epoch.
+        best_metric: keep the model with the best value of this metric, too; None: do not.
     """
 
     folder: Path | None
@@ -53,6 +59,7 @@ class SavePolicy:
     every_steps: int = 0
     most_recent: bool = False
     delete_previous: bool = False
+    best_metric: str | None = None
 
 
 @dataclass(frozen=True)
@@ -349,6 +356,8 @@ class Trainer:
             "optimizer": parallel.optimizer_state_dict(model, self.step.optimizer),
             "step": self.position.step,
         }
+        if self.step.ema is not None:
+            content |= {"state_dict": self.step.ema.state_dict(), TRAINED_KEY: content["state_dict"]}
         if self.step.scaler is not None:
             content["scaler"] = self.step.scaler.state_dict()
         head = self.loss.model_head()
@@ -368,10 +377,25 @@ class Trainer:
     def _evaluate(self) -> None:
         """Run what is due, on the master; the others wait. Training's random numbers are left as they were."""
         due = [item.evaluator for item in self.evaluators if item.is_due(self.position.epoch, self.length.epochs)]
+        metrics: dict[str, float] = {}
         with parallel.whole_model(self.model, needed=bool(due)) as model:
             if model is not None:
                 generators = ckpt.random_state()
-                metrics = run_evaluators(due, with_heads(model, self.loss.model_head()))
+                with contextlib.nullcontext() if self.step.ema is None else self.step.ema.in_place():
+                    metrics = run_evaluators(due, with_heads(model, self.loss.model_head()))
                 ckpt.set_random_state(generators)
-                self.reporter.evaluation(metrics, {"step": self.position.step, "epoch": self.position.epoch})
+        # Before the result is written: a run killed in between evaluates again.
+        self._keep_best(metrics)
+        self.reporter.evaluation(metrics, {"step": self.position.step, "epoch": self.position.epoch})
         distributed.barrier()
+
+    def _keep_best(self, metrics: dict[str, float]) -> None:
+        """Keep the model if it is the best so far; the master knows, and all take part."""
+        folder, metric = self.policy.folder, self.policy.best_metric
+        if folder is None or metric is None:
+            return
+        if distributed.broadcast_object(is_best(metrics, metric, folder, self.position.epoch)):
+            content = self._model_file()
+            content = {name: content[name] for name in _OF_THE_MODEL if name in content}
+            if distributed.is_master():
+                ckpt.save_model_file(folder / BEST, content)

@@ -14,7 +14,8 @@ loses only the runs under way: call it again.
 
 A setting: ``loss`` and ``options`` for ``create_loss``, and optionally
 ``temperature`` and ``lr_tau``: of the model's logit scale, for OpenCLIP's own loss, which has no such options (0: constant),
-``solved_rho``: solve the temperature (see ``SolvedTemperature``), with a loss whose scheme is ``constant``.
+``solved_rho``: solve the temperature (see ``SolvedTemperature``), with a loss whose scheme is ``constant``,
+``captions``: ``name`` to train on the canonical names, which are often equal, instead of the captions.
 """
 
 import argparse
@@ -331,6 +332,9 @@ class _Trainer:
         self.loss = openclip_ext.create_loss(
             setting["loss"], embed_dim=_embed_dim(self.model), num_samples=self.samples, **self._options()
         )
+        train = icons.splits["train"]
+        self.texts = icons.names[train.classes] if setting.get("captions") == "name" else train.texts
+        self.labels = self.texts.unique(dim=0, return_inverse=True)[1]
         self.random = torch.Generator().manual_seed(run.seed)  # order and shifts: the same for all losses
         self.solved = SolvedTemperature(setting["solved_rho"]) if "solved_rho" in setting else None
         start = -math.log(setting["temperature"]) if "temperature" in setting else self.loss.initial_logit_scale
@@ -359,9 +363,10 @@ class _Trainer:
         self._set_learning_rates()
         shifts = torch.randint(-SHIFT, SHIFT + 1, (len(rows), 2), generator=self.random)
         images = self.icons.images("train", rows, self.model, shifts)
-        outputs = self.model(images, self.icons.splits["train"].texts[rows])
+        outputs = self.model(images, self.texts[rows])
         outputs = {name: value for name, value in outputs.items() if value is not None}
-        terms = self.loss(**outputs, index=rows, output_dict=True)
+        positives = {"positives": self.labels[rows]} if self.loss.needs_positives else {}
+        terms = self.loss(**outputs, **positives, index=rows, output_dict=True)
         self.optimizer.zero_grad(set_to_none=True)
         sum(terms.values()).backward()
         before = self.model.logit_scale.detach().clone()

@@ -82,7 +82,7 @@ def _run(loss: ContrastiveLoss, steps: list[Step]) -> dict[str, Any]:
 def _own_part(step: Step, rank: int) -> Step:
     size = len(step.index) // WORLD_SIZE
     own = slice(rank * size, (rank + 1) * size)
-    return Step(step.images[own], step.texts[own], step.logit_scale, step.index[own], step.epoch)
+    return Step(step.images[own], step.texts[own], step.logit_scale, step.index[own], step.epoch, step.labels[own])
 
 
 def _run_own_part(name: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Every loss and switch with its naive reference, as one list: single-process, distributed and resume tests go through it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,16 +28,20 @@ class Case:
         reference: takes the created loss (for random start values) and gives the reference.
         options: for ``create_loss``.
         tolerance: of the comparison with the reference, in float64.
+        prepare: changes the new loss.
     """
 
     loss: str
     reference: Callable[[ContrastiveLoss], Any] | None
     options: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-9
+    prepare: Callable[[ContrastiveLoss], None] = lambda loss: None
 
     def create(self, **more: Any) -> ContrastiveLoss:
         """The loss."""
-        return create_loss(self.loss, embed_dim=WIDTH, num_samples=SAMPLES, **(self.options | more))
+        loss = create_loss(self.loss, embed_dim=WIDTH, num_samples=SAMPLES, **(self.options | more))
+        self.prepare(loss)
+        return loss
 
 
 def _average(gamma: float = 0.2, decay_epochs: int | None = 2, eps: float = EPS) -> contrastive.MovingAverage:
@@ -51,6 +55,18 @@ def _fastclip(kind: str, **average: Any) -> Callable[[ContrastiveLoss], Any]:
 
 def _per_sample(**average: Any) -> Callable[[ContrastiveLoss], Any]:
     return lambda loss: contrastive.PerSample(_average(**average), rho=7.0, start=0.05, bounds=(0.01, 1.0), lr=0.0133)
+
+
+def _solved(m: int, rho: float, per_sample: bool = False) -> Case:
+    def end_waiting(loss: ContrastiveLoss) -> None:
+        loss.temperature.steps.fill_(100)
+
+    return Case(
+        "sogclr",
+        lambda loss: contrastive.Solved(_average(gamma=0.8, decay_epochs=None), rho, m, per_sample),
+        {"temperature_scheme": "solved", "temperature_queue": m, "rho": rho, "solve_per_sample": per_sample},
+        prepare=end_waiting,
+    )
 
 
 _NEUCLIP = {"prototypes": 9, "restart_every": 3, "normalizer_updates": 2}
@@ -203,6 +219,15 @@ CASES: dict[str, Case] = {
     "fastclip-v1": Case("fastclip-v1", _fastclip("constant"), _DECAY),
     "isogclr": Case("isogclr", _per_sample(gamma=0.8, decay_epochs=None), {"temperature": 0.05}),
     "fastclip-v2": Case("fastclip-v2", _per_sample(), _DECAY | {"temperature": 0.05}),
+    "openclip-constant": Case(
+        "openclip",
+        lambda loss: contrastive.InfoNce(0.05),
+        {"temperature_scheme": "constant", "temperature": 0.05},
+    ),
+    "openclip-learned": Case("openclip", lambda loss: contrastive.InfoNce(None), {"temperature_scheme": "global"}),
+    "sogclr-solved": _solved(9, 1.2),
+    "sogclr-solved-longer-queue": _solved(14, 0.4),
+    "sogclr-solved-each": _solved(9, 1.2, per_sample=True),
     "tempnet": Case("tempnet", _tempnet, _DECAY | {"lr_tau": 1e-3}),
     "amorlip": _amorlip(),
     "amorlip-negatives": _amorlip(negatives_only=True),
@@ -237,6 +262,28 @@ CASES: dict[str, Case] = {
     "queueclip-batch-alone": _queueclip(6, 1.0),
 }
 
+# Losses that treat equal captions otherwise; make_steps gives some.
+_WITH_POSITIVES = (
+    "sogclr",
+    "fastclip",
+    "fastclip-minibatch",
+    "fastclip-v0",
+    "isogclr",
+    "tempnet",
+    "neuclip",
+    "neuclip-mlp",
+)
+CASES |= {
+    f"{name}-{choice}": replace(
+        CASES[name], options=CASES[name].options | {"equal_captions": choice}, tolerance=10 * CASES[name].tolerance
+    )
+    for choice, names in {
+        "mask": (*_WITH_POSITIVES, "amorlip", "amorlip-negatives", "openclip-learned"),
+        "positive": _WITH_POSITIVES,
+    }.items()
+    for name in names
+}
+
 
 @dataclass
 class Step:
@@ -247,6 +294,7 @@ class Step:
     logit_scale: float
     index: list[int]
     epoch: int
+    labels: list[int] = field(default_factory=list)
 
 
 def unit(features: Tensor) -> Tensor:
@@ -257,6 +305,7 @@ def unit(features: Tensor) -> Tensor:
 def make_steps(number: int = 5, batch: int = 6, seed: int = 0, duplicates: bool = True) -> list[Step]:
     """A short run: related pairs, every third batch with an index twice and once with one three times."""
     random = torch.Generator().manual_seed(seed)
+    random_labels = torch.Generator().manual_seed(seed)
     steps = []
     for position in range(number):
         images = unit(torch.randn(batch, WIDTH, generator=random, dtype=torch.float64))
@@ -266,7 +315,8 @@ def make_steps(number: int = 5, batch: int = 6, seed: int = 0, duplicates: bool 
             index[-1] = index[0]
             if batch > 4:
                 index[3] = index[0]
-        steps.append(Step(images, texts, 6.0 + 3 * position, index, position // 2))
+        labels = [0, *torch.randint(1, max(2, batch - 2), (batch - 1,), generator=random_labels).tolist()]
+        steps.append(Step(images, texts, 6.0 + 3 * position, index, position // 2, labels))
     return steps
 
 
@@ -279,6 +329,7 @@ def run_step(
     wide = torch.promote_types(dtype, torch.float32)
     logit_scale = torch.tensor(step.logit_scale, dtype=wide, requires_grad=True)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
-        value = loss(images, texts, logit_scale, index=torch.tensor(step.index))
+        positives = {"positives": torch.tensor(step.labels)} if loss.needs_positives else {}
+        value = loss(images, texts, logit_scale, index=torch.tensor(step.index), **positives)
     gradients = torch.autograd.grad(value, (images, texts, logit_scale), allow_unused=True)
     return value.detach(), [torch.zeros(()) if gradient is None else gradient for gradient in gradients]

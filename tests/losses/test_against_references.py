@@ -5,13 +5,15 @@ import torch
 
 from openclip_ext.contrastive import similarities
 from tests.losses.cases import CASES, Case, Step, make_steps, run_step, unit
+from tests.references.contrastive import equal_captions
 
 
 def _compare(case: Case, steps: list[Step]) -> None:
     loss = case.create().double()
     reference = case.reference(loss)
     for number, step in enumerate(steps):
-        expected = reference.step(step.images, step.texts, step.logit_scale, step.index, step.epoch)
+        with equal_captions(case.options.get("equal_captions", "negative"), step.labels):
+            expected = reference.step(step.images, step.texts, step.logit_scale, step.index, step.epoch)
         value, (images, texts, logit_scale) = run_step(loss, step)
         close = {"rtol": case.tolerance, "atol": case.tolerance}
         message = f"step {number}: {{}}".format

@@ -87,7 +87,7 @@ def test_every_option_is_used_by_some_loss() -> None:
     used: set[str] = set()
     for name in list_losses():
         used |= options_used_by(name).keys()
-    used |= options_used_by("neuclip", normalizer="mlp").keys()
+    used |= options_used_by("neuclip", normalizer="mlp", temperature_scheme="solved").keys()
     assert used == OPTIONS.keys()
 
 
@@ -107,7 +107,13 @@ def test_unknown_loss_lists_the_names() -> None:
             r"prototypes=, restart_every=: not used by the loss 'fastclip'",
         ),
         ("openclip", {"rho": 1.0}, r"rho=: not used by the loss 'openclip', which takes .*local_loss"),
-        ("openclip", {"normalizer": "queue"}, "normalizer: not used by the loss 'openclip'"),
+        ("openclip", {"normalizer": "queue"}, "the mean over all pairs, the positive one included; this normalizer"),
+        (
+            "openclip",
+            {"temperature_scheme": "constant", "local_loss": True},
+            "local_loss=: not used by the loss 'openclip",
+        ),
+        ("siglip", {"temperature_scheme": "constant"}, "temperature_scheme: not used by the loss 'siglip'"),
         ("sogclr", {"rho": 1.0}, "rho=: not used"),
         ("fastclip-v0", {"rho": 1.0}, "rho=: not used"),
         ("amorlip", {"eps": 1e-8}, "eps=: not used"),

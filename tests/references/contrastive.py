@@ -4,7 +4,9 @@ A reference's ``step(images, texts, logit_scale, index, epoch)`` does what one c
 the gradients in the images, the texts and the logit scale. Images and texts are float64 ``(B, d)``.
 """
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,15 +29,51 @@ def pair_similarity(images: Tensor, texts: Tensor, side: int, i: int, j: int) ->
     return images[i] @ texts[j] if side == 0 else images[j] @ texts[i]
 
 
+@dataclass
+class EqualCaptions:
+    """The labels of a step's captions and what equal ones are: negative, mask or positive (docs/equal-captions.md)."""
+
+    choice: str
+    labels: list[int]
+
+
+_equal_captions = EqualCaptions("negative", [])
+
+
+@contextlib.contextmanager
+def equal_captions(choice: str, labels: list[int]) -> Iterator[None]:
+    """Let all references treat equal captions so."""
+    global _equal_captions
+    _equal_captions, before = EqualCaptions(choice, labels), _equal_captions
+    try:
+        yield
+    finally:
+        _equal_captions = before
+
+
+def negatives(i: int, batch: int) -> list[int]:
+    """N_i."""
+    labels = range(batch) if _equal_captions.choice == "negative" else _equal_captions.labels
+    return [j for j in range(batch) if j != i and labels[j] != labels[i]]
+
+
+def positive(images: Tensor, texts: Tensor, side: int, i: int) -> Tensor:
+    """s_ii, or its mean over P_i."""
+    if _equal_captions.choice != "positive":
+        return images[i] @ texts[i]
+    labels = _equal_captions.labels
+    equal = [j for j in range(len(images)) if labels[j] == labels[i]]
+    return sum(pair_similarity(images, texts, side, i, j) for j in equal) / len(equal)
+
+
 def inner(images: Tensor, texts: Tensor, tau: Tensor | float, side: int, i: int) -> Tensor:
     """g_k(w, τ; i, B): below NeuCLIP (1)."""
-    batch = len(images)
+    others = negatives(i, len(images))
     total = torch.zeros((), dtype=torch.float64)
-    for j in range(batch):
-        if j != i:
-            difference = pair_similarity(images, texts, side, i, j) - images[i] @ texts[i]
-            total = total + torch.exp(difference / tau)
-    return total / (batch - 1)
+    for j in others:
+        difference = pair_similarity(images, texts, side, i, j) - positive(images, texts, side, i)
+        total = total + torch.exp(difference / tau)
+    return total / len(others)
 
 
 def leaves(*tensors: Tensor | float) -> list[Tensor]:
@@ -151,6 +189,25 @@ class FastClip:
         return StepResult(value, *gradients, -(tau**2) * in_tau, alpha)
 
 
+class InfoNce:
+    """OpenCLIP's loss, as the mean over the anchors of ``−log softmax``, at the model's temperature or at a constant one."""
+
+    def __init__(self, constant: float | None) -> None:
+        self.constant = constant
+
+    def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
+        """One step; there is no state."""
+        images, texts, scale = leaves(images, texts, 1 / self.constant if self.constant else logit_scale)
+        value = torch.zeros((), dtype=torch.float64)
+        for side in (0, 1):
+            for i in range(len(images)):
+                pairs = [i, *negatives(i, len(images))]
+                row = [pair_similarity(images, texts, side, i, j) * scale for j in pairs]
+                value = value - 0.5 * (row[0] - torch.logsumexp(torch.stack(row), 0)) / len(images)
+        in_images, in_texts, in_scale = torch.autograd.grad(value, (images, texts, scale))
+        return StepResult(value.item(), in_images, in_texts, 0.0 if self.constant else in_scale.item(), [])
+
+
 class PerSample:
     """iSogCLR / FastCLIP-v2: [opt4ml, Algorithm 35], with Adam for each sample."""
 
@@ -176,11 +233,11 @@ class PerSample:
                     0.5 * t * ((eps + inner(images, texts, t, k, i).item()) / u + alpha[k][i] + self.rho - 1) / batch
                 )
                 total = 0.0
-                for j in range(batch):
-                    if j != i:
-                        ell = (pair_similarity(images, texts, k, i, j) - images[i] @ texts[i]).item()
-                        total += math.exp(ell / t) * ell / t
-                found.setdefault(sample, []).append(math.log(u) + self.rho - total / (u * (batch - 1)))
+                others = negatives(i, batch)
+                for j in others:
+                    ell = (pair_similarity(images, texts, k, i, j) - positive(images, texts, k, i)).item()
+                    total += math.exp(ell / t) * ell / t
+                found.setdefault(sample, []).append(math.log(u) + self.rho - total / (u * len(others)))
             for sample, slopes in found.items():
                 self._update(k, sample, sum(slopes) / len(slopes), epoch)
         return StepResult(value, *gradients, 0.0, alpha)
@@ -195,3 +252,58 @@ class PerSample:
         step = (first / (1 - beta1 ** (epoch + 1))) / (math.sqrt(second / (1 - beta2 ** (epoch + 1))) + 1e-8)
         tau = self.tau[k].get(sample, self.start) - self.lr * step
         self.tau[k][sample] = max(self.bounds[0], min(self.bounds[1], tau))
+
+
+class Solved:
+    """SogCLR with a temperature that is solved for: ``KL(softmax(s_i/τ) ‖ uniform) = ρ`` over the ``m`` newest embeddings.
+
+    One for all anchors, whose log goes a hundredth of the way; or one for each anchor.
+    """
+
+    def __init__(self, estimator: MovingAverage, rho: float, m: int, per_sample: bool) -> None:
+        self.estimator, self.rho, self.m, self.per_sample = estimator, rho, m, per_sample
+        self.log_tau: float | None = None
+        self.newest: list[tuple[Tensor, Tensor]] = []
+
+    def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
+        """One step; the logit scale is the start value."""
+        batch, eps, sides = len(images), self.estimator.eps, (0, 1)
+        self.log_tau = -math.log(logit_scale) if self.log_tau is None else self.log_tau
+        tau = [[math.exp(self.log_tau)] * batch] * 2
+        full = len(self.newest) == self.m
+        if full and self.per_sample:
+            tau = [[math.exp(self._bisection(images, texts, [(k, i)])) for i in range(batch)] for k in sides]
+        alpha = self.estimator.update(images, texts, tau, index, epoch)
+        gradients = encoder_gradients(images, texts, tau, alpha)
+        terms = [
+            [
+                tau[k][i]
+                * (math.exp(-alpha[k][i]) * (eps + inner(images, texts, tau[k][i], k, i).item()) + alpha[k][i])
+                for i in range(batch)
+            ]
+            for k in sides
+        ]
+        if full:
+            anchors = [(k, i) for k in sides for i in range(batch)]
+            self.log_tau += 0.01 * (self._bisection(images, texts, anchors) - self.log_tau)
+        self.log_tau = max(math.log(0.01), min(0.0, self.log_tau))
+        self.newest = [*self.newest, *zip(images, texts, strict=True)][-self.m :]
+        return StepResult(mean(terms), *gradients, 0.0, alpha)
+
+    def _divergence(self, images: Tensor, texts: Tensor, k: int, i: int, tau: float) -> float:
+        scaled = [((images[i] @ text if k == 0 else texts[i] @ image) / tau).item() for image, text in self.newest]
+        total = sum(math.exp(value) for value in scaled)
+        share = [math.exp(value) / total for value in scaled]
+        return sum(p * math.log(p * self.m) for p in share)
+
+    def _bisection(self, images: Tensor, texts: Tensor, anchors: list[tuple[int, int]]) -> float:
+        """log τ that solves the mean over anchors."""
+        low, high = math.log(0.01), 0.0
+        for _ in range(12):
+            middle = (low + high) / 2
+            divergences = [self._divergence(images, texts, k, i, math.exp(middle)) for k, i in anchors]
+            if sum(divergences) / len(divergences) > self.rho:
+                low = middle
+            else:
+                high = middle
+        return (low + high) / 2

@@ -17,7 +17,9 @@ from tests.references.contrastive import (
     inner,
     leaves,
     mean,
+    negatives,
     pair_similarity,
+    positive,
 )
 
 
@@ -43,12 +45,13 @@ class Mlp(nn.Module):
 
 
 def log_partition(images: Tensor, texts: Tensor, scale: float, side: int, i: int, negatives_only: bool) -> float:
-    """log Z_i = log (1/B) Σ_j exp(c·s_ij), with or without the positive."""
-    total = 0.0
-    for j in range(len(images)):
-        if not (negatives_only and j == i):
-            total += math.exp(scale * pair_similarity(images, texts, side, i, j).item())
-    return math.log(total / len(images))
+    """log Z_i = log (1/B) Σ_j exp(c·s_ij), with or without the positive; B counts the pairs of the anchor."""
+    others = negatives(i, len(images))
+    total = sum(
+        math.exp(scale * pair_similarity(images, texts, side, i, j).item())
+        for j in (others if negatives_only else [i, *others])
+    )
+    return math.log(total / (len(others) + 1))
 
 
 def amortization_loss(name: str, log_lambda: Tensor, log_target: float, log_batch: float, tau: float) -> Tensor:
@@ -168,12 +171,14 @@ class AmorLip:
         ell = torch.zeros((), dtype=torch.float64)
         for i in range(size):
             ell = ell - 2 * scale * (images[i] @ texts[i]) / size
+            pairs = [i, *negatives(i, size)]
             for k in (0, 1):
                 denominator = math.exp(log_lambda[k][i])
                 if self.negatives_only:
-                    denominator += math.exp((scale * (images[i] @ texts[i])).item()) / size
-                for j in range(size):
-                    ell = ell + torch.exp(scale * pair_similarity(images, texts, k, i, j)) / denominator / size**2
+                    denominator += math.exp((scale * (images[i] @ texts[i])).item()) / len(pairs)
+                for j in pairs:
+                    term = torch.exp(scale * pair_similarity(images, texts, k, i, j)) / denominator
+                    ell = ell + term / len(pairs) / size
         return 0.5 * (ell / scale.detach() + self.rho / scale)
 
 
@@ -188,14 +193,14 @@ class NeuClipMlp:
         if epoch != self.amortized.epoch:
             self.amortized.start_epoch(epoch)
         tau, batch = 1 / logit_scale, len(images)
-        positive = [(images[i] @ texts[i]).item() for i in range(batch)]
+        s_ii = [[positive(images, texts, k, i).item() for i in range(batch)] for k in (0, 1)]
         log_z = [
-            [math.log(self.eps + inner(images, texts, tau, k, i).item()) + positive[i] / tau for i in range(batch)]
+            [math.log(self.eps + inner(images, texts, tau, k, i).item()) + s_ii[k][i] / tau for i in range(batch)]
             for k in (0, 1)
         ]
         self.amortized.step(images, texts, logit_scale, log_z)
         log_lambda = self.amortized.log_lambda(images, texts)
-        alpha = [[log_lambda[k][i] - positive[i] / tau for i in range(batch)] for k in (0, 1)]
+        alpha = [[log_lambda[k][i] - s_ii[k][i] / tau for i in range(batch)] for k in (0, 1)]
         gradients = encoder_gradients(images, texts, [[tau] * batch] * 2, alpha)
         (variable,) = leaves(logit_scale)
         total = (self.rho - 1) / variable
@@ -265,11 +270,11 @@ class TempNet:
                 t, u = tau[k][i], math.exp(alpha[k][i])
                 values[k].append(t * ((eps + inner(images, texts, t, k, i).item()) / u + alpha[k][i] + self.rho - 1))
                 total = 0.0
-                for j in range(batch):
-                    if j != i:
-                        ell = (pair_similarity(images, texts, k, i, j) - images[i] @ texts[i]).item()
-                        total += math.exp(ell / t) * ell / t
-                slopes.append(math.log(u) + self.rho - total / (u * (batch - 1)))
+                others = negatives(i, batch)
+                for j in others:
+                    ell = (pair_similarity(images, texts, k, i, j) - positive(images, texts, k, i)).item()
+                    total += math.exp(ell / t) * ell / t
+                slopes.append(math.log(u) + self.rho - total / (u * len(others)))
             for group in self.adam[k].param_groups:
                 group["lr"] = self.lr * 0.9**epoch
             self.adam[k].zero_grad()

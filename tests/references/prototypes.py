@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from tests.references.contrastive import StepResult, inner, leaves
+from tests.references.contrastive import StepResult, inner, leaves, positive
 
 
 def predicted(
@@ -28,7 +28,7 @@ def predicted(
         counted = [column for j, column in enumerate(prototypes) if left_out is None or j not in left_out[i]]
         for column in counted:
             cosine = anchors[i] @ (column / column.norm())
-            total = total + torch.exp((cosine - images[i] @ texts[i]) / tau)
+            total = total + torch.exp((cosine - positive(images, texts, side, i)) / tau)
         found.append(torch.log(eps + total / len(counted)))
     return found
 

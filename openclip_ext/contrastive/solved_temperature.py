@@ -1,0 +1,159 @@
+"""A temperature without a learning rate: solved for, over a queue of recent embeddings.
+
+The regularised objective ``τ·log mean_j exp((s_ij − s_ii)/τ) + τ·ρ`` has the derivative ``ρ − KL_i(τ)`` in τ, where
+``KL_i(τ)`` is the divergence from uniform of the anchor's softmax over its negatives. It is the dual of a bound on that
+divergence [NeuCLIP 1; Qiu et al., ICML 2023], so at the optimum it equals ρ: some ``exp(−ρ)`` of the data counts as hard.
+A batch has too few negatives to find this τ: of ``m`` the divergence is below ``log m``. A queue of recent embeddings has
+enough.
+
+Naive float64 version: ``Solved`` in ``tests/references/contrastive.py``. Page: ``docs/methods/solved-temperature.md``.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from openclip_ext.contrastive.batch import Contrast, GatheredBatch
+from openclip_ext.contrastive.embedding_queue import EmbeddingQueue
+from openclip_ext.contrastive.similarities import anchor_chunks
+from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds, global_temperatures, log_inverse
+
+# The embeddings of an untrained model say nothing about the temperature.
+_STEPS_BEFORE = 100
+# Share of the way to the solution that log τ goes in a step.
+_RATE = 0.01
+# At most so many anchors of each side are solved for: enough, as a step is short.
+_ANCHORS = 32
+# Halvings of log τ's bounds: to 0.1 % of τ.
+_BISECTIONS = 12
+
+
+class SolvedTemperature(TemperatureScheme):
+    """τ at which the anchors' softmax over recent embeddings has a divergence of ρ from uniform, in their mean.
+
+    ``log τ`` goes a hundredth of the way in a step, once the queue is full, and not in the first 100 steps. The queue does not
+    yet hold the batch then, so no anchor meets its own pair, unless the queue is longer than the data set. The model's
+    ``logit_scale`` follows where the loop calls ``finish_logit_scale_step``.
+
+    Args:
+        embed_dim: width ``d`` of the embeddings.
+        rho: ρ.
+        temperature_queue: length ``m`` of the queue.
+        solve_per_sample: solve for each anchor in every step, to the end. Without state of its own.
+        temperature: start value; None: the model's.
+        temperature_min, temperature_max: bounds.
+    """
+
+    solves = True
+    log_tau: Tensor
+    steps: Tensor
+    divergence: Tensor
+
+    def __init__(
+        self,
+        *,
+        embed_dim: int,
+        rho: float,
+        temperature_queue: int,
+        solve_per_sample: bool,
+        temperature: float | None,
+        temperature_min: float,
+        temperature_max: float,
+    ) -> None:
+        super().__init__()
+        check_bounds(temperature_min, temperature_max)
+        if rho >= math.log(temperature_queue):
+            warnings.warn(
+                f"rho={rho:g}: no temperature has this divergence over {temperature_queue} embeddings, at most "
+                f"{math.log(temperature_queue):.2f}. It will go to temperature_min={temperature_min:g}. Give a smaller rho "
+                "(a larger hard share) or a longer temperature_queue",
+                stacklevel=2,
+            )
+        self.target = rho
+        self.solve_per_sample = solve_per_sample
+        self.bounds = (math.log(temperature_min), math.log(temperature_max))
+        self.uses_logit_scale = temperature is None
+        self.initial_logit_scale = log_inverse(temperature)
+        self.queue = EmbeddingQueue(temperature_queue, embed_dim)
+        # NaN: not known yet, the model's.
+        self.register_buffer("log_tau", torch.tensor(math.nan if temperature is None else math.log(temperature)))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("divergence", torch.tensor(math.nan), persistent=False)
+
+    def temperatures(self, batch: GatheredBatch) -> Tensor:
+        """One for all anchors; with ``solve_per_sample`` each anchor's own, as soon as there is enough to solve it."""
+        stored = self.log_tau.exp().to(batch.features.dtype)
+        tau = torch.where(stored.isnan(), global_temperatures(batch), stored)
+        if not self.solve_per_sample:
+            return tau
+        own = batch.gather_local(self._solve_each(batch))
+        return torch.where(self._is_ready() & batch.valid, own, tau)
+
+    @torch.no_grad()
+    def solve(self, contrast: Contrast) -> None:
+        """Move ``log τ`` towards the solution for this batch, then put the batch into the queue."""
+        batch = contrast.batch
+        log_tau = torch.where(self.log_tau.isnan(), -batch.logit_scale.log(), self.log_tau)
+        some = slice(0, min(batch.size, _ANCHORS))
+        similarities = self._similarities(batch, some)
+        divergence = partial(_mean_divergence, similarities, batch.valid[some])
+        moved = log_tau.lerp(self._bisect(divergence, log_tau), _RATE)
+        moves = self._is_ready() & batch.ok
+        self.divergence.copy_(torch.where(moves, divergence(log_tau), self.divergence))
+        log_tau = torch.where(moves, moved, log_tau).clamp(*self.bounds)
+        self.log_tau.copy_(torch.where(batch.ok, log_tau, self.log_tau))
+        self.steps += batch.ok
+        self.queue.push(batch)
+
+    def _is_ready(self) -> Tensor:
+        return (self.queue.filled == self.queue.capacity) & (self.steps >= _STEPS_BEFORE)
+
+    def _similarities(self, batch: GatheredBatch, anchors: slice) -> Tensor:
+        """Of some anchors of both sides with the queue, ``(2, b, m)``."""
+        return batch.features[:, anchors] @ self.queue.rows.transpose(1, 2)
+
+    def _bisect(self, divergence: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+        """``log τ`` at which the divergence, which falls with τ, is ρ; shaped as ``like``."""
+        low, high = (torch.full_like(like, bound) for bound in self.bounds)
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            too_small = divergence(middle) > self.target
+            low, high = torch.where(too_small, middle, low), torch.where(too_small, high, middle)
+        return (low + high) / 2
+
+    def _solve_each(self, batch: GatheredBatch) -> Tensor:
+        """τ of this process's anchors, ``(2, B_local)``."""
+        parts = []
+        for anchors in anchor_chunks(batch.local, self.queue.capacity):
+            similarities = self._similarities(batch, anchors)
+            parts.append(self._bisect(partial(_divergence, similarities), similarities[..., 0]).exp())
+        return torch.cat(parts, dim=1)
+
+    def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
+        """Let the model's parameter follow, for its checkpoints."""
+        parameter.copy_(torch.where(self.log_tau.isnan(), parameter, -self.log_tau))
+
+    def metrics(self, epoch: int) -> dict[str, float]:
+        """ρ, and the divergence that the last step found, once there is one. Waits for the device."""
+        divergence = self.divergence.item()
+        return {"rho": self.target} | ({} if math.isnan(divergence) else {"divergence": divergence})
+
+
+def _divergence(similarities: Tensor, log_tau: Tensor) -> Tensor:
+    """``KL(softmax(s/τ) ‖ uniform)`` over the last dimension.
+
+    Args:
+        similarities: ``(2, b, m)``.
+        log_tau: 0-d or ``(2, b)``.
+    """
+    log_share = nn.functional.log_softmax(similarities * torch.exp(-log_tau)[..., None], dim=-1)
+    return torch.linalg.vecdot(log_share.exp(), log_share) + math.log(similarities.shape[-1])
+
+
+def _mean_divergence(similarities: Tensor, valid: Tensor, log_tau: Tensor) -> Tensor:
+    """Mean of :func:`_divergence` over both sides of the anchors that count, 0-d."""
+    return torch.where(valid, _divergence(similarities, log_tau), 0).sum() / (2 * valid.sum().clamp(min=1))

@@ -1,0 +1,359 @@
+"""From finished runs to numbers, words and files: ``report.json``, ``report.md`` and ``report.html``."""
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openclip_ext.diagnostics.compare import page
+from openclip_ext.diagnostics.compare.design import Results, Schedule, setting_words
+from openclip_ext.diagnostics.compare.pilot import IMAGE_TO_TEXT, TEXT_TO_IMAGE, ZERO_SHOT, unpacked
+from openclip_ext.diagnostics.compare.space import BASELINE, Setting
+from openclip_ext.diagnostics.compare.statistics import Difference, paired_difference
+
+_METRIC_WORDS = {IMAGE_TO_TEXT: "image to text", TEXT_TO_IMAGE: "text to image", ZERO_SHOT: "zero-shot"}
+
+
+@dataclass(frozen=True)
+class About:
+    """What was compared.
+
+    Attributes:
+        data, model, batch, num_samples: of the training.
+        notes: what to know about the data.
+        cpu: whether there was no GPU.
+        processes: runs at a time.
+        groups: equal numbers for validation samples of equal captions.
+        chance: R@1 of guessing.
+    """
+
+    data: str
+    model: str
+    batch: int
+    num_samples: int
+    notes: tuple[str, ...]
+    cpu: bool
+    processes: int
+    groups: Sequence[int]
+    chance: float
+
+
+@dataclass(frozen=True)
+class LossResult:
+    """A loss's final runs.
+
+    Attributes:
+        loss: its name.
+        setting: the best temperature setting, in words.
+        lr: the best learning rate.
+        scores: mean over seeds by metric; ``R@1`` is the mean of both directions.
+        each_seed: R@1 of each seed.
+        difference: R@1 minus that of ``openclip``, or None.
+        zero_shot_difference: the same for zero-shot accuracy.
+        temperature: at the end.
+        step_seconds: of training, with all processes busy.
+        memory_bytes, state_bytes: peak of a run; of the loss's state.
+        curves: ``(samples, seconds, R@1)`` of each seed.
+        normalizers: errors of its and the batch's log-normalizers, at the end of the first seed.
+        command: the training command line.
+    """
+
+    loss: str
+    setting: str
+    lr: float
+    scores: Mapping[str, float]
+    each_seed: tuple[float, ...]
+    difference: Difference | None
+    zero_shot_difference: Difference | None
+    temperature: float
+    step_seconds: float
+    memory_bytes: int
+    state_bytes: int
+    curves: tuple[tuple[tuple[float, float, float], ...], ...]
+    normalizers: Mapping[str, Any] | None
+    command: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the files say.
+
+    Attributes:
+        about: what was compared.
+        sentence: the result.
+        recommended: name of the loss to take, or None.
+        text_of_judgement: how wrong a batch is, before training.
+        results: by loss, the best first.
+        tried: the search: ``(loss, setting, lr, samples, R@1)``.
+        unfinished: how many runs are missing.
+        failures: messages.
+        final_samples: that each final run saw.
+    """
+
+    about: About
+    sentence: str
+    recommended: str | None
+    text_of_judgement: str
+    results: tuple[LossResult, ...]
+    tried: tuple[tuple[str, str, float, int, float], ...]
+    unfinished: int
+    failures: tuple[str, ...]
+    final_samples: int
+
+
+def make_report(
+    about: About,
+    schedule: Schedule,
+    results: Results,
+    plan: Mapping[str, Any],
+    command_line: Callable[[Mapping[str, Any]], str],
+) -> Report:
+    """The report of what is finished.
+
+    Args:
+        about: what was compared.
+        schedule: which runs there are.
+        results: finished and failed runs by id.
+        plan: what was measured before the first run.
+        command_line: of a run.
+    """
+    finals = schedule.finals(results)
+    of_loss: dict[str, dict[int, Mapping[str, Any]]] = {loss: {} for loss in schedule.design.losses}
+    for run in finals:
+        line = results.get(run.id)
+        if line is not None and "failed" not in line:
+            of_loss[run.loss][run.seed] = line
+    found = [
+        _loss_result(loss, lines, of_loss[BASELINE], about, command_line) for loss, lines in of_loss.items() if lines
+    ]
+    found.sort(key=lambda result: -result.scores["R@1"])
+    sentence, recommended = conclude(found, about.batch, _differences_to_best(found, of_loss, about))
+    searched = sum(rung.configurations for rung in schedule.design.rungs) * len(schedule.design.losses)
+    tried = [line for line in results.values() if "final" in line and not line["final"]]
+    all_runs = searched + len(schedule.design.seeds) * len(schedule.design.losses)
+    finished = len(tried) + sum(map(len, of_loss.values()))
+    return Report(
+        about=about,
+        sentence=sentence,
+        recommended=recommended,
+        text_of_judgement=judgement(plan["judged"], about.batch, "Before training"),
+        results=tuple(found),
+        tried=tuple(
+            (line["configuration"]["loss"], _words(line), line["lr"], line["samples"], line["choice"]) for line in tried
+        ),
+        unfinished=all_runs - finished,
+        failures=tuple(sorted({line["failed"].strip() for line in results.values() if "failed" in line})),
+        final_samples=schedule.design.final_samples,
+    )
+
+
+def _words(line: Mapping[str, Any]) -> str:
+    return setting_words(Setting(**line["configuration"]["setting"]))
+
+
+def _loss_result(
+    loss: str,
+    lines: Mapping[int, Mapping[str, Any]],
+    baseline: Mapping[int, Mapping[str, Any]],
+    about: About,
+    command_line: Callable[[Mapping[str, Any]], str],
+) -> LossResult:
+    every = list(lines.values())
+    scores = {
+        name: float(torch.stack([unpacked(line["hits"][name]) for line in every]).mean()) for name in every[0]["hits"]
+    }
+    each_seed = tuple(float(_recall(line).mean()) for line in every)
+    return LossResult(
+        loss=loss,
+        setting=_words(every[0]),
+        lr=every[0]["lr"],
+        scores={"R@1": statistics.fmean(each_seed)} | scores,
+        each_seed=each_seed,
+        difference=_difference(lines, baseline, about, _recall) if loss != BASELINE else None,
+        zero_shot_difference=_difference(lines, baseline, about, _zero_shot)
+        if loss != BASELINE and ZERO_SHOT in scores
+        else None,
+        temperature=statistics.fmean(line["temperature"] for line in every),
+        step_seconds=sum(line["seconds"] for line in every) / sum(line["steps"] for line in every),
+        memory_bytes=max(line["memory_bytes"] for line in every),
+        state_bytes=every[0]["state_bytes"],
+        curves=tuple(tuple((point[0], point[1], point[2]) for point in line["curve"]) for line in every),
+        normalizers=next((line["normalizers"] for line in every if "normalizers" in line), None),
+        command=command_line(every[0]),
+    )
+
+
+def _recall(line: Mapping[str, Any]) -> Tensor:
+    return (unpacked(line["hits"][IMAGE_TO_TEXT]) + unpacked(line["hits"][TEXT_TO_IMAGE])) / 2
+
+
+def _zero_shot(line: Mapping[str, Any]) -> Tensor:
+    return unpacked(line["hits"][ZERO_SHOT])
+
+
+def _difference(
+    first: Mapping[int, Mapping[str, Any]],
+    second: Mapping[int, Mapping[str, Any]],
+    about: About,
+    metric: Callable[[Mapping[str, Any]], Tensor],
+) -> Difference | None:
+    seeds = [seed for seed in first if seed in second]
+    if not seeds:
+        return None
+    stacked = [torch.stack([metric(lines[seed]) for seed in seeds]) for lines in (first, second)]
+    return paired_difference(stacked[0], stacked[1], about.groups)
+
+
+def _differences_to_best(
+    found: Sequence[LossResult], of_loss: Mapping[str, Mapping[int, Mapping[str, Any]]], about: About
+) -> dict[str, Difference | None]:
+    if not found:
+        return {}
+    best = of_loss[_leader(found).loss]
+    return {result.loss: _difference(best, of_loss[result.loss], about, _recall) for result in found}
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def _leader(found: Sequence[LossResult]) -> LossResult:
+    """The best of those that beat the baseline with confidence; if there are none, the best."""
+    sure = [result for result in found if result.difference is not None and result.difference.is_positive]
+    return max(sure or found, key=lambda result: result.scores["R@1"])
+
+
+def conclude(
+    found: Sequence[LossResult], batch: int, to_best: Mapping[str, Difference | None]
+) -> tuple[str, str | None]:
+    """The result in a sentence, and the loss to take.
+
+    Args:
+        found: the losses with final runs.
+        batch: samples of a step.
+        to_best: the difference of the best loss to each.
+    """
+    others = [result for result in found if result.difference is not None]
+    if not any(result.loss == BASELINE for result in found) or not others:
+        return "No result yet: there are fewer than two paired final runs; the same command goes on from here.", None
+    best = _leader(others)
+    assert best.difference is not None
+    difference = f"{points(best.difference)} R@1"
+    if not best.difference.is_positive:
+        worse = [result.loss for result in others if result.difference and result.difference.high < 0]
+        sentence = f"Nothing beats {BASELINE} with confidence at batch {batch}: {best.loss} comes nearest, {difference}"
+        sentence += f"; worse: {', '.join(worse)}" if worse else ""
+        return f"{sentence}. Take {BASELINE} with its best setting.", BASELINE
+    sentence = f"{best.loss}, {difference} over {BASELINE} at batch {batch}"
+    equal = [
+        loss
+        for loss, gap in to_best.items()
+        if loss not in (best.loss, BASELINE) and gap is not None and not gap.is_clear
+    ]
+    if equal:
+        sentence += f"; no difference between {best.loss} and {', '.join(equal)}"
+    return f"{sentence}.", best.loss
+
+
+def points(difference: Difference) -> str:
+    """In points, with the interval: ``+4.1 (3.2 to 5.0)``."""
+    return f"{_signed(difference.mean)} ({_plain(difference.low)} to {_plain(difference.high)})"
+
+
+def _signed(value: float) -> str:
+    return f"{100 * value:+.1f}".replace("-", "−")
+
+
+def _plain(value: float) -> str:
+    return f"{100 * value:.1f}".replace("-", "−")
+
+
+def judgement(measured: Mapping[str, Any], batch: int, when: str) -> str:
+    """How wrong a batch is about its normalizers."""
+    error = measured["batch"]
+    return (
+        f"{when}, at temperature {measured['temperature']:.3f}: your batch of {batch} misjudges its normalizer by a factor of "
+        f"{error['factor']:.2g} (90 %: {error['factor_low']:.2g} to {error['factor_high']:.2g}), against "
+        f"{measured['samples']:,} training samples."
+    )
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def write(report: Report, folder: Path) -> None:
+    """Write all three files."""
+    content = asdict(report)
+    del content["about"]["groups"]
+    (folder / "report.json").write_text(json.dumps(content, indent=2) + "\n")
+    (folder / "report.md").write_text(markdown(report))
+    (folder / "report.html").write_text(page.render(report, tables(report), lines(report)))
+
+
+def lines(report: Report) -> list[str]:
+    """Paragraphs that explain the numbers."""
+    about = report.about
+    memory = "the process's resident memory" if about.cpu else "GPU memory taken by tensors"
+    found = [
+        f"{about.model} on {about.data} ({about.num_samples:,} samples), batches of {about.batch}. Scored on: "
+        f"{'; '.join(about.notes)}. One half chose the hyper-parameters; the other half gives the numbers here. "
+        f"Guessing scores {100 * about.chance:.2f} R@1. Pairs of equal captions count as right.",
+        f"All losses had the same start weights, order, augmentation and samples, and equally many configurations in "
+        f"the search. "
+        f"The final runs saw {report.final_samples:,} samples each "
+        f"({report.final_samples / about.num_samples:.1f} epochs): a longer training may rank the losses otherwise.",
+        "Intervals are 95 % each and cover other seeds (Student's t over the paired seeds) and other validation samples "
+        "of this kind, added as independent. They cover neither other data, nor other lengths of training, nor the "
+        "choice among several losses.",
+        f"Seconds a step were measured with {about.processes} runs at a time; memory is the peak of {memory}.",
+    ]
+    if report.unfinished:
+        found.append(f"Unfinished: {report.unfinished} runs are missing. The same command goes on from here.")
+    return [*found, *(f"A run failed: {failure}" for failure in report.failures)]
+
+
+def tables(report: Report) -> dict[str, list[list[str]]]:
+    """The tables by title; the first row is the head."""
+    metrics = [name for name in _METRIC_WORDS if report.results and name in report.results[0].scores]
+    result = [
+        ["loss", "R@1", f"minus {BASELINE}", *(_METRIC_WORDS[name] for name in metrics), "each seed", "setting", "lr"]
+    ]
+    cost = [["loss", "ms a step", "memory, MiB", "state of the loss, MiB", "τ at the end"]]
+    errors = [["model trained with", "τ", "batch misjudges by (90 %)", "error of the batch", "error of the loss"]]
+    for one in report.results:
+        shown = "" if one.loss == BASELINE else "one seed" if one.difference is None else points(one.difference)
+        scores = [_plain(one.scores[name]) for name in metrics]
+        if metrics and one.zero_shot_difference is not None:
+            scores[-1] += f", {points(one.zero_shot_difference)}"
+        seeds = " ".join(map(_plain, one.each_seed))
+        result.append([one.loss, _plain(one.scores["R@1"]), shown, *scores, seeds, one.setting, f"{one.lr:g}"])
+        mib = [f"{value / 2**20:.1f}" for value in (one.memory_bytes, one.state_bytes)]
+        cost.append([one.loss, f"{1000 * one.step_seconds:.1f}", *mib, f"{one.temperature:.3f}"])
+        if one.normalizers is not None:
+            batch = one.normalizers["batch"]
+            factor = f"{batch['factor']:.2g} ({batch['factor_low']:.2g} to {batch['factor_high']:.2g})"
+            pair = [f"{one.normalizers.get(name, batch)['mean']:.3f}" for name in ("own_batch", "own")]
+            errors.append([one.loss, f"{one.normalizers['temperature']:.3f}", factor, *pair])
+    tried = [["loss", "setting", "lr", "samples", "R@1, choosing half"]]
+    tried += [
+        [loss, words, f"{lr:g}", f"{samples:,}", _plain(score)] for loss, words, lr, samples, score in report.tried
+    ]
+    found = {"Result": result, "Normalizers of the trained models": errors, "Cost": cost, "Search": tried}
+    return {title: rows for title, rows in found.items() if len(rows) > 1}
+
+
+def markdown(report: Report) -> str:
+    """The report as Markdown."""
+    parts = ["# Which loss?", f"**{report.sentence}**", report.text_of_judgement]
+    chosen = next((one for one in report.results if one.loss == report.recommended), None)
+    if chosen is not None:
+        parts += ["Train the recommended configuration, at the pilot's length:", f"```bash\n{chosen.command}\n```"]
+    for title, rows in tables(report).items():
+        parts.append(f"## {title}")
+        head, *body = rows
+        parts.append("\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *body]))
+    return "\n\n".join([*parts, "## Reading it", *lines(report)]) + "\n"

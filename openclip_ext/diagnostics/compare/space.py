@@ -1,0 +1,106 @@
+"""What is tried: for each loss settings of the temperature, each at several learning rates. Data, no code.
+
+All losses get equally many configurations, the first ones of :func:`configurations`, which begin with what is most likely
+to be good and take each setting once before any a second time.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from openclip_ext.losses import registry
+
+BASELINE = "openclip"
+DEFAULT_LOSSES = (BASELINE, "fastclip", "neuclip", "queueclip", "amorlip")
+LR_FACTORS = (1.0, 0.5, 2.0)
+SEARCHED_OPTIONS = ("temperature_scheme", "temperature", "rho", "rho_end", "lr_tau")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way to get the temperature. A learned one's rate follows from the run's length, as in training.
+
+    Attributes:
+        options: for ``create_loss``.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One candidate: a loss, its setting, and a factor of the learning rate."""
+
+    loss: str
+    setting: Setting
+    lr_factor: float
+
+
+def _solved(rho: float) -> dict[str, Any]:
+    return {"temperature_scheme": "solved", "rho": rho}
+
+
+def _constant(temperature: float) -> dict[str, Any]:
+    return {"temperature_scheme": "constant", "temperature": temperature}
+
+
+def _learned(rho: float) -> dict[str, Any]:
+    return {"rho": rho, "rho_end": None}
+
+
+# Of losses made of parts, the most likely first; {} is as published.
+_SETTINGS: tuple[dict[str, Any], ...] = (
+    _solved(5.0),
+    _learned(5.0),
+    _constant(0.05),
+    _solved(4.0),
+    {},
+    _constant(0.03),
+    _learned(4.0),
+)
+# Of OpenCLIP's loss, which has no ρ where it learns the temperature.
+_BASELINE_SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    _solved(5.0),
+    {"temperature_scheme": "global", "temperature": 0.03},
+    _constant(0.05),
+    _solved(4.0),
+    _constant(0.03),
+)
+
+
+def settings_of(loss: str, fixed: dict[str, Any]) -> list[Setting]:
+    """The settings that a loss takes, the most likely first.
+
+    Args:
+        loss: its name.
+        fixed: options that the user gave for all losses.
+
+    Raises:
+        ValueError: an unknown loss.
+    """
+    settings = _BASELINE_SETTINGS if loss == BASELINE else _SETTINGS
+    return [Setting(options) for options in settings if _is_taken(loss, fixed | options)] or [Setting()]
+
+
+def _is_taken(loss: str, options: Mapping[str, Any]) -> bool:
+    try:
+        used = registry.options_used_by(loss, options.get("normalizer"), options.get("temperature_scheme"))
+    except ValueError:
+        return False
+    return all(name in used for name in SEARCHED_OPTIONS if name in options)
+
+
+def configurations(loss: str, fixed: dict[str, Any]) -> list[Configuration]:
+    """All candidates of a loss, in the order in which they are tried."""
+    settings = settings_of(loss, fixed)
+    return [
+        Configuration(loss, setting, LR_FACTORS[(number + shift) % len(LR_FACTORS)])
+        for shift in range(len(LR_FACTORS))
+        for number, setting in enumerate(settings)
+    ]
+
+
+def most_configurations(losses: Sequence[str], fixed: dict[str, Any]) -> int:
+    """How many configurations every loss has."""
+    return min(len(configurations(loss, fixed)) for loss in losses)

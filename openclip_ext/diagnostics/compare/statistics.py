@@ -1,0 +1,90 @@
+"""Paired differences of two losses with intervals that cover the seeds and the size of the validation set."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_Z = 1.959963984540054  # of the normal distribution, for 95 %
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean of paired differences with 95 % intervals.
+
+    Attributes:
+        mean: over seeds and samples.
+        low, high: covers other seeds and other validation samples of the same kind.
+        seeds_low, seeds_high: covers other seeds on these validation samples: Student's t.
+        seeds: number of pairs.
+    """
+
+    mean: float
+    low: float
+    high: float
+    seeds_low: float
+    seeds_high: float
+    seeds: int
+
+    @property
+    def is_positive(self) -> bool:
+        """With confidence."""
+        return self.low > 0
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval leaves out 0."""
+        return self.low > 0 or self.high < 0
+
+
+def paired_difference(first: Tensor, second: Tensor, groups: Sequence[int]) -> Difference | None:
+    """The difference of two losses' scores on the same samples with the same seeds.
+
+    The two sources of chance are added as independent ones: the seeds by Student's t, the samples by the normal
+    distribution over groups, since samples of equal captions are right or wrong together.
+
+    Args:
+        first, second: ``(S, N)`` scores of each seed and sample.
+        groups: ``(N,)`` equal numbers for samples that are no independent ones.
+
+    Returns:
+        None with fewer than two seeds.
+    """
+    difference = (first - second).double()
+    seeds, samples = difference.shape
+    if seeds < 2:
+        return None
+    of_seed = difference.mean(dim=1)
+    mean = float(of_seed.mean())
+    seed_half = student_t(seeds - 1) * float(of_seed.std()) / math.sqrt(seeds)
+    centred = difference.mean(dim=0) - mean
+    place = torch.as_tensor(groups).unique(return_inverse=True)[1]
+    sums = torch.zeros(int(place.max()) + 1, dtype=torch.float64).index_add_(0, place, centred)
+    sample_half = _Z * math.sqrt(float(sums.square().sum())) / samples
+    half = math.hypot(seed_half, sample_half)
+    return Difference(mean, mean - half, mean + half, mean - seed_half, mean + seed_half, seeds)
+
+
+def student_t(freedom: int, confidence: float = 0.95) -> float:
+    """The half-width of a central interval of Student's t distribution with so many degrees of freedom, by bisection."""
+    low, high = 0.0, 1e6
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_central(middle, freedom) < confidence else (low, middle)
+    return (low + high) / 2
+
+
+def _t_central(value: float, freedom: int) -> float:
+    """P(|T| < value), by the finite sums for whole degrees of freedom (Abramowitz and Stegun 26.7.3, 26.7.4)."""
+    angle = math.atan(value / math.sqrt(freedom))
+    cosine = math.cos(angle)
+    term = cosine if freedom % 2 else 1.0
+    total = 0.0 if freedom == 1 else term
+    for number in range(3 if freedom % 2 else 2, freedom - 1, 2):
+        term *= cosine**2 * (number - 1) / number
+        total += term
+    if freedom % 2:
+        return 2 / math.pi * (angle + math.sin(angle) * total)
+    return math.sin(angle) * total

@@ -1,0 +1,76 @@
+"""An exponential moving average of the model's weights (``--model-ema-decay``): what is evaluated, and what others load."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from openclip_ext import compat
+
+# Key of a checkpoint's trained weights where ``state_dict`` is their average.
+TRAINED_KEY = "trained_state_dict"
+_WARMUP_POWER = 2 / 3
+
+
+class ModelEma:
+    """``average ← d·average + (1−d)·weights`` after each optimizer step, ``d = min(decay, 1 − (1+t)^(−2/3))``.
+
+    ``t`` counts optimizer steps from 0; the growing ``d`` lets the start weights be forgotten. BatchNorm's statistics are
+    averaged, too. It has float32 at least, whatever the model has. Averages are the same on all processes, without
+    communication.
+
+    Args:
+        model: as it is trained, on its device, replicated; its parameters are followed.
+        decay: the largest ``d``.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self._model = compat.unwrap(model)
+        # These share the model's memory.
+        state = self._model.state_dict()
+        self._weights = {name: value for name, value in state.items() if value.is_floating_point()}
+        self._averages = {
+            name: value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
+            for name, value in self._weights.items()
+        }
+
+    @torch.no_grad()
+    def update(self, step: int, good: Tensor) -> None:
+        """Follow the weights after a step.
+
+        Args:
+            step: optimizer steps of the run before it.
+            good: 0-d bool, whether it changed the weights; if not, the average stays as it is. No wait for the device.
+        """
+        decay = min(self.decay, 1 - (1 + step) ** -_WARMUP_POWER)
+        share = torch.where(good, 1 - decay, 0.0)
+        for name, value in self._weights.items():
+            average = self._averages[name]
+            average.lerp_(value.to(average.dtype), share.to(average.device, average.dtype))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's ``state_dict``, of the model itself, with the averages in place of its weights."""
+        return {**self._model.state_dict(), **self._averages}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        for name, average in self._averages.items():
+            average.copy_(state[name.removeprefix("module.")])
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model with the averages in place of its weights, which come back bit for bit."""
+        weights = {name: value.clone() for name, value in self._weights.items()}
+        self._copy(self._averages)
+        try:
+            yield
+        finally:
+            self._copy(weights)
+
+    @torch.no_grad()
+    def _copy(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in self._weights.items():
+            value.copy_(values[name])

@@ -1,0 +1,120 @@
+"""The solved temperature: it arrives, bounds hold, and the model's parameter follows. Equations: tests/losses/cases.py."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
+from openclip_ext.contrastive.solved_temperature import SolvedTemperature
+from openclip_ext.losses.registry import create_loss
+from openclip_ext.training import flags
+from tests.losses.cases import WIDTH, unit
+
+
+def _loss(**options: object) -> tuple[GlobalContrastiveLoss, SolvedTemperature]:
+    parts = {"normalizer": "minibatch", "temperature_scheme": "solved", "temperature_queue": 64, "rho": 1.5}
+    loss = create_loss("neuclip", embed_dim=WIDTH, **(parts | options))
+    assert isinstance(loss, GlobalContrastiveLoss)
+    assert isinstance(loss.temperature, SolvedTemperature)
+    return loss, loss.temperature
+
+
+def _steps(loss: GlobalContrastiveLoss, number: int, batch: int = 16) -> Tensor:
+    random = torch.Generator().manual_seed(0)
+    for _ in range(number):
+        images, texts = (unit(torch.randn(batch, WIDTH, generator=random)) for _ in range(2))
+        loss(images, texts, torch.tensor(10.0))
+    return loss.anchor_temperatures(images, texts, torch.tensor(10.0))
+
+
+def test_the_divergence_becomes_rho() -> None:
+    loss, scheme = _loss()
+    _steps(loss, 99)
+    assert scheme.log_tau.exp().item() == pytest.approx(0.1)
+    assert "divergence" not in loss.metrics()
+    tau = _steps(loss, 500)
+    assert loss.metrics()["divergence"] == pytest.approx(1.5, abs=0.1)
+    assert tau.unique().numel() == 1
+
+
+def test_each_anchor_has_its_own() -> None:
+    loss, scheme = _loss(solve_per_sample=True)
+    assert _steps(loss, 99).unique().numel() == 1
+    _steps(loss, 10)
+    images, texts = unit(torch.randn(5, WIDTH)), unit(torch.randn(5, WIDTH))
+    tau = loss.anchor_temperatures(images, texts, torch.tensor(10.0))
+    for side, anchors in enumerate((images, texts)):
+        share = torch.softmax(anchors @ scheme.queue.rows[side].T / tau[side, :, None], dim=1)
+        divergence = (share * (share * 64).log()).sum(dim=1)
+        torch.testing.assert_close(divergence, torch.full((5,), 1.5), rtol=0, atol=1e-2)
+
+
+def test_bounds_hold_and_a_rho_without_solution_is_said() -> None:
+    with pytest.warns(UserWarning, match="no temperature has this divergence over 8 embeddings, at most 2.08"):
+        loss, scheme = _loss(temperature_queue=8, rho=3.0, temperature_min=0.05)
+    _steps(loss, 500)
+    assert 0.05 <= math.exp(scheme.log_tau.item()) <= 0.0515
+
+
+def test_the_models_parameter_follows() -> None:
+    loss, scheme = _loss()
+    parameter = nn.Parameter(torch.tensor(2.0))
+    loss.finish_logit_scale_step(parameter)
+    assert parameter.item() == 2.0
+    _steps(loss, 200)
+    loss.finish_logit_scale_step(parameter)
+    assert parameter.item() == -scheme.log_tau.item()
+    assert not loss.learns_logit_scale
+
+
+def test_evaluation_changes_nothing() -> None:
+    loss, _ = _loss()
+    _steps(loss, 120)
+    before = {name: value.clone() for name, value in loss.state_dict().items()}
+    _steps(loss.eval(), 5)
+    assert all(torch.equal(value, before[name]) for name, value in loss.state_dict().items())
+
+
+def test_hard_share_is_another_way_to_say_rho() -> None:
+    assert _loss(rho=-math.log(0.01))[1].target == pytest.approx(
+        create_loss("neuclip", embed_dim=WIDTH, temperature_scheme="solved", hard_share=0.01).temperature.target
+    )
+    with pytest.raises(ValueError, match="rho= and hard_share= say the same"):
+        create_loss("neuclip", embed_dim=WIDTH, rho=5.0, hard_share=0.01)
+    with pytest.raises(ValueError, match=r"hard_share=1.5: expected a number > 0, at most 1"):
+        create_loss("neuclip", embed_dim=WIDTH, hard_share=1.5)
+    with pytest.raises(ValueError, match="rho=: not used by the loss 'openclip'"):
+        create_loss("openclip", hard_share=0.01)
+
+
+def test_the_flag_says_rho_and_the_last_one_wins() -> None:
+    argv = ["--train-data", "x.tar", "--loss", "neuclip", "--rho", "6", "--hard-share", "0.01"]
+    assert flags.parse(argv)[1].options["rho"] == pytest.approx(-math.log(0.01))
+    assert flags.parse([*argv, "--rho", "7"])[1].options["rho"] == 7.0
+    recipe = flags.parse([*argv, "--recipe", "cc3m"])
+    assert recipe[1].options["rho"] == pytest.approx(-math.log(0.01))
+
+
+def _divergence_over_the_batch(images: Tensor, texts: Tensor, tau: float) -> float:
+    """Mean over all anchors, their own pairs left out."""
+    similarities = images @ texts.T
+    number = len(images)
+    others = ~torch.eye(number, dtype=torch.bool)
+    rows = torch.cat([side[others].view(number, -1) for side in (similarities, similarities.T)]) / tau
+    share = rows.softmax(dim=1)
+    return (share * (share * (number - 1)).log()).sum(dim=1).mean().item()
+
+
+@pytest.mark.parametrize("name", ["fastclip", "neuclip", "queueclip"])
+def test_the_rho_of_the_papers_is_the_divergence(name: str) -> None:
+    """Where α is exact, the derivative of the regularised objective in the temperature vanishes at a divergence of ρ."""
+    random = torch.Generator().manual_seed(1)
+    images, texts = (unit(torch.randn(12, WIDTH, generator=random, dtype=torch.float64)) for _ in range(2))
+    for tau in (0.05, 0.3):
+        rho = _divergence_over_the_batch(images, texts, tau)
+        loss = create_loss(name, embed_dim=WIDTH, normalizer="minibatch", rho=rho, eps=0.0).double()
+        scale = torch.tensor(1 / tau, dtype=torch.float64, requires_grad=True)
+        (slope,) = torch.autograd.grad(loss(images, texts, scale), scale)
+        assert slope.item() == pytest.approx(0.0, abs=1e-9)

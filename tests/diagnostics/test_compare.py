@@ -1,0 +1,488 @@
+"""``compare``: equal tuning, plans that fit the time, honest intervals, the sentence, and whole comparisons on a tiny set."""
+
+import io
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from PIL import Image
+from scipy import stats
+
+from openclip_ext.diagnostics.compare import command, space
+from openclip_ext.diagnostics.compare import design as designs
+from openclip_ext.diagnostics.compare import pilot as pilots
+from openclip_ext.diagnostics.compare.design import Costs, Design, Run, Rung, Schedule, plan, plan_finals
+from openclip_ext.diagnostics.compare.page import chart
+from openclip_ext.diagnostics.compare.pilot import Length, run_pilot, unpacked, warmup_steps
+from openclip_ext.diagnostics.compare.report import LossResult, conclude
+from openclip_ext.diagnostics.compare.samples import Texts, Tokens, divide
+from openclip_ext.diagnostics.compare.space import BASELINE, DEFAULT_LOSSES, Configuration, Setting, configurations
+from openclip_ext.diagnostics.compare.statistics import Difference, paired_difference, student_t
+from openclip_ext.diagnostics.compare.workers import ResultsFile, Workers
+from openclip_ext.losses import registry
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training import flags
+from tests.data.shards import write_tar
+
+COSTS = Costs(per_sample={BASELINE: 1e-3, "neuclip": 2e-3}, per_run=1.0, per_final=2.0)
+LOSSES = (BASELINE, "neuclip")
+
+
+# --- what is tried ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", DEFAULT_LOSSES)
+def test_every_configuration_can_be_built(loss):
+    for one in configurations(loss, {}):
+        registry.create_loss(loss, embed_dim=8, num_samples=100, **one.setting.options)
+
+
+def test_configurations_differ_and_take_each_setting_once_before_any_twice():
+    for loss in DEFAULT_LOSSES:
+        found = configurations(loss, {})
+        assert len({json.dumps([vars(one.setting), one.lr_factor]) for one in found}) == len(found)
+        settings = space.settings_of(loss, {})
+        assert [one.setting for one in found[: len(settings)]] == settings
+        assert {one.lr_factor for one in found[:3]} == set(space.LR_FACTORS)
+    assert space.most_configurations(DEFAULT_LOSSES, {}) >= 9
+
+
+# --- the plan --------------------------------------------------------------------------------------------------------
+
+
+def work(design: Design, costs: Costs) -> float:
+    """Seconds of all runs together."""
+    runs = sum(rung.configurations for rung in design.rungs) + len(design.seeds)
+    samples = (
+        sum(rung.configurations * rung.samples for rung in design.rungs) + len(design.seeds) * design.final_samples
+    )
+    fixed = len(design.losses) * (runs * costs.per_run + len(design.seeds) * costs.per_final)
+    return fixed + samples * sum(costs.per_sample.values())
+
+
+@pytest.mark.parametrize("minutes", [1.5, 5, 30, 300])
+@pytest.mark.parametrize("processes", [1, 2, 8])
+def test_the_plan_fits_the_time_and_uses_it(minutes, processes):
+    design = plan(LOSSES, COSTS, 60 * minutes, processes, batch=16, most_samples=10**9, most_tried=18)
+    available = 60 * minutes * processes
+    assert 0.9 * available < work(design, COSTS) <= available
+    assert all(rung.samples % 16 == 0 and rung.samples >= 20 * 16 for rung in design.rungs)
+
+
+def test_more_time_tries_more():
+    tried = [plan(LOSSES, COSTS, seconds, 2, 64, 10**9, 18).rungs[0].configurations for seconds in (60, 120, 300, 3000)]
+    assert tried == sorted(tried)
+    assert tried[-1] == 9
+    assert tried[0] < 9
+
+
+def test_runs_are_not_longer_than_asked():
+    assert plan(LOSSES, COSTS, 10**6, 2, 16, most_samples=3200, most_tried=18).final_samples == 3200
+
+
+def test_too_short_a_time_is_refused():
+    with pytest.raises(ValueError, match=r"too short: 0\.1 minutes .* more --minutes, fewer --losses"):
+        plan(LOSSES, COSTS, 6, 2, 16, 10**9, 18)
+
+
+def test_the_final_runs_take_the_rest_of_the_time():
+    design = plan(LOSSES, COSTS, 600, 2, 16, 10**9, 18)
+    slower = replace(COSTS, per_sample={name: 2 * pace for name, pace in COSTS.per_sample.items()})
+    finals = plan_finals(design, slower, 300, 2, 16, 10**9)
+    seconds = 6 * (COSTS.per_run + COSTS.per_final) + 3 * finals.final_samples * sum(slower.per_sample.values())
+    assert 0.95 * 600 < seconds <= 600
+    assert plan_finals(design, slower, 1, 2, 16, 10**9).final_samples == design.rungs[-1].samples
+    assert Design.of_json(json.loads(json.dumps(finals, default=vars))) == finals
+
+
+def test_a_run_is_cut_into_equal_epochs():
+    assert Length.of(1000, 10, 400) == Length(3, 330)
+    assert Length.of(400, 10, 400) == Length(1, 400)
+    assert Length.of(100, 10, 405) == Length(1, 100)
+    assert Length.of(1000, 10, 400).steps(10) == 99
+
+
+def test_the_warmup_is_at_most_a_tenth():
+    assert warmup_steps(10_000, 200) == 20
+    assert warmup_steps(5, 200) == 5
+
+
+# --- which runs come next --------------------------------------------------------------------------------------------
+
+
+def schedule(rungs: Sequence[Rung] = (Rung(3, 100), Rung(1, 300)), seeds: tuple[int, ...] = (0, 1, 2)) -> Schedule:
+    candidates = {loss: configurations(loss, {}) for loss in LOSSES}
+    return Schedule(Design(LOSSES, tuple(rungs), 900, seeds), candidates, "context", 1e-3)
+
+
+def finish(runs: Sequence[Run], score: Any = lambda run: 0.1) -> dict[str, dict[str, Any]]:
+    return {run.id: {"id": run.id, "choice": score(run)} for run in runs}
+
+
+def test_the_search_is_equal_for_all_losses():
+    plans, results = schedule(), {}
+    first = plans.search(results)
+    assert [run.loss for run in first] == ["openclip", "neuclip"] * 3
+    results |= finish(first[:-1])
+    assert plans.search(results) == [first[-1], *[run for run in plans.search(results) if run.samples == 300]]
+    favourite = first[2].configuration
+    results |= finish(first, lambda run: 0.5 if run.configuration == favourite else 0.1)
+    second = plans.search(results)
+    assert [(run.loss, run.samples) for run in second] == [("openclip", 300), ("neuclip", 300)]
+    assert second[0].configuration == favourite
+    assert plans.finals(results) == []
+    results |= finish(second)
+    finals = plans.finals(results)
+    assert [(run.loss, run.seed) for run in finals] == [(loss, seed) for seed in (0, 1, 2) for loss in LOSSES]
+    assert {run.samples for run in finals} == {900}
+    assert finals[0].configuration == favourite
+
+
+def test_a_run_is_named_by_what_it_follows_from():
+    run = schedule().search({})[0]
+    changed = [replace(run, seed=1), replace(run, lr=1.0), replace(run, context="other"), replace(run, samples=1)]
+    changed.append(replace(run, configuration=Configuration("openclip", Setting({"rho": 1.0}), 1.0)))
+    assert len({one.id for one in [run, *changed]}) == 6
+    assert run.id == schedule().search({})[0].id
+
+
+def test_results_survive_a_cut_line_and_refuse_another_writer(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    path.write_text('{"id": "a"}\n{"id": "b", "x')
+    first = ResultsFile(path)
+    assert list(first.lines) == ["a"]
+    first.add({"id": "c"})
+    with pytest.raises(ValueError, match="another process is writing"):
+        ResultsFile(path)
+    first.close()
+    assert path.read_text() == '{"id": "a"}\n{"id": "c"}\n'
+    path.write_text('{"id": "a"}\nrubbish\n')
+    with pytest.raises(ValueError, match="line 2: not the result of a run"):
+        ResultsFile(path)
+
+
+# --- statistics ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("freedom", range(1, 12))
+def test_students_t_is_scipys(freedom):
+    assert student_t(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-9)
+
+
+def test_the_seeds_interval_is_scipys():
+    random = np.random.default_rng(0)
+    first, second = random.random((2, 4, 50))
+    found = paired_difference(torch.tensor(first), torch.tensor(second), range(50))
+    expected = stats.ttest_rel(first.mean(1), second.mean(1)).confidence_interval()
+    assert (found.seeds_low, found.seeds_high) == pytest.approx((expected.low, expected.high))
+    assert found.mean == pytest.approx((first - second).mean())
+
+
+def test_the_interval_covers_seeds_and_samples():
+    random = np.random.default_rng(1)
+    covered = 0
+    for _ in range(400):
+        of_seed, of_sample = random.normal(0, 0.02, (3, 1)), random.normal(0, 0.3, (1, 200))
+        difference = 0.05 + of_seed + of_sample + random.normal(0, 0.3, (3, 200))
+        found = paired_difference(torch.tensor(difference), torch.zeros(3, 200), range(200))
+        covered += found.low <= 0.05 <= found.high
+    assert covered >= 0.94 * 400
+
+
+def test_samples_of_one_caption_count_as_one():
+    values = torch.randn(2, 40, dtype=torch.float64)
+    alone = paired_difference(values, torch.zeros_like(values), range(40))
+    twice = paired_difference(values.repeat(1, 2), torch.zeros(2, 80), [*range(40), *range(40)])
+    assert (twice.low, twice.high) == pytest.approx((alone.low, alone.high))
+
+
+def test_one_seed_has_no_interval():
+    assert paired_difference(torch.ones(1, 4), torch.zeros(1, 4), range(4)) is None
+
+
+# --- the sentence ----------------------------------------------------------------------------------------------------
+
+
+def result(loss: str, score: float, half: float | None = None, gain: float | None = None) -> LossResult:
+    gain = score - 0.3 if gain is None else gain
+    difference = None if half is None else Difference(gain, gain - half, gain + half, gain, gain, 3)
+    return LossResult(
+        loss, "τ learned", 1e-3, {"R@1": score}, (score,), difference, None, 0.05, 0.1, 1, 1, (), None, "train"
+    )
+
+
+def gap(mean: float, half: float) -> Difference:
+    return Difference(mean, mean - half, mean + half, mean, mean, 3)
+
+
+def test_the_sentence_names_the_best_and_its_equals():
+    found = [result("queueclip", 0.341, 0.009), result("neuclip", 0.339, 0.009), result("openclip", 0.3)]
+    sentence, recommended = conclude(found, 128, {"neuclip": gap(0.002, 0.01), "openclip": gap(0.041, 0.009)})
+    assert sentence == (
+        "queueclip, +4.1 (3.2 to 5.0) R@1 over openclip at batch 128; no difference between queueclip and neuclip."
+    )
+    assert recommended == "queueclip"
+
+
+def test_the_sentence_says_when_nothing_beats_openclip():
+    found = [result("neuclip", 0.305, 0.013), result("openclip", 0.3), result("amorlip", 0.2, 0.05)]
+    sentence, recommended = conclude(found, 64, {})
+    assert sentence == (
+        "Nothing beats openclip with confidence at batch 64: neuclip comes nearest, +0.5 (−0.8 to 1.8) R@1; worse: amorlip. "
+        "Take openclip with its best setting."
+    )
+    assert recommended == "openclip"
+
+
+def test_a_sure_gain_comes_before_a_larger_unsure_one():
+    found = [result("amorlip", 0.36, 0.08), result("neuclip", 0.34, 0.01), result("openclip", 0.3)]
+    sentence, recommended = conclude(found, 64, {"neuclip": gap(0, 0), "amorlip": gap(-0.02, 0.08)})
+    assert recommended == "neuclip"
+    assert sentence.endswith("no difference between neuclip and amorlip.")
+
+
+@pytest.mark.parametrize(
+    "found", [[], [result("openclip", 0.3)], [result("neuclip", 0.3, 0.1)], [result("neuclip", 0.3)]]
+)
+def test_without_pairs_there_is_no_result(found):
+    sentence, recommended = conclude(found, 64, {})
+    assert sentence.startswith("No result yet")
+    assert recommended is None
+
+
+def test_a_chart_is_svg_with_escaped_names():
+    import xml.etree.ElementTree as ElementTree
+
+    drawn = chart({"a<b": [(0.0, 0.0), (10.0, 5.0)], "flat": [(1.0, 0.0)]}, "x & y")
+    assert len(ElementTree.fromstring(drawn).findall("polyline")) == 2
+    ElementTree.fromstring(chart({"nothing": []}, "x"))
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_halves_are_disjoint_and_seeded():
+    first, rest = divide(100, 0.5, 1000)
+    assert len(first) == 50
+    assert sorted(first + rest) == list(range(100))
+    assert divide(100, 0.5, 1000) == (first, rest)
+    with pytest.raises(ValueError, match="10 validation samples are too few"):
+        divide(100, 0.1, 1000)
+
+
+def test_the_small_text_tower_is_the_same_function():
+    add_model_configs()
+    torch.manual_seed(0)
+    model = open_clip.create_model("demo-vit").double()
+    tokenizer = open_clip.get_tokenizer("demo-vit")
+    captions = ["red over blue", "a long caption of a black square", "red"]
+    whole = model.encode_text(tokenizer(captions))
+    texts = Texts(Tokens.of(captions, tokenizer), tokenizer, model)
+    assert model.token_embedding.num_embeddings < 20
+    torch.testing.assert_close(model.encode_text(texts(captions)), whole)
+
+
+def test_a_text_tower_of_another_kind_stays_as_it_is():
+    tokenizer = open_clip.get_tokenizer("demo-vit")
+    captions = ["red over blue", "red"]
+    tower = torch.nn.Linear(1, 1)
+    tower.context_length = 77
+    texts = Texts(Tokens.of(captions, tokenizer), tokenizer, tower)
+    assert torch.equal(texts(captions), tokenizer(captions))
+    assert torch.equal(Texts(None, tokenizer, tower)("red"), tokenizer(["red"]))
+
+
+def test_hits_are_kept_as_digits():
+    assert unpacked("0110").tolist() == [0.0, 1.0, 1.0, 0.0]
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "black": (0, 0, 0), "white": (255, 255, 255)}
+
+
+def two_colors(number: int) -> list[tuple[str, bytes]]:
+    names = list(COLORS)
+    upper, lower = number * 7 % 5, number * 3 // 5 % 5
+    pixels = np.zeros((16, 16, 3), np.uint8)
+    pixels[:8], pixels[8:] = COLORS[names[upper]], COLORS[names[lower]]
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    content = {
+        "png": buffer.getvalue(),
+        "txt": f"{names[upper]} over {names[lower]}".encode(),
+        "cls": str(upper).encode(),
+    }
+    return [(f"{number:06d}.{field}", data) for field, data in content.items()]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    for split, count in {"train": 80, "val": 60}.items():
+        write_tar(tmp_path / split / "00000.tar", [member for n in range(count) for member in two_colors(n)])
+    (tmp_path / "names.txt").write_text("".join(f"{name}\n" for name in COLORS))
+    return tmp_path
+
+
+def arguments(data: Path, *more: str) -> list[str]:
+    shards = str(data / "train" / "00000.tar")
+    flags = "--model demo-vit --batch-size 8 --precision fp32 --lr 1e-3 --epochs 1 --minutes 10 --processes 2"
+    sizes = "--population 32 --anchors 16 --losses openclip,queueclip"
+    return [shards, *flags.split(), *sizes.split(), "--output", str(data / "out"), *more]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--losses", "openclip"], "expected openclip and at least one other"),
+        (["--losses", "neuclip,fastclip"], "expected openclip and at least one other"),
+        (["--losses", "openclip,neuclipp"], "unknown loss 'neuclipp'.*neuclip"),
+        (["--losses", "openclip,simclr"], "compares two views"),
+        (["--loss", "neuclip"], "--losses says which"),
+        (["--rho", "5"], "--rho has no effect on compare, which searches over it"),
+        (["--fit-every", "5"], "--fit-every is not used by any of"),
+        (["--save-frequency", "3"], "--save-frequency has no effect on compare"),
+        (["--resume", "x.pt"], "--resume has no effect on compare"),
+        (["--minutes", "0"], "--minutes is 0, must be positive"),
+        (["--lr-scheduler", "cosin"], "unknown --lr-scheduler"),
+    ],
+)
+def test_flags_that_mean_nothing_are_refused(data, more, message):
+    with pytest.raises(ValueError, match=message):
+        command.parse(arguments(data, *more))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--val", "missing.tar"], "missing.tar"),
+        (["--classes", "missing.txt"], "--classes missing.txt cannot be read"),
+        (["--batch-size", "50"], "72 training samples are too few for batches of 50"),
+        (["--cache", "1e-6"], "--cache allows"),
+    ],
+)
+def test_data_that_do_not_fit_are_refused(data, more, message):
+    if "50" in more:  # a held-out part of 8 would be refused first
+        more = [*more, "--val", str(data / "val" / "00000.tar"), "--batch-size", "50"]
+        message = "80 training samples are too few for batches of 50"
+    if "--cache" in more or "--classes" in more:
+        write_tar(data / "train" / "00000.tar", [member for n in range(300) for member in two_colors(n)])
+    with pytest.raises(ValueError, match=message):
+        command.main(arguments(data, *more))
+
+
+def test_a_class_that_has_no_name_is_refused(data):
+    (data / "names.txt").write_text("red\ngreen\n")
+    val = str(data / "val" / "00000.tar")
+    with pytest.raises(ValueError, match=r"has the class '\d': expected .* from 0 to 1"):
+        command.main(arguments(data, "--val", val, "--classes", str(data / "names.txt")))
+
+
+TIMES = {"step_seconds", "memory_bytes", "curves", "command"}
+
+
+def lasting(path: Path) -> dict[str, Any]:
+    """A report without what differs between two measurements."""
+    content = json.loads(path.read_text())
+    content["results"] = [{key: one[key] for key in one.keys() - TIMES} for one in content["results"]]
+    return content
+
+
+def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
+    """Interrupted, gone on with, and repeated."""
+    monkeypatch.setattr(designs, "_SEARCHES", (((2, 1 / 4),),))
+    monkeypatch.setattr(command, "_PACE_SECONDS", 0.1)
+    more = ["--val", str(data / "val" / "00000.tar"), "--classes", str(data / "names.txt")]
+    argv, out = arguments(data, *more), data / "out"
+
+    with monkeypatch.context() as patch:
+        finished = Workers.finished
+
+        def stop_after_two(workers: Workers) -> Any:
+            if (out / "runs.jsonl").read_bytes().count(b"\n") >= 2:
+                raise KeyboardInterrupt
+            return finished(workers)
+
+        patch.setattr(Workers, "finished", stop_after_two)
+        with pytest.raises(SystemExit, match="130"):
+            command.main(argv)
+    assert "No result yet" in capsys.readouterr().out
+    assert json.loads((out / "report.json").read_text())["unfinished"] == 8
+    first = (out / "runs.jsonl").read_text().splitlines()
+
+    command.main(argv)
+    printed, lines = capsys.readouterr().out, (out / "runs.jsonl").read_text().splitlines()
+    assert lines[: len(first)] == first
+    assert len(lines) == 2 * (2 + 3)
+    written = lasting(out / "report.json")
+    assert "your batch of 8 misjudges its normalizer by a factor of" in printed
+    assert written["sentence"] in printed
+    assert written["unfinished"] == 0
+    assert sorted(one["loss"] for one in written["results"]) == ["openclip", "queueclip"]
+    assert all(len(one["each_seed"]) == 3 and "zero_shot" in one["scores"] for one in written["results"])
+    page = (out / "report.html").read_text()
+    assert page.count("<svg") == 2
+    assert "http" not in page
+    assert "| queueclip |" in (out / "report.md").read_text()
+
+    (out / "runs.jsonl").write_text("".join(f"{line}\n" for line in lines[:-2]) + lines[-2][:50])
+    command.main(argv)
+    assert lasting(out / "report.json") == written
+    assert len((out / "runs.jsonl").read_text().splitlines()) == len(lines)
+    with pytest.raises(ValueError, match="comparison with other data, flags or versions"):
+        command.main([*argv, "--wd", "0.1"])
+
+
+def test_the_recommended_command_line_trains_that_configuration(data):
+    argv = arguments(data, "--val", str(data / "val" / "00000.tar"), "--warmup", "3", "--wd", "0.1")
+    config, training, options = command.parse(argv)
+    pilot, notes = command._prepare(config, training, options)
+    results = ResultsFile(data / "runs.jsonl")
+    comparison = command._Comparison(config, pilot, notes, results, None)
+    run = Run("", configurations(BASELINE, {})[1], 1e-3, 0, 48, True)
+    line = run_pilot(pilot, run, torch.device("cpu"), lambda samples: None)
+    results.close()
+    words = shlex.split(comparison.command_line(line))
+    assert words[:2] == ["openclip-ext", "train"]
+    args, choice = flags.parse(words[2:])
+    assert choice.name == "openclip"
+    assert choice.options["temperature_scheme"] == "solved"
+    assert (args.lr, args.wd, args.warmup, args.epochs, args.train_num_samples) == (1e-3, 0.1, 1, 1, 48)
+    assert args.model == "demo-vit"
+    again = run_pilot(pilot, run, torch.device("cpu"), lambda samples: None)
+    assert {key: again[key] for key in ("hits", "temperature", "normalizers")} == {
+        key: line[key] for key in ("hits", "temperature", "normalizers")
+    }
+
+
+def test_losses_see_the_same_samples_from_the_same_start(data, monkeypatch):
+    config, training, options = command.parse(arguments(data, "--val", str(data / "val" / "00000.tar")))
+    pilot, _ = command._prepare(config, training, options)
+    seen: dict[str, list[Any]] = {}
+    for loss in ("openclip", "queueclip"):
+        trained = pilots._Training(pilot, Run("", configurations(loss, {})[0], 1e-3, 1, 48, False), torch.device("cpu"))
+        seen[loss] = [trained.model.text_projection.sum().item()]
+        for batch in trained.loader.iterate(0, []):
+            seen[loss] += [batch["index"].tolist(), batch["image"].sum().item()]
+    assert seen["openclip"] == seen["queueclip"]
+    assert len(seen["openclip"]) == 1 + 2 * 6
+
+
+def test_training_images_beyond_the_cache_are_read_from_their_shards(data):
+    val = str(data / "val" / "00000.tar")
+    argv = arguments(data, "--val", val)
+    config, training, options = command.parse(argv)
+    cached, _ = command._prepare(config, training, options)
+    config, training, options = command.parse([*argv, "--cache", str(50_000 / 2**30), "--output", str(data / "other")])
+    streamed, notes = command._prepare(config, training, options)
+    assert "decoded again for each run" in notes[-1]
+    assert streamed.data.num_samples == cached.data.num_samples == 80
+    run = Run("", configurations("queueclip", {})[0], 1e-3, 0, 48, False)
+    assert run_pilot(streamed, run, torch.device("cpu"), lambda samples: None)["steps"] == 6

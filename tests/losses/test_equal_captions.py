@@ -1,0 +1,171 @@
+"""Samples of equal captions: what all losses have in common, what is refused, and OpenCLIP's loss against its reference.
+
+The references of the composed losses are among the cases of ``test_against_references.py``.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from openclip_ext.losses.registry import create_loss
+from tests.distributed.pool import WORLD_SIZE, two_ranks
+from tests.losses.cases import CASES, Step, make_steps, run_step
+
+TREATED = [name for name in CASES if "equal_captions" in CASES[name].options]
+CHOICES = ("mask", "positive")
+
+
+def _openclip(choice: str, **options: bool):
+    return create_loss("openclip", equal_captions=choice, **options)
+
+
+def _openclip_reference(step: Step, choice: str) -> float:
+    """The mean cross-entropy of the anchors' positives, in loops."""
+    total, batch = 0.0, len(step.labels)
+    for anchors, candidates in ((step.images, step.texts), (step.texts, step.images)):
+        logits = (step.logit_scale * anchors @ candidates.T).exp().tolist()
+        for i in range(batch):
+            equal = [j for j in range(batch) if step.labels[j] == step.labels[i]]
+            positives = equal if choice == "positive" else [i]
+            left_out = set(equal) - {i} if choice == "mask" else set()
+            candidates_sum = sum(logits[i][j] for j in range(batch) if j not in left_out)
+            terms = [-torch.tensor(logits[i][j] / candidates_sum).log().item() for j in positives]
+            total += sum(terms) / len(terms) / batch / 2
+    return total
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_openclips_loss_against_its_reference(choice: str) -> None:
+    for step in make_steps():
+        value, _ = run_step(_openclip(choice), step)
+        assert value.item() == pytest.approx(_openclip_reference(step, choice), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", TREATED)
+def test_it_changes_nothing_where_all_captions_differ(name: str) -> None:
+    case = CASES[name]
+    plain = case.create(equal_captions="negative").double()
+    treated = case.create().double()
+    for step in make_steps(3):
+        step.labels = list(range(100, 106))
+        value, gradients = run_step(treated, step)
+        expected, expected_gradients = run_step(plain, step)
+        torch.testing.assert_close(value, expected, rtol=0, atol=case.tolerance)
+        torch.testing.assert_close(gradients, expected_gradients, rtol=0, atol=case.tolerance)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_openclips_loss_is_its_own_where_all_captions_differ(choice: str) -> None:
+    step = make_steps(1)[0]
+    step.labels = list(range(6))
+    for actual, expected in zip(
+        run_step(_openclip(choice), step)[1], run_step(create_loss("openclip"), step)[1], strict=True
+    ):
+        torch.testing.assert_close(actual, expected)
+
+
+# The MLP's target network follows in every step.
+@pytest.mark.parametrize("name", [name for name in TREATED if "mlp" not in name and "amorlip" not in name])
+def test_a_batch_of_one_caption_changes_nothing(name: str) -> None:
+    loss = CASES[name].create().double()
+    step, *others = make_steps(2)
+    run_step(loss, step)
+    before = {key: value.clone() for key, value in loss.state_dict().items()}
+    others[0].labels = [7] * 6
+    others[0].epoch = step.epoch
+    _, gradients = run_step(loss, others[0])
+    assert all(not gradient.any() for gradient in gradients[:2])
+    after = loss.state_dict()
+    assert [key for key in before if "extra_state" not in key and not _same(before[key], after[key])] == []
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first.nan_to_num(), second.nan_to_num())
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_equal_captions_are_not_pushed_apart(choice: str) -> None:
+    """The gradient of an image in the text of its caption's other sample: none, or towards it."""
+    loss = create_loss("sogclr", num_samples=3, normalizer="minibatch", equal_captions=choice)
+    image = torch.eye(4)[:3].requires_grad_()
+    text = torch.eye(4)[:3]
+    text[1] = torch.eye(4)[3]  # only image 0 and text 1 tell about each other in this coordinate
+    loss(image, text, torch.tensor(10.0), index=torch.arange(3), positives=torch.tensor([0, 0, 1])).backward()
+    assert image.grad is not None
+    pull = -image.grad[0, 3].item()
+    assert pull == 0 if choice == "mask" else pull > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("queueclip", {"equal_captions": "mask"}, "without their captions"),
+        ("amorlip", {"equal_captions": "positive"}, "room for one positive pair"),
+        ("siglip", {"equal_captions": "mask"}, "without labels"),
+        ("cliplite", {"equal_captions": "mask"}, "as many negative pairs"),
+        ("simclr", {"equal_captions": "mask"}, "have no captions"),
+        ("sogclr", {"equal_captions": "mask", "views": 2}, "have no captions"),
+        ("neuclip", {"equal_captions": "equal"}, "expected one of negative, mask, positive"),
+    ],
+)
+def test_what_a_loss_cannot_do_is_refused_with_the_reason(name: str, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_loss(name, embed_dim=8, num_samples=20, **options)
+
+
+@pytest.mark.parametrize("name", ["neuclip", "openclip"])
+def test_labels_are_checked(name: str) -> None:
+    loss = create_loss(name, embed_dim=8, equal_captions="mask")
+    step = make_steps(1)[0]
+    inputs = step.images, step.texts, torch.tensor(step.logit_scale)
+    for labels, message in (
+        (None, "needs positives="),
+        (torch.arange(5), r"shape \(6,\), found \(5,\)"),
+        (torch.arange(6.0), "found .* torch.float32"),
+        ([0] * 6, "found 'list'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loss(*inputs, positives=labels)
+
+
+def test_labels_that_the_loss_does_not_use_are_noticed() -> None:
+    step = make_steps(1)[0]
+    with pytest.warns(UserWarning, match="does not use positives="):
+        create_loss("neuclip", embed_dim=8)(
+            step.images, step.texts, torch.tensor(step.logit_scale), positives=torch.arange(6)
+        )
+
+
+def test_a_captioner_is_refused() -> None:
+    step = make_steps(1)[0]
+    with pytest.raises(ValueError, match="only for models without captions"):
+        _openclip("mask")(
+            step.images,
+            step.texts,
+            torch.tensor(step.logit_scale),
+            positives=torch.arange(6),
+            logits=torch.randn(6, 5, 11),
+            labels=torch.randint(1, 11, (6, 5)),
+        )
+
+
+def _openclip_on_a_rank(rank: int, choice: str, local_loss: bool) -> tuple[Tensor, list[Tensor]]:
+    own = slice(rank * 3, rank * 3 + 3)
+    step = make_steps(2)[1]
+    part = Step(step.images[own], step.texts[own], step.logit_scale, step.index[own], 0, step.labels[own])
+    return run_step(_openclip(choice, local_loss=local_loss, gather_with_grad=True), part)
+
+
+def _on_this_rank(choice: str, local_loss: bool) -> tuple[Tensor, list[Tensor]]:
+    return _openclip_on_a_rank(torch.distributed.get_rank(), choice, local_loss)
+
+
+@pytest.mark.parametrize("local_loss", [False, True])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_openclips_loss_in_two_processes_equals_one(choice: str, local_loss: bool) -> None:
+    ranks = two_ranks().run(_on_this_rank, choice, local_loss)
+    expected, gradients = run_step(_openclip(choice), make_steps(2)[1])
+    torch.testing.assert_close(sum(value for value, _ in ranks) / WORLD_SIZE, expected)
+    for side in (0, 1):
+        together = torch.cat([found[side] for _, found in ranks]) / WORLD_SIZE
+        torch.testing.assert_close(together, gradients[side])

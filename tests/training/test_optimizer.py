@@ -1,0 +1,35 @@
+"""The learning rate of the temperature, where none was given."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from openclip_ext.training.optimizer import logit_scale_lr
+from tests.training.runs import command, make_shards, run
+
+
+def test_a_short_run_takes_a_larger_rate() -> None:
+    assert logit_scale_lr(1.25e-4, 100_000) == 1.25e-4
+    assert logit_scale_lr(1.25e-4, 6_700) > 1.25e-4
+    assert logit_scale_lr(1.25e-4, 2_750) == pytest.approx(3.08e-4, rel=1e-3)
+    assert logit_scale_lr(1.25e-4, 200) == 1e-3
+    assert logit_scale_lr(1e-2, 2_750) == 1e-2
+    assert logit_scale_lr(1.25e-4, 99) == 1.25e-4
+    assert logit_scale_lr(None, 2_750) is None
+
+
+def _distance_of_tau(folder: Path, *more: str) -> float:
+    """How far one epoch of six steps moves the temperature, when a hundred epochs are planned."""
+    shards = make_shards(folder / "shards")
+    argv = command(shards, folder, "run", "neuclip", "--prototypes", "24", *more)
+    argv[argv.index("--epochs") + 1] = "100"
+    run(argv, stop_after=6)
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return abs(lines[-1]["temperature_median"] - lines[0]["temperature_median"])
+
+
+def test_a_given_rate_stays(tmp_path: Path) -> None:
+    given = _distance_of_tau(tmp_path / "given", "--lr-tau", "1.25e-4")
+    chosen = _distance_of_tau(tmp_path / "chosen")
+    assert 8 * given == pytest.approx(chosen, rel=0.2)

@@ -1,0 +1,201 @@
+"""Averages of the weights, learning rates of towers and layers, LAMB, and the best model: alone, and in a resumed run."""
+
+import json
+import math
+
+import open_clip
+import pytest
+import torch
+from torch import nn
+
+from openclip_ext.training.best import is_best
+from openclip_ext.training.ema import TRAINED_KEY, ModelEma
+from openclip_ext.training.errors import UsageError
+from openclip_ext.training.lr_scales import THE_RUNS, TowerRates, depths, lr_scales
+from openclip_ext.training.optimizer import SCALE, OptimizerConfig, ScheduleConfig, create_optimizer, create_schedule
+from tests.training.runs import EXIT_AFTER_SIGTERM, command, differences, final_state, losses_of, make_shards, run
+
+METRIC = "image_to_text_R@5"
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return make_shards(tmp_path_factory.mktemp("shards"))
+
+
+# --- the average of the weights --------------------------------------------------------------------------------------
+
+
+def test_the_average_against_its_equation():
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    ema = ModelEma(model, decay=0.6)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    for step in range(5):
+        with torch.no_grad():
+            for value in (*model.parameters(), model[1].running_mean):
+                value += torch.randn_like(value)
+        good = step != 3
+        ema.update(step, torch.tensor(good))
+        decay = min(0.6, 1 - (1 + step) ** (-2 / 3))
+        for name, value in model.state_dict().items():
+            if good and value.is_floating_point():
+                expected[name] = decay * expected[name] + (1 - decay) * value
+    for name, value in ema.state_dict().items():
+        torch.testing.assert_close(value, expected[name])
+
+
+def test_16_bits_are_averaged_in_32():
+    model = nn.Linear(2, 2, bias=False).to(torch.bfloat16)
+    ema = ModelEma(model, decay=0.9999)
+    before = ema.state_dict()["weight"].clone()
+    with torch.no_grad():
+        model.weight += 1
+    ema.update(10**8, torch.tensor(True))
+    moved = ema.state_dict()["weight"] - before
+    assert moved.dtype == torch.float32
+    torch.testing.assert_close(moved, torch.full_like(moved, 1e-4), rtol=0.2, atol=0)
+
+
+def test_the_weights_come_back_bit_for_bit():
+    model = nn.Linear(3, 2)
+    ema = ModelEma(model, decay=0.5)
+    start = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.fill_(math.pi)
+    with ema.in_place():
+        assert torch.equal(model.weight, start)
+    assert (model.weight == torch.tensor(math.pi)).all()
+
+
+# --- learning rates --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (
+            ["class_embedding", "positional_embedding", "proj", "conv1.weight", "ln_pre.weight"],
+            [3, 3, 0, 3, 3],
+        ),
+        (["trunk.patch_embed.proj.weight", "trunk.cls_token", "trunk.norm.weight", "head.proj.weight"], [3, 3, 0, 0]),
+        (["trunk.stem.0.weight", "trunk.attn_pool.latent", "attnpool.positional_embedding"], [3, 0, 0]),
+        (["bn1.weight", "conv3.weight", "text_projection", "ln_final.bias", "token_embedding.weight"], [3, 3, 0, 0, 3]),
+    ],
+)
+@pytest.mark.parametrize(
+    "layers", ["transformer.resblocks.{}.x", "trunk.blocks.{}.x", "layer{}.0.x", "encoder.layer.{}.x"]
+)
+def test_depth_of_each_parameter(names, expected, layers):
+    stack = [layers.format(number) for number in (1, 2)]
+    found = depths("image", [*names, *stack])
+    assert [found[name] for name in names] == expected
+    assert [found[name] for name in stack] == [2, 1]
+
+
+def _demo() -> nn.Module:
+    from openclip_ext.model_configs import add_model_configs
+
+    add_model_configs()
+    return open_clip.create_model("demo-vit")
+
+
+def test_scales_of_a_model():
+    model = _demo()
+    scales = lr_scales(model, 1e-3, TowerRates(layer_decay=0.5), TowerRates(lr=1e-4))
+    assert scales["visual.proj"] == 1
+    assert scales["visual.transformer.resblocks.1.ln_1.weight"] == 0.5
+    assert scales["visual.transformer.resblocks.0.ln_1.weight"] == 0.25
+    assert scales["visual.conv1.weight"] == 0.125
+    assert scales["logit_scale"] == 1
+    text = [name for name in scales if not name.startswith(("visual", "logit"))]
+    assert [scales[name] for name in text] == pytest.approx([0.1] * len(text))
+
+
+def test_the_schedule_keeps_the_scales():
+    model = _demo()
+    config = OptimizerConfig(lr=1e-3, image=TowerRates(lr=1e-4), text=TowerRates(layer_decay=0.5))
+    optimizer = create_optimizer(model, config, logit_scale_lr=3e-4)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    schedule = create_schedule(ScheduleConfig(lr=1e-3, epochs=1, warmup=10), optimizer, 100, logit_scale_lr=3e-4)
+    for step in (0, 4, 50):
+        schedule(step)
+        encoders = optimizer.param_groups[:-1]
+        plain = next(group["lr"] for group in encoders if group[SCALE] == 1)
+        assert all(group["lr"] == pytest.approx(plain * group[SCALE]) for group in encoders)
+        assert optimizer.param_groups[-1]["lr"] == 3e-4
+    assert len({group[SCALE] for group in encoders}) == 5  # image, and four depths of two layers
+
+
+def test_a_frozen_tower_has_no_rates():
+    model = _demo()
+    model.visual.requires_grad_(False)
+    with pytest.raises(UsageError, match="--lr-image and --image-layer-decay have no effect"):
+        lr_scales(model, 1e-3, TowerRates(lr=1e-4), THE_RUNS)
+
+
+@pytest.mark.parametrize("name", ["lamb", "timm/lamb"])
+def test_lamb(name):
+    assert type(create_optimizer(_demo(), OptimizerConfig(name=name), None)).__name__ == "Lamb"
+
+
+# --- the best model --------------------------------------------------------------------------------------------------
+
+
+def test_the_best_of_the_earlier_results(tmp_path, caplog):
+    assert is_best({"top1": 0.1}, "top1", tmp_path, 1)
+    lines = [{"top1": 0.3, "val_loss": 2.0, "epoch": 1}, {"top1": 0.2, "val_loss": math.nan, "epoch": 2}]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert is_best({"top1": 0.31}, "top1", tmp_path, 3)
+    assert not is_best({"top1": 0.3}, "top1", tmp_path, 3)
+    assert not is_best({"top1": math.nan}, "top1", tmp_path, 3)
+    assert is_best({"val_loss": 1.9}, "val_loss", tmp_path, 3)
+    assert not is_best({"val_loss": 2.1}, "val_loss", tmp_path, 3)
+    assert is_best({"top1": 0.3}, "top1", tmp_path, 1)  # its own line does not count
+    assert not is_best({}, "top1", tmp_path, 3)
+    assert not is_best({"top5": 0.3}, "top1", tmp_path, 3)
+    assert "no such metric, but top5" in caplog.text
+
+
+# --- together --------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(shards, tmp_path):
+    rates = ["--opt", "lamb", "--lr-text", "5e-4", "--image-layer-decay", "0.7", "--text-layer-decay", "0.9"]
+    more = [*rates, "--model-ema-decay", "0.8", "--keep-best", METRIC, "--val-data", shards]
+    assert run(command(shards, tmp_path, "plain", "neuclip", *rates)) == 0
+    assert run(command(shards, tmp_path, "whole", "neuclip", *more)) == 0
+    resumed = [*command(shards, tmp_path, "resumed", "neuclip", *more), "--resume", "latest"]
+    for stop in (3, 5):
+        assert run(resumed, stop_after=stop) == EXIT_AFTER_SIGTERM
+    assert run(resumed) == 0
+    assert losses_of(tmp_path / "resumed") == losses_of(tmp_path / "whole") == losses_of(tmp_path / "plain")
+    whole = final_state(tmp_path / "whole")
+    assert differences(final_state(tmp_path / "resumed"), whole) == []
+    # Averaging changes nothing in the training.
+    plain = final_state(tmp_path / "plain")["model"]
+    assert differences(whole["model"][TRAINED_KEY], plain["state_dict"]) == []
+    assert differences(whole["model"]["state_dict"], plain["state_dict"]) != []
+    _check_best(tmp_path / "whole", tmp_path / "resumed")
+
+
+def _check_best(*folders):
+    for folder in folders:
+        lines = [json.loads(line) for line in (folder / "checkpoints" / "results.jsonl").read_text().splitlines()]
+        best = max(lines, key=lambda line: (line[METRIC], -line["epoch"]))
+        content = torch.load(folder / "checkpoints" / "best.pt", weights_only=True)
+        assert content.keys() == {"epoch", "name", "state_dict"}
+        assert content["epoch"] == best["epoch"]
+        model = open_clip.create_model("demo-vit", pretrained=str(folder / "checkpoints" / "best.pt"))
+        assert differences(dict(model.state_dict()), dict(content["state_dict"])) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--keep-best", METRIC], "--keep-best needs an evaluation"),
+        (["--model-ema-decay", "0.9", "--loss", "cliplite"], "would not average"),
+    ],
+)
+def test_flags_that_do_not_fit_the_run(shards, tmp_path, more, message):
+    with pytest.raises(UsageError, match=message):
+        run(command(shards, tmp_path, "refused", "openclip", *more))
