@@ -11,6 +11,8 @@ import ast
 import hashlib
 import importlib.util
 import json
+import string
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,9 +21,9 @@ from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.modules import Pooling, WordEmbeddings
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from sentence_transformers.sentence_transformer.modules.tokenizer import WhitespaceTokenizer
 from torch import nn
-from transformers import PreTrainedTokenizerFast, set_seed
+from transformers import set_seed
 
 import openclip_ext
 from openclip_ext.data import with_index
@@ -30,7 +32,7 @@ from openclip_ext.training.evaluation import retrieval_metrics
 
 PACKAGES = ("numpy", "pandas", "networkx", "PIL")
 WIDTH = 256
-MAX_TOKENS = 128
+VOCABULARY, MAX_WORDS = 8000, 128
 SPLITS = {"test": range(10), "validation": range(10, 20), "train": range(20, 100)}  # percent, by a hash of the summary
 
 
@@ -67,16 +69,13 @@ def pairs(packages: list[str], cache: Path) -> dict[str, list[tuple[str, str]]]:
 
 
 def create_model(texts: list[str]) -> SentenceTransformer:
-    """The mean of learned token embeddings; the vocabulary is made from the texts."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=8000, special_tokens=["[UNK]", "[PAD]"], show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]")
-    start = torch.randn(tokenizer.get_vocab_size(), WIDTH)
-    words = WordEmbeddings(fast, start, update_embeddings=True, max_seq_length=MAX_TOKENS)
-    return SentenceTransformer(modules=[words, Pooling(WIDTH)])
+    """The mean of learned embeddings of the most frequent words of some texts."""
+    counts = Counter(word.strip(string.punctuation) for text in texts for word in text.lower().split())
+    words = [word for word, _ in counts.most_common(VOCABULARY)]
+    tokenizer = WhitespaceTokenizer(words, do_lower_case=True)
+    start = torch.randn(len(words), WIDTH)
+    embeddings = WordEmbeddings(tokenizer, start, update_embeddings=True, max_seq_length=MAX_WORDS)
+    return SentenceTransformer(modules=[embeddings, Pooling(WIDTH)])
 
 
 def create_loss(name: str, model: SentenceTransformer, num_samples: int, epochs: int, batch: int) -> nn.Module:
