@@ -11,6 +11,8 @@ import ast
 import hashlib
 import importlib.util
 import json
+import string
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +20,8 @@ import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer import losses
-from sentence_transformers.sentence_transformer.modules import StaticEmbedding
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from sentence_transformers.sentence_transformer.modules import Pooling, WordEmbeddings
+from sentence_transformers.sentence_transformer.modules.tokenizer import WhitespaceTokenizer
 from torch import nn
 from transformers import set_seed
 
@@ -30,6 +32,7 @@ from openclip_ext.training.evaluation import retrieval_metrics
 
 PACKAGES = ("numpy", "pandas", "networkx", "PIL")
 WIDTH = 256
+VOCABULARY, MAX_WORDS = 8000, 128
 SPLITS = {"test": range(10), "validation": range(10, 20), "train": range(20, 100)}  # percent, by a hash of the summary
 
 
@@ -66,13 +69,13 @@ def pairs(packages: list[str], cache: Path) -> dict[str, list[tuple[str, str]]]:
 
 
 def create_model(texts: list[str]) -> SentenceTransformer:
-    """The mean of learned token embeddings; the vocabulary is made from the texts."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=8000, special_tokens=["[UNK]", "[PAD]"], show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    return SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_dim=WIDTH)], device="cpu")
+    """The mean of learned embeddings of the most frequent words of some texts."""
+    counts = Counter(word.strip(string.punctuation) for text in texts for word in text.lower().split())
+    words = [word for word, _ in counts.most_common(VOCABULARY)]
+    tokenizer = WhitespaceTokenizer(words, do_lower_case=True)
+    start = torch.randn(len(words), WIDTH)
+    embeddings = WordEmbeddings(tokenizer, start, update_embeddings=True, max_seq_length=MAX_WORDS)
+    return SentenceTransformer(modules=[embeddings, Pooling(WIDTH)])
 
 
 def create_loss(name: str, model: SentenceTransformer, num_samples: int, epochs: int, batch: int) -> nn.Module:
@@ -102,9 +105,9 @@ def evaluate(model: SentenceTransformer, of_split: list[tuple[str, str]]) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loss", default="fastclip", help="mnrl, cached-mnrl, or a loss of openclip_ext")
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch", type=int, default=64, help="pairs in memory; cached-mnrl contrasts 8 times as many")
-    parser.add_argument("--lr", type=float, default=None)
+    parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--packages", nargs="+", default=list(PACKAGES))
     parser.add_argument("--output", type=Path, default=Path("demo/docstrings"))
@@ -122,7 +125,7 @@ def main() -> None:
         str(args.output / args.loss),
         num_train_epochs=args.epochs,
         per_device_train_batch_size=args.batch * (8 if args.loss == "cached-mnrl" else 1),
-        learning_rate=args.lr or 0.03,
+        learning_rate=args.lr,
         learning_rate_mapping=loss.learning_rates() if ours else {},
         warmup_steps=0.1,
         dataloader_drop_last=True,
