@@ -86,7 +86,7 @@ def dry_run(
         loss = create().to("meta")
         loss.start_epoch(0)
         head = loss.model_head()
-        memory = _PeakMemory()
+        memory = PeakMemory()
         for _ in range(steps):
             inputs = _inputs(loss, local_batch, embed_dim)
             with memory:
@@ -155,7 +155,7 @@ def _pretended_ranks(world_size: int, exchanges: list[Exchange]) -> Iterator[Non
         yield
 
 
-class _PeakMemory(TorchDispatchMode):
+class PeakMemory(TorchDispatchMode):
     """Context that tracks the memory of all tensors allocated in it."""
 
     def __init__(self) -> None:

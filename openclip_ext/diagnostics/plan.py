@@ -3,8 +3,8 @@
     python -m openclip_ext.diagnostics.plan --samples 1e9 --world-size 64 --global-batch 5120 --model ViT-B-16 --loss neuclip
 
 It trains nothing and needs neither GPUs nor data. The plan is not a separate formula: it builds the real model, loss and
-manifest, without values or for few samples, and runs the loss on the meta device (``dry_run.py``). It leaves out the
-encoders' activations and the memory that libraries keep for themselves.
+manifest, without values or for few samples, and runs loss (``dry_run.py``) and model (``activations.py``) without values. It
+leaves out the memory that libraries keep for themselves.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from openclip_ext import compat
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.manifest import Manifest, Shard
 from openclip_ext.diagnostics import command_line
+from openclip_ext.diagnostics.activations import PRECISIONS, activation_bytes
 from openclip_ext.diagnostics.dry_run import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, DryRun, Exchange, dry_run
 from openclip_ext.losses import registry, table
 from openclip_ext.losses.options import PLACEMENT_OPTIONS
@@ -54,6 +55,7 @@ class Setting:
         global_batch: ``B``.
         ranks_per_node: GPUs of a node.
         samples_per_shard: of the data set; img2dataset writes 10,000.
+        precision, grad_checkpointing, accum_freq: as the flags of a training.
     """
 
     loss: str
@@ -63,6 +65,9 @@ class Setting:
     global_batch: int
     ranks_per_node: int = 8
     samples_per_shard: int = 10_000
+    precision: str = "amp"
+    grad_checkpointing: bool = False
+    accum_freq: int = 1
 
     def create_loss(self, embed_dim: int, samples: int = _FEW_SAMPLES) -> ContrastiveLoss:
         """The loss, with state for a few samples instead of ``n``, kept with the model."""
@@ -106,6 +111,23 @@ class LossState:
 
 
 @dataclass(frozen=True)
+class ActivationSize:
+    """Bytes of the encoders' forward and backward pass.
+
+    Attributes:
+        fixed: whatever the batch.
+        of_sample: for each sample of a micro-batch.
+    """
+
+    fixed: float
+    of_sample: float
+
+    def bytes(self, micro_batch: int) -> int:
+        """Of one micro-batch; there is never more than one at a time."""
+        return int(self.fixed + self.of_sample * micro_batch)
+
+
+@dataclass(frozen=True)
 class Row:
     """Needs of ``world_size`` ranks, in bytes.
 
@@ -113,6 +135,7 @@ class Row:
         world_size: ``K``.
         local_batch: ``B/K``.
         model: model and optimizer, per GPU.
+        activations: of the encoders, per GPU.
         state: state of the loss, per GPU.
         host_state: state of the loss in the memory or files of a node, all its ranks together.
         run: what a step of the loss sends and allocates.
@@ -122,6 +145,7 @@ class Row:
     world_size: int
     local_batch: int
     model: int
+    activations: int
     state: int
     host_state: int
     run: DryRun
@@ -129,8 +153,8 @@ class Row:
 
     @property
     def gpu(self) -> int:
-        """Bytes per GPU, without the encoders' activations."""
-        return self.model + self.state + self.run.work_bytes
+        """Bytes per GPU, as if loss and encoders were at their peak together."""
+        return self.model + self.activations + self.state + self.run.work_bytes
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------
@@ -183,15 +207,22 @@ def table_bytes(setting: Setting, state: LossState, world_size: int) -> tuple[in
     return on_gpu, on_host
 
 
-def plan_row(setting: Setting, model: ModelSize, state: LossState, world_size: int) -> Row:
+def activation_size(setting: Setting, micro_batch: int) -> ActivationSize:
+    """What the encoders take: counted for a micro-batch and for twice as many, and a straight line through both."""
+    once, twice = (
+        activation_bytes(setting.model, batch, setting.precision, setting.grad_checkpointing)
+        for batch in (micro_batch, 2 * micro_batch)
+    )
+    return ActivationSize(2 * once - twice, (twice - once) / micro_batch)
+
+
+def plan_row(setting: Setting, model: ModelSize, activations: ActivationSize, state: LossState, world_size: int) -> Row:
     """Needs of ``world_size`` ranks.
 
     Raises:
-        ValueError: the global batch cannot be divided by ``world_size``.
+        ValueError: the global batch cannot be divided by ``world_size``, or a rank's by ``--accum-freq``.
     """
-    if setting.global_batch % world_size:
-        raise ValueError(f"a global batch of {setting.global_batch} cannot be cut into {world_size} equal parts")
-    local_batch = setting.global_batch // world_size
+    local_batch = _part(setting.global_batch, world_size)
     on_gpu, on_host = table_bytes(setting, state, world_size)
     run = dry_run(
         lambda: setting.create_loss(model.embed_dim), local_batch, model.embed_dim, world_size, _period(setting)
@@ -203,11 +234,18 @@ def plan_row(setting: Setting, model: ModelSize, state: LossState, world_size: i
         world_size=world_size,
         local_batch=local_batch,
         model=model.training_bytes(world_size),
+        activations=activations.bytes(_part(local_batch, setting.accum_freq)),
         state=state.replicated + on_gpu,
         host_state=on_host * min(world_size, setting.ranks_per_node),
         run=run,
         gradient=model.gradient_exchange().sent(world_size),
     )
+
+
+def _part(batch: int, parts: int) -> int:
+    if batch % parts:
+        raise ValueError(f"a batch of {batch} cannot be cut into {parts} equal parts")
+    return batch // parts
 
 
 def prefetch_exchange(global_batch: int, views: int = 1) -> Exchange:
@@ -248,8 +286,8 @@ def warnings(setting: Setting, row: Row, memory: Memory) -> list[str]:
     found = []
     if row.gpu > memory.gpu:
         found.append(
-            f"{row.world_size} ranks: a GPU needs {_gib(row.gpu)} GiB before the encoders' activations, it has "
-            f"{_gib(memory.gpu)}: take more ranks{_smaller(setting, row)}"
+            f"{row.world_size} ranks: a GPU needs {_gib(row.gpu)} GiB, it has {_gib(memory.gpu)}: take more "
+            f"ranks{_smaller(setting, row)}"
         )
     in_memory = 0 if setting.options.get("state_dir") else row.host_state
     if in_memory > memory.host:
@@ -261,7 +299,9 @@ def warnings(setting: Setting, row: Row, memory: Memory) -> list[str]:
 
 
 def _smaller(setting: Setting, row: Row) -> str:
-    largest = max(row.model, row.state, row.run.work_bytes)
+    largest = max(row.model, row.activations, row.state, row.run.work_bytes)
+    if largest == row.activations:
+        return ", --accum-freq" + ("" if setting.grad_checkpointing else " or --grad-checkpointing")
     if largest == row.run.work_bytes:
         return " or a smaller --global-batch: the loss's work memory is the largest part"
     if largest == row.state and setting.options.get("state_device") == "model":
@@ -280,12 +320,16 @@ def report(setting: Setting, world_size: int, memory: Memory) -> Iterator[str]:
     """
     model = model_size(setting.model)
     state = loss_state(setting, model.embed_dim)
-    asked = plan_row(setting, model, state, world_size)
+    micro_batch = _part(_part(setting.global_batch, world_size), setting.accum_freq)
+    activations = activation_size(setting, micro_batch)
+    asked = plan_row(setting, model, activations, state, world_size)
     yield from _sizes(setting, model, state, asked)
+    yield ""
+    yield from _batches(setting, activations, asked, memory)
     yield ""
     yield from _communication(asked)
     yield ""
-    yield from _table(setting, model, state, asked, memory)
+    yield from _table(setting, model, activations, state, asked, memory)
     for warning in warnings(setting, asked, memory):
         yield f"WARNING: {warning}"
 
@@ -300,12 +344,32 @@ def _sizes(setting: Setting, model: ModelSize, state: LossState, row: Row) -> It
     )
     yield f"manifest                   {_gib(manifest)} GiB, one file beside the shards"
     yield f"model                      {_gib(row.model)} GiB a GPU ({model.parameters / 1e6:.1f} M parameters, AdamW, float32)"
+    how = f"{setting.precision}, {'with' if setting.grad_checkpointing else 'without'} --grad-checkpointing"
+    yield f"activations                {_gib(row.activations)} GiB a GPU ({how})"
     yield f"loss, the same everywhere  {_gib(state.replicated)} GiB a GPU"
     if state.of_sample:
         on_gpu, on_host = table_bytes(setting, state, row.world_size)
         yield f"loss, of each sample       {_gib(in_all)} GiB in all ({sum(state.of_sample)} bytes each), once over all ranks:"
         yield f"                           {_gib(on_gpu)} GiB a GPU, {_gib(on_host)} GiB a rank in {place}"
     yield f"loss, work memory          {_gib(row.run.work_bytes)} GiB a GPU"
+
+
+def _batches(setting: Setting, activations: ActivationSize, row: Row, memory: Memory) -> Iterator[str]:
+    """Whether a step fits a GPU, which batch would, and what ``--accum-freq`` makes of it."""
+    others = row.gpu - row.activations
+    fits = "fits" if row.gpu <= memory.gpu else "does not fit"
+    largest = max(0, int((memory.gpu - others - activations.fixed) / activations.of_sample))
+    yield (
+        f"a GPU needs {_gib(row.gpu)} GiB of {_gib(memory.gpu)}: {fits}; with this global batch up to {largest} samples in a "
+        "pass would"
+    )
+    for accum_freq in (1, 2, 4, 8, 16, 32):
+        if row.local_batch % accum_freq:
+            break
+        micro_batch = row.local_batch // accum_freq
+        need = others + activations.bytes(micro_batch)
+        note = " does not fit" if need > memory.gpu else ""
+        yield f"  --batch-size {micro_batch:<6} --accum-freq {accum_freq:<3} {_gib(need):>9} GiB{note}"
 
 
 def _communication(row: Row) -> Iterator[str]:
@@ -323,17 +387,21 @@ def _ring(world_size: int) -> float:
     return Exchange(ALL_REDUCE, 1.0).sent(world_size) or 1.0
 
 
-def _table(setting: Setting, model: ModelSize, state: LossState, asked: Row, memory: Memory) -> Iterator[str]:
-    yield "            GiB a GPU                           GiB a node  MiB sent a step"
-    yield "ranks  batch    model    state     work      sum    on host     loss  gradient"
+def _table(
+    setting: Setting, model: ModelSize, activations: ActivationSize, state: LossState, asked: Row, memory: Memory
+) -> Iterator[str]:
+    yield "            GiB a GPU                                    GiB a node  MiB sent a step"
+    yield "ranks  batch    model   activ.    state     work      sum    on host     loss  gradient"
     worlds = {2**power for power in range(LARGEST_WORLD.bit_length())} | {asked.world_size}
     for world_size in sorted(worlds):
         try:
-            row = asked if world_size == asked.world_size else plan_row(setting, model, state, world_size)
+            row = asked if world_size == asked.world_size else plan_row(setting, model, activations, state, world_size)
         except ValueError as error:
             yield f"{world_size:>5}  {error}"
             continue
-        sizes = "".join(f"{_gib(size):>9}" for size in (row.model, row.state, row.run.work_bytes, row.gpu))
+        sizes = "".join(
+            f"{_gib(size):>9}" for size in (row.model, row.activations, row.state, row.run.work_bytes, row.gpu)
+        )
         sent = f"{row.run.sent(world_size) / _MIB:>9.2f}{row.gradient / _MIB:>10.2f}"
         notes = " <" if row is asked else ""
         notes += " does not fit" if warnings(setting, row, memory) else ""
@@ -363,6 +431,9 @@ def main(argv: list[str]) -> None:
         global_batch=args.global_batch,
         ranks_per_node=args.ranks_per_node,
         samples_per_shard=args.samples_per_shard,
+        precision=args.precision,
+        grad_checkpointing=args.grad_checkpointing,
+        accum_freq=args.accum_freq,
     )
     add_model_configs()
     for line in report(setting, args.world_size, Memory.of(args.gpu_memory, args.host_memory)):
@@ -379,6 +450,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="ViT-B-32", help="one of OpenCLIP's (default: %(default)s)")
     parser.add_argument("--ranks-per-node", type=_count, default=8, help="GPUs of a node (default: %(default)s)")
     parser.add_argument("--samples-per-shard", type=_count, default=10_000, help="default: %(default)s, as img2dataset")
+    parser.add_argument("--precision", choices=PRECISIONS, default="amp", help="default: %(default)s, as OpenCLIP's")
+    parser.add_argument("--grad-checkpointing", action="store_true", help="as in a training")
+    parser.add_argument("--accum-freq", type=_count, default=1, help="micro-batches of a step (default: %(default)s)")
     parser.add_argument("--gpu-memory", type=float, help="GB (default: this machine's GPU's, or 80)")
     parser.add_argument(
         "--host-memory", type=float, help="GB of a node (default: this machine's if it has a GPU, or 512)"

@@ -22,7 +22,7 @@ from openclip_ext.diagnostics.dry_run import (
     REDUCE_SCATTER,
     SEND,
     Exchange,
-    _PeakMemory,
+    PeakMemory,
     dry_run,
 )
 from openclip_ext.diagnostics.plan import Memory, Setting
@@ -204,7 +204,7 @@ def test_what_a_rank_sends_in_a_ring():
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_the_peak_is_that_of_what_lives_at_once(device):
     given = torch.ones(1000, device=device)
-    memory = _PeakMemory()
+    memory = PeakMemory()
     with memory:
         first = given + 1
         second = (first * 2)[:10]  # the view keeps all of it
@@ -223,7 +223,7 @@ def test_the_peak_is_that_of_what_lives_at_once(device):
 def test_a_run_without_values_works_in_the_memory_of_a_real_one(name):
     torch.manual_seed(0)
     features = [torch.nn.functional.normalize(torch.randn(64, WIDTH), dim=1).requires_grad_() for _ in range(2)]
-    loss, scale, memory = create(name), torch.tensor(10.0, requires_grad=True), _PeakMemory()
+    loss, scale, memory = create(name), torch.tensor(10.0, requires_grad=True), PeakMemory()
     index = torch.arange(64) % 40
     with memory:
         guard = StepGuard(torch.nn.Module(), loss)
@@ -254,7 +254,7 @@ def test_a_plan_for_a_billion_samples(capsys):
     # Gathered: 2·B·d values, 2·B scalars, B indices; reduced: 2·B scalars. B = 5120, d = 512. The guard, which keeps what a
     # bad step would change, gathers the indices and reads the 2·B scalars, too, and reduces its verdict, 2 scalars.
     gathered, reduced = (2 * 5120 * 512 + 2 * 5120) * 4 + 2 * 5120 * 8, 2 * 2 * 5120 * 4 + 2 * 4
-    assert float(table[64][7]) == pytest.approx((gathered + 2 * reduced) * 63 / 64 / 2**20, abs=0.01)
+    assert float(table[64][8]) == pytest.approx((gathered + 2 * reduced) * 63 / 64 / 2**20, abs=0.01)
     assert "WARNING" not in text
 
 
@@ -263,11 +263,12 @@ def test_what_does_not_fit_is_said(capsys):
     text = capsys.readouterr().out
     assert "WARNING: 64 ranks: a GPU needs" in text
     assert "does not fit" in text
-    assert float(rows(text)[1][6]) == pytest.approx(32e9 / 2**30, abs=0.01)
+    assert float(rows(text)[1][7]) == pytest.approx(32e9 / 2**30, abs=0.01)
     gib = 2**30
     sized = plan.plan_row(
         setting("fastclip-v2", options={"state_device": "cpu"}, samples=10**9),
         plan.ModelSize(1, WIDTH),
+        plan.ActivationSize(0, 1),
         plan.LossState(0, (32,)),
         2,
     )
@@ -279,8 +280,31 @@ def test_what_does_not_fit_is_said(capsys):
 def test_a_batch_that_cannot_be_cut_has_no_row(capsys):
     plan.main(["--samples", "1000", "--global-batch", "48", "--model", "demo-vit", "--loss", "siglip"])
     text = capsys.readouterr().out
-    assert "a global batch of 48 cannot be cut into 32 equal parts" in text
+    assert "a batch of 48 cannot be cut into 32 equal parts" in text
     assert rows(text)[16][1] == "3"
+
+
+def test_the_plan_says_which_batch_fits(capsys):
+    command = [
+        "--samples",
+        "1e6",
+        "--global-batch",
+        "4096",
+        "--model",
+        "ViT-B-32",
+        "--loss",
+        "openclip",
+        "--gpu-memory",
+    ]
+    plan.main([*command, "64"])
+    text = capsys.readouterr().out
+    assert "does not fit; with this global batch up to" in text
+    largest = int(text.partition("up to ")[2].split()[0])
+    assert 512 <= largest < 4096
+    for line in (line for line in text.splitlines() if line.startswith("  --batch-size")):
+        assert ("does not fit" in line) == (int(line.split()[1]) > largest)
+    plan.main([*command, "64", "--accum-freq", "8", "--precision", "fp32"])
+    assert ": fits; with" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
