@@ -3,7 +3,6 @@
 import copy
 import io
 import json
-import math
 import tarfile
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from PIL import Image
 from openclip_ext.model_configs import add_model_configs
 from scripts.experiments import run_grid
 from scripts.experiments.grid_tables import format_tables
-from scripts.experiments.run_grid import Icons, Run, SolvedTemperature, plan, read_results, solve_temperature
+from scripts.experiments.run_grid import Icons, Run, plan, read_results
 
 SETTING = {"loss": "openclip"}
 OTHER = {"loss": "openclip", "temperature": 0.03}
@@ -86,34 +85,6 @@ def test_a_line_that_was_cut_off_is_no_result(tmp_path: Path):
 def divergence(similarities: torch.Tensor, tau: float) -> float:
     p = (similarities / tau).softmax(dim=-1)
     return (p * (p * p.shape[-1]).log()).sum(dim=-1).mean().item()
-
-
-@pytest.mark.parametrize("rho", [0.5, 2.0, 4.0])
-def test_the_solved_temperature_has_the_wanted_divergence(rho: float):
-    similarities = torch.rand(2, 8, 500, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2 - 1
-    tau = solve_temperature(similarities, rho, (1e-4, 10.0))
-    assert divergence(similarities, tau) == pytest.approx(rho, rel=2e-3)
-
-
-def test_a_temperature_without_solution_stays_within_bounds():
-    similarities = torch.rand(2, 8, 50, generator=torch.Generator().manual_seed(0))
-    assert solve_temperature(similarities, math.log(50) + 1, (0.01, 1.0)) == pytest.approx(0.01, rel=1e-3)
-    assert solve_temperature(similarities, 0.0, (0.01, 1.0)) == pytest.approx(1.0, rel=1e-3)
-
-
-def test_the_temperature_goes_towards_the_solution_once_it_may():
-    features = torch.nn.functional.normalize(torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(0)), dim=2)
-    scale = torch.nn.Parameter(torch.tensor(math.log(1 / 0.07)))
-    solved = SolvedTemperature(rho=2.0, capacity=16, start=2, rate=0.5)
-    for step in range(2):
-        solved.step(*features[:, 8 * step : 8 * step + 8], scale)
-        assert math.exp(-scale.item()) == pytest.approx(0.07)
-    image, text = features[:, 16:24]
-    queue = torch.cat([features[:, 8:16], features[:, :8]], dim=1)  # the newest first
-    wanted = solve_temperature(torch.stack([image @ queue[1].T, text @ queue[0].T]), 2.0, solved.bounds)
-    solved.step(image, text, scale)
-    assert math.exp(-scale.item()) == pytest.approx(math.sqrt(0.07 * wanted), rel=1e-4)
-    assert solved.queue.shape == (2, 16, 8)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +175,7 @@ def one_run(setting: dict, **changes: object) -> Run:
     [
         {"loss": "openclip"},
         {"loss": "fastclip", "options": {"rho": 5.0}},
-        {"loss": "queueclip", "options": {"prototypes": 8, "temperature_scheme": "constant"}, "solved_rho": 1.0},
+        {"loss": "queueclip", "options": {"prototypes": 8, "temperature_scheme": "solved", "rho": 1.0}},
     ],
 )
 def test_a_run_is_a_function_of_its_description(setting: dict, data: Path):

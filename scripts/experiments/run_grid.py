@@ -14,7 +14,6 @@ loses only the runs under way: call it again.
 
 A setting: ``loss`` and ``options`` for ``create_loss``, and optionally
 ``temperature`` and ``lr_tau``: of the model's logit scale, for OpenCLIP's own loss, which has no such options (0: constant),
-``solved_rho``: solve the temperature (see ``SolvedTemperature``), with a loss whose scheme is ``constant``,
 ``captions``: ``name`` to train on the canonical names, which are often equal, instead of the captions.
 """
 
@@ -235,65 +234,6 @@ class Icons:
         return values | {"mean": statistics.fmean(values.values())}
 
 
-class SolvedTemperature:
-    """A global τ that is solved for, not learned: an experiment.
-
-    At the optimum of the regularised objective the softmax of an anchor's similarities over its negatives has
-    ``KL(softmax(s/τ) ‖ uniform) = ρ``. Each step solves this, in the mean over some anchors of the batch, over a queue of
-    recent embeddings, and moves ``log τ`` a share of the way.
-
-    Args:
-        rho: ρ, below the logarithm of the queue's length.
-        capacity: length of the queue.
-        start: steps before τ moves.
-        rate: share of the way that ``log τ`` goes in a step.
-        anchors: anchors of each side to solve for.
-        bounds: of τ.
-    """
-
-    def __init__(
-        self,
-        rho: float,
-        capacity: int = 4096,
-        start: int = 100,
-        rate: float = 0.01,
-        anchors: int = 32,
-        bounds: tuple[float, float] = (0.01, 1.0),
-    ) -> None:
-        self.rho = rho
-        self.capacity = capacity
-        self.start = start
-        self.rate = rate
-        self.anchors = anchors
-        self.bounds = bounds
-        self.queue: Tensor | None = None
-        self.steps = 0
-
-    @torch.no_grad()
-    def step(self, image: Tensor, text: Tensor, logit_scale: nn.Parameter) -> None:
-        """Move the model's ``log(1/τ)`` towards the solution for these embeddings, then put them into the queue."""
-        features = torch.stack([image.detach(), text.detach()])
-        if self.queue is not None and self.steps >= self.start:
-            similarities = features[:, : self.anchors] @ self.queue.flip(0).transpose(1, 2)
-            target = math.log(solve_temperature(similarities, self.rho, self.bounds))
-            logit_scale.lerp_(torch.full_like(logit_scale, -target), self.rate)
-        joined = features if self.queue is None else torch.cat([features, self.queue], dim=1)
-        self.queue = joined[:, : self.capacity]
-        self.steps += 1
-
-
-def solve_temperature(similarities: Tensor, rho: float, bounds: tuple[float, float]) -> float:
-    """The τ within bounds at which the mean over rows ``(..., M)`` of ``KL(softmax(s/τ) ‖ uniform)`` is ρ, by bisection."""
-    low, high = map(math.log, bounds)
-    for _ in range(16):
-        middle = (low + high) / 2
-        scaled = similarities / math.exp(middle)
-        log_sum = scaled.logsumexp(dim=-1)
-        divergence = (scaled.softmax(dim=-1) * scaled).sum(dim=-1) - log_sum + math.log(similarities.shape[-1])
-        low, high = (middle, high) if divergence.mean() > rho else (low, middle)
-    return math.exp((low + high) / 2)
-
-
 def train(run: Run, data: str) -> dict[str, Any]:
     """Train and score one run; returns its line of the results."""
     torch.set_num_threads(1)
@@ -336,7 +276,6 @@ class _Trainer:
         self.texts = icons.names[train.classes] if setting.get("captions") == "name" else train.texts
         self.labels = self.texts.unique(dim=0, return_inverse=True)[1]
         self.random = torch.Generator().manual_seed(run.seed)  # order and shifts: the same for all losses
-        self.solved = SolvedTemperature(setting["solved_rho"]) if "solved_rho" in setting else None
         start = -math.log(setting["temperature"]) if "temperature" in setting else self.loss.initial_logit_scale
         if start is not None:
             nn.init.constant_(self.model.logit_scale, start)
@@ -373,8 +312,6 @@ class _Trainer:
         self.optimizer.step()
         with torch.no_grad():
             self.loss.finish_logit_scale_step(self.model.logit_scale, before)
-        if self.solved is not None:
-            self.solved.step(outputs["image_features"], outputs["text_features"], self.model.logit_scale)
         self.step += 1
 
     def _set_learning_rates(self) -> None:
