@@ -209,10 +209,8 @@ def table_bytes(setting: Setting, state: LossState, world_size: int) -> tuple[in
 
 def activation_size(setting: Setting, micro_batch: int) -> ActivationSize:
     """What the encoders take: counted for a micro-batch and for twice as many, and a straight line through both."""
-    once, twice = (
-        activation_bytes(setting.model, batch, setting.precision, setting.grad_checkpointing)
-        for batch in (micro_batch, 2 * micro_batch)
-    )
+    batches = micro_batch, 2 * micro_batch
+    once, twice = activation_bytes(setting.model, batches, setting.precision, setting.grad_checkpointing)
     return ActivationSize(2 * once - twice, (twice - once) / micro_batch)
 
 
