@@ -1,7 +1,7 @@
 """What is tried: for each loss settings of the temperature, each at several learning rates. Data, no code.
 
 All losses get equally many configurations, the first ones of :func:`configurations`, which begin with what is most likely
-to be good and take each setting once before any a second time.
+to be good.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,8 @@ from openclip_ext.losses import registry
 BASELINE = "openclip"
 DEFAULT_LOSSES = (BASELINE, "fastclip", "neuclip", "queueclip", "amorlip")
 LR_FACTORS = (1.0, 0.5, 2.0)
+# So many settings at the first rate come before other rates of the most likely ones.
+_BEFORE_RATES = 4
 SEARCHED_OPTIONS = ("temperature_scheme", "temperature", "rho", "rho_end", "lr_tau")
 
 
@@ -50,21 +52,21 @@ def _learned(rho: float) -> dict[str, Any]:
 
 # Of losses made of parts, the most likely first; {} is as published.
 _SETTINGS: tuple[dict[str, Any], ...] = (
-    _solved(5.0),
+    _solved(4.0),
     _learned(5.0),
     _constant(0.05),
-    _solved(4.0),
+    _solved(5.0),
     {},
     _constant(0.03),
     _learned(4.0),
 )
 # Of OpenCLIP's loss, which has no ρ where it learns the temperature.
 _BASELINE_SETTINGS: tuple[dict[str, Any], ...] = (
-    {},
-    _solved(5.0),
+    _solved(4.0),
     {"temperature_scheme": "global", "temperature": 0.03},
     _constant(0.05),
-    _solved(4.0),
+    {},
+    _solved(5.0),
     _constant(0.03),
 )
 
@@ -92,13 +94,11 @@ def _is_taken(loss: str, options: Mapping[str, Any]) -> bool:
 
 
 def configurations(loss: str, fixed: dict[str, Any]) -> list[Configuration]:
-    """All candidates of a loss, in the order in which they are tried."""
+    """All candidates of a loss, in the order in which they are tried: first settings, which matter more, then rates."""
     settings = settings_of(loss, fixed)
-    return [
-        Configuration(loss, setting, LR_FACTORS[(number + shift) % len(LR_FACTORS)])
-        for shift in range(len(LR_FACTORS))
-        for number, setting in enumerate(settings)
-    ]
+    first = [(setting, LR_FACTORS[0]) for setting in settings[:_BEFORE_RATES]]
+    every = [(setting, factor) for setting in settings for factor in LR_FACTORS]
+    return [Configuration(loss, *one) for one in (*first, *(one for one in every if one not in first))]
 
 
 def most_configurations(losses: Sequence[str], fixed: dict[str, Any]) -> int:
