@@ -454,7 +454,7 @@ def test_the_recommended_command_line_trains_that_configuration(data):
     pilot, notes = command._prepare(config, training, options)
     results = ResultsFile(data / "runs.jsonl")
     comparison = command._Comparison(config, pilot, notes, results, None)
-    run = Run("", configurations(BASELINE, {})[1], 1e-3, 0, 48, True)
+    run = Run("", configurations(BASELINE, {})[0], 1e-3, 0, 48, True)
     line = run_pilot(pilot, run, torch.device("cpu"), lambda samples: None)
     results.close()
     words = shlex.split(comparison.command_line(line))
