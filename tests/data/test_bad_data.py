@@ -105,7 +105,7 @@ def test_a_shard_without_a_usable_sample_stops_the_run(tmp_path: Path, workers: 
 def test_the_fields_that_were_found_are_told(tmp_path: Path):
     """A json without the entry that is asked for looks good to the scan of the headers."""
     write_shards(tmp_path, [30])
-    message = r"no caption: expected the text 'alt' in json, found caption, number"
+    message = r"no caption: expected the text 'alt', or a list of texts, in json, found caption, number"
     with pytest.raises(BadDataError, match=message):
         list(build(str(tmp_path / "*.tar"), caption_key="json:alt").iterate(0))
 

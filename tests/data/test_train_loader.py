@@ -151,7 +151,9 @@ def test_resuming_reads_and_decodes_only_what_is_left(data: str, monkeypatch: py
         return sample(file, position)
 
     monkeypatch.setattr(ShardSource, "open_shard", lambda self, n: opened.append(n) or open_shard(self, n))
-    monkeypatch.setattr(ShardSource, "decode", lambda self, raw: decoded.append(raw.index) or decode(self, raw))
+    monkeypatch.setattr(
+        ShardSource, "decode", lambda self, raw, *more: decoded.append(raw.index) or decode(self, raw, *more)
+    )
     monkeypatch.setattr(shards_module._OffsetFile, "sample", counting_sample)
     rest = indices(list(loader.iterate(0, loader.extend_progress(None, done))))
     assert rest == order[done * 4 :]

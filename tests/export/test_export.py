@@ -20,6 +20,15 @@ from openclip_ext.training.run_folder import write_settings
 CAPTIONS = ["a red circle left of a blue square", "The  Cat's toys, 2 of them!", "naïve café"]
 
 
+@pytest.fixture(autouse=True)
+def known_models():
+    """Models that a test makes known to OpenCLIP, under names of the demo's, are unknown to the next one."""
+    before = dict(open_clip.factory._MODEL_CONFIGS)
+    yield
+    open_clip.factory._MODEL_CONFIGS.clear()
+    open_clip.factory._MODEL_CONFIGS.update(before)
+
+
 def make_run(folder: Path, model: str, *flags: str) -> Path:
     """The run folder of a model with random weights; returns the checkpoint."""
     add_model_configs()

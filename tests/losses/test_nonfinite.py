@@ -24,7 +24,8 @@ def _spoil(step: Step, side: str, value: float) -> None:
 
 def _without_bad(step: Step) -> Step:
     keep = [i for i in range(len(step.index)) if i != BAD]
-    return Step(step.images[keep], step.texts[keep], step.logit_scale, [step.index[i] for i in keep], step.epoch)
+    index, labels = ([values[i] for i in keep] for values in (step.index, step.labels))
+    return Step(step.images[keep], step.texts[keep], step.logit_scale, index, step.epoch, labels)
 
 
 def _assert_same(actual: Any, expected: Any) -> None:

@@ -1,10 +1,13 @@
 """Small temperatures, half precision, autocast, and the precision of the state."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from openclip_ext.contrastive.loop_checks import CHECKED_CALLS
 from tests.losses.cases import CASES, Step, make_steps, run_step
+from tests.references.contrastive import equal_captions
 
 # With an untrained network at τ = 0.01 AmorLIP's true weights are beyond float32; they saturate (see the test below). And
 # AdaGrad's first steps with lr 1.0 are signs, which amplify float32's rounding without bound.
@@ -19,7 +22,7 @@ _TAME = [name for name in CASES if not name.startswith("amorlip") and name not i
 def _rounded(step: Step, dtype: torch.dtype) -> Step:
     """The same step as a half-precision model would give it, at the smallest temperature."""
     images, texts = (features.to(dtype).double() for features in (step.images, step.texts))
-    return Step(images, texts, 100.0, step.index, step.epoch)
+    return replace(step, images=images, texts=texts, logit_scale=100.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -30,7 +33,8 @@ def test_smallest_temperature_in_half_precision(name: str, dtype: torch.dtype) -
     loss.float()
     steps = make_steps(1 if name == "neuclip-simultaneous" else 4)
     for step in (_rounded(step, dtype) for step in steps):
-        expected = reference.step(step.images, step.texts, step.logit_scale, step.index, step.epoch)
+        with equal_captions(CASES[name].options.get("equal_captions", "negative"), step.labels):
+            expected = reference.step(step.images, step.texts, step.logit_scale, step.index, step.epoch)
         value, (images, texts, logit_scale) = run_step(loss, step, dtype)
         assert value.dtype == torch.float32
         assert images.dtype == texts.dtype == dtype
@@ -90,9 +94,9 @@ def test_nothing_waits_for_the_device(name: str) -> None:
         loss.start_epoch(epoch)
         images, texts = (torch.zeros(6, 8, device="meta", requires_grad=True) for _ in range(2))
         logit_scale = torch.zeros((), device="meta", requires_grad=True)
-        terms = loss(
-            images, texts, logit_scale, index=torch.zeros(6, dtype=torch.int64, device="meta"), output_dict=True
-        )
+        numbers = torch.zeros(6, dtype=torch.int64, device="meta")
+        positives = {"positives": numbers} if loss.needs_positives else {}
+        terms = loss(images, texts, logit_scale, index=numbers, output_dict=True, **positives)
         sum(terms.values()).backward()
         assert images.grad.shape == images.shape
 

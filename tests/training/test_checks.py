@@ -29,7 +29,6 @@ MISTAKES = {
     "val-data": (["--val-data", "/no/{0..3}.tar"], r"--val-data: 4 of 4 files are not there, the first is /no/0\.tar"),
     "val-csv": (["--val-data", "/no/x.csv"], r"--val-data: 1 of 1 files are not there, the first is /no/x\.csv"),
     "timm-without-lr": (["--opt", "timm/lamb"], "--opt timm/lamb needs --lr"),
-    "lamb": (["--opt", "lamb"], r"unknown optimizer --opt 'lamb'; .* did you mean timm/lamb\?"),
     "lamp": (["--opt", "timm/lamp", "--lr", "1"], r"unknown optimizer --opt 'timm/lamp'.*did you mean timm/lamb\?"),
     "one-beta": (["--opt", "timm/lamb", "--lr", "1", "--beta1", "0.9"], "both --beta1 and --beta2"),
     "schedule": (["--lr-scheduler", "cos"], "unknown --lr-scheduler 'cos'; known: cosine"),

@@ -133,6 +133,7 @@ def spoiling(monkeypatch, numbers, count: int | None = 1) -> None:
         def __call__(self, batches, number=0):
             if number in numbers:
                 for batch in batches:
+                    batch["image"] = batch["image"].float()
                     batch["image"][:count] = float("nan")
             return super().__call__(batches, number)
 
