@@ -26,7 +26,8 @@ _SHARED_PARTS = (
     TemperaturePart("global", GlobalTemperature),
     # Of two parts with the same name a loss takes the one that its objective allows.
     TemperaturePart("global", UnregularizedTemperature),
-    TemperaturePart("solved", SolvedTemperature, {"rho": 5.0}),
+    # The embeddings of a young model lie close together: to spread them a temperature would go to any lower bound.
+    TemperaturePart("solved", SolvedTemperature, {"rho": 5.0, "temperature_min": 0.03}),
 )
 
 

@@ -64,7 +64,13 @@ def _solved(m: int, rho: float, per_sample: bool = False) -> Case:
     return Case(
         "sogclr",
         lambda loss: contrastive.Solved(_average(gamma=0.8, decay_epochs=None), rho, m, per_sample),
-        {"temperature_scheme": "solved", "temperature_queue": m, "rho": rho, "solve_per_sample": per_sample},
+        {
+            "temperature_scheme": "solved",
+            "temperature_queue": m,
+            "rho": rho,
+            "solve_per_sample": per_sample,
+            "temperature_min": 0.01,
+        },
         prepare=end_waiting,
     )
 
