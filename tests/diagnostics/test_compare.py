@@ -148,7 +148,7 @@ def test_the_search_is_equal_for_all_losses():
 
 def test_settings_in_words():
     words = [setting_words(one) for one in space.settings_of(BASELINE, {})]
-    assert words[:4] == ["τ learned", "τ solved, ρ 5", "τ learned, from 0.03", "τ constant, 0.05"]
+    assert words[:4] == ["τ solved, ρ 4", "τ learned, from 0.03", "τ constant, 0.05", "τ learned"]
     assert setting_words(Setting({"rho": 5.0, "rho_end": None})) == "τ learned, ρ 5"
 
 
