@@ -220,7 +220,7 @@ def check_schedule(config: ScheduleConfig) -> None:
 
 # The way of log τ in a run: from OpenCLIP's start value to where the papers' runs end.
 _WAY_OF_LOG_TAU = math.log(0.07 / 0.03)
-_LARGEST_LOGIT_SCALE_LR = 1e-3
+_LARGEST_LOGIT_SCALE_LR = 5e-4
 # In fewer steps there is nothing to learn.
 _FEWEST_STEPS = 100
 
