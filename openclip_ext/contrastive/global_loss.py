@@ -184,6 +184,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         pairs = similarities.gradients(contrast.log_sums, factor * weight_sum, with_mean_similarity=with_gap)
         in_positive = (factor * objective.positive_pair(anchors, weight_sum, contrast))[:, batch.local]
         if batch.positive_means is None:
+            # The common case, without another buffer of the features' size.
             own = batch.features[:, batch.local].flip(0)
             gradients = pairs.features.addcmul_(in_positive.sum(dim=0)[:, None], own)
         else:

@@ -31,15 +31,7 @@ from openclip_ext.training.trainer import SaveFailed, Trainer, TrainingDiverged
 
 
 def run(argv: list[str]) -> None:
-    """Run a training (or, without training data, an evaluation) command line.
-
-    Args:
-        argv: the arguments after the program's name; OpenCLIP's flags and ours.
-
-    Raises:
-        UsageError: a wrong command line, or data or a checkpoint that does not fit it.
-        SystemExit: after ``--help``, argparse's errors, and a run that SIGTERM or SIGINT has stopped.
-    """
+    """What :func:`openclip_ext.training.main.main` documents; importing this file takes seconds."""
     add_model_configs()
     args, choice = parse(argv)
     signals.end_with_torchrun()
