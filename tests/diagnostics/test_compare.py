@@ -20,7 +20,16 @@ from openclip_ext.diagnostics.compare import design as designs
 from openclip_ext.diagnostics.compare import pilot as pilots
 from openclip_ext.diagnostics.compare.design import Costs, Design, Run, Rung, Schedule, plan, plan_finals, setting_words
 from openclip_ext.diagnostics.compare.page import chart
-from openclip_ext.diagnostics.compare.pilot import Length, run_pilot, unpacked, warmup_steps
+from openclip_ext.diagnostics.compare.pilot import (
+    RETRIEVAL,
+    Length,
+    mean_reciprocal_rank,
+    rank,
+    recall,
+    run_pilot,
+    unpacked,
+    warmup_steps,
+)
 from openclip_ext.diagnostics.compare.report import LossResult, conclude
 from openclip_ext.diagnostics.compare.samples import Texts, Tokens, divide
 from openclip_ext.diagnostics.compare.space import BASELINE, DEFAULT_LOSSES, Configuration, Setting, configurations
@@ -60,12 +69,9 @@ def test_configurations_differ_and_take_settings_before_rates():
 
 def work(design: Design, costs: Costs) -> float:
     """Seconds of all runs together."""
-    runs = sum(rung.configurations for rung in design.rungs) + len(design.seeds)
-    samples = (
-        sum(rung.configurations * rung.samples for rung in design.rungs) + len(design.seeds) * design.final_samples
-    )
-    fixed = len(design.losses) * (runs * costs.per_run + len(design.seeds) * costs.per_final)
-    return fixed + samples * sum(costs.per_sample.values())
+    runs = design.search_runs + design.final_runs
+    fixed = len(design.losses) * (runs * costs.per_run + design.final_runs * costs.per_final)
+    return fixed + design.samples() / len(design.losses) * sum(costs.per_sample.values())
 
 
 @pytest.mark.parametrize("minutes", [1.5, 5, 30, 300])
@@ -78,10 +84,15 @@ def test_the_plan_fits_the_time_and_uses_it(minutes, processes):
 
 
 def test_more_time_tries_more():
-    tried = [plan(LOSSES, COSTS, seconds, 2, 64, 10**9, 18).rungs[0].configurations for seconds in (60, 120, 300, 3000)]
+    designs = [plan(LOSSES, COSTS, seconds, 2, 64, 10**9, 18) for seconds in (60, 120, 300, 600, 3000)]
+    tried = [design.search_runs for design in designs]
     assert tried == sorted(tried)
-    assert tried[-1] == 9
-    assert tried[0] < 9
+    assert (tried[0], tried[-1]) == (0, 9 + 4)
+    assert {design.finalists for design in designs} == {2}
+
+
+def test_a_loss_of_one_configuration_has_one_finalist():
+    assert plan(LOSSES, COSTS, 3000, 2, 64, 10**9, most_tried=1).finalists == 1
 
 
 def test_runs_are_not_longer_than_asked():
@@ -97,7 +108,7 @@ def test_the_final_runs_take_the_rest_of_the_time():
     design = plan(LOSSES, COSTS, 600, 2, 16, 10**9, 18)
     slower = replace(COSTS, per_sample={name: 2 * pace for name, pace in COSTS.per_sample.items()})
     finals = plan_finals(design, slower, 300, 2, 16, 10**9)
-    seconds = 6 * (COSTS.per_run + COSTS.per_final) + 3 * finals.final_samples * sum(slower.per_sample.values())
+    seconds = 12 * (COSTS.per_run + COSTS.per_final) + 6 * finals.final_samples * sum(slower.per_sample.values())
     assert 0.95 * 600 < seconds <= 600
     assert plan_finals(design, slower, 1, 2, 16, 10**9).final_samples == design.rungs[-1].samples
     assert Design.of_json(json.loads(json.dumps(finals, default=vars))) == finals
@@ -118,9 +129,9 @@ def test_the_warmup_is_at_most_a_tenth():
 # --- which runs come next --------------------------------------------------------------------------------------------
 
 
-def schedule(rungs: Sequence[Rung] = (Rung(3, 100), Rung(1, 300)), seeds: tuple[int, ...] = (0, 1, 2)) -> Schedule:
+def schedule(rungs: Sequence[Rung] = (Rung(4, 100), Rung(2, 300))) -> Schedule:
     candidates = {loss: configurations(loss, {}) for loss in LOSSES}
-    return Schedule(Design(LOSSES, tuple(rungs), 900, seeds), candidates, "context", 1e-3)
+    return Schedule(Design(LOSSES, tuple(rungs), 900), candidates, "context", 1e-3)
 
 
 def finish(runs: Sequence[Run], score: Any = lambda run: 0.1) -> dict[str, dict[str, Any]]:
@@ -130,20 +141,37 @@ def finish(runs: Sequence[Run], score: Any = lambda run: 0.1) -> dict[str, dict[
 def test_the_search_is_equal_for_all_losses():
     plans, results = schedule(), {}
     first = plans.search(results)
-    assert [run.loss for run in first] == ["openclip", "neuclip"] * 3
+    assert [run.loss for run in first] == ["openclip", "neuclip"] * 4
     results |= finish(first[:-1])
     assert plans.search(results) == [first[-1], *[run for run in plans.search(results) if run.samples == 300]]
     favourite = first[2].configuration
     results |= finish(first, lambda run: 0.5 if run.configuration == favourite else 0.1)
     second = plans.search(results)
-    assert [(run.loss, run.samples) for run in second] == [("openclip", 300), ("neuclip", 300)]
+    assert [(run.loss, run.samples) for run in second] == [("openclip", 300), ("neuclip", 300)] * 2
     assert second[0].configuration == favourite
     assert plans.finals(results) == []
     results |= finish(second)
     finals = plans.finals(results)
-    assert [(run.loss, run.seed) for run in finals] == [(loss, seed) for seed in (0, 1, 2) for loss in LOSSES]
+    losses = ["openclip", "openclip", "neuclip", "neuclip"]
+    assert [(run.loss, run.seed) for run in finals] == [(loss, seed) for seed in (0, 1, 2) for loss in losses]
     assert {run.samples for run in finals} == {900}
     assert finals[0].configuration == favourite
+
+
+def test_the_final_runs_of_all_seeds_choose_among_the_finalists():
+    plans = schedule(rungs=())
+    assert plans.search({}) == []
+    first, second = plans.finals_of("neuclip", {})
+    assert [runs[0].configuration for runs in (first, second)] == configurations("neuclip", {})[:2]
+    assert plans.best("neuclip", {}) == first
+    second_wins = finish([first[0], *second], lambda run: run in second)
+    assert plans.best("neuclip", second_wins) == second
+    # The second is better with the first seed, the first in the mean.
+    seeds = {0: (0.1, 0.4), 1: (0.3, 0.1), 2: (0.3, 0.1)}
+    results = finish([*first, *second], lambda run: seeds[run.seed][run in second])
+    assert plans.best("neuclip", results) == first
+    del results[first[2].id]  # the third seed says nothing while one of the two is missing
+    assert plans.best("neuclip", results) == second
 
 
 def test_settings_in_words():
@@ -306,6 +334,33 @@ def test_a_text_tower_of_another_kind_stays_as_it_is():
     assert torch.equal(Texts(None, tokenizer, tower)("red"), tokenizer(["red"]))
 
 
+def test_ranks_are_those_of_a_full_sort():
+    torch.manual_seed(0)
+    queries, items = torch.randn(30, 4), torch.randn(50, 4)
+    asked, labels = torch.randint(0, 7, (30,)), torch.arange(50) % 7
+    expected = []
+    for query, wanted in zip(queries, asked, strict=True):
+        order = (items @ query).argsort(descending=True)
+        wrong_before = 0
+        for place in order.tolist():
+            if labels[place] == wanted:
+                break
+            wrong_before += 1
+        expected.append(1.0 + wrong_before)
+    assert rank(queries, items, asked, labels).tolist() == expected
+
+
+def test_a_collapsed_or_broken_model_ranks_nothing_first():
+    labels = torch.arange(9)
+    same = torch.ones(9, 4)
+    assert rank(same, same, labels, labels).tolist() == [5.0] * 9
+    ranks = dict.fromkeys(RETRIEVAL, rank(same, same, labels, labels))
+    assert recall(ranks) == 0
+    assert mean_reciprocal_rank(ranks) == pytest.approx(1 / 5)
+    broken = torch.full_like(same, torch.nan)
+    assert mean_reciprocal_rank(dict.fromkeys(RETRIEVAL, rank(broken, same, labels, labels))) == 0
+
+
 def test_hits_are_kept_as_digits():
     assert unpacked("0110").tolist() == [0.0, 1.0, 1.0, 0.0]
 
@@ -404,7 +459,7 @@ def lasting(path: Path) -> dict[str, Any]:
 
 def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     """Interrupted, gone on with, and repeated."""
-    monkeypatch.setattr(designs, "_SEARCHES", (((2, 1 / 4),),))
+    monkeypatch.setattr(designs, "_SEARCHES", (((3, 1 / 4),),))
     monkeypatch.setattr(command, "_PACE_SECONDS", 0.1)
     more = ["--val", str(data / "val" / "00000.tar"), "--classes", str(data / "names.txt")]
     argv, out = arguments(data, *more), data / "out"
@@ -421,13 +476,13 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
         with pytest.raises(SystemExit, match="130"):
             command.main(argv)
     assert "No result yet" in capsys.readouterr().out
-    assert json.loads((out / "report.json").read_text())["unfinished"] == 8
+    assert json.loads((out / "report.json").read_text())["unfinished"] == 16
     first = (out / "runs.jsonl").read_text().splitlines()
 
     command.main(argv)
     printed, lines = capsys.readouterr().out, (out / "runs.jsonl").read_text().splitlines()
     assert lines[: len(first)] == first
-    assert len(lines) == 2 * (2 + 3)
+    assert len(lines) == 2 * (3 + 2 * 3)
     written = lasting(out / "report.json")
     assert "your batch of 8 misjudges its normalizer by a factor of" in printed
     assert written["sentence"] in printed

@@ -9,8 +9,12 @@ from typing import Any
 from openclip_ext.diagnostics.compare.space import Configuration, Setting
 
 SEEDS = (0, 1, 2)
+# Configurations of each loss that the final runs try: short runs of one seed do not tell the best from the second.
+FINALISTS = 2
 # The richest first: configurations of each loss in the rungs of the search, and their length as a share of the final runs'.
-_SEARCHES = (((9, 1 / 9), (3, 1 / 3)), ((6, 1 / 6), (2, 1 / 3)), ((4, 1 / 4),), ((3, 1 / 3),), ((2, 1 / 3),))
+# Without rungs the finalists are the first candidates.
+_Search = tuple[tuple[int, float], ...]
+_SEARCHES: tuple[_Search, ...] = (((9, 1 / 8), (4, 1 / 4)), ((6, 1 / 4),), ((4, 1 / 4),), ((3, 1 / 4),), ())
 # Shorter runs than this say nothing: they are hardly above chance.
 _LEAST_STEPS = 20
 _LONG_ENOUGH_STEPS = 400
@@ -33,23 +37,42 @@ class Design:
         rungs: of the search, the same for each loss.
         final_samples: samples that each final run sees; a guess until the search is over.
         seeds: of the final runs.
+        finalists: configurations of each loss in the final runs.
     """
 
     losses: tuple[str, ...]
     rungs: tuple[Rung, ...]
     final_samples: int
     seeds: tuple[int, ...] = SEEDS
+    finalists: int = FINALISTS
 
     @classmethod
     def of_json(cls, content: Mapping[str, Any]) -> "Design":
         """The inverse of ``dataclasses.asdict`` and JSON."""
         rungs = tuple(Rung(**rung) for rung in content["rungs"])
-        return cls(tuple(content["losses"]), rungs, content["final_samples"], tuple(content["seeds"]))
+        return cls(
+            tuple(content["losses"]), rungs, content["final_samples"], tuple(content["seeds"]), content["finalists"]
+        )
+
+    @property
+    def search_runs(self) -> int:
+        """Runs of the search of each loss."""
+        return sum(rung.configurations for rung in self.rungs)
+
+    @property
+    def final_runs(self) -> int:
+        """Final runs of each loss."""
+        return len(self.seeds) * self.finalists
+
+    @property
+    def shortest(self) -> int:
+        """Samples of the shortest run."""
+        return self.rungs[0].samples if self.rungs else self.final_samples
 
     def samples(self) -> int:
         """Samples of all runs together."""
         search = sum(rung.configurations * rung.samples for rung in self.rungs)
-        return len(self.losses) * (search + len(self.seeds) * self.final_samples)
+        return len(self.losses) * (search + self.final_runs * self.final_samples)
 
 
 @dataclass(frozen=True)
@@ -117,19 +140,19 @@ def plan(
     Raises:
         ValueError: not even the smallest search fits.
     """
-    design = None
+    finals = len(SEEDS) * min(FINALISTS, most_tried)
     for search in _SEARCHES:
-        if search[0][0] > most_tried:
+        if search and search[0][0] > most_tried:
             continue
-        runs = len(losses) * (sum(count for count, _ in search) + len(SEEDS))
-        free = seconds * processes - runs * costs.per_run - len(losses) * len(SEEDS) * costs.per_final
-        per_final = sum(costs.per_sample.values()) * (sum(count * share for count, share in search) + len(SEEDS))
+        runs = len(losses) * (sum(count for count, _ in search) + finals)
+        free = seconds * processes - runs * costs.per_run - len(losses) * finals * costs.per_final
+        per_final = sum(costs.per_sample.values()) * (sum(count * share for count, share in search) + finals)
         final = min(int(free / per_final), most_samples)
-        design = _rounded(losses, search, final, batch)
-        if design.rungs[0].samples >= _LONG_ENOUGH_STEPS * batch or final == most_samples:
+        design = _rounded(losses, search, final, batch, min(FINALISTS, most_tried))
+        if design.shortest >= _LONG_ENOUGH_STEPS * batch or final == most_samples:
             return design
-    if design is None or design.rungs[0].samples < _LEAST_STEPS * batch:
-        steps = 0 if design is None else max(0, design.rungs[0].samples // batch)
+    if design.shortest < _LEAST_STEPS * batch:
+        steps = max(0, design.shortest // batch)
         raise ValueError(
             f"the time is too short: {seconds / 60:.1f} minutes with {processes} processes leave {steps} steps for a short "
             f"run of each of {len(losses)} losses, at least {_LEAST_STEPS} are needed. Give more --minutes, fewer --losses, "
@@ -138,12 +161,12 @@ def plan(
     return design
 
 
-def _rounded(losses: Sequence[str], search: Sequence[tuple[int, float]], final: int, batch: int) -> Design:
+def _rounded(losses: Sequence[str], search: _Search, final: int, batch: int, finalists: int) -> Design:
     def whole_batches(samples: float) -> int:
         return int(samples // batch) * batch
 
     rungs = tuple(Rung(count, whole_batches(final * share)) for count, share in search)
-    return Design(tuple(losses), rungs, whole_batches(final))
+    return Design(tuple(losses), rungs, whole_batches(final), finalists=finalists)
 
 
 def plan_finals(design: Design, costs: Costs, seconds: float, processes: int, batch: int, most_samples: int) -> Design:
@@ -151,10 +174,10 @@ def plan_finals(design: Design, costs: Costs, seconds: float, processes: int, ba
 
     They stay at least as long as the last rung: shorter ones would be worse than the search.
     """
-    runs = len(design.losses) * len(design.seeds)
+    runs = len(design.losses) * design.final_runs
     free = seconds * processes - runs * (costs.per_run + costs.per_final)
-    final = int(free / (sum(costs.per_sample[loss] for loss in design.losses) * len(design.seeds)))
-    final = max(min(final, most_samples), design.rungs[-1].samples)
+    final = int(free / (sum(costs.per_sample[loss] for loss in design.losses) * design.final_runs))
+    final = max(min(final, most_samples), *(rung.samples for rung in design.rungs), batch)
     return replace(design, final_samples=final // batch * batch)
 
 
@@ -188,15 +211,33 @@ class Schedule:
             yield runs
             if any(run.id not in results for run in runs):
                 return
-            kept = [run.configuration for run in sorted(runs, key=lambda run: -results[run.id]["choice"])]
+            kept = [run.configuration for run in self._ranked(runs, results)]
 
-    def best(self, loss: str, results: Results) -> Configuration | None:
-        """A loss's best configuration; None while its search is not over."""
+    def _finalists(self, loss: str, results: Results) -> list[Configuration]:
+        """The best of the search, the best first; none while it is not over."""
         rungs = list(self.rungs(loss, results))
-        last = rungs[-1]
-        if len(rungs) < len(self.design.rungs) or any(run.id not in results for run in last):
-            return None
-        return max(last, key=lambda run: results[run.id]["choice"]).configuration
+        if not self.design.rungs:
+            return list(self.candidates[loss][: self.design.finalists])
+        if len(rungs) < len(self.design.rungs) or any(run.id not in results for run in rungs[-1]):
+            return []
+        return [run.configuration for run in self._ranked(rungs[-1], results)[: self.design.finalists]]
+
+    @staticmethod
+    def _ranked(runs: Sequence[Run], results: Results) -> list[Run]:
+        return sorted(runs, key=lambda run: -results[run.id]["choice"])
+
+    def finals_of(self, loss: str, results: Results) -> list[list[Run]]:
+        """A loss's final runs: those of each finalist, one of each seed; none while the search is not over."""
+        samples = self.design.final_samples
+        finalists = self._finalists(loss, results)
+        return [[self._run(one, samples, seed, True) for seed in self.design.seeds] for one in finalists]
+
+    def best(self, loss: str, results: Results) -> list[Run]:
+        """The final runs of a loss's best finalist, as the seeds say that all finalists have finished."""
+        finalists = self.finals_of(loss, results)
+        complete = [runs for runs in zip(*finalists, strict=True) if all(run.id in results for run in runs)]
+        totals = [sum(results[run.id]["choice"] for run in runs) for runs in zip(*complete, strict=True)]
+        return finalists[totals.index(max(totals))] if totals else [run for runs in finalists[:1] for run in runs]
 
     def search(self, results: Results) -> list[Run]:
         """The search's runs that can start now, rung by rung, the losses in turn."""
@@ -208,14 +249,8 @@ class Schedule:
 
     def finals(self, results: Results) -> list[Run]:
         """All final runs of losses whose search is over, seed by seed, so that pairs are complete early."""
-        best = {loss: self.best(loss, results) for loss in self.design.losses}
-        samples = self.design.final_samples
-        return [
-            self._run(configuration, samples, seed, True)
-            for seed in self.design.seeds
-            for configuration in best.values()
-            if configuration is not None
-        ]
+        runs = [run for loss in self.design.losses for runs in self.finals_of(loss, results) for run in runs]
+        return sorted(runs, key=lambda run: self.design.seeds.index(run.seed))
 
 
 def setting_words(setting: Setting) -> str:

@@ -16,7 +16,7 @@ from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.data.train_loader import TrainLoader
 from openclip_ext.diagnostics import estimation_error
 from openclip_ext.diagnostics.command_line import without_warnings
-from openclip_ext.diagnostics.compare.design import Run
+from openclip_ext.diagnostics.compare.design import SEEDS, Run
 from openclip_ext.diagnostics.compare.samples import Cache, PilotData, Texts
 from openclip_ext.diagnostics.compare.space import BASELINE, Configuration, Setting
 from openclip_ext.diagnostics.finished_run import embed
@@ -30,6 +30,7 @@ from openclip_ext.training.optimizer import create_optimizer, create_schedule, l
 from openclip_ext.training.step import Batch, TrainStep
 
 IMAGE_TO_TEXT, TEXT_TO_IMAGE, ZERO_SHOT = "image_to_text_R@1", "text_to_image_R@1", "zero_shot"
+RETRIEVAL = (IMAGE_TO_TEXT, TEXT_TO_IMAGE)
 _CURVE = (0.125, 0.25, 0.5)  # and the end
 CURVE_POINTS = len(_CURVE) + 1
 # The loss's schedules and the learning rate's leave this share of a run at most to the warm-up.
@@ -102,14 +103,13 @@ def run_pilot(pilot: Pilot, run: Run, device: torch.device, seen: Callable[[int]
     line |= {"length": asdict(trained.length), "temperature": trained.temperature(), "diverged": trained.diverged}
     line |= {"state_bytes": sum(asdict(trained.loss.state_size()).values()), "memory_bytes": _peak_memory(device)}
     scoring = time.perf_counter()
+    line["choice"] = mean_reciprocal_rank(trained.score(pilot.data.choice))
     if run.final:
         found = trained.score(pilot.data.verdict, pilot.data.names)
         curve.append([trained.steps * pilot.batch, clock.seconds, recall(found)])
-        line |= {"curve": curve, "hits": {name: _packed(right) for name, right in found.items()}}
-        if run.seed == 0:
+        line |= {"curve": curve, "hits": {name: _packed(ranks) for name, ranks in found.items()}}
+        if run.seed == SEEDS[0]:
             line["normalizers"] = trained.normalizers(pilot.population, pilot.anchors)
-    else:
-        line["choice"] = recall(trained.score(pilot.data.choice))
     now = time.perf_counter()
     return line | {"scoring_seconds": now - scoring, "all_seconds": now - start}
 
@@ -285,10 +285,10 @@ def _groups(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
 def score(
     model: Any, cache: Cache, names: Sequence[str], built: BuiltModel, tokenizer: Callable, pilot: Pilot
 ) -> dict[str, Tensor]:
-    """Top-1 of retrieval either way, where any sample of the same caption is right, and of zero-shot classification.
+    """Ranks in retrieval either way, where any sample of the same caption is right, and in zero-shot classification.
 
     Returns:
-        ``(N,)`` bool by metric: which samples are right.
+        ``(N,)`` by metric: each sample's rank of what is right, from 1, see :func:`rank`.
     """
     settings = pilot.config.step.settings(built.device)
     captions = cache.captions()
@@ -308,27 +308,53 @@ def score(
 
     image = encode(encode_images, range(len(captions)))
     text = encode(encode_texts, list(number))  # of each caption, once
-    found = {IMAGE_TO_TEXT: _nearest(image, text) == same, TEXT_TO_IMAGE: same[_nearest(text, image)[same]] == same}
+    numbers = torch.arange(len(number), device=built.device)
+    found = {IMAGE_TO_TEXT: rank(image, text, same, numbers), TEXT_TO_IMAGE: rank(text, image, numbers, same)[same]}
     classes = cache.classes()
     if names and classes is not None:
-        nearest = _nearest(image, encode(encode_texts, names))
-        found[ZERO_SHOT] = nearest == torch.tensor(classes, device=built.device)
-    usable = image.isfinite().all(dim=1) & text.isfinite().all()
-    return {name: (value & usable).cpu() for name, value in found.items()}
+        right = torch.tensor(classes, device=built.device)
+        found[ZERO_SHOT] = rank(
+            image, encode(encode_texts, names), right, torch.arange(len(names), device=built.device)
+        )
+    return {name: ranks.cpu() for name, ranks in found.items()}
 
 
-def _nearest(queries: Tensor, items: Tensor) -> Tensor:
-    return torch.cat([(part @ items.T).argmax(dim=1) for part in queries.split(_CHUNK)])
+def rank(queries: Tensor, items: Tensor, asked: Tensor, labels: Tensor) -> Tensor:
+    """Each query's rank of its best right item among the wrong ones, from 1; a wrong item that is equal counts half.
+
+    Args:
+        queries: ``(Q, d)``.
+        items: ``(K, d)``.
+        asked: ``(Q,)`` the label that is right for each query; at least one item has it.
+        labels: ``(K,)`` of the items.
+
+    Returns:
+        ``(Q,)`` float32; infinite where an embedding is not finite.
+    """
+    found = []
+    for part, wanted in zip(queries.split(_CHUNK), asked.split(_CHUNK), strict=True):
+        similarity = part @ items.T
+        right = wanted[:, None] == labels
+        best = similarity.masked_fill(~right, -torch.inf).amax(dim=1, keepdim=True)
+        wrong = similarity.masked_fill(right, -torch.inf)
+        found.append(1 + (wrong > best).sum(dim=1) + 0.5 * (wrong == best).sum(dim=1))
+    usable = queries.isfinite().all(dim=1) & items.isfinite().all()
+    return torch.cat(found).masked_fill(~usable, torch.inf)
 
 
-def recall(found: Mapping[str, Tensor]) -> float:
+def recall(ranks: Mapping[str, Tensor]) -> float:
     """R@1, the mean of both directions."""
-    return float((found[IMAGE_TO_TEXT].double().mean() + found[TEXT_TO_IMAGE].double().mean()) / 2)
+    return float(sum((ranks[name] == 1).double().mean() for name in RETRIEVAL) / 2)
 
 
-def _packed(found: Tensor) -> str:
-    """A bool for each sample as a digit."""
-    return "".join("1" if value else "0" for value in found.tolist())
+def mean_reciprocal_rank(ranks: Mapping[str, Tensor]) -> float:
+    """The mean of both directions. It tells two models apart with fewer samples than R@1."""
+    return float(sum(ranks[name].double().reciprocal().mean() for name in RETRIEVAL) / 2)
+
+
+def _packed(ranks: Tensor) -> str:
+    """A digit for each sample: whether what is right comes first."""
+    return "".join("1" if value == 1 else "0" for value in ranks.tolist())
 
 
 def unpacked(digits: str) -> Tensor:

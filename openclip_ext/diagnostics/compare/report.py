@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from openclip_ext.diagnostics.compare import page
-from openclip_ext.diagnostics.compare.design import Results, Schedule, setting_words
+from openclip_ext.diagnostics.compare.design import Results, Run, Schedule, setting_words
 from openclip_ext.diagnostics.compare.pilot import IMAGE_TO_TEXT, TEXT_TO_IMAGE, ZERO_SHOT, unpacked
 from openclip_ext.diagnostics.compare.space import BASELINE, Setting
 from openclip_ext.diagnostics.compare.statistics import Difference, paired_difference
@@ -89,7 +89,8 @@ class Report:
         recommended: name of the loss to take, or None.
         text_of_judgement: how wrong a batch is, before training.
         results: by loss, the best first.
-        tried: the search: ``(loss, setting, lr, samples, R@1)``.
+        tried: the search: ``(loss, setting, lr, samples, mean reciprocal rank)``.
+        finalists: the same of the final runs, the mean over ``seeds``: ``(loss, setting, lr, seeds, rank, R@1)``.
         unfinished: how many runs are missing.
         failures: messages.
         final_samples: that each final run saw.
@@ -101,6 +102,7 @@ class Report:
     text_of_judgement: str
     results: tuple[LossResult, ...]
     tried: tuple[tuple[str, str, float, int, float], ...]
+    finalists: tuple[tuple[str, str, float, int, float, float], ...]
     unfinished: int
     failures: tuple[str, ...]
     final_samples: int
@@ -122,21 +124,16 @@ def make_report(
         plan: what was measured before the first run.
         command_line: of a run.
     """
-    finals = schedule.finals(results)
-    of_loss: dict[str, dict[int, Mapping[str, Any]]] = {loss: {} for loss in schedule.design.losses}
-    for run in finals:
-        line = results.get(run.id)
-        if line is not None and "failed" not in line:
-            of_loss[run.loss][run.seed] = line
+    of_loss = {loss: finished(schedule.best(loss, results), results) for loss in schedule.design.losses}
     found = [
         _loss_result(loss, lines, of_loss[BASELINE], about, command_line) for loss, lines in of_loss.items() if lines
     ]
     found.sort(key=lambda result: -result.scores["R@1"])
     sentence, recommended = conclude(found, about.batch, _differences_to_best(found, of_loss, about))
-    searched = sum(rung.configurations for rung in schedule.design.rungs) * len(schedule.design.losses)
+    design = schedule.design
+    finalists = [finished(runs, results) for loss in of_loss for runs in schedule.finals_of(loss, results)]
     tried = [line for line in results.values() if "final" in line and not line["final"]]
-    all_runs = searched + len(schedule.design.seeds) * len(schedule.design.losses)
-    finished = len(tried) + sum(map(len, of_loss.values()))
+    all_runs = len(design.losses) * (design.search_runs + design.final_runs)
     return Report(
         about=about,
         sentence=sentence,
@@ -146,10 +143,23 @@ def make_report(
         tried=tuple(
             (line["configuration"]["loss"], _words(line), line["lr"], line["samples"], line["choice"]) for line in tried
         ),
-        unfinished=all_runs - finished,
+        finalists=tuple(_finalist(list(lines.values())) for lines in finalists if lines),
+        unfinished=all_runs - len(tried) - sum(map(len, finalists)),
         failures=tuple(sorted({line["failed"].strip() for line in results.values() if "failed" in line})),
-        final_samples=schedule.design.final_samples,
+        final_samples=design.final_samples,
     )
+
+
+def finished(runs: Sequence[Run], results: Results) -> dict[int, Mapping[str, Any]]:
+    """The lines of finished runs by seed."""
+    found = {run.seed: results[run.id] for run in runs if run.id in results}
+    return {seed: line for seed, line in found.items() if "failed" not in line}
+
+
+def _finalist(lines: Sequence[Mapping[str, Any]]) -> tuple[str, str, float, int, float, float]:
+    choice = statistics.fmean(line["choice"] for line in lines)
+    score = statistics.fmean(float(_recall(line).mean()) for line in lines)
+    return lines[0]["configuration"]["loss"], _words(lines[0]), lines[0]["lr"], len(lines), choice, score
 
 
 def _words(line: Mapping[str, Any]) -> str:
@@ -302,13 +312,14 @@ def lines(report: Report) -> list[str]:
         f"{about.model} on {about.data} ({about.num_samples:,} samples), batches of {about.batch}. Scored on: "
         f"{'; '.join(about.notes)}. One half chose the hyper-parameters; the other half gives the numbers here. "
         f"Guessing scores {100 * about.chance:.2f} R@1. Pairs of equal captions count as right.",
-        f"All losses had the same start weights, order, augmentation and samples, and equally many configurations in "
-        f"the search. "
+        "All losses had the same start weights, order, augmentation and samples, and equally many configurations in the "
+        "search and in the final runs. The choosing half's mean reciprocal rank (MRR) of all seeds says which of a loss's "
+        "finalists counts. "
         f"The final runs saw {report.final_samples:,} samples each "
         f"({report.final_samples / about.num_samples:.1f} epochs): a longer training may rank the losses otherwise.",
         "Intervals are 95 % each and cover other seeds (Student's t over the paired seeds) and other validation samples "
         "of this kind, added as independent. They cover neither other data, nor other lengths of training, nor the "
-        "choice among several losses.",
+        "choice among several losses and settings.",
         f"Seconds a step were measured with {about.processes} runs at a time; memory is the peak of {memory}.",
     ]
     if report.unfinished:
@@ -338,11 +349,22 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
             factor = f"{batch['factor']:.2g} ({batch['factor_low']:.2g} to {batch['factor_high']:.2g})"
             pair = [f"{one.normalizers.get(name, batch)['mean']:.3f}" for name in ("own_batch", "own")]
             errors.append([one.loss, f"{one.normalizers['temperature']:.3f}", factor, *pair])
-    tried = [["loss", "setting", "lr", "samples", "R@1, choosing half"]]
+    tried = [["loss", "setting", "lr", "samples", "MRR, choosing half"]]
     tried += [
         [loss, words, f"{lr:g}", f"{samples:,}", _plain(score)] for loss, words, lr, samples, score in report.tried
     ]
-    found = {"Result": result, "Normalizers of the trained models": errors, "Cost": cost, "Search": tried}
+    finalists = [["loss", "setting", "lr", "seeds", "MRR, choosing half", "R@1"]]
+    finalists += [
+        [loss, words, f"{lr:g}", str(seeds), _plain(choice), _plain(score)]
+        for loss, words, lr, seeds, choice, score in report.finalists
+    ]
+    found = {
+        "Result": result,
+        "Normalizers of the trained models": errors,
+        "Cost": cost,
+        "Finalists": finalists,
+        "Search": tried,
+    }
     return {title: rows for title, rows in found.items() if len(rows) > 1}
 
 
