@@ -84,15 +84,27 @@ def test_the_plan_fits_the_time_and_uses_it(minutes, processes):
 
 
 def test_more_time_tries_more():
-    designs = [plan(LOSSES, COSTS, seconds, 2, 64, 10**9, 18) for seconds in (60, 120, 300, 600, 3000)]
-    tried = [design.search_runs for design in designs]
+    found = [plan(LOSSES, COSTS, seconds, 2, 64, 10**9, 18) for seconds in (100, 400, 600, 3000, 10_000)]
+    tried = [design.search_runs + design.tried for design in found]
     assert tried == sorted(tried)
-    assert (tried[0], tried[-1]) == (0, 9 + 4)
-    assert {design.finalists for design in designs} == {2}
+    assert (tried[0], tried[-1]) == (2, 9 + 4 + 2)
+    assert {design.finalists for design in found} == {2}
+
+
+def test_a_search_by_short_runs_needs_long_ones():
+    for seconds in range(100, 10_000, 100):
+        design = plan(LOSSES, COSTS, seconds, 2, 64, 10**9, 18)
+        assert not design.rungs or design.shortest >= 1500 * 64
+
+
+def test_with_time_to_spare_all_candidates_run_whole():
+    design = plan(LOSSES, COSTS, 10**6, 2, 16, most_samples=3200, most_tried=18)
+    assert (design.rungs, design.tried, design.final_samples) == ((), 9, 3200)
 
 
 def test_a_loss_of_one_configuration_has_one_finalist():
-    assert plan(LOSSES, COSTS, 3000, 2, 64, 10**9, most_tried=1).finalists == 1
+    design = plan(LOSSES, COSTS, 3000, 2, 64, 10**9, most_tried=1)
+    assert (design.tried, design.finalists, design.final_runs) == (1, 1, 3)
 
 
 def test_runs_are_not_longer_than_asked():
@@ -105,11 +117,12 @@ def test_too_short_a_time_is_refused():
 
 
 def test_the_final_runs_take_the_rest_of_the_time():
-    design = plan(LOSSES, COSTS, 600, 2, 16, 10**9, 18)
+    design = plan(LOSSES, COSTS, 3000, 2, 16, 10**9, 18)
+    assert design.rungs
     slower = replace(COSTS, per_sample={name: 2 * pace for name, pace in COSTS.per_sample.items()})
-    finals = plan_finals(design, slower, 300, 2, 16, 10**9)
+    finals = plan_finals(design, slower, 2000, 2, 16, 10**9)
     seconds = 12 * (COSTS.per_run + COSTS.per_final) + 6 * finals.final_samples * sum(slower.per_sample.values())
-    assert 0.95 * 600 < seconds <= 600
+    assert 0.95 * 4000 < seconds <= 4000
     assert plan_finals(design, slower, 1, 2, 16, 10**9).final_samples == design.rungs[-1].samples
     assert Design.of_json(json.loads(json.dumps(finals, default=vars))) == finals
 
@@ -129,9 +142,9 @@ def test_the_warmup_is_at_most_a_tenth():
 # --- which runs come next --------------------------------------------------------------------------------------------
 
 
-def schedule(rungs: Sequence[Rung] = (Rung(4, 100), Rung(2, 300))) -> Schedule:
+def schedule(rungs: Sequence[Rung] = (Rung(4, 100), Rung(2, 300)), tried: int = 2) -> Schedule:
     candidates = {loss: configurations(loss, {}) for loss in LOSSES}
-    return Schedule(Design(LOSSES, tuple(rungs), 900), candidates, "context", 1e-3)
+    return Schedule(Design(LOSSES, tuple(rungs), tried, 2, 900), candidates, "context", 1e-3)
 
 
 def finish(runs: Sequence[Run], score: Any = lambda run: 0.1) -> dict[str, dict[str, Any]]:
@@ -152,25 +165,34 @@ def test_the_search_is_equal_for_all_losses():
     assert plans.finals(results) == []
     results |= finish(second)
     finals = plans.finals(results)
-    losses = ["openclip", "openclip", "neuclip", "neuclip"]
-    assert [(run.loss, run.seed) for run in finals] == [(loss, seed) for seed in (0, 1, 2) for loss in losses]
+    assert [(run.loss, run.seed) for run in finals] == [(loss, 0) for loss in ("openclip", "neuclip")] * 2
     assert {run.samples for run in finals} == {900}
     assert finals[0].configuration == favourite
+    results |= finish(finals)
+    finals = plans.finals(results)
+    assert [(run.loss, run.seed) for run in finals] == [
+        (loss, seed) for seed in (0, 1, 2) for loss in ("openclip", "neuclip") * 2
+    ]
 
 
-def test_the_final_runs_of_all_seeds_choose_among_the_finalists():
-    plans = schedule(rungs=())
+def test_the_first_seed_chooses_the_finalists_and_all_seeds_the_best():
+    plans = schedule(rungs=(), tried=3)
     assert plans.search({}) == []
-    first, second = plans.finals_of("neuclip", {})
-    assert [runs[0].configuration for runs in (first, second)] == configurations("neuclip", {})[:2]
-    assert plans.best("neuclip", {}) == first
-    second_wins = finish([first[0], *second], lambda run: run in second)
-    assert plans.best("neuclip", second_wins) == second
-    # The second is better with the first seed, the first in the mean.
-    seeds = {0: (0.1, 0.4), 1: (0.3, 0.1), 2: (0.3, 0.1)}
-    results = finish([*first, *second], lambda run: seeds[run.seed][run in second])
+    tried = [runs[0] for runs in plans.finals_of("neuclip", {})]
+    assert [run.configuration for run in tried] == configurations("neuclip", {})[:3]
+    assert len(plans.finals({})) == 6
+    assert plans.best("neuclip", {}) == []
+
+    score = {tried[0].id: 0.1, tried[1].id: 0.4, tried[2].id: 0.3}
+    results = finish(tried, lambda run: score[run.id])
+    first, second, third = plans.finals_of("neuclip", results)
+    assert [first[0], second[0], third] == [tried[1], tried[2], [tried[0]]]
+    assert [run.seed for run in first] == [run.seed for run in second] == [0, 1, 2]
     assert plans.best("neuclip", results) == first
-    del results[first[2].id]  # the third seed says nothing while one of the two is missing
+
+    results |= finish(second[1:], lambda run: 0.5)
+    assert plans.best("neuclip", results) == first  # the other finalist has not run these seeds yet
+    results |= finish(first[1:2], lambda run: 0.1)
     assert plans.best("neuclip", results) == second
 
 
@@ -459,7 +481,7 @@ def lasting(path: Path) -> dict[str, Any]:
 
 def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     """Interrupted, gone on with, and repeated."""
-    monkeypatch.setattr(designs, "_SEARCHES", (((3, 1 / 4),),))
+    monkeypatch.setattr(designs, "_PLANS", (designs._Plan((), 3, 0),))
     monkeypatch.setattr(command, "_PACE_SECONDS", 0.1)
     more = ["--val", str(data / "val" / "00000.tar"), "--classes", str(data / "names.txt")]
     argv, out = arguments(data, *more), data / "out"
@@ -476,13 +498,13 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
         with pytest.raises(SystemExit, match="130"):
             command.main(argv)
     assert "No result yet" in capsys.readouterr().out
-    assert json.loads((out / "report.json").read_text())["unfinished"] == 16
+    assert json.loads((out / "report.json").read_text())["unfinished"] == 12
     first = (out / "runs.jsonl").read_text().splitlines()
 
     command.main(argv)
     printed, lines = capsys.readouterr().out, (out / "runs.jsonl").read_text().splitlines()
     assert lines[: len(first)] == first
-    assert len(lines) == 2 * (3 + 2 * 3)
+    assert len(lines) == 2 * (3 + 2 * 2)
     written = lasting(out / "report.json")
     assert "your batch of 8 misjudges its normalizer by a factor of" in printed
     assert written["sentence"] in printed

@@ -400,8 +400,11 @@ class _Comparison:
         )
 
     def _plan_finals(self) -> None:
-        """Make the final runs as long as the rest of the time allows."""
+        """Make the final runs as long as the rest of the time allows, if the search has shown the pace."""
         assert self.plan is not None
+        if not self.schedule.design.rungs:
+            self._write_plan(finals_planned=True)
+            return
         costs = Costs(**self.plan["costs"])
         search = [line for line in self.results.lines.values() if not line["final"]]
         paces = dict(costs.per_sample)

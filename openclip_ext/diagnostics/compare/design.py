@@ -1,23 +1,44 @@
-"""How long the runs are and which come next: successive halving in equal rungs for all losses, then paired seeds."""
+"""How long the runs are and which come next: equal trials for all losses, then paired seeds of the best."""
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from openclip_ext.diagnostics.compare.space import Configuration, Setting
 
 SEEDS = (0, 1, 2)
-# Configurations of each loss that the final runs try: short runs of one seed do not tell the best from the second.
+# Configurations of each loss that all seeds run: one run does not tell the best from the second.
 FINALISTS = 2
-# The richest first: configurations of each loss in the rungs of the search, and their length as a share of the final runs'.
-# Without rungs the finalists are the first candidates.
-_Search = tuple[tuple[int, float], ...]
-_SEARCHES: tuple[_Search, ...] = (((9, 1 / 8), (4, 1 / 4)), ((6, 1 / 4),), ((4, 1 / 4),), ((3, 1 / 4),), ())
-# Shorter runs than this say nothing: they are hardly above chance.
+# Shorter runs say nothing: they are hardly above chance.
 _LEAST_STEPS = 20
-_LONG_ENOUGH_STEPS = 400
+
+
+class _Plan(NamedTuple):
+    """How much of each loss is tried.
+
+    Attributes:
+        rungs: of a search by shorter runs: configurations, and their length as a share of the final runs'.
+        tried: configurations in the final runs of the first seed.
+        enough_steps: that the shortest runs must have. Without rungs, a length that ``--epochs`` limits is enough, too.
+    """
+
+    rungs: tuple[tuple[int, float], ...]
+    tried: int
+    enough_steps: float
+
+
+# The richest first. Shorter runs prefer what is good in short runs, so they must be long themselves.
+_PLANS = (
+    _Plan((), 9, math.inf),
+    _Plan(((9, 1 / 8), (4, 1 / 4)), FINALISTS, 1500),
+    _Plan(((6, 1 / 4),), FINALISTS, 1500),
+    _Plan((), 4, 400),
+    _Plan((), 3, 400),
+    _Plan((), FINALISTS, _LEAST_STEPS),
+)
 
 
 @dataclass(frozen=True)
@@ -35,24 +56,24 @@ class Design:
     Attributes:
         losses: the candidates.
         rungs: of the search, the same for each loss.
+        tried: configurations of each loss in the final runs of the first seed.
+        finalists: the best of these, which the other seeds run, too.
         final_samples: samples that each final run sees; a guess until the search is over.
         seeds: of the final runs.
-        finalists: configurations of each loss in the final runs.
     """
 
     losses: tuple[str, ...]
     rungs: tuple[Rung, ...]
+    tried: int
+    finalists: int
     final_samples: int
     seeds: tuple[int, ...] = SEEDS
-    finalists: int = FINALISTS
 
     @classmethod
     def of_json(cls, content: Mapping[str, Any]) -> "Design":
         """The inverse of ``dataclasses.asdict`` and JSON."""
-        rungs = tuple(Rung(**rung) for rung in content["rungs"])
-        return cls(
-            tuple(content["losses"]), rungs, content["final_samples"], tuple(content["seeds"]), content["finalists"]
-        )
+        lists = {name: tuple(content[name]) for name in ("losses", "seeds")}
+        return cls(**{**content, **lists, "rungs": tuple(Rung(**rung) for rung in content["rungs"])})
 
     @property
     def search_runs(self) -> int:
@@ -62,7 +83,7 @@ class Design:
     @property
     def final_runs(self) -> int:
         """Final runs of each loss."""
-        return len(self.seeds) * self.finalists
+        return self.tried + (len(self.seeds) - 1) * self.finalists
 
     @property
     def shortest(self) -> int:
@@ -140,33 +161,36 @@ def plan(
     Raises:
         ValueError: not even the smallest search fits.
     """
-    finals = len(SEEDS) * min(FINALISTS, most_tried)
-    for search in _SEARCHES:
-        if search and search[0][0] > most_tried:
+    for one in _PLANS:
+        if one.rungs and one.rungs[0][0] > most_tried:
             continue
-        runs = len(losses) * (sum(count for count, _ in search) + finals)
-        free = seconds * processes - runs * costs.per_run - len(losses) * finals * costs.per_final
-        per_final = sum(costs.per_sample.values()) * (sum(count * share for count, share in search) + finals)
-        final = min(int(free / per_final), most_samples)
-        design = _rounded(losses, search, final, batch, min(FINALISTS, most_tried))
-        if design.shortest >= _LONG_ENOUGH_STEPS * batch or final == most_samples:
+        design = _designed(one, losses, costs, seconds * processes, batch, most_samples, most_tried)
+        is_longest = design.final_samples == most_samples // batch * batch
+        if design.shortest >= one.enough_steps * batch or (is_longest and not one.rungs):
             return design
-    if design.shortest < _LEAST_STEPS * batch:
-        steps = max(0, design.shortest // batch)
-        raise ValueError(
-            f"the time is too short: {seconds / 60:.1f} minutes with {processes} processes leave {steps} steps for a short "
-            f"run of each of {len(losses)} losses, at least {_LEAST_STEPS} are needed. Give more --minutes, fewer --losses, "
-            "or a smaller --model"
-        )
-    return design
+    raise ValueError(
+        f"the time is too short: {seconds / 60:.1f} minutes with {processes} processes leave "
+        f"{max(0, design.shortest // batch)} steps for a run of each of {len(losses)} losses, at least {_LEAST_STEPS} are "
+        "needed. Give more --minutes, fewer --losses, or a smaller --model"
+    )
 
 
-def _rounded(losses: Sequence[str], search: _Search, final: int, batch: int, finalists: int) -> Design:
+def _designed(
+    one: _Plan, losses: Sequence[str], costs: Costs, seconds: float, batch: int, most_samples: int, most_tried: int
+) -> Design:
+    """A plan with runs as long as the processor time allows."""
+    rungs = tuple(Rung(count, 0) for count, _ in one.rungs)
+    empty = Design(tuple(losses), rungs, min(one.tried, most_tried), min(FINALISTS, most_tried), 0)
+    fixed = empty.search_runs * costs.per_run + empty.final_runs * (costs.per_run + costs.per_final)
+    equivalents = sum(count * share for count, share in one.rungs) + empty.final_runs
+    final = (seconds - len(losses) * fixed) / (sum(costs.per_sample.values()) * equivalents)
+    final = min(final, most_samples)
+
     def whole_batches(samples: float) -> int:
         return int(samples // batch) * batch
 
-    rungs = tuple(Rung(count, whole_batches(final * share)) for count, share in search)
-    return Design(tuple(losses), rungs, whole_batches(final), finalists=finalists)
+    rungs = tuple(Rung(count, whole_batches(final * share)) for count, share in one.rungs)
+    return replace(empty, rungs=rungs, final_samples=whole_batches(final))
 
 
 def plan_finals(design: Design, costs: Costs, seconds: float, processes: int, batch: int, most_samples: int) -> Design:
@@ -213,31 +237,38 @@ class Schedule:
                 return
             kept = [run.configuration for run in self._ranked(runs, results)]
 
-    def _finalists(self, loss: str, results: Results) -> list[Configuration]:
-        """The best of the search, the best first; none while it is not over."""
-        rungs = list(self.rungs(loss, results))
-        if not self.design.rungs:
-            return list(self.candidates[loss][: self.design.finalists])
-        if len(rungs) < len(self.design.rungs) or any(run.id not in results for run in rungs[-1]):
-            return []
-        return [run.configuration for run in self._ranked(rungs[-1], results)[: self.design.finalists]]
+    def _tried(self, loss: str, results: Results) -> list[Run]:
+        """The final runs of the first seed, the best of the search first; none while it is not over."""
+        kept = list(self.candidates[loss])
+        if self.design.rungs:
+            rungs = list(self.rungs(loss, results))
+            if len(rungs) < len(self.design.rungs) or any(run.id not in results for run in rungs[-1]):
+                return []
+            kept = [run.configuration for run in self._ranked(rungs[-1], results)]
+        samples = self.design.final_samples
+        return [self._run(one, samples, self.design.seeds[0], True) for one in kept[: self.design.tried]]
 
     @staticmethod
     def _ranked(runs: Sequence[Run], results: Results) -> list[Run]:
         return sorted(runs, key=lambda run: -results[run.id]["choice"])
 
     def finals_of(self, loss: str, results: Results) -> list[list[Run]]:
-        """A loss's final runs: those of each finalist, one of each seed; none while the search is not over."""
-        samples = self.design.final_samples
-        finalists = self._finalists(loss, results)
-        return [[self._run(one, samples, seed, True) for seed in self.design.seeds] for one in finalists]
+        """A loss's final runs: those of each configuration, one of each seed. The finalists come first, once they are known;
+        the others have the first seed only.
+        """
+        tried = self._tried(loss, results)
+        if any(run.id not in results for run in tried):
+            return [[run] for run in tried]
+        ranked, count = self._ranked(tried, results), self.design.finalists
+        finalists = [[replace(run, seed=seed) for seed in self.design.seeds] for run in ranked[:count]]
+        return [*finalists, *([run] for run in ranked[count:])]
 
     def best(self, loss: str, results: Results) -> list[Run]:
         """The final runs of a loss's best finalist, as the seeds say that all finalists have finished."""
-        finalists = self.finals_of(loss, results)
+        finalists = self.finals_of(loss, results)[: self.design.finalists]
         complete = [runs for runs in zip(*finalists, strict=True) if all(run.id in results for run in runs)]
         totals = [sum(results[run.id]["choice"] for run in runs) for runs in zip(*complete, strict=True)]
-        return finalists[totals.index(max(totals))] if totals else [run for runs in finalists[:1] for run in runs]
+        return finalists[totals.index(max(totals))] if totals else []
 
     def search(self, results: Results) -> list[Run]:
         """The search's runs that can start now, rung by rung, the losses in turn."""
@@ -248,9 +279,14 @@ class Schedule:
         return [run for _, run in sorted(pending, key=lambda entry: entry[0])]
 
     def finals(self, results: Results) -> list[Run]:
-        """All final runs of losses whose search is over, seed by seed, so that pairs are complete early."""
-        runs = [run for loss in self.design.losses for runs in self.finals_of(loss, results) for run in runs]
-        return sorted(runs, key=lambda run: self.design.seeds.index(run.seed))
+        """All final runs that are decided, seed by seed, the losses in turn, so that pairs are complete early."""
+        runs = [
+            ((self.design.seeds.index(run.seed), place), run)
+            for loss in self.design.losses
+            for place, of_one in enumerate(self.finals_of(loss, results))
+            for run in of_one
+        ]
+        return [run for _, run in sorted(runs, key=lambda entry: entry[0])]
 
 
 def setting_words(setting: Setting) -> str:

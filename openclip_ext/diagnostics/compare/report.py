@@ -90,7 +90,7 @@ class Report:
         text_of_judgement: how wrong a batch is, before training.
         results: by loss, the best first.
         tried: the search: ``(loss, setting, lr, samples, mean reciprocal rank)``.
-        finalists: the same of the final runs, the mean over ``seeds``: ``(loss, setting, lr, seeds, rank, R@1)``.
+        finalists: the final runs, means over so many seeds: ``(loss, setting, lr, seeds, mean reciprocal rank, R@1)``.
         unfinished: how many runs are missing.
         failures: messages.
         final_samples: that each final run saw.
@@ -362,7 +362,7 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
         "Result": result,
         "Normalizers of the trained models": errors,
         "Cost": cost,
-        "Finalists": finalists,
+        "Final runs": finalists,
         "Search": tried,
     }
     return {title: rows for title, rows in found.items() if len(rows) > 1}
