@@ -50,7 +50,7 @@ class NegativesMean(Estimand):
         return log_math.log_add(contrast.log_g, self.eps)
 
     def log_divisor(self, contrast: Contrast) -> Tensor:
-        return torch.log(contrast.batch.negatives)
+        return contrast.batch.log_negatives
 
 
 class PartitionMean(Estimand):
@@ -60,7 +60,7 @@ class PartitionMean(Estimand):
     includes_positive = True
 
     def from_batch(self, contrast: Contrast) -> Tensor:
-        return log_math.infonce(contrast.log_g, contrast.batch.negatives) - torch.log(contrast.batch.pairs)
+        return contrast.infonce - torch.log(contrast.batch.pairs)
 
     def log_divisor(self, contrast: Contrast) -> Tensor:
         return torch.log(contrast.batch.pairs)

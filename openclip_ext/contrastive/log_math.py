@@ -46,16 +46,6 @@ def shifted_exp_(exponents: Tensor, dim: int) -> Tensor:
     return largest.squeeze(dim)
 
 
-def infonce(log_g: Tensor, negatives: Tensor) -> Tensor:
-    """Mini-batch InfoNCE of each anchor, ``log(1 + N·g)``.
-
-    Args:
-        log_g: log of the mean of ``exp((s_ij − s_ii)/τ)`` over an anchor's negatives.
-        negatives: their number ``N``, 0-d.
-    """
-    return log_add(log_g + torch.log(negatives), 1.0)
-
-
 def cosine_decay(start: float, end: float, epoch: int, epochs: int) -> float:
     """Half a cosine from ``start`` at epoch 0 to ``end`` from epoch ``epochs`` on."""
     progress = min(max(epoch, 0) / epochs, 1.0)

@@ -129,8 +129,8 @@ def _log_offset(contrast: Contrast, prototypes: int | Tensor) -> Tensor:
         prototypes: how many the sum is over, for all anchors or for each ``(B,)``.
     """
     if isinstance(prototypes, Tensor):
-        return contrast.batch.positive / contrast.tau + prototypes.to(contrast.tau.dtype).log()
-    return contrast.batch.positive / contrast.tau + math.log(prototypes)
+        return contrast.positive_exponent + prototypes.to(contrast.tau.dtype).log()
+    return contrast.positive_exponent + math.log(prototypes)
 
 
 def _leave_out_(exponents: Tensor, left_out: Tensor) -> None:
