@@ -130,6 +130,11 @@ class GatheredBatch:
         return self.negatives.log()
 
     @cached_property
+    def log_pairs(self) -> Tensor:
+        """Logarithm of :attr:`pairs`."""
+        return self.pairs.log()
+
+    @cached_property
     def ignored(self) -> Tensor:
         """``(B,)`` bool, the samples that do not count."""
         return ~self.valid

@@ -23,6 +23,11 @@ def saturating_exp(exponent: Tensor) -> Tensor:
     return exponent.clamp(max=max_exponent(exponent.dtype)).exp()
 
 
+def saturating_expm1(exponent: Tensor) -> Tensor:
+    """``exp − 1``, bounded as :func:`saturating_exp`."""
+    return exponent.clamp(max=max_exponent(exponent.dtype)).expm1()
+
+
 def log_add(log_x: Tensor, constant: float) -> Tensor:
     """``log(x + constant)`` for ``constant ≥ 0``."""
     if constant == 0.0:

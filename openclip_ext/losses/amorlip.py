@@ -289,7 +289,7 @@ class Partition(Objective):
         return anchors.tau * anchors.weight_ratio - anchors.positive
 
     def tau_gradient(self, anchors: Anchors) -> Tensor:
-        return -(anchors.gap() + anchors.positive * (anchors.weight_ratio - 1)) / anchors.tau
+        return (anchors.positive * (1 - anchors.weight_ratio) - anchors.gap()) / anchors.tau
 
     def regularizer(self, rho: float) -> float:
         return 0.5 * rho
@@ -315,7 +315,7 @@ class PartitionNormalizer(MlpNormalizer):
     def _log_batch_partition(self, contrast: Contrast) -> Tensor:
         if not self.negatives_only:
             return super()._log_batch_partition(contrast)
-        return contrast.log_sums - torch.log(contrast.batch.pairs)
+        return contrast.log_sums - contrast.batch.log_pairs
 
     @torch.no_grad()
     def predict(self, contrast: Contrast) -> Estimate:
@@ -323,7 +323,7 @@ class PartitionNormalizer(MlpNormalizer):
         alpha = super().predict(contrast).alpha
         if not self.negatives_only:
             return Estimate(alpha)
-        return Estimate(torch.logaddexp(alpha, -torch.log(contrast.batch.pairs)))
+        return Estimate(torch.logaddexp(alpha, -contrast.batch.log_pairs))
 
 
 METHOD = Method(
