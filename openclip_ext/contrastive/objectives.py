@@ -24,6 +24,8 @@ from openclip_ext.contrastive.temperature import TemperatureScheme
 class Anchors:
     """Per-anchor quantities of both sides, ``(2, N)`` each.
 
+    All are finite where a sample does not count, and so must be what an objective makes of them: a weight of 0 removes it.
+
     Attributes:
         tau: temperature.
         alpha: estimated log-normalizer.
