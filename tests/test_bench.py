@@ -33,6 +33,16 @@ ROWS = {
     "step": {"openclip", "neuclip"},
     "state_table": {"lookups": {"1e+04", "1e+06", "1e+08"}, "checkpoints": {"write", "restore"}},
 }
+# Operations of a step at most, on a CPU and on other devices; what docs/performance.md says, and some more.
+MOST_OPERATIONS = {
+    "fastclip": (150, 180),
+    "sogclr": (120, 155),
+    "isogclr": (175, 225),
+    "tempnet": (245, 280),
+    "amorlip": (155, 165),
+    "queueclip": (195, 205),
+    "neuclip": (455, 495),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -67,3 +77,19 @@ def test_both_ways_of_fitting_prototypes_end_in_the_same_place(monkeypatch: pyte
     normalizer.fit(contrast)
     npn["autograd"](plain, torch.optim.Adagrad([plain], lr=1.0), contrast, args.updates)
     torch.testing.assert_close(normalizer.prototypes, plain.detach(), rtol=1e-8, atol=1e-8)
+
+
+def test_a_step_consists_of_few_operations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    output = tmp_path / "results.json"
+    monkeypatch.syspath_prepend(str(BENCH))
+    argv = ["kernels.py", "--losses", *MOST_OPERATIONS, "--prototypes", "128", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", argv)
+    runpy.run_path(str(BENCH / "kernels.py"), run_name="__main__")
+    report, printed = json.loads(output.read_text()), capsys.readouterr().out
+    assert {"settings", "hardware", "versions"} <= report.keys()
+    for name, most in MOST_OPERATIONS.items():
+        found = report["results"][name]
+        assert name in printed
+        assert (found["cpu"] <= most[0], found["meta"] <= most[1]) == (True, True), (name, found)

@@ -5,6 +5,7 @@ Tensors with a leading dimension of 2 hold the two sides: 0 for image anchors (a
 (against the images).
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -53,6 +54,12 @@ class LocalBatch:
     labels: Tensor | None = None
     positives_attract: bool = False
 
+    @cached_property
+    def scale_ok(self) -> Tensor:
+        """0-d bool, whether the logit scale is finite and positive."""
+        scale = self.logit_scale.detach().to(self.dtype)
+        return (scale > 0) & (scale < math.inf)
+
     def detached(self) -> "LocalBatch":
         """The same inputs without their graph, to keep them beyond the step."""
         return replace(
@@ -65,7 +72,8 @@ class GatheredBatch:
     """``B`` samples that are contrasted with one another: detached, and in the loss's own precision.
 
     :func:`gather_batch` makes it. A sample with a non-finite feature, or an index out of range, does not count: ``valid`` is
-    False and its features are zero. No operation on it waits for the device.
+    False and its features are zero, so that whatever follows from them is finite, and its :attr:`share` of 0 removes it. No
+    operation on it waits for the device.
 
     Attributes:
         features: ``(2, B, d)``: images, texts.
@@ -111,10 +119,35 @@ class GatheredBatch:
         """Number of samples, those that do not count included."""
         return self.features.shape[1]
 
-    @property
+    @cached_property
     def pairs(self) -> Tensor:
         """Number of pairs of each anchor, its negatives and the positive one: as :attr:`negatives`."""
         return self.negatives + 1
+
+    @cached_property
+    def log_negatives(self) -> Tensor:
+        """Logarithm of :attr:`negatives`."""
+        return self.negatives.log()
+
+    @cached_property
+    def log_pairs(self) -> Tensor:
+        """Logarithm of :attr:`pairs`."""
+        return self.pairs.log()
+
+    @cached_property
+    def ignored(self) -> Tensor:
+        """``(B,)`` bool, the samples that do not count."""
+        return ~self.valid
+
+    @cached_property
+    def share(self) -> Tensor:
+        """``(B,)``, each sample's share in the mean over those that count: 0, or one over :attr:`count`."""
+        return self.valid / self.count
+
+    @cached_property
+    def scale_to_tau(self) -> Tensor:
+        """0-d derivative of ``τ = 1/logit_scale``; 0 where no sample counts."""
+        return -(self.ok / self.logit_scale.square())
 
     @property
     def local(self) -> slice:
@@ -130,10 +163,10 @@ class GatheredBatch:
         """Mean over the samples that count, along the last dimension of ``(..., B)``.
 
         Args:
-            values: anything where a sample does not count.
+            values: finite where a sample does not count.
             anchors: positions that ``values`` covers; of a part of the batch, the result is that part's share of the mean.
         """
-        return torch.where(self.valid[anchors], values, 0).sum(dim=-1) / self.count
+        return values @ self.share[anchors]
 
     def gather_local(self, values: Tensor) -> Tensor:
         """Concatenate all processes' ``(rows, B_local)``, a value for each of their samples, to ``(rows, B)``."""
@@ -155,7 +188,7 @@ class GatheredBatch:
         as_anchors = coefficients[:, :, None] * self.positive_means[:, self.local]
         weighted = self.gather_local(coefficients)[:, :, None] * self.features
         as_positives = _mean_over_equal(self.labels, weighted, self.valid).flip(0)
-        return as_anchors + as_positives[:, self.local]
+        return (as_anchors + as_positives[:, self.local]).masked_fill_(self.ignored[self.local, None], 0)
 
 
 @dataclass(frozen=True)
@@ -175,23 +208,29 @@ class Contrast:
     estimand: "Estimand"
 
     @cached_property
+    def positive_exponent(self) -> Tensor:
+        """``(2, B)`` ``s_ii/τ_i``."""
+        return self.batch.positive / self.tau
+
+    @cached_property
     def log_gap_sums(self) -> Tensor:
         """``(2, B)`` ``log Σ_{j≠i} exp((s_ij − s_ii)/τ_i)``."""
-        return self.log_sums - self.batch.positive / self.tau
+        return self.log_sums - self.positive_exponent
 
     @cached_property
     def log_g(self) -> Tensor:
         """``(2, B)`` log of the mean of ``exp((s_ij − s_ii)/τ_i)`` over the negatives; 0 where a sample does not count."""
-        return self.log_gap_sums - torch.log(self.batch.negatives)
+        return self.log_gap_sums - self.batch.log_negatives
 
     @cached_property
     def log_estimate(self) -> Tensor:
         """``(2, B)`` the batch's own estimate of the log-normalizers."""
         return self.estimand.from_batch(self)
 
+    @cached_property
     def infonce(self) -> Tensor:
-        """Mini-batch InfoNCE of the image anchors and of the text anchors, ``(2,)``."""
-        return self.batch.mean(log_math.infonce(self.log_g, self.batch.negatives))
+        """``(2, B)`` mini-batch InfoNCE, ``log(1 + N·g)`` with ``N`` negatives."""
+        return log_math.log_add(self.log_gap_sums, 1.0)
 
 
 @torch.no_grad()
@@ -212,33 +251,33 @@ def gather_batch(batch: LocalBatch, num_samples: int | None, gather: bool) -> Ga
         features = features.transpose(0, 1).reshape(2, world_size * local_size, -1)
         index = None if index is None else distributed.all_gather(index)
         labels = None if labels is None else distributed.all_gather(labels)
-        valid = torch.isfinite(features).all(dim=2).all(dim=0)
-    logit_scale = batch.logit_scale.detach().to(batch.dtype)
-    scale_ok = torch.isfinite(logit_scale) & (logit_scale > 0)
+        valid = finite_rows(features)
     if index is not None and num_samples is not None:
-        valid = valid & (index >= 0) & (index < num_samples)
-    ok = scale_ok & (valid.sum() >= 2 * batch.views)
-    if labels is not None:
-        # Then each sample that counts has a negative, or none has.
-        ok = ok & (valid & (count_of_equal(labels, valid) < valid.sum())).any()
-    valid = valid & ok
-    features = torch.where(valid[:, None], features.to(batch.dtype), 0)
-    count = valid.sum().clamp(min=2 * batch.views).to(batch.dtype)
+        valid = valid & is_in_range(index, num_samples)
+    number = valid.sum(dtype=batch.dtype)
+    ok = batch.scale_ok & (number >= 2 * batch.views)
+    count = number.clamp(min=2 * batch.views)
     negatives = count - batch.views
-    positive, positive_means = features.prod(dim=0).sum(dim=1), None
     if labels is not None:
-        negatives = (count - count_of_equal(labels, valid)).clamp(min=1)
-        if batch.positives_attract:
-            positive_means = _mean_over_equal(labels, features, valid).flip(0)
-            positive = (features * positive_means).sum(dim=2)
+        equal = count_of_equal(labels, valid)
+        negatives = (count - equal).clamp(min=1)
+        # Then each sample that counts has a negative, or none has.
+        ok = ok & (valid & (equal < number)).any()
+    valid = valid & ok
+    # In place: they were copied above.
+    features = features.to(batch.dtype).masked_fill_(~valid[:, None], 0)
+    positive, positive_means = torch.linalg.vecdot(features[0], features[1]), None
+    if labels is not None and batch.positives_attract:
+        positive_means = _mean_over_equal(labels, features, valid).flip(0)
+        positive = torch.linalg.vecdot(features, positive_means)
     return GatheredBatch(
         features=features,
         positive=positive,
         valid=valid,
         count=count,
         negatives=negatives,
-        logit_scale=torch.where(scale_ok, logit_scale, 1),
-        scale_ok=scale_ok,
+        logit_scale=batch.logit_scale.detach().to(batch.dtype).masked_fill(~batch.scale_ok, 1),
+        scale_ok=batch.scale_ok,
         ok=ok,
         index=index,
         first=distributed.rank() * local_size if world_size > 1 else 0,
@@ -251,6 +290,17 @@ def gather_batch(batch: LocalBatch, num_samples: int | None, gather: bool) -> Ga
         labels=labels,
         positive_means=positive_means,
     )
+
+
+def finite_rows(features: Tensor) -> Tensor:
+    """Which samples ``(B,)`` of two sides, ``(2, B, d)``, have finite features only."""
+    # NaN is passed on by the maximum, and compares as False. Much faster than isfinite and all.
+    return features.abs().amax(dim=(0, 2)) < math.inf
+
+
+def is_in_range(index: Tensor, num_samples: int) -> Tensor:
+    """Which positions ``(B,)`` are in ``[0, num_samples)``."""
+    return index.clamp(0, num_samples - 1) == index
 
 
 def _mean_over_equal(labels: Tensor, features: Tensor, valid: Tensor) -> Tensor:

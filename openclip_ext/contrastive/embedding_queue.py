@@ -33,20 +33,20 @@ class EmbeddingQueue(nn.Module):
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
 
     @torch.no_grad()
-    def push(self, batch: GatheredBatch) -> Tensor:
-        """Add a batch's samples.
-
-        Returns:
-            The row of each sample ``(B,)`` int64; −1 where it has none.
-        """
+    def push(self, batch: GatheredBatch) -> None:
+        """Add a batch's samples."""
         candidates, positions, is_new = self._placement(batch)
         rows = torch.where(is_new[:, None], batch.features.flip(0)[:, candidates], self.rows[:, positions])
         self.rows[:, positions] = rows
         added = is_new.sum()
-        self.next.copy_((self.next + added) % self.capacity)
-        self.filled.copy_((self.filled + added).clamp(max=self.capacity))
-        rows_of = torch.full((batch.size,), -1, device=positions.device)
-        return rows_of.scatter_(0, candidates, torch.where(is_new, positions, -1))
+        self.next.add_(added).remainder_(self.capacity)
+        self.filled.add_(added).clamp_(max=self.capacity)
+
+    def rows_of(self, batch: GatheredBatch) -> Tensor:
+        """The row that :meth:`push` will give each sample ``(B,)`` int64; −1 where it gives none."""
+        candidates, positions, is_new = self._placement(batch)
+        rows = torch.full((batch.size,), -1, device=positions.device)
+        return rows.scatter_(0, candidates, torch.where(is_new, positions, -1))
 
     def _placement(self, batch: GatheredBatch) -> tuple[Tensor, Tensor, Tensor]:
         """The samples that may enter (those that count first, in order), their rows, and whether each of them counts."""
@@ -64,7 +64,7 @@ class EmbeddingQueue(nn.Module):
         """How often :meth:`repeated` takes each row, ``(capacity,)`` int64."""
         slots = torch.arange(self.capacity, device=self.rows.device)
         filled = self.filled.clamp(min=1)
-        return torch.where(slots < filled, (self.capacity - 1 - slots) // filled + 1, 0)
+        return (slots < filled) * ((self.capacity - 1 - slots) // filled + 1)
 
 
 def repeated_batch(batch: GatheredBatch, number: int) -> Tensor:
@@ -76,4 +76,4 @@ def repeated_batch(batch: GatheredBatch, number: int) -> Tensor:
 
 def _valid_first(batch: GatheredBatch) -> Tensor:
     """Positions of the samples, those that count first, otherwise in order: ``(B,)``."""
-    return torch.argsort((~batch.valid).to(torch.int8), stable=True)
+    return torch.argsort(batch.ignored.view(torch.uint8), stable=True)

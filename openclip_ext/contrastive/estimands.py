@@ -7,7 +7,6 @@ relative to it. An estimate of one is wrong for another, so each is a type.
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from openclip_ext.contrastive import log_math
@@ -50,7 +49,7 @@ class NegativesMean(Estimand):
         return log_math.log_add(contrast.log_g, self.eps)
 
     def log_divisor(self, contrast: Contrast) -> Tensor:
-        return torch.log(contrast.batch.negatives)
+        return contrast.batch.log_negatives
 
 
 class PartitionMean(Estimand):
@@ -60,7 +59,7 @@ class PartitionMean(Estimand):
     includes_positive = True
 
     def from_batch(self, contrast: Contrast) -> Tensor:
-        return log_math.infonce(contrast.log_g, contrast.batch.negatives) - torch.log(contrast.batch.pairs)
+        return contrast.infonce - contrast.batch.log_pairs
 
     def log_divisor(self, contrast: Contrast) -> Tensor:
-        return torch.log(contrast.batch.pairs)
+        return contrast.batch.log_pairs

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import Contrast, LocalBatch, gather_batch
+from openclip_ext.contrastive.batch import Contrast, GatheredBatch, LocalBatch, gather_batch, is_in_range
 from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, check_labels, refuse_equal_captions
 from openclip_ext.contrastive.loss import ContrastiveLoss, without_autocast
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
@@ -34,10 +34,10 @@ class _WithGradients(torch.autograd.Function):
     """A value whose gradients were computed along with it."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, number: int, *tensors_and_gradients: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, number: int, *tensors_and_gradients: Tensor) -> Tensor:
         ctx.types = [tensor.dtype for tensor in tensors_and_gradients[:number]]
         ctx.save_for_backward(*tensors_and_gradients[number:])
-        return value.clone()
+        return values.mean()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -49,10 +49,10 @@ class _WithGradients(torch.autograd.Function):
         return None, None, *gradients, *[None] * len(gradients)
 
 
-def with_gradients(value: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
-    """``value`` (0-d, without graph) with a given gradient for each ``(tensor, gradient)``."""
+def mean_with_gradients(values: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
+    """The mean of ``values`` (without graph), 0-d, with a given gradient for each ``(tensor, gradient)``."""
     tensors, gradients = zip(*pairs, strict=True)
-    return _WithGradients.apply(value, len(pairs), *tensors, *gradients)
+    return _WithGradients.apply(values, len(pairs), *tensors, *gradients)
 
 
 class GlobalContrastiveLoss(ContrastiveLoss):
@@ -125,29 +125,33 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         contrast, similarities, estimate = self._estimated(batch)
         learns_own = self.training and self.temperature.learns_own
         with torch.no_grad():
+            # An estimate may be anything where a sample does not count. From here on all is finite.
+            alpha = estimate.alpha.masked_fill(contrast.batch.ignored, 0)
             anchors = Anchors(
                 tau=contrast.tau,
-                alpha=torch.where(contrast.batch.valid, estimate.alpha, 0),
+                alpha=alpha,
                 log_g=contrast.log_g,
-                weight_ratio=log_math.saturating_exp(contrast.log_estimate - estimate.alpha),
+                weight_ratio=log_math.saturating_exp(contrast.log_estimate - alpha),
                 positive=contrast.batch.positive,
                 pairs=contrast.batch.pairs,
             )
-            value = 0.5 * contrast.batch.mean(self.objective.value(anchors)).sum()
+            values = contrast.batch.mean(self.objective.value(anchors))
             needs_tau_gradient = learns_own or self.temperature.learns_logit_scale
             gradients, local = self._feature_gradients(contrast, similarities, estimate, anchors, needs_tau_gradient)
             self._last = _Report.of(contrast, anchors)
         pairs = [(batch.image, gradients[0]), (batch.text, gradients[1])]
         if needs_tau_gradient:
-            valid = contrast.batch.valid[contrast.batch.local]
-            tau_gradient = torch.where(valid, self.objective.tau_gradient(local), 0)
+            tau_gradient = self.objective.tau_gradient(local)
             if learns_own:
                 self._update_temperatures(contrast, tau_gradient)
             if self.temperature.learns_logit_scale:
-                pairs.append((batch.logit_scale, self._through_logit_scale(0.5 * tau_gradient.sum(), contrast)))
+                pairs.append((batch.logit_scale, self._through_logit_scale(tau_gradient, contrast.batch)))
         if self.training and self.temperature.solves:
             self.temperature.solve(contrast)
-        return {"contrastive_loss": with_gradients(value, *pairs), **self._regularizer(contrast, batch.logit_scale)}
+        return {
+            "contrastive_loss": mean_with_gradients(values, *pairs),
+            **self._regularizer(contrast, batch.logit_scale),
+        }
 
     @torch.no_grad()
     def _estimated(self, batch: LocalBatch) -> tuple[Contrast, Similarities, Estimate]:
@@ -175,9 +179,11 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     ) -> tuple[Tensor, Anchors]:
         """Gradients of this process's images and texts ``(2, B_local, d)``, and its anchors, with their gap if asked for."""
         batch, objective = contrast.batch, self.objective
-        excess = 1 - anchors.weight_ratio
-        factor = objective.pair_factor(contrast.tau) * (1 + estimate.batch_share * excess)
-        factor = torch.where(batch.valid, 0.5 * factor / batch.count, 0)
+        # Of two sides, and as many processes, of whose gradients the mean is taken.
+        half = 0.5 * batch.world_size
+        factor = half * objective.pair_factor(contrast.tau) * batch.share
+        if estimate.batch_share:
+            factor = factor * (1 + estimate.batch_share * (1 - anchors.weight_ratio))
         # Σ_j w_ij over an anchor's negatives [NeuCLIP 4].
         log_divisor = objective.estimand.log_divisor(contrast)
         weight_sum = log_math.saturating_exp(contrast.log_gap_sums - anchors.alpha - log_divisor)
@@ -190,9 +196,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         else:
             gradients = pairs.features.add_(batch.through_positive(in_positive))
         if estimate.feature_gradient is not None:
-            through_alpha = torch.where(batch.valid, 0.5 * contrast.tau * excess / batch.count, 0)
+            through_alpha = half * contrast.tau * (1 - anchors.weight_ratio) * batch.share
             gradients += estimate.feature_gradient(through_alpha[:, batch.local])
-        gradients = torch.where(batch.valid[batch.local, None], gradients, 0) * batch.world_size
         return gradients, _local_anchors(anchors, weight_sum, pairs.mean_similarity, contrast)
 
     def _update_temperatures(self, contrast: Contrast, tau_gradient: Tensor) -> None:
@@ -200,11 +205,10 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         regularizer = 0.0 if rho is None else self.objective.regularizer(rho)
         self.temperature.update(contrast, contrast.batch.gather_local(tau_gradient) + regularizer)
 
-    def _through_logit_scale(self, tau_gradient: Tensor, contrast: Contrast) -> Tensor:
-        """Gradient of the logit scale from that of τ, a sum over this process's anchors: the mean over its share."""
-        batch = contrast.batch
-        mean = tau_gradient * batch.world_size / batch.count
-        return torch.where(batch.ok, -mean / batch.logit_scale.square(), 0)
+    def _through_logit_scale(self, tau_gradient: Tensor, batch: GatheredBatch) -> Tensor:
+        """Gradient of the logit scale from those of this process's temperatures: the mean over its share of the anchors."""
+        mean = batch.mean(tau_gradient, batch.local).mean()
+        return batch.world_size * mean * batch.scale_to_tau
 
     def _regularizer(self, contrast: Contrast, logit_scale: Tensor) -> dict[str, Tensor]:
         batch = contrast.batch
@@ -212,11 +216,10 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         if rho is None:
             return {}
         factor = self.objective.regularizer(rho)
-        value = factor * batch.mean(contrast.tau).mean()
+        values = factor * batch.mean(contrast.tau)
         if not self.temperature.learns_logit_scale:
-            return {"temperature_loss": value}
-        gradient = torch.where(batch.ok, -factor / batch.logit_scale.square(), 0)
-        return {"temperature_loss": with_gradients(value, (logit_scale, gradient))}
+            return {"temperature_loss": values.mean()}
+        return {"temperature_loss": mean_with_gradients(values, (logit_scale, factor * batch.scale_to_tau))}
 
     # --- around the step ---------------------------------------------------------------------------------------------
 
@@ -269,9 +272,9 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         last = self._last
         alpha, tau = last.alpha[last.valid], last.tau[last.valid]
         metrics = {
-            "infonce": last.infonce.mean().item(),
+            "infonce": last.mean(log_math.log_add(last.log_gap_sums, 1.0)),
             "chance": math.log(last.valid.shape[1] + 1 - self.views),
-            "weight_mean": last.weight_mean.mean().item(),
+            "weight_mean": last.mean(last.weight_ratio),
         }
         if len(tau):
             metrics |= {
@@ -308,36 +311,43 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             raise ValueError(f"index: expected int64 of shape ({len(features)},), found {found}")
         index = index.to(features.device, torch.int64, non_blocking=True)
         assert self.num_samples is not None, "a loss that needs an index knows its range"
-        outside = (index < 0) | (index >= self.num_samples)
-        if outside.is_cpu and bool(outside.any()):
+        inside = is_in_range(index, self.num_samples)
+        if not inside.is_cpu:
+            self.index_out_of_range = self.index_out_of_range.to(index.device) | ~inside.all()
+        elif not inside.all():
             raise ValueError(
-                f"index {index[outside].tolist()[:5]}: expected 0 <= index < num_samples={self.num_samples}: num_samples is "
+                f"index {index[~inside].tolist()[:5]}: expected 0 <= index < num_samples={self.num_samples}: num_samples is "
                 "too small, or the index is of another data set"
             )
-        self.index_out_of_range = self.index_out_of_range.to(index.device) | outside.any()
         return index
 
 
 @dataclass(frozen=True)
 class _Report:
-    """What :meth:`GlobalContrastiveLoss.metrics` needs of a step."""
+    """What :meth:`GlobalContrastiveLoss.metrics` needs of a step; without its embeddings, which would take memory."""
 
     valid: Tensor
+    share: Tensor
     tau: Tensor
     alpha: Tensor
-    infonce: Tensor
-    weight_mean: Tensor
+    log_gap_sums: Tensor
+    weight_ratio: Tensor
 
     @classmethod
     def of(cls, contrast: Contrast, anchors: Anchors) -> "_Report":
         batch = contrast.batch
         return cls(
             valid=batch.valid.expand(2, -1),
+            share=batch.share,
             tau=anchors.tau,
             alpha=anchors.alpha,
-            infonce=contrast.infonce(),
-            weight_mean=batch.mean(anchors.weight_ratio),
+            log_gap_sums=contrast.log_gap_sums,
+            weight_ratio=anchors.weight_ratio,
         )
+
+    def mean(self, values: Tensor) -> float:
+        """Mean over both sides' samples that count."""
+        return (values @ self.share).mean().item()
 
 
 def _local_anchors(anchors: Anchors, weight_sum: Tensor, mean_similarity: Tensor | None, contrast: Contrast) -> Anchors:

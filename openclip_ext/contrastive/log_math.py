@@ -23,6 +23,11 @@ def saturating_exp(exponent: Tensor) -> Tensor:
     return exponent.clamp(max=max_exponent(exponent.dtype)).exp()
 
 
+def saturating_expm1(exponent: Tensor) -> Tensor:
+    """``exp − 1``, bounded as :func:`saturating_exp`."""
+    return exponent.clamp(max=max_exponent(exponent.dtype)).expm1()
+
+
 def log_add(log_x: Tensor, constant: float) -> Tensor:
     """``log(x + constant)`` for ``constant ≥ 0``."""
     if constant == 0.0:
@@ -44,16 +49,6 @@ def shifted_exp_(exponents: Tensor, dim: int) -> Tensor:
     largest = exponents.amax(dim, keepdim=True)
     exponents.sub_(largest).exp_()
     return largest.squeeze(dim)
-
-
-def infonce(log_g: Tensor, negatives: Tensor) -> Tensor:
-    """Mini-batch InfoNCE of each anchor, ``log(1 + N·g)``.
-
-    Args:
-        log_g: log of the mean of ``exp((s_ij − s_ii)/τ)`` over an anchor's negatives.
-        negatives: their number ``N``, 0-d.
-    """
-    return log_add(log_g + torch.log(negatives), 1.0)
 
 
 def cosine_decay(start: float, end: float, epoch: int, epochs: int) -> float:

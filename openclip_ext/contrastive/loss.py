@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from openclip_ext import distributed
-from openclip_ext.contrastive.batch import LocalBatch
+from openclip_ext.contrastive.batch import LocalBatch, finite_rows
 from openclip_ext.contrastive.loop_checks import CHECKED_CALLS, LoopChecks, can_read_values
 from openclip_ext.contrastive.nonfinite import NonfiniteLog
 from openclip_ext.state.sharded_table import ShardedTable, kept_apart, sharded_key
@@ -322,8 +322,7 @@ class ContrastiveLoss(nn.Module):
             names = index.to(finite.device, torch.int64)
         else:
             names = torch.arange(len(finite), device=finite.device)
-        scale = batch.logit_scale.detach()
-        self.nonfinite.add(self.calls, names, ~finite, ~(torch.isfinite(scale) & (scale > 0)))
+        self.nonfinite.add(self.calls, names, finite, batch.scale_ok)
 
 
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -336,7 +335,7 @@ def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 def finite_samples(image_features: Tensor, text_features: Tensor) -> Tensor:
     """Which samples ``(B_local,)`` have finite features only."""
-    return torch.isfinite(image_features.detach()).all(dim=1) & torch.isfinite(text_features.detach()).all(dim=1)
+    return finite_rows(torch.stack([image_features.detach(), text_features.detach()]))
 
 
 def check_features(image_features: Tensor, text_features: Tensor, embed_dim: int | None = None) -> None:

@@ -37,5 +37,6 @@ def minibatch_metrics(batch: LocalBatch) -> dict[str, float]:
     metrics = {f"temperature_{name}": temperature for name in ("min", "median", "max")}
     if len(batch.image) < 2:
         return metrics
-    infonce = contrast_minibatch(batch, gather=False).infonce().mean().item()
+    contrast = contrast_minibatch(batch, gather=False)
+    infonce = contrast.batch.mean(contrast.infonce).mean().item()
     return metrics | {"infonce": infonce, "chance": math.log(len(batch.image))}

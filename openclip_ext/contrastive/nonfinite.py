@@ -20,23 +20,24 @@ class NonfiniteLog(nn.Module):
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64), persistent=False)
 
     @torch.no_grad()
-    def add(self, step: int, index: Tensor, bad: Tensor, logit_scale_bad: Tensor) -> None:
-        """Log the samples for which ``bad`` holds.
+    def add(self, step: int, index: Tensor, finite: Tensor, scale_ok: Tensor) -> None:
+        """Log the samples that are not finite.
 
         Args:
             step: number of the call.
             index: ``(B_local,)`` names of the samples.
-            bad: ``(B_local,)`` bool.
-            logit_scale_bad: 0-d bool; logged as a step without indices.
+            finite: ``(B_local,)`` bool.
+            scale_ok: 0-d bool; if False, logged as a step without indices.
         """
-        if bad.is_cpu and not (bad.any() or logit_scale_bad):
+        fine = torch.cat([finite, scale_ok[None]])
+        if fine.is_cpu and fine.all():
             return
         names = torch.cat([index, index.new_full((1,), _LOGIT_SCALE)])
-        bad = torch.cat([bad, logit_scale_bad[None]])
-        slots = (self.filled + bad.cumsum(0) - 1).clamp(max=_CAPACITY)
-        slots = torch.where(bad, slots, _CAPACITY)  # the last entry takes the rest
+        number = (~fine).cumsum(0)
+        # The last entry takes the rest.
+        slots = (self.filled - 1 + number).clamp_(max=_CAPACITY).masked_fill_(fine, _CAPACITY)
         self.entries[slots] = torch.stack([torch.full_like(names, step), names], dim=1)
-        self.filled += bad.sum()
+        self.filled += number[-1]
 
     def pop(self) -> list[tuple[int, list[int]]]:
         """Return the entries since the last call: ``(step, indices)``. Waits for the device."""

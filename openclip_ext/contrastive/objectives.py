@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from openclip_ext.contrastive.batch import Contrast
@@ -24,6 +23,8 @@ from openclip_ext.contrastive.temperature import TemperatureScheme
 @dataclass(frozen=True)
 class Anchors:
     """Per-anchor quantities of both sides, ``(2, N)`` each.
+
+    All are finite where a sample does not count, and so must be what an objective makes of them: a weight of 0 removes it.
 
     Attributes:
         tau: temperature.
@@ -72,9 +73,9 @@ class Objective(ABC):
         assert isinstance(estimand, self.estimand_type)
         self.estimand = estimand
 
-    def pair_factor(self, tau: Tensor) -> Tensor:
-        """Factor of ``w_ij`` in the derivative in ``s_ij``."""
-        return torch.ones_like(tau)
+    def pair_factor(self, tau: Tensor) -> Tensor | float:
+        """Factor of ``w_ij`` in the derivative in ``s_ij``: one, or one for each anchor, ``(2, B)``."""
+        return 1.0
 
     def positive_pair(self, anchors: Anchors, weight_sum: Tensor, contrast: Contrast) -> Tensor:
         """Derivative in ``s_ii`` over :meth:`pair_factor`, ``(2, B)``.
@@ -140,7 +141,7 @@ class Unscaled(Objective):
     regularized = False
 
     def pair_factor(self, tau: Tensor) -> Tensor:
-        return 1 / tau
+        return tau.reciprocal()
 
     def tau_gradient(self, anchors: Anchors) -> Tensor:
         return -anchors.gap() / anchors.tau.square()

@@ -87,10 +87,9 @@ class Similarities:
             parts[chunk.side].append(chunk.log_sum(_ROWS))
             if self.all_local:
                 parts[1].append(chunk.log_sum(_COLUMNS))
-        images = torch.cat(parts[0])
-        texts = _log_add_all(parts[1]) if self.all_local else torch.cat(parts[1])
-        log_sums = batch.gather_local(torch.stack([images, texts]))
-        return torch.where(batch.valid, log_sums, torch.log(batch.negatives))
+        texts = [_log_add_all(parts[1])] if self.all_local else parts[1]
+        log_sums = batch.gather_local(torch.cat([*parts[0], *texts]).view(2, -1))
+        return torch.where(batch.valid, log_sums, batch.log_negatives)
 
     def gradients(self, log_sums: Tensor, coefficients: Tensor, with_mean_similarity: bool) -> PairGradients:
         """Gradient in the embeddings of ``Σ_k,i coefficient_k,i · Σ_j softmax_j(s_ij/τ_i)·s_ij``, the softmax held.
@@ -112,9 +111,9 @@ class Similarities:
             rows, row_scale = chunk.softmax(_ROWS, log_sums)
             columns, column_scale = chunk.softmax(_COLUMNS, log_sums)
             if means is not None:
-                means[side, here] = torch.linalg.vecdot(rows, chunk.values, dim=1) * row_scale
+                means[side, here].addcmul_(torch.linalg.vecdot(rows, chunk.values, dim=1), row_scale)
                 if self.all_local:
-                    means[other] += torch.linalg.vecdot(columns, chunk.values, dim=0) * column_scale
+                    means[other].addcmul_(torch.linalg.vecdot(columns, chunk.values, dim=0), column_scale)
             rows.mul_((coefficients[side, chunk.anchors] * row_scale)[:, None])
             weights = rows.addcmul_(columns, coefficients[other] * column_scale)
             torch.mm(weights, batch.features[other], out=features[side, here])
@@ -159,13 +158,13 @@ class _Chunk:
 
     def _masked(self, values: Tensor) -> Tensor:
         batch = self.batch
-        values.masked_fill_(~(batch.valid[self.anchors, None] & batch.valid[None, :]), MASKED_SIMILARITY)
+        values.masked_fill_(batch.ignored[self.anchors, None] | batch.ignored, MASKED_SIMILARITY)
         if batch.labels is not None:
             values.masked_fill_(batch.labels[self.anchors, None] == batch.labels, MASKED_SIMILARITY)
-        positions = torch.arange(self.anchors.start, self.anchors.stop, device=values.device)
-        values.scatter_(1, positions[:, None], MASKED_SIMILARITY)
+        values.diagonal(self.anchors.start).fill_(MASKED_SIMILARITY)
         if batch.views == 2:
             # An anchor's own embedding, which the other side has half of its process's samples further.
+            positions = torch.arange(self.anchors.start, self.anchors.stop, device=values.device)
             half = batch.local_size // 2
             local = positions - batch.first
             other_view = torch.where(local < half, positions + half, positions - half)

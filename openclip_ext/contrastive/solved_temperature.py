@@ -88,7 +88,7 @@ class SolvedTemperature(TemperatureScheme):
         """One for all anchors; with ``solve_per_sample`` each anchor's own, as soon as there is enough to solve it."""
         stored = self.log_tau.exp().to(batch.features.dtype)
         tau = torch.where(stored.isnan(), global_temperatures(batch), stored)
-        if not self.solve_per_sample:
+        if not self.solve_per_sample or batch.call < _STEPS_BEFORE:
             return tau
         own = batch.gather_local(self._solve_each(batch))
         return torch.where(self._is_ready() & batch.valid, own, tau)
@@ -98,16 +98,21 @@ class SolvedTemperature(TemperatureScheme):
         """Move ``log τ`` towards the solution for this batch, then put the batch into the queue."""
         batch = contrast.batch
         log_tau = torch.where(self.log_tau.isnan(), -batch.logit_scale.log(), self.log_tau)
+        # Known without a wait for the device: there are no more steps than calls.
+        if batch.call >= _STEPS_BEFORE:
+            log_tau = self._moved(log_tau, batch)
+        self.log_tau.copy_(torch.where(batch.ok, log_tau.clamp(*self.bounds), self.log_tau))
+        self.steps += batch.ok
+        self.queue.push(batch)
+
+    def _moved(self, log_tau: Tensor, batch: GatheredBatch) -> Tensor:
+        """``log τ`` after a step towards the solution, if there is enough to solve it."""
         some = slice(0, min(batch.size, _ANCHORS))
         similarities = self._similarities(batch, some)
         divergence = partial(_mean_divergence, similarities, batch.valid[some])
-        moved = log_tau.lerp(self._bisect(divergence, log_tau), _RATE)
         moves = self._is_ready() & batch.ok
         self.divergence.copy_(torch.where(moves, divergence(log_tau), self.divergence))
-        log_tau = torch.where(moves, moved, log_tau).clamp(*self.bounds)
-        self.log_tau.copy_(torch.where(batch.ok, log_tau, self.log_tau))
-        self.steps += batch.ok
-        self.queue.push(batch)
+        return torch.where(moves, log_tau.lerp(self._bisect(divergence, log_tau), _RATE), log_tau)
 
     def _is_ready(self) -> Tensor:
         return (self.queue.filled == self.queue.capacity) & (self.steps >= _STEPS_BEFORE)

@@ -66,7 +66,7 @@ class TemperatureScheme(nn.Module):
 
 def global_temperatures(batch: GatheredBatch) -> Tensor:
     """The model's temperature for every anchor, ``(2, B)``."""
-    return (1 / batch.logit_scale).expand(2, batch.size)
+    return batch.logit_scale.reciprocal().expand(2, batch.size)
 
 
 def log_inverse(temperature: float | None) -> float | None:

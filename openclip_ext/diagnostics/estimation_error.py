@@ -120,7 +120,7 @@ def exact_log_normalizers(
     if include_positive is None:
         return log_math.log_add(log_g, eps)
     negatives = log_g.new_tensor(include_positive - 1)
-    return log_math.infonce(log_g, negatives) - torch.log(negatives + 1)
+    return log_math.log_add(log_g + torch.log(negatives), 1.0) - torch.log(negatives + 1)
 
 
 def _log_g(own: Tensor, other: Tensor, anchors: Tensor, tau: Tensor) -> Tensor:

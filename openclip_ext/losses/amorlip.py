@@ -197,11 +197,11 @@ class MlpNormalizer(Normalizer):
     @torch.no_grad()
     def predict(self, contrast: Contrast) -> Estimate:
         """Prediction of the target network."""
-        return Estimate(self.target(contrast.batch.features) - contrast.batch.positive / contrast.tau)
+        return Estimate(self.target(contrast.batch.features) - contrast.positive_exponent)
 
     def _log_batch_partition(self, contrast: Contrast) -> Tensor:
         """The batch's own ``log Z`` ``(2, B)``."""
-        return contrast.log_estimate + contrast.batch.positive / contrast.tau
+        return contrast.log_estimate + contrast.positive_exponent
 
     @torch.no_grad()
     def _fit(self, contrast: Contrast) -> None:
@@ -289,7 +289,7 @@ class Partition(Objective):
         return anchors.tau * anchors.weight_ratio - anchors.positive
 
     def tau_gradient(self, anchors: Anchors) -> Tensor:
-        return -(anchors.gap() + anchors.positive * (anchors.weight_ratio - 1)) / anchors.tau
+        return (anchors.positive * (1 - anchors.weight_ratio) - anchors.gap()) / anchors.tau
 
     def regularizer(self, rho: float) -> float:
         return 0.5 * rho
@@ -315,13 +315,7 @@ class PartitionNormalizer(MlpNormalizer):
     def _log_batch_partition(self, contrast: Contrast) -> Tensor:
         if not self.negatives_only:
             return super()._log_batch_partition(contrast)
-        batch = contrast.batch
-        return (
-            contrast.log_g
-            + torch.log(batch.negatives)
-            - torch.log(contrast.batch.pairs)
-            + batch.positive / contrast.tau
-        )
+        return contrast.log_sums - contrast.batch.log_pairs
 
     @torch.no_grad()
     def predict(self, contrast: Contrast) -> Estimate:
@@ -329,7 +323,7 @@ class PartitionNormalizer(MlpNormalizer):
         alpha = super().predict(contrast).alpha
         if not self.negatives_only:
             return Estimate(alpha)
-        return Estimate(torch.logaddexp(alpha, -torch.log(contrast.batch.pairs)))
+        return Estimate(torch.logaddexp(alpha, -contrast.batch.log_pairs))
 
 
 METHOD = Method(

@@ -112,12 +112,13 @@ def estimate_from_prototypes(
         if left_out is not None:
             _leave_out_(terms, left_out[anchors])
         largest = log_math.shifted_exp_(terms, dim=2)
-        log_mean = largest + terms.sum(dim=2).log_() - offset[:, anchors]
+        shift = largest - offset[:, anchors]
+        log_mean = shift + terms.sum(dim=2).log_()
         alpha[:, here] = log_math.log_add(log_mean, eps)
         share[:, here] = (log_mean - alpha[:, here]).exp_()
         if pull is not None:
-            scale = (largest - offset[:, anchors] - alpha[:, here]).exp_()
-            pull[:, here] = (terms @ directions).mul_(scale[:, :, None])
+            scale = (shift - alpha[:, here]).exp_()
+            torch.mul(terms @ directions, scale[:, :, None], out=pull[:, here])
     return PrototypeEstimate(alpha, share, pull)
 
 
@@ -129,8 +130,8 @@ def _log_offset(contrast: Contrast, prototypes: int | Tensor) -> Tensor:
         prototypes: how many the sum is over, for all anchors or for each ``(B,)``.
     """
     if isinstance(prototypes, Tensor):
-        return contrast.batch.positive / contrast.tau + prototypes.to(contrast.tau.dtype).log()
-    return contrast.batch.positive / contrast.tau + math.log(prototypes)
+        return contrast.positive_exponent + prototypes.to(contrast.tau.dtype).log()
+    return contrast.positive_exponent + math.log(prototypes)
 
 
 def _leave_out_(exponents: Tensor, left_out: Tensor) -> None:
@@ -272,7 +273,7 @@ class _FitAnchors:
         scaled: ``e_i/τ_i``, ``(2, b, d)``.
         offset: see :func:`_log_offset`, ``(2, b)``.
         log_estimate: the batch's own estimate of ``α``, ``(2, b)``.
-        factor: of the objective's slope, ``(2, b)``, 0 for anchors that do not count.
+        factor: of :func:`_objective_descent` in the mean over all anchors, ``(2, b)``.
         terms: memory for their similarities with the prototypes, ``(2, m, b)``.
     """
 
@@ -296,7 +297,7 @@ class _Fit:
         number: number of all prototypes.
         shared: whether each process has a part; an update then exchanges ``4·B`` scalars.
         eps: ε.
-        objective: see :func:`_objective_slope`.
+        objective: see :func:`_objective_descent`.
         lr: AdaGrad's learning rate.
     """
 
@@ -314,9 +315,8 @@ class _Fit:
     ) -> None:
         self.prototypes = prototypes
         self.shared = shared
-        self.eps = eps
+        self.log_eps = prototypes.new_full((), math.log(eps) if eps else -math.inf)
         self.objective = objective
-        self.count = contrast.batch.count
         # Reused in every update: on the CPU fresh memory of this size costs as much as a pass over it.
         self.directions, self.gradient = prototypes.new_empty((2, *prototypes.shape))
         self.adagrad = InnerAdagrad(prototypes, self.gradient, accumulator, lr)
@@ -327,7 +327,7 @@ class _Fit:
         size = self.prototypes.shape[1]
         scaled = batch.features / contrast.tau[:, :, None]
         offset = _log_offset(contrast, number)
-        factor = torch.where(batch.valid, _objective_factor(self.objective, contrast.tau), 0)
+        factor = (_objective_factor(self.objective, contrast.tau) * batch.share).expand(2, -1)
         terms = None
         for anchors in anchor_chunks(slice(0, batch.size), size):
             length = anchors.stop - anchors.start
@@ -356,18 +356,18 @@ class _Fit:
         """Add some anchors' part of the gradient in the directions; the first part overwrites the buffer."""
         terms = torch.bmm(directions, anchors.scaled.transpose(1, 2), out=anchors.terms)
         largest = log_math.shifted_exp_(terms, dim=1)
-        log_sum = largest + terms.sum(dim=1).log_()
+        shift = largest - anchors.offset
+        log_mean = shift + terms.sum(dim=1).log_()
         if self.shared:
-            log_sum = distributed.log_add_over_ranks(log_sum)
-        alpha = log_math.log_add(log_sum - anchors.offset, self.eps)
-        scale = (largest - anchors.offset - alpha).exp_()
-        slope = anchors.factor * _objective_slope(self.objective, anchors.log_estimate - alpha)
-        pull = (slope.div_(self.count).mul_(scale))[:, :, None] * anchors.scaled
-        self.gradient.baddbmm_(terms, pull, beta=0 if first else 1)
+            log_mean = distributed.log_add_over_ranks(log_mean)
+        alpha = torch.logaddexp(log_mean, self.log_eps)
+        descent = anchors.factor * _objective_descent(self.objective, anchors.log_estimate - alpha)
+        pull = descent.mul_((shift - alpha).exp_())[:, :, None] * anchors.scaled
+        self.gradient.baddbmm_(terms, pull, beta=0 if first else 1, alpha=-1)
 
 
-def _objective_slope(name: str, log_ratio: Tensor) -> Tensor:
-    """Derivative in ``α`` of what the prototypes minimise, per anchor, over :func:`_objective_factor`.
+def _objective_descent(name: str, log_ratio: Tensor) -> Tensor:
+    """Minus the derivative in ``α`` of what the prototypes minimise, per anchor, over :func:`_objective_factor`.
 
     ``unified``: ``τ·(exp(−α)(ε+g) + α)`` [12]; ``l2-log``: ``½(α − log(ε+g))²`` (section 5.2).
 
@@ -375,12 +375,12 @@ def _objective_slope(name: str, log_ratio: Tensor) -> Tensor:
         name: which.
         log_ratio: ``log(ε+g) − α``.
     """
-    return 1 - log_math.saturating_exp(log_ratio) if name == "unified" else -log_ratio
+    return log_math.saturating_expm1(log_ratio) if name == "unified" else log_ratio
 
 
-def _objective_factor(name: str, tau: Tensor) -> Tensor:
+def _objective_factor(name: str, tau: Tensor) -> Tensor | float:
     """The factor of what the prototypes minimise that does not depend on ``α``: ``τ``, or 1."""
-    return tau if name == "unified" else torch.ones_like(tau)
+    return tau if name == "unified" else 1.0
 
 
 def shares_prototypes(prototypes: Tensor, batch: GatheredBatch) -> bool:

@@ -75,8 +75,8 @@ class QueueNormalizer(Normalizer):
     @torch.no_grad()
     def step(self, contrast: Contrast, global_contrast: Contrast | None = None) -> Estimate:
         """Add the batch to the queue, and estimate from it."""
-        rows = self.queue.push(contrast.batch)
-        left_out = rows if self.leave_own_out else None
+        left_out = self.queue.rows_of(contrast.batch) if self.leave_own_out else None
+        self.queue.push(contrast.batch)
         return self._estimate(self.queue.rows, self.queue.multiplicity(), contrast, left_out)
 
     @torch.no_grad()

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast, LocalBatch
 from openclip_ext.contrastive.estimands import Estimand
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
@@ -168,7 +167,7 @@ class CrossEntropy(Estimand):
     formula = "log(1 + N·g), the cross-entropy"
 
     def from_batch(self, contrast: Contrast) -> Tensor:
-        return log_math.infonce(contrast.log_g, contrast.batch.negatives)
+        return contrast.infonce
 
     def log_divisor(self, contrast: Contrast) -> Tensor:
         return torch.zeros_like(contrast.tau)

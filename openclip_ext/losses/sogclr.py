@@ -40,10 +40,10 @@ class UncenteredMean(Estimand):
     formula = "log u, the mean of exp(s/τ) over the negatives, not relative to the positive pair"
 
     def from_batch(self, contrast: Contrast) -> Tensor:
-        return contrast.log_g + contrast.batch.positive / contrast.tau
+        return contrast.log_sums - contrast.batch.log_negatives
 
     def log_divisor(self, contrast: Contrast) -> Tensor:
-        return torch.log(contrast.batch.negatives) - contrast.batch.positive / contrast.tau
+        return contrast.batch.log_negatives - contrast.positive_exponent
 
 
 class Decoupled(Objective):

@@ -26,12 +26,12 @@ def encode(values: Tensor) -> Tensor:
     Lower precisions become float32. :func:`decode` returns every other value, bit for bit.
     """
     values = values.to(torch.promote_types(values.dtype, torch.float32))
-    return torch.where(values == 0, -0.0, torch.where(torch.isnan(values), 0.0, values))
+    return values.masked_fill(values == 0, -0.0).nan_to_num_(0.0, torch.inf, -torch.inf)
 
 
 def decode(stored: Tensor) -> Tensor:
     """Values from what is stored: NaN where nothing was ever written."""
-    return torch.where(_bits(stored) == 0, torch.nan, stored)
+    return stored.masked_fill(_bits(stored) == 0, torch.nan)
 
 
 def recode(stored: Tensor, dtype: torch.dtype) -> Tensor:

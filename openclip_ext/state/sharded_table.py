@@ -95,16 +95,14 @@ class ShardedTable(nn.Module):
         """Bytes of this process's part."""
         return self.columns * self.size * self.dtype.itemsize
 
-    def _slots(self, index: Tensor, write: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _slots(self, index: Tensor) -> Tensor:
+        """The row of each sample; −1 or :attr:`size`, which both are the last row, for those of other processes."""
         if distributed.world_size() != self.world_size:
             raise RuntimeError(
                 f"the loss was created with {self.world_size} process(es) and is used with {distributed.world_size()}: "
                 "create it after torch.distributed.init_process_group"
             )
-        mine = (index >= self.first) & (index < self.end)
-        if write is not None:
-            mine = mine & write
-        return torch.where(mine, index - self.first, self.size), mine
+        return (index - self.first).clamp(-1, self.size)
 
     # --- single samples ----------------------------------------------------------------------------------------------
 
@@ -118,11 +116,17 @@ class ShardedTable(nn.Module):
 
     @torch.no_grad()
     def read(self, index: Tensor, columns: slice = slice(None)) -> Tensor:
-        """Values of the samples ``index`` ``(B,)``, the same on every process: ``(columns, B)``, or some of the columns."""
-        slots, mine = self._slots(index)
-        stored = self.values[columns, slots] if self.host is None else self._from_host(self.host, index)[columns]
-        values = torch.where(mine, decode(stored), 0)
-        return distributed.all_reduce_sum(values) if self.world_size > 1 else values
+        """Values of the samples ``index`` ``(B,)``, the same on every process: ``(columns, B)``, or some of the columns.
+
+        Anything where an index is outside of ``[0, num_samples)``.
+        """
+        slots = self._slots(index)
+        values = decode(
+            self.values[columns, slots] if self.host is None else self._from_host(self.host, index)[columns]
+        )
+        if self.world_size == 1:
+            return values
+        return distributed.all_reduce_sum(values.masked_fill_((slots < 0) | (slots == self.size), 0))
 
     @torch.no_grad()
     def write(self, index: Tensor, values: Tensor, where: Tensor) -> None:
@@ -130,7 +134,7 @@ class ShardedTable(nn.Module):
 
         Equal indices must come with equal values (see :func:`log_mean_of_equal`).
         """
-        slots, _ = self._slots(index, where)
+        slots = self._slots(index).masked_fill_(~where, self.size)
         if self.host is None:
             self.values[:, slots] = encode(values.to(self.values.dtype))
             return
@@ -138,7 +142,7 @@ class ShardedTable(nn.Module):
         self.host.scatter(slots, encode(values.to(self.host.dtype)).T)
 
     def _fetch(self, host: HostTable, index: Tensor) -> _Fetched:
-        slots, _ = self._slots(index)
+        slots = self._slots(index) % (self.size + 1)
         on_gpu = self.values.is_cuda
         return _Fetched(index.pin_memory() if on_gpu else index, host.gather(slots, pinned=on_gpu))
 
@@ -264,10 +268,10 @@ def log_mean_of_equal(index: Tensor, log_values: Tensor, valid: Tensor) -> Tenso
         return log_values
     group, size = _groups(index, valid)
     group = group.expand_as(log_values)
-    masked = torch.where(valid, log_values, -torch.inf)
+    masked = log_values.masked_fill(~valid, -torch.inf)
     largest = torch.full_like(log_values, -torch.inf).scatter_reduce(1, group, masked, "amax").gather(1, group)
     # On a GPU the order of summation is not fixed. Sums in double precision round to the same result.
-    shares = torch.where(valid & torch.isfinite(largest), (masked - largest).double().exp(), 0)
+    shares = (masked - largest).double().exp().masked_fill_(largest == -torch.inf, 0)
     sums = torch.zeros_like(shares).scatter_add(1, group, shares).gather(1, group)
     return largest + (sums / size).log().to(log_values.dtype)
 
@@ -278,7 +282,7 @@ def mean_of_equal(index: Tensor, values: Tensor, valid: Tensor) -> Tensor:
         return values
     group, size = _groups(index, valid)
     group = group.expand_as(values)
-    wide = torch.where(valid, values, 0).double()
+    wide = values.double().masked_fill_(~valid, 0)
     sums = torch.zeros_like(wide).scatter_add(1, group, wide).gather(1, group)
     return (sums / size).to(values.dtype)
 
@@ -295,9 +299,7 @@ def _all_differ(index: Tensor) -> bool:
 
 def _groups(index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Each sample's group of equal indices ``(B,)``, and the number of its members that count ``(B,)``, at least 1."""
-    ordered, order = torch.sort(index, stable=True)
-    starts = torch.ones_like(ordered)
-    starts[1:] = (ordered[1:] != ordered[:-1]).to(starts.dtype)
-    group = torch.empty_like(order).scatter(0, order, starts.cumsum(0) - 1)
-    size = torch.zeros_like(index).scatter_add(0, group, valid.to(index.dtype)).gather(0, group)
-    return group, size.clamp(min=1).double()
+    group = torch.searchsorted(index.sort().values, index)
+    counts = valid.double()
+    size = torch.zeros_like(counts).scatter_add_(0, group, counts).gather(0, group)
+    return group, size.clamp_(min=1)

@@ -1,6 +1,7 @@
 """An exponential moving average of the model's weights (``--model-ema-decay``): what is evaluated, and what others load."""
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from openclip_ext import compat
 # Key of a checkpoint's trained weights where ``state_dict`` is their average.
 TRAINED_KEY = "trained_state_dict"
 _WARMUP_POWER = 2 / 3
+# Numbers that are updated at a time, for which a copy of them needs room: 128 MiB.
+_GROUP = 1 << 25
 
 
 class ModelEma:
@@ -36,6 +39,11 @@ class ModelEma:
             name: value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
             for name, value in self._weights.items()
         }
+        groups, numbers = defaultdict(list), 0
+        for name, average in self._averages.items():
+            groups[average.device, average.dtype, numbers // _GROUP].append(name)
+            numbers += average.numel()
+        self._groups = list(groups.values())
 
     @torch.no_grad()
     def update(self, step: int, good: Tensor) -> None:
@@ -47,9 +55,12 @@ class ModelEma:
         """
         decay = min(self.decay, 1 - (1 + step) ** -_WARMUP_POWER)
         share = torch.where(good, 1 - decay, 0.0)
-        for name, value in self._weights.items():
-            average = self._averages[name]
-            average.lerp_(value.to(average.dtype), share.to(average.device, average.dtype))
+        for names in self._groups:
+            averages = [self._averages[name] for name in names]
+            like = averages[0]
+            change = torch._foreach_sub([self._weights[name].to(like.dtype) for name in names], averages)
+            torch._foreach_mul_(change, share.to(like))
+            torch._foreach_add_(averages, change)
 
     def state_dict(self) -> dict[str, Any]:
         """The model's ``state_dict``, of the model itself, with the averages in place of its weights."""

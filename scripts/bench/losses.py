@@ -3,7 +3,8 @@
     python scripts/bench/losses.py [--batch-sizes 512 4096] [--embed-dim 512] [--losses fastclip neuclip] [--output FILE]
 
 Random unit features on one device; options of a loss are its defaults, but for --prototypes. The losses take turns, round
-after round; a ratio is the median over the rounds. Memory is what a call needs beyond features and state.
+after round; a ratio is the median over the rounds. On a busy machine, --cpu-time compares processor time. Memory is what a
+call needs beyond features and state.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 from _losses import IMAGE_TEXT_LOSSES, prototypes_option
 from _report import hardware, write_report
-from _turns import Action, peak_mib, print_turns, take_turns
+from _turns import CLOCKS, Action, peak_mib, print_turns, take_turns
 from open_clip.loss import ClipLoss
 from torch.nn.functional import normalize
 
@@ -50,7 +51,7 @@ def call(forward: Action, inputs: list[torch.Tensor]) -> None:
 
 def measure(batch_size: int, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     contestants = make_contestants(batch_size, args)
-    results = take_turns(contestants, BASELINE, args.rounds, args.device)
+    results = take_turns(contestants, BASELINE, args.rounds, args.device, CLOCKS[args.cpu_time])
     for name, action in contestants.items():
         results[name]["peak_mib"] = peak_mib(action, args.device)
     return results
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("--losses", nargs="+", default=IMAGE_TEXT_LOSSES, choices=IMAGE_TEXT_LOSSES)
     parser.add_argument("--prototypes", type=int, default=4096, help="of the losses that have them")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--cpu-time", action="store_true", help="processor time instead of wall-clock time")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="write the numbers as JSON")
     args = parser.parse_args()

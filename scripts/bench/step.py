@@ -2,8 +2,9 @@
 
     python scripts/bench/step.py [--model demo-resnet] [--batch-size 64] [--losses neuclip fastclip] [--output results.json]
 
-The losses take turns, a block of steps each, round after round; the ratio is the median over the rounds, in which
-both sides saw the same machine. Options of a loss are its defaults, but for --prototypes.
+The losses take turns, a block of steps each, round after round; the ratio is the median over the rounds, in which both sides
+saw the same machine. On a busy one, --cpu-time compares processor time. Options of a loss are its defaults, but for
+--prototypes.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import open_clip
 import torch
 from _losses import IMAGE_TEXT_LOSSES, prototypes_option
 from _report import hardware, write_report
-from _turns import peak_mib, print_turns, take_turns
+from _turns import CLOCKS, peak_mib, print_turns, take_turns
 from torch import nn
 
 from openclip_ext import compat
@@ -68,9 +69,8 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     contestants = {name: contestant(name, args, device) for name in names}
     batches = make_batches(contestants[BASELINE].model, args, device)
     block = [batches[number % len(batches)] for number in range(args.steps)]
-    results = take_turns(
-        {name: partial(run, step, block) for name, step in contestants.items()}, BASELINE, args.rounds, args.device
-    )
+    blocks = {name: partial(run, step, block) for name, step in contestants.items()}
+    results = take_turns(blocks, BASELINE, args.rounds, args.device, CLOCKS[args.cpu_time])
     for name, step in contestants.items():
         results[name]["ms"] /= len(block)
         if args.device.startswith("cuda"):  # on the CPU the allocator's own habits are larger than what differs
@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--prototypes", type=int, default=4096, help="of the losses that have them")
     parser.add_argument("--steps", type=int, default=20, help="steps in a block")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--cpu-time", action="store_true", help="processor time instead of wall-clock time")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--output", type=Path, help="write the numbers as JSON")
