@@ -80,6 +80,7 @@ class OpenClipLoss(ContrastiveLoss):
         return _CAPTIONS if outputs.keys() >= _CAPTIONS else set()
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
+        distributed.check_world_size(self.clip.world_size)
         features = {"image_features": batch.image, "text_features": batch.text, "logit_scale": batch.logit_scale}
         if self.needs_positives:
             terms = {"contrastive_loss": self._with_equal_captions(batch, features, outputs)}
@@ -174,6 +175,7 @@ class SiglipLoss(ContrastiveLoss):
         self._last: LocalBatch | None = None
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
+        distributed.check_world_size(self.siglip.world_size)
         self._last = batch.detached()
         return self.siglip(batch.image, batch.text, batch.logit_scale, outputs["logit_bias"], output_dict=True)
 

@@ -96,11 +96,7 @@ class ShardedTable(nn.Module):
         return self.columns * self.size * self.dtype.itemsize
 
     def _slots(self, index: Tensor, write: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if distributed.world_size() != self.world_size:
-            raise RuntimeError(
-                f"the loss was created with {self.world_size} process(es) and is used with {distributed.world_size()}: "
-                "create it after torch.distributed.init_process_group"
-            )
+        distributed.check_world_size(self.world_size)
         mine = (index >= self.first) & (index < self.end)
         if write is not None:
             mine = mine & write
