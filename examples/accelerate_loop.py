@@ -7,7 +7,7 @@ import argparse
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from demo_pairs import BATCH, Shapes, create_model, print_recall
 from torch.utils.data import DataLoader
 
@@ -27,7 +27,8 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
 
-    accelerator = Accelerator()
+    # Shuffles by the epoch: a resumed run has the order of an uninterrupted one, also with several processes.
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0))
     train, test = with_index(Shapes("train", args.samples)), Shapes("test", 500)
     model, *_ = create_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
@@ -41,6 +42,7 @@ def main() -> None:
         first = loss.loss.epoch + 1
     for epoch in range(first, args.epochs if args.stop_after is None else args.stop_after):
         loss.loss.start_epoch(epoch)
+        loader.set_epoch(epoch)
         for batch in loader:
             index = batch.pop("index")
             value = loss(model(**batch), index)

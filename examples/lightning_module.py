@@ -8,14 +8,29 @@ import argparse
 import lightning
 import torch
 from demo_pairs import BATCH, Shapes, create_model, print_recall
-from torch.utils.data import DataLoader, DistributedSampler
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import openclip_ext
+from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data import with_index
 from openclip_ext.integrations.lightning import ContrastiveModule
 
 
 class DemoModule(ContrastiveModule):
+    def __init__(self, model: nn.Module, train: Dataset) -> None:
+        super().__init__(model, self.create_loss)
+        self.train_set = train
+
+    def create_loss(self) -> ContrastiveLoss:
+        return openclip_ext.create_loss("neuclip", embed_dim=64, num_samples=len(self.train_set), prototypes=1024)
+
+    def train_dataloader(self) -> DataLoader:
+        # Lightning tells a DistributedSampler the epoch, also with one process: a resumed run shuffles as if uninterrupted.
+        processes, rank = self.trainer.world_size, self.trainer.global_rank
+        sampler = DistributedSampler(self.train_set, processes, rank, drop_last=True)
+        return DataLoader(self.train_set, BATCH, sampler=sampler, drop_last=True)
+
     def configure_optimizers(self) -> dict:
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.1)
         self.model_loss.separate_rate(optimizer)
@@ -36,14 +51,10 @@ def main() -> None:
 
     train, test = with_index(Shapes("train", args.samples)), Shapes("test", 500)
     model, *_ = create_model()
-    loss = openclip_ext.create_loss("neuclip", embed_dim=64, num_samples=len(train), prototypes=1024)
-    # Lightning tells a DistributedSampler the epoch, also with one process: a resumed run shuffles as if uninterrupted.
-    sampler = DistributedSampler(train, num_replicas=1, rank=0, drop_last=True)
     trainer = lightning.Trainer(
         max_epochs=args.epochs, default_root_dir=args.output, logger=False, enable_model_summary=False
     )
-    loader = DataLoader(train, BATCH, sampler=sampler, drop_last=True)
-    trainer.fit(DemoModule(model, loss), loader, ckpt_path=args.resume)
+    trainer.fit(DemoModule(model, train), ckpt_path=args.resume)
     model.eval()
     with torch.no_grad():
         outputs = model(test.images, test.texts)

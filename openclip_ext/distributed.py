@@ -31,6 +31,15 @@ def world_size() -> int:
     return dist.get_world_size() if is_initialized() else 1
 
 
+def check_world_size(created_with: int) -> None:
+    """Raise ValueError if a loss is used with another number of processes than it was created with."""
+    if world_size() != created_with:
+        raise ValueError(
+            f"the loss was created with {created_with} process(es) and is used with {world_size()}: create it after "
+            "torch.distributed.init_process_group (in Lightning: give the module a function that creates it)"
+        )
+
+
 def is_master() -> bool:
     """Whether this process writes logs and checkpoints."""
     return rank() == 0

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast, GatheredBatch, LocalBatch, gather_batch, is_in_range
-from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, check_labels, refuse_equal_captions
+from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, labels_of, refuse_equal_captions
 from openclip_ext.contrastive.loss import ContrastiveLoss, without_autocast
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import Anchors, Objective, incompatibility
@@ -120,7 +120,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
         if self.needs_positives:
-            labels = check_labels(outputs.get("positives"), batch.image)
+            labels = labels_of(outputs.get("positives"), batch)
             batch = replace(batch, labels=labels, positives_attract=self.equal_captions == POSITIVE)
         contrast, similarities, estimate = self._estimated(batch)
         learns_own = self.training and self.temperature.learns_own

@@ -46,7 +46,7 @@ class ContrastiveLoss(nn.Module):
         embed_dim: required width of the features; None: any.
         num_samples: size of the index space; None: the loss needs no index.
         needs_index: whether ``forward`` needs the samples' index.
-        needs_positives: whether ``forward`` needs ``positives``, the labels of equal captions.
+        needs_positives: whether ``forward`` needs ``positives``, which captions are equal.
         keeps_state: whether a call in training mode changes the loss, beyond what the training's optimizer does.
         depends_on_epoch: whether schedules of the loss follow :meth:`start_epoch`.
         expects_unit_norm: whether the features must have length 1.
@@ -107,8 +107,9 @@ class ContrastiveLoss(nn.Module):
             logit_bias: OpenCLIP's; it cancels in a softmax, and only sigmoid losses use it.
             index: ``(B_local,)`` positions of the samples in the data set; ignored by losses that need none.
             output_dict: return the terms.
-            outputs: other outputs of the model; a loss ignores those that it does not use. ``positives``, ``(B_local,)`` int64
-                labels that are equal where captions are, is used by a loss created with ``equal_captions``.
+            outputs: other outputs of the model; a loss ignores those that it does not use. ``positives`` is used by a
+                loss created with ``equal_captions``: ``(B_local,)`` int64 labels that are equal where captions are, or, with
+                one process, the ``(B_local, B_local)`` bool mask of the pairs with equal captions.
 
         Returns:
             The terms by name, ``contrastive_loss`` among them, or their sum.

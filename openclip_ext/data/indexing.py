@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 INDEX = "index"
@@ -67,11 +67,11 @@ def with_index(
     if hasattr(dataset, "add_column") and hasattr(dataset, "column_names") and hasattr(dataset, "__len__"):
         _refuse_taken(dataset.column_names)
         return dataset.add_column(INDEX, list(range(len(dataset))))
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, Mapping):
         return IndexedDataset(dataset)
     raise TypeError(
         f"a {type(dataset).__name__} has no stable index: expected a data set with __getitem__ and __len__, a "
-        "datasets.Dataset (not streaming), or a WebDataset pipeline"
+        "datasets.Dataset (one split, not streaming), or a WebDataset pipeline"
     )
 
 

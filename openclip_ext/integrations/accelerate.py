@@ -31,6 +31,7 @@ def prepare(
         >>> model, optimizer, loader, loss = prepare(accelerator, model, optimizer, loader, loss)
         >>> for epoch in range(epochs):
         ...     loss.loss.start_epoch(epoch)
+        ...     loader.set_epoch(epoch)
         ...     for batch in loader:
         ...         index = batch.pop("index")
         ...         accelerator.backward(loss(model(**batch), index))
@@ -39,7 +40,8 @@ def prepare(
         ...     accelerator.save_state(folder)
     """
     model_loss = ModelLoss(loss, model)
-    repeats = accelerator.num_processes > 1 and not loader.drop_last
+    drops = getattr(loader.batch_sampler, "drop_last", loader.drop_last)
+    repeats = accelerator.num_processes > 1 and not drops
     model_loss.check_loop(accelerator.gradient_accumulation_steps, repeats)
     model_loss.separate_rate(optimizer)
     accelerator.register_for_checkpointing(model_loss)

@@ -10,32 +10,43 @@ from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.data.indexing import INDEX
-from openclip_ext.integrations.model_loss import ModelLoss
+from openclip_ext.integrations.model_loss import ModelLoss, split_batch
 
 
 class ContrastiveModule(lightning.LightningModule):
     """Trains a two-tower model. Subclass it and write ``configure_optimizers``, or pass an optimizer.
 
-    Batches are dictionaries: the model's inputs, and ``"index"`` (``openclip_ext.data.with_index``) where the loss needs it.
+    Batches are dictionaries: the model's inputs, and ``"index"`` (``openclip_ext.data.with_index``) where the loss needs it
+    (and ``"positives"`` with ``equal_captions``).
 
     Args:
         model: Of OpenCLIP (``output_dict=True``) or ``transformers``.
-        loss: From ``openclip_ext.create_loss``.
+        loss: From ``openclip_ext.create_loss``, or a function that creates it. With several processes it must be a
+            function: Lightning starts them later.
         optimizer: Makes an optimizer of parameters.
 
     Attributes:
-        model_loss: The loss. It is no submodule: DistributedDataParallel would overwrite the part of its state that each
-            process has for itself.
+        model_loss: The loss; if a function creates it, from ``configure_model`` on. It is no submodule:
+            DistributedDataParallel would overwrite the part of its state that each process has for itself.
     """
 
     def __init__(
-        self, model: nn.Module, loss: ContrastiveLoss, optimizer: Callable[..., Optimizer] = torch.optim.AdamW
+        self,
+        model: nn.Module,
+        loss: ContrastiveLoss | Callable[[], ContrastiveLoss],
+        optimizer: Callable[..., Optimizer] = torch.optim.AdamW,
     ) -> None:
         super().__init__()
         self.model = model
-        self.model_loss = ModelLoss(loss, model)
+        if isinstance(loss, ContrastiveLoss):
+            self.model_loss = ModelLoss(loss, model)
+        else:
+            self._create_loss = loss
         self._optimizer = optimizer
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model_loss"):
+            self.model_loss = ModelLoss(self._create_loss(), self.model)
 
     def configure_optimizers(self) -> Any:
         optimizer = self._optimizer(self.model.parameters())
@@ -43,18 +54,26 @@ class ContrastiveModule(lightning.LightningModule):
         return optimizer
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        inputs = {name: value for name, value in batch.items() if name != INDEX}
-        loss = self.model_loss(self.model(**inputs), batch.get(INDEX))
+        inputs, for_loss = split_batch(batch)
+        loss = self.model_loss(self.model(**inputs), **for_loss)
         self.log("train_loss", loss.detach())
         return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        inputs = {name: value for name, value in batch.items() if name != INDEX}
+        inputs, _ = split_batch(batch)
         self.log("val_loss", self.model_loss(self.model(**inputs), training=False))
 
     def on_train_start(self) -> None:
         sampler: Any = getattr(self.trainer.train_dataloader, "sampler", None)
-        repeats = isinstance(sampler, DistributedSampler) and sampler.total_size > len(sampler.dataset)  # type: ignore[arg-type]
+        repeats, processes = False, self.trainer.world_size
+        if isinstance(sampler, DistributedSampler):
+            repeats = sampler.total_size > len(sampler.dataset)  # type: ignore[arg-type]
+            if sampler.num_replicas != processes:
+                raise ValueError(
+                    f"the DistributedSampler is for {sampler.num_replicas} processes, and there are {processes}, which would "
+                    "train on the same samples: make it in train_dataloader(), with self.trainer.world_size and "
+                    "self.trainer.global_rank"
+                )
         self.model_loss.check_loop(self.trainer.accumulate_grad_batches, repeats)
 
     def on_train_epoch_start(self) -> None:

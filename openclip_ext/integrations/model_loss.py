@@ -9,9 +9,16 @@ from torch.optim import Optimizer
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.data.indexing import INDEX
 from openclip_ext.training.evaluation import symmetric_cross_entropy
 from openclip_ext.training.model import prepare_for
 from openclip_ext.training.optimizer import LOGIT_SCALE
+
+
+def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What of a batch the model gets, and what the loss gets: ``"index"``, and ``"positives"`` where it has equal captions."""
+    for_loss = {name: batch[name] for name in (INDEX, "positives") if name in batch}
+    return {name: value for name, value in batch.items() if name not in for_loss}, for_loss
 
 
 class ModelLoss:
@@ -47,7 +54,13 @@ class ModelLoss:
         self._averages = averages
         self._before: Tensor | None = None
 
-    def __call__(self, outputs: Mapping[str, Any], index: Tensor | None = None, training: bool = True) -> Tensor:
+    def __call__(
+        self,
+        outputs: Mapping[str, Any],
+        index: Tensor | None = None,
+        training: bool = True,
+        positives: Tensor | None = None,
+    ) -> Tensor:
         """The loss of a batch, 0-d.
 
         Args:
@@ -55,12 +68,13 @@ class ModelLoss:
             index: ``(B_local,)`` positions of the samples in the training set, where the loss needs them.
             training: False for validation data, which have no place in the loss's state. They get OpenCLIP's loss over this
                 process's samples, which also makes different losses comparable.
+            positives: Which captions are equal, for a loss with ``equal_captions``, as in its ``forward``.
         """
         features = self._features(outputs)
         if not training:
             similarities = features["image_features"].float() @ features["text_features"].float().T
             return symmetric_cross_entropy(features["logit_scale"] * similarities)
-        return self.loss(**features, index=index)
+        return self.loss(**features, index=index, positives=positives)
 
     def _features(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         if "image_features" in outputs:

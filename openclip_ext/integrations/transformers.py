@@ -13,8 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.data.indexing import INDEX
-from openclip_ext.integrations.model_loss import ModelLoss
+from openclip_ext.integrations.model_loss import ModelLoss, split_batch
 
 LOSS_FILE = "contrastive_loss.pt"
 
@@ -77,10 +76,10 @@ class ContrastiveTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **_: Any
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        inputs = {name: value for name, value in inputs.items() if name != "return_loss"}
-        index = inputs.pop(INDEX, None)
+        inputs, for_loss = split_batch(inputs)
+        inputs.pop("return_loss", None)
         outputs = model(**inputs)
-        loss = self.model_loss(outputs, index, training=model.training)
+        loss = self.model_loss(outputs, training=model.training, **for_loss)
         return (loss, outputs) if return_outputs else loss
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:

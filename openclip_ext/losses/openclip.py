@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.batch import LocalBatch
-from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, check_labels
+from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, labels_of
 from openclip_ext.contrastive.estimands import PartitionMean
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.minibatch import contrast_minibatch, minibatch_metrics
@@ -80,9 +80,10 @@ class OpenClipLoss(ContrastiveLoss):
         return _CAPTIONS if outputs.keys() >= _CAPTIONS else set()
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
+        distributed.check_world_size(self.clip.world_size)
         features = {"image_features": batch.image, "text_features": batch.text, "logit_scale": batch.logit_scale}
         if self.needs_positives:
-            terms = {"contrastive_loss": self._with_equal_captions(features, outputs)}
+            terms = {"contrastive_loss": self._with_equal_captions(batch, features, outputs)}
         else:
             terms = self._openclips(features, outputs)
         self._logit_scale = batch.logit_scale.detach()
@@ -101,13 +102,13 @@ class OpenClipLoss(ContrastiveLoss):
             used = {"logit_bias": outputs["logit_bias"]}
         return loss(**features, **used, output_dict=True)
 
-    def _with_equal_captions(self, features: dict[str, Tensor], outputs: dict[str, Any]) -> Tensor:
+    def _with_equal_captions(self, batch: LocalBatch, features: dict[str, Tensor], outputs: dict[str, Any]) -> Tensor:
         """``open_clip.ClipLoss`` with fewer candidates, or more targets."""
         if outputs.keys() >= _CAPTIONS or "dist_image_features" in outputs:
             raise ValueError(
                 f"equal_captions={self.equal_captions}: only for models without captions or a teacher of their own"
             )
-        labels = check_labels(outputs.get("positives"), features["image_features"])
+        labels = labels_of(outputs.get("positives"), batch)
         both = self.clip.get_logits(**features, logit_bias=outputs["logit_bias"])
         own = self.clip.get_ground_truth(labels.device, len(both[0]))
         gathered = distributed.all_gather(labels)
@@ -174,6 +175,7 @@ class SiglipLoss(ContrastiveLoss):
         self._last: LocalBatch | None = None
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
+        distributed.check_world_size(self.siglip.world_size)
         self._last = batch.detached()
         return self.siglip(batch.image, batch.text, batch.logit_scale, outputs["logit_bias"], output_dict=True)
 

@@ -97,11 +97,7 @@ class ShardedTable(nn.Module):
 
     def _slots(self, index: Tensor) -> Tensor:
         """The row of each sample; −1 or :attr:`size`, which both are the last row, for those of other processes."""
-        if distributed.world_size() != self.world_size:
-            raise RuntimeError(
-                f"the loss was created with {self.world_size} process(es) and is used with {distributed.world_size()}: "
-                "create it after torch.distributed.init_process_group"
-            )
+        distributed.check_world_size(self.world_size)
         return (index - self.first).clamp(-1, self.size)
 
     # --- single samples ----------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ def test_the_index_is_what_a_loss_takes():
     ("dataset", "error", "message"),
     [
         (iter([1]), TypeError, "a list_iterator has no stable index"),
+        ({"train": [1]}, TypeError, "a dict has no stable index.*one split"),
         (torch.arange(3), TypeError, "a sample is a Tensor: expected a dictionary or a tuple"),
         ([{"index": 7}], ValueError, "have a 'index' already"),
     ],

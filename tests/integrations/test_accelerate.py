@@ -8,32 +8,46 @@ import torch
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader
 
 from openclip_ext import distributed
 from openclip_ext.integrations.accelerate import prepare
-from openclip_ext.integrations.model_loss import ModelLoss
+from openclip_ext.integrations.model_loss import ModelLoss, split_batch
+from openclip_ext.losses.registry import create_loss
 from tests.distributed.pool import two_ranks
-from tests.integrations.towers import BATCH, LR_TAU, assert_equal_runs, final_state, pairs, stateful_loss
-from tests.training.tiny import tiny_batch, tiny_model
+from tests.integrations.towers import (
+    BATCH,
+    LR_TAU,
+    assert_equal_runs,
+    assert_two_equal_one,
+    final_state,
+    in_two_processes,
+    pairs,
+    stateful_loss,
+)
+from tests.training.tiny import WIDTH, tiny_batch, tiny_model
 
 
-def prepared(**options):
+def prepared(make_optimizer=torch.optim.AdamW, batch=BATCH, dispatch=None, split=False, **options):
     model = tiny_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = DataLoader(pairs(), BATCH, shuffle=True, drop_last=True)
-    accelerator = Accelerator(cpu=True, **options)
+    optimizer = make_optimizer(model.parameters(), lr=1e-2)
+    loader = DataLoader(pairs(), batch, shuffle=True, drop_last=True)
+    loading = DataLoaderConfiguration(
+        use_seedable_sampler=True, data_seed=0, dispatch_batches=dispatch, split_batches=split
+    )
+    accelerator = Accelerator(cpu=True, dataloader_config=loading, **options)
     return accelerator, *prepare(accelerator, model, optimizer, loader, stateful_loss())
 
 
-def train(folder, epochs, resume=False):
+def train(folder, epochs=2, resume=False, **options):
     set_seed(0)
-    accelerator, model, optimizer, loader, loss = prepared()
+    accelerator, model, optimizer, loader, loss = prepared(**options)
     if resume:
         accelerator.load_state(folder)
     for epoch in range(loss.loss.epoch + 1 if resume else 0, epochs):
         loss.loss.start_epoch(epoch)
+        loader.set_epoch(epoch)
         for batch in loader:
             index = batch.pop("index")
             accelerator.backward(loss(model(**batch), index))
@@ -41,13 +55,32 @@ def train(folder, epochs, resume=False):
             optimizer.zero_grad()
         accelerator.save_state(folder)
     assert optimizer.param_groups[-1]["lr"] == LR_TAU
-    return final_state(model, loss.loss)
+    return final_state(accelerator.unwrap_model(model), loss.loss)
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
     train(tmp_path / "stopped", epochs=1)
     resumed = train(tmp_path / "stopped", epochs=2, resume=True)
     assert_equal_runs(resumed, train(tmp_path / "uninterrupted", epochs=2))
+
+
+SGD = {"make_optimizer": torch.optim.SGD}
+HALVES = {"plain": {"batch": BATCH // 2}, "split": {"split": True}, "dispatch": {"dispatch": True, "batch": BATCH // 2}}
+
+
+def _on_this_rank(folder):
+    whole = {name: train(folder / name, **options, **SGD) for name, options in HALVES.items()}
+    train(folder / "stopped", epochs=1, **HALVES["plain"], **SGD)
+    return whole | {"resumed": train(folder / "stopped", resume=True, **HALVES["plain"], **SGD)}
+
+
+def test_two_processes_train_as_one_and_resume(tmp_path):
+    ranks = in_two_processes(_on_this_rank, tmp_path)
+    single = train(tmp_path / "single", **SGD)
+    for name in HALVES:
+        assert_two_equal_one([rank[name] for rank in ranks], single)
+    for rank in ranks:
+        assert_equal_runs(rank["resumed"], rank["plain"])
 
 
 def test_accumulation_is_refused():
@@ -67,6 +100,14 @@ def test_a_temperature_in_a_shared_group_is_refused():
     loss = ModelLoss(stateful_loss(), model)
     with pytest.raises(ValueError, match=r"separate_rate\(optimizer\)"):
         loss.step(torch.optim.AdamW(model.parameters()))
+
+
+def test_equal_captions_reach_the_loss():
+    model, batch = tiny_model(), tiny_batch(0)
+    loss = ModelLoss(create_loss("openclip", embed_dim=WIDTH, equal_captions="mask"), model)
+    batch |= {"positives": torch.zeros(8, dtype=torch.int64)}
+    inputs, for_loss = split_batch({name: batch[name] for name in ("image", "text", "positives")})
+    assert loss(model(**inputs), **for_loss).item() == 0  # no negatives
 
 
 def test_outputs_of_an_unknown_kind_are_refused():

@@ -1,5 +1,7 @@
 """PyTorch Lightning: resume is bitwise, and the temperature keeps its rate and its bounds."""
 
+import os
+
 import pytest
 import torch
 
@@ -9,21 +11,32 @@ import lightning
 from torch.utils.data import DataLoader, DistributedSampler
 
 from openclip_ext.integrations.lightning import ContrastiveModule
-from tests.integrations.towers import BATCH, LR_TAU, Pairs, assert_equal_runs, final_state, pairs, stateful_loss
+from tests.integrations.towers import (
+    BATCH,
+    LR_TAU,
+    Pairs,
+    assert_equal_runs,
+    assert_two_equal_one,
+    final_state,
+    in_two_processes,
+    pairs,
+    stateful_loss,
+)
 from tests.training.tiny import tiny_model
 
 
 class Module(ContrastiveModule):
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        optimizer = self._optimizer(self.model.parameters(), lr=1e-2)
         self.model_loss.separate_rate(optimizer)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
-def train(folder, epochs=2, resume=None, **options):
+def train(folder, epochs=2, resume=None, optimizer=torch.optim.AdamW, rank=0, processes=1, **options):
     train_set = pairs()
-    loader = DataLoader(train_set, BATCH, sampler=DistributedSampler(train_set, num_replicas=1, rank=0, drop_last=True))
-    module = Module(tiny_model(), stateful_loss())
+    sampler = DistributedSampler(train_set, processes, rank, drop_last=True)
+    loader = DataLoader(train_set, BATCH // processes, sampler=sampler)
+    module = Module(tiny_model(), stateful_loss, optimizer)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     trainer = lightning.Trainer(max_epochs=epochs, default_root_dir=folder, **quiet, **options)
     trainer.fit(module, loader, DataLoader(Pairs(), BATCH), ckpt_path=resume)
@@ -42,6 +55,23 @@ def test_a_resumed_run_equals_the_uninterrupted_one(uninterrupted, tmp_path):
     assert_equal_runs(*states)
 
 
+def _on_this_rank(folder):
+    two = {"rank": int(os.environ["RANK"]), "processes": 2, "devices": 2, "strategy": "ddp"}
+    _, whole = train(folder / "whole", optimizer=torch.optim.SGD, **two)
+    stopped, _ = train(folder / "stopped", epochs=1, optimizer=torch.optim.SGD, **two)
+    checkpoint = stopped.checkpoint_callback.best_model_path
+    _, resumed = train(folder / "resumed", resume=checkpoint, optimizer=torch.optim.SGD, **two)
+    return {name: final_state(run.model, run.model_loss.loss) for name, run in (("whole", whole), ("resumed", resumed))}
+
+
+def test_two_processes_train_as_one_and_resume(tmp_path):
+    ranks = in_two_processes(_on_this_rank, tmp_path)
+    _, single = train(tmp_path / "single", optimizer=torch.optim.SGD)
+    assert_two_equal_one([rank["whole"] for rank in ranks], final_state(single.model, single.model_loss.loss))
+    for rank in ranks:
+        assert_equal_runs(rank["resumed"], rank["whole"])
+
+
 def test_the_temperature_keeps_its_rate_and_validation_is_logged(uninterrupted):
     trainer, module = uninterrupted
     (group,) = (group for group in trainer.optimizers[0].param_groups if group["params"] == [module.model.logit_scale])
@@ -52,3 +82,8 @@ def test_the_temperature_keeps_its_rate_and_validation_is_logged(uninterrupted):
 def test_accumulation_is_refused(tmp_path):
     with pytest.raises(ValueError, match="do not accumulate"):
         train(tmp_path, accumulate_grad_batches=2)
+
+
+def test_a_sampler_of_another_number_of_processes_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="for 2 processes, and there are 1"):
+        train(tmp_path, processes=2)

@@ -12,7 +12,18 @@ from transformers import CLIPConfig, CLIPModel, TrainingArguments, set_seed
 
 from openclip_ext.integrations.transformers import LOSS_FILE, ContrastiveTrainer
 from openclip_ext.losses.registry import create_loss
-from tests.integrations.towers import BATCH, LR_TAU, STEPS, Pairs, assert_equal_runs, final_state, pairs, stateful_loss
+from tests.integrations.towers import (
+    BATCH,
+    LR_TAU,
+    STEPS,
+    Pairs,
+    assert_equal_runs,
+    assert_two_equal_one,
+    final_state,
+    in_two_processes,
+    pairs,
+    stateful_loss,
+)
 from tests.training.tiny import CONTEXT, IMAGE, VOCABULARY, WIDTH
 
 
@@ -30,8 +41,9 @@ def collate(samples):
 
 
 def trainer(folder: Path, **options) -> ContrastiveTrainer:
-    arguments = {"num_train_epochs": 2, "save_steps": 3, "logging_steps": 1, "remove_unused_columns": False} | options
+    arguments = {"num_train_epochs": 2, "save_steps": 3, "logging_steps": 1, "remove_unused_columns": False}
     arguments |= {"per_device_train_batch_size": BATCH, "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    arguments |= options
     set_seed(0)
     return ContrastiveTrainer(
         clip(),
@@ -57,6 +69,32 @@ def test_a_resumed_run_equals_the_uninterrupted_one(uninterrupted, step):
     resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
     states = [final_state(run.model, run.model_loss.loss) for run in (resumed, uninterrupted)]
     assert_equal_runs(*states)
+
+
+def _values(run) -> torch.Tensor:
+    return torch.tensor([line["loss"] for line in run.state.log_history if "loss" in line])
+
+
+def _on_this_rank(folder: Path) -> dict:
+    two = {"per_device_train_batch_size": BATCH // 2, "dataloader_drop_last": True, "optim": "sgd"}
+    whole, resumed = (trainer(folder, **two) for _ in range(2))
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+    return {
+        "whole": final_state(whole.model, whole.model_loss.loss),
+        "resumed": final_state(resumed.model, resumed.model_loss.loss),
+        "values": _values(whole),
+    }
+
+
+def test_two_processes_train_as_one_and_resume(tmp_path):
+    ranks = in_two_processes(_on_this_rank, tmp_path / "two")
+    single = trainer(tmp_path / "single", optim="sgd")
+    single.train()
+    assert_two_equal_one([rank["whole"] for rank in ranks], final_state(single.model, single.model_loss.loss))
+    torch.testing.assert_close(ranks[0]["values"], _values(single))
+    for rank in ranks:
+        assert_equal_runs(rank["resumed"], rank["whole"])
 
 
 def test_the_temperature_has_its_own_constant_rate(uninterrupted):

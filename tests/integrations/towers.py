@@ -1,5 +1,7 @@
 """A small run for all integrations: pairs with an index, and a loss with a state for each sample and a learned temperature."""
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +11,9 @@ from torch.utils.data import Dataset
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data import with_index
 from openclip_ext.losses.registry import create_loss
+from openclip_ext.state.sharded_table import is_sharded
 from openclip_ext.training.optimizer import LOGIT_SCALE
+from tests.distributed.pool import WORLD_SIZE, RankPool
 from tests.training.tiny import CONTEXT, IMAGE, VOCABULARY, WIDTH
 
 SAMPLES, BATCH = 20, 4
@@ -56,3 +60,24 @@ def assert_equal_runs(resumed: dict[str, Tensor], uninterrupted: dict[str, Tenso
     assert not different
     assert uninterrupted["loss._extra_state"].tolist() == [1, 2 * STEPS]
     assert f"model.{LOGIT_SCALE}" not in uninterrupted or uninterrupted[f"model.{LOGIT_SCALE}"].isfinite()
+
+
+def in_two_processes(function: Callable, *arguments: Any) -> list[Any]:
+    """What a function that trains returns on each rank.
+
+    The trainers make the group of processes, and keep it in globals: no other test may have these processes.
+    """
+    with contextlib.closing(RankPool()) as ranks:
+        return ranks.run(function, *arguments, group=False)
+
+
+def assert_two_equal_one(ranks: list[dict[str, Tensor]], single: dict[str, Tensor]) -> None:
+    """The processes' models are equal, and they and the loss's state are what one process with the whole batch has."""
+    for name, expected in single.items():
+        parts = [rank[name] for rank in ranks]
+        if is_sharded(name):
+            parts = [torch.cat(parts, dim=1)]
+        assert all(torch.equal(part, parts[0]) for part in parts), name
+        # Single precision; 1/τ makes more of its rounding.
+        torch.testing.assert_close(parts[0], expected, rtol=1e-4, atol=1e-5, msg=f"{name}: {{}}".format)
+    assert len(ranks) == WORLD_SIZE

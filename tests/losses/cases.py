@@ -301,7 +301,7 @@ class Step:
     logit_scale: float
     index: list[int]
     epoch: int
-    labels: list[int] = field(default_factory=list)
+    labels: list[Any] = field(default_factory=list)
 
 
 def unit(features: Tensor) -> Tensor:

@@ -154,6 +154,7 @@ def _effect_of_rho(name: str, options: dict[str, Any]) -> float:
 def _solved_temperature(name: str, options: dict[str, Any]) -> float:
     loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, temperature_queue=6, **options)
     assert isinstance(loss, GlobalContrastiveLoss) and isinstance(loss.temperature, SolvedTemperature)
+    loss.calls = 100
     loss.temperature.steps.fill_(100)
     for step in make_steps(3):
         run_step(loss, step, torch.float32)

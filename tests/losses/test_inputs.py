@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from openclip_ext import distributed
 from openclip_ext.losses.registry import create_loss
 from tests.losses.cases import SAMPLES, WIDTH, make_steps
 
@@ -54,6 +55,15 @@ def test_wrong_index(index: Tensor | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         loss(_features(), _features(), torch.tensor(10.0), index=index)
     assert torch.equal(loss.state_dict()["normalizer.table.shard"] == 0, before == 0)
+
+
+@pytest.mark.parametrize("name", ["openclip", "siglip", "fastclip"])
+def test_a_loss_that_was_created_with_other_processes_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    loss = create_loss(name, num_samples=SAMPLES)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"created with 2 process\(es\) and is used with 1"):
+        loss(_features(), _features(), torch.tensor(10.0), torch.tensor(-10.0), index=torch.arange(4))
 
 
 def test_index_that_is_not_needed_is_ignored() -> None:
