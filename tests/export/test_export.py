@@ -23,10 +23,11 @@ CAPTIONS = ["a red circle left of a blue square", "The  Cat's toys, 2 of them!",
 @pytest.fixture(autouse=True)
 def known_models():
     """Models that a test makes known to OpenCLIP, under names of the demo's, are unknown to the next one."""
-    before = dict(open_clip.factory._MODEL_CONFIGS)
+    before, paths = dict(open_clip.factory._MODEL_CONFIGS), list(open_clip.factory._MODEL_CONFIG_PATHS)
     yield
     open_clip.factory._MODEL_CONFIGS.clear()
     open_clip.factory._MODEL_CONFIGS.update(before)
+    open_clip.factory._MODEL_CONFIG_PATHS[:] = paths  # OpenCLIP reads them again whenever one is added
 
 
 def make_run(folder: Path, model: str, *flags: str) -> Path:

@@ -2,13 +2,14 @@
 
 import json
 import math
+from pathlib import Path
 
 import open_clip
 import pytest
 import torch
 from torch import nn
 
-from openclip_ext.model_configs import add_model_configs
+from openclip_ext import model_configs
 from openclip_ext.training.best import is_best
 from openclip_ext.training.ema import TRAINED_KEY, ModelEma
 from openclip_ext.training.errors import UsageError
@@ -103,7 +104,8 @@ def test_depth_of_each_parameter(names, expected, layers):
 
 
 def _demo(pretrained: str = "") -> nn.Module:
-    add_model_configs()
+    # Added last, it wins over a run's own of this name, which another test made known.
+    open_clip.add_model_config(Path(model_configs.__file__).parent)
     return open_clip.create_model("demo-vit", pretrained=pretrained)
 
 
