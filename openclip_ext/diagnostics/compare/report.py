@@ -90,7 +90,7 @@ class Report:
         text_of_judgement: how wrong a batch is, before training.
         results: by loss, the best first.
         tried: the search: ``(loss, setting, lr, samples, mean reciprocal rank)``.
-        finalists: the final runs, means over so many seeds: ``(loss, setting, lr, seeds, mean reciprocal rank, R@1)``.
+        final_runs: of each configuration, means over so many seeds: ``(loss, setting, lr, seeds, mean reciprocal rank, R@1)``.
         unfinished: how many runs are missing.
         failures: messages.
         final_samples: that each final run saw.
@@ -102,7 +102,7 @@ class Report:
     text_of_judgement: str
     results: tuple[LossResult, ...]
     tried: tuple[tuple[str, str, float, int, float], ...]
-    finalists: tuple[tuple[str, str, float, int, float, float], ...]
+    final_runs: tuple[tuple[str, str, float, int, float, float], ...]
     unfinished: int
     failures: tuple[str, ...]
     final_samples: int
@@ -131,7 +131,7 @@ def make_report(
     found.sort(key=lambda result: -result.scores["R@1"])
     sentence, recommended = conclude(found, about.batch, _differences_to_best(found, of_loss, about))
     design = schedule.design
-    finalists = [finished(runs, results) for loss in of_loss for runs in schedule.finals_of(loss, results)]
+    finals = [finished(runs, results) for loss in of_loss for runs in schedule.finals_of(loss, results)]
     tried = [line for line in results.values() if "final" in line and not line["final"]]
     all_runs = len(design.losses) * (design.search_runs + design.final_runs)
     return Report(
@@ -143,8 +143,8 @@ def make_report(
         tried=tuple(
             (line["configuration"]["loss"], _words(line), line["lr"], line["samples"], line["choice"]) for line in tried
         ),
-        finalists=tuple(_finalist(list(lines.values())) for lines in finalists if lines),
-        unfinished=all_runs - len(tried) - sum(map(len, finalists)),
+        final_runs=tuple(_final_row(list(lines.values())) for lines in finals if lines),
+        unfinished=all_runs - len(tried) - sum(map(len, finals)),
         failures=tuple(sorted({line["failed"].strip() for line in results.values() if "failed" in line})),
         final_samples=design.final_samples,
     )
@@ -156,7 +156,7 @@ def finished(runs: Sequence[Run], results: Results) -> dict[int, Mapping[str, An
     return {seed: line for seed, line in found.items() if "failed" not in line}
 
 
-def _finalist(lines: Sequence[Mapping[str, Any]]) -> tuple[str, str, float, int, float, float]:
+def _final_row(lines: Sequence[Mapping[str, Any]]) -> tuple[str, str, float, int, float, float]:
     choice = statistics.fmean(line["choice"] for line in lines)
     score = statistics.fmean(float(_recall(line).mean()) for line in lines)
     return lines[0]["configuration"]["loss"], _words(lines[0]), lines[0]["lr"], len(lines), choice, score
@@ -353,16 +353,16 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
     tried += [
         [loss, words, f"{lr:g}", f"{samples:,}", _plain(score)] for loss, words, lr, samples, score in report.tried
     ]
-    finalists = [["loss", "setting", "lr", "seeds", "MRR, choosing half", "R@1"]]
-    finalists += [
+    finals = [["loss", "setting", "lr", "seeds", "MRR, choosing half", "R@1"]]
+    finals += [
         [loss, words, f"{lr:g}", str(seeds), _plain(choice), _plain(score)]
-        for loss, words, lr, seeds, choice, score in report.finalists
+        for loss, words, lr, seeds, choice, score in report.final_runs
     ]
     found = {
         "Result": result,
         "Normalizers of the trained models": errors,
         "Cost": cost,
-        "Final runs": finalists,
+        "Final runs": finals,
         "Search": tried,
     }
     return {title: rows for title, rows in found.items() if len(rows) > 1}
