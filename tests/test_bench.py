@@ -35,13 +35,13 @@ ROWS = {
 }
 # Operations of a step at most, on a CPU and on other devices; what docs/performance.md says, and some more.
 MOST_OPERATIONS = {
-    "fastclip": (150, 180),
-    "sogclr": (120, 155),
-    "isogclr": (175, 225),
-    "tempnet": (245, 280),
-    "amorlip": (155, 165),
-    "queueclip": (195, 205),
-    "neuclip": (455, 495),
+    "fastclip": (135, 149),
+    "sogclr": (110, 130),
+    "isogclr": (160, 195),
+    "tempnet": (235, 255),
+    "amorlip": (150, 150),
+    "queueclip": (190, 190),
+    "neuclip": (450, 475),
 }
 
 

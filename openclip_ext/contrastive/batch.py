@@ -29,6 +29,7 @@ class LocalBatch:
         image, text: ``(B_local, d)``, as given (any float type, with gradient).
         logit_scale: 0-d, with gradient.
         index: ``(B_local,)`` int64, or None where the loss needs none.
+        in_range: ``(B_local,)`` bool, whether each index is one of the data set's; None without an index.
         labels: ``(B_local,)`` int64, by which samples of equal captions are known; None: all captions differ.
         positives_attract: whether samples of equal labels are positives; if not, they are left out of the negatives only.
         finite: ``(B_local,)`` bool, whether all features of a sample are finite.
@@ -53,6 +54,7 @@ class LocalBatch:
     views: int = 1
     labels: Tensor | None = None
     positives_attract: bool = False
+    in_range: Tensor | None = None
 
     @cached_property
     def scale_ok(self) -> Tensor:
@@ -80,6 +82,7 @@ class GatheredBatch:
         positive: ``(B,)`` similarities ``s_ii`` of the positive pairs; with :attr:`positive_means` ``(2, B)``, each anchor's
             mean over its positives.
         valid: ``(B,)`` bool.
+        ignored: ``(B,)`` bool, the samples that do not count.
         count: 0-d, number of samples that count, at least 2 of each view.
         negatives: number of negatives of each anchor that counts: 0-d, or ``(B,)`` with labels.
         logit_scale: 0-d; 1 where the given one is not finite and positive.
@@ -98,6 +101,7 @@ class GatheredBatch:
     features: Tensor
     positive: Tensor
     valid: Tensor
+    ignored: Tensor
     count: Tensor
     negatives: Tensor
     logit_scale: Tensor
@@ -133,11 +137,6 @@ class GatheredBatch:
     def log_pairs(self) -> Tensor:
         """Logarithm of :attr:`pairs`."""
         return self.pairs.log()
-
-    @cached_property
-    def ignored(self) -> Tensor:
-        """``(B,)`` bool, the samples that do not count."""
-        return ~self.valid
 
     @cached_property
     def share(self) -> Tensor:
@@ -253,7 +252,8 @@ def gather_batch(batch: LocalBatch, num_samples: int | None, gather: bool) -> Ga
         labels = None if labels is None else distributed.all_gather(labels)
         valid = finite_rows(features)
     if index is not None and num_samples is not None:
-        valid = valid & is_in_range(index, num_samples)
+        known = batch.in_range if world_size == 1 else None
+        valid = valid & (is_in_range(index, num_samples) if known is None else known)
     number = valid.sum(dtype=batch.dtype)
     ok = batch.scale_ok & (number >= 2 * batch.views)
     count = number.clamp(min=2 * batch.views)
@@ -264,8 +264,9 @@ def gather_batch(batch: LocalBatch, num_samples: int | None, gather: bool) -> Ga
         # Then each sample that counts has a negative, or none has.
         ok = ok & (valid & (equal < number)).any()
     valid = valid & ok
+    ignored = ~valid
     # In place: they were copied above.
-    features = features.to(batch.dtype).masked_fill_(~valid[:, None], 0)
+    features = features.to(batch.dtype).masked_fill_(ignored[:, None], 0)
     positive, positive_means = torch.linalg.vecdot(features[0], features[1]), None
     if labels is not None and batch.positives_attract:
         positive_means = _mean_over_equal(labels, features, valid).flip(0)
@@ -274,6 +275,7 @@ def gather_batch(batch: LocalBatch, num_samples: int | None, gather: bool) -> Ga
         features=features,
         positive=positive,
         valid=valid,
+        ignored=ignored,
         count=count,
         negatives=negatives,
         logit_scale=batch.logit_scale.detach().to(batch.dtype).masked_fill(~batch.scale_ok, 1),

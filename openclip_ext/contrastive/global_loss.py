@@ -74,7 +74,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         ValueError: the parts make no loss, see :func:`incompatibility`, or cannot treat equal captions so.
     """
 
-    index_out_of_range: Tensor
+    indices_in_range: Tensor
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self.logit_scale_lr = temperature.logit_scale_lr
         self.normalizers_include_positive = objective.estimand.includes_positive
         self._last: _Report | None = None
-        self.register_buffer("index_out_of_range", torch.zeros((), dtype=torch.bool), persistent=False)
+        self.register_buffer("indices_in_range", torch.ones((), dtype=torch.bool), persistent=False)
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
                 log_g=contrast.log_g,
                 weight_ratio=log_math.saturating_exp(contrast.log_estimate - alpha),
                 positive=contrast.batch.positive,
-                pairs=contrast.batch.pairs,
+                negatives=contrast.batch.negatives,
             )
             values = contrast.batch.mean(self.objective.value(anchors))
             needs_tau_gradient = learns_own or self.temperature.learns_logit_scale
@@ -287,8 +287,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         return metrics | self.normalizer.metrics(self.epoch) | self.temperature.metrics(self.epoch)
 
     def _raise_if_out_of_range(self) -> None:
-        if self.index_out_of_range:
-            self.index_out_of_range.zero_()
+        if not self.indices_in_range:
+            self.indices_in_range.fill_(True)
             raise ValueError(
                 f"an index was outside of [0, {self.num_samples}) (those samples were left out): num_samples is too small, "
                 "or the index is of another data set"
@@ -297,10 +297,17 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     def _batch(self, *inputs: Any, **options: Any) -> LocalBatch:
         """The checked inputs, with a checked index where the loss needs one."""
         batch = super()._batch(*inputs, **options)
-        return replace(batch, index=self.check_index(batch.index, batch.image) if self.needs_index else None)
+        if not self.needs_index:
+            return replace(batch, index=None)
+        index, in_range = self.check_index(batch.index, batch.image)
+        return replace(batch, index=index, in_range=in_range)
 
-    def check_index(self, index: Tensor | None, features: Tensor) -> Tensor:
-        """The index as int64 on the features' device; ValueError unless it has a position for each of them."""
+    def check_index(self, index: Tensor | None, features: Tensor) -> tuple[Tensor, Tensor]:
+        """The index as int64 on the features' device, and which of it is in range.
+
+        Raises:
+            ValueError: the index has not one position for each sample; on a CPU also one out of range.
+        """
         if index is None:
             raise ValueError(
                 "this loss keeps state for each sample and needs index=, a (batch,) int64 tensor of positions in the data set"
@@ -311,15 +318,15 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             raise ValueError(f"index: expected int64 of shape ({len(features)},), found {found}")
         index = index.to(features.device, torch.int64, non_blocking=True)
         assert self.num_samples is not None, "a loss that needs an index knows its range"
-        inside = is_in_range(index, self.num_samples)
-        if not inside.is_cpu:
-            self.index_out_of_range = self.index_out_of_range.to(index.device) | ~inside.all()
-        elif not inside.all():
+        in_range = is_in_range(index, self.num_samples)
+        if not in_range.is_cpu:
+            self.indices_in_range = self.indices_in_range.to(index.device) & in_range.all()
+        elif not in_range.all():
             raise ValueError(
-                f"index {index[~inside].tolist()[:5]}: expected 0 <= index < num_samples={self.num_samples}: num_samples is "
+                f"index {index[~in_range].tolist()[:5]}: expected 0 <= index < num_samples={self.num_samples}: num_samples is "
                 "too small, or the index is of another data set"
             )
-        return index
+        return index, in_range
 
 
 @dataclass(frozen=True)
@@ -360,6 +367,6 @@ def _local_anchors(anchors: Anchors, weight_sum: Tensor, mean_similarity: Tensor
         log_g=anchors.log_g[:, local],
         weight_ratio=anchors.weight_ratio[:, local],
         positive=positive,
-        pairs=anchors.pairs if anchors.pairs.ndim == 0 else anchors.pairs[local],
+        negatives=anchors.negatives if anchors.negatives.ndim == 0 else anchors.negatives[local],
         weighted_gap=None if mean_similarity is None else weight_sum[:, local] * (mean_similarity - positive),
     )

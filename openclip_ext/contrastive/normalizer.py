@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from openclip_ext.contrastive.batch import Contrast
@@ -74,11 +73,6 @@ class Normalizer(nn.Module):
     def metrics(self, epoch: int) -> dict[str, float]:
         """Numbers for the logs."""
         return {}
-
-
-def batch_estimate_where_missing(stored: Tensor, contrast: Contrast) -> Tensor:
-    """``stored`` ``(2, B)``, with the batch's own estimate in place of NaN."""
-    return torch.where(torch.isnan(stored), contrast.log_estimate, stored)
 
 
 class MinibatchNormalizer(Normalizer):

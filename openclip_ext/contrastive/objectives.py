@@ -32,7 +32,7 @@ class Anchors:
         log_g: log of the mean over the negatives.
         weight_ratio: ``exp(log_estimate − α)``; 1 where α agrees with the batch.
         positive: ``s_ii``, ``(N,)``.
-        pairs: number of pairs of each anchor, its negatives and the positive one, 0-d or ``(N,)``.
+        negatives: number of negatives of each anchor, 0-d or ``(N,)``.
         weighted_gap: ``Σ_j w_ij (s_ij − s_ii)``, or None where no temperature needs a gradient.
     """
 
@@ -41,7 +41,7 @@ class Anchors:
     log_g: Tensor
     weight_ratio: Tensor
     positive: Tensor
-    pairs: Tensor
+    negatives: Tensor
     weighted_gap: Tensor | None = None
 
     def gap(self) -> Tensor:

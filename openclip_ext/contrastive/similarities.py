@@ -103,22 +103,27 @@ class Similarities:
             with_mean_similarity: whether to return it.
         """
         batch = self.batch
-        features = torch.zeros_like(batch.features[:, batch.local])
-        means = torch.zeros_like(features[..., 0]) if with_mean_similarity else None
-        for chunk in self._chunks():
+        features = torch.empty_like(batch.features[:, batch.local])
+        means = torch.empty_like(features[..., 0]) if with_mean_similarity else None
+        for number, chunk in enumerate(self._chunks()):
+            first = number == 0  # then it overwrites what is summed over the chunks
             side, other = chunk.side, 1 - chunk.side
             here = slice(chunk.anchors.start - batch.first, chunk.anchors.stop - batch.first)
             rows, row_scale = chunk.softmax(_ROWS, log_sums)
             columns, column_scale = chunk.softmax(_COLUMNS, log_sums)
             if means is not None:
-                means[side, here].addcmul_(torch.linalg.vecdot(rows, chunk.values, dim=1), row_scale)
+                torch.mul(torch.linalg.vecdot(rows, chunk.values, dim=1), row_scale, out=means[side, here])
                 if self.all_local:
-                    means[other].addcmul_(torch.linalg.vecdot(columns, chunk.values, dim=0), column_scale)
+                    sums = torch.linalg.vecdot(columns, chunk.values, dim=0)
+                    if first:
+                        torch.mul(sums, column_scale, out=means[other])
+                    else:
+                        means[other].addcmul_(sums, column_scale)
             rows.mul_((coefficients[side, chunk.anchors] * row_scale)[:, None])
             weights = rows.addcmul_(columns, coefficients[other] * column_scale)
             torch.mm(weights, batch.features[other], out=features[side, here])
             if self.all_local:
-                features[other].addmm_(weights.T, batch.features[side, chunk.anchors])
+                features[other].addmm_(weights.T, batch.features[side, chunk.anchors], beta=0 if first else 1)
         self._kept.clear()
         return PairGradients(features, means)
 

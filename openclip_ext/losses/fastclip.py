@@ -29,7 +29,7 @@ from torch import Tensor
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast
 from openclip_ext.contrastive.estimands import Estimand, NegativesMean
-from openclip_ext.contrastive.normalizer import Estimate, Normalizer, batch_estimate_where_missing
+from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import Anchors, Contrastive, Unscaled
 from openclip_ext.losses.method import Method, NormalizerPart
 from openclip_ext.losses.options import Option
@@ -92,7 +92,7 @@ class MovingAverageNormalizer(Normalizer):
 
     def stored(self, contrast: Contrast) -> Tensor:
         """``log u`` ``(2, B)``; the batch's estimate for samples never seen."""
-        return batch_estimate_where_missing(self.table.read(contrast.batch.sample_index()), contrast)
+        return self.table.read(contrast.batch.sample_index(), missing=contrast.log_estimate)
 
     def metrics(self, epoch: int) -> dict[str, float]:
         """γ of this epoch."""

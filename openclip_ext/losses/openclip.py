@@ -149,7 +149,7 @@ class InfoNce(Unscaled):
         super().__init__(PartitionMean())
 
     def value(self, anchors: Anchors) -> Tensor:
-        return anchors.alpha + torch.log(anchors.pairs)
+        return anchors.alpha + torch.log1p(anchors.negatives)
 
 
 class SiglipLoss(ContrastiveLoss):

@@ -140,7 +140,10 @@ class TwoViewLoss(ContrastiveLoss):
         super().prefetch(index.repeat(2))
 
     def _index_of_both(self, batch: LocalBatch) -> Tensor | None:
-        return self.contrast.check_index(batch.index, batch.image).repeat(2) if self.needs_index else None
+        if not self.needs_index:
+            return None
+        index, _ = self.contrast.check_index(batch.index, batch.image)
+        return index.repeat(2)
 
     def start_epoch(self, epoch: int) -> None:
         """Begin epoch ``epoch`` (from 0)."""

@@ -29,9 +29,10 @@ def encode(values: Tensor) -> Tensor:
     return values.masked_fill(values == 0, -0.0).nan_to_num_(0.0, torch.inf, -torch.inf)
 
 
-def decode(stored: Tensor) -> Tensor:
-    """Values from what is stored: NaN where nothing was ever written."""
-    return stored.masked_fill(_bits(stored) == 0, torch.nan)
+def decode(stored: Tensor, missing: Tensor | None = None) -> Tensor:
+    """Values from what is stored; ``missing``, of the same shape, or NaN where nothing was ever written."""
+    never = _bits(stored) == 0
+    return stored.masked_fill(never, torch.nan) if missing is None else torch.where(never, missing, stored)
 
 
 def recode(stored: Tensor, dtype: torch.dtype) -> Tensor:

@@ -98,7 +98,8 @@ class ShardedTable(nn.Module):
     def _slots(self, index: Tensor) -> Tensor:
         """The row of each sample; −1 or :attr:`size`, which both are the last row, for those of other processes."""
         distributed.check_world_size(self.world_size)
-        return (index - self.first).clamp(-1, self.size)
+        offset = index - self.first if self.first else index
+        return offset.clamp(-1, self.size)
 
     # --- single samples ----------------------------------------------------------------------------------------------
 
@@ -111,15 +112,19 @@ class ShardedTable(nn.Module):
             self._fetched = self._fetch(self.host, index)
 
     @torch.no_grad()
-    def read(self, index: Tensor, columns: slice = slice(None)) -> Tensor:
+    def read(self, index: Tensor, columns: slice = slice(None), missing: Tensor | None = None) -> Tensor:
         """Values of the samples ``index`` ``(B,)``, the same on every process: ``(columns, B)``, or some of the columns.
 
         Anything where an index is outside of ``[0, num_samples)``.
+
+        Args:
+            index: ``(B,)``.
+            columns: which.
+            missing: ``(columns, B)`` for samples that were never written; None: NaN.
         """
         slots = self._slots(index)
-        values = decode(
-            self.values[columns, slots] if self.host is None else self._from_host(self.host, index)[columns]
-        )
+        stored = self.values[columns, slots] if self.host is None else self._from_host(self.host, index)[columns]
+        values = decode(stored, missing)
         if self.world_size == 1:
             return values
         return distributed.all_reduce_sum(values.masked_fill_((slots < 0) | (slots == self.size), 0))
@@ -265,9 +270,11 @@ def log_mean_of_equal(index: Tensor, log_values: Tensor, valid: Tensor) -> Tenso
     group, size = _groups(index, valid)
     group = group.expand_as(log_values)
     masked = log_values.masked_fill(~valid, -torch.inf)
-    largest = torch.full_like(log_values, -torch.inf).scatter_reduce(1, group, masked, "amax").gather(1, group)
+    # A finite bound where all are −inf, so that their difference is no NaN.
+    bound = torch.full_like(log_values, torch.finfo(log_values.dtype).min)
+    largest = bound.scatter_reduce(1, group, masked, "amax").gather(1, group)
     # On a GPU the order of summation is not fixed. Sums in double precision round to the same result.
-    shares = (masked - largest).double().exp().masked_fill_(largest == -torch.inf, 0)
+    shares = (masked - largest).double().exp()
     sums = torch.zeros_like(shares).scatter_add(1, group, shares).gather(1, group)
     return largest + (sums / size).log().to(log_values.dtype)
 

@@ -73,7 +73,7 @@ class StepGuard:
         self._on_host = on_host
         self._before: list[Tensor] = []
         self._state: dict[str, Any] = {}
-        self._log: dict[str, Tensor] = {}
+        self._call = 0
         self._index: Tensor | None = None
         self._rows: dict[str, Tensor] = {}
         self._pending: deque[_Pending] = deque()
@@ -96,7 +96,7 @@ class StepGuard:
         """
         state = self._loss.replicated_state()
         self._state = {name: _copy(value) for name, value in state.items()}
-        self._log = {name: value.clone() for name, value in self._loss.nonfinite.named_buffers()}
+        self._call = self._loss.calls
         tables = self._loss.tables()
         self._index = None if index is None or not tables else distributed.all_gather(index.to(torch.int64))
         self._rows = {} if self._index is None else {name: table.read(self._index) for name, table in tables.items()}
@@ -161,20 +161,19 @@ class StepGuard:
             self._put_back_on_device(verdict.good)
         names = torch.arange(len(verdict.bad_rows)) if index is None else index
         self._pending.append(_Pending(number, names, verdict))
-        self._before, self._state, self._log, self._rows = [], {}, {}, {}
+        self._before, self._state, self._rows = [], {}, {}
 
     def _put_back(self) -> None:
         for buffer, before in zip(self._statistics, self._before, strict=True):
             buffer.copy_(before)
-        for name, buffer in self._loss.nonfinite.named_buffers():
-            buffer.copy_(self._log[name])
+        self._loss.nonfinite.forget(self._call)
         self._loss.load_replicated_state(self._state)
         self._write_rows(None)
 
     def _put_back_on_device(self, good: Tensor) -> None:
         """As :meth:`_put_back` where the step was bad. Counters that the host keeps count the skipped step, too."""
         pairs = list(zip(self._statistics, self._before, strict=True))
-        pairs += [(buffer, self._log[name]) for name, buffer in self._loss.nonfinite.named_buffers()]
+        self._loss.nonfinite.forget(self._call, unless=good)
         after = self._loss.replicated_state()
         pairs += [(after[name], before) for name, before in self._state.items() if not name.endswith(_EXTRA_STATE)]
         for current, before in pairs:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.nonfinite import NonfiniteLog
 from openclip_ext.losses.registry import create_loss
 from tests.losses.cases import CASES, Step, make_steps, run_step
 
@@ -111,6 +112,32 @@ def test_positions_are_reported_where_there_is_no_index(name: str) -> None:
     _spoil(step, "images", float("nan"))
     loss(step.images, step.texts, torch.tensor(10.0), logit_bias=torch.tensor(-10.0))
     assert loss.pop_nonfinite() == [(0, [BAD])]
+
+
+def test_log_of_many_calls_is_complete() -> None:
+    log = NonfiniteLog()
+    index = torch.arange(4)
+    fine, scale_ok = torch.tensor([True, False, True, True]), torch.tensor(True)
+    for step in range(150):
+        log.add(step, index, fine, scale_ok)
+        index += 1  # the caller's to reuse
+    assert log.pop() == [(step, [step + 1]) for step in range(150)]
+    assert log.pop() == []
+
+
+@pytest.mark.parametrize("calls", [1, 64, 65])
+def test_last_call_is_forgotten(calls: int) -> None:
+    log = NonfiniteLog()
+    index, fine, scale_ok = torch.arange(2), torch.tensor([True, False]), torch.tensor(False)
+    for step in range(calls):
+        log.add(step, index, fine, scale_ok)
+    log.forget(calls - 1, unless=torch.tensor(True))
+    log.forget(calls)  # was not logged
+    log.forget(calls - 1, unless=torch.tensor(False))
+    assert log.pop() == [(step, [1]) for step in range(calls - 1)]
+    log.add(calls, index, fine, scale_ok)
+    log.forget(calls)
+    assert log.pop() == []
 
 
 def test_log_is_bounded() -> None:
