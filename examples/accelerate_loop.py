@@ -54,7 +54,8 @@ def main() -> None:
     model = accelerator.unwrap_model(model).eval()
     with torch.no_grad():
         outputs = model(test.images.to(accelerator.device), test.texts.to(accelerator.device))
-    print_recall(outputs["image_features"].cpu(), outputs["text_features"].cpu())
+    if accelerator.is_main_process:
+        print_recall(outputs["image_features"].cpu(), outputs["text_features"].cpu())
 
 
 if __name__ == "__main__":

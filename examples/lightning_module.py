@@ -1,6 +1,6 @@
 """Train a CLIP of OpenCLIP with NeuCLIP's loss in PyTorch Lightning.
 
-python examples/lightning_module.py [--resume CHECKPOINT]
+python examples/lightning_module.py [--devices 2] [--resume CHECKPOINT]
 """
 
 import argparse
@@ -45,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--devices", type=int, default=1, help="processes, started by Lightning")
     parser.add_argument("--output", default="demo/lightning")
     parser.add_argument("--resume", default=None, metavar="CHECKPOINT")
     args = parser.parse_args()
@@ -52,13 +53,19 @@ def main() -> None:
     train, test = with_index(Shapes("train", args.samples)), Shapes("test", 500)
     model, *_ = create_model()
     trainer = lightning.Trainer(
-        max_epochs=args.epochs, default_root_dir=args.output, logger=False, enable_model_summary=False
+        devices=args.devices,
+        strategy="ddp" if args.devices > 1 else "auto",
+        max_epochs=args.epochs,
+        default_root_dir=args.output,
+        logger=False,
+        enable_model_summary=False,
     )
     trainer.fit(DemoModule(model, train), ckpt_path=args.resume)
     model.eval()
     with torch.no_grad():
         outputs = model(test.images, test.texts)
-    print_recall(outputs["image_features"], outputs["text_features"])
+    if trainer.is_global_zero:
+        print_recall(outputs["image_features"], outputs["text_features"])
 
 
 if __name__ == "__main__":

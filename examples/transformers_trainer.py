@@ -51,6 +51,7 @@ def main() -> None:
             lr_scheduler_type="cosine",
             warmup_steps=50,
             dataloader_drop_last=True,
+            use_cpu=not torch.cuda.is_available(),  # or several processes do not find each other
             remove_unused_columns=False,
             save_steps=100,
             save_total_limit=2,
@@ -65,7 +66,8 @@ def main() -> None:
     model = trainer.model.eval()
     with torch.no_grad():
         outputs = model(pixel_values=test.images.to(model.device), input_ids=test.texts.to(model.device))
-    print_recall(outputs.image_embeds.cpu(), outputs.text_embeds.cpu())
+    if trainer.is_world_process_zero():
+        print_recall(outputs.image_embeds.cpu(), outputs.text_embeds.cpu())
 
 
 if __name__ == "__main__":

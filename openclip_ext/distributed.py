@@ -5,6 +5,7 @@ nothing here is differentiable. Every function is the identity (or trivial) with
 """
 
 import functools
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +39,12 @@ def check_world_size(created_with: int) -> None:
             f"the loss was created with {created_with} process(es) and is used with {world_size()}: create it after "
             "torch.distributed.init_process_group (in Lightning: give the module a function that creates it)"
         )
+
+
+def unconnected_processes() -> int:
+    """How many processes a launcher such as torchrun says it started, where they do not know of each other; else 0."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    return launched if launched > 1 and not is_initialized() else 0
 
 
 def is_master() -> bool:

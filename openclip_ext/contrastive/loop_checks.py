@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from openclip_ext import distributed
 from openclip_ext.contrastive.batch import LocalBatch
 
 CHECKED_CALLS = 2
@@ -62,6 +63,15 @@ class LoopChecks:
             self._warn_once(
                 "outputs",
                 f"{loss} does not use {names}: the loss is the same without. Leave them out, or choose a loss that uses them",
+            )
+
+    def check_processes(self) -> None:
+        """Warn once if other processes were started, too, and there is no process group to reach them."""
+        if processes := distributed.unconnected_processes():
+            self._warn_once(
+                "processes",
+                f"{processes} processes were started (WORLD_SIZE), but torch.distributed.init_process_group was not called: "
+                "each contrasts its own samples only",
             )
 
     def check_epoch(self, epoch: int, samples: int, num_samples: int | None) -> None:

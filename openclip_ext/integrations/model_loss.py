@@ -146,6 +146,11 @@ class ModelLoss:
                 "the processes fill up the last batch of an epoch with samples that came before. Drop it: drop_last=True of "
                 "the DataLoader (accelerate) or of a DistributedSampler (Lightning), dataloader_drop_last=True (Hugging Face)"
             )
+        if processes := distributed.unconnected_processes():
+            raise ValueError(
+                f"{processes} processes were started, and the trainer did not connect them: each would train alone. On a CPU, "
+                "say so: use_cpu=True in TrainingArguments (Hugging Face), cpu=True in Accelerator"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The state in all processes, in rank order, and the temperature. All processes must call it."""

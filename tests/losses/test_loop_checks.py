@@ -286,6 +286,12 @@ def test_a_copy_has_noticed_the_same() -> None:
 # --- outputs ---------------------------------------------------------------------------------------------------------
 
 
+def test_processes_that_do_not_know_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match="2 processes were started .* each contrasts its own samples only"):
+        create_loss("openclip")(*_features(), torch.tensor(10.0))
+
+
 def test_outputs_that_are_not_used_are_named() -> None:
     captions = {"labels": torch.zeros(6, 3, dtype=torch.int64), "logits": torch.zeros(6, 3, 5)}
     for name, given, named in (
