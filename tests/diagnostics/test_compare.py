@@ -18,7 +18,18 @@ from scipy import stats
 from openclip_ext.diagnostics.compare import command, space
 from openclip_ext.diagnostics.compare import design as designs
 from openclip_ext.diagnostics.compare import pilot as pilots
-from openclip_ext.diagnostics.compare.design import Costs, Design, Run, Rung, Schedule, plan, plan_finals, setting_words
+from openclip_ext.diagnostics.compare.design import (
+    MOST_SEEDS,
+    Costs,
+    Design,
+    Run,
+    Rung,
+    Schedule,
+    add_seed,
+    plan,
+    plan_finals,
+    setting_words,
+)
 from openclip_ext.diagnostics.compare.page import chart
 from openclip_ext.diagnostics.compare.pilot import (
     RETRIEVAL,
@@ -125,6 +136,17 @@ def test_the_final_runs_take_the_rest_of_the_time():
     assert 0.95 * 4000 < seconds <= 4000
     assert plan_finals(design, slower, 1, 2, 16, 10**9).final_samples == design.rungs[-1].samples
     assert Design.of_json(json.loads(json.dumps(finals, default=vars))) == finals
+
+
+def test_another_seed_if_the_time_allows():
+    design = Design(LOSSES, (), tried=4, finalists=2, final_samples=320)
+    runs = 2 * len(LOSSES)
+    seconds = dict.fromkeys(LOSSES, 10.0)
+    assert add_seed(design, seconds, 10 * runs / 2 - 1, processes=2) is None
+    more = add_seed(design, seconds, 10 * runs / 2, processes=2)
+    assert more is not None
+    assert (more.seeds, more.final_runs) == ((0, 1, 2, 3), design.final_runs + 2)
+    assert add_seed(replace(design, seeds=tuple(range(MOST_SEEDS))), seconds, 1e6, processes=2) is None
 
 
 def test_a_run_is_cut_into_equal_epochs():
@@ -482,6 +504,7 @@ def lasting(path: Path) -> dict[str, Any]:
 def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     """Interrupted, gone on with, and repeated."""
     monkeypatch.setattr(designs, "_PLANS", (designs._Plan((), 3, 0),))
+    monkeypatch.setattr(designs, "MOST_SEEDS", 4)
     monkeypatch.setattr(command, "_PACE_SECONDS", 0.1)
     more = ["--val", str(data / "val" / "00000.tar"), "--classes", str(data / "names.txt")]
     argv, out = arguments(data, *more), data / "out"
@@ -504,13 +527,13 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     command.main(argv)
     printed, lines = capsys.readouterr().out, (out / "runs.jsonl").read_text().splitlines()
     assert lines[: len(first)] == first
-    assert len(lines) == 2 * (3 + 2 * 2)
+    assert len(lines) == 2 * (3 + 3 * 2)
     written = lasting(out / "report.json")
     assert "your batch of 8 misjudges its normalizer by a factor of" in printed
     assert written["sentence"] in printed
     assert written["unfinished"] == 0
     assert sorted(one["loss"] for one in written["results"]) == ["openclip", "queueclip"]
-    assert all(len(one["each_seed"]) == 3 and "zero_shot" in one["scores"] for one in written["results"])
+    assert all(len(one["each_seed"]) == 4 and "zero_shot" in one["scores"] for one in written["results"])
     page = (out / "report.html").read_text()
     assert page.count("<svg") == 2
     assert "http" not in page

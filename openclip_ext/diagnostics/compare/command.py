@@ -322,7 +322,8 @@ class _Comparison:
                 return False
             if not self.plan["finals_planned"]:
                 self._plan_finals()
-            self._work_on(lambda: self.schedule.finals(self._known()))
+            while self._work_on(lambda: self.schedule.finals(self._known())) and self._add_seed():
+                pass
         except KeyboardInterrupt:
             return True
         finally:
@@ -423,6 +424,22 @@ class _Comparison:
             self.pilot.config.length.epochs * self.pilot.data.num_samples,
         )
         self._write_plan(design=asdict(design), finals_planned=True)
+
+    def _add_seed(self) -> bool:
+        """Plan another seed, if the time that is left allows it."""
+        seconds: dict[str, list[float]] = {loss: [] for loss in self.config.losses}
+        for line in self.results.lines.values():
+            if line["final"]:
+                seconds[line["configuration"]["loss"]].append(line["all_seconds"])
+        if not all(seconds.values()):
+            return False
+        left = self.deadline.left * (1 - _RESERVE) - _REPORT_SECONDS
+        means = {loss: statistics.fmean(values) for loss, values in seconds.items()}
+        design = designs.add_seed(self.schedule.design, means, left, self.config.processes)
+        if design is None:
+            return False
+        self._write_plan(design=asdict(design))
+        return True
 
     # --- running ----------------------------------------------------------------------------------------------------
 

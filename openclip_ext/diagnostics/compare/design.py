@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from openclip_ext.diagnostics.compare.space import Configuration, Setting
 
 SEEDS = (0, 1, 2)
+# With time to spare.
+MOST_SEEDS = 6
 # Configurations of each loss that all seeds run: one run does not tell the best from the second.
 FINALISTS = 2
 # Shorter runs say nothing: they are hardly above chance.
@@ -203,6 +205,22 @@ def plan_finals(design: Design, costs: Costs, seconds: float, processes: int, ba
     final = int(free / (sum(costs.per_sample[loss] for loss in design.losses) * design.final_runs))
     final = max(min(final, most_samples), *(rung.samples for rung in design.rungs), batch)
     return replace(design, final_samples=final // batch * batch)
+
+
+def add_seed(design: Design, run_seconds: Mapping[str, float], seconds: float, processes: int) -> Design | None:
+    """The design with one more seed; None if the time is too short, or there are seeds enough.
+
+    Args:
+        design: whose runs are all finished.
+        run_seconds: of a final run, by loss, with all processes busy.
+        seconds: that are left.
+        processes: runs at a time.
+    """
+    runs = len(design.losses) * design.finalists
+    rounds = math.ceil(runs / processes)
+    if len(design.seeds) >= MOST_SEEDS or rounds * max(run_seconds.values()) > seconds:
+        return None
+    return replace(design, seeds=(*design.seeds, max(design.seeds) + 1))
 
 
 class Schedule:
