@@ -95,7 +95,6 @@ def main(argv: list[str]) -> None:
         SystemExit: with 130 after a signal and a report of what is finished.
     """
     started = time.monotonic()
-    add_model_configs()
     config, training, loss_options = parse(argv)
     deadline = Deadline(config.minutes, started)
     try:
@@ -120,6 +119,7 @@ def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig, dict[str, Any
     Raises:
         UsageError: flags that mean nothing here.
     """
+    add_model_configs()
     args, rest = _parser().parse_known_args(argv)
     options = {name: getattr(args, name) for name in OPTIONS if hasattr(args, name)}
     losses = tuple(dict.fromkeys(args.losses.split(",")))
