@@ -65,7 +65,12 @@ class LocalBatch:
     def detached(self) -> "LocalBatch":
         """The same inputs without their graph, to keep them beyond the step."""
         return replace(
-            self, image=self.image.detach(), text=self.text.detach(), logit_scale=self.logit_scale.detach(), index=None
+            self,
+            image=self.image.detach(),
+            text=self.text.detach(),
+            logit_scale=self.logit_scale.detach(),
+            index=None,
+            in_range=None,
         )
 
 
@@ -252,8 +257,10 @@ def gather_batch(batch: LocalBatch, num_samples: int | None, gather: bool) -> Ga
         labels = None if labels is None else distributed.all_gather(labels)
         valid = finite_rows(features)
     if index is not None and num_samples is not None:
-        known = batch.in_range if world_size == 1 else None
-        valid = valid & (is_in_range(index, num_samples) if known is None else known)
+        in_range = batch.in_range
+        if world_size > 1 or in_range is None:
+            in_range = is_in_range(index, num_samples)
+        valid = valid & in_range
     number = valid.sum(dtype=batch.dtype)
     ok = batch.scale_ok & (number >= 2 * batch.views)
     count = number.clamp(min=2 * batch.views)

@@ -60,10 +60,11 @@ class NonfiniteLog(nn.Module):
         """
         if not (self._recent and self._recent[-1].step == step):
             return
-        last = self._recent.pop()
-        if unless is not None:
-            forgotten = ~unless
-            self._recent.append(self._Call(step, last.names, last.finite | forgotten, last.scale_ok | forgotten))
+        if unless is None:
+            self._recent.pop()
+            return
+        last = self._recent[-1]
+        last.finite, last.scale_ok = last.finite | ~unless, last.scale_ok | ~unless
 
     def _sort_out(self) -> None:
         """Move what is not finite from the recent calls to the entries."""

@@ -130,7 +130,7 @@ class ModelLoss:
         self.after_step()
 
     def check_loop(self, accumulation: int, repeats: bool) -> None:
-        """Raise ValueError for a loop that would update the loss's state wrongly.
+        """Raise ValueError for a loop that would update the loss's state wrongly, or in which each process trains alone.
 
         Args:
             accumulation: Micro-batches in an optimizer step.

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from openclip_ext.contrastive.loop_checks import CHECKED_CALLS
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.integrations.model_loss import ModelLoss
 from openclip_ext.losses.registry import create_loss, list_losses
 from tests.losses.cases import CASES, SAMPLES, WIDTH, make_steps
 
@@ -283,13 +284,24 @@ def test_a_copy_has_noticed_the_same() -> None:
         twin(**model(images, texts))
 
 
-# --- outputs ---------------------------------------------------------------------------------------------------------
+# --- processes -------------------------------------------------------------------------------------------------------
 
 
 def test_processes_that_do_not_know_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.warns(UserWarning, match="2 processes were started .* each contrasts its own samples only"):
+    with pytest.warns(UserWarning, match=r"2 processes were started .* each contrasts its own"):
         create_loss("openclip")(*_features(), torch.tensor(10.0))
+
+
+def test_trainers_that_do_not_connect_their_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model_loss = ModelLoss(create_loss("openclip"), _Towers())
+    model_loss.check_loop(accumulation=1, repeats=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"2 processes were started.*use_cpu=True"):
+        model_loss.check_loop(accumulation=1, repeats=False)
+
+
+# --- outputs ---------------------------------------------------------------------------------------------------------
 
 
 def test_outputs_that_are_not_used_are_named() -> None:

@@ -322,8 +322,9 @@ class _Comparison:
                 return False
             if not self.plan["finals_planned"]:
                 self._plan_finals()
-            while self._work_on(lambda: self.schedule.finals(self._known())) and self._add_seed():
-                pass
+            more = True
+            while more:
+                more = self._work_on(lambda: self.schedule.finals(self._known())) and self._add_seed()
         except KeyboardInterrupt:
             return True
         finally:
