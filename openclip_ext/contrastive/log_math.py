@@ -9,6 +9,8 @@ import math
 import torch
 from torch import Tensor
 
+_LOG2_E = 1 / math.log(2)
+
 
 def max_exponent(dtype: torch.dtype) -> float:
     """Return the largest exponent that :func:`saturating_exp` takes: the square of its exponential is finite in ``dtype``."""
@@ -44,10 +46,18 @@ def log_mix(log_x: Tensor, log_y: Tensor, share: float) -> Tensor:
     return torch.logaddexp(log_x + math.log1p(-share), log_y + math.log(share))
 
 
+def exp_(exponents: Tensor) -> Tensor:
+    """Overwrite exponents with their exponentials, for large tensors.
+
+    PyTorch leaves ``exp`` on the CPU to MKL, which takes four times as long on AMD's processors as PyTorch's own ``exp2``.
+    """
+    return exponents.mul_(_LOG2_E).exp2_() if exponents.is_cpu else exponents.exp_()
+
+
 def shifted_exp_(exponents: Tensor, dim: int) -> Tensor:
     """Overwrite exponents with ``exp(exponent − largest)``; return the largest along ``dim``, without that dimension."""
     largest = exponents.amax(dim, keepdim=True)
-    exponents.sub_(largest).exp_()
+    exp_(exponents.sub_(largest))
     return largest.squeeze(dim)
 
 

@@ -202,7 +202,7 @@ class _Chunk:
         if dim in self._terms:
             terms, largest = self._terms.pop(dim)
             return terms, (largest - log_sum).exp_()
-        terms = self._exponents(dim).sub_(log_sum.unsqueeze(dim)).exp_()
+        terms = log_math.exp_(self._exponents(dim).sub_(log_sum.unsqueeze(dim)))
         return terms, torch.ones_like(log_sum)
 
 

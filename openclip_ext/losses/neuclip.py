@@ -269,18 +269,20 @@ class PrototypeNormalizer(Normalizer):
 class _FitAnchors:
     """Some anchors of a fit, with what stays the same from one update to the next.
 
+    A fit keeps ``α_i`` with :func:`_log_offset` added: without ε it is ``logsumexp_j e_i·Ŵ_j/τ_i``.
+
     Attributes:
         scaled: ``e_i/τ_i``, ``(2, b, d)``.
-        offset: see :func:`_log_offset`, ``(2, b)``.
-        log_estimate: the batch's own estimate of ``α``, ``(2, b)``.
-        factor: of :func:`_objective_descent` in the mean over all anchors, ``(2, b)``.
+        log_eps: ``log ε`` with the offset added, ``(2, b)``.
+        log_estimate: the batch's own estimate of ``α`` with the offset added, ``(2, b)``.
+        factors: ``scaled`` times the factor of :func:`_objective_descent` in the mean over all anchors.
         terms: memory for their similarities with the prototypes, ``(2, m, b)``.
     """
 
     scaled: Tensor
-    offset: Tensor
+    log_eps: Tensor
     log_estimate: Tensor
-    factor: Tensor
+    factors: Tensor
     terms: Tensor
 
 
@@ -315,7 +317,7 @@ class _Fit:
     ) -> None:
         self.prototypes = prototypes
         self.shared = shared
-        self.log_eps = prototypes.new_full((), math.log(eps) if eps else -math.inf)
+        self.log_eps = math.log(eps) if eps else -math.inf
         self.objective = objective
         # Reused in every update: on the CPU fresh memory of this size costs as much as a pass over it.
         self.directions, self.gradient = prototypes.new_empty((2, *prototypes.shape))
@@ -327,7 +329,8 @@ class _Fit:
         size = self.prototypes.shape[1]
         scaled = batch.features / contrast.tau[:, :, None]
         offset = _log_offset(contrast, number)
-        factor = (_objective_factor(self.objective, contrast.tau) * batch.share).expand(2, -1)
+        log_estimate = contrast.log_estimate + offset
+        factors = (_objective_factor(self.objective, contrast.tau) * batch.share).expand(2, -1)[:, :, None] * scaled
         terms = None
         for anchors in anchor_chunks(slice(0, batch.size), size):
             length = anchors.stop - anchors.start
@@ -336,9 +339,9 @@ class _Fit:
                 terms = scaled.new_empty(2, size, length)
             yield _FitAnchors(
                 scaled=scaled[:, anchors],
-                offset=offset[:, anchors],
-                log_estimate=contrast.log_estimate[:, anchors],
-                factor=factor[:, anchors],
+                log_eps=offset[:, anchors] + self.log_eps,
+                log_estimate=log_estimate[:, anchors],
+                factors=factors[:, anchors],
                 terms=terms[:, :, :length],
             )
 
@@ -356,13 +359,12 @@ class _Fit:
         """Add some anchors' part of the gradient in the directions; the first part overwrites the buffer."""
         terms = torch.bmm(directions, anchors.scaled.transpose(1, 2), out=anchors.terms)
         largest = log_math.shifted_exp_(terms, dim=1)
-        shift = largest - anchors.offset
-        log_mean = shift + terms.sum(dim=1).log_()
+        log_sum = terms.sum(dim=1).log_().add_(largest)
         if self.shared:
-            log_mean = distributed.log_add_over_ranks(log_mean)
-        alpha = torch.logaddexp(log_mean, self.log_eps)
-        descent = anchors.factor * _objective_descent(self.objective, anchors.log_estimate - alpha)
-        pull = descent.mul_((shift - alpha).exp_())[:, :, None] * anchors.scaled
+            log_sum = distributed.log_add_over_ranks(log_sum)
+        alpha = torch.logaddexp(log_sum, anchors.log_eps)
+        descent = _objective_descent(self.objective, anchors.log_estimate - alpha)
+        pull = descent.mul_(largest.sub_(alpha).exp_())[:, :, None] * anchors.factors
         self.gradient.baddbmm_(terms, pull, beta=0 if first else 1, alpha=-1)
 
 

@@ -54,20 +54,20 @@ class TemperatureNetwork(nn.Module):
         self.shift = nn.Parameter(torch.zeros(2, 1))
         self.mean_scale = nn.Parameter(torch.ones(2, 1))
 
-    def forward(self, features: Tensor, rho: float, keep: Tensor | None) -> Tensor:
+    def forward(self, features: Tensor, rho: float, dropout: Tensor | None) -> Tensor:
         """``(2, B, d)`` to ``(2, B)``.
 
         Args:
             features: embeddings.
             rho: ρ.
-            keep: ``(2, B, d)`` bool, the units that dropout keeps; None: no dropout.
+            dropout: its factors ``(2, B, d)``, 0 or ``1/(1 − p)``; None: no dropout.
         """
         hidden = torch.sigmoid(torch.baddbmm(self.bias, features, self.weight))
-        if keep is not None:
-            hidden = hidden * keep / (1 - _DROPOUT)
+        if dropout is not None:
+            hidden = hidden * dropout
         scores = hidden @ nn.functional.normalize(self.prototypes, dim=2).transpose(1, 2)
         values = torch.sigmoid(scores)
-        weighted = (torch.softmax(scores / self.log_sharpness.exp(), dim=2) * values).sum(dim=2)
+        weighted = (torch.softmax(scores * (-self.log_sharpness).exp(), dim=2) * values).sum(dim=2)
         return (self.scale * weighted + self.shift - self.mean_scale * values.mean(dim=2)) / rho
 
 
@@ -118,33 +118,34 @@ class PredictedTemperature(TemperatureScheme):
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
         """Predicted from the anchors' own embeddings; with dropout in training."""
-        return self._bounded(batch.features, self._kept(batch))
+        return self._bounded(batch.features, self._dropout_factors(batch))
 
     def update(self, contrast: Contrast, gradient: Tensor) -> None:
         """One Adam step of the network."""
         batch = contrast.batch
-        keep = self._kept(batch)
+        dropout = self._dropout_factors(batch)
 
         def objective(anchors: slice) -> Tensor:
             """These anchors' part of the mean over all."""
-            kept = None if keep is None else keep[:, anchors]
-            values = self._bounded(batch.features[:, anchors], kept) * gradient[:, anchors]
+            factors = None if dropout is None else dropout[:, anchors]
+            values = self._bounded(batch.features[:, anchors], factors) * gradient[:, anchors]
             return batch.mean(values, anchors).sum()
 
         width = _GRAPH_TENSORS * (batch.features.shape[2] + _PROTOTYPES)
         parts = [partial(objective, anchors) for anchors in anchor_chunks(slice(0, batch.size), width)]
         self.adam.step(self.network, parts, self.lr * _LR_DECAY**batch.epoch, batch.ok)
 
-    def _bounded(self, features: Tensor, keep: Tensor | None) -> Tensor:
-        return self.network(features, self.weight, keep).clamp(*self.bounds)
+    def _bounded(self, features: Tensor, dropout: Tensor | None) -> Tensor:
+        return self.network(features, self.weight, dropout).clamp(*self.bounds)
 
-    def _kept(self, batch: GatheredBatch) -> Tensor | None:
-        """The units that dropout keeps in this call: the same on every process, and again in the update."""
+    def _dropout_factors(self, batch: GatheredBatch) -> Tensor | None:
+        """The factors of dropout in this call: the same on every process, and again in the update."""
         if not batch.learning:
             return None
         device = batch.features.device
         random = generator(device, self.seed, "dropout", batch.call)
-        return torch.rand(batch.features.shape, generator=random, device=device) >= _DROPOUT
+        kept = torch.rand(batch.features.shape, generator=random, device=device) >= _DROPOUT
+        return kept.to(batch.features.dtype).div_(1 - _DROPOUT)
 
 
 METHOD = Method(

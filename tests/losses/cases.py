@@ -199,7 +199,7 @@ def _tempnet(loss: ContrastiveLoss) -> networks.TempNet:
 
     def keep(call: int, batch: int) -> Tensor:
         features = torch.zeros(2, batch, WIDTH)
-        return loss.temperature._kept(_Call(features, call))
+        return loss.temperature._dropout_factors(_Call(features, call)) > 0
 
     return networks.TempNet(both, _average(), rho=9.5, bounds=(0.01, 1.0), lr=1e-3, keep=keep)
 
