@@ -20,6 +20,11 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.similarities import chunk_bytes
 from openclip_ext.training.checkpoint import RunIdentity
 
+# So many logged steps in a row at chance are a collapse, or a start that never was.
+_CHANCE_REPORTS = 5
+# Random embeddings are well above chance, embeddings that are all alike at it.
+_CHANCE_SHARE = 0.999
+
 
 class Stopwatch:
     """Seconds spent waiting for data and in whole steps, since the last report."""
@@ -103,6 +108,7 @@ class Reporter:
         self.epochs = config.epochs
         self._folder = folder if self.active else None
         self._failed: set[str] = set()
+        self._reports_at_chance = 0
         self._bar: tqdm | None = None
         self._tensorboard = (
             _tensorboard_writer(self._folder) if self._folder and "tensorboard" in config.destinations else None
@@ -150,6 +156,7 @@ class Reporter:
         }
         left = stopwatch.seconds_for(self.total_steps - record["step"] - 1)
         self._log_line(record, timing, left)
+        self._warn_at_chance(record)
         self._write("metrics.jsonl", {**record, **timing})
         self._scalars("train", {**record, **timing}, record["step"])
         if self._bar is not None:
@@ -169,6 +176,17 @@ class Reporter:
             f"left {_duration(left)}",
         ]
         logging.info(" | ".join(parts))
+
+    def _warn_at_chance(self, record: dict[str, Any]) -> None:
+        """Say it once when a run no longer tells pairs apart: all its other numbers can look healthy."""
+        at_chance = record.get("infonce", -math.inf) >= _CHANCE_SHARE * record["chance"]
+        self._reports_at_chance = self._reports_at_chance + 1 if at_chance else 0
+        if self._reports_at_chance == _CHANCE_REPORTS:
+            logging.warning(
+                f"InfoNCE was at chance ({record['chance']:.4f}) or above in the last {_CHANCE_REPORTS} logged steps: the "
+                "embeddings do not tell the samples apart. They have collapsed, or training has not begun. Try a smaller --lr "
+                "or a longer --warmup"
+            )
 
     def evaluation(self, metrics: dict[str, float], position: dict[str, int]) -> None:
         """Report an evaluation: OpenCLIP's ``results.jsonl``, a line in ``metrics.jsonl``, TensorBoard, W&B.

@@ -1,0 +1,36 @@
+"""What a run says of itself while it trains."""
+
+import logging
+import math
+
+import pytest
+
+from openclip_ext.training.reporting import Reporter, ReportingConfig, Stopwatch
+
+_CHANCE = math.log(64)
+
+
+def _warnings(infonce: list[float | None], caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What is said of a run whose logged steps had these values; None: a step without one."""
+    reporter = Reporter(None, ReportingConfig(), total_steps=1000, steps_per_epoch=1000)
+    with caplog.at_level(logging.WARNING):
+        for number, value in enumerate(infonce):
+            record = {"step": number, "epoch": 0, "global_batch": 64, "loss": 0.05, "terms": {}, "chance": _CHANCE}
+            record |= {"temperature": 0.05, "lr": 1e-3} | ({} if value is None else {"infonce": value})
+            reporter.train_step(record, Stopwatch())
+    return [message for message in caplog.messages if "at chance" in message]
+
+
+# Of two runs on the icons: one whose embeddings had all become alike after 150 steps, and a healthy start.
+_COLLAPSED = [5.9011, 3.9004, 3.4500, 4.3881, 4.1629, 4.1638, 4.1616, 4.1624, 4.1618, 4.1630, 4.1623]
+_HEALTHY = [5.9011, 4.1600, 4.1610, 4.1590, 3.9004, 3.8153, 3.4500, 3.1, 2.9, 2.8]
+
+
+def test_a_collapse_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    (message,) = _warnings(_COLLAPSED, caplog)
+    assert "4.1589" in message and "--lr" in message
+
+
+@pytest.mark.parametrize("infonce", [_HEALTHY, [math.nan] * 20, [None] * 20], ids=["healthy", "not finite", "without"])
+def test_other_runs_are_not(infonce: list[float | None], caplog: pytest.LogCaptureFixture) -> None:
+    assert not _warnings(infonce, caplog)
