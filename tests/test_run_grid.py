@@ -233,11 +233,14 @@ def test_the_tables_say_what_is_chosen_and_what_is_not_finished():
             if run.family != "late":
                 mean = 0.1 + 0.01 * run.seed + (0.05 + 0.001 * run.seed if run.family == "better" else 0)
                 scores = dict.fromkeys((*run_grid.METRICS, "mean"), mean)
-                results[run.id] = {**vars(run), "val": scores, "test": scores, "temperature": 0.04}
+                results[run.id] = {**vars(run), "val": scores, "test": scores, "temperature": 0.04, "cpu_seconds": 99.6}
     best, _, tuning = format_tables(grid, "data", results).partition("validation sets")
-    # Paired differences 0.050, 0.051, 0.052: 4.303 * 0.001 / sqrt(3) on either side.
-    assert "| better | temperature 0.03, lr 0.001 | 3 |" in best
-    assert "| 0.150 0.161 0.172 | +0.051 (+0.049 to +0.053) | 0.040 |" in best
+    # Paired differences 5.0, 5.1, 5.2 percent: 4.303 * 0.1 / sqrt(3) on either side.
+    difference = "16.1, +5.1 (4.9 to 5.3)"
+    assert (
+        f"| better | temperature 0.03, lr 0.001 | {difference} | {difference} | 15.0 16.1 17.2 | 0.040 | 100 |" in best
+    )
+    assert "| base | defaults, lr 0.001 | 11.0 | 11.0 | 10.0 11.0 12.0 | 0.040 | 100 |" in best
     assert "| late | not tuned yet |" in best
     assert "| base | defaults | 0.0005 | 0.100 | 0.100 | 0.040 |" in tuning
     assert "late" not in tuning

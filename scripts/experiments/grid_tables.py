@@ -14,10 +14,14 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from scripts.experiments.run_grid import METRICS, Run, best_run, data_digest, read_results, stages
+from openclip_ext.diagnostics.compare.statistics import student_t
+from scripts.experiments.run_grid import Run, best_run, data_digest, read_results, stages
 
-# 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom.
-_STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+# What the table of the test sets shows, in percent.
+_SHOWN = {
+    "R@1": lambda scores: 50 * (scores["image-to-text"] + scores["text-to-image"]),
+    "name": lambda scores: 100 * scores["name"],
+}
 
 
 def format_tables(
@@ -33,28 +37,26 @@ def format_tables(
 
 def _format_best(grid: dict, schedule: str, data: str, results: dict, baseline: str) -> str:
     rows = [
-        "| losses | chosen | seeds | name | image to text | text to image | mean | each seed | minus baseline | τ, end |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| losses | chosen | R@1 | name | R@1, each seed | τ at the end | CPU, s |",
+        "|---|---|---|---|---|---|---|",
     ]
     reference = _finalists(grid, schedule, baseline, data, results)
     for family in grid["families"]:
         found = _finalists(grid, schedule, family, data, results)
         if not found:
-            rows.append(f"| {family} | not tuned yet |" + " |" * 8)
+            rows.append(f"| {family} | not tuned yet |" + " |" * 5)
             continue
         lines = list(found.values())
-        means = " | ".join(f"{statistics.fmean(line['test'][key] for line in lines):.3f}" for key in (*METRICS, "mean"))
-        differences = [
-            found[seed]["test"]["mean"] - reference[seed]["test"]["mean"] for seed in found if seed in reference
-        ]
-        cells = (
-            f"{_short(lines[0]['setting'])}, lr {lines[0]['lr']:g}",
-            str(len(lines)),
-            means,
-            " ".join(f"{line['test']['mean']:.3f}" for line in lines),
-            "" if family == baseline else _with_interval(differences),
-            f"{statistics.fmean(line['temperature'] for line in lines):.3f}",
-        )
+        cells = [f"{_short(lines[0]['setting'])}, lr {lines[0]['lr']:g}"]
+        for shown in _SHOWN.values():
+            cell = f"{statistics.fmean(shown(line['test']) for line in lines):.1f}"
+            paired = [
+                shown(found[seed]["test"]) - shown(reference[seed]["test"]) for seed in found if seed in reference
+            ]
+            cells.append(cell if family == baseline or not paired else f"{cell}, {_with_interval(paired)}")
+        cells.append(" ".join(f"{_SHOWN['R@1'](line['test']):.1f}" for line in lines))
+        cells.append(f"{statistics.fmean(line['temperature'] for line in lines):.3f}")
+        cells.append(f"{statistics.fmean(line['cpu_seconds'] for line in lines):.0f}")
         rows.append(f"| {family} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
@@ -95,13 +97,12 @@ def _short(setting: dict[str, Any]) -> str:
 
 def _with_interval(differences: list[float]) -> str:
     """Mean of paired differences with its 95 % interval (Student's t), where there are two or more."""
-    if not differences:
-        return ""
     mean = statistics.fmean(differences)
-    if len(differences) < 2:
-        return f"{mean:+.3f}"
-    half = _STUDENT_T[len(differences) - 2] * statistics.stdev(differences) / math.sqrt(len(differences))
-    return f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
+    text = f"{mean:+.1f}"
+    if len(differences) > 1:
+        half = student_t(len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
+        text += f" ({mean - half:.1f} to {mean + half:.1f})"
+    return text.replace("-", "−")
 
 
 def main(argv: list[str] | None = None) -> None:
