@@ -41,7 +41,7 @@ from openclip_ext.diagnostics.compare.pilot import (
     unpacked,
     warmup_steps,
 )
-from openclip_ext.diagnostics.compare.report import LossResult, conclude
+from openclip_ext.diagnostics.compare.report import About, LossResult, conclude
 from openclip_ext.diagnostics.compare.samples import Texts, Tokens, divide
 from openclip_ext.diagnostics.compare.space import BASELINE, DEFAULT_LOSSES, Configuration, Setting, configurations
 from openclip_ext.diagnostics.compare.statistics import Difference, paired_difference, student_t
@@ -81,7 +81,7 @@ def test_configurations_differ_and_take_settings_before_rates():
 def work(design: Design, costs: Costs) -> float:
     """Seconds of all runs together."""
     runs = design.search_runs + design.final_runs
-    fixed = len(design.losses) * (runs * costs.per_run + design.final_runs * costs.per_final)
+    fixed = runs * costs.per_run + design.final_runs * costs.per_final
     return fixed + design.samples() / len(design.losses) * sum(costs.per_sample.values())
 
 
@@ -96,7 +96,7 @@ def test_the_plan_fits_the_time_and_uses_it(minutes, processes):
 
 def test_more_time_tries_more():
     found = [plan(LOSSES, COSTS, seconds, 2, 64, 10**9, 18) for seconds in (100, 400, 600, 3000, 10_000)]
-    tried = [design.search_runs + design.tried for design in found]
+    tried = [design.search_runs // len(LOSSES) + design.tried for design in found]
     assert tried == sorted(tried)
     assert (tried[0], tried[-1]) == (2, 9 + 4 + 2)
     assert {design.finalists for design in found} == {2}
@@ -115,7 +115,17 @@ def test_with_time_to_spare_all_candidates_run_whole():
 
 def test_a_loss_of_one_configuration_has_one_finalist():
     design = plan(LOSSES, COSTS, 3000, 2, 64, 10**9, most_tried=1)
-    assert (design.tried, design.finalists, design.final_runs) == (1, 1, 3)
+    assert (design.tried, design.finalists, design.final_runs) == (1, 1, 3 * len(LOSSES))
+
+
+def test_only_the_best_losses_run_all_seeds():
+    losses = (BASELINE, "a", "b", "c", "d")
+    costs = Costs(dict(zip(losses, (1e-3, 1e-3, 5e-3, 4e-3, 2e-3), strict=True)), per_run=1.0, per_final=2.0)
+    design = plan(losses, costs, 3600, 2, 64, 10**9, most_tried=18)
+    assert (design.tried, design.continued, design.runs_a_seed) == (2, 3, 6)
+    assert design.final_runs == 5 * 2 + 2 * 6
+    dearest = 22 * 3.0 + design.final_samples * (2 * 13e-3 + 2 * 2 * (1e-3 + 5e-3 + 4e-3))
+    assert 0.99 * 7200 < dearest <= 7200
 
 
 def test_runs_are_not_longer_than_asked():
@@ -145,7 +155,7 @@ def test_another_seed_if_the_time_allows():
     assert add_seed(design, seconds, 10 * runs / 2 - 1, processes=2) is None
     more = add_seed(design, seconds, 10 * runs / 2, processes=2)
     assert more is not None
-    assert (more.seeds, more.final_runs) == ((0, 1, 2, 3), design.final_runs + 2)
+    assert (more.seeds, more.final_runs) == ((0, 1, 2, 3), design.final_runs + runs)
     assert add_seed(replace(design, seeds=tuple(range(MOST_SEEDS))), seconds, 1e6, processes=2) is None
 
 
@@ -218,9 +228,26 @@ def test_the_first_seed_chooses_the_finalists_and_all_seeds_the_best():
     assert plans.best("neuclip", results) == second
 
 
+def test_the_first_seed_leaves_losses_behind():
+    losses = (BASELINE, "neuclip", "queueclip", "fastclip")
+    candidates = {loss: configurations(loss, {}) for loss in losses}
+    plans = Schedule(Design(losses, (), 2, 2, 900), candidates, "context", 1e-3)
+    score = {BASELINE: 0.1, "neuclip": 0.4, "queueclip": 0.2, "fastclip": 0.3}
+    tried = plans.finals({})
+    assert len(tried) == 8
+    results = finish(tried[:-1], lambda run: score[run.loss])
+    assert plans.left_behind(results) is None
+    assert {run.loss for run in plans.finals(results) if run.seed} == {BASELINE}
+    results |= finish(tried[-1:], lambda run: score[run.loss])
+    assert plans.left_behind(results) == ("queueclip",)
+    assert {run.loss for run in plans.finals(results) if run.seed} == {BASELINE, "neuclip", "fastclip"}
+    assert len(plans.finals(results)) == plans.design.final_runs == 8 + 2 * 2 * 3
+    assert [run.seed for run in plans.best("queueclip", results)] == [0]
+
+
 def test_settings_in_words():
     words = [setting_words(one) for one in space.settings_of(BASELINE, {})]
-    assert words[:4] == ["τ solved, ρ 4", "τ learned, from 0.03", "τ constant, 0.05", "τ learned"]
+    assert words[:4] == ["τ learned", "τ learned, from 0.03", "τ constant, 0.05", "τ solved, ρ 4"]
     assert setting_words(Setting({"rho": 5.0, "rho_end": None})) == "τ learned, ρ 5"
 
 
@@ -293,7 +320,7 @@ def result(loss: str, score: float, half: float | None = None, gain: float | Non
     gain = score - 0.3 if gain is None else gain
     difference = None if half is None else Difference(gain, gain - half, gain + half, gain, gain, 3)
     return LossResult(
-        loss, "τ learned", 1e-3, {"R@1": score}, (score,), difference, None, 0.05, 0.1, 1, 1, (), None, "train"
+        loss, "τ learned", 1e-3, {"R@1": score}, (score,), gain, difference, None, 0.05, 0.1, 1, 1, (), None, "train"
     )
 
 
@@ -303,7 +330,7 @@ def gap(mean: float, half: float) -> Difference:
 
 def test_the_sentence_names_the_best_and_its_equals():
     found = [result("queueclip", 0.341, 0.009), result("neuclip", 0.339, 0.009), result("openclip", 0.3)]
-    sentence, recommended = conclude(found, 128, {"neuclip": gap(0.002, 0.01), "openclip": gap(0.041, 0.009)})
+    sentence, recommended = conclude(found, 128, 8.0, {"neuclip": gap(0.002, 0.01), "openclip": gap(0.041, 0.009)})
     assert sentence == (
         "queueclip, +4.1 (3.2 to 5.0) R@1 over openclip at batch 128; no difference between queueclip and neuclip."
     )
@@ -311,18 +338,28 @@ def test_the_sentence_names_the_best_and_its_equals():
 
 
 def test_the_sentence_says_when_nothing_beats_openclip():
-    found = [result("neuclip", 0.305, 0.013), result("openclip", 0.3), result("amorlip", 0.2, 0.05)]
-    sentence, recommended = conclude(found, 64, {})
+    found = [result("neuclip", 0.302, 0.007), result("openclip", 0.3), result("amorlip", 0.2, 0.05)]
+    sentence, recommended = conclude(found, 64, 8.0, {})
     assert sentence == (
-        "Nothing beats openclip with confidence at batch 64: neuclip comes nearest, +0.5 (−0.8 to 1.8) R@1; worse: amorlip. "
+        "Nothing beats openclip with confidence at batch 64: neuclip comes nearest, +0.2 (−0.5 to 0.9) R@1; worse: amorlip. "
         "Take openclip with its best setting."
     )
     assert recommended == "openclip"
 
 
+def test_the_sentence_says_when_the_runs_leave_a_gain_open():
+    found = [result("neuclip", 0.305, 0.02), result("openclip", 0.3)]
+    sentence, recommended = conclude(found, 64, 2.8, {})
+    assert sentence.startswith(
+        "Nothing beats openclip with confidence at batch 64: neuclip comes nearest, +0.5 (−1.5 to 2.5)"
+    )
+    assert "Runs of 2.8 epochs leave open whether it gains" in sentence
+    assert recommended == "openclip"
+
+
 def test_a_sure_gain_comes_before_a_larger_unsure_one():
     found = [result("amorlip", 0.36, 0.08), result("neuclip", 0.34, 0.01), result("openclip", 0.3)]
-    sentence, recommended = conclude(found, 64, {"neuclip": gap(0, 0), "amorlip": gap(-0.02, 0.08)})
+    sentence, recommended = conclude(found, 64, 8.0, {"neuclip": gap(0, 0), "amorlip": gap(-0.02, 0.08)})
     assert recommended == "neuclip"
     assert sentence.endswith("no difference between neuclip and amorlip.")
 
@@ -331,9 +368,15 @@ def test_a_sure_gain_comes_before_a_larger_unsure_one():
     "found", [[], [result("openclip", 0.3)], [result("neuclip", 0.3, 0.1)], [result("neuclip", 0.3)]]
 )
 def test_without_pairs_there_is_no_result(found):
-    sentence, recommended = conclude(found, 64, {})
+    sentence, recommended = conclude(found, 64, 8.0, {})
     assert sentence.startswith("No result yet")
     assert recommended is None
+
+
+@pytest.mark.parametrize("groups", [[0, 1, 2, 3], [0, 0, 1, 2], [0, 0, 0, 0]])
+def test_guessing_finds_any_sample_of_an_equal_caption(groups):
+    about = About("", "", 8, 4, (), True, 1, groups)
+    assert about.chance == np.mean(np.equal.outer(groups, groups))
 
 
 def test_a_chart_is_svg_with_escaped_names():
@@ -554,7 +597,7 @@ def test_the_recommended_command_line_trains_that_configuration(data):
     pilot, notes = command._prepare(config, training, options)
     results = ResultsFile(data / "runs.jsonl")
     comparison = command._Comparison(config, pilot, notes, results, None)
-    run = Run("", configurations(BASELINE, {})[0], 1e-3, 0, 48, True)
+    run = Run("", configurations(BASELINE, {})[3], 1e-3, 0, 48, True)
     line = run_pilot(pilot, run, torch.device("cpu"), lambda samples: None)
     results.close()
     words = shlex.split(comparison.command_line(line))

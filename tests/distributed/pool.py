@@ -6,17 +6,20 @@ order. The processes are started at the first use and again after a failure; eac
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import importlib
 import io
 import logging
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import connection, get_context, set_start_method
@@ -29,10 +32,20 @@ import torch
 WORLD_SIZE = 2
 # After one rank has failed the others hang in a collective, or fail soon, too.
 _GRACE_SECONDS = 5.0
+# Compiled code has failed, and the package has none: once in some ten thousand jobs torch's gloo frees memory twice.
+_CRASHES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
 
 
 class RankError(AssertionError):
-    """What went wrong on a rank: its traceback or exit status, and the end of its output."""
+    """What went wrong on a rank: its traceback or exit status, and the end of its output.
+
+    Attributes:
+        is_crash: whether the first rank that failed was ended by a signal of compiled code.
+    """
+
+    def __init__(self, report: str, is_crash: bool) -> None:
+        super().__init__(report)
+        self.is_crash = is_crash
 
 
 class _Job(NamedTuple):
@@ -61,7 +74,8 @@ class RankPool:
     def run(self, function: Callable, *arguments: Any, group: bool = True, timeout: float = 600) -> list[Any]:
         """Call ``function(*arguments)`` on every rank.
 
-        The ranks see this process's environment variables and working directory of now.
+        The ranks see this process's environment variables and working directory of now. Where a rank of a process group
+        crashes in compiled code, the call is repeated once, and a warning says so.
 
         Args:
             function: found by its name in its module.
@@ -76,6 +90,15 @@ class RankPool:
         Raises:
             RankError: a rank raised, died or did not answer.
         """
+        try:
+            return self._run(function, arguments, group, timeout)
+        except RankError as error:
+            if not (group and error.is_crash):
+                raise
+            warnings.warn(f"{function.__qualname__}{arguments} is repeated: {error}", stacklevel=2)
+            return self._run(function, arguments, group, timeout)
+
+    def _run(self, function: Callable, arguments: tuple, group: bool, timeout: float) -> list[Any]:
         if not all(process.is_alive() for process in self._processes):
             self.close()
         if not self._processes:
@@ -93,8 +116,10 @@ class RankPool:
         if failed:
             # The first to fail tells the cause; one that only did not answer is a consequence, if another has failed.
             report = "\n".join(self._report(rank, answers.get(rank)) for rank in [*answers, *failed] if rank in failed)
+            first = next((rank for rank in answers if rank in failed), failed[0])
+            crashed = self._processes[first].exitcode in _CRASHES
             self.close()
-            raise RankError(report)
+            raise RankError(report, crashed)
         return [torch.load(io.BytesIO(answers[rank][1]), weights_only=True) for rank in range(self.world_size)]
 
     def close(self) -> None:
@@ -174,6 +199,7 @@ def _serve(rank: int, world_size: int, pipe: Connection, log: str) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
+    faulthandler.enable()
     while True:
         try:
             job = pipe.recv()

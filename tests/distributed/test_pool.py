@@ -25,6 +25,16 @@ def environment(name: str) -> list:
     return [*ranks, os.environ.get(name), os.getcwd(), dist.is_initialized(), multiprocessing.get_start_method()]
 
 
+def crash(times: int, counter: str) -> int:
+    """End rank 1 as a crash in compiled code does, so many times."""
+    with open(counter, "a+b", buffering=0) as file:
+        if dist.get_rank() == 1 and file.tell() < times:
+            file.write(b".")
+            os.abort()
+    dist.barrier()
+    return dist.get_rank()
+
+
 def fail(how: str) -> None:
     """Fail on rank 1 alone; rank 0 waits for it."""
     print("before the failure")
@@ -75,3 +85,13 @@ def test_a_failure_tells_the_rank_and_the_reason_and_the_next_job_works(how, mes
         ranks.run(fail, how, timeout=3)
     assert message in str(failure.value) and "before the failure" in str(failure.value)
     assert ranks.run(gathered, 1)[1]["rank"] == 1
+
+
+def test_a_crash_in_compiled_code_is_told_and_repeated_once(tmp_path):
+    ranks = two_ranks()
+    with pytest.warns(
+        UserWarning, match=r"crash\(1, .* is repeated: rank 1 exited with status -6(.|\n)*Fatal Python error"
+    ):
+        assert ranks.run(crash, 1, str(tmp_path / "once")) == [0, 1]
+    with pytest.warns(UserWarning), pytest.raises(RankError, match="rank 1 exited with status -6"):
+        ranks.run(crash, 2, str(tmp_path / "twice"))

@@ -345,7 +345,6 @@ class _Comparison:
             cpu=not torch.cuda.is_available(),
             processes=self.config.processes,
             groups=_caption_groups(self.pilot.data.verdict),
-            chance=1 / len(self.pilot.data.verdict.rows),
         )
         found = report.make_report(about, self.schedule, self._known(), self.plan, self.command_line)
         report.write(found, self.config.output)

@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from openclip_ext.diagnostics.compare.space import Configuration, Setting
+from openclip_ext.diagnostics.compare.space import BASELINE, Configuration, Setting
 
 SEEDS = (0, 1, 2)
 # With time to spare.
 MOST_SEEDS = 6
 # Configurations of each loss that all seeds run: one run does not tell the best from the second.
 FINALISTS = 2
+# Losses beside the baseline that run all seeds: what is clearly behind after the first one only makes the runs shorter.
+CONTENDERS = 2
 # Shorter runs say nothing: they are hardly above chance.
 _LEAST_STEPS = 20
 
@@ -32,13 +34,14 @@ class _Plan(NamedTuple):
     enough_steps: float
 
 
-# The richest first. Shorter runs prefer what is good in short runs, so they must be long themselves.
+# The richest first. Shorter runs prefer what is good in short runs, so they must be long themselves: on icons in batches of 32
+# queueclip was 0.8 points ahead after 1,700 steps, 2.4 after 3,000 and 8.7 after 5,500 (docs/results.md).
 _PLANS = (
     _Plan((), 9, math.inf),
     _Plan(((9, 1 / 8), (4, 1 / 4)), FINALISTS, 1500),
     _Plan(((6, 1 / 4),), FINALISTS, 1500),
-    _Plan((), 4, 400),
-    _Plan((), 3, 400),
+    _Plan((), 4, 2500),
+    _Plan((), 3, 1500),
     _Plan((), FINALISTS, _LEAST_STEPS),
 )
 
@@ -62,6 +65,7 @@ class Design:
         finalists: the best of these, which the other seeds run, too.
         final_samples: samples that each final run sees; a guess until the search is over.
         seeds: of the final runs.
+        contenders: losses beside the baseline that run the other seeds: the best with the first.
     """
 
     losses: tuple[str, ...]
@@ -70,6 +74,7 @@ class Design:
     finalists: int
     final_samples: int
     seeds: tuple[int, ...] = SEEDS
+    contenders: int = CONTENDERS
 
     @classmethod
     def of_json(cls, content: Mapping[str, Any]) -> "Design":
@@ -79,13 +84,23 @@ class Design:
 
     @property
     def search_runs(self) -> int:
-        """Runs of the search of each loss."""
-        return sum(rung.configurations for rung in self.rungs)
+        """Runs of the search, of all losses."""
+        return len(self.losses) * sum(rung.configurations for rung in self.rungs)
+
+    @property
+    def continued(self) -> int:
+        """Losses that run all seeds."""
+        return min(len(self.losses), 1 + self.contenders)
+
+    @property
+    def runs_a_seed(self) -> int:
+        """Final runs of each seed but the first, of all losses."""
+        return self.continued * self.finalists
 
     @property
     def final_runs(self) -> int:
-        """Final runs of each loss."""
-        return self.tried + (len(self.seeds) - 1) * self.finalists
+        """Final runs of all losses."""
+        return len(self.losses) * self.tried + (len(self.seeds) - 1) * self.runs_a_seed
 
     @property
     def shortest(self) -> int:
@@ -95,7 +110,16 @@ class Design:
     def samples(self) -> int:
         """Samples of all runs together."""
         search = sum(rung.configurations * rung.samples for rung in self.rungs)
-        return len(self.losses) * (search + self.final_runs * self.final_samples)
+        return len(self.losses) * search + self.final_runs * self.final_samples
+
+    def seconds(self, costs: "Costs") -> tuple[float, float]:
+        """Processor time beside the training, and what each sample of the final runs' length costs in all of them; at most,
+        as the costliest losses may be the ones that go on."""
+        fixed = self.final_runs * (costs.per_run + costs.per_final)
+        others = sorted((costs.per_sample[loss] for loss in self.losses if loss != BASELINE), reverse=True)
+        going_on = costs.per_sample[BASELINE] + sum(others[: self.contenders])
+        per_sample = self.tried * (costs.per_sample[BASELINE] + sum(others))
+        return fixed, per_sample + (len(self.seeds) - 1) * self.finalists * going_on
 
 
 @dataclass(frozen=True)
@@ -183,10 +207,10 @@ def _designed(
     """A plan with runs as long as the processor time allows."""
     rungs = tuple(Rung(count, 0) for count, _ in one.rungs)
     empty = Design(tuple(losses), rungs, min(one.tried, most_tried), min(FINALISTS, most_tried), 0)
-    fixed = empty.search_runs * costs.per_run + empty.final_runs * (costs.per_run + costs.per_final)
-    equivalents = sum(count * share for count, share in one.rungs) + empty.final_runs
-    final = (seconds - len(losses) * fixed) / (sum(costs.per_sample.values()) * equivalents)
-    final = min(final, most_samples)
+    fixed, per_sample = empty.seconds(costs)
+    fixed += empty.search_runs * costs.per_run
+    per_sample += sum(count * share for count, share in one.rungs) * sum(costs.per_sample.values())
+    final = min((seconds - fixed) / per_sample, most_samples)
 
     def whole_batches(samples: float) -> int:
         return int(samples // batch) * batch
@@ -200,9 +224,8 @@ def plan_finals(design: Design, costs: Costs, seconds: float, processes: int, ba
 
     They stay at least as long as the last rung: shorter ones would be worse than the search.
     """
-    runs = len(design.losses) * design.final_runs
-    free = seconds * processes - runs * (costs.per_run + costs.per_final)
-    final = int(free / (sum(costs.per_sample[loss] for loss in design.losses) * design.final_runs))
+    fixed, per_sample = design.seconds(costs)
+    final = int((seconds * processes - fixed) / per_sample)
     final = max(min(final, most_samples), *(rung.samples for rung in design.rungs), batch)
     return replace(design, final_samples=final // batch * batch)
 
@@ -216,8 +239,7 @@ def add_seed(design: Design, run_seconds: Mapping[str, float], seconds: float, p
         seconds: that are left.
         processes: runs at a time.
     """
-    runs = len(design.losses) * design.finalists
-    rounds = math.ceil(runs / processes)
+    rounds = math.ceil(design.runs_a_seed / processes)
     if len(design.seeds) >= MOST_SEEDS or rounds * max(run_seconds.values()) > seconds:
         return None
     return replace(design, seeds=(*design.seeds, max(design.seeds) + 1))
@@ -270,14 +292,29 @@ class Schedule:
     def _ranked(runs: Sequence[Run], results: Results) -> list[Run]:
         return sorted(runs, key=lambda run: -results[run.id]["choice"])
 
+    def left_behind(self, results: Results) -> tuple[str, ...] | None:
+        """Losses that the first seed alone runs: all but the baseline and the best others with it. None while it is not over
+        and there are more losses than go on."""
+        others = [loss for loss in self.design.losses if loss != BASELINE]
+        if len(others) <= self.design.contenders:
+            return ()
+        tried = {loss: self._tried(loss, results) for loss in others}
+        if not all(runs and all(run.id in results for run in runs) for runs in tried.values()):
+            return None
+        best = {loss: max(results[run.id]["choice"] for run in runs) for loss, runs in tried.items()}
+        return tuple(sorted(others, key=lambda loss: -best[loss])[self.design.contenders :])
+
     def finals_of(self, loss: str, results: Results) -> list[list[Run]]:
         """A loss's final runs: those of each configuration, one of each seed. The finalists come first, once they are known;
-        the others have the first seed only.
+        the others have the first seed only, as all have of a loss that is left behind.
         """
         tried = self._tried(loss, results)
         if any(run.id not in results for run in tried):
             return [[run] for run in tried]
         ranked, count = self._ranked(tried, results), self.design.finalists
+        behind = self.left_behind(results)
+        if loss != BASELINE and (behind is None or loss in behind):
+            return [[run] for run in ranked]
         finalists = [[replace(run, seed=seed) for seed in self.design.seeds] for run in ranked[:count]]
         return [*finalists, *([run] for run in ranked[count:])]
 

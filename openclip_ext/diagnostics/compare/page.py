@@ -44,7 +44,7 @@ def render(report: "Report", tables: Mapping[str, list[list[str]]], paragraphs: 
         parts.append(f"<pre>{html.escape(chosen.command)}</pre>")
     if report.results:
         parts.append(f"<h2>Learning curves</h2><div class='charts'>{_curves(report)}</div>")
-        parts.append("<p>Mean over the finished seeds, R@1 in percent, on the half that gives the numbers.</p>")
+        parts.append("<p>Mean over the seeds that all have, R@1 in percent, on the half that gives the numbers.</p>")
     for title, rows in tables.items():
         parts.append(f"<h2>{html.escape(title)}</h2>{_table(rows)}")
     parts.append("<h2>Reading it</h2>")
@@ -63,11 +63,12 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 def _curves(report: "Report") -> str:
     over_samples, over_time = {}, {}
+    common = min(len(one.curves) for one in report.results)
     for one in report.results:
         # Seeds have the same points in samples; their times are averaged.
         points = [
             tuple(sum(values) / len(values) for values in zip(*seeds, strict=True))
-            for seeds in zip(*one.curves, strict=False)
+            for seeds in zip(*one.curves[:common], strict=False)
         ]
         over_samples[one.loss] = [(samples, 100 * score) for samples, _, score in points]
         over_time[one.loss] = [(seconds, 100 * score) for _, seconds, score in points]

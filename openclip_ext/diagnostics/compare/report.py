@@ -1,7 +1,9 @@
 """From finished runs to numbers, words and files: ``report.json``, ``report.md`` and ``report.html``."""
 
 import json
+import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +18,8 @@ from openclip_ext.diagnostics.compare.pilot import IMAGE_TO_TEXT, TEXT_TO_IMAGE,
 from openclip_ext.diagnostics.compare.space import BASELINE, Setting
 from openclip_ext.diagnostics.compare.statistics import Difference, paired_difference
 
+# A gain in R@1 that nobody would look for.
+_NEGLIGIBLE = 0.01
 _METRIC_WORDS = {IMAGE_TO_TEXT: "image to text", TEXT_TO_IMAGE: "text to image", ZERO_SHOT: "zero-shot"}
 
 
@@ -29,7 +33,6 @@ class About:
         cpu: whether there was no GPU.
         processes: runs at a time.
         groups: equal numbers for validation samples of equal captions.
-        chance: R@1 of guessing.
     """
 
     data: str
@@ -40,7 +43,11 @@ class About:
     cpu: bool
     processes: int
     groups: Sequence[int]
-    chance: float
+
+    @property
+    def chance(self) -> float:
+        """R@1 of guessing: any sample of an equal caption is right."""
+        return sum(count**2 for count in Counter(self.groups).values()) / len(self.groups) ** 2
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,8 @@ class LossResult:
         lr: the best learning rate.
         scores: mean over seeds by metric; ``R@1`` is the mean of both directions.
         each_seed: R@1 of each seed.
-        difference: R@1 minus that of ``openclip``, or None.
+        gain: R@1 minus that of ``openclip``, the mean over the seeds that both have, or None.
+        difference: the same with its interval, or None with fewer than two such seeds.
         zero_shot_difference: the same for zero-shot accuracy.
         temperature: at the end.
         step_seconds: of training, with all processes busy.
@@ -68,6 +76,7 @@ class LossResult:
     lr: float
     scores: Mapping[str, float]
     each_seed: tuple[float, ...]
+    gain: float | None
     difference: Difference | None
     zero_shot_difference: Difference | None
     temperature: float
@@ -94,6 +103,8 @@ class Report:
         unfinished: how many runs are missing.
         failures: messages.
         final_samples: that each final run saw.
+        epochs: the same.
+        left_behind: losses that have run the first seed only.
     """
 
     about: About
@@ -106,6 +117,8 @@ class Report:
     unfinished: int
     failures: tuple[str, ...]
     final_samples: int
+    epochs: float
+    left_behind: tuple[str, ...]
 
 
 def make_report(
@@ -128,12 +141,12 @@ def make_report(
     found = [
         _loss_result(loss, lines, of_loss[BASELINE], about, command_line) for loss, lines in of_loss.items() if lines
     ]
-    found.sort(key=lambda result: -result.scores["R@1"])
-    sentence, recommended = conclude(found, about.batch, _differences_to_best(found, of_loss, about))
+    found.sort(key=lambda result: -_gain(result))
     design = schedule.design
+    epochs = design.final_samples / about.num_samples
+    sentence, recommended = conclude(found, about.batch, epochs, _differences_to_best(found, of_loss, about))
     finals = [finished(runs, results) for loss in of_loss for runs in schedule.finals_of(loss, results)]
     tried = [line for line in results.values() if "final" in line and not line["final"]]
-    all_runs = len(design.losses) * (design.search_runs + design.final_runs)
     return Report(
         about=about,
         sentence=sentence,
@@ -144,9 +157,11 @@ def make_report(
             (line["configuration"]["loss"], _words(line), line["lr"], line["samples"], line["choice"]) for line in tried
         ),
         final_runs=tuple(_final_row(list(lines.values())) for lines in finals if lines),
-        unfinished=all_runs - len(tried) - sum(map(len, finals)),
+        unfinished=design.search_runs + design.final_runs - len(tried) - sum(map(len, finals)),
         failures=tuple(sorted({line["failed"].strip() for line in results.values() if "failed" in line})),
         final_samples=design.final_samples,
+        epochs=epochs,
+        left_behind=schedule.left_behind(results) or (),
     )
 
 
@@ -178,12 +193,14 @@ def _loss_result(
         name: float(torch.stack([unpacked(line["hits"][name]) for line in every]).mean()) for name in every[0]["hits"]
     }
     each_seed = tuple(float(_recall(line).mean()) for line in every)
+    gains = [float(_recall(lines[seed]).mean() - _recall(baseline[seed]).mean()) for seed in lines if seed in baseline]
     return LossResult(
         loss=loss,
         setting=_words(every[0]),
         lr=every[0]["lr"],
         scores={"R@1": statistics.fmean(each_seed)} | scores,
         each_seed=each_seed,
+        gain=statistics.fmean(gains) if gains else None,
         difference=_difference(lines, baseline, about, _recall) if loss != BASELINE else None,
         zero_shot_difference=_difference(lines, baseline, about, _zero_shot)
         if loss != BASELINE and ZERO_SHOT in scores
@@ -234,17 +251,22 @@ def _differences_to_best(
 def _leader(found: Sequence[LossResult]) -> LossResult:
     """The best of those that beat the baseline with confidence; if there are none, the best."""
     sure = [result for result in found if result.difference is not None and result.difference.is_positive]
-    return max(sure or found, key=lambda result: result.scores["R@1"])
+    return max(sure or found, key=_gain)
+
+
+def _gain(result: LossResult) -> float:
+    return -math.inf if result.gain is None else result.gain
 
 
 def conclude(
-    found: Sequence[LossResult], batch: int, to_best: Mapping[str, Difference | None]
+    found: Sequence[LossResult], batch: int, epochs: float, to_best: Mapping[str, Difference | None]
 ) -> tuple[str, str | None]:
     """The result in a sentence, and the loss to take.
 
     Args:
         found: the losses with final runs.
         batch: samples of a step.
+        epochs: of a final run.
         to_best: the difference of the best loss to each.
     """
     others = [result for result in found if result.difference is not None]
@@ -257,6 +279,8 @@ def conclude(
         worse = [result.loss for result in others if result.difference and result.difference.high < 0]
         sentence = f"Nothing beats {BASELINE} with confidence at batch {batch}: {best.loss} comes nearest, {difference}"
         sentence += f"; worse: {', '.join(worse)}" if worse else ""
+        if best.difference.high > _NEGLIGIBLE:
+            return f"{sentence}. {_left_open(epochs)} Until then take {BASELINE} with its best setting.", BASELINE
         return f"{sentence}. Take {BASELINE} with its best setting.", BASELINE
     sentence = f"{best.loss}, {difference} over {BASELINE} at batch {batch}"
     equal = [
@@ -267,6 +291,13 @@ def conclude(
     if equal:
         sentence += f"; no difference between {best.loss} and {', '.join(equal)}"
     return f"{sentence}.", best.loss
+
+
+def _left_open(epochs: float) -> str:
+    return (
+        f"Runs of {epochs:.1f} epochs leave open whether it gains: the same command with another --output and more --minutes "
+        "makes longer runs, which show more."
+    )
 
 
 def points(difference: Difference) -> str:
@@ -316,15 +347,26 @@ def lines(report: Report) -> list[str]:
         "search and in the final runs. The choosing half's mean reciprocal rank (MRR) of all seeds says which of a loss's "
         "finalists counts. "
         f"The final runs saw {report.final_samples:,} samples each "
-        f"({report.final_samples / about.num_samples:.1f} epochs): a longer training may rank the losses otherwise.",
+        f"({report.epochs:.1f} epochs): a longer training may rank the losses otherwise.",
         "Intervals are 95 % each and cover other seeds (Student's t over the paired seeds) and other validation samples "
         "of this kind, added as independent. They cover neither other data, nor other lengths of training, nor the "
         "choice among several losses and settings.",
         f"Seconds a step were measured with {about.processes} runs at a time; memory is the peak of {memory}.",
     ]
+    if report.left_behind:
+        found.append(
+            f"{', '.join(report.left_behind)}: behind with the first seed, so not run with the others, for longer runs of the "
+            f"rest. Their differences are to {BASELINE} with that seed."
+        )
     if report.unfinished:
         found.append(f"Unfinished: {report.unfinished} runs are missing. The same command goes on from here.")
     return [*found, *(f"A run failed: {failure}" for failure in report.failures)]
+
+
+def _shown_difference(result: LossResult) -> str:
+    if result.difference is not None:
+        return points(result.difference)
+    return "" if result.gain is None else f"{_signed(result.gain)}, one seed"
 
 
 def tables(report: Report) -> dict[str, list[list[str]]]:
@@ -336,7 +378,7 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
     cost = [["loss", "ms a step", "memory, MiB", "state of the loss, MiB", "τ at the end"]]
     errors = [["model trained with", "τ", "batch misjudges by (90 %)", "error of the batch", "error of the loss"]]
     for one in report.results:
-        shown = "" if one.loss == BASELINE else "one seed" if one.difference is None else points(one.difference)
+        shown = "" if one.loss == BASELINE else _shown_difference(one)
         scores = [_plain(one.scores[name]) for name in metrics]
         if metrics and one.zero_shot_difference is not None:
             scores[-1] += f", {points(one.zero_shot_difference)}"
