@@ -64,6 +64,16 @@ def test_every_configuration_can_be_built(loss):
         registry.create_loss(loss, embed_dim=8, num_samples=100, **one.setting.options)
 
 
+def test_short_runs_get_what_they_need_unless_the_user_says():
+    remembers, published = space.settings_of("fastclip", {})[0], space.settings_of("fastclip", {})[4]
+    assert (remembers.options["gamma"], remembers.options["gamma_schedule"]) == (0.8, "constant")
+    assert setting_words(remembers) == "τ solved, ρ 4, γ 0.8"
+    assert published == Setting({})
+    assert space.settings_of("amorlip", {})[0].options["reinitialize"] is False
+    assert "gamma" not in space.settings_of("fastclip", {"gamma": 0.5})[0].options
+    assert space.settings_of("queueclip", {})[0] == Setting({"temperature_scheme": "solved", "rho": 4.0})
+
+
 def test_configurations_differ_and_take_settings_before_rates():
     for loss in DEFAULT_LOSSES:
         found = configurations(loss, {})
@@ -607,6 +617,10 @@ def test_the_recommended_command_line_trains_that_configuration(data):
     assert choice.options["temperature_scheme"] == "solved"
     assert (args.lr, args.wd, args.warmup, args.epochs, args.train_num_samples) == (1e-3, 0.1, 1, 1, 48)
     assert args.model == "demo-vit"
+    for loss in DEFAULT_LOSSES:
+        options = configurations(loss, {})[0].setting.options
+        words = shlex.split(comparison.command_line({**line, "configuration": {"loss": loss}, "options": options}))
+        assert flags.parse(words[2:])[1].options.items() >= options.items()
     again = run_pilot(pilot, run, torch.device("cpu"), lambda samples: None)
     assert {key: again[key] for key in ("hits", "temperature", "normalizers")} == {
         key: line[key] for key in ("hits", "temperature", "normalizers")

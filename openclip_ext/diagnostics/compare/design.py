@@ -352,4 +352,6 @@ def setting_words(setting: Setting) -> str:
     words += [f"ρ {options['rho']:g}"] if "rho" in options else []
     if "temperature" in options:
         words.append(f"{options['temperature']:g}" if scheme == "constant" else f"from {options['temperature']:g}")
+    words += [f"γ {options['gamma']:g}"] if "gamma" in options else []
+    words += ["MLP kept"] if options.get("reinitialize") is False else []
     return ", ".join(words)

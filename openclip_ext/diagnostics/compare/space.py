@@ -13,6 +13,16 @@ from openclip_ext.losses import registry
 BASELINE = "openclip"
 DEFAULT_LOSSES = (BASELINE, "fastclip", "neuclip", "queueclip", "amorlip")
 LR_FACTORS = (1.0, 0.5, 2.0)
+# What losses that use these options need in runs of a few epochs: a moving average that remembers many epochs and an MLP that
+# starts anew in each are far behind there (docs/results.md#ablations, docs/choosing-a-loss.md#on-the-demo-set).
+FOR_SHORT_RUNS: Mapping[str, Any] = {
+    "gamma": 0.8,
+    "gamma_schedule": "constant",
+    "reinitialize": False,
+    "ema_decay": 0.0,
+    "fit_every": 1,
+    "target_every": 1,
+}
 # So many settings at the first rate come before other rates of the most likely ones.
 _BEFORE_RATES = 4
 SEARCHED_OPTIONS = ("temperature_scheme", "temperature", "rho", "rho_end", "lr_tau")
@@ -20,7 +30,8 @@ SEARCHED_OPTIONS = ("temperature_scheme", "temperature", "rho", "rho_end", "lr_t
 
 @dataclass(frozen=True)
 class Setting:
-    """A way to get the temperature. A learned one's rate follows from the run's length, as in training.
+    """A way to get the temperature, and what a loss needs in short runs. A learned temperature's rate follows from the run's
+    length, as in training.
 
     Attributes:
         options: for ``create_loss``.
@@ -82,15 +93,21 @@ def settings_of(loss: str, fixed: dict[str, Any]) -> list[Setting]:
         ValueError: an unknown loss.
     """
     settings = _BASELINE_SETTINGS if loss == BASELINE else _SETTINGS
-    return [Setting(options) for options in settings if _is_taken(loss, fixed | options)] or [Setting()]
+    found = []
+    for options in settings:
+        used = _used_options(loss, fixed | options)
+        if all(name in used for name in options):
+            short = {name: value for name, value in FOR_SHORT_RUNS.items() if name in used and name not in fixed}
+            found.append(Setting({**short, **options} if options else {}))
+    return found or [Setting()]
 
 
-def _is_taken(loss: str, options: Mapping[str, Any]) -> bool:
+def _used_options(loss: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options that a loss uses with these; none if it cannot be built with them."""
     try:
-        used = registry.options_used_by(loss, options.get("normalizer"), options.get("temperature_scheme"))
+        return registry.options_used_by(loss, options.get("normalizer"), options.get("temperature_scheme"))
     except ValueError:
-        return False
-    return all(name in used for name in SEARCHED_OPTIONS if name in options)
+        return {}
 
 
 def configurations(loss: str, fixed: dict[str, Any]) -> list[Configuration]:
