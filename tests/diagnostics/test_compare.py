@@ -334,13 +334,19 @@ def result(loss: str, score: float, half: float | None = None, gain: float | Non
     )
 
 
+def about(batch: int, groups: Sequence[int] = (0,)) -> About:
+    return About("", "", batch, len(groups), (), True, 1, 30.0, groups)
+
+
 def gap(mean: float, half: float) -> Difference:
     return Difference(mean, mean - half, mean + half, mean, mean, 3)
 
 
 def test_the_sentence_names_the_best_and_its_equals():
     found = [result("queueclip", 0.341, 0.009), result("neuclip", 0.339, 0.009), result("openclip", 0.3)]
-    sentence, recommended = conclude(found, 128, 8.0, {"neuclip": gap(0.002, 0.01), "openclip": gap(0.041, 0.009)})
+    sentence, recommended = conclude(
+        found, about(128), 8.0, {"neuclip": gap(0.002, 0.01), "openclip": gap(0.041, 0.009)}
+    )
     assert sentence == (
         "queueclip, +4.1 (3.2 to 5.0) R@1 over openclip at batch 128; no difference between queueclip and neuclip."
     )
@@ -349,7 +355,7 @@ def test_the_sentence_names_the_best_and_its_equals():
 
 def test_the_sentence_says_when_nothing_beats_openclip():
     found = [result("neuclip", 0.302, 0.007), result("openclip", 0.3), result("amorlip", 0.2, 0.05)]
-    sentence, recommended = conclude(found, 64, 8.0, {})
+    sentence, recommended = conclude(found, about(64), 8.0, {})
     assert sentence == (
         "Nothing beats openclip with confidence at batch 64: neuclip comes nearest, +0.2 (−0.5 to 0.9) R@1; worse: amorlip. "
         "Take openclip with its best setting."
@@ -359,17 +365,17 @@ def test_the_sentence_says_when_nothing_beats_openclip():
 
 def test_the_sentence_says_when_the_runs_leave_a_gain_open():
     found = [result("neuclip", 0.305, 0.02), result("openclip", 0.3)]
-    sentence, recommended = conclude(found, 64, 2.8, {})
+    sentence, recommended = conclude(found, about(64), 2.8, {})
     assert sentence.startswith(
         "Nothing beats openclip with confidence at batch 64: neuclip comes nearest, +0.5 (−1.5 to 2.5)"
     )
-    assert "Runs of 2.8 epochs leave open whether it gains" in sentence
+    assert "Runs of 2.8 epochs leave open what longer ones bring: with another --output and --minutes 60" in sentence
     assert recommended == "openclip"
 
 
 def test_a_sure_gain_comes_before_a_larger_unsure_one():
     found = [result("amorlip", 0.36, 0.08), result("neuclip", 0.34, 0.01), result("openclip", 0.3)]
-    sentence, recommended = conclude(found, 64, 8.0, {"neuclip": gap(0, 0), "amorlip": gap(-0.02, 0.08)})
+    sentence, recommended = conclude(found, about(64), 8.0, {"neuclip": gap(0, 0), "amorlip": gap(-0.02, 0.08)})
     assert recommended == "neuclip"
     assert sentence.endswith("no difference between neuclip and amorlip.")
 
@@ -378,15 +384,14 @@ def test_a_sure_gain_comes_before_a_larger_unsure_one():
     "found", [[], [result("openclip", 0.3)], [result("neuclip", 0.3, 0.1)], [result("neuclip", 0.3)]]
 )
 def test_without_pairs_there_is_no_result(found):
-    sentence, recommended = conclude(found, 64, 8.0, {})
+    sentence, recommended = conclude(found, about(64), 8.0, {})
     assert sentence.startswith("No result yet")
     assert recommended is None
 
 
 @pytest.mark.parametrize("groups", [[0, 1, 2, 3], [0, 0, 1, 2], [0, 0, 0, 0]])
 def test_guessing_finds_any_sample_of_an_equal_caption(groups):
-    about = About("", "", 8, 4, (), True, 1, groups)
-    assert about.chance == np.mean(np.equal.outer(groups, groups))
+    assert about(8, groups).chance == np.mean(np.equal.outer(groups, groups))
 
 
 def test_a_chart_is_svg_with_escaped_names():

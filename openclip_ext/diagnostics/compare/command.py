@@ -344,6 +344,7 @@ class _Comparison:
             notes=tuple(self.notes),
             cpu=not torch.cuda.is_available(),
             processes=self.config.processes,
+            minutes=self.config.minutes,
             groups=_caption_groups(self.pilot.data.verdict),
         )
         found = report.make_report(about, self.schedule, self._known(), self.plan, self.command_line)

@@ -32,6 +32,7 @@ class About:
         notes: what to know about the data.
         cpu: whether there was no GPU.
         processes: runs at a time.
+        minutes: that the comparison was given.
         groups: equal numbers for validation samples of equal captions.
     """
 
@@ -42,6 +43,7 @@ class About:
     notes: tuple[str, ...]
     cpu: bool
     processes: int
+    minutes: float
     groups: Sequence[int]
 
     @property
@@ -144,7 +146,7 @@ def make_report(
     found.sort(key=lambda result: -_gain(result))
     design = schedule.design
     epochs = design.final_samples / about.num_samples
-    sentence, recommended = conclude(found, about.batch, epochs, _differences_to_best(found, of_loss, about))
+    sentence, recommended = conclude(found, about, epochs, _differences_to_best(found, of_loss, about))
     finals = [finished(runs, results) for loss in of_loss for runs in schedule.finals_of(loss, results)]
     tried = [line for line in results.values() if "final" in line and not line["final"]]
     return Report(
@@ -259,13 +261,13 @@ def _gain(result: LossResult) -> float:
 
 
 def conclude(
-    found: Sequence[LossResult], batch: int, epochs: float, to_best: Mapping[str, Difference | None]
+    found: Sequence[LossResult], about: About, epochs: float, to_best: Mapping[str, Difference | None]
 ) -> tuple[str, str | None]:
     """The result in a sentence, and the loss to take.
 
     Args:
         found: the losses with final runs.
-        batch: samples of a step.
+        about: what was compared.
         epochs: of a final run.
         to_best: the difference of the best loss to each.
     """
@@ -277,12 +279,17 @@ def conclude(
     difference = f"{points(best.difference)} R@1"
     if not best.difference.is_positive:
         worse = [result.loss for result in others if result.difference and result.difference.high < 0]
-        sentence = f"Nothing beats {BASELINE} with confidence at batch {batch}: {best.loss} comes nearest, {difference}"
+        sentence = (
+            f"Nothing beats {BASELINE} with confidence at batch {about.batch}: {best.loss} comes nearest, {difference}"
+        )
         sentence += f"; worse: {', '.join(worse)}" if worse else ""
         if best.difference.high > _NEGLIGIBLE:
-            return f"{sentence}. {_left_open(epochs)} Until then take {BASELINE} with its best setting.", BASELINE
+            return (
+                f"{sentence}. {_left_open(epochs, about.minutes)} Until then take {BASELINE} with its best setting.",
+                BASELINE,
+            )
         return f"{sentence}. Take {BASELINE} with its best setting.", BASELINE
-    sentence = f"{best.loss}, {difference} over {BASELINE} at batch {batch}"
+    sentence = f"{best.loss}, {difference} over {BASELINE} at batch {about.batch}"
     equal = [
         loss
         for loss, gap in to_best.items()
@@ -293,10 +300,10 @@ def conclude(
     return f"{sentence}.", best.loss
 
 
-def _left_open(epochs: float) -> str:
+def _left_open(epochs: float, minutes: float) -> str:
     return (
-        f"Runs of {epochs:.1f} epochs leave open whether it gains: the same command with another --output and more --minutes "
-        "makes longer runs, which show more."
+        f"Runs of {epochs:.1f} epochs leave open what longer ones bring: with another --output and --minutes "
+        f"{2 * minutes:g} they are about twice as long."
     )
 
 
