@@ -41,7 +41,7 @@ from openclip_ext.diagnostics.compare.pilot import (
     unpacked,
     warmup_steps,
 )
-from openclip_ext.diagnostics.compare.report import About, LossResult, conclude
+from openclip_ext.diagnostics.compare.report import About, LossResult, conclude, judgement
 from openclip_ext.diagnostics.compare.samples import Texts, Tokens, divide
 from openclip_ext.diagnostics.compare.space import BASELINE, DEFAULT_LOSSES, Configuration, Setting, configurations
 from openclip_ext.diagnostics.compare.statistics import Difference, paired_difference, student_t
@@ -387,6 +387,12 @@ def test_without_pairs_there_is_no_result(found):
     sentence, recommended = conclude(found, about(64), 8.0, {})
     assert sentence.startswith("No result yet")
     assert recommended is None
+
+
+def test_factors_are_rounded_and_have_no_exponents():
+    error = {"factor": 2.94, "factor_low": 1.006, "factor_high": 171.3}
+    words = judgement({"temperature": 0.07, "batch": error, "samples": 9984}, 32, "Before training")
+    assert "misjudges its normalizer by a factor of 2.9 (90 %: 1 to 170), against 9,984 training samples" in words
 
 
 @pytest.mark.parametrize("groups", [[0, 1, 2, 3], [0, 0, 1, 2], [0, 0, 0, 0]])

@@ -320,12 +320,17 @@ def _plain(value: float) -> str:
     return f"{100 * value:.1f}".replace("-", "−")
 
 
+def _rough(value: float) -> str:
+    """Two digits, without an exponent."""
+    return f"{float(f'{value:.2g}'):,g}"
+
+
 def judgement(measured: Mapping[str, Any], batch: int, when: str) -> str:
     """How wrong a batch is about its normalizers."""
     error = measured["batch"]
     return (
         f"{when}, at temperature {measured['temperature']:.3f}: your batch of {batch} misjudges its normalizer by a factor of "
-        f"{error['factor']:.2g} (90 %: {error['factor_low']:.2g} to {error['factor_high']:.2g}), against "
+        f"{_rough(error['factor'])} (90 %: {_rough(error['factor_low'])} to {_rough(error['factor_high'])}), against "
         f"{measured['samples']:,} training samples."
     )
 
@@ -395,7 +400,7 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
         cost.append([one.loss, f"{1000 * one.step_seconds:.1f}", *mib, f"{one.temperature:.3f}"])
         if one.normalizers is not None:
             batch = one.normalizers["batch"]
-            factor = f"{batch['factor']:.2g} ({batch['factor_low']:.2g} to {batch['factor_high']:.2g})"
+            factor = f"{_rough(batch['factor'])} ({_rough(batch['factor_low'])} to {_rough(batch['factor_high'])})"
             pair = [f"{one.normalizers.get(name, batch)['mean']:.3f}" for name in ("own_batch", "own")]
             errors.append([one.loss, f"{one.normalizers['temperature']:.3f}", factor, *pair])
     tried = [["loss", "setting", "lr", "samples", "MRR, choosing half"]]
