@@ -335,7 +335,7 @@ def result(loss: str, score: float, half: float | None = None, gain: float | Non
 
 
 def about(batch: int, groups: Sequence[int] = (0,)) -> About:
-    return About("", "", batch, len(groups), (), True, 1, 30.0, groups)
+    return About("", "", batch, len(groups), (), True, 1, 30.0, 32, groups)
 
 
 def gap(mean: float, half: float) -> Difference:
@@ -371,6 +371,7 @@ def test_the_sentence_says_when_the_runs_leave_a_gain_open():
     )
     assert "Runs of 2.8 epochs leave open what longer ones bring: with another --output and --minutes 60" in sentence
     assert recommended == "openclip"
+    assert "leave open" not in conclude(found, about(64), 32.0, {})[0]  # as long as --epochs allows
 
 
 def test_a_sure_gain_comes_before_a_larger_unsure_one():

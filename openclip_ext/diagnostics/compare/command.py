@@ -345,6 +345,7 @@ class _Comparison:
             cpu=not torch.cuda.is_available(),
             processes=self.config.processes,
             minutes=self.config.minutes,
+            most_epochs=self.pilot.config.length.epochs,
             groups=_caption_groups(self.pilot.data.verdict),
         )
         found = report.make_report(about, self.schedule, self._known(), self.plan, self.command_line)

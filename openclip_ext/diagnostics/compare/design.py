@@ -35,7 +35,7 @@ class _Plan(NamedTuple):
 
 
 # The richest first. Shorter runs prefer what is good in short runs, so they must be long themselves: on icons in batches of 32
-# queueclip was 0.8 points ahead after 1,700 steps, 2.4 after 3,000 and 8.7 after 5,500 (docs/results.md).
+# queueclip was 0.1 and 0.8 points ahead after 1,700 steps, 2.4 after 3,000 and 8.7 after 5,500 (docs/results.md).
 _PLANS = (
     _Plan((), 9, math.inf),
     _Plan(((9, 1 / 8), (4, 1 / 4)), FINALISTS, 1500),

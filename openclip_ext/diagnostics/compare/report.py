@@ -33,6 +33,7 @@ class About:
         cpu: whether there was no GPU.
         processes: runs at a time.
         minutes: that the comparison was given.
+        most_epochs: no final run is longer.
         groups: equal numbers for validation samples of equal captions.
     """
 
@@ -44,6 +45,7 @@ class About:
     cpu: bool
     processes: int
     minutes: float
+    most_epochs: int
     groups: Sequence[int]
 
     @property
@@ -283,7 +285,9 @@ def conclude(
             f"Nothing beats {BASELINE} with confidence at batch {about.batch}: {best.loss} comes nearest, {difference}"
         )
         sentence += f"; worse: {', '.join(worse)}" if worse else ""
-        if best.difference.high > _NEGLIGIBLE:
+        # Runs end with a whole batch, a little before --epochs.
+        could_be_longer = epochs < 0.9 * about.most_epochs
+        if could_be_longer and best.difference.high > _NEGLIGIBLE:
             return (
                 f"{sentence}. {_left_open(epochs, about.minutes)} Until then take {BASELINE} with its best setting.",
                 BASELINE,
