@@ -107,7 +107,7 @@ class Report:
         unfinished: how many runs are missing.
         failures: messages.
         final_samples: that each final run saw.
-        epochs: the same.
+        epochs: the same, in epochs.
         left_behind: losses that have run the first seed only.
     """
 
@@ -287,12 +287,9 @@ def conclude(
         sentence += f"; worse: {', '.join(worse)}" if worse else ""
         # Runs end with a whole batch, a little before --epochs.
         could_be_longer = epochs < 0.9 * about.most_epochs
-        if could_be_longer and best.difference.high > _NEGLIGIBLE:
-            return (
-                f"{sentence}. {_left_open(epochs, about.minutes)} Until then take {BASELINE} with its best setting.",
-                BASELINE,
-            )
-        return f"{sentence}. Take {BASELINE} with its best setting.", BASELINE
+        is_open = could_be_longer and best.difference.high > _NEGLIGIBLE
+        advice = f"{_left_open(epochs, about.minutes)} Until then take" if is_open else "Take"
+        return f"{sentence}. {advice} {BASELINE} with its best setting.", BASELINE
     sentence = f"{best.loss}, {difference} over {BASELINE} at batch {about.batch}"
     equal = [
         loss

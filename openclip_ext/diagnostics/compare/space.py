@@ -13,8 +13,8 @@ from openclip_ext.losses import registry
 BASELINE = "openclip"
 DEFAULT_LOSSES = (BASELINE, "fastclip", "neuclip", "queueclip", "amorlip")
 LR_FACTORS = (1.0, 0.5, 2.0)
-# What losses that use these options need in runs of a few epochs: a moving average that remembers many epochs and an MLP that
-# starts anew in each are far behind there (docs/results.md#ablations, docs/choosing-a-loss.md#on-the-demo-set).
+# What losses that use these options get in runs of a few epochs: a moving average that remembers many of them is far behind
+# (docs/results.md#ablations), and an MLP that starts anew in each does not become accurate (losses/amorlip.py warns).
 FOR_SHORT_RUNS: Mapping[str, Any] = {
     "gamma": 0.8,
     "gamma_schedule": "constant",
