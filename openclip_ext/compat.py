@@ -341,12 +341,12 @@ def _extended_create_loss(original: Callable) -> Callable:
         name = getattr(args, "loss", None)
         if name is None:
             return original(args)
-        if name in OPENCLIP_LOSSES:
+        options = _loss_options(name, args)
+        if name in OPENCLIP_LOSSES and not options:
             # The name decides, and not only the flag --siglip.
             return original(argparse.Namespace(**{**vars(args), "siglip": name == "siglip"}))
         if getattr(args, "distill", False):
             raise ValueError(f"--loss {name} does not distill; leave out --distill-model, or use --loss openclip")
-        options = _loss_options(name, args)
         parts = {part: options.get(part) for part in _PARTS}
         if "num_samples" in registry.requirements_of(name, **parts):
             raise ValueError(

@@ -1,6 +1,7 @@
 """``register()``: stock OpenCLIP builds our losses, and refuses what its loop cannot do."""
 
 import argparse
+import math
 import re
 import sys
 from pathlib import Path
@@ -60,6 +61,20 @@ def test_openclip_builds_our_loss_with_the_options_of_args():
 def test_other_losses_stay_openclips(loss):
     changes = {} if loss is None else {"loss": loss}
     assert type(open_clip.create_loss(openclip_args(**changes))) is open_clip.ClipLoss
+
+
+@pytest.mark.parametrize("name", ["openclip", "siglip"])
+def test_options_of_openclips_losses_are_not_dropped(name):
+    """``equal_captions`` is refused like any loss's that has it; a part that the loss does not have, as well."""
+    with pytest.raises(ValueError, match="equal"):
+        open_clip.create_loss(openclip_args(loss=name, loss_options={"equal_captions": "mask"}))
+    options = {"temperature_scheme": "constant", "temperature": 0.05}
+    if name == "openclip":
+        loss = open_clip.create_loss(openclip_args(loss=name, loss_options=options))
+        assert isinstance(loss, GlobalContrastiveLoss) and loss.initial_logit_scale == pytest.approx(math.log(20))
+    else:
+        with pytest.raises(ValueError, match="temperature"):
+            open_clip.create_loss(openclip_args(loss=name, loss_options=options))
 
 
 def test_every_place_that_binds_the_function_gets_it():

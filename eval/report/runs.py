@@ -1,12 +1,13 @@
 """Read the runs to compare: result files, run folders, and repeats of a run with other seeds."""
 
-import json
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from openclip_ext import json_lines
 
 from ..results import RESULTS_FILE, read_results
 from ..summary import averages, has_other_size, main_metrics
@@ -128,7 +129,7 @@ def _read_run(path: Path) -> Run:
         raise ValueError(f"{path} does not exist: expected a result file ({RESULTS_FILE}) or a run folder.")
     if (path / RESULTS_FILE).is_file():
         return Run(_name(path), (_from_file(path / RESULTS_FILE, path.name),))
-    records = _read_lines(path / METRICS_FILE)
+    records = [line for line in json_lines.read(path / METRICS_FILE) if "step" in line and "epoch" in line]
     training = [record for record in records if "loss" in record]
     evaluations = [record for record in records if isinstance(record.get("evaluation"), dict)]
     found = {entry.label: entry for entry in (_from_suite(record) for record in evaluations) if entry is not None}
@@ -206,21 +207,6 @@ def _other_evaluations(
             if not name.startswith(_SUITE_PREFIX) and isinstance(value, float):
                 others.setdefault(name, []).append(({"epoch": record["epoch"], "samples": samples}, value))
     return others
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``; a last line that a killed run left unfinished is no line."""
-    if not path.is_file():
-        return []
-    records = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and "step" in record and "epoch" in record:
-            records.append(record)
-    return records
 
 
 def _merge(name: str, repeats: Sequence[Run]) -> Run:

@@ -1,7 +1,6 @@
 """Draw the curves of one or more runs from their ``metrics.jsonl``: ``openclip-ext plot RUN... --output FILE``."""
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
+from openclip_ext import json_lines
+
 Records = list[dict[str, Any]]
 _COLORS = [f"C{number}" for number in range(10)]  # tab10
 
@@ -30,10 +31,7 @@ def read_records(run: Path) -> Records:
     """
     if not run.is_dir():
         raise ValueError(f"no run folder {run}: give LOGS/NAME of a training")
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    records = [json.loads(line) for line in lines if line.strip()]
-    return [record for record in records if "loss" in record]
+    return [record for record in json_lines.read(run / "metrics.jsonl") if "loss" in record]
 
 
 def series(records: Records, key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -123,7 +121,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="picture to write; the extension says the format")
     args = parser.parse_args(argv)
     try:
-        runs = {run.name: read_records(run) for run in args.runs}
+        names = [run.resolve().name for run in args.runs]
+        runs = {
+            name if names.count(name) == 1 else str(run): read_records(run)
+            for name, run in zip(names, args.runs, strict=True)
+        }
     except ValueError as error:
         sys.exit(f"error: {error}")
     runs = {name: records for name, records in runs.items() if records}

@@ -10,9 +10,10 @@ import open_clip
 import torch
 from safetensors.torch import save_file
 
+from openclip_ext import json_lines
 from openclip_ext.diagnostics import command_line
 from openclip_ext.diagnostics.finished_run import model_settings, read_config
-from openclip_ext.export.card import CURVES, evaluations, model_card, read_lines
+from openclip_ext.export.card import CURVES, evaluations, model_card
 from openclip_ext.export.clip_model import write_clip_model
 from openclip_ext.heads import read_heads
 from openclip_ext.model_configs import add_model_configs
@@ -65,7 +66,9 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
     identity = {} if loaded.shared is None else loaded.shared["identity"]
     step = None if loaded.shared is None else loaded.position.step
     lines = [
-        line for line in read_lines(run / "metrics.jsonl") if "loss" in line and (step is None or line["step"] < step)
+        line
+        for line in json_lines.read(run / "metrics.jsonl")
+        if "loss" in line and (step is None or line["step"] < step)
     ]
     card = model_card(
         config,

@@ -1,9 +1,10 @@
 """The model card, made from what the run's folder says."""
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from openclip_ext import json_lines
 
 CURVES = "curves.png"
 _LOGGED = ("loss", "infonce", "chance", "temperature")
@@ -70,19 +71,13 @@ def model_card(
 def evaluations(folder: Path, checkpoint: Path, epoch: int | None) -> dict[str, float]:
     """Results of a checkpoint: of the evaluation during training, and of ``openclip-ext evaluate``."""
     found: dict[str, float] = {}
-    for line in read_lines(folder / "checkpoints" / "results.jsonl"):
+    for line in json_lines.read(folder / "checkpoints" / "results.jsonl"):
         if epoch is not None and line.get("epoch") == epoch:
             found |= {name: value for name, value in line.items() if isinstance(value, float)}
-    for line in read_lines(folder / "datacomp" / checkpoint.stem / "eval_results.jsonl"):
+    for line in json_lines.read(folder / "datacomp" / checkpoint.stem / "eval_results.jsonl"):
         if line["metrics"].get("main_metric") is not None:
             found[line["dataset"]] = line["metrics"]["main_metric"]
     return found
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a JSON lines file, if there is one."""
-    if path.is_file():
-        yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
 
 
 def _usage(with_transformers: bool) -> str:

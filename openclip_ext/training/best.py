@@ -4,7 +4,7 @@ import logging
 import math
 from pathlib import Path
 
-from openclip_ext.training.checkpoint import read_jsonl
+from openclip_ext import json_lines
 
 BEST = "best.pt"
 _LESS_IS_BETTER = ("loss", "rank")
@@ -25,7 +25,7 @@ def is_best(metrics: dict[str, float], metric: str, folder: Path, epoch: int) ->
         logging.warning(f"--keep-best {metric}: this evaluation has no such metric, but {', '.join(metrics)}")
         return False
     sign = -1 if any(word in metric for word in _LESS_IS_BETTER) else 1
-    lines = [line for line in read_jsonl(folder / "results.jsonl") if line.get("epoch", epoch) < epoch]
+    lines = [line for line in json_lines.read(folder / "results.jsonl") if line.get("epoch", epoch) < epoch]
     earlier = [sign * line[metric] for line in lines if isinstance(line.get(metric), int | float)]
     value = sign * metrics[metric]
     return not math.isnan(value) and all(value > other or math.isnan(other) for other in earlier)

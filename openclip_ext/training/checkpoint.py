@@ -23,8 +23,9 @@ import os
 import random
 import re
 import shutil
+import time
 import zipfile
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -44,6 +45,8 @@ UNREADABLE = ".unreadable"
 _NAME = re.compile(r"epoch_(\d+)(?:_step_(\d+))?$")
 _SHARED_KEYS = {"loss", "position", "identity", "world_size", "tables"}
 _BLOCK = 1 << 22
+# A network file system may show another node's file some seconds later.
+_NODE_SECONDS = 30.0
 T = TypeVar("T")
 # What a full disk or a file-size limit raises from Python's and from torch's writers.
 _WRITE_ERRORS = (OSError, RuntimeError)
@@ -58,12 +61,16 @@ class Position:
         step: optimizer steps over the run.
         step_in_epoch: optimizer steps in the epoch under way.
         progress: what the loader has handed out of that epoch (see ``data/train_loader.py``); kept up to date at saves.
+        samples: that were trained on over the run; a resume may change how many a step has.
+        skipped: steps over the run that changed nothing.
     """
 
     epoch: int = 0
     step: int = 0
     step_in_epoch: int = 0
     progress: list[dict[str, Any]] = field(default_factory=list)
+    samples: int = 0
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,9 +97,11 @@ class Checkpoint:
     def position(self) -> Position:
         if self.shared is None:
             return Position(epoch=self.model_file["epoch"])
+        saved = self.shared["position"]
         try:
-            return Position(**self.shared["position"])
-        except TypeError as error:
+            # Version 0.1.0 did not count samples.
+            return Position(**{"samples": saved["step"] * self.shared["identity"]["global_batch"], **saved})
+        except (KeyError, TypeError) as error:
             raise UsageError(f"the position in {self.path} cannot be read: {error}") from error
 
 
@@ -216,6 +225,7 @@ def _commit(
     """The master's part: the model file under a temporary name, then both renames, the model file's last."""
     unfinished = target.with_suffix(".pt.tmp")
     everything = {name: value for part in checksums for name, value in part.items()}
+    _wait_for_other_nodes(temporary, everything)
     everything[target.name] = _write(unfinished, model_file())
     _write_file(temporary / CHECKSUMS, lambda file: file.write(json.dumps(everything, indent=1).encode()))
     # A folder of this very step is the leftover of a save that was killed between its two renames.
@@ -225,6 +235,17 @@ def _commit(
     for other in state_folder.parent.iterdir():
         if other != state_folder:
             shutil.rmtree(other, ignore_errors=True)
+
+
+def _wait_for_other_nodes(folder: Path, names: Iterable[str]) -> None:
+    """Until their files are in the folder; where the nodes have no common one, they never are."""
+    deadline = time.monotonic() + _NODE_SECONDS
+    while unseen := sorted(name for name in names if not (folder / name).is_file()):
+        if time.monotonic() > deadline:
+            raise OSError(
+                f"{', '.join(unseen)} of other nodes not found in {folder}: all nodes must share one --logs folder"
+            )
+        time.sleep(0.2)
 
 
 def _discard(temporary: Path, target: Path, state_folder: Path) -> None:
@@ -525,7 +546,13 @@ def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
         )
     if any(part.dtype == torch.float64 for saved in parts.values() for part in saved):
         loss.double()
-    loss.load_replicated_state(checkpoint.shared["loss"])
+    try:
+        loss.load_replicated_state(checkpoint.shared["loss"])
+    except RuntimeError as error:
+        raise UsageError(
+            f"{checkpoint.path} has the state of a loss with other options ({' '.join(str(error).split())[:500]}): resume "
+            "with the options of the saved run"
+        ) from error
     for name, table in tables.items():
         restore_table(table, parts[name])
     if checkpoint.shared["world_size"] == distributed.world_size():
@@ -557,37 +584,3 @@ def load_model(
         model.load_state_dict(state_dict)
     except RuntimeError as error:
         raise UsageError(f"{source} is of another model: {str(error)[:500]}") from error
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log of JSON lines; what a killed process left unfinished is passed over."""
-    return [content for _, content in _jsonl(path) if content is not None]
-
-
-def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Each line, and its content; None where that is no dictionary."""
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
-        content = None
-        with contextlib.suppress(ValueError, RecursionError):
-            content = json.loads(line)
-        yield line, content if isinstance(content, dict) else None
-
-
-def truncate_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Cut the lines that lie beyond a checkpoint out of a log of JSON lines; and broken ones, with a warning."""
-    if not path.is_file():
-        return
-    kept, broken = [], 0
-    for line, content in _jsonl(path):
-        try:
-            if content is None:
-                broken += 1
-            elif keep(content):
-                kept.append(line + "\n")
-        except TypeError:  # a step that is no number
-            broken += 1
-    if broken:
-        logging.warning(f"{path}: removed {broken} broken line(s), as a killed run leaves them.")
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(kept))
-    os.replace(temporary, path)

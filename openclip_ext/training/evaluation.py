@@ -225,7 +225,7 @@ def retrieval_metrics(image_features: Tensor, text_features: Tensor, chunk: int 
 
     Returns:
         OpenCLIP's names: ``image_to_text_R@1`` ..., ranks counted from 1. Ties count half of those in front, so that
-        constant features score as chance would.
+        constant features score as chance would. What is not finite ranks last as a pair, and in front as another item.
     """
     metrics = {}
     directions = {"image_to_text": (image_features, text_features), "text_to_image": (text_features, image_features)}
@@ -243,6 +243,6 @@ def _ranks(queries: Tensor, items: Tensor, start: int, chunk: int) -> Tensor:
     similarity = queries[start : start + chunk] @ items.T
     rows = torch.arange(len(similarity), device=similarity.device)
     paired = similarity[rows, start + rows].unsqueeze(1)
-    in_front = (similarity > paired).sum(1)
+    in_front = (~(similarity <= paired)).sum(1)
     tied = (similarity == paired).sum(1) - 1
-    return in_front.double() + tied.double() / 2
+    return (in_front.double() + tied.double() / 2).clamp(max=len(items) - 1)

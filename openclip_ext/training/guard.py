@@ -237,10 +237,12 @@ class _Pending:
 def _all_finite(parameters: list[nn.Parameter]) -> Tensor:
     """0-d bool on the gradients' device: whether this process's parts are finite."""
     gradients = [parallel.local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    # A process may have no part of a small sharded parameter. The norm also overflows where Adam's squares would, and is an
-    # order of magnitude faster on a CPU than isfinite.
-    norms = torch._foreach_norm([gradient for gradient in gradients if gradient.numel()])
-    return torch.stack([norm.isfinite() for norm in norms]).all()
+    # A process may have no part of a small sharded parameter.
+    parts = [gradient for gradient in gradients if gradient.numel()]
+    if not parts:
+        return torch.ones((), dtype=torch.bool, device=parameters[0].device)
+    # The norm also overflows where Adam's squares would, and is an order of magnitude faster on a CPU than isfinite.
+    return torch.stack([norm.isfinite() for norm in torch._foreach_norm(parts)]).all()
 
 
 def _copy(value: Any) -> Any:

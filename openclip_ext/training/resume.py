@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from openclip_ext import distributed
+from openclip_ext import distributed, json_lines
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training import parallel
@@ -99,7 +99,8 @@ def restore(
         scaler.load_state_dict(content["scaler"])
     ckpt.restore_loss(checkpoint, loss)
     if checkpoint.shared is None:
-        return Position(epoch=content["epoch"], step=content["epoch"] * steps_per_epoch)
+        steps = content["epoch"] * steps_per_epoch
+        return Position(content["epoch"], steps, samples=steps * identity.global_batch)
     return checkpoint.position
 
 
@@ -118,11 +119,11 @@ def restore_ema(checkpoint: Checkpoint | None, model: nn.Module, decay: float | 
 def cut_logs(folder: Path, position: Position) -> None:
     """Remove what was logged beyond the checkpoint, and an evaluation that is in one of the logs only: these come again."""
     evaluated = not _lacks_evaluation(folder, position)
-    ckpt.truncate_jsonl(
+    json_lines.truncate(
         folder / "metrics.jsonl",
         lambda line: line.get("step", math.inf) < position.step + ("evaluation" in line and evaluated),
     )
-    ckpt.truncate_jsonl(
+    json_lines.truncate(
         folder / "checkpoints" / "results.jsonl", lambda line: line.get("epoch", 0) < position.epoch + evaluated
     )
 
@@ -135,6 +136,6 @@ def lacks_evaluation(folder: Path | None, position: Position) -> bool:
 def _lacks_evaluation(folder: Path | None, position: Position) -> bool:
     if folder is None or position.step_in_epoch > 0 or position.epoch == 0:
         return False
-    results = ckpt.read_jsonl(folder / "checkpoints" / "results.jsonl")
-    metrics = [line for line in ckpt.read_jsonl(folder / "metrics.jsonl") if "evaluation" in line]
+    results = json_lines.read(folder / "checkpoints" / "results.jsonl")
+    metrics = [line for line in json_lines.read(folder / "metrics.jsonl") if "evaluation" in line]
     return any(all(line.get("epoch") != position.epoch for line in lines) for lines in (results, metrics))

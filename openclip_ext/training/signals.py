@@ -83,6 +83,8 @@ class SignalRequests:
 
     def agreed(self) -> Request:
         """The strongest request that any rank has heard since the last call; call it on all ranks."""
-        request = Request(distributed.any_rank(int(self._request)))
-        self._request = Request.NOTHING
+        told = self._request
+        request = Request(distributed.any_rank(int(told)))
+        if self._request == told:  # else a signal came while this rank waited: it is for the next call
+            self._request = Request.NOTHING
         return request

@@ -134,6 +134,7 @@ class Trainer:
         self.reporter = reporter
         self.evaluators = evaluators
         self.position = position if position is not None else Position()
+        self.step.guard.skipped = self.position.skipped
         self.unreadable = unreadable
         self.steps_per_epoch = loader.batches_per_epoch // length.accum_freq
         self.stopwatch = Stopwatch()
@@ -203,11 +204,13 @@ class Trainer:
         is_last = position.step_in_epoch + 1 >= self.steps_per_epoch
         is_logged = position.step_in_epoch % self.length.log_every == 0 or is_last
         # Logging waits for the device anyway.
-        skipped = self.step.guard.learn(wait=is_logged)
+        skipped = self._learn_of_skipped(wait=is_logged)
         self._report_skipped(skipped)
+        global_batch = distributed.world_size() * sum(len(batch["text"]) for batch in batches)
+        position.samples += global_batch
         if is_logged:
             has_loss = all(step.has_loss for step in skipped if step.number == position.step)
-            self._report(terms, sum(len(batch["text"]) for batch in batches), has_loss)
+            self._report(terms, global_batch, has_loss)
         self.reporter.advance()
         position.step += 1
         position.step_in_epoch += 1
@@ -220,16 +223,26 @@ class Trainer:
         due = every > 0 and self.position.step % every == 0
         if request == Request.NOTHING and not due:
             return
-        self.position.progress = self.loader.extend_progress(self._progress_at_start, self._batches_since)
+        self._complete_position()
         self._save_mid_epoch(must_succeed=request == Request.SAVE_AND_STOP)
         self.stopwatch.restart()
         if request == Request.SAVE_AND_STOP:
             logging.warning(f"Stopped by a signal after step {self.position.step}; --resume latest goes on from here.")
             raise SystemExit(signals.exit_status)
 
+    def _complete_position(self) -> None:
+        """Bring what is not kept up to date in every step up to date, for a save."""
+        self.position.progress = self.loader.extend_progress(self._progress_at_start, self._batches_since)
+        self._report_skipped(self._learn_of_skipped(wait=True))
+
+    def _learn_of_skipped(self, wait: bool) -> list[SkippedStep]:
+        found = self.step.guard.learn(wait)
+        self.position.skipped = self.step.guard.skipped
+        return found
+
     def _give_up(self) -> None:
         """Save the last good state, which is the present one, and end the run."""
-        self.position.progress = self.loader.extend_progress(self._progress_at_start, self._batches_since)
+        self._complete_position()
         self._save_mid_epoch(must_succeed=True)
         raise TrainingDiverged(
             f"{self.step.guard.in_a_row} steps in a row were not finite and changed nothing; the last was step "
@@ -260,16 +273,16 @@ class Trainer:
                     f"far: {self.step.guard.skipped}"
                 )
 
-    def _report(self, terms: dict[str, Tensor], local_samples: int, has_loss: bool) -> None:
+    def _report(self, terms: dict[str, Tensor], global_batch: int, has_loss: bool) -> None:
         """Log a step. This is where the host waits for the device."""
-        position, world_size = self.position, distributed.world_size()
-        values = distributed.all_reduce_sum(torch.stack([value.float() for value in terms.values()])) / world_size
+        position = self.position
+        values = distributed.all_reduce_sum(torch.stack([value.float() for value in terms.values()]))
+        values = values / distributed.world_size()
         named = dict(zip(terms, values.tolist(), strict=True))
         metrics = self.loss.metrics()
         if not has_loss:
             # What the loss gives without valid samples, 0, is no loss.
             named, metrics = dict.fromkeys(named, math.nan), metrics | {"infonce": math.nan}
-        global_batch = local_samples * world_size
         for step, indices in self.loss.pop_nonfinite():
             logging.warning(
                 f"Rank {distributed.rank()}: non-finite features at step {step}, masked out; samples {indices}"
@@ -277,7 +290,7 @@ class Trainer:
         record = {
             "step": position.step,
             "epoch": position.epoch,
-            "samples": (position.step + 1) * global_batch,
+            "samples": position.samples,
             "loss": sum(named.values()),
             "terms": named,
             "chance": math.log(global_batch),
@@ -294,7 +307,7 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         position = self.position
-        self.position = Position(epoch=position.epoch + 1, step=position.step)
+        self.position = Position(position.epoch + 1, position.step, samples=position.samples, skipped=position.skipped)
         self._save_epoch()
         self._evaluate()
         self.stopwatch.restart()

@@ -38,6 +38,23 @@ if [ -z "$model" ]; then
     exit 2
 fi
 
+# The options that change the model or its images, and the configuration that the trainer wrote: else the weights would load
+# into another model.
+run_flags=()
+for option in force_quick_gelu force_custom_text force_image_size force_context_length image_mean image_std \
+    image_interpolation image_resize_mode; do
+    read -r -a values < <(sed -n "s/^$option: //p" "$run_folder/params.txt" | tr -d "[](),'") || true
+    case ${values[*]:-None} in
+        None | False) ;;
+        True) run_flags+=("--${option//_/-}") ;;
+        *) run_flags+=("--${option//_/-}" "${values[@]}") ;;
+    esac
+done
+model_config=$run_folder/model_config/${model//\//-}.json
+if [ -f "$model_config" ]; then
+    run_flags+=(--model-config "$model_config")
+fi
+
 case ${CHECKPOINTS:-all} in
     all | last)
         mapfile -t checkpoints < <(find "$run_folder/checkpoints" -maxdepth 1 -name 'epoch_*[0-9].pt' | sort -V)
@@ -61,7 +78,8 @@ for checkpoint in "${checkpoints[@]}"; do
     echo "== $checkpoint"
     srun --nodes=1 --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
         "$python" -m torch.distributed.run --nproc-per-node="$processes" --master-port="$master_port" \
-        -m eval.datacomp --model "$model" --checkpoint "$checkpoint" --data-dir "$data_dir" "$@" || status=$?
+        -m eval.datacomp --model "$model" --checkpoint "$checkpoint" --data-dir "$data_dir" \
+        ${run_flags[@]+"${run_flags[@]}"} "$@" || status=$?
 done
 "$python" -m eval.report "$run_folder" --output "$run_folder/datacomp/report" || status=$?
 exit "$status"

@@ -46,6 +46,18 @@ def test_curves_of_several_runs_are_drawn(tmp_path, capsys):
     assert all((np.abs(pixels - np.array(color)).max(axis=1) < 3).sum() > 500 for color in (blue, orange))
 
 
+def test_runs_of_one_name_are_all_drawn_and_a_cut_line_is_passed_over(tmp_path, monkeypatch):
+    for parent in ("a", "b"):
+        (tmp_path / parent).mkdir()
+        write_run(tmp_path / parent / "run", range(0, 100, 20))
+    with (tmp_path / "a" / "run" / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 99, "lo')
+    drawn = {}
+    monkeypatch.setattr(curves, "plot", lambda runs, output: drawn.update(runs))
+    curves.main([str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run"), "--output", str(tmp_path / "x.png")])
+    assert [len(records) for records in drawn.values()] == [5, 5]
+
+
 def test_curves_without_a_run_say_what_to_give(tmp_path):
     with pytest.raises(SystemExit, match="no run folder"):
         curves.main([str(tmp_path / "none"), "--output", str(tmp_path / "x.png")])

@@ -75,6 +75,23 @@ def test_all_checkpoints_in_order_and_then_the_report(tmp_path: Path, run_folder
     assert args.results == [str(run_folder)] and args.output == run_folder / "datacomp" / "report"
 
 
+def test_options_of_the_run_reach_the_evaluation(tmp_path: Path, run_folder: Path) -> None:
+    options = "force_quick_gelu: True\nforce_custom_text: False\nforce_image_size: [64]\nforce_context_length: None\n"
+    images = "image_mean: (0.5, 0.4, 0.3)\nimage_std: None\nimage_interpolation: bilinear\n"
+    (run_folder / "params.txt").write_text(f"model: ViT-B-32\n{options}{images}")
+    (run_folder / "model_config").mkdir()
+    config = run_folder / "model_config" / "ViT-B-32.json"
+    config.touch()
+    arguments = (str(run_folder), "/data/with space", "--image-interpolation", "nearest")
+    assert start(tmp_path, *arguments, CHECKPOINTS="last").returncode == 0
+    command, _ = calls(tmp_path)
+    args = parse_args(command[command.index("eval.datacomp") + 1 :])
+    assert (args.force_quick_gelu, args.force_image_size, args.image_mean) == (True, 64, [0.5, 0.4, 0.3])
+    assert (args.force_custom_text, args.force_context_length, args.image_std) == (None, None, None)
+    assert args.model_config == config
+    assert args.image_interpolation == "nearest"  # the user's own wins
+
+
 def test_chosen_checkpoints(tmp_path: Path, run_folder: Path) -> None:
     arguments = (str(run_folder), Path("/data/with space"))
     assert start(tmp_path, *arguments, CHECKPOINTS="last").returncode == 0

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from openclip_ext import json_lines
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.state.sharded_table import ShardedTable
 from openclip_ext.training import checkpoint as ckpt
@@ -260,6 +261,36 @@ def test_the_batch_may_change_between_epochs(tmp_path):
     ckpt.check_identity(checkpoint, RunIdentity(**{**vars(IDENTITY), "global_batch": 16}))
 
 
+def test_a_position_of_an_earlier_version_has_samples(tmp_path):
+    path = save(tmp_path, Position(1, 10, samples=77, skipped=3))
+    assert (ckpt.read(path).position.samples, ckpt.read(path).position.skipped) == (77, 3)
+    shared = ckpt.read(path).shared
+    for name in ("samples", "skipped"):
+        del shared["position"][name]
+    assert ckpt.Checkpoint(path, {}, shared).position == Position(1, 10, samples=10 * IDENTITY.global_batch)
+
+
+def test_a_state_of_other_shape_is_refused(tmp_path):
+    checkpoint = ckpt.read(save(tmp_path, Position(1, 10), size=3))
+    with pytest.raises(UsageError, match=r"epoch_1\.pt has the state of a loss with other options"):
+        ckpt.restore_loss(checkpoint, SmallLoss(4, 0.0))
+
+
+def test_nodes_that_do_not_share_a_folder_are_told(tmp_path, monkeypatch):
+    """The master must not name files that only another node has: nothing could resume from them."""
+    together = ckpt._together
+
+    def with_another_node(action, **options):
+        results = together(action, **options)
+        return [*results, {"rank_0001.pt": "0"}] if isinstance(results[0], dict) else results
+
+    monkeypatch.setattr(ckpt, "_together", with_another_node)
+    monkeypatch.setattr(ckpt, "_NODE_SECONDS", 0.0)
+    with pytest.raises(OSError, match=r"rank_0001\.pt of other nodes not found .* share one --logs folder"):
+        save(tmp_path, Position(1, 10))
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_weights_load_with_and_without_ddps_prefix(prefix):
     source, target = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
@@ -281,17 +312,17 @@ def test_only_the_newest_checkpoint_in_mid_epoch_is_kept(tmp_path):
 def test_logs_are_cut_to_the_checkpoint_and_unfinished_lines_go(tmp_path):
     log = tmp_path / "metrics.jsonl"
     log.write_bytes(b'{"step": 1}\n12\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo\xff\0\0')
-    ckpt.truncate_jsonl(log, lambda line: line["step"] < 3)
+    json_lines.truncate(log, lambda line: line["step"] < 3)
     assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 def test_broken_lines_of_a_log_go_with_a_warning(tmp_path, caplog):
     log = tmp_path / "metrics.jsonl"
     log.write_bytes(b'{"step": 1}\n{"step": 2}\n')
-    ckpt.truncate_jsonl(log, lambda line: line["step"] < 3)
+    json_lines.truncate(log, lambda line: line["step"] < 3)
     assert caplog.text == ""
     log.write_bytes(b'{"step": 1}\n{"step": null}\n[]\n' + b"9" * 5000 + b'\n{"step": 2}\n{"st')
-    ckpt.truncate_jsonl(log, lambda line: line["step"] < 3)
+    json_lines.truncate(log, lambda line: line["step"] < 3)
     assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
     assert "metrics.jsonl: removed 4 broken line(s)" in caplog.text
 

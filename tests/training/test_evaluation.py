@@ -46,6 +46,15 @@ def test_constant_features_score_as_chance_not_as_perfect():
     assert metrics["image_to_text_mean_rank"] == pytest.approx(50.5)
 
 
+@pytest.mark.parametrize("broken", [slice(None), slice(0, 50)])
+def test_features_that_are_not_finite_are_never_found(broken):
+    features = unit_rows(100, 8, seed=0)
+    features[broken] = float("nan")
+    metrics = retrieval_metrics(features, features)
+    assert metrics["image_to_text_R@10"] == metrics["text_to_image_R@1"] == 0.0
+    assert metrics["image_to_text_mean_rank"] > 50
+
+
 class ToyModel(nn.Module):
     """Returns its inputs as features."""
 

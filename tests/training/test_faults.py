@@ -276,6 +276,21 @@ def test_torchrun_may_hand_ctrl_c_on_again(monkeypatch):
         assert requests.agreed() == signals.Request.SAVE_AND_STOP
 
 
+def test_a_signal_that_comes_while_the_ranks_agree_is_for_the_next_step(monkeypatch):
+    """A rank may wait there for another one's step: SLURM's signal would be lost."""
+
+    def signalled(flag):
+        signal.raise_signal(signal.SIGTERM)
+        return flag
+
+    with signals.SignalRequests() as requests:
+        with monkeypatch.context() as patched:
+            patched.setattr(signals.distributed, "any_rank", signalled)
+            assert requests.agreed() == signals.Request.NOTHING
+        assert requests.agreed() == signals.Request.SAVE_AND_STOP
+        assert requests.agreed() == signals.Request.NOTHING
+
+
 def test_a_stopped_rank_is_named(shards, tmp_path):
     argv = [*command(shards, tmp_path, "run", "openclip", "--epochs", "200"), "--batch-size", "8"]
     torchrun = start([*argv, "--rank-patience", "10"], *TORCHRUN)

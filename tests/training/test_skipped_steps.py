@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 
+from openclip_ext.training import guard
 from openclip_ext.training.step import TrainStep
 from openclip_ext.training.trainer import TrainingDiverged
 from tests.distributed.pool import two_ranks
-from tests.training.runs import command, losses_of, make_shards, run
+from tests.training.runs import EXIT_AFTER_SIGTERM, command, losses_of, make_shards, run
 from tests.training.skipped_cases import FLOAT16, Run, Way, all_nan, changed, different
 from tests.training.tiny import LOSSES, tiny_batch
 
@@ -163,6 +164,25 @@ def test_bad_steps_in_a_row_end_the_run_with_the_last_good_state_saved(shards, t
     assert all(torch.isfinite(value).all() for value in state.values())
     assert run(argv) == 0
     assert [step for step, *_ in losses_of(tmp_path / "run")] == list(range(10))
+
+
+def test_a_resumed_run_goes_on_counting(shards, tmp_path, monkeypatch):
+    """Skipped steps; and samples, where an epoch ended before the batch got smaller."""
+    spoiling(monkeypatch, {1, 3})
+    argv = command(shards, tmp_path, "run", "openclip", "--resume", "latest")
+    assert run(argv, stop_after=4) == EXIT_AFTER_SIGTERM
+    assert run([*argv, "--epochs", "1"]) == 0
+    assert run([*argv, "--batch-size", "8"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["skipped_steps"] for line in lines] == [0, 1, 1] + [2] * 12
+    assert [line["samples"] for line in lines] == [*range(16, 81, 16), *range(88, 161, 8)]
+
+
+def test_a_process_without_a_part_of_any_gradient_has_nothing_to_object_to():
+    parameter = torch.nn.Parameter(torch.zeros(0))
+    parameter.grad = torch.zeros(0)
+    assert guard._all_finite([parameter])
+    assert guard._all_finite([torch.nn.Parameter(torch.zeros(2))])
 
 
 def test_only_steps_in_a_row_end_a_run(shards, tmp_path, monkeypatch):

@@ -1,0 +1,43 @@
+"""Logs of JSON lines, which a killed process may leave with an unfinished last line."""
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log; none if there is no file. What a killed process left unfinished is passed over."""
+    return [content for _, content in _lines(path) if content is not None]
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Each line, and its content; None where that is no dictionary."""
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+        content = None
+        with contextlib.suppress(ValueError, RecursionError):
+            content = json.loads(line)
+        yield line, content if isinstance(content, dict) else None
+
+
+def truncate(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Cut the lines that lie beyond a checkpoint out of a log; and broken ones, with a warning."""
+    if not path.is_file():
+        return
+    kept, broken = [], 0
+    for line, content in _lines(path):
+        try:
+            if content is None:
+                broken += 1
+            elif keep(content):
+                kept.append(line + "\n")
+        except TypeError:  # a step that is no number
+            broken += 1
+    if broken:
+        logging.warning(f"{path}: removed {broken} broken line(s), as a killed run leaves them.")
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(kept))
+    os.replace(temporary, path)
