@@ -1,4 +1,4 @@
-"""Train a CLIP of OpenCLIP with FastCLIP's loss in a loop of your own with accelerate.
+"""Train a CLIP model from OpenCLIP with FastCLIP's loss in a loop of your own with accelerate.
 
 python examples/accelerate_loop.py [--resume]
 """

@@ -1,4 +1,4 @@
-"""Train a CLIP of OpenCLIP with NeuCLIP's loss in PyTorch Lightning.
+"""Train a CLIP model from OpenCLIP with NeuCLIP's loss in PyTorch Lightning.
 
 python examples/lightning_module.py [--devices 2] [--resume CHECKPOINT]
 """

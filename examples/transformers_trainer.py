@@ -1,4 +1,4 @@
-"""Train a CLIP of transformers with FastCLIP's loss in ``transformers.Trainer``.
+"""Train a CLIP model from transformers with FastCLIP's loss in ``transformers.Trainer``.
 
 python examples/transformers_trainer.py [--resume]
 """

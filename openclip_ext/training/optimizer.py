@@ -247,8 +247,8 @@ def create_schedule(
 ) -> Callable[[int], None]:
     """The learning rates as a function of the optimizer step over the run.
 
-    The encoders follow OpenCLIP's schedule; a logit scale with a rate of its own keeps it: no warm-up, no decay (METHODS,
-    global learned temperature).
+    The encoders follow OpenCLIP's schedule; a logit scale with a rate of its own keeps it: no warm-up, no decay
+    (docs/methods/fastclip.md).
 
     Raises:
         UsageError: as :func:`check_schedule`.
