@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from openclip_ext.data.scan import available_cores
+
 from .features import PRECISIONS, Encoder, resolve_precision
 from .models import MODEL_OPTIONS, LoadedModel, load_model
 
@@ -45,8 +47,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def default_workers() -> int:
     """One per core that this process may use, at most 16; processes of torchrun on one machine share the cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(16, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(1, min(16, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _at_least(lowest: int) -> Callable[[str], int]:

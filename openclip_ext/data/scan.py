@@ -282,7 +282,7 @@ def scan_local(
         progress: Show a bar (on a terminal).
     """
     scan = partial(scan_shard, image_key=image_key, caption_key=caption_key)
-    workers = min(workers or min(_cpu_count(), 32), len(paths))
+    workers = min(workers or min(available_cores(), 32), len(paths))
     if workers <= 1:
         return list(_with_bar(map(scan, paths), len(paths), progress))
     # fork, as PyTorch's DataLoader does: spawn would import the training script (and torch) again in each process.
@@ -291,7 +291,8 @@ def scan_local(
         return list(_with_bar(pool.map(scan, paths), len(paths), progress))
 
 
-def _cpu_count() -> int:
+def available_cores() -> int:
+    """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

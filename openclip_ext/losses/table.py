@@ -58,5 +58,10 @@ def _fields(option: Option) -> dict[str, Any]:
 def write() -> None:
     """Write the file from the code."""
     table = from_registry()
-    content = {"options": [_fields(option) for option in table.options], "defaults": table.defaults}
-    FILE.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    options = ",\n".join(_json(_fields(option)) for option in table.options)
+    defaults = ",\n".join(f"{_json(loss)}: {_json(values)}" for loss, values in table.defaults.items())
+    FILE.write_text(f'{{"options": [\n{options}\n],\n"defaults": {{\n{defaults}\n}}}}\n', encoding="utf-8")
+
+
+def _json(content: Any) -> str:
+    return json.dumps(content, ensure_ascii=False)

@@ -16,6 +16,7 @@ from typing import Any
 from PIL import Image
 from tqdm import tqdm
 
+from openclip_ext.data.scan import available_cores
 from openclip_ext.data.shapes.render import render
 from openclip_ext.data.shapes.scene import caption_generator, pixel_generator, sample_caption, sample_scene
 
@@ -121,7 +122,7 @@ def write_shards(output: str | Path, config: ShapesConfig, workers: int | None =
         leftover.unlink()
     done = config.num_samples - sum(len(span) for _, span in missing)
     with tqdm(total=config.num_samples, initial=done, unit="img", desc=str(folder), disable=not progress) as bar:
-        for count in _write_all(missing, config, workers or _available_cores()):
+        for count in _write_all(missing, config, workers or available_cores()):
             bar.update(count)
     sizes = {name: len(span) for name, span in zip(names, ranges, strict=True)}
     _write_atomically(folder / SIZES_FILE, json.dumps(sizes, indent=1).encode())
@@ -184,7 +185,3 @@ def _write_atomically(path: Path, content: bytes) -> None:
         with suppress(FileNotFoundError):
             os.unlink(partial)
         raise
-
-
-def _available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -7,7 +7,6 @@ nothing but itself.
 import fcntl
 import json
 import multiprocessing
-import os
 import signal
 import time
 import traceback
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from openclip_ext.data.scan import available_cores
 
 _POLL_SECONDS = 0.3
 # What a process runs: ``task(device, seen)``, where ``seen`` takes the samples of each step.
@@ -160,7 +161,7 @@ class Workers:
 
 def default_processes() -> int:
     """One a GPU, or without one, one a core."""
-    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+    return torch.cuda.device_count() or available_cores()
 
 
 def _work(sender: Connection, slot: int, processes: int, task: Task) -> None:
@@ -171,7 +172,7 @@ def _work(sender: Connection, slot: int, processes: int, task: Task) -> None:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
+        torch.set_num_threads(max(1, available_cores() // processes))
 
     def seen(count: int) -> None:
         sender.send(count)  # fails, and ends this process, when the program is gone
