@@ -342,7 +342,7 @@ def _extended_create_loss(original: Callable) -> Callable:
         if name is None:
             return original(args)
         options = _loss_options(name, args)
-        if name in OPENCLIP_LOSSES and not options:
+        if name in OPENCLIP_LOSSES and all(registry.OPTIONS[option].openclip_flag for option in options):
             # The name decides, and not only the flag --siglip.
             return original(argparse.Namespace(**{**vars(args), "siglip": name == "siglip"}))
         if getattr(args, "distill", False):

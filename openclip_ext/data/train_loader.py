@@ -418,6 +418,10 @@ class TrainLoader:
         seen, done = self._parse_progress(entries)
         return [*entries[: len(seen)], self.layout | {"batches": done + batches}]
 
+    def check_progress(self, progress: Progress) -> None:
+        """Raise ValueError if an epoch that was begun so cannot go on with this loader."""
+        self._parse_progress(progress)
+
     def _parse_progress(self, progress: Progress | None) -> tuple[tuple[Segment, ...], int]:
         """Segments of other layouts, and how many batches of the current one are done."""
         segments = []
@@ -427,7 +431,8 @@ class TrainLoader:
                     what = "data set (or manifest)" if name == "data" else name
                     raise ValueError(
                         f"cannot go on in mid-epoch: the checkpoint was made with {what} {entry[name]}, this run has "
-                        f"{own}. Use the same, or resume from the checkpoint of a completed epoch"
+                        f"{own}. Use the same, or begin a run of another --name with --resume and the checkpoint of a "
+                        "completed epoch"
                     )
             segments.append(Segment(layout_from_dict(entry, self._layout), int(entry["batches"])))
         if segments and segments[-1].layout == self._layout:

@@ -10,16 +10,26 @@ import torch
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Run a program: a user's mistake is a message and exit status 2, not a traceback.
+    """Run a program: a user's mistake is a message and exit status 2, not a traceback; Ctrl-C is status 130.
 
     Args:
-        main: takes the arguments; its ValueErrors are the user's mistakes.
+        main: takes the arguments; its ValueErrors and OSErrors are the user's mistakes.
     """
     try:
         main(sys.argv[1:])
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
+    except KeyboardInterrupt as error:
+        print("stopped", file=sys.stderr)
+        raise SystemExit(130) from error
+
+
+def device(name: str) -> str:
+    """An argument type: a device that this machine has."""
+    if torch.device(name).type == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError(f"{name}: PyTorch finds no GPU here")
+    return name
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +41,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--train-data", default=None, help="the training data, where they are no longer where they were"
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s"
+    )
     parser.add_argument("--workers", type=int, default=None, help="processes that read images (default: the run's)")
     parser.add_argument(
         "--batch-size", type=int, default=None, help="images embedded at a time (default: the run's --batch-size)"

@@ -85,6 +85,7 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
         seed=config.loading.seed,
     )
     position = resume.restore(start.checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
+    loader.check_progress(position.progress)
     if folder is not None and distributed.is_master():
         _begin_folder(config, folder, position, start)
     announce(identity, config.loss.options, built.model, loss, steps_per_epoch, config.length.epochs)

@@ -3,6 +3,7 @@
 import io
 import json
 import shlex
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,7 @@ from openclip_ext.diagnostics.compare.pilot import (
     warmup_steps,
 )
 from openclip_ext.diagnostics.compare.report import About, LossResult, conclude, judgement
-from openclip_ext.diagnostics.compare.samples import Texts, Tokens, divide
+from openclip_ext.diagnostics.compare.samples import PilotData, Texts, Tokens, divide
 from openclip_ext.diagnostics.compare.space import BASELINE, DEFAULT_LOSSES, Configuration, Setting, configurations
 from openclip_ext.diagnostics.compare.statistics import Difference, paired_difference, student_t
 from openclip_ext.diagnostics.compare.workers import ResultsFile, Workers
@@ -143,7 +144,7 @@ def test_runs_are_not_longer_than_asked():
 
 
 def test_too_short_a_time_is_refused():
-    with pytest.raises(ValueError, match=r"too short: 0\.1 minutes .* more --minutes, fewer --losses"):
+    with pytest.raises(ValueError, match=r"too short: 0\.1 minutes, .* more --minutes, fewer --losses"):
         plan(LOSSES, COSTS, 6, 2, 16, 10**9, 18)
 
 
@@ -259,6 +260,16 @@ def test_settings_in_words():
     words = [setting_words(one) for one in space.settings_of(BASELINE, {})]
     assert words[:4] == ["τ learned", "τ learned, from 0.03", "τ constant, 0.05", "τ solved, ρ 4"]
     assert setting_words(Setting({"rho": 5.0, "rho_end": None})) == "τ learned, ρ 5"
+    assert setting_words(Setting(), space.own_scheme("sogclr")) == "τ constant"
+
+
+@pytest.mark.parametrize(
+    ("loss", "scheme"), [("sogclr", "constant"), ("isogclr", "per-sample"), ("tempnet", "predicted")]
+)
+def test_losses_known_for_their_temperature_keep_its_scheme(loss, scheme):
+    for setting in space.settings_of(loss, {}):
+        assert setting.options.get("temperature_scheme", space.own_scheme(loss)) == scheme
+    assert space.settings_of(loss, {})[0].options["gamma"] == 0.8
 
 
 def test_a_run_is_named_by_what_it_follows_from():
@@ -317,6 +328,18 @@ def test_samples_of_one_caption_count_as_one():
     alone = paired_difference(values, torch.zeros_like(values), range(40))
     twice = paired_difference(values.repeat(1, 2), torch.zeros(2, 80), [*range(40), *range(40)])
     assert (twice.low, twice.high) == pytest.approx((alone.low, alone.high))
+
+
+def test_the_interval_covers_few_captions():
+    random = np.random.default_rng(2)
+    groups = np.arange(200) % 4
+    covered = 0
+    for _ in range(400):
+        difference = 0.05 + random.normal(0, 0.3, 4)[groups] + random.normal(0, 0.1, (3, 200))
+        found = paired_difference(torch.tensor(difference), torch.zeros(3, 200), groups.tolist())
+        covered += found.low <= 0.05 <= found.high
+    assert covered >= 0.93 * 400
+    assert paired_difference(torch.ones(3, 4), torch.zeros(3, 4), [0] * 4) is None
 
 
 def test_one_seed_has_no_interval():
@@ -398,7 +421,19 @@ def test_factors_are_rounded_and_have_no_exponents():
 
 @pytest.mark.parametrize("groups", [[0, 1, 2, 3], [0, 0, 1, 2], [0, 0, 0, 0]])
 def test_guessing_finds_any_sample_of_an_equal_caption(groups):
-    assert about(8, groups).chance == np.mean(np.equal.outer(groups, groups))
+    random = torch.Generator().manual_seed(0)
+    captions = torch.tensor(groups)
+    numbers = captions.unique()
+    found = []
+    for _ in range(1500):  # as pilot.score ranks random embeddings
+        image, text = (torch.randn(count, 3, generator=random) for count in (len(groups), len(numbers)))
+        image, text = (torch.nn.functional.normalize(part, dim=1) for part in (image, text))
+        ranks = {
+            RETRIEVAL[0]: rank(image, text, captions, numbers),
+            RETRIEVAL[1]: rank(text, image, numbers, captions)[captions],
+        }
+        found.append(recall(ranks))
+    assert about(8, groups).chance == pytest.approx(statistics.fmean(found), abs=0.03)
 
 
 def test_a_chart_is_svg_with_escaped_names():
@@ -417,7 +452,7 @@ def test_the_halves_are_disjoint_and_seeded():
     assert len(first) == 50
     assert sorted(first + rest) == list(range(100))
     assert divide(100, 0.5, 1000) == (first, rest)
-    with pytest.raises(ValueError, match="10 validation samples are too few"):
+    with pytest.raises(ValueError, match="10 of 100 samples are too few"):
         divide(100, 0.1, 1000)
 
 
@@ -547,6 +582,41 @@ def test_data_that_do_not_fit_are_refused(data, more, message):
         write_tar(data / "train" / "00000.tar", [member for n in range(300) for member in two_colors(n)])
     with pytest.raises(ValueError, match=message):
         command.main(arguments(data, *more))
+
+
+def test_more_bad_samples_than_training_allows_are_refused(data):
+    members = [member for n in range(300) for member in two_colors(n) if n % 10 or not member[0].endswith("txt")]
+    write_tar(data / "train" / "00000.tar", members)
+    with pytest.raises(
+        ValueError, match=r"30 of the 300 samples .* more than the allowed 5\.0% \(--max-bad-fraction\)"
+    ):
+        command.main(arguments(data, "--val", str(data / "val" / "00000.tar")))
+
+
+def prepared(data: Path, *more: str) -> PilotData:
+    pilot, _ = command._prepare(*command.parse(arguments(data, "--val", str(data / "val" / "00000.tar"), *more)))
+    return pilot.data
+
+
+def test_data_that_have_changed_are_decoded_again(data):
+    before = prepared(data)
+    assert prepared(data).digest == before.digest
+    write_tar(data / "train" / "00000.tar", [member for n in range(90) for member in two_colors(n)])
+    (data / "train" / "00000.tar").with_name("manifest.json").unlink(missing_ok=True)
+    after = prepared(data)
+    assert (before.num_samples, after.num_samples) == (80, 90)
+    assert after.verdict.classes() is None
+    assert prepared(data, "--classes", str(data / "names.txt")).verdict.classes() is not None
+    assert len(list((data / "out" / "cache").iterdir())) == 2  # those of earlier data are gone
+
+
+def test_two_comparisons_do_not_share_a_folder(data):
+    """Not even while they decode."""
+    results = ResultsFile(data / "out" / "runs.jsonl")
+    with pytest.raises(ValueError, match="another process is writing"):
+        command.main(arguments(data))
+    assert not (data / "out" / "cache").exists()
+    results.close()
 
 
 def test_a_class_that_has_no_name_is_refused(data):

@@ -213,7 +213,7 @@ def inspected(trained, tmp_path_factory):
 def test_the_program_lists_what_it_finds_with_shard_and_key(inspected, trained, shards):
     content = json.loads((inspected / "found.json").read_text())
     assert content["categories"].keys() == DEFINITIONS.keys()
-    assert (content["samples"] is not None, content["loss"], content["checkpoint"]) == (True, "fastclip", "epoch_2.pt")
+    assert (content["samples"], content["loss"], content["checkpoint"]) == (NUM_SAMPLES, "fastclip", "epoch_2.pt")
     assert content["log-normalizers"] == "stored by the loss"
     assert content["thresholds"]["extremes"] == content["categories"]["hardest"]["count"] == 12
     names = []
@@ -225,7 +225,7 @@ def test_the_program_lists_what_it_finds_with_shard_and_key(inspected, trained, 
                 if member.name.endswith(".txt")
             ]
     assert len(names) == NUM_SAMPLES
-    assert all(tuple(place) == names[int(index)] for index, place in content["samples"].items())
+    assert all(tuple(place) == names[int(index)] for index, place in content["listed"].items())
     rows = list(csv.DictReader((inspected / "found.csv").open(newline="")))
     assert len(rows) == sum(len(category["found"]) for category in content["categories"].values())
     pair = next(row for row in rows if row["category"] == "duplicate-captions")
@@ -304,7 +304,7 @@ def test_a_run_goes_on_with_the_manifest(inspected, trained, shards, tmp_path, c
 
     inspect.main([str(whole), "--anchors", "30", "--output", str(tmp_path / "again")])
     content = json.loads((tmp_path / "again" / "found.json").read_text())
-    assert (content["samples"].keys() & set(map(str, hardest))) == set()
+    assert (content["listed"].keys() & set(map(str, hardest))) == set()
     assert content["left out by the manifest"] == 12
     assert content["looked at"].startswith("30 drawn at random, each compared with all 72")
 

@@ -82,14 +82,14 @@ def test_options_of_the_run_reach_the_evaluation(tmp_path: Path, run_folder: Pat
     (run_folder / "model_config").mkdir()
     config = run_folder / "model_config" / "ViT-B-32.json"
     config.touch()
-    arguments = (str(run_folder), "/data/with space", "--image-interpolation", "nearest")
+    arguments = (str(run_folder), "/data/with space", "--image-interpolation", "random")
     assert start(tmp_path, *arguments, CHECKPOINTS="last").returncode == 0
     command, _ = calls(tmp_path)
     args = parse_args(command[command.index("eval.datacomp") + 1 :])
     assert (args.force_quick_gelu, args.force_image_size, args.image_mean) == (True, 64, [0.5, 0.4, 0.3])
     assert (args.force_custom_text, args.force_context_length, args.image_std) == (None, None, None)
-    assert args.model_config == config
-    assert args.image_interpolation == "nearest"  # the user's own wins
+    assert args.model_config == str(config)
+    assert args.image_interpolation == "random"  # the user's own wins
 
 
 def test_chosen_checkpoints(tmp_path: Path, run_folder: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from openclip_ext.data.manifest import Manifest
 from openclip_ext.training import heartbeat, run_folder, signals
 from openclip_ext.training.errors import UsageError
 from tests.training.runs import (
@@ -194,6 +195,19 @@ def children_of(program: subprocess.Popen) -> list[int]:
 def is_alive(pid: int) -> bool:
     state = Path(f"/proc/{pid}/stat")
     return state.is_file() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_refused_resume_leaves_the_run_folder_as_it_was(shards, tmp_path):
+    """In mid-epoch with other data: the folder must go on saying what the run was trained on."""
+    argv = command(shards, tmp_path, "run", "openclip", "--resume", "latest")
+    assert run(argv, stop_after=3) == signals.EXIT_AFTER_SIGTERM
+    files = [tmp_path / "run" / name for name in ("config.json", "params.txt", "metrics.jsonl")]
+    before = [file.read_bytes() for file in files]
+    fewer = tmp_path / "fewer.json"
+    Manifest.load(Path(shards).parent / "manifest.json").without({5}).save(fewer)
+    with pytest.raises(ValueError, match=r"cannot go on in mid-epoch: .* another --name"):
+        run([*argv, "--manifest", str(fewer)])
+    assert [file.read_bytes() for file in files] == before
 
 
 def test_a_second_run_in_the_same_folder_is_refused(shards, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shlex
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -97,15 +98,14 @@ def main(argv: list[str]) -> None:
     started = time.monotonic()
     config, training, loss_options = parse(argv)
     deadline = Deadline(config.minutes, started)
+    results = ResultsFile(config.output / "runs.jsonl")  # first: nobody else may write to the cache, either
     try:
         pilot, notes = _prepare(config, training, loss_options)
-    except (BadDataError, FileNotFoundError) as error:
-        raise ValueError(str(error)) from error
-    results = ResultsFile(config.output / "runs.jsonl")
-    try:
         comparison = _Comparison(config, pilot, notes, results, deadline)
         stopped = comparison.run()
         comparison.write_report()
+    except (BadDataError, DoesNotFit) as error:
+        raise ValueError(str(error)) from error
     finally:
         results.close()
     if stopped:
@@ -122,7 +122,7 @@ def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig, dict[str, Any
     add_model_configs()
     args, rest = _parser().parse_known_args(argv)
     options = {name: getattr(args, name) for name in OPTIONS if hasattr(args, name)}
-    losses = tuple(dict.fromkeys(args.losses.split(",")))
+    losses = tuple(dict.fromkeys(loss.strip() for loss in args.losses.split(",")))
     _check(args, losses, options)
     namespace, choice = flags.parse(["--train-data", args.shards, *rest])
     defaults, _ = flags.parse(["--train-data", args.shards])
@@ -217,9 +217,9 @@ def _prepare(config: CompareConfig, training: TrainingConfig, options: dict[str,
     )
     classes = len(names) or None
     train: Cache | DataSpec
-    name = _digest([config.shards, _files(training.data), training.data.image_key, training.data.caption_key, size])
+    cached = [config.output / "cache" / _cache_name(training.data, size, classes if config.val is None else None)]
     try:
-        train = write(training.data, config.output / "cache" / name, classes=classes if config.val is None else None)
+        train = write(training.data, cached[0], classes=classes if config.val is None else None)
     except DoesNotFit as error:
         if config.val is None:
             raise ValueError(f"{error}; give more, or validation data with --val") from None
@@ -227,8 +227,8 @@ def _prepare(config: CompareConfig, training: TrainingConfig, options: dict[str,
     notes = []
     if config.val is not None:
         spec = replace(training.data, source=config.val, manifest=None, num_samples=None)
-        name = _digest([config.val, spec.image_key, spec.caption_key, size, bool(classes)])
-        held_out = write(spec, config.output / "cache" / name, classes=classes)
+        cached.append(config.output / "cache" / _cache_name(spec, size, classes))
+        held_out = write(spec, cached[1], classes=classes)
         count = len(held_out.rows)
         held_out = held_out.part(divide(count, 1.0, _MOST_VALIDATION)[0])
         notes.append(f"{len(held_out.rows):,} validation samples of {config.val}")
@@ -240,6 +240,9 @@ def _prepare(config: CompareConfig, training: TrainingConfig, options: dict[str,
             f"{len(held):,} samples drawn from {config.shards} and not trained on; with near-duplicates among the training "
             "samples the scores are too high for all losses"
         )
+    for folder in (config.output / "cache").iterdir():
+        if folder not in cached:  # of data that have changed
+            shutil.rmtree(folder, ignore_errors=True)
     choice, verdict = divide(len(held_out.rows), 0.5, _MOST_VALIDATION)
     if isinstance(train, Cache):
         num_samples, digest = len(train.rows), train.digest
@@ -266,19 +269,24 @@ def _prepare(config: CompareConfig, training: TrainingConfig, options: dict[str,
     return Pilot(training, options, data, config.population, config.anchors), notes
 
 
-def _files(spec: DataSpec) -> Any:
-    """The files that a data set names."""
+def _cache_name(spec: DataSpec, size: int, classes: int | None) -> str:
+    """Another one for whatever makes other samples: flags, and local files by size and time of change."""
     assert spec.source is not None
-    return expand_shards(spec.source) if spec.resolved_type == "webdataset" else spec.source
+    files = [
+        *(expand_shards(spec.source) if spec.resolved_type == "webdataset" else [spec.source]),
+        spec.manifest or "",
+    ]
+    stats = [Path(file).stat() if Path(file).is_file() else None for file in map(str, files)]
+    return _digest([asdict(spec), files, [stat and (stat.st_size, stat.st_mtime_ns) for stat in stats], size, classes])
 
 
 def _class_names(path: Path | None) -> list[str]:
     if path is None:
         return []
     try:
-        names = path.read_text().splitlines()
-    except OSError as error:
-        raise ValueError(f"--classes {path} cannot be read: {error.strerror}") from error
+        names = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--classes {path} cannot be read: {error}") from error
     if len(names) < 2:
         raise ValueError(f"--classes {path} has {len(names)} lines: expected the name of a class on each of at least 2")
     return names
@@ -344,7 +352,7 @@ class _Comparison:
             notes=tuple(self.notes),
             cpu=not torch.cuda.is_available(),
             processes=self.config.processes,
-            minutes=self.config.minutes,
+            minutes=self.plan.get("minutes", self.config.minutes),
             most_epochs=self.pilot.config.length.epochs,
             groups=_caption_groups(self.pilot.data.verdict),
         )
@@ -368,7 +376,10 @@ class _Comparison:
     def _read_plan(self) -> dict[str, Any] | None:
         if not self.plan_path.exists():
             return None
-        plan = json.loads(self.plan_path.read_text())
+        try:
+            plan = json.loads(self.plan_path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{self.plan_path} is damaged ({error}): remove it to plan anew") from error
         if plan["context"] != self.context:
             raise ValueError(
                 f"{self.config.output} holds a comparison with other data, flags or versions: give another --output, or "
@@ -399,7 +410,12 @@ class _Comparison:
         left = self.deadline.left * (1 - _RESERVE) - _REPORT_SECONDS
         design = designs.plan(losses, costs, left, self.config.processes, batch, most, tried)
         self._write_plan(
-            context=self.context, design=asdict(design), costs=asdict(costs), judged=judged, finals_planned=False
+            context=self.context,
+            minutes=self.config.minutes,
+            design=asdict(design),
+            costs=asdict(costs),
+            judged=judged,
+            finals_planned=False,
         )
 
     def _plan_finals(self) -> None:

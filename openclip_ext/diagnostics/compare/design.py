@@ -195,9 +195,9 @@ def plan(
         if design.shortest >= one.enough_steps * batch or (is_longest and not one.rungs):
             return design
     raise ValueError(
-        f"the time is too short: {seconds / 60:.1f} minutes with {processes} processes leave "
-        f"{max(0, design.shortest // batch)} steps for a run of each of {len(losses)} losses, at least {_LEAST_STEPS} are "
-        "needed. Give more --minutes, fewer --losses, or a smaller --model"
+        f"the time is too short: {max(0, seconds) / 60:.1f} minutes, after reading and measuring, with {processes} processes "
+        f"leave {max(0, design.shortest // batch)} steps for a run of each of {len(losses)} losses, at least {_LEAST_STEPS} "
+        "are needed. Give more --minutes, fewer --losses, or a smaller --model"
     )
 
 
@@ -344,10 +344,15 @@ class Schedule:
         return [run for _, run in sorted(runs, key=lambda entry: entry[0])]
 
 
-def setting_words(setting: Setting) -> str:
-    """A setting in a few words: ``τ learned, ρ 5``."""
+def setting_words(setting: Setting, own_scheme: str = "global") -> str:
+    """A setting in a few words: ``τ learned, ρ 5``.
+
+    Args:
+        setting: of the temperature.
+        own_scheme: the loss's, where the setting has none.
+    """
     options = setting.options
-    scheme = options.get("temperature_scheme", "global")
+    scheme = options.get("temperature_scheme", own_scheme)
     words = [f"τ {'learned' if scheme == 'global' else scheme}"]
     words += [f"ρ {options['rho']:g}"] if "rho" in options else []
     if "temperature" in options:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openclip_ext.diagnostics.compare import page
+from openclip_ext.diagnostics.compare import page, space
 from openclip_ext.diagnostics.compare.design import Results, Run, Schedule, setting_words
 from openclip_ext.diagnostics.compare.pilot import IMAGE_TO_TEXT, TEXT_TO_IMAGE, ZERO_SHOT, unpacked
 from openclip_ext.diagnostics.compare.space import BASELINE, Setting
@@ -50,8 +50,9 @@ class About:
 
     @property
     def chance(self) -> float:
-        """R@1 of guessing: any sample of an equal caption is right."""
-        return sum(count**2 for count in Counter(self.groups).values()) / len(self.groups) ** 2
+        """R@1 of guessing, the mean of both directions: captions are ranked once each, any image of a caption is right."""
+        counts = Counter(self.groups).values()
+        return (1 / len(counts) + sum(count**2 for count in counts) / len(self.groups) ** 2) / 2
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,8 @@ def _final_row(lines: Sequence[Mapping[str, Any]]) -> tuple[str, str, float, int
 
 
 def _words(line: Mapping[str, Any]) -> str:
-    return setting_words(Setting(**line["configuration"]["setting"]))
+    configuration = line["configuration"]
+    return setting_words(Setting(**configuration["setting"]), space.own_scheme(configuration["loss"]))
 
 
 def _loss_result(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from openclip_ext.data.build import build_indexed_pass, build_source, build_train_loader
 from openclip_ext.data.order import EpochSequence, RowSequence
-from openclip_ext.data.source import ImageDecoder, RawSample, Reader, Source
+from openclip_ext.data.source import BadDataError, ImageDecoder, RawSample, Reader, Source
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.data.train_loader import TrainLoader, TrainLoaderConfig
 
@@ -109,6 +109,7 @@ def write_cache(
 
     Raises:
         DoesNotFit: the images are larger than the limit.
+        BadDataError: more samples than ``--max-bad-fraction`` cannot be read.
         ValueError: a class is missing or out of range.
     """
     if (folder / _TABLE).exists():
@@ -129,9 +130,15 @@ def write_cache(
                 expected = images.ends[-1] / len(captions) * loader.num_samples
                 if expected > limit:
                     raise DoesNotFit(
-                        f"{spec.source}: its images would take {expected / 2**30:.1f} GiB decoded, --cache allows "
-                        f"{limit / 2**30:.1f}"
+                        f"{spec.source}: its images would take {expected / 2**30:.2g} GiB decoded, --cache allows "
+                        f"{limit / 2**30:.2g}"
                     )
+    bad = loader.num_samples - len(captions)
+    if bad > spec.max_bad_fraction * loader.num_samples:
+        raise BadDataError(
+            f"{bad:,} of the {loader.num_samples:,} samples of {spec.source} have no image or no caption that can be read, "
+            f"more than the allowed {spec.max_bad_fraction:.1%} (--max-bad-fraction)"
+        )
     labels = None if classes is None else _read_classes(spec, classes, indices)
     digest = hashlib.sha256(json.dumps([images.digest(), captions, labels]).encode()).hexdigest()[:16]
     table = {"captions": captions, "shapes": shapes, "ends": images.ends, "classes": labels, "digest": digest}
@@ -183,6 +190,8 @@ def _whole(text: str) -> Any:
 
 
 def _read_classes(spec: DataSpec, count: int, indices: Sequence[int]) -> list[int]:
+    if spec.resolved_type != "webdataset":
+        raise ValueError("--classes needs shards with a member cls for each sample: CSV has none")
     labels: dict[int, int] = {}
     source = build_source(replace(spec, caption_key="cls"), _Shrunk(1))
     for batch in build_indexed_pass(source, preprocess=_Shrunk(1), tokenizer=_whole, batch_size=1):
@@ -278,7 +287,8 @@ def divide(count: int, share: float, most: int, seed: int = 0) -> tuple[list[int
     size = min(round(count * share), most)
     if size < _FEWEST_VALIDATION:
         raise ValueError(
-            f"{size} validation samples are too few, at least {_FEWEST_VALIDATION} are needed: give more with --val"
+            f"{size} of {count} samples are too few to score with, {_FEWEST_VALIDATION} are the least, and validation samples "
+            "are halved: give at least 40 with --val, or without it 400 samples"
         )
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
     return sorted(order[:size]), sorted(order[size:])

@@ -82,6 +82,19 @@ _BASELINE_SETTINGS: tuple[dict[str, Any], ...] = (
 )
 
 
+# Of losses that are known for their temperature: its scheme is theirs.
+_OWN_SCHEME: Mapping[str, tuple[dict[str, Any], ...]] = {
+    "constant": (_constant(0.05), _constant(0.03), {}),
+    "per-sample": ({"temperature_scheme": "per-sample"}, {"temperature_scheme": "per-sample", **_learned(5.0)}, {}),
+    "predicted": ({"temperature_scheme": "predicted"}, {"temperature_scheme": "predicted", **_learned(5.0)}, {}),
+}
+
+
+def own_scheme(loss: str) -> str:
+    """The temperature scheme that a loss has by itself; ``global`` also for OpenCLIP's own, which learn one."""
+    return registry.METHODS[loss].temperature_scheme or "global"
+
+
 def settings_of(loss: str, fixed: dict[str, Any]) -> list[Setting]:
     """The settings that a loss takes, the most likely first.
 
@@ -92,7 +105,7 @@ def settings_of(loss: str, fixed: dict[str, Any]) -> list[Setting]:
     Raises:
         ValueError: an unknown loss.
     """
-    settings = _BASELINE_SETTINGS if loss == BASELINE else _SETTINGS
+    settings = _BASELINE_SETTINGS if loss == BASELINE else _OWN_SCHEME.get(own_scheme(loss), _SETTINGS)
     found = []
     for options in settings:
         used = _used_options(loss, fixed | options)

@@ -1,5 +1,6 @@
 """Paired differences of two losses with intervals that cover the seeds and the size of the validation set."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,33 +43,37 @@ class Difference:
 def paired_difference(first: Tensor, second: Tensor, groups: Sequence[int]) -> Difference | None:
     """The difference of two losses' scores on the same samples with the same seeds.
 
-    The two sources of chance are added as independent ones: the seeds by Student's t, the samples by the normal
-    distribution over groups, since samples of equal captions are right or wrong together.
+    The two sources of chance are added as independent ones, both by Student's t: the seeds, and the samples in groups, since
+    samples of equal captions are right or wrong together.
 
     Args:
         first, second: ``(S, N)`` scores of each seed and sample.
         groups: ``(N,)`` equal numbers for samples that are no independent ones.
 
     Returns:
-        None with fewer than two seeds.
+        None with fewer than two seeds or groups.
     """
     difference = (first - second).double()
     seeds, samples = difference.shape
-    if seeds < 2:
+    place = torch.as_tensor(groups).unique(return_inverse=True)[1]
+    count = int(place.max()) + 1
+    if seeds < 2 or count < 2:
         return None
     of_seed = difference.mean(dim=1)
     mean = float(of_seed.mean())
     seed_half = student_t(seeds - 1) * float(of_seed.std()) / math.sqrt(seeds)
     centred = difference.mean(dim=0) - mean
-    place = torch.as_tensor(groups).unique(return_inverse=True)[1]
-    sums = torch.zeros(int(place.max()) + 1, dtype=torch.float64).index_add_(0, place, centred)
-    sample_half = _Z * math.sqrt(float(sums.square().sum())) / samples
+    sums = torch.zeros(count, dtype=torch.float64).index_add_(0, place, centred)
+    sample_half = student_t(count - 1) * math.sqrt(float(sums.square().sum()) * count / (count - 1)) / samples
     half = math.hypot(seed_half, sample_half)
     return Difference(mean, mean - half, mean + half, mean - seed_half, mean + seed_half, seeds)
 
 
+@functools.cache
 def student_t(freedom: int, confidence: float = 0.95) -> float:
     """The half-width of a central interval of Student's t distribution with so many degrees of freedom, by bisection."""
+    if freedom > 1000 and confidence == 0.95:
+        return _Z
     low, high = 0.0, 1e6
     for _ in range(200):
         middle = (low + high) / 2

@@ -4,6 +4,7 @@ A process is a fork of a server that has imported everything, so that it starts 
 nothing but itself.
 """
 
+import contextlib
 import fcntl
 import json
 import multiprocessing
@@ -181,7 +182,8 @@ def _work(sender: Connection, slot: int, processes: int, task: Task) -> None:
         sender.send((task(device, seen), ""))
     except Exception as error:
         known = isinstance(error, ValueError | FileNotFoundError)
-        sender.send((None, str(error) if known else traceback.format_exc()))
+        with contextlib.suppress(OSError):  # the program is gone
+            sender.send((None, str(error) if known else traceback.format_exc()))
 
 
 class Deadline:

@@ -40,6 +40,12 @@ def main(argv: list[str]) -> None:
         raise UsageError("--leave-out says what, and --write-manifest where to: give both or none")
     if args.anchors < 2:
         raise UsageError(f"--anchors is {args.anchors}, must be at least 2")
+    if args.write_manifest is not None and not Path(args.write_manifest).parent.is_dir():
+        raise UsageError(
+            f"--write-manifest {args.write_manifest}: there is no folder {Path(args.write_manifest).parent}"
+        )
+    if not thresholds.deviations >= 0 or args.show < 0:
+        raise UsageError(f"--deviations {args.deviations:g}, --show {args.show}: expected 0 or more")
     device = torch.device(args.device)
     run = load_run(Path(args.run), args.checkpoint, device, args.train_data, args.workers, args.batch_size)
     if run.loss.views > 1:
@@ -145,7 +151,8 @@ def _about_manifest(path: str, before: Manifest, after: Manifest, global_batch: 
     return (
         f"{path} leaves out {len(after.left_out):,} of {after.num_samples:,} samples ({kept[0] - kept[1]:,} more than "
         f"before); no index changes. An epoch has {batches[1]} batches of {global_batch:,} instead of {batches[0]}. Go on "
-        f"from the end of an epoch with the run's command line and --manifest {path} --resume latest"
+        f"with the run's command line and --manifest {path} --resume latest if the latest checkpoint is the end of an epoch, "
+        "else with another --name and --resume CHECKPOINT"
     )
 
 

@@ -93,7 +93,7 @@ def write_json(path: Path, inspection: Inspection) -> None:
         **inspection.about,
         "thresholds": asdict(inspection.thresholds),
         "categories": categories,
-        "samples": {sample.index: [sample.shard, sample.key, sample.caption] for sample in inspection.samples.values()},
+        "listed": {sample.index: [sample.shard, sample.key, sample.caption] for sample in inspection.samples.values()},
     }
     path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
 
