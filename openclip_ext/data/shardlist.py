@@ -99,11 +99,13 @@ def refuse_repeated(urls: Sequence[str]) -> None:
 
 def shard_name(url: str) -> str:
     """File name of the tar in a path, URL or ``pipe:`` command; the whole text if there is none."""
-    found = _TAR_NAME.search(url)
+    found = None if is_local(url) else _TAR_NAME.search(url)
     return found.group(0) if found else os.path.basename(url) or url
 
 
 def sibling(url: str, replace: str) -> str | None:
-    """The path, URL or command for another file in the folder of a shard, None where the text names no tar."""
+    """The path, URL or command for another file in the folder of a shard, None where a URL or command names no tar."""
+    if is_local(url):
+        return os.path.join(os.path.dirname(url), replace)
     found = _TAR_NAME.search(url)
     return None if found is None else url[: found.start()] + replace + url[found.end() :]

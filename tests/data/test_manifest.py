@@ -94,13 +94,15 @@ def test_specifications_expand_as_in_openclip(shards: list[str], tmp_path: Path,
             expand_shards(wrong)
 
 
-def test_names_and_neighbours_of_remote_shards():
+def test_names_and_neighbours_of_shards():
     for url, name, other in (
         ("s3://bucket/a/00000.tar", "00000.tar", "s3://bucket/a/sizes.json"),
         ("pipe:aws s3 cp s3://b/00000.tar -", "00000.tar", "pipe:aws s3 cp s3://b/sizes.json -"),
         ("pipe:curl 'https://x.org/a.b/00.tar?t=5'", "00.tar", "pipe:curl 'https://x.org/a.b/sizes.json?t=5'"),
         ("https://x.org/d/00.tar.gz", "00.tar.gz", "https://x.org/d/sizes.json"),
         ("pipe:cat folder/some-file", "some-file", None),
+        ("/data/part 0.tar", "part 0.tar", "/data/sizes.json"),
+        ("/data/it's=2.tar", "it's=2.tar", "/data/sizes.json"),
     ):
         assert shard_name(url) == name
         assert sibling(url, "sizes.json") == other
