@@ -130,8 +130,9 @@ def test_the_small_text_tower_is_the_same_function(icons: Icons, data: Path):
     torch.testing.assert_close(small.token_embedding.weight.grad, model.token_embedding.weight.grad[icons.vocabulary])
 
 
-def test_images_are_halved_and_shifted(icons: Icons):
-    model = open_clip.create_model("demo-resnet")
+@pytest.mark.parametrize("name", ["demo-resnet", "demo-vit"])  # an image size that is a number, and one that is a pair
+def test_images_are_halved_and_shifted(icons: Icons, name: str):
+    model = open_clip.create_model(name)
     stored = icons.splits["train"].images[:2].float()
     mean, std = (torch.tensor(value).view(3, 1, 1) for value in (model.visual.image_mean, model.visual.image_std))
 

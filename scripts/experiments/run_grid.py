@@ -207,9 +207,10 @@ class Icons:
             crops = ((SHIFT + shifts).tolist(), padded)
             stored = torch.stack([image[:, y : y + size, x : x + size] for (y, x), image in zip(*crops, strict=True)])
         visual = model.visual
-        factor, rest = divmod(stored.shape[-1], visual.image_size)
+        wanted = max(visual.image_size) if isinstance(visual.image_size, tuple) else visual.image_size
+        factor, rest = divmod(stored.shape[-1], wanted)
         if rest:
-            raise ValueError(f"images of {stored.shape[-1]} pixels: expected a multiple of {visual.image_size}")
+            raise ValueError(f"images of {stored.shape[-1]} pixels: expected a multiple of {wanted}")
         mean, std = (torch.tensor(value).view(3, 1, 1) for value in (visual.image_mean, visual.image_std))
         return (nn.functional.avg_pool2d(stored.float(), factor) / 255 - mean) / std
 
