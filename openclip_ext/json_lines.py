@@ -16,7 +16,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Each line, and its content; None where that is no dictionary."""
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         content = None
         with contextlib.suppress(ValueError, RecursionError):
             content = json.loads(line)
@@ -39,5 +39,5 @@ def truncate(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     if broken:
         logging.warning(f"{path}: removed {broken} broken line(s), as a killed run leaves them.")
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(kept))
+    temporary.write_text("".join(kept), encoding="utf-8")
     os.replace(temporary, path)

@@ -27,7 +27,11 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 def device(name: str) -> str:
     """An argument type: a device that this machine has."""
-    if torch.device(name).type == "cuda" and not torch.cuda.is_available():
+    try:
+        is_cuda = torch.device(name).type == "cuda"
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(str(error).splitlines()[0]) from error
+    if is_cuda and not torch.cuda.is_available():
         raise argparse.ArgumentTypeError(f"{name}: PyTorch finds no GPU here")
     return name
 

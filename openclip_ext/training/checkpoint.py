@@ -99,7 +99,7 @@ class Checkpoint:
             return Position(epoch=self.model_file["epoch"])
         saved = self.shared["position"]
         try:
-            # Version 0.1.0 did not count samples.
+            # Earlier checkpoints do not say their samples.
             return Position(**{"samples": saved["step"] * self.shared["identity"]["global_batch"], **saved})
         except (KeyError, TypeError) as error:
             raise UsageError(f"the position in {self.path} cannot be read: {error}") from error

@@ -204,7 +204,7 @@ class Trainer:
         is_last = position.step_in_epoch + 1 >= self.steps_per_epoch
         is_logged = position.step_in_epoch % self.length.log_every == 0 or is_last
         # Logging waits for the device anyway.
-        skipped = self._learn_of_skipped(wait=is_logged)
+        skipped = self.step.guard.learn(wait=is_logged)
         self._report_skipped(skipped)
         global_batch = distributed.world_size() * sum(len(batch["text"]) for batch in batches)
         position.samples += global_batch
@@ -233,12 +233,8 @@ class Trainer:
     def _complete_position(self) -> None:
         """Bring what is not kept up to date in every step up to date, for a save."""
         self.position.progress = self.loader.extend_progress(self._progress_at_start, self._batches_since)
-        self._report_skipped(self._learn_of_skipped(wait=True))
-
-    def _learn_of_skipped(self, wait: bool) -> list[SkippedStep]:
-        found = self.step.guard.learn(wait)
+        self._report_skipped(self.step.guard.learn(wait=True))
         self.position.skipped = self.step.guard.skipped
-        return found
 
     def _give_up(self) -> None:
         """Save the last good state, which is the present one, and end the run."""
@@ -307,7 +303,8 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         position = self.position
-        self.position = Position(position.epoch + 1, position.step, samples=position.samples, skipped=position.skipped)
+        skipped = self.step.guard.skipped
+        self.position = Position(position.epoch + 1, position.step, samples=position.samples, skipped=skipped)
         self._save_epoch()
         self._evaluate()
         self.stopwatch.restart()

@@ -10,6 +10,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from eval.datacomp import parse_args
+from eval.models import MODEL_OPTIONS
 from eval.report.__main__ import build_parser
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "datacomp_eval.sh"
@@ -90,6 +91,7 @@ def test_options_of_the_run_reach_the_evaluation(tmp_path: Path, run_folder: Pat
     assert (args.force_custom_text, args.force_context_length, args.image_std) == (None, None, None)
     assert args.model_config == str(config)
     assert args.image_interpolation == "random"  # the user's own wins
+    assert all(option in SCRIPT.read_text() for option in MODEL_OPTIONS)
 
 
 def test_chosen_checkpoints(tmp_path: Path, run_folder: Path) -> None:

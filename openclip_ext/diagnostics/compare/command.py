@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import shlex
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +27,15 @@ from openclip_ext.diagnostics.compare import pilot as pilots
 from openclip_ext.diagnostics.compare import report, space
 from openclip_ext.diagnostics.compare.design import Costs, Design, Run, Schedule
 from openclip_ext.diagnostics.compare.pilot import Pilot
-from openclip_ext.diagnostics.compare.samples import Cache, DoesNotFit, PilotData, Tokens, divide, write_cache
+from openclip_ext.diagnostics.compare.samples import (
+    Cache,
+    DoesNotFit,
+    PilotData,
+    Tokens,
+    divide,
+    remove_others,
+    write_cache,
+)
 from openclip_ext.diagnostics.compare.space import BASELINE
 from openclip_ext.diagnostics.compare.workers import Deadline, ResultsFile, Workers, default_processes
 from openclip_ext.losses import registry, table
@@ -240,9 +247,7 @@ def _prepare(config: CompareConfig, training: TrainingConfig, options: dict[str,
             f"{len(held):,} samples drawn from {config.shards} and not trained on; with near-duplicates among the training "
             "samples the scores are too high for all losses"
         )
-    for folder in (config.output / "cache").iterdir():
-        if folder not in cached:  # of data that have changed
-            shutil.rmtree(folder, ignore_errors=True)
+    remove_others(config.output / "cache", cached)
     choice, verdict = divide(len(held_out.rows), 0.5, _MOST_VALIDATION)
     if isinstance(train, Cache):
         num_samples, digest = len(train.rows), train.digest

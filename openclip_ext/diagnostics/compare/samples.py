@@ -6,6 +6,7 @@ into the cache is read from its shards.
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -145,6 +146,13 @@ def write_cache(
     (folder / f"{_TABLE}.partial").write_text(json.dumps(table))
     (folder / f"{_TABLE}.partial").rename(folder / _TABLE)
     return Cache.open(folder)
+
+
+def remove_others(parent: Path, kept: Sequence[Path]) -> None:
+    """Remove caches of data that have changed since; folders that are no caches stay."""
+    for pixels in parent.glob(f"*/{_PIXELS}"):
+        if pixels.parent not in kept:
+            shutil.rmtree(pixels.parent, ignore_errors=True)
 
 
 class _Writer:

@@ -82,11 +82,13 @@ _BASELINE_SETTINGS: tuple[dict[str, Any], ...] = (
 )
 
 
-# Of losses that are known for their temperature: its scheme is theirs.
+# Of losses that are known for their temperature, by its scheme, which they keep.
 _OWN_SCHEME: Mapping[str, tuple[dict[str, Any], ...]] = {
     "constant": (_constant(0.05), _constant(0.03), {}),
-    "per-sample": ({"temperature_scheme": "per-sample"}, {"temperature_scheme": "per-sample", **_learned(5.0)}, {}),
-    "predicted": ({"temperature_scheme": "predicted"}, {"temperature_scheme": "predicted", **_learned(5.0)}, {}),
+    **{
+        scheme: ({"temperature_scheme": scheme}, {"temperature_scheme": scheme, **_learned(5.0)}, {})
+        for scheme in ("per-sample", "predicted")
+    },
 }
 
 

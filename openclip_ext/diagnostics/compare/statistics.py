@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_Z = 1.959963984540054  # of the normal distribution, for 95 %
+_CONFIDENCE = 0.95
+_Z = 1.959963984540054  # of the normal distribution
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,14 @@ def paired_difference(first: Tensor, second: Tensor, groups: Sequence[int]) -> D
 
 
 @functools.cache
-def student_t(freedom: int, confidence: float = 0.95) -> float:
-    """The half-width of a central interval of Student's t distribution with so many degrees of freedom, by bisection."""
-    if freedom > 1000 and confidence == 0.95:
+def student_t(freedom: int) -> float:
+    """The half-width of the central 95 % of Student's t distribution with so many degrees of freedom, by bisection."""
+    if freedom > 1000:
         return _Z
     low, high = 0.0, 1e6
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (middle, high) if _t_central(middle, freedom) < confidence else (low, middle)
+        low, high = (middle, high) if _t_central(middle, freedom) < _CONFIDENCE else (low, middle)
     return (low + high) / 2
 
 

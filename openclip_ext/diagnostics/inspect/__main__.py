@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
         raise UsageError(
             f"--write-manifest {args.write_manifest}: there is no folder {Path(args.write_manifest).parent}"
         )
-    if not thresholds.deviations >= 0 or args.show < 0:
+    if not args.deviations >= 0 or args.show < 0:
         raise UsageError(f"--deviations {args.deviations:g}, --show {args.show}: expected 0 or more")
     device = torch.device(args.device)
     run = load_run(Path(args.run), args.checkpoint, device, args.train_data, args.workers, args.batch_size)
