@@ -147,7 +147,7 @@ def test_shards_hold_pairs_of_their_own_sets(package: Path, tmp_path: Path):
         "delta": "test",
     }
     assert table["delta"]["pairs"] == 5 and table["delta"]["license"]["spdx"] == "MIT"
-    assert json.loads((output / "icons.json").read_text())["collection"] == "@iconify/json 1.2.3"
+    assert json.loads((output / "recipe.json").read_text())["collection"] == "@iconify/json 1.2.3"
 
 
 def test_equal_arguments_give_equal_bytes_and_fewer_pairs_a_prefix(package: Path, tmp_path: Path):

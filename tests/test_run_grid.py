@@ -15,7 +15,8 @@ from PIL import Image
 from openclip_ext.model_configs import add_model_configs
 from scripts.experiments import run_grid
 from scripts.experiments.grid_tables import format_tables
-from scripts.experiments.run_grid import Icons, Run, plan, read_results
+from scripts.experiments.pairs import RECIPE
+from scripts.experiments.run_grid import Pairs, Run, plan, read_results
 
 SETTING = {"loss": "openclip"}
 OTHER = {"loss": "openclip", "temperature": 0.03}
@@ -93,7 +94,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("icons")
     names = ["arrow left", "bell", "home"]
     (folder / "names.txt").write_text("".join(f"{name}\n" for name in names))
-    (folder / "icons.json").write_text("{}")
+    (folder / RECIPE).write_text("{}")
     random = np.random.default_rng(0)
     for split, number in {"train": 12, "val": 6, "test": 6}.items():
         (folder / split).mkdir()
@@ -111,33 +112,33 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def icons(data: Path) -> Icons:
+def pairs(data: Path) -> Pairs:
     add_model_configs()
-    return Icons(data, "demo-resnet")
+    return Pairs(data, "demo-resnet")
 
 
-def test_the_small_text_tower_is_the_same_function(icons: Icons, data: Path):
+def test_the_small_text_tower_is_the_same_function(pairs: Pairs, data: Path):
     model = open_clip.create_model("demo-resnet").double()
     small = copy.deepcopy(model)
-    icons.shrink_text_tower(small)
+    pairs.shrink_text_tower(small)
     assert small.token_embedding.num_embeddings < 20
     whole = model.encode_text(open_clip.get_tokenizer("demo-resnet")((data / "names.txt").read_text().splitlines()))
-    short = small.encode_text(icons.names)
+    short = small.encode_text(pairs.names)
     torch.testing.assert_close(short, whole)
     weights = torch.randn_like(whole)
     (whole * weights).sum().backward()
     (short * weights).sum().backward()
-    torch.testing.assert_close(small.token_embedding.weight.grad, model.token_embedding.weight.grad[icons.vocabulary])
+    torch.testing.assert_close(small.token_embedding.weight.grad, model.token_embedding.weight.grad[pairs.vocabulary])
 
 
 @pytest.mark.parametrize("name", ["demo-resnet", "demo-vit"])  # an image size that is a number, and one that is a pair
-def test_images_are_halved_and_shifted(icons: Icons, name: str):
+def test_images_are_halved_and_shifted(pairs: Pairs, name: str):
     model = open_clip.create_model(name)
-    stored = icons.splits["train"].images[:2].float()
+    stored = pairs.splits["train"].images[:2].float()
     mean, std = (torch.tensor(value).view(3, 1, 1) for value in (model.visual.image_mean, model.visual.image_std))
 
     def pixels(shifts: torch.Tensor | None) -> torch.Tensor:
-        return (icons.images("train", torch.arange(2), model, shifts) * std + mean) * 255
+        return (pairs.images("train", torch.arange(2), model, shifts) * std + mean) * 255
 
     halved = stored.view(2, 3, 32, 2, 32, 2).mean(dim=(3, 5))
     torch.testing.assert_close(pixels(None), halved)
@@ -148,8 +149,8 @@ def test_images_are_halved_and_shifted(icons: Icons, name: str):
     torch.testing.assert_close(moved[1, :, :, 1:], halved[1, :, :, :-1])
 
 
-def test_perfect_features_score_one(icons: Icons):
-    split = icons.splits["val"]
+def test_perfect_features_score_one(pairs: Pairs):
+    split = pairs.splits["val"]
 
     class Oracle(torch.nn.Module):
         """Embeds a text by its first word; an image, by its sample's class."""
@@ -157,13 +158,13 @@ def test_perfect_features_score_one(icons: Icons):
         visual = open_clip.create_model("demo-resnet").visual
 
         def encode_text(self, texts: torch.Tensor, normalize: bool) -> torch.Tensor:
-            first = [int((icons.names[:, 1] == text[1]).nonzero()) for text in texts]
+            first = [int((pairs.names[:, 1] == text[1]).nonzero()) for text in texts]
             return torch.eye(3)[first]
 
         def encode_image(self, images: torch.Tensor, normalize: bool) -> torch.Tensor:
             return torch.eye(3)[split.classes]
 
-    scores = icons.score(Oracle(), "val")
+    scores = pairs.score(Oracle(), "val")
     assert scores == {"name": 1.0, "image-to-text": 1.0, "text-to-image": 1.0, "mean": 1.0}
 
 
@@ -193,17 +194,17 @@ def test_a_temperature_with_rate_zero_is_constant(data: Path):
     assert result["temperature"] == pytest.approx(0.05)
 
 
-def test_losses_see_the_same_samples_from_the_same_start(data: Path, icons: Icons, monkeypatch: pytest.MonkeyPatch):
+def test_losses_see_the_same_samples_from_the_same_start(data: Path, pairs: Pairs, monkeypatch: pytest.MonkeyPatch):
     seen: dict[str, list] = {"openclip": [], "neuclip": []}
-    original = Icons.images
+    original = Pairs.images
     for loss, batches in seen.items():
 
         def recording(self, split, rows, model, shifts=None, batches=batches):
             batches.append((rows.tolist(), shifts.tolist()))
             return original(self, split, rows, model, shifts)
 
-        monkeypatch.setattr(Icons, "images", recording)
-        trainer = run_grid._Trainer(one_run({"loss": loss}), icons)
+        monkeypatch.setattr(Pairs, "images", recording)
+        trainer = run_grid._Trainer(one_run({"loss": loss}), pairs)
         batches.append(trainer.model.text_projection.sum().item())
         for epoch in range(2):
             trainer.epoch(epoch)

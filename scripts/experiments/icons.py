@@ -7,14 +7,13 @@ Downloads ``@iconify/json`` with npm into ``CACHE`` (once), renders icons with `
     train/, val/, test/   WebDataset shards (png, txt, json, cls); no set is in two of them
     names.txt             the canonical names, one a line; ``cls`` is the line number
     sets.json             each set's split, licence, author and number of pairs
-    icons.json            the arguments that the bytes follow from
+    recipe.json           the arguments that the bytes follow from
 
 Equal arguments and an equal collection give equal bytes; a smaller ``--num-train`` gives a prefix of a larger one.
 What is in the data, and the licences: docs/experiments/icons.md.
 """
 
 import argparse
-import hashlib
 import io
 import json
 import multiprocessing
@@ -28,17 +27,26 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 from tqdm import tqdm
 
+from scripts.experiments.pairs import (
+    RECIPE,
+    SPLITS,
+    Pair,
+    batched,
+    png_on_white,
+    seeded_order,
+    whole_folder,
+    write_names,
+    write_shards,
+)
+
 PACKAGE = "@iconify/json"
 LEFT_OUT_CATEGORY = "Emoji"
-SPLITS = ("train", "val", "test")
-SAMPLES_PER_SHARD = 1000
 # A held-out group of sets has at least and at most this share of the eligible icons: large enough to be worth testing on,
 # small enough not to starve training.
 HELD_OUT_SHARE = (0.001, 0.02)
@@ -211,7 +219,7 @@ def assign_splits(sets: dict[str, dict[str, Any]], icons: list[Icon], config: Ic
         splits |= dict.fromkeys(prefixes, split)
     sizes = Counter(group_of[icon.prefix] for icon in icons if splits[icon.prefix] == "train")
     low, high = (share * len(icons) for share in HELD_OUT_SHARE)
-    candidates = sorted((group for group, size in sizes.items() if low <= size <= high), key=_order(config.seed))
+    candidates = sorted((group for group, size in sizes.items() if low <= size <= high), key=seeded_order(config.seed))
     for split, chosen in (("test", config.test_sets), ("val", config.val_sets)):
         held_out: list[str] = []
         while not chosen and (
@@ -238,7 +246,7 @@ def choose(icons: list[Icon], sets: dict[str, dict[str, Any]], splits: dict[str,
     names = eligible_names(sets, (icon for icon in icons if splits[icon.prefix] == "train"), config.min_authors)
     pools: dict[str, list[Icon]] = {split: [] for split in SPLITS}
     seen: set[str] = set()
-    order = _order(config.seed)
+    order = seeded_order(config.seed)
     for split in SPLITS:  # the training sets first: what they have is no unseen drawing any more
         mine = [icon for icon in icons if splits[icon.prefix] == split and icon.canonical in names]
         for icon in sorted(mine, key=lambda icon: order(f"{icon.prefix}:{icon.name}")):
@@ -246,11 +254,6 @@ def choose(icons: list[Icon], sets: dict[str, dict[str, Any]], splits: dict[str,
                 seen.add(icon.body)
                 pools[split].append(icon)
     return pools
-
-
-def _order(seed: int):
-    """A sorting key that shuffles strings, the same on every machine."""
-    return lambda text: hashlib.sha256(f"{seed} {text}".encode()).digest()
 
 
 def render(icon: Icon, size: int) -> bytes | None:
@@ -261,22 +264,8 @@ def render(icon: Icon, size: int) -> bytes | None:
         drawn = bytes(resvg_py.svg_to_bytes(svg_string=icon.svg(), width=size, height=size, skip_system_fonts=True))
     except ValueError:
         return None
-    image = Image.open(io.BytesIO(drawn)).convert("RGBA")
-    flat = Image.new("RGBA", image.size, "white")
-    flat.alpha_composite(image)
-    flat = flat.convert("RGB")
-    if flat.size != (size, size) or all(low == high for low, high in flat.getextrema()):
-        return None
-    buffer = io.BytesIO()
-    flat.save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
-def batched(items: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:
-    """Tuples of ``size`` items, the last one shorter (Python 3.12 has it in itertools)."""
-    iterator = iter(items)
-    while part := tuple(islice(iterator, size)):
-        yield part
+    image = Image.open(io.BytesIO(drawn))
+    return png_on_white(image) if image.size == (size, size) else None
 
 
 def _render_many(icons: tuple[Icon, ...], size: int) -> list[bytes | None]:
@@ -303,31 +292,18 @@ def take(pool: list[Icon], number: int, size: int, executor: ProcessPoolExecutor
     raise ValueError(f"asked for {number} pairs, the sets have {taken}: ask for fewer, or for a smaller --min-authors")
 
 
-def write_split(folder: Path, samples: Iterable[tuple[Icon, bytes]], classes: dict[str, int], sets: dict) -> Counter:
-    """Write the shards of a split; returns the number of pairs of each set."""
-    folder.mkdir()
-    counts: Counter = Counter()
-    for number, part in enumerate(batched(samples, SAMPLES_PER_SHARD)):
-        with tarfile.open(folder / f"{number:05d}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
-            for position, (icon, png) in enumerate(part):
-                counts[icon.prefix] += 1
-                described = {
-                    "set": icon.prefix,
-                    "icon": icon.name,
-                    "name": icon.canonical,
-                    "license": sets[icon.prefix]["license"].get("spdx", sets[icon.prefix]["license"]["title"]),
-                }
-                members = {
-                    "png": png,
-                    "txt": icon.caption.encode(),
-                    "json": json.dumps(described).encode(),
-                    "cls": str(classes[icon.canonical]).encode(),
-                }
-                for extension, content in members.items():
-                    member = tarfile.TarInfo(f"{number * SAMPLES_PER_SHARD + position:08d}.{extension}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
-    return counts
+def pairs_of(drawn: Iterable[tuple[Icon, bytes]], sets: dict[str, dict[str, Any]], counts: Counter) -> Iterator[Pair]:
+    """Samples to write; ``counts`` becomes the number of pairs of each set."""
+    for icon, png in drawn:
+        counts[icon.prefix] += 1
+        license_ = sets[icon.prefix]["license"]
+        described = {
+            "set": icon.prefix,
+            "icon": icon.name,
+            "name": icon.canonical,
+            "license": license_.get("spdx", license_["title"]),
+        }
+        yield Pair(png, icon.caption, described)
 
 
 def make(package: Path, output: Path, config: IconsConfig, workers: int) -> None:
@@ -336,29 +312,24 @@ def make(package: Path, output: Path, config: IconsConfig, workers: int) -> None
     Raises:
         ValueError: the folder exists, or the collection has too few icons.
     """
-    if output.exists():
-        raise ValueError(f"{output} exists: choose another folder, or remove it")
     sets, icons = read_collection(package)
     splits = assign_splits(sets, icons, config)
     pools = choose(icons, sets, splits, config)
-    names = sorted({icon.canonical for pool in pools.values() for icon in pool})
-    classes = {name: number for number, name in enumerate(names)}
-    partial = output.with_name(output.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    counts: dict[str, Counter] = {}
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as executor:
+    counts: dict[str, Counter] = {split: Counter() for split in SPLITS}
+    with (
+        whole_folder(output) as folder,
+        ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as executor,
+    ):
+        classes = write_names(folder, (icon.canonical for pool in pools.values() for icon in pool))
         for split in SPLITS:
             number = config.count(split)
-            samples = tqdm(take(pools[split], number, config.image_size, executor), split, number, unit="img")
-            counts[split] = write_split(partial / split, samples, classes, sets)
-    (partial / "names.txt").write_text("".join(f"{name}\n" for name in names))
-    table = {prefix: _describe(sets[prefix], split, counts[split][prefix]) for prefix, split in splits.items()}
-    (partial / "sets.json").write_text(json.dumps(table, indent=1) + "\n")
-    version = json.loads((package / "package.json").read_text())["version"]
-    recipe = {**asdict(config), "collection": f"{PACKAGE} {version}"}
-    (partial / "icons.json").write_text(json.dumps(recipe, indent=1) + "\n")
-    partial.rename(output)
+            drawn = tqdm(take(pools[split], number, config.image_size, executor), split, number, unit="img")
+            write_shards(folder / split, pairs_of(drawn, sets, counts[split]), classes)
+        table = {prefix: _describe(sets[prefix], split, counts[split][prefix]) for prefix, split in splits.items()}
+        (folder / "sets.json").write_text(json.dumps(table, indent=1) + "\n")
+        version = json.loads((package / "package.json").read_text())["version"]
+        recipe = {**asdict(config), "collection": f"{PACKAGE} {version}"}
+        (folder / RECIPE).write_text(json.dumps(recipe, indent=1) + "\n")
 
 
 def _describe(info: dict[str, Any], split: str, pairs: int) -> dict[str, Any]:
@@ -383,7 +354,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--cache", type=Path, required=True, help="folder for the collection, outside of the repository"
     )
     parser.add_argument("--output", type=Path, required=True, help="folder to make")
-    parser.add_argument("--num-train", type=int, required=True, help="training pairs (at most about 100,000)")
+    parser.add_argument(
+        "--num-train", type=int, required=True, help="training pairs (at most 298,000, with --min-authors 1)"
+    )
     parser.add_argument("--num-val", type=int, default=2000, help="pairs of held-out styles to tune on")
     parser.add_argument("--num-test", type=int, default=2000, help="pairs of other held-out styles to report")
     parser.add_argument("--image-size", type=int, default=64)

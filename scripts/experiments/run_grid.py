@@ -1,8 +1,8 @@
-"""Train a grid of losses on the icons in a plain loop, equally tuned, and append one JSON line for each finished run.
+"""Train a grid of losses on icons or clip arts in a plain loop, equally tuned, and append one JSON line for each finished run.
 
     .venv/bin/python -m scripts.experiments.run_grid GRID.json --data icons-11k --results runs.jsonl [--workers 2]
 
-The data are those of ``scripts.experiments.icons``. For each schedule and family of losses the queue holds
+The data are a folder as ``scripts.experiments.pairs`` describes it. For each schedule and family of losses the queue holds
 
     stage 1   every setting of the family, at the schedule's learning rate, with the first seed
     stage 2   the best setting at the other learning rates
@@ -45,8 +45,8 @@ from torch import Tensor, nn
 import openclip_ext
 from openclip_ext.losses.registry import options_used_by
 from openclip_ext.model_configs import add_model_configs
+from scripts.experiments.pairs import RECIPE, SPLITS
 
-SPLITS = ("train", "val", "test")
 METRICS = ("name", "image-to-text", "text-to-image")
 WARMUP_STEPS = 100
 WEIGHT_DECAY = 0.2
@@ -157,7 +157,7 @@ def read_shards(folder: Path) -> Iterator[tuple[np.ndarray, str, str]]:
             yield image, members[f"{key}.txt"].decode(), json.loads(members[f"{key}.json"])["name"]
 
 
-class Icons:
+class Pairs:
     """The splits as a model wants them: images made smaller by averaging, and the names as prompts.
 
     Texts are numbered by the tokens that occur and cut to the longest one: see ``shrink_text_tower``.
@@ -239,19 +239,19 @@ def train(run: Run, data: str) -> dict[str, Any]:
     """Train and score one run; returns its line of the results."""
     torch.set_num_threads(1)
     add_model_configs()
-    icons = Icons(Path(data), run.model)
+    pairs = Pairs(Path(data), run.model)
     start, start_cpu = time.perf_counter(), time.process_time()
-    trainer = _Trainer(run, icons)
+    trainer = _Trainer(run, pairs)
     curve, points = [], {round(run.epochs * (point + 1) / CURVE_POINTS) for point in range(CURVE_POINTS)}
     for epoch in range(run.epochs):
         trainer.epoch(epoch)
         if epoch + 1 in points:
-            curve.append([epoch + 1, icons.score(trainer.model, "val")["mean"]])
+            curve.append([epoch + 1, pairs.score(trainer.model, "val")["mean"]])
     return {
         "id": run.id,
         **asdict(run),
-        "val": icons.score(trainer.model, "val"),
-        "test": icons.score(trainer.model, "test"),
+        "val": pairs.score(trainer.model, "val"),
+        "test": pairs.score(trainer.model, "test"),
         "curve": curve,
         "temperature": math.exp(-trainer.model.logit_scale.item()),
         "seconds": round(time.perf_counter() - start, 1),
@@ -263,18 +263,18 @@ def train(run: Run, data: str) -> dict[str, Any]:
 class _Trainer:
     """A plain OpenCLIP loop around a loss of this package."""
 
-    def __init__(self, run: Run, icons: Icons) -> None:
-        self.run, self.icons = run, icons
+    def __init__(self, run: Run, pairs: Pairs) -> None:
+        self.run, self.pairs = run, pairs
         torch.manual_seed(run.seed)
         self.model = open_clip.create_model(run.model, output_dict=True)
-        icons.shrink_text_tower(self.model)
-        self.samples = len(icons.splits["train"].classes)
+        pairs.shrink_text_tower(self.model)
+        self.samples = len(pairs.splits["train"].classes)
         setting = run.setting
         self.loss = openclip_ext.create_loss(
             setting["loss"], embed_dim=_embed_dim(self.model), num_samples=self.samples, **self._options()
         )
-        train = icons.splits["train"]
-        self.texts = icons.names[train.classes] if setting.get("captions") == "name" else train.texts
+        train = pairs.splits["train"]
+        self.texts = pairs.names[train.classes] if setting.get("captions") == "name" else train.texts
         self.labels = self.texts.unique(dim=0, return_inverse=True)[1]
         self.random = torch.Generator().manual_seed(run.seed)  # order and shifts: the same for all losses
         start = -math.log(setting["temperature"]) if "temperature" in setting else self.loss.initial_logit_scale
@@ -302,7 +302,7 @@ class _Trainer:
     def _step(self, rows: Tensor) -> None:
         self._set_learning_rates()
         shifts = torch.randint(-SHIFT, SHIFT + 1, (len(rows), 2), generator=self.random)
-        images = self.icons.images("train", rows, self.model, shifts)
+        images = self.pairs.images("train", rows, self.model, shifts)
         outputs = self.model(images, self.texts[rows])
         outputs = {name: value for name, value in outputs.items() if value is not None}
         positives = {"positives": self.labels[rows]} if self.loss.needs_positives else {}
@@ -402,7 +402,7 @@ def run_all(grid: dict[str, Any], data: Path, path: Path, workers: int) -> None:
     """Work on the queue until it is empty."""
     digest = data_digest(data)
     add_model_configs()
-    Icons(data, grid["model"])  # decoded before the workers start
+    Pairs(data, grid["model"])  # decoded before the workers start
     context = multiprocessing.get_context("spawn")
     with path.open("a") as file, ProcessPoolExecutor(workers, context, initializer=_start_worker) as pool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # one call at a time appends
@@ -426,7 +426,7 @@ def run_all(grid: dict[str, Any], data: Path, path: Path, workers: int) -> None:
 
 def data_digest(data: Path) -> str:
     """A name for what the data were made from."""
-    return hashlib.sha256((data / "icons.json").read_bytes()).hexdigest()[:12]
+    return hashlib.sha256((data / RECIPE).read_bytes()).hexdigest()[:12]
 
 
 def _start_worker() -> None:
@@ -447,7 +447,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         prog="python -m scripts.experiments.run_grid", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     parser.add_argument("grid", type=Path, help="JSON: model, schedules, families, lr_factors, seeds")
-    parser.add_argument("--data", type=Path, required=True, help="folder that scripts.experiments.icons made")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder that scripts.experiments.icons or .clip_arts made"
+    )
     parser.add_argument("--results", type=Path, required=True, help="file of finished runs; lines are appended")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, each on one core")
     return parser.parse_args(argv)
