@@ -51,7 +51,7 @@ class SampleFormat:
         metadata_columns: length of the ``npy`` vector; 0: none is read.
         captions: whether ``txt`` holds captions, one a line.
         convert_first: whether images become RGB before the transform. If not, the transform gets them as they are
-            stored, and OpenCLIP's resizes them first: palette images by nearest neighbour, alpha premultiplied.
+            stored, and OpenCLIP's resizes them first: palette images by nearest neighbor, alpha premultiplied.
     """
 
     num_classes: int | None = None

@@ -123,7 +123,7 @@ class Encoder:
         return embeddings[[place[text] for text in texts]]
 
     def class_embeddings(self, classnames: Sequence[str], templates: Sequence[str]) -> Tensor:
-        """The zero-shot classifier: per class the mean of its unit prompt embeddings, normalised again.
+        """The zero-shot classifier: per class the mean of its unit prompt embeddings, normalized again.
 
         Classes are cached by name and templates, so data sets that share them (ImageNet and its variants) encode them
         once. A class name that occurs twice gets equal rows.

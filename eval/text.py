@@ -30,7 +30,7 @@ _Tower = tuple[str, nn.Module]
 class TextEncoder:
     """``model.encode_text`` on only as many tokens as the longest text of the batch has.
 
-    Cuts only if the tower is recognised as causal with pooling at the end-of-text token. The first texts are encoded both
+    Cuts only if the tower is recognized as causal with pooling at the end-of-text token. The first texts are encoded both
     ways; if the results differ, all texts are encoded whole.
 
     Args:

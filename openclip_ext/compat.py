@@ -29,7 +29,7 @@ OPENCLIP_BELOW = (4, 0)
 OPENCLIP_LOSSES = ("openclip", "siglip")
 # Where --siglip starts the model's parameters (open_clip_train/main.py).
 SIGLIP_START = {"init_logit_scale": 2.302585092994046, "init_logit_bias": -10}
-# How SigLipLoss sends features to a neighbour; the bidirectional one takes and gives two tensors.
+# How SigLipLoss sends features to a neighbor; the bidirectional one takes and gives two tensors.
 SIGLIP_EXCHANGES = (
     "open_clip.loss.neighbour_exchange_with_grad",
     "open_clip.loss.neighbour_exchange_bidir_with_grad",

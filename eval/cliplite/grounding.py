@@ -26,8 +26,8 @@ from ..features import Encoder
 from ..models import ModelError
 from .image_files import open_image
 
-# Colours of the heat maps at 0, 1/4, ..., 1: dark blue, blue, green, yellow, red. Interpolated linearly.
-_COLOURS = np.array([[20, 20, 90], [30, 110, 220], [60, 200, 120], [250, 220, 60], [220, 30, 30]], dtype=np.float64)
+# Colors of the heat maps at 0, 1/4, ..., 1: dark blue, blue, green, yellow, red. Interpolated linearly.
+_COLORS = np.array([[20, 20, 90], [30, 110, 220], [60, 200, 120], [250, 220, 60], [220, 30, 30]], dtype=np.float64)
 # Pictures are enlarged by a whole factor to at least this, so that models with small inputs can be looked at.
 _PICTURE_SIDE = 224
 
@@ -158,17 +158,17 @@ def overlay(image: Image.Image, heat: np.ndarray, strength: float = 0.6) -> Imag
         heat: ``(H, W)`` of the picture, in [0, 1].
         strength: opacity of the hottest place.
     """
-    position = np.clip(heat, 0, 1) * (len(_COLOURS) - 1)
-    knots = np.arange(len(_COLOURS))
-    colours = np.stack([np.interp(position, knots, _COLOURS[:, channel]) for channel in range(3)], axis=-1)
+    position = np.clip(heat, 0, 1) * (len(_COLORS) - 1)
+    knots = np.arange(len(_COLORS))
+    colors = np.stack([np.interp(position, knots, _COLORS[:, channel]) for channel in range(3)], axis=-1)
     # Cold places keep some tint, so that a map without any hot place looks different from no map.
     opacity = strength * (0.35 + 0.65 * np.clip(heat, 0, 1))[..., None]
     pixels = np.asarray(image.convert("RGB"), dtype=np.float64)
-    return Image.fromarray(np.round(pixels * (1 - opacity) + colours * opacity).astype(np.uint8))
+    return Image.fromarray(np.round(pixels * (1 - opacity) + colors * opacity).astype(np.uint8))
 
 
 def seen_image(image: Tensor, preprocess: Callable) -> Image.Image:
-    """The preprocessed image with its normalisation undone.
+    """The preprocessed image with its normalization undone.
 
     Args:
         image: ``(3, H, W)``, as ``preprocess`` returned it.

@@ -20,7 +20,7 @@ _MEMORY = 10  # of L-BFGS, as SciPy's
 class TorchLogisticRegression:
     """scikit-learn's ``LogisticRegression`` on a torch device, in float32.
 
-    It minimises the same function, the mean cross entropy plus ``|W|^2 / (2 C n)`` with a free intercept, with L-BFGS,
+    It minimizes the same function, the mean cross entropy plus ``|W|^2 / (2 C n)`` with a free intercept, with L-BFGS,
     until the largest entry of the gradient is below ``tolerance``. The features lie on the device.
 
     Args:

@@ -25,7 +25,7 @@ class Source:
     converted: bool
 
     def wants(self, path: str) -> bool:
-        """Whether a file of the repository is needed (or is its licence), given its path there."""
+        """Whether a file of the repository is needed (or is its license), given its path there."""
         folder, _, name = path.rpartition("/")
         if folder == "":
             return is_document(name) or name.endswith((".csv", ".zip") if self.converted else (".txt",))
@@ -40,5 +40,5 @@ def source_of(task: Task) -> Source:
 
 
 def is_document(name: str) -> bool:
-    """Whether a file is a readme or a licence."""
+    """Whether a file is a readme or a license."""
     return name.lower().startswith(("readme", "license"))

@@ -1,6 +1,6 @@
 """Charts as SVG text, without any library: bars of differences, and lines over training.
 
-Colours come from the page's style sheet (classes ``s0`` to ``s7``, ``up``, ``down``, ``axis``, ``grid``), so that one
+Colors come from the page's style sheet (classes ``s0`` to ``s7``, ``up``, ``down``, ``axis``, ``grid``), so that one
 drawing serves light and dark.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-SERIES_COLOURS = 8
+SERIES_COLORS = 8
 _CHARACTER_WIDTH = 6.6  # of the 12-pixel font, on average
 
 
@@ -25,10 +25,10 @@ class Bar:
 
 @dataclass(frozen=True)
 class Line:
-    """One curve: its name, its colour's number, and its points, ascending in x."""
+    """One curve: its name, its color's number, and its points, ascending in x."""
 
     name: str
-    colour: int
+    color: int
     points: Sequence[tuple[float, float]]
     markers: bool = True
 
@@ -108,15 +108,15 @@ def line_chart(
     parts.append(_segment(left, height - bottom, width - right, height - bottom, "axis"))
     parts.append(_text((left + width - right) / 2, height - 8, x_title, anchor="middle", style="tick"))
     for line in lines:
-        colour = f"s{line.colour % SERIES_COLOURS}"
+        color = f"s{line.color % SERIES_COLORS}"
         points = [(across(x), up(y)) for x, y in line.points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts.append(f'<polyline class="line {colour}" points="{path}"/>')
+        parts.append(f'<polyline class="line {color}" points="{path}"/>')
         for (x, y), (raw_x, raw_y) in zip(points, line.points, strict=True):
             if line.markers or len(points) == 1:
                 hint = escape(f"{line.name}: {y_format(raw_y)} at {_number(raw_x)} {x_title}")
                 parts.append(
-                    f'<circle class="dot {colour}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"><title>{hint}</title></circle>'
+                    f'<circle class="dot {color}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"><title>{hint}</title></circle>'
                 )
     return "".join([*parts, "</svg>"])
 

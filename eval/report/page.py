@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from ..tasks import GROUPS, TASKS
-from .charts import SERIES_COLOURS, Bar, Line, bar_chart, line_chart
+from .charts import SERIES_COLORS, Bar, Line, bar_chart, line_chart
 from .runs import Checkpoint, Run, Value
 from .tables import Row, describe_run, format_difference, format_value
 
@@ -85,10 +85,10 @@ def build_page(runs: Sequence[Run], rows: Sequence[Row], title: str) -> str:
         rows: from `eval.report.tables.build_rows`.
         title: title of the page.
     """
-    colours = "".join(
+    colors = "".join(
         f"svg .s{n} {{ stroke: var(--s{n}); }} svg .dot.s{n} {{ fill: var(--s{n}); }} .legend .s{n} "
         f"{{ background: var(--s{n}); }}\n"
-        for n in range(SERIES_COLOURS)
+        for n in range(SERIES_COLORS)
     )
     sections = [
         _head(runs, title),
@@ -101,7 +101,7 @@ def build_page(runs: Sequence[Run], rows: Sequence[Row], title: str) -> str:
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>\n'
-        f"<style>{_STYLE}{colours}</style>\n</head>\n<body>\n{''.join(sections)}<script>{_SCRIPT}</script>\n</body>\n"
+        f"<style>{_STYLE}{colors}</style>\n</head>\n<body>\n{''.join(sections)}<script>{_SCRIPT}</script>\n</body>\n"
         f"</html>\n"
     )
 
@@ -266,7 +266,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `_MOST_POINTS` points, each the mean of a stretch of neighbours."""
+    """At most `_MOST_POINTS` points, each the mean of a stretch of neighbors."""
     size = -(-len(points) // _MOST_POINTS)
     if size <= 1:
         return list(points)
@@ -275,7 +275,7 @@ def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _legend(runs: Sequence[Run]) -> str:
-    entries = (f'<li><i class="s{n % SERIES_COLOURS}"></i>{escape(run.name)}</li>' for n, run in enumerate(runs))
+    entries = (f'<li><i class="s{n % SERIES_COLORS}"></i>{escape(run.name)}</li>' for n, run in enumerate(runs))
     return f'<ul class="legend">{"".join(entries)}</ul>'
 
 

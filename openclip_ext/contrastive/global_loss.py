@@ -62,7 +62,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     ``docs/methods/README.md``.
 
     Args:
-        objective: what is minimised for given log-normalizers.
+        objective: what is minimized for given log-normalizers.
         normalizer: estimates the log-normalizers.
         temperature: gives the temperatures.
         embed_dim: width of the embeddings, where a part of the loss fixes it.

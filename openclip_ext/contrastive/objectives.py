@@ -1,10 +1,10 @@
-"""What is minimised once the log-normalizers ``α`` are given, and what these are of.
+"""What is minimized once the log-normalizers ``α`` are given, and what these are of.
 
-Every objective is ``L = ½ Σ_k mean_i value_k,i + regulariser(ρ)`` with ``α`` constant, over weights
+Every objective is ``L = ½ Σ_k mean_i value_k,i + regularizer(ρ)`` with ``α`` constant, over weights
 ``w_ij = exp((s_ij − s_ii)/τ_i − α_i)/divisor``. Objectives differ in a factor, in the positive pair and in the gradient of
 the temperature. The gradient defines an objective; its value is for the logs.
 
-An objective declares the quantity that its ``α`` estimates and whether it has a regulariser ``ρ``; :func:`incompatibility`
+An objective declares the quantity that its ``α`` estimates and whether it has a regularizer ``ρ``; :func:`incompatibility`
 checks both against a normalizer and a temperature scheme. Equation numbers in [brackets] are the papers'.
 """
 
@@ -51,7 +51,7 @@ class Anchors:
 
 
 class Objective(ABC):
-    """What is minimised for given log-normalizers.
+    """What is minimized for given log-normalizers.
 
     A subclass declares both class attributes; a class without them cannot be part of a loss.
 
@@ -60,7 +60,7 @@ class Objective(ABC):
 
     Attributes:
         estimand_type: what ``α`` estimates.
-        regularized: whether it has a regulariser, so that ``ρ`` means anything.
+        regularized: whether it has a regularizer, so that ``ρ`` means anything.
         differentiates_alpha: whether its derivative in ``α`` is ``τ(1 − weight_ratio)``, so that the gradient of an estimate
             may reach the encoders.
     """
@@ -91,14 +91,14 @@ class Objective(ABC):
 
     @abstractmethod
     def value(self, anchors: Anchors) -> Tensor:
-        """Value without the regulariser, per anchor."""
+        """Value without the regularizer, per anchor."""
 
     @abstractmethod
     def tau_gradient(self, anchors: Anchors) -> Tensor:
-        """Derivative in ``τ_i`` without the regulariser, per anchor."""
+        """Derivative in ``τ_i`` without the regularizer, per anchor."""
 
     def regularizer(self, rho: float) -> float:
-        """Factor of ``mean τ`` in the regulariser."""
+        """Factor of ``mean τ`` in the regularizer."""
         return 0.0
 
 
@@ -136,7 +136,7 @@ class Unified(Contrastive):
 
 
 class Unscaled(Objective):
-    """Base of objectives of the gaps over τ that are not multiplied by τ, without a regulariser."""
+    """Base of objectives of the gaps over τ that are not multiplied by τ, without a regularizer."""
 
     regularized = False
 
@@ -161,7 +161,7 @@ def incompatibility(
     if normalizer.differentiable and not objective.differentiates_alpha:
         return "the objective takes α as a constant; this normalizer's gradient may reach the encoders"
     if temperature.regularized and not objective.regularized:
-        return "the objective has no regulariser, and these temperatures are learned with one"
+        return "the objective has no regularizer, and these temperatures are learned with one"
     if normalizer.contrasts_locally and (temperature.learns_own or temperature.solves):
         return "this normalizer's objective may stay in each process, and these temperatures come from the global batch"
     return None

@@ -1,6 +1,6 @@
 """A temperature without a learning rate: solved for, over a queue of recent embeddings.
 
-The regularised objective ``τ·log mean_j exp((s_ij − s_ii)/τ) + τ·ρ`` has the derivative ``ρ − KL_i(τ)`` in τ, where
+The regularized objective ``τ·log mean_j exp((s_ij − s_ii)/τ) + τ·ρ`` has the derivative ``ρ − KL_i(τ)`` in τ, where
 ``KL_i(τ)`` is the divergence from uniform of the anchor's softmax over its negatives. It is the dual of a bound on that
 divergence [NeuCLIP 1; Qiu et al., ICML 2023], so at the optimum it equals ρ: some ``exp(−ρ)`` of the data counts as hard.
 A batch has too few negatives to find this τ: of ``m`` the divergence is below ``log m``. A queue of recent embeddings has

@@ -26,7 +26,7 @@ class TemperatureScheme(nn.Module):
         learns_logit_scale: whether the model's ``logit_scale`` is the (global) temperature and learned.
         learns_own: whether the scheme keeps and learns temperatures of its own, in :meth:`update`.
         solves: whether the scheme finds temperatures from the embeddings, in :meth:`solve`.
-        regularized: whether it is learned with the objective's regulariser ``ρ``.
+        regularized: whether it is learned with the objective's regularizer ``ρ``.
         logit_scale_lr: learning rate of the model's parameter, without schedule; None: that of the encoders.
         initial_logit_scale: start value of the model's parameter ``log(1/τ)``; None: the model's own.
     """
@@ -46,13 +46,13 @@ class TemperatureScheme(nn.Module):
         raise NotImplementedError
 
     def update(self, contrast: Contrast, gradient: Tensor) -> None:
-        """Learn from the derivative of the objective in each anchor's temperature, ``(2, B)``, regulariser included."""
+        """Learn from the derivative of the objective in each anchor's temperature, ``(2, B)``, regularizer included."""
 
     def solve(self, contrast: Contrast) -> None:
         """Find the next step's temperatures from a training step's embeddings, of all processes."""
 
     def rho(self, epoch: int) -> float | None:
-        """Weight of the regulariser in an epoch; None if :attr:`regularized` is False."""
+        """Weight of the regularizer in an epoch; None if :attr:`regularized` is False."""
         return None
 
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
@@ -107,7 +107,7 @@ class ConstantTemperature(TemperatureScheme):
 
 
 class UnregularizedTemperature(TemperatureScheme):
-    """A single ``τ ≥ τ_0``, learned through the model's ``logit_scale``, without a regulariser.
+    """A single ``τ ≥ τ_0``, learned through the model's ``logit_scale``, without a regularizer.
 
     Args:
         temperature: start value; None: the model's.
@@ -137,7 +137,7 @@ class UnregularizedTemperature(TemperatureScheme):
 
 
 class GlobalTemperature(UnregularizedTemperature):
-    """A single learned temperature with the regulariser ``ρ`` (RGCL-g).
+    """A single learned temperature with the regularizer ``ρ`` (RGCL-g).
 
     Args:
         rho: ρ.

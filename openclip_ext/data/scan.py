@@ -138,7 +138,7 @@ class _Grouping:
 
         Args:
             members: Their gaps go to ``self.gaps``.
-            count_headers: How many headers can be recognised in a gap; 0 where it cannot be read again.
+            count_headers: How many headers can be recognized in a gap; 0 where it cannot be read again.
         """
         error = None
         gaps_seen = 0

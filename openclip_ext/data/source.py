@@ -134,7 +134,7 @@ class Source(ABC):
 
 
 def decode_image(data: bytes | BinaryIO) -> Image.Image:
-    """Decode to RGB, as webdataset's "pilrgb" does, except that 16-bit grey images are scaled to 8 bits.
+    """Decode to RGB, as webdataset's "pilrgb" does, except that 16-bit gray images are scaled to 8 bits.
 
     As in OpenCLIP, the EXIF orientation is not applied.
 
@@ -153,7 +153,7 @@ def decode_image(data: bytes | BinaryIO) -> Image.Image:
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
-    """Keep the upper byte, as Pillow does for 16-bit colours; ``convert`` would clip at 255 and turn the image white."""
+    """Keep the upper byte, as Pillow does for 16-bit colors; ``convert`` would clip at 255 and turn the image white."""
     values = np.asarray(image).astype(np.int64).clip(0, 65535)
     return Image.fromarray((values >> 8).astype(np.uint8))
 

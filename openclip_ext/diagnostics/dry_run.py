@@ -29,7 +29,7 @@ class Exchange:
     """One communication with other ranks.
 
     Attributes:
-        kind: :data:`ALL_GATHER`, :data:`ALL_REDUCE`, :data:`REDUCE_SCATTER` or :data:`SEND` (to a neighbour).
+        kind: :data:`ALL_GATHER`, :data:`ALL_REDUCE`, :data:`REDUCE_SCATTER` or :data:`SEND` (to a neighbor).
         size: bytes of the whole: of the gathered result, of the tensor that is reduced, or of what is sent.
     """
 

@@ -256,7 +256,7 @@ def _read_checkpoint(folder: Path, name: str) -> Checkpoint:
 def model_settings(flags: Mapping[str, Any]) -> ModelConfig:
     """How to build the run's model without its weights, which the checkpoint has."""
     settings = model_config(argparse.Namespace(**flags))
-    # A tag also says how its images are normalised; a file that the run started from may be gone.
+    # A tag also says how its images are normalized; a file that the run started from may be gone.
     tagged = bool(settings.pretrained) and bool(open_clip.get_pretrained_cfg(settings.name, settings.pretrained))
     return replace(settings, pretrained=settings.pretrained if tagged else None, pretrained_image=False)
 

@@ -36,7 +36,7 @@ from openclip_ext.contrastive.similarities import anchor_chunks
 from openclip_ext.losses.method import Method, NormalizerPart
 from openclip_ext.losses.options import Option
 
-# After a re-initialisation at an epoch's start the network needs about this many steps to become accurate again.
+# After a re-initialization at an epoch's start the network needs about this many steps to become accurate again.
 _STEPS_AN_EPOCH_NEEDS = 1000
 # Tensors of the embedding's width in the graph of a fit.
 _GRAPH_TENSORS = 8
@@ -228,7 +228,7 @@ class MlpNormalizer(Normalizer):
 
 
 def amortization_objective(name: str, log_lambda: Tensor, log_target: Tensor, log_batch: Tensor, tau: Tensor) -> Tensor:
-    """What the network minimises, per anchor.
+    """What the network minimizes, per anchor.
 
     Args:
         name: ``l2-log`` [10], ``kl`` and ``js`` [8], ``kl-printed`` [9, as printed], ``unified``
@@ -372,7 +372,7 @@ METHOD = Method(
             minimum=0.0,
             maximum=1.0,
         ),
-        Option("reinitialize", bool, False, "re-initialise the MLP at every epoch's start (Algorithm 1, line 4)"),
+        Option("reinitialize", bool, False, "re-initialize the MLP at every epoch's start (Algorithm 1, line 4)"),
         Option(
             "negatives_only", bool, False, "leave the positive pair out of the partition function that the MLP fits"
         ),

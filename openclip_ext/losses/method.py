@@ -19,7 +19,7 @@ class NormalizerPart:
     Attributes:
         name: value of the option ``normalizer``.
         build: the class. Its keyword-only arguments are its options.
-        objective: what a loss minimises with it, unless its method names an objective.
+        objective: what a loss minimizes with it, unless its method names an objective.
         defaults: defaults of options, over those of the options themselves.
     """
 
@@ -66,7 +66,7 @@ class Method:
     Attributes:
         name: value of ``--loss``.
         normalizer, temperature_scheme: names of its parts; the user can override both.
-        objective: what it minimises; None: the objective that its normalizer goes with.
+        objective: what it minimizes; None: the objective that its normalizer goes with.
         normalizer_defaults, temperature_defaults: options in which it differs from the defaults of its parts. They do not
             apply to other parts that the user puts in their place.
         fixed: arguments of its parts that are no options.

@@ -9,9 +9,9 @@ each, the normalizer-prediction network (NPN) predicts::
 One step ``t`` (Algorithm 1):
 
 1. if ``t mod T_r = 0``, restart: ``W1 ←`` the most recent samples' text embeddings, ``W2 ←`` their image embeddings;
-2. ``T_u`` AdaGrad updates of ``W`` on this batch, minimising ``τ·Σ_k mean_i [exp(−α_k,i)(ε + g_k,i) + α_k,i]``       [12]
+2. ``T_u`` AdaGrad updates of ``W`` on this batch, minimizing ``τ·Σ_k mean_i [exp(−α_k,i)(ε + g_k,i) + α_k,i]``       [12]
    with ``g_k,i = mean_{j≠i} exp((s_ij − s_ii)/τ)`` of the batch (for ``k = 2``: ``s_ji``);
-3. with the ``α`` that the updated ``W`` predicts, the encoders minimise the same objective, averaged over the two sides,
+3. with the ``α`` that the updated ``W`` predicts, the encoders minimize the same objective, averaged over the two sides,
    plus ``τ(ρ − 1)`` (:class:`openclip_ext.contrastive.objectives.Unified`).
 
 Naive float64 version: ``tests/references/prototypes.py``. Page: ``docs/methods/neuclip.md``.
@@ -150,7 +150,7 @@ class PrototypeNormalizer(Normalizer):
     """``α_i = log(ε + (1/m) Σ_j exp((cos(e_i, W_j) − s_ii)/τ))`` with trained prototypes [NeuCLIP 10, 11, Algorithm 1].
 
     A step with usable samples: restart when ``t mod T_r = 0`` (the first included) from the ``m`` most recent embeddings,
-    ``T_u`` AdaGrad updates on the batch, prediction. Prototypes are stored unnormalised and normalised in the cosine only.
+    ``T_u`` AdaGrad updates on the batch, prediction. Prototypes are stored unnormalized and normalized in the cosine only.
 
     Args:
         embed_dim: width ``d`` of the embeddings.
@@ -369,7 +369,7 @@ class _Fit:
 
 
 def _objective_descent(name: str, log_ratio: Tensor) -> Tensor:
-    """Minus the derivative in ``α`` of what the prototypes minimise, per anchor, over :func:`_objective_factor`.
+    """Minus the derivative in ``α`` of what the prototypes minimize, per anchor, over :func:`_objective_factor`.
 
     ``unified``: ``τ·(exp(−α)(ε+g) + α)`` [12]; ``l2-log``: ``½(α − log(ε+g))²`` (section 5.2).
 
@@ -381,7 +381,7 @@ def _objective_descent(name: str, log_ratio: Tensor) -> Tensor:
 
 
 def _objective_factor(name: str, tau: Tensor) -> Tensor | float:
-    """The factor of what the prototypes minimise that does not depend on ``α``: ``τ``, or 1."""
+    """The factor of what the prototypes minimize that does not depend on ``α``: ``τ``, or 1."""
     return tau if name == "unified" else 1.0
 
 

@@ -141,7 +141,7 @@ SHARED_OPTIONS = (
         flag="--loss-eps",
     ),
     # Temperatures.
-    Option("rho", float, 6.5, "weight of the temperature regulariser; larger means a smaller temperature", symbol="ρ"),
+    Option("rho", float, 6.5, "weight of the temperature regularizer; larger means a smaller temperature", symbol="ρ"),
     Option(
         "rho_end",
         float,
@@ -227,7 +227,7 @@ SHARED_OPTIONS = (
         "normalizer_objective",
         str,
         "unified",
-        "what the normalizer network minimises",
+        "what the normalizer network minimizes",
         choices=("unified", "l2-log", "kl", "js", "kl-printed"),
     ),
     Option(

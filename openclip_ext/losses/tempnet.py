@@ -6,7 +6,7 @@ Temperature Prediction Network' in [opt4ml]. Per side, with ``e`` detached and 2
     x = dropout_0.5(sigmoid(Linear e)),   w = softmax(x Pᵀ/exp φ),   q = sigmoid(x Pᵀ)
     τ = (a·(w·q) + b − c·mean q)/ρ,   clamped to [temperature_min, temperature_max]
 
-The network minimises ``mean_i τ_i·stop_grad(∂_i)``, ``∂_i`` the derivative of the objective in ``τ_i``.
+The network minimizes ``mean_i τ_i·stop_grad(∂_i)``, ``∂_i`` the derivative of the objective in ``τ_i``.
 
 Naive float64 version: ``TempNet`` in ``tests/references/networks.py``. Page: ``docs/methods/tempnet.md``.
 
@@ -40,7 +40,7 @@ class TemperatureNetwork(nn.Module):
     """``τ = (a·(w·q) + b − c·mean(q))/ρ`` for both sides: one network each, evaluated together.
 
     ``x = dropout(sigmoid(Linear e))``, ``w = softmax(x P̂ᵀ / exp φ)``, ``q = sigmoid(x P̂ᵀ)`` with 256 prototypes, rows
-    normalised.
+    normalized.
     """
 
     def __init__(self, embed_dim: int, random: torch.Generator | None) -> None:
@@ -74,7 +74,7 @@ class TemperatureNetwork(nn.Module):
 class PredictedTemperature(TemperatureScheme):
     """TempNet: ``τ_k,i`` from the anchor's own embedding, which is detached.
 
-    Minimises ``Σ_k mean_i τ_k,i·stop_grad(∂objective/∂τ_k,i)`` with Adam, learning rate ``lr_tau·0.9^epoch``. A step uses the
+    Minimizes ``Σ_k mean_i τ_k,i·stop_grad(∂objective/∂τ_k,i)`` with Adam, learning rate ``lr_tau·0.9^epoch``. A step uses the
     temperatures from before its update.
 
     Args:

@@ -4,7 +4,7 @@
 
 OpenCLIP 3.3's loader runs with webdataset 0.2.86, the last version it works with, which is installed next to the
 environment (``pip install --target``) and put on the path of the subprocesses that measure it. It and ours, with either
-image backend, get the same transform, tokenizer, batch size and workers. Ours gives uint8, which the training normalises on
+image backend, get the same transform, tokenizer, batch size and workers. Ours gives uint8, which the training normalizes on
 its device. Each measurement is a new process that reads an epoch to warm up and times the next one; the loaders take turns,
 and the ratio is the median over the rounds. On a busy machine, ``--workers 0 --cpu-time`` compares samples per second of
 processor time instead, which other work hardly disturbs.

@@ -6,11 +6,11 @@ Downloads ``@iconify/json`` with npm into ``CACHE`` (once), renders icons with `
 
     train/, val/, test/   WebDataset shards (png, txt, json, cls); no set is in two of them
     names.txt             the canonical names, one a line; ``cls`` is the line number
-    sets.json             each set's split, licence, author and number of pairs
+    sets.json             each set's split, license, author and number of pairs
     recipe.json           the arguments that the bytes follow from
 
 Equal arguments and an equal collection give equal bytes; a smaller ``--num-train`` gives a prefix of a larger one.
-What is in the data, and the licences: docs/experiments/icons.md.
+What is in the data, and the licenses: docs/experiments/icons.md.
 """
 
 import argparse

@@ -109,7 +109,7 @@ def _divergence_over_the_batch(images: Tensor, texts: Tensor, tau: float) -> flo
 
 @pytest.mark.parametrize("name", ["fastclip", "neuclip", "queueclip"])
 def test_the_rho_of_the_papers_is_the_divergence(name: str) -> None:
-    """Where α is exact, the derivative of the regularised objective in the temperature vanishes at a divergence of ρ."""
+    """Where α is exact, the derivative of the regularized objective in the temperature vanishes at a divergence of ρ."""
     random = torch.Generator().manual_seed(1)
     images, texts = (unit(torch.randn(12, WIDTH, generator=random, dtype=torch.float64)) for _ in range(2))
     for tau in (0.05, 0.3):

@@ -31,8 +31,8 @@ def test_16_bit_grey_images_are_scaled(image_format: str):
 def test_8_bit_images_stay_as_they_are():
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     assert np.array_equal(np.asarray(decode_image(encode(Image.fromarray(pixels), "PNG"))), pixels)
-    grey = Image.fromarray(pixels[..., 0])
-    assert np.array_equal(np.asarray(decode_image(encode(grey, "PNG")))[..., 2], pixels[..., 0])
+    gray = Image.fromarray(pixels[..., 0])
+    assert np.array_equal(np.asarray(decode_image(encode(gray, "PNG")))[..., 2], pixels[..., 0])
 
 
 def test_the_exif_orientation_is_not_applied():

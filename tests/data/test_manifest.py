@@ -94,7 +94,7 @@ def test_specifications_expand_as_in_openclip(shards: list[str], tmp_path: Path,
             expand_shards(wrong)
 
 
-def test_names_and_neighbours_of_shards():
+def test_names_and_neighbors_of_shards():
     for url, name, other in (
         ("s3://bucket/a/00000.tar", "00000.tar", "s3://bucket/a/sizes.json"),
         ("pipe:aws s3 cp s3://b/00000.tar -", "00000.tar", "pipe:aws s3 cp s3://b/sizes.json -"),

@@ -122,7 +122,7 @@ def test_shuffle_delays_no_position_by_more_than_the_window():
 
 
 def test_shuffle_mixes_over_the_window():
-    """Neighbours end up about a third of the window apart, as of two uniform numbers."""
+    """Neighbors end up about a third of the window apart, as of two uniform numbers."""
     order = np.concatenate(list(shuffled_positions(100_000, 5000, 3)))
     place = np.empty_like(order)
     place[order] = np.arange(len(order))

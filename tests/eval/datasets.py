@@ -113,7 +113,7 @@ def make_classification(data_dir: Path, key: str, count: int = 24, shards: int =
 
 
 def make_shapes(data_dir: Path, key: str, count: int = 24, shards: int = 2) -> Path:
-    """The demo shapes as a task: classified by colour, or, where ``key`` names one, as a retrieval task."""
+    """The demo shapes as a task: classified by color, or, where ``key`` names one, as a retrieval task."""
     samples = [make_sample(0, "test", index) for index in range(count)]
     folder = data_dir / TASKS[key].folder
     if TASKS[key].kind == "retrieval":
@@ -196,7 +196,7 @@ def tiny_model_config(folder: Path, name: str = TINY_MODEL, width: int = 32, **v
 
 
 def tiny_checkpoint(folder: Path, name: str = TINY_MODEL, seed: int = 2, file_name: str = "epoch_1.pt") -> Path:
-    """Registers the tiny model and writes a randomly initialised checkpoint of it in OpenCLIP's training format."""
+    """Registers the tiny model and writes a randomly initialized checkpoint of it in OpenCLIP's training format."""
     import open_clip
 
     open_clip.add_model_config(tiny_model_config(folder, name))

@@ -17,7 +17,7 @@ from tests.eval import datasets
 @pytest.fixture(scope="module")
 def benchmark() -> Iterator[ModuleType]:
     path = Path(__file__).parents[2] / "scripts" / "bench" / "evaluation.py"
-    sys.path.insert(0, str(path.parent))  # where a script finds its neighbours
+    sys.path.insert(0, str(path.parent))  # where a script finds its neighbors
     spec = importlib.util.spec_from_file_location("bench_evaluation", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -42,7 +42,7 @@ def test_another_transform_stays_whole(transform):
 
 
 def stored_image(mode: str) -> bytes:
-    """A PNG of colourful noise, larger than the model's input, stored in a mode."""
+    """A PNG of colorful noise, larger than the model's input, stored in a mode."""
     pixels = np.random.default_rng(0).integers(0, 256, (40, 61, 4), dtype=np.uint8)
     image = Image.fromarray(pixels, "RGBA")
     image = image if mode in ("RGBA", "LA") else image.convert("RGB")

@@ -101,7 +101,7 @@ def test_embeddings_are_the_checkpoints(name, flags, to, tmp_path):
         theirs = clip(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], pixel_values=images)
     assert (torch.cat([theirs.image_embeds, theirs.text_embeds]) - expected).abs().max() < TOLERANCE
     assert theirs.logits_per_image.shape == (1, 3)
-    # Its resizing is another library's, which rounds to whole grey values elsewhere.
+    # Its resizing is another library's, which rounds to whole gray values elsewhere.
     assert (inputs["pixel_values"] - images).abs().max() < 0.05
 
 

@@ -68,11 +68,11 @@ def test_a_new_objective_is_what_autograd_says(decoupled: str) -> None:
         torch.testing.assert_close(actual, wanted.to(actual.dtype), rtol=1e-6, atol=1e-9)
 
 
-def test_rho_is_no_option_of_an_objective_without_a_regulariser(decoupled: str) -> None:
+def test_rho_is_no_option_of_an_objective_without_a_regularizer(decoupled: str) -> None:
     assert not {"rho", "rho_end", "rho_switch"} & options_used_by(decoupled).keys()
     with pytest.raises(ValueError, match="rho=: not used by the loss 'decoupled'"):
         create_loss(decoupled, rho=5.0)
-    with pytest.raises(ValueError, match=r"decoupled with .*per-sample: the objective has no regulariser"):
+    with pytest.raises(ValueError, match=r"decoupled with .*per-sample: the objective has no regularizer"):
         create_loss(decoupled, num_samples=SAMPLES, temperature_scheme="per-sample")
 
 

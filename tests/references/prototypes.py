@@ -17,7 +17,7 @@ def predicted(
     side: int,
     left_out: list[set[int]] | None = None,
 ) -> list[Tensor]:
-    """α_k of all anchors of a side [NeuCLIP 10, 11]; ``prototypes`` (m, d), columns normalised in the cosine.
+    """α_k of all anchors of a side [NeuCLIP 10, 11]; ``prototypes`` (m, d), columns normalized in the cosine.
 
     ``left_out``: for each anchor the prototypes that are not in its mean.
     """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from openclip_ext.diagnostics.compare.report import Report
 
-# Colours that people with colour-blindness tell apart (Okabe and Ito).
+# Colors that people with color-blindness tell apart (Okabe and Ito).
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7f7f7f")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 520, 300, 48, 40, 12, 110
 _STYLE = """

@@ -63,8 +63,8 @@ def paired_difference(first: Tensor, second: Tensor, groups: Sequence[int]) -> D
     of_seed = difference.mean(dim=1)
     mean = float(of_seed.mean())
     seed_half = student_t(seeds - 1) * float(of_seed.std()) / math.sqrt(seeds)
-    centred = difference.mean(dim=0) - mean
-    sums = torch.zeros(count, dtype=torch.float64).index_add_(0, place, centred)
+    centered = difference.mean(dim=0) - mean
+    sums = torch.zeros(count, dtype=torch.float64).index_add_(0, place, centered)
     sample_half = student_t(count - 1) * math.sqrt(float(sums.square().sum()) * count / (count - 1)) / samples
     half = math.hypot(seed_half, sample_half)
     return Difference(mean, mean - half, mean + half, mean - seed_half, mean + seed_half, seeds)

@@ -14,7 +14,7 @@ _SETTING = Setting(
 )
 _TABLE = "CLIP-Lite, Table 1"
 _STEPS_NOTE = "250,000 steps are 432.6 epochs of one pair for each caption: 433"
-_JITTER_NOTE = "crops and colour jitter are not quantified: OpenCLIP's, to be given with --aug-cfg"
+_JITTER_NOTE = "crops and color jitter are not quantified: OpenCLIP's, to be given with --aug-cfg"
 
 
 def _frozen_backbone(voc07: float, imagenet: float) -> tuple[Result, ...]:

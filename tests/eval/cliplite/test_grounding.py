@@ -126,8 +126,8 @@ def test_equals_finite_differences(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(maps[0].double(), expected / expected.max(), rtol=0, atol=1e-2)
 
 
-class ColourTower(nn.Module):
-    """Its features are the image's three colours, 8 by 8; its embedding is their mean. No training needed."""
+class ColorTower(nn.Module):
+    """Its features are the image's three colors, 8 by 8; its embedding is their mean. No training needed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,12 +138,12 @@ class ColourTower(nn.Module):
         return self.layer4(image).mean(dim=(2, 3))
 
 
-class ColourModel(nn.Module):
+class ColorModel(nn.Module):
     """A model that knows three words: token 0, 1, 2 are red, green, blue."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.visual = ColourTower()
+        self.visual = ColorTower()
 
     def encode_image(self, image: Tensor) -> Tensor:
         return self.visual(image)
@@ -152,7 +152,7 @@ class ColourModel(nn.Module):
         return F.one_hot(tokens[:, 0], 3).float()
 
 
-def colour_encoder(model: nn.Module) -> Encoder:
+def color_encoder(model: nn.Module) -> Encoder:
     words = ["red", "green", "blue"]
     return Encoder(
         model, None, lambda texts: torch.tensor([[words.index(text)] for text in texts]), torch.device("cpu")
@@ -163,7 +163,7 @@ def test_finds_the_planted_object() -> None:
     image = torch.zeros(3, 32, 32)
     image[0, 4:12, 4:12] = 1.0  # red, upper left
     image[1, 20:28, 20:28] = 1.0  # green, lower right
-    maps = grad_cam(colour_encoder(ColourModel()), image, ["red", "green", "blue"])
+    maps = grad_cam(color_encoder(ColorModel()), image, ["red", "green", "blue"])
     for heat, (row, column) in zip(maps, [(8, 8), (24, 24)], strict=False):
         assert float(heat[row, column]) > 0.9
         assert float(heat[31 - row, 31 - column]) == 0.0
@@ -174,24 +174,24 @@ def test_finds_the_planted_object() -> None:
 def test_towers_without_places_are_refused() -> None:
     with pytest.raises(ModelError, match="convolutional network, or a vision transformer"):
         find_spatial_layer(nn.Linear(3, 3))
-    model = ColourModel()
+    model = ColorModel()
     image = torch.rand(3, 32, 32)
     with pytest.raises(ModelError, match="runs 0 times"):
-        grad_cam(colour_encoder(model), image, ["red"], SpatialLayer(model.visual.proj, "proj", "NCHW"))
+        grad_cam(color_encoder(model), image, ["red"], SpatialLayer(model.visual.proj, "proj", "NCHW"))
     model.visual.layer4 = nn.AdaptiveAvgPool2d(1)
     with pytest.raises(ModelError, match="no map of several positions"):
-        grad_cam(colour_encoder(model), image, ["red"])
+        grad_cam(color_encoder(model), image, ["red"])
 
 
 def test_pictures() -> None:
-    grey = Image.new("RGB", (32, 32), (128, 128, 128))
+    gray = Image.new("RGB", (32, 32), (128, 128, 128))
     heat = np.zeros((32, 32))
     heat[:, 16:] = 1.0
-    pixels = np.asarray(overlay(grey, heat)).astype(int)
+    pixels = np.asarray(overlay(gray, heat)).astype(int)
     cold, hot = pixels[0, 0], pixels[0, -1]
     assert hot[0] > 160 > hot[2] and cold[2] > cold[0] > 90  # red where hot, a little blue where cold
     picture = grounding_picture(
-        grey, np.stack([heat, 1 - heat]), ["left", "a phrase that is far too long for its panel"]
+        gray, np.stack([heat, 1 - heat]), ["left", "a phrase that is far too long for its panel"]
     )
     assert picture.size == (3 * 224 + 2 * 8, 224 + 22)
     assert not np.array_equal(np.asarray(picture)[100, 300:400], np.asarray(picture)[100, 540:640])
