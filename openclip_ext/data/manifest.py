@@ -658,9 +658,7 @@ def _log_report(manifest: Manifest, lines: int = 20) -> None:
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m openclip_ext.data.manifest", description=__doc__.partition("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="openclip-ext manifest", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "shards", nargs="+", help="paths, globs, brace notation, pipe: commands or URLs; also joined by ::"
     )

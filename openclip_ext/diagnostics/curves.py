@@ -116,7 +116,7 @@ def plot(runs: dict[str, Records], output: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="openclip-ext plot", description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (LOGS/NAME)")
     parser.add_argument("--output", type=Path, required=True, help="picture to write; the extension says the format")
     args = parser.parse_args(argv)

@@ -311,7 +311,7 @@ def main(argv: list[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m openclip_ext.diagnostics.estimation_error",
+        prog="openclip-ext estimation-error",
         description="How far a run's log-normalizers are from the exact ones over the whole training set.",
     )
     command_line.add_run_arguments(parser)

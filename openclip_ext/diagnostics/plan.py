@@ -439,9 +439,7 @@ def main(argv: list[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="openclip_ext.diagnostics.plan", allow_abbrev=False, description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="openclip-ext plan", allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=_count, required=True, help="samples of the data set; 1e9 is a number, too")
     parser.add_argument("--world-size", type=_count, default=1, help="ranks, one a GPU (default: %(default)s)")
     parser.add_argument("--global-batch", type=_count, required=True, help="samples of a step, over all ranks")

@@ -15,7 +15,7 @@ from openclip_ext.training import recipes
 def build_parser(losses: LossTable) -> argparse.ArgumentParser:
     """The parser of the flags that OpenCLIP does not have."""
     parser = argparse.ArgumentParser(
-        prog="openclip_ext.training.main",
+        prog="openclip-ext train",
         add_help=False,
         allow_abbrev=False,
         description="Train CLIP with the losses of openclip_ext. All training flags of OpenCLIP work, too.",

@@ -158,7 +158,7 @@ def _about_manifest(path: str, before: Manifest, after: Manifest, global_batch: 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m openclip_ext.diagnostics.inspect",
+        prog="openclip-ext inspect",
         description="Duplicates, false negatives, misfits, hard and easy samples in the training data of a run.",
     )
     command_line.add_run_arguments(parser)
