@@ -32,7 +32,7 @@ from openclip_ext.losses.registry import list_losses
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import main as training
 
-# What differs from a loss's defaults in a run of a few epochs over 20,000 samples (docs/choosing-a-loss.md): fewer prototypes;
+# What differs from a loss's defaults in a run of a few epochs over 20,000 samples (docs/results.md): fewer prototypes;
 # averages that follow the batch; an MLP that is fitted in every step and kept over the epochs; SimCLR's augmentations.
 _MOVING_AVERAGE = "--gamma 0.8"
 _TWO_VIEWS = (
