@@ -135,11 +135,12 @@ def load_split(data: Path, split: str, names: list[str], model: str) -> SplitDat
     """Decode a split, once; afterwards it is read from ``data/cache``."""
     cache = data / "cache" / f"{split}-{model}.pt"
     if not cache.exists():
+        number_of = {name: number for number, name in enumerate(names)}
         images, captions, classes = zip(*read_shards(data / split), strict=True)
         content = {
             "images": torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous(),
             "texts": open_clip.get_tokenizer(model)(list(captions)),
-            "classes": torch.tensor([names.index(name) for name in classes]),
+            "classes": torch.tensor([number_of[name] for name in classes]),
         }
         cache.parent.mkdir(exist_ok=True)
         torch.save(content, cache.with_suffix(".partial"))
