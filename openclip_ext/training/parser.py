@@ -4,7 +4,7 @@ The flags of the losses are generated from their options, see ``losses/table.py`
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from openclip_ext.losses.options import HARD_SHARE, Option, rho_of
@@ -27,14 +27,20 @@ def build_parser(losses: LossTable) -> argparse.ArgumentParser:
     return parser
 
 
-def add_loss_flags(group: argparse._ArgumentGroup, losses: LossTable) -> None:
-    """``--loss`` and the options of all losses."""
-    group.add_argument("--loss", default=None, help=f"one of: {', '.join(losses.defaults)} (default: openclip)")
-    for option in losses.options:
-        if not option.openclip_flag:
-            group.add_argument(option.flag, dest=option.name, default=argparse.SUPPRESS, **_argument(option))
-    hard_share = _argument(HARD_SHARE) | {"type": lambda text: rho_of(_parser_of(HARD_SHARE)(text))}
-    group.add_argument(HARD_SHARE.flag, dest="rho", default=argparse.SUPPRESS, **hard_share)
+def add_loss_flags(group: argparse._ArgumentGroup, losses: LossTable, hidden: Collection[str] = ()) -> None:
+    """``--loss`` and the options of all losses; ``hidden`` ones are parsed, and not in the help."""
+    names = f"one of: {', '.join(losses.defaults)} (default: openclip)"
+    group.add_argument("--loss", default=None, help=argparse.SUPPRESS if "loss" in hidden else names)
+    arguments = {option: _argument(option) for option in losses.options if not option.openclip_flag}
+    arguments[HARD_SHARE] = _argument(HARD_SHARE) | {"type": lambda text: rho_of(_parser_of(HARD_SHARE)(text))}
+    for option, argument in arguments.items():
+        name = "rho" if option is HARD_SHARE else option.name
+        group.add_argument(
+            option.flag,
+            dest=name,
+            default=argparse.SUPPRESS,
+            **argument | ({"help": argparse.SUPPRESS} if name in hidden else {}),
+        )
 
 
 def _argument(option: Option) -> dict[str, Any]:

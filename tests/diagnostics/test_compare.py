@@ -565,6 +565,16 @@ def test_flags_that_mean_nothing_are_refused(data, more, message):
         command.parse(arguments(data, *more))
 
 
+def test_the_help_leaves_out_what_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        command.parse(["--help"])
+    shown = capsys.readouterr().out
+    assert "--prototypes" in shown and "--losses" in shown
+    assert not {"--loss", "--rho", "--hard-share", "--temperature", "--views"} & {
+        word.strip("[],") for word in shown.split()
+    }
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -204,7 +204,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--population", type=int, default=10_000, help="training samples that they are judged by (default: %(default)s)"
     )
-    add_loss_flags(parser.add_argument_group("loss"), table.from_registry())
+    group = parser.add_argument_group("options of the losses, for all that use them")
+    add_loss_flags(group, table.from_registry(), hidden={"loss", "views", *space.SEARCHED_OPTIONS})
     return parser
 
 

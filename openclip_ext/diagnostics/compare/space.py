@@ -25,7 +25,7 @@ FOR_SHORT_RUNS: Mapping[str, Any] = {
 }
 # So many settings at the first rate come before other rates of the most likely ones.
 _BEFORE_RATES = 4
-SEARCHED_OPTIONS = ("temperature_scheme", "temperature", "rho", "rho_end", "lr_tau")
+SEARCHED_OPTIONS = ("temperature_scheme", "temperature", "rho", "rho_end", "rho_switch", "lr_tau")
 
 
 @dataclass(frozen=True)
