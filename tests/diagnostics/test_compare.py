@@ -392,7 +392,12 @@ def test_the_sentence_says_when_the_runs_leave_a_gain_open():
     assert sentence.startswith(
         "Nothing beats openclip with confidence at batch 64: neuclip comes nearest, +0.5 (−1.5 to 2.5)"
     )
-    assert "Runs of 2.8 epochs leave open what longer ones bring: with another --output and --minutes 60" in sentence
+    assert (
+        "Runs of 2.8 epochs leave open what longer ones bring: with another --output and --minutes 60 they have about 6."
+        in sentence
+    )
+    nearly = conclude(found, about(64), 20.0, {})[0]
+    assert "--minutes 48 they have about 32." in nearly  # no longer than --epochs
     assert recommended == "openclip"
     assert "leave open" not in conclude(found, about(64), 32.0, {})[0]  # as long as --epochs allows
 

@@ -290,7 +290,7 @@ def conclude(
         # Runs end with a whole batch, a little before --epochs.
         could_be_longer = epochs < 0.9 * about.most_epochs
         is_open = could_be_longer and best.difference.high > _NEGLIGIBLE
-        advice = f"{_left_open(epochs, about.minutes)} Until then take" if is_open else "Take"
+        advice = f"{_left_open(epochs, about)} Until then take" if is_open else "Take"
         return f"{sentence}. {advice} {BASELINE} with its best setting.", BASELINE
     sentence = f"{best.loss}, {difference} over {BASELINE} at batch {about.batch}"
     equal = [
@@ -303,10 +303,11 @@ def conclude(
     return f"{sentence}.", best.loss
 
 
-def _left_open(epochs: float, minutes: float) -> str:
+def _left_open(epochs: float, about: About) -> str:
+    longer = min(2.0, about.most_epochs / epochs)
     return (
         f"Runs of {epochs:.1f} epochs leave open what longer ones bring: with another --output and --minutes "
-        f"{2 * minutes:g} they are about twice as long."
+        f"{math.ceil(longer * about.minutes)} they have about {longer * epochs:.0f}."
     )
 
 
