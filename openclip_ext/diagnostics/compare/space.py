@@ -65,16 +65,19 @@ def _learned(rho: float) -> dict[str, Any]:
 _SETTINGS: tuple[dict[str, Any], ...] = (
     _solved(4.0),
     _constant(0.05),
+    _constant(0.1),
     _learned(5.0),
     _solved(5.0),
     {},
     _constant(0.03),
     _learned(4.0),
 )
-# Of OpenCLIP's loss, which has no ρ where it learns the temperature.
+# Of OpenCLIP's loss, which has no ρ where it learns the temperature. In a few hundred steps of large batches a high constant
+# one is better by far (docs/results.md#small-and-large-batches).
 _BASELINE_SETTINGS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature_scheme": "global", "temperature": 0.03},
+    _constant(0.1),
     _constant(0.05),
     _solved(4.0),
     _solved(5.0),
@@ -84,7 +87,7 @@ _BASELINE_SETTINGS: tuple[dict[str, Any], ...] = (
 
 # Of losses that are known for their temperature, by its scheme, which they keep.
 _OWN_SCHEME: Mapping[str, tuple[dict[str, Any], ...]] = {
-    "constant": (_constant(0.05), _constant(0.03), {}),
+    "constant": (_constant(0.05), _constant(0.1), _constant(0.03), {}),
     **{
         scheme: ({"temperature_scheme": scheme}, {"temperature_scheme": scheme, **_learned(5.0)}, {})
         for scheme in ("per-sample", "predicted")
