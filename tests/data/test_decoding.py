@@ -21,7 +21,7 @@ def encode(image: Image.Image, image_format: str, **options) -> bytes:
 
 
 @pytest.mark.parametrize("image_format", ["PNG", "TIFF", "PPM"])
-def test_16_bit_grey_images_are_scaled(image_format: str):
+def test_16_bit_gray_images_are_scaled(image_format: str):
     """Pillow's conversion to RGB clips at 255, which makes nearly every pixel white."""
     decoded = decode_image(encode(Image.fromarray(RAMP), image_format))
     assert decoded.mode == "RGB"

@@ -556,6 +556,7 @@ def arguments(data: Path, *more: str) -> list[str]:
         (["--losses", "neuclip,fastclip"], "expected openclip and at least one other"),
         (["--losses", "openclip,neuclipp"], "unknown loss 'neuclipp'.*neuclip"),
         (["--losses", "openclip,simclr"], "compares two views"),
+        (["--losses", "openclip,sogclr", "--views", "2"], "sogclr compares two views"),
         (["--loss", "neuclip"], "--losses says which"),
         (["--rho", "5"], "--rho has no effect on compare, which searches over it"),
         (["--fit-every", "5"], "--fit-every is not used by any of"),

@@ -163,7 +163,9 @@ def _check(args: argparse.Namespace, losses: tuple[str, ...], options: Mapping[s
     if BASELINE not in losses or len(losses) < 2:
         raise UsageError(f"--losses {args.losses}: expected {BASELINE} and at least one other, separated by commas")
     for loss in losses:
-        if registry.create_loss(loss, embed_dim=8, num_samples=8).views > 1:
+        takes_views = "views" in options and "views" in registry.options_used_by(loss)
+        views = {"views": options["views"]} if takes_views else {}
+        if registry.create_loss(loss, embed_dim=8, num_samples=8, **views).views > 1:
             raise UsageError(f"--losses: {loss} compares two views of an image, and cannot be scored by retrieval")
     for name in options:
         if name in space.SEARCHED_OPTIONS:
