@@ -4,9 +4,11 @@ import argparse
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
+from tqdm import tqdm
 
 
 def run(main: Callable[[list[str]], None]) -> None:
@@ -23,6 +25,11 @@ def run(main: Callable[[list[str]], None]) -> None:
     except KeyboardInterrupt as error:
         print("stopped", file=sys.stderr)
         raise SystemExit(130) from error
+
+
+def progress_bar(items: Iterable[Any] | None = None, **arguments: Any) -> tqdm:
+    """tqdm's bar; rarely updated if the output is a log file, where each update is a line."""
+    return tqdm(items, mininterval=0.1 if sys.stderr.isatty() else 30, **arguments)
 
 
 def device(name: str) -> str:

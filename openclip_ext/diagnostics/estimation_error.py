@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.estimands import NegativesMean
@@ -283,7 +282,9 @@ def main(argv: list[str]) -> None:
     )
     refuse_without_normalizers(run.loss)
     batches = math.ceil(run.num_samples / run.loader.batch_size)
-    embeddings = embed_training_set(run, partial(tqdm, desc="embedding", unit="batch", total=batches))
+    embeddings = embed_training_set(
+        run, partial(command_line.progress_bar, desc="embedding", unit="batch", total=batches)
+    )
     result = measure(
         run.loss,
         embeddings.image,

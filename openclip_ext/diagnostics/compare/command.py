@@ -223,7 +223,7 @@ def _prepare(config: CompareConfig, training: TrainingConfig, options: dict[str,
         write_cache,
         image_size=size,
         limit=config.cache * 2**30,
-        progress=partial(tqdm, desc="decoding", unit="sample", leave=False),
+        progress=partial(command_line.progress_bar, desc="decoding", unit="sample", leave=False),
     )
     classes = len(names) or None
     train: Cache | DataSpec
@@ -473,7 +473,9 @@ class _Comparison:
         """Run what is left of these; False if the time is over before that."""
         before = sum(line["samples"] for line in self.results.lines.values()) - self.workers.samples
         total, done = self.schedule.design.samples(), before + self.workers.samples
-        with tqdm(total=total, initial=done, unit="sample", unit_scale=True, smoothing=0.05) as bar:
+        with command_line.progress_bar(
+            total=total, initial=done, unit="sample", unit_scale=True, smoothing=0.05
+        ) as bar:
             while self.deadline.left > _REPORT_SECONDS:
                 known = self._known()
                 busy = self.workers.under_way

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from openclip_ext.data.manifest import Manifest
 from openclip_ext.data.shards import ShardSource
@@ -54,7 +53,9 @@ def main(argv: list[str]) -> None:
     folder = Path(args.output) if args.output else run.folder / "inspect"
 
     batches = math.ceil(run.source.num_kept / run.loader.batch_size)
-    embeddings = stored_embeddings(run, folder, partial(tqdm, desc="embedding", unit="batch", total=batches))
+    embeddings = stored_embeddings(
+        run, folder, partial(command_line.progress_bar, desc="embedding", unit="batch", total=batches)
+    )
     anchors = _draw_anchors(len(embeddings.index), args.anchors, args.seed)
     difficulty, is_stored = log_normalizers(run.loss, embeddings, anchors, device)
     by_row = find(embeddings, anchors, difficulty, thresholds, device)

@@ -1,0 +1,59 @@
+"""The command line ``openclip-ext manifest``."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from openclip_ext.data.manifest.manifest import Manifest
+from openclip_ext.data.manifest.search import FILE_NAME, common_folder
+from openclip_ext.data.scan import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
+from openclip_ext.data.shardlist import expand_shards
+
+
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="openclip-ext manifest", description="Count the samples of shards, and so fix the index of every sample."
+    )
+    parser.add_argument(
+        "shards", nargs="+", help="paths, globs, brace notation, pipe: commands or URLs; also joined by ::"
+    )
+    parser.add_argument("--output", help="where to write (default: manifest.json in the shards' common folder)")
+    parser.add_argument("--workers", type=int, help="processes (default: one per core)")
+    parser.add_argument(
+        "--image-key", default=DEFAULT_IMAGE_KEY, help="fields that hold the image (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--caption-key",
+        default=DEFAULT_CAPTION_KEY,
+        help="fields that hold the caption, or json:ENTRY (default: %(default)s)",
+    )
+    parser.add_argument("--sizes", help='JSON file {"00000.tar": count, ...} for remote shards')
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    args = _parse_arguments(argv)
+    try:
+        sizes = json.loads(Path(args.sizes).read_bytes()) if args.sizes else None
+        urls = expand_shards(args.shards)
+        folder = common_folder(urls)
+        if args.output is None and folder is None:
+            raise ValueError("the shards are remote: say with --output where to write the manifest")
+        output = Path(args.output) if folder is None or args.output else folder / FILE_NAME
+        manifest = Manifest.scan(urls, args.image_key, args.caption_key, sizes, args.workers)
+        manifest.save(output)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for line in manifest.report():
+        print(line)
+    n, bad, lost = manifest.num_samples, manifest.num_bad, manifest.num_lost
+    print(
+        f"{n:,} samples in {len(urls):,} shards, {bad:,} ({bad / n:.2%}) without image or caption"
+        + (f", about {lost:,} more lost in damaged shards" if lost else "")
+        + f": {output}"
+    )
+    return 0
