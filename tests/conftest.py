@@ -1,4 +1,4 @@
-"""Marks the slow tests, which tests/slow.txt names."""
+"""Marks the slow tests, which tests/slow.txt names; fixtures of many files."""
 
 from pathlib import Path
 
@@ -16,3 +16,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # pytest-xdist hands out whole files in this order: one that takes long must not be the last.
         slow_files = {line.partition("::")[0] for line in slow}
         items.sort(key=lambda item: item.nodeid.partition("::")[0] not in slow_files)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """``--train-data`` of a file's own small demo set."""
+    from tests.training.runs import make_shards
+
+    return make_shards(tmp_path_factory.mktemp("shards"))

@@ -160,11 +160,6 @@ def test_wrong_input_is_named(change, message):
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("shards"))
-
-
-@pytest.fixture(scope="module")
 def fastclip(shards, tmp_path_factory):
     """A run of two ranks: each has written its half of the averages."""
     logs = tmp_path_factory.mktemp("two_ranks")

@@ -29,7 +29,6 @@ from tests.training.runs import (
     command,
     differences,
     final_state,
-    make_shards,
     run,
     run_on_two_ranks,
 )
@@ -186,11 +185,6 @@ def test_the_page_shows_captions_as_text_and_needs_nothing_else(tmp_path):
 
 
 # --- of a run --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("shards"))
 
 
 @pytest.fixture(scope="module")

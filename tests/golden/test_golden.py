@@ -35,11 +35,6 @@ def per_step_losses(loss: str, shards: str, logs: Path) -> list[float]:
     return [value for _, value, _ in losses_of(logs / loss)]
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("shards"))
-
-
 @pytest.mark.parametrize("loss", openclip_ext.list_losses())
 def test_losses_are_the_golden_ones(loss, shards, tmp_path):
     golden = json.loads(GOLDEN.read_text())

@@ -9,13 +9,7 @@ import pytest
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import run as program
 from openclip_ext.training.errors import UsageError
-from tests.training.runs import command, make_shards, run
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("shards"))
-
+from tests.training.runs import command, run
 
 MISTAKES = {
     "model": (["--model", "ViT-B/33"], r"unknown model --model ViT-B/33; did you mean ViT-B-32\?"),

@@ -9,14 +9,8 @@ from tests.training.runs import (
     differences,
     final_state,
     losses_of,
-    make_shards,
     run,
 )
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("shards"))
 
 
 def test_it_reaches_the_loss_and_resumes_bit_for_bit(shards, tmp_path):

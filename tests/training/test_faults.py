@@ -22,23 +22,9 @@ from tests.training.runs import (
     differences,
     final_state,
     losses_of,
-    make_shards,
     run,
     run_on_two_ranks,
 )
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("shards"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

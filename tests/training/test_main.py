@@ -23,19 +23,6 @@ from tests.training.runs import EXIT_AFTER_SIGTERM, command, differences, final_
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("shards"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
 def finished(shards, tmp_path_factory):
     """A finished run with validation and TensorBoard."""
     logs = tmp_path_factory.mktemp("finished")

@@ -13,7 +13,7 @@ from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.model import MODEL_CONFIG
 from tests.distributed.pool import two_ranks
-from tests.training.runs import command, losses_of, make_shards, run
+from tests.training.runs import command, losses_of, run
 
 VISION = {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8}
 TEXT = {"context_length": 20, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
@@ -25,11 +25,6 @@ CAPTIONER = {
     "multimodal_cfg": {**TEXT, "context_length": 19, "attn_pooler_heads": 2},
     "custom_text": True,
 }
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("shards"))
 
 
 @pytest.fixture(scope="module")

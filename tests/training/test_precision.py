@@ -18,7 +18,7 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training.optimizer import create_optimizer
 from openclip_ext.training.step import StepSettings, TrainStep
 from tests.losses.cases import CASES, make_steps, run_step
-from tests.training.runs import command, make_shards, run
+from tests.training.runs import command, run
 from tests.training.tiny import (
     LOSSES,
     OPTIMIZER,
@@ -72,14 +72,6 @@ WAYS = {
     "bf16": Way(IN_BFLOAT16, torch.bfloat16, mixed=True),
     "pure_bf16": Way(IN_BFLOAT16, torch.bfloat16),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass
@@ -215,11 +207,6 @@ def test_a_loss_survives_being_compiled_itself(name):
 
 
 # --- the command line ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("shards"))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "amp", "amp_bf16", "bf16", "pure_bf16"])

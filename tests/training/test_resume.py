@@ -10,7 +10,6 @@ from tests.training.runs import (
     differences,
     final_state,
     losses_of,
-    make_shards,
     run,
     run_on_two_ranks,
 )
@@ -19,19 +18,6 @@ from tests.training.runs import (
 # views, captions that follow the flip).
 CASES = [(loss, "0") for loss in LOSS_FLAGS] + [(loss, "2") for loss in ("openclip", "fastclip", "simclr", "cliplite")]
 STOP_IN_EPOCH = {0: 3, 1: 8}  # optimizer steps into a run of 2 x 5
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("shards"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def assert_same_run(resumed, uninterrupted):

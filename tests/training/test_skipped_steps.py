@@ -10,7 +10,7 @@ from openclip_ext.training import guard
 from openclip_ext.training.step import TrainStep
 from openclip_ext.training.trainer import TrainingDiverged
 from tests.distributed.pool import two_ranks
-from tests.training.runs import EXIT_AFTER_SIGTERM, command, losses_of, make_shards, run
+from tests.training.runs import EXIT_AFTER_SIGTERM, command, losses_of, run
 from tests.training.skipped_cases import FLOAT16, Run, Way, all_nan, changed, different
 from tests.training.tiny import LOSSES, tiny_batch
 
@@ -26,14 +26,6 @@ WAYS = {
 }
 # Counters that the host keeps: on a GPU they count the skipped step.
 HOST_COUNTERS = "_extra_state"
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # Every loss on the host and as on a GPU; the other ways for a loss without state, with a table and with prototypes.
@@ -120,11 +112,6 @@ def test_a_bad_sample_on_one_rank_changes_nothing_on_any(name, way):
 
 
 # --- whole runs ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("shards"))
 
 
 def spoiling(monkeypatch, numbers, count: int | None = 1) -> None:

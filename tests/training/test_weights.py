@@ -21,17 +21,11 @@ from tests.training.runs import (
     differences,
     final_state,
     losses_of,
-    make_shards,
     run,
     run_on_two_ranks,
 )
 
 METRIC = "image_to_text_R@5"
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("shards"))
 
 
 # --- the average of the weights --------------------------------------------------------------------------------------
