@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from openclip_ext.version import __version__
 
 if TYPE_CHECKING:
-    from openclip_ext.compat import register
+    from openclip_ext.integrations.openclip_script import register
     from openclip_ext.losses.registry import create_loss, list_losses
 
 __all__ = ["__version__", "create_loss", "list_losses", "register"]
@@ -16,7 +16,7 @@ __all__ = ["__version__", "create_loss", "list_losses", "register"]
 _HOMES = {
     "create_loss": "openclip_ext.losses.registry",
     "list_losses": "openclip_ext.losses.registry",
-    "register": "openclip_ext.compat",
+    "register": "openclip_ext.integrations.openclip_script",
 }
 
 

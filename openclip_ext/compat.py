@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import inspect
 import logging
 import sys
@@ -34,9 +33,6 @@ SIGLIP_EXCHANGES = (
     "open_clip.loss.neighbour_exchange_with_grad",
     "open_clip.loss.neighbour_exchange_bidir_with_grad",
 )
-_PARTS = ("normalizer", "temperature_scheme", "views")
-# Options of a loss that learns the model's temperature which only our training program heeds.
-_MODELS_TEMPERATURE = ("temperature", "temperature_min", "temperature_max", "lr_tau")
 
 
 def check_version() -> str:
@@ -257,20 +253,20 @@ def start_remote_sync(every_seconds: int, local: str, remote: str, protocol: str
     return process
 
 
-# --- register --------------------------------------------------------------------------------------------------------
+# --- the training script ---------------------------------------------------------------------------------------------
 
 
-def register() -> None:
-    """Let OpenCLIP's own training script train our losses: ``open_clip_train.main`` then knows ``--loss`` and its options.
+def extend_script(
+    *,
+    create_loss: Callable[[Callable], Callable],
+    parse_args: Callable[[Callable], Callable],
+    train_one_epoch: Callable[[Callable], Callable],
+) -> None:
+    """Extend functions of OpenCLIP's own training script, wherever they are bound; those that are extended already stay.
 
-    Call it before ``open_clip_train.main.main(argv)``. ``open_clip.create_loss(args)`` then builds ours when ``args.loss``
-    names one, and OpenCLIP's otherwise. Options are read from ``args.loss_options``, a dictionary that the parser fills, and
-    from attributes of ``args`` named like the flags (``loss_eps`` for ``--loss-eps``). The loss is told each epoch. Calling
-    ``register`` again changes nothing.
-
-    OpenCLIP's loop hands a loss no index, calls it once per micro-batch, and trains and saves the model alone. The built
-    function therefore raises ``ValueError`` for a loss that needs the index, for one with trained modules of its own, and
-    for ``accum_freq > 1`` with a loss that keeps state; train those with ``python -m openclip_ext.training.main``.
+    Args:
+        create_loss, parse_args, train_one_epoch: what takes OpenCLIP's function and returns the one to use instead, which
+            wraps it (``functools.wraps``).
     """
     import open_clip
     import open_clip.factory
@@ -280,9 +276,9 @@ def register() -> None:
     check_version()
     # open_clip_train.main binds the functions by name when it is imported.
     script = sys.modules.get("open_clip_train.main")
-    _replace("create_loss", _extended_create_loss, open_clip, open_clip.factory, script)
-    _replace("parse_args", _extended_parse_args, open_clip_train.params, script)
-    _replace("train_one_epoch", _announced_epoch, open_clip_train.train, script)
+    _replace("create_loss", create_loss, open_clip, open_clip.factory, script)
+    _replace("parse_args", parse_args, open_clip_train.params, script)
+    _replace("train_one_epoch", train_one_epoch, open_clip_train.train, script)
 
 
 def _replace(name: str, extended: Callable[[Callable], Callable], *modules: Any) -> None:
@@ -292,111 +288,3 @@ def _replace(name: str, extended: Callable[[Callable], Callable], *modules: Any)
         function = extended(function)
     for module in filter(None, modules):
         setattr(module, name, function)
-
-
-def _extended_parse_args(original: Callable) -> Callable:
-    """OpenCLIP's parser with ``--loss`` and its options, which it would take for an abbreviation of ``--loss-dist-impl``."""
-
-    @functools.wraps(original)
-    def parse_args(argv: list[str]) -> argparse.Namespace:
-        from openclip_ext.losses import table
-        from openclip_ext.training import flags
-        from openclip_ext.training.parser import add_loss_flags
-
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        add_loss_flags(parser.add_argument_group("losses of openclip_ext"), table.from_registry())
-        if any(argument in ("-h", "--help") for argument in argv):
-            parser.print_help()
-        ours, rest = parser.parse_known_args(argv)
-        args = original(rest)
-        args.loss_options = vars(ours)
-        args.loss = args.loss_options.pop("loss")
-        try:
-            flags.reconcile_siglip(args)
-            flags.check_loss_flags(flags.LossChoice(args.loss, args.loss_options))
-        except ValueError as error:
-            parser.error(str(error))
-        return args
-
-    return parse_args
-
-
-def _announced_epoch(original: Callable) -> Callable:
-    """OpenCLIP's epoch, announced to the loss."""
-
-    @functools.wraps(original)
-    def train_one_epoch(model: Any, data: Any, loss: Any, epoch: int, *others: Any, **options: Any) -> Any:
-        if hasattr(loss, "start_epoch"):
-            loss.start_epoch(epoch)
-        return original(model, data, loss, epoch, *others, **options)
-
-    return train_one_epoch
-
-
-def _extended_create_loss(original: Callable) -> Callable:
-    from openclip_ext.losses import registry
-
-    @functools.wraps(original)
-    def create_loss(args: argparse.Namespace) -> nn.Module:
-        name = getattr(args, "loss", None)
-        if name is None:
-            return original(args)
-        options = _loss_options(name, args)
-        if name in OPENCLIP_LOSSES and all(registry.OPTIONS[option].openclip_flag for option in options):
-            # The name decides, and not only the flag --siglip.
-            return original(argparse.Namespace(**{**vars(args), "siglip": name == "siglip"}))
-        if getattr(args, "distill", False):
-            raise ValueError(f"--loss {name} does not distill; leave out --distill-model, or use --loss openclip")
-        parts = {part: options.get(part) for part in _PARTS}
-        if "num_samples" in registry.requirements_of(name, **parts):
-            raise ValueError(
-                f"--loss {name} needs every sample's index, which OpenCLIP's loop does not pass. "
-                "Train it with: python -m openclip_ext.training.main"
-            )
-        if getattr(args, "accum_freq", 1) > 1:
-            raise ValueError(
-                f"--loss {name} keeps state that one optimizer step may update only once; OpenCLIP's loop "
-                f"calls the loss {args.accum_freq} times with --accum-freq {args.accum_freq}. "
-                "Use --accum-freq 1 or python -m openclip_ext.training.main"
-            )
-        loss = registry.create_loss(name, embed_dim=embedding_dim(args.model), **options)
-        if loss.needs_positives:
-            raise ValueError(
-                "--equal-captions needs to know which captions are equal, which OpenCLIP's loop does not tell. "
-                "Train with: python -m openclip_ext.training.main"
-            )
-        if loss.model_head() is not None:
-            raise ValueError(
-                f"--loss {name} trains modules of its own with the model, and OpenCLIP's optimizer has the model's parameters "
-                "only. Train it with: python -m openclip_ext.training.main"
-            )
-        _warn_of_temperature_options(loss, name, options)
-        return loss
-
-    return create_loss
-
-
-def _warn_of_temperature_options(loss: Any, name: str, options: dict[str, Any]) -> None:
-    """OpenCLIP's loop keeps its own start, bounds and learning rate of the model's temperature."""
-    given = ", ".join("--" + option.replace("_", "-") for option in _MODELS_TEMPERATURE if option in options)
-    if loss.learns_logit_scale and given:
-        logging.warning(
-            f"{given}: no effect on --loss {name} in OpenCLIP's loop, which has its own start, bounds and learning rate of "
-            "the temperature. For them use: python -m openclip_ext.training.main"
-        )
-
-
-def _loss_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The options of loss ``name`` that ``args`` sets, under the names of their flags (Adam's ``eps`` is not ours)."""
-    from openclip_ext.losses import registry
-    from openclip_ext.losses.registry import OPTIONS
-
-    given = getattr(args, "loss_options", {})
-
-    def value_of(option: str) -> Any:
-        return given.get(option, getattr(args, OPTIONS[option].flag.removeprefix("--").replace("-", "_"), None))
-
-    parts = {part: value_of(part) for part in _PARTS}
-    used = [*parts, *registry.options_used_by(name, **parts)]
-    # None is a value where the user gave it; as an attribute of args it means that nothing was given.
-    return {option: value_of(option) for option in used if option in given or value_of(option) is not None}

@@ -1,0 +1,134 @@
+"""OpenCLIP's own training script with our losses: ``openclip_ext.register()``. Page: ``docs/coming-from-openclip.md``."""
+
+import argparse
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from openclip_ext import compat
+from openclip_ext.losses import registry, table
+from openclip_ext.losses.registry import OPTIONS
+from openclip_ext.training import flags
+from openclip_ext.training.parser import add_loss_flags
+
+# Options of a loss that learns the model's temperature which only our training program heeds.
+_MODELS_TEMPERATURE = ("temperature", "temperature_min", "temperature_max", "lr_tau")
+
+
+def register() -> None:
+    """Let OpenCLIP's own training script train our losses: ``open_clip_train.main`` then knows ``--loss`` and its options.
+
+    Call it before ``open_clip_train.main.main(argv)``. ``open_clip.create_loss(args)`` then builds ours when ``args.loss``
+    names one, and OpenCLIP's otherwise. Options are read from ``args.loss_options``, a dictionary that the parser fills, and
+    from attributes of ``args`` named like the flags (``loss_eps`` for ``--loss-eps``). The loss is told each epoch. Calling
+    ``register`` again changes nothing.
+
+    OpenCLIP's loop hands a loss no index, calls it once per micro-batch, and trains and saves the model alone. The built
+    function therefore raises ``ValueError`` for a loss that needs the index, for one with trained modules of its own, and
+    for ``accum_freq > 1`` with a loss that keeps state; train those with ``python -m openclip_ext.training.main``.
+    """
+    compat.extend_script(
+        create_loss=_extended_create_loss, parse_args=_extended_parse_args, train_one_epoch=_announced_epoch
+    )
+
+
+def _extended_parse_args(original: Callable) -> Callable:
+    """OpenCLIP's parser with ``--loss`` and its options, which it would take for an abbreviation of ``--loss-dist-impl``."""
+
+    @functools.wraps(original)
+    def parse_args(argv: list[str]) -> argparse.Namespace:
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        add_loss_flags(parser.add_argument_group("losses of openclip_ext"), table.from_registry())
+        if any(argument in ("-h", "--help") for argument in argv):
+            parser.print_help()
+        ours, rest = parser.parse_known_args(argv)
+        args = original(rest)
+        args.loss_options = vars(ours)
+        args.loss = args.loss_options.pop("loss")
+        try:
+            flags.reconcile_siglip(args)
+            flags.check_loss_flags(flags.LossChoice(args.loss, args.loss_options))
+        except ValueError as error:
+            parser.error(str(error))
+        return args
+
+    return parse_args
+
+
+def _announced_epoch(original: Callable) -> Callable:
+    """OpenCLIP's epoch, announced to the loss."""
+
+    @functools.wraps(original)
+    def train_one_epoch(model: Any, data: Any, loss: Any, epoch: int, *others: Any, **options: Any) -> Any:
+        if hasattr(loss, "start_epoch"):
+            loss.start_epoch(epoch)
+        return original(model, data, loss, epoch, *others, **options)
+
+    return train_one_epoch
+
+
+def _extended_create_loss(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def create_loss(args: argparse.Namespace) -> nn.Module:
+        name = getattr(args, "loss", None)
+        if name is None:
+            return original(args)
+        options = _loss_options(name, args)
+        if name in compat.OPENCLIP_LOSSES and all(registry.OPTIONS[option].openclip_flag for option in options):
+            # The name decides, and not only the flag --siglip.
+            return original(argparse.Namespace(**{**vars(args), "siglip": name == "siglip"}))
+        if getattr(args, "distill", False):
+            raise ValueError(f"--loss {name} does not distill; leave out --distill-model, or use --loss openclip")
+        parts = {part: options.get(part) for part in flags.PARTS}
+        if "num_samples" in registry.requirements_of(name, **parts):
+            raise ValueError(
+                f"--loss {name} needs every sample's index, which OpenCLIP's loop does not pass. "
+                "Train it with: python -m openclip_ext.training.main"
+            )
+        if getattr(args, "accum_freq", 1) > 1:
+            raise ValueError(
+                f"--loss {name} keeps state that one optimizer step may update only once; OpenCLIP's loop "
+                f"calls the loss {args.accum_freq} times with --accum-freq {args.accum_freq}. "
+                "Use --accum-freq 1 or python -m openclip_ext.training.main"
+            )
+        loss = registry.create_loss(name, embed_dim=compat.embedding_dim(args.model), **options)
+        if loss.needs_positives:
+            raise ValueError(
+                "--equal-captions needs to know which captions are equal, which OpenCLIP's loop does not tell. "
+                "Train with: python -m openclip_ext.training.main"
+            )
+        if loss.model_head() is not None:
+            raise ValueError(
+                f"--loss {name} trains modules of its own with the model, and OpenCLIP's optimizer has the model's parameters "
+                "only. Train it with: python -m openclip_ext.training.main"
+            )
+        _warn_of_temperature_options(loss, name, options)
+        return loss
+
+    return create_loss
+
+
+def _warn_of_temperature_options(loss: Any, name: str, options: dict[str, Any]) -> None:
+    """OpenCLIP's loop keeps its own start, bounds and learning rate of the model's temperature."""
+    given = ", ".join("--" + option.replace("_", "-") for option in _MODELS_TEMPERATURE if option in options)
+    if loss.learns_logit_scale and given:
+        logging.warning(
+            f"{given}: no effect on --loss {name} in OpenCLIP's loop, which has its own start, bounds and learning rate of "
+            "the temperature. For them use: python -m openclip_ext.training.main"
+        )
+
+
+def _loss_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The options of loss ``name`` that ``args`` sets, under the names of their flags (Adam's ``eps`` is not ours)."""
+    given = getattr(args, "loss_options", {})
+
+    def value_of(option: str) -> Any:
+        return given.get(option, getattr(args, OPTIONS[option].flag.removeprefix("--").replace("-", "_"), None))
+
+    parts = {part: value_of(part) for part in flags.PARTS}
+    used = [*parts, *registry.options_used_by(name, **parts)]
+    # None is a value where the user gave it; as an attribute of args it means that nothing was given.
+    return {option: value_of(option) for option in used if option in given or value_of(option) is not None}

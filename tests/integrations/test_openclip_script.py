@@ -1,0 +1,195 @@
+"""``register()``: stock OpenCLIP builds our losses, and refuses what its loop cannot do."""
+
+import argparse
+import math
+import re
+import sys
+from pathlib import Path
+
+import open_clip
+import open_clip.factory
+import pytest
+import torch
+import torch.nn.functional as F
+
+import openclip_ext
+from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
+from openclip_ext.losses import registry
+from openclip_ext.model_configs import add_model_configs
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    """Register, and leave OpenCLIP as it was for the other tests."""
+    from open_clip_train import main as script
+    from open_clip_train import params, train
+
+    places = {
+        "create_loss": (open_clip, open_clip.factory, script),
+        "parse_args": (params, script),
+        "train_one_epoch": (train, script),
+    }
+    originals = [(place, name, getattr(place, name)) for name, modules in places.items() for place in modules]
+    add_model_configs()
+    openclip_ext.register()
+    yield
+    for place, name, original in originals:
+        setattr(place, name, original)
+
+
+def openclip_args(**changes) -> argparse.Namespace:
+    """What OpenCLIP's create_loss reads, and what a user's parser adds."""
+    defaults = {
+        "model": "demo-vit", "distill": False, "siglip": False, "horovod": False, "rank": 0, "world_size": 1,
+        "local_loss": False, "gather_with_grad": False, "loss_dist_impl": None, "accum_freq": 1, "eps": 1e-8, "seed": 0,
+    }  # fmt: skip
+    return argparse.Namespace(**{**defaults, **changes})
+
+
+def test_openclip_builds_our_loss_with_the_options_of_args():
+    loss = open_clip.create_loss(openclip_args(loss="neuclip", prototypes=12, rho=8.0))
+    assert isinstance(loss, GlobalContrastiveLoss)
+    assert loss.embed_dim == 64  # from the model's configuration
+    image = F.normalize(torch.randn(6, 64), dim=1).requires_grad_()
+    terms = loss(image_features=image, text_features=image.flip(0), logit_scale=torch.tensor(10.0), output_dict=True)
+    sum(terms.values()).backward()
+    assert image.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("loss", [None, "openclip"])
+def test_other_losses_stay_openclips(loss):
+    changes = {} if loss is None else {"loss": loss}
+    assert type(open_clip.create_loss(openclip_args(**changes))) is open_clip.ClipLoss
+
+
+def test_options_of_openclips_loss_are_not_dropped():
+    """Its own flags are OpenCLIP's business; others compose it of our parts, or are refused like any loss's."""
+    options = {"temperature_scheme": "constant", "temperature": 0.05}
+    loss = open_clip.create_loss(openclip_args(loss="openclip", loss_options=options))
+    assert isinstance(loss, GlobalContrastiveLoss) and loss.initial_logit_scale == pytest.approx(math.log(20))
+    with pytest.raises(ValueError, match="which captions are equal"):
+        open_clip.create_loss(openclip_args(loss="openclip", loss_options={"equal_captions": "mask"}))
+
+
+def test_every_place_that_binds_the_function_gets_it():
+    from open_clip_train import main as script
+
+    assert script.create_loss is open_clip.create_loss is open_clip.factory.create_loss
+
+
+def test_registering_again_changes_nothing():
+    before = open_clip.create_loss
+    openclip_ext.register()
+    assert open_clip.create_loss is before
+
+
+def test_adams_eps_is_not_the_losses():
+    loss = open_clip.create_loss(openclip_args(loss="amorlip", eps=1.0))
+    assert isinstance(loss, GlobalContrastiveLoss)
+    with_eps = open_clip.create_loss(openclip_args(loss="neuclip", loss_eps=1e-6, eps=1.0))
+    assert with_eps.objective.estimand.eps == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": "fastclip"}, "every sample's index"),
+        ({"loss": "neuclip", "accum_freq": 2}, "--accum-freq 2"),
+        ({"loss": "neuclp"}, "neuclip"),
+    ],
+)
+def test_what_openclips_loop_cannot_do_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        open_clip.create_loss(openclip_args(**changes))
+
+
+# --- OpenCLIP's own training script ----------------------------------------------------------------------------------
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    from open_clip_train.main import parse_args
+
+    return parse_args(["--model", "demo-vit", *argv])
+
+
+def test_the_stock_parser_knows_our_losses_and_their_options():
+    args = parse(
+        "--loss", "neuclip", "--prototypes", "12", "--restart-every", "none", "--loss-eps", "1e-6", "--lr", "1e-3"
+    )
+    assert (args.loss, args.loss_dist_impl, args.siglip, args.lr) == ("neuclip", None, False, 1e-3)
+    loss = open_clip.create_loss(openclip_args(**vars(args) | {"distill": False, "rank": 0, "world_size": 1}))
+    assert isinstance(loss, GlobalContrastiveLoss)
+    assert len(loss.normalizer.prototypes[0]) == 12
+    assert loss.normalizer.restart_every is None
+    assert loss.objective.estimand.eps == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("argv", "kind"),
+    [
+        ([], open_clip.ClipLoss),
+        (["--loss", "openclip"], open_clip.ClipLoss),
+        (["--loss", "siglip"], open_clip.loss.SigLipLoss),
+        (["--siglip"], open_clip.loss.SigLipLoss),
+        (["--siglip", "--loss-dist-impl", "gather"], open_clip.loss.SigLipLoss),
+    ],
+)
+def test_the_stock_parser_with_openclips_losses(argv, kind):
+    args = parse(*argv)
+    assert args.siglip == (kind is open_clip.loss.SigLipLoss)
+    args.distill, args.rank, args.world_size = False, 0, 1
+    assert type(open_clip.create_loss(args)) is kind
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--loss", "neuclp"], "Did you mean 'neuclip'"),
+        (["--loss", "neuclip", "--gamma", "0.3"], "--gamma is not used by --loss neuclip"),
+        (["--gamma", "0.3"], "--gamma is not used by --loss openclip"),
+        (["--loss", "neuclip", "--siglip"], "contradict each other"),
+        (["--loss", "neuclip", "--prototypes", "many"], "expected an integer"),
+    ],
+)
+def test_the_stock_parser_refuses(argv, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(*argv)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_siglip_by_name_is_not_clip():
+    args = openclip_args(loss="siglip")
+    assert type(open_clip.create_loss(args)) is open_clip.loss.SigLipLoss
+
+
+def test_options_of_the_models_temperature_are_said_to_have_no_effect(caplog):
+    open_clip.create_loss(openclip_args(loss="neuclip", loss_options={"lr_tau": 1e-4, "prototypes": 4}))
+    assert "--lr-tau: no effect on --loss neuclip in OpenCLIP's loop" in caplog.text
+
+
+def test_our_own_parser_is_not_changed():
+    from openclip_ext.training import flags
+
+    args, choice = flags.parse(["--model", "demo-vit", "--loss", "neuclip", "--prototypes", "12"])
+    assert choice == flags.LossChoice("neuclip", {"prototypes": 12})
+    assert not hasattr(args, "loss_options")
+
+
+def test_the_recipe_of_the_guide_trains_our_loss(tmp_path, monkeypatch):
+    built = []
+    create = registry.create_loss
+    monkeypatch.setattr(
+        registry, "create_loss", lambda *args, **options: built.append(create(*args, **options)) or built[0]
+    )
+    data = ["--dataset-type", "synthetic", "--train-num-samples", "8", "--batch-size", "4", "--workers", "0"]
+    run = ["--epochs", "2", "--device", "cpu", "--precision", "fp32", "--logs", str(tmp_path), "--name", "run"]
+    guide = (Path(__file__).parents[2] / "docs" / "coming-from-openclip.md").read_text(encoding="utf-8")
+    recipe = re.search(r"as `train_clip.py`:\n\n```python\n(.*?)```", guide, flags=re.DOTALL)[1]
+    argv = ["train_clip.py", "--model", "demo-vit", "--loss", "amorlip", "--fit-every", "1", *data, *run]
+    monkeypatch.setattr(sys, "argv", argv)
+    exec(recipe, {})
+    assert isinstance(built[0], GlobalContrastiveLoss)
+    assert (built[0].calls, built[0].epoch) == (4, 1)
+    assert built[0].normalizer.fit_every == 1
+    assert "loss: amorlip" in (tmp_path / "run" / "params.txt").read_text()
