@@ -18,7 +18,7 @@ from openclip_ext.contrastive import log_math
 from openclip_ext.state.sharded_table import count_of_equal, mean_of_equal
 
 if TYPE_CHECKING:
-    from openclip_ext.contrastive.objectives import Estimand
+    from openclip_ext.contrastive.estimands import Estimand
 
 
 @dataclass(frozen=True)
