@@ -23,8 +23,8 @@ from openclip_ext.data.source import BadDataError
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.diagnostics import command_line
 from openclip_ext.diagnostics.compare import design as designs
+from openclip_ext.diagnostics.compare import page, report, space
 from openclip_ext.diagnostics.compare import pilot as pilots
-from openclip_ext.diagnostics.compare import report, space
 from openclip_ext.diagnostics.compare.design import Costs, Design, Run, Schedule
 from openclip_ext.diagnostics.compare.pilot import Pilot
 from openclip_ext.diagnostics.compare.samples import (
@@ -365,7 +365,9 @@ class _Comparison:
             groups=_caption_groups(self.pilot.data.verdict),
         )
         found = report.make_report(about, self.schedule, self._known(), self.plan, self.command_line)
-        report.write(found, self.config.output)
+        (self.config.output / "report.json").write_text(report.to_json(found), encoding="utf-8")
+        (self.config.output / "report.md").write_text(report.markdown(found), encoding="utf-8")
+        (self.config.output / "report.html").write_text(page.render(found), encoding="utf-8")
         print(found.text_of_judgement)
         print(found.sentence)
         print(f"report: {self.config.output / 'report.html'}, report.md, report.json")

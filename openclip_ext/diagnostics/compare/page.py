@@ -3,10 +3,8 @@
 import html
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from openclip_ext.diagnostics.compare.report import Report
+from openclip_ext.diagnostics.compare.report import Report, lines, tables
 
 # Colors that people with color-blindness tell apart (Okabe and Ito).
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7f7f7f")
@@ -25,14 +23,8 @@ svg { max-width: 100%; height: auto; } svg text { font: 12px system-ui, sans-ser
 Point = tuple[float, float]
 
 
-def render(report: "Report", tables: Mapping[str, list[list[str]]], paragraphs: Sequence[str]) -> str:
-    """The page.
-
-    Args:
-        report: what to show.
-        tables: rows of cells by title, the first row is the head.
-        paragraphs: the explanations.
-    """
+def render(report: Report) -> str:
+    """The page."""
     chosen = next((one for one in report.results if one.loss == report.recommended), None)
     parts = [
         "<h1>Which loss?</h1>",
@@ -45,10 +37,10 @@ def render(report: "Report", tables: Mapping[str, list[list[str]]], paragraphs: 
     if report.results:
         parts.append(f"<h2>Learning curves</h2><div class='charts'>{_curves(report)}</div>")
         parts.append("<p>Mean over the seeds that all have, R@1 in percent, on the half that gives the numbers.</p>")
-    for title, rows in tables.items():
+    for title, rows in tables(report).items():
         parts.append(f"<h2>{html.escape(title)}</h2>{_table(rows)}")
     parts.append("<h2>Reading it</h2>")
-    parts += [f"<p>{html.escape(text)}</p>" for text in paragraphs]
+    parts += [f"<p>{html.escape(text)}</p>" for text in lines(report)]
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Which loss?</title>'
     head += f"<style>{_STYLE}</style>"
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{"".join(parts)}</body></html>\n'
@@ -61,7 +53,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return "<table>" + row(rows[0], "th") + "".join(row(cells, "td") for cells in rows[1:]) + "</table>"
 
 
-def _curves(report: "Report") -> str:
+def _curves(report: Report) -> str:
     over_samples, over_time = {}, {}
     common = min(len(one.curves) for one in report.results)
     for one in report.results:

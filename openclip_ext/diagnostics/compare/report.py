@@ -1,4 +1,4 @@
-"""From finished runs to numbers, words and files: ``report.json``, ``report.md`` and ``report.html``."""
+"""From finished runs to numbers and words, as JSON and as Markdown."""
 
 import json
 import math
@@ -6,13 +6,12 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from openclip_ext.diagnostics.compare import page, space
+from openclip_ext.diagnostics.compare import space
 from openclip_ext.diagnostics.compare.design import Results, Run, Schedule, setting_words
 from openclip_ext.diagnostics.compare.pilot import IMAGE_TO_TEXT, TEXT_TO_IMAGE, ZERO_SHOT, unpacked
 from openclip_ext.diagnostics.compare.space import BASELINE, Setting
@@ -339,16 +338,14 @@ def judgement(measured: Mapping[str, Any], batch: int, when: str) -> str:
     )
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
+# --- the whole report ------------------------------------------------------------------------------------------------
 
 
-def write(report: Report, folder: Path) -> None:
-    """Write all three files."""
+def to_json(report: Report) -> str:
+    """All numbers of the report."""
     content = asdict(report)
     del content["about"]["groups"]
-    (folder / "report.json").write_text(json.dumps(content, indent=2) + "\n")
-    (folder / "report.md").write_text(markdown(report))
-    (folder / "report.html").write_text(page.render(report, tables(report), lines(report)))
+    return json.dumps(content, indent=2) + "\n"
 
 
 def lines(report: Report) -> list[str]:
