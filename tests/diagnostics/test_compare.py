@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from scipy import stats
 
+from openclip_ext.data.manifest import Manifest
 from openclip_ext.diagnostics.compare import command, space
 from openclip_ext.diagnostics.compare import design as designs
 from openclip_ext.diagnostics.compare import pilot as pilots
@@ -563,6 +564,9 @@ def arguments(data: Path, *more: str) -> list[str]:
         (["--save-frequency", "3"], "--save-frequency has no effect on compare"),
         (["--resume", "x.pt"], "--resume has no effect on compare"),
         (["--minutes", "0"], "--minutes is 0, must be positive"),
+        (["--batch-size", "0"], "--batch-size is 0, must be at least 2"),
+        (["--lr", "nan"], "--lr is nan, must be positive"),
+        (["--normalizer", "mlp"], "makes one loss of those that are compared"),
         (["--lr-scheduler", "cosin"], "unknown --lr-scheduler"),
     ],
 )
@@ -607,6 +611,33 @@ def test_more_bad_samples_than_training_allows_are_refused(data):
         ValueError, match=r"30 of the 300 samples .* more than the allowed 5\.0% \(--max-bad-fraction\)"
     ):
         command.main(arguments(data, "--val", str(data / "val" / "00000.tar")))
+
+
+def test_a_manifest_may_leave_samples_out(data):
+    """Those are not bad samples; read from the shards again and again, they would shorten the runs unseen."""
+    shard, val = str(data / "train" / "00000.tar"), str(data / "val" / "00000.tar")
+    Manifest.scan(shard, progress=False).without(range(0, 80, 16)).save(data / "fewer.json")
+    argv = [*arguments(data, "--val", val), "--manifest", str(data / "fewer.json")]
+    pilot, _ = command._prepare(*command.parse(argv))
+    assert pilot.data.num_samples == 75
+    with pytest.raises(ValueError, match="leaves samples out"):
+        command._prepare(*command.parse([*argv, "--cache", str(50_000 / 2**30), "--output", str(data / "other")]))
+
+
+def test_validation_samples_of_one_caption_are_refused(data):
+    same = [(name, b"a dot" if name.endswith("txt") else content) for n in range(40) for name, content in two_colors(n)]
+    write_tar(data / "val" / "00000.tar", same)
+    with pytest.raises(ValueError, match="one caption only"):
+        command.main(arguments(data, "--val", str(data / "val" / "00000.tar")))
+
+
+def test_the_end_of_a_text_with_the_token_0_is_kept():
+    """Token 0 is OpenCLIP's padding, and also "!" inside of "!="."""
+    tokenizer = open_clip.get_tokenizer("demo-vit")
+    texts = ["see a !~ b and c", "a dog"]
+    tokens = tokenizer(texts)
+    assert (tokens[0] == 0).nonzero()[0] < tokens[0].argmax()
+    assert Tokens.of(texts, tokenizer).length == int(tokens[0].argmax()) + 1
 
 
 def prepared(data: Path, *more: str) -> PilotData:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import openclip_ext
-from openclip_ext import compat
 from openclip_ext.contrastive.loop_checks import CHECKED_CALLS
+from openclip_ext.integrations import openclip_script
 from openclip_ext.losses.cliplite import ClipLiteLoss
 from openclip_ext.losses.registry import create_loss, options_used_by, requirements_of
 from tests.losses.cases import WIDTH, Step, make_steps
@@ -268,6 +268,6 @@ def test_contract() -> None:
 
 def test_openclips_loop_is_refused() -> None:
     """Its optimizer would leave the projections as they are."""
-    create = compat._extended_create_loss(lambda args: None)
+    create = openclip_script._extended_create_loss(lambda args: None)
     with pytest.raises(ValueError, match="trains modules of its own with the model"):
         create(argparse.Namespace(loss="cliplite", model="ViT-B-32"))

@@ -137,6 +137,10 @@ def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig, dict[str, Any
         if name not in _USED_FLAGS.split() and value != getattr(defaults, name, None):
             raise UsageError(f"--{name.replace('_', '-')} has no effect on compare; leave it out")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if namespace.batch_size < 2:
+        raise UsageError(f"--batch-size is {namespace.batch_size}, must be at least 2")
+    if not 0 < namespace.lr < math.inf:
+        raise UsageError(f"--lr is {namespace.lr:g}, must be positive")
     training = training_config(namespace, choice, device)
     check(training)
     if device.type == "cpu":
@@ -168,6 +172,8 @@ def _check(args: argparse.Namespace, losses: tuple[str, ...], options: Mapping[s
         if registry.create_loss(loss, embed_dim=8, num_samples=8, **views).views > 1:
             raise UsageError(f"--losses: {loss} compares two views of an image, and cannot be scored by retrieval")
     for name in options:
+        if name == "normalizer":
+            raise UsageError("--normalizer makes one loss of those that are compared; leave it out")
         if name in space.SEARCHED_OPTIONS:
             raise UsageError(f"{OPTIONS[name].flag} has no effect on compare, which searches over it; leave it out")
         if not any(name in registry.options_used_by(loss) for loss in losses):
@@ -207,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
         "--population", type=int, default=10_000, help="training samples that they are judged by (default: %(default)s)"
     )
     group = parser.add_argument_group("options of the losses, for all that use them")
-    add_loss_flags(group, table.from_registry(), hidden={"loss", "views", *space.SEARCHED_OPTIONS})
+    add_loss_flags(group, table.from_registry(), hidden={"loss", "normalizer", "views", *space.SEARCHED_OPTIONS})
     return parser
 
 
@@ -252,11 +258,19 @@ def _prepare(config: CompareConfig, training: TrainingConfig, options: dict[str,
         )
     remove_others(config.output / "cache", cached)
     choice, verdict = divide(len(held_out.rows), 0.5, _MOST_VALIDATION)
+    if len(set(held_out.part(verdict).captions())) < 2:
+        raise ValueError(
+            "the validation samples have one caption only, so that nothing can be retrieved: give others with --val"
+        )
     if isinstance(train, Cache):
         num_samples, digest = len(train.rows), train.digest
     else:
         loader = build_train_loader(train, training.loading, preprocess=str, tokenizer=str)  # type: ignore[arg-type]
         num_samples, digest = loader.num_samples, loader.source.digest
+        if loader.source.num_kept < num_samples:
+            raise ValueError(
+                f"the manifest leaves samples out, and the others do not fit into --cache {config.cache:g}: give more"
+            )
         notes.append("the training images are larger than --cache and are decoded again for each run")
     tokens = None
     if isinstance(train, Cache):
@@ -457,7 +471,7 @@ class _Comparison:
         """Plan another seed, if the time that is left allows it."""
         seconds: dict[str, list[float]] = {loss: [] for loss in self.config.losses}
         for line in self.results.lines.values():
-            if line["final"]:
+            if line["final"] and line["configuration"]["loss"] in seconds:
                 seconds[line["configuration"]["loss"]].append(line["all_seconds"])
         if not all(seconds.values()):
             return False

@@ -31,6 +31,8 @@ from openclip_ext.training.step import Batch, TrainStep
 
 IMAGE_TO_TEXT, TEXT_TO_IMAGE, ZERO_SHOT = "image_to_text_R@1", "text_to_image_R@1", "zero_shot"
 RETRIEVAL = (IMAGE_TO_TEXT, TEXT_TO_IMAGE)
+# Batches, at least, that exact normalizers are taken over.
+_BATCHES = 8
 _CURVE = (0.125, 0.25, 0.5)  # and the end
 CURVE_POINTS = len(_CURVE) + 1
 # The loss's schedules and the learning rate's leave this share of a run at most to the warm-up.
@@ -108,7 +110,7 @@ def run_pilot(pilot: Pilot, run: Run, device: torch.device, seen: Callable[[int]
         found = trained.score(pilot.data.verdict, pilot.data.names)
         curve.append([trained.steps * pilot.batch, clock.seconds, recall(found)])
         line |= {"curve": curve, "hits": {name: _packed(ranks) for name, ranks in found.items()}}
-        if run.seed == SEEDS[0]:
+        if run.seed == SEEDS[0] and not trained.diverged:
             line["normalizers"] = trained.normalizers(pilot.population, pilot.anchors)
     now = time.perf_counter()
     return line | {"scoring_seconds": now - scoring, "all_seconds": now - start}
@@ -245,7 +247,8 @@ class _Training:
     def normalizers(self, population: int, anchors: int) -> dict[str, Any]:
         """Error of the loss's and of the batch's log-normalizers, against the exact ones over many training samples."""
         batch = self.pilot.batch
-        samples = min(population, self.pilot.data.num_samples) // batch * batch
+        # Against itself a batch makes no error.
+        samples = min(max(population, _BATCHES * batch), self.pilot.data.num_samples) // batch * batch
         self.model.eval()
         self.loss.eval()
         loader = self._loader(0, self.built.preprocess_val, samples)

@@ -118,8 +118,9 @@ def write_cache(
     folder.mkdir(parents=True, exist_ok=True)
     images, captions, shapes, indices = _Writer(folder / _PIXELS), [], [], []
     shrunk = _Shrunk(_LARGEST * image_size)
-    loader = build_indexed_pass(build_source(spec, shrunk), preprocess=shrunk, tokenizer=_whole, batch_size=1)
-    assert loader.num_samples is not None
+    source = build_source(spec, shrunk)
+    loader = build_indexed_pass(source, preprocess=shrunk, tokenizer=_whole, batch_size=1)
+    asked = source.num_kept  # a manifest may leave samples out
     with images:
         for batch in progress(loader):
             pixels = batch["image"][0].numpy()
@@ -127,17 +128,17 @@ def write_cache(
             captions.append(batch["text"][0])
             shapes.append(pixels.shape[:2])
             indices.append(int(batch["index"][0]))
-            if len(captions) == _PROBE or len(captions) == loader.num_samples:
-                expected = images.ends[-1] / len(captions) * loader.num_samples
+            if len(captions) == _PROBE or len(captions) == asked:
+                expected = images.ends[-1] / len(captions) * asked
                 if expected > limit:
                     raise DoesNotFit(
                         f"{spec.source}: its images would take {expected / 2**30:.2g} GiB decoded, --cache allows "
                         f"{limit / 2**30:.2g}"
                     )
-    bad = loader.num_samples - len(captions)
-    if bad > spec.max_bad_fraction * loader.num_samples:
+    bad = asked - len(captions)
+    if bad > spec.max_bad_fraction * asked:
         raise BadDataError(
-            f"{bad:,} of the {loader.num_samples:,} samples of {spec.source} have no image or no caption that can be read, "
+            f"{bad:,} of the {asked:,} samples of {spec.source} have no image or no caption that can be read, "
             f"more than the allowed {spec.max_bad_fraction:.1%} (--max-bad-fraction)"
         )
     labels = None if classes is None else _read_classes(spec, classes, indices)
@@ -323,7 +324,8 @@ class Tokens:
         """Tokenize texts."""
         unique = tuple(dict.fromkeys(texts))
         tokens = tokenizer(list(unique)).numpy()
-        length = int((tokens != 0).sum(axis=1).max())
+        # To the last token that is not 0: among the others 0 is a token, too ("!").
+        length = int(np.nonzero(tokens)[1].max(initial=0)) + 1
         vocabulary, numbers = np.unique(tokens, return_inverse=True)
         return cls(unique, numbers.reshape(tokens.shape).astype(np.int32), vocabulary, length)
 
