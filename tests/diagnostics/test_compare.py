@@ -176,6 +176,10 @@ def test_a_run_is_cut_into_equal_epochs():
     assert Length.of(400, 10, 400) == Length(1, 400)
     assert Length.of(100, 10, 405) == Length(1, 100)
     assert Length.of(1000, 10, 400).steps(10) == 99
+    # 25 epochs of 3 steps; 26 would have 2 steps each.
+    assert Length.of(19_660, 256, 1000) == Length(25, 768)
+    # Whole epochs of whole batches are made as they were asked.
+    assert Length.of(32 * 768, 256, 1000) == Length(32, 768)
 
 
 def test_the_warmup_is_at_most_a_tenth():

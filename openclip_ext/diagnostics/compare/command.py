@@ -375,7 +375,7 @@ class _Comparison:
             cpu=not torch.cuda.is_available(),
             processes=self.config.processes,
             minutes=self.plan.get("minutes", self.config.minutes),
-            most_epochs=self.pilot.config.length.epochs,
+            most_epochs=self._most_samples / self.pilot.data.num_samples,
             groups=_caption_groups(self.pilot.data.verdict),
         )
         found = report.make_report(about, self.schedule, self._known(), self.plan, self.command_line)
@@ -385,6 +385,11 @@ class _Comparison:
         print(found.text_of_judgement)
         print(found.sentence)
         print(f"report: {self.config.output / 'report.html'}, report.md, report.json")
+
+    @property
+    def _most_samples(self) -> int:
+        """That ``--epochs`` allow: whole batches of each epoch."""
+        return self.pilot.config.length.epochs * (self.pilot.data.num_samples // self.pilot.batch * self.pilot.batch)
 
     @property
     def schedule(self) -> Schedule:
@@ -429,7 +434,7 @@ class _Comparison:
         paced = [partial(pilots.measure_pace, self.pilot, run, seconds) for run in runs]
         judged, *paces = self.workers.run([judge, *paced])
         costs = _costs(losses, paces, judged["seconds"])
-        most = self.pilot.config.length.epochs * self.pilot.data.num_samples
+        most = self._most_samples
         tried = space.most_configurations(losses, self.pilot.loss_options)
         left = self.deadline.left * (1 - _RESERVE) - _REPORT_SECONDS
         design = designs.plan(losses, costs, left, self.config.processes, batch, most, tried)
@@ -463,7 +468,7 @@ class _Comparison:
             self.deadline.left * (1 - _RESERVE / 2) - _REPORT_SECONDS,
             self.config.processes,
             self.pilot.batch,
-            self.pilot.config.length.epochs * self.pilot.data.num_samples,
+            self._most_samples,
         )
         self._write_plan(design=asdict(design), finals_planned=True)
 

@@ -72,9 +72,11 @@ class Length:
 
     @classmethod
     def of(cls, samples: int, batch: int, num_samples: int) -> "Length":
-        longest = num_samples // batch * batch
-        epochs = math.ceil(samples / longest)
-        return cls(epochs, samples // epochs // batch * batch)
+        longest, steps = num_samples // batch, samples // batch
+        # One of the two comes close to the number that was asked; whole steps and equal epochs leave out the rest.
+        counts = (max(1, steps // longest), math.ceil(steps / longest))
+        epochs = max(counts, key=lambda count: count * min(longest, steps // count))
+        return cls(epochs, min(longest, steps // epochs) * batch)
 
     def steps(self, batch: int) -> int:
         return self.epochs * (self.epoch_samples // batch)

@@ -32,7 +32,7 @@ class About:
         cpu: whether there was no GPU.
         processes: runs at a time.
         minutes: that the comparison was given.
-        most_epochs: no final run is longer.
+        most_epochs: no final run is longer; below --epochs where a remainder fills no batch.
         groups: equal numbers for validation samples of equal captions.
     """
 
@@ -44,7 +44,7 @@ class About:
     cpu: bool
     processes: int
     minutes: float
-    most_epochs: int
+    most_epochs: float
     groups: Sequence[int]
 
     @property
@@ -147,7 +147,10 @@ def make_report(
     ]
     found.sort(key=lambda result: -_gain(result))
     design = schedule.design
-    epochs = design.final_samples / about.num_samples
+    # Equal epochs of whole batches are a little shorter than what was planned.
+    lengths = [line["length"] for lines in of_loss.values() for line in lines.values()]
+    samples = max((length["epochs"] * length["epoch_samples"] for length in lengths), default=design.final_samples)
+    epochs = samples / about.num_samples
     sentence, recommended = conclude(found, about, epochs, _differences_to_best(found, of_loss, about))
     finals = [finished(runs, results) for loss in of_loss for runs in schedule.finals_of(loss, results)]
     tried = [line for line in results.values() if "final" in line and not line["final"]]
@@ -163,7 +166,7 @@ def make_report(
         final_runs=tuple(_final_row(list(lines.values())) for lines in finals if lines),
         unfinished=design.search_runs + design.final_runs - len(tried) - sum(map(len, finals)),
         failures=tuple(sorted({line["failed"].strip() for line in results.values() if "failed" in line})),
-        final_samples=design.final_samples,
+        final_samples=samples,
         epochs=epochs,
         left_behind=schedule.left_behind(results) or (),
     )
