@@ -635,6 +635,20 @@ def test_validation_samples_of_one_caption_are_refused(data):
         command.main(arguments(data, "--val", str(data / "val" / "00000.tar")))
 
 
+def test_a_batch_is_not_judged_against_itself(data):
+    val = str(data / "val" / "00000.tar")
+    pilot, _ = command._prepare(*command.parse(arguments(data, "--val", val, "--population", "8")))
+    assert pilots.judge_batch(pilot, torch.device("cpu"), lambda samples: None)["samples"] == 64
+
+
+def test_a_run_that_diverged_is_scored(data):
+    pilot, _ = command._prepare(*command.parse(arguments(data, "--val", str(data / "val" / "00000.tar"))))
+    run = Run("", configurations("openclip", {})[0], 1e12, 0, 80, True)
+    line = run_pilot(pilot, run, torch.device("cpu"), lambda samples: None)
+    assert "normalizers" not in line
+    assert line["choice"] == 0
+
+
 def test_the_end_of_a_text_with_the_token_0_is_kept():
     """Token 0 is OpenCLIP's padding, and also "!" inside of "!="."""
     tokenizer = open_clip.get_tokenizer("demo-vit")

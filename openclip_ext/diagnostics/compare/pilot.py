@@ -112,8 +112,8 @@ def run_pilot(pilot: Pilot, run: Run, device: torch.device, seen: Callable[[int]
         found = trained.score(pilot.data.verdict, pilot.data.names)
         curve.append([trained.steps * pilot.batch, clock.seconds, recall(found)])
         line |= {"curve": curve, "hits": {name: _packed(ranks) for name, ranks in found.items()}}
-        if run.seed == SEEDS[0] and not trained.diverged:
-            line["normalizers"] = trained.normalizers(pilot.population, pilot.anchors)
+        normalizers = trained.normalizers(pilot.population, pilot.anchors) if run.seed == SEEDS[0] else None
+        line |= {} if normalizers is None else {"normalizers": normalizers}
     now = time.perf_counter()
     return line | {"scoring_seconds": now - scoring, "all_seconds": now - start}
 
@@ -147,6 +147,8 @@ def judge_batch(pilot: Pilot, device: torch.device, seen: Callable[[int], None])
     untrained = Configuration(BASELINE, Setting(), 1.0)
     started = _Training(pilot, Run("", untrained, pilot.config.optimizer.lr, 0, pilot.batch, False), device)
     found = started.normalizers(pilot.population, pilot.anchors)
+    if found is None:
+        raise ValueError("the model's embeddings are not finite before the first step")
     return found | {"seconds": time.perf_counter() - start}
 
 
@@ -246,8 +248,11 @@ class _Training:
         """The median anchor's of the last step, or the model's."""
         return self.loss.metrics().get("temperature_median", math.exp(-self.model.logit_scale.item()))
 
-    def normalizers(self, population: int, anchors: int) -> dict[str, Any]:
-        """Error of the loss's and of the batch's log-normalizers, against the exact ones over many training samples."""
+    def normalizers(self, population: int, anchors: int) -> dict[str, Any] | None:
+        """Error of the loss's and of the batch's log-normalizers, against the exact ones over many training samples.
+
+        None if the model has diverged.
+        """
         batch = self.pilot.batch
         # Against itself a batch makes no error.
         samples = min(max(population, _BATCHES * batch), self.pilot.data.num_samples) // batch * batch
@@ -255,6 +260,8 @@ class _Training:
         self.loss.eval()
         loader = self._loader(0, self.built.preprocess_val, samples)
         found = embed(self.model, loader.iterate(0, []), self.pilot.config.step.precision, self.device, samples)
+        if not all(bool(side.isfinite().all()) for side in (found.image, found.text)):
+            return None
         measure = partial(
             estimation_error.measure,
             image=found.image,
