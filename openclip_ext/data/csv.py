@@ -96,6 +96,10 @@ class CsvSource(Source):
         except OSError as error:
             raise BadSampleError(f"row {raw.index}: {path} cannot be read: {error.strerror or error}") from error
 
+    def files(self) -> list[str]:
+        """The CSV file and the images that it names."""
+        return [self._path, *(self._images[row] for row in range(len(self._images)))]
+
     def describe(self, raw: RawSample) -> tuple[str, str]:
         return raw.fields["image"], raw.fields["caption"]
 

@@ -17,9 +17,11 @@ from PIL import Image
 from scipy import stats
 
 from openclip_ext.data.manifest import Manifest
-from openclip_ext.diagnostics.compare import command, space
+from openclip_ext.diagnostics.compare import command, comparison, space
 from openclip_ext.diagnostics.compare import design as designs
 from openclip_ext.diagnostics.compare import pilot as pilots
+from openclip_ext.diagnostics.compare.comparison import Comparison
+from openclip_ext.diagnostics.compare.config import parse
 from openclip_ext.diagnostics.compare.design import (
     MOST_SEEDS,
     Costs,
@@ -43,11 +45,12 @@ from openclip_ext.diagnostics.compare.pilot import (
     unpacked,
     warmup_steps,
 )
+from openclip_ext.diagnostics.compare.prepare import prepare
 from openclip_ext.diagnostics.compare.report import About, LossResult, conclude, judgement
-from openclip_ext.diagnostics.compare.samples import PilotData, Texts, Tokens, divide
+from openclip_ext.diagnostics.compare.samples import PilotData, Texts, Tokens, divide, remove_others
 from openclip_ext.diagnostics.compare.space import BASELINE, DEFAULT_LOSSES, Configuration, Setting, configurations
 from openclip_ext.diagnostics.compare.statistics import Difference, paired_difference, student_t
-from openclip_ext.diagnostics.compare.workers import ResultsFile, Workers
+from openclip_ext.diagnostics.compare.workers import Deadline, ResultsFile, Workers
 from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import flags
@@ -423,6 +426,12 @@ def test_without_pairs_there_is_no_result(found):
     assert recommended is None
 
 
+def test_runs_that_failed_are_no_result_either():
+    sentence, recommended = conclude([result("openclip", 0.3)], about(64), 8.0, {}, failures=6)
+    assert sentence.startswith("No result: 6 runs failed, for the reasons below")
+    assert recommended is None
+
+
 def test_factors_are_rounded_and_have_no_exponents():
     error = {"factor": 2.94, "factor_low": 1.006, "factor_high": 171.3}
     words = judgement({"temperature": 0.07, "batch": error, "samples": 9984}, 32, "Before training")
@@ -561,7 +570,7 @@ def arguments(data: Path, *more: str) -> list[str]:
         (["--losses", "neuclip,fastclip"], "expected openclip and at least one other"),
         (["--losses", "openclip,neuclipp"], "unknown loss 'neuclipp'.*neuclip"),
         (["--losses", "openclip,simclr"], "compares two views"),
-        (["--losses", "openclip,sogclr", "--views", "2"], "sogclr compares two views"),
+        (["--losses", "openclip,sogclr", "--views", "2"], "--views 2 compares two views"),
         (["--loss", "neuclip"], "--losses says which"),
         (["--rho", "5"], "--rho has no effect on compare, which searches over it"),
         (["--fit-every", "5"], "--fit-every is not used by any of"),
@@ -571,17 +580,43 @@ def arguments(data: Path, *more: str) -> list[str]:
         (["--batch-size", "0"], "--batch-size is 0, must be at least 2"),
         (["--lr", "nan"], "--lr is nan, must be positive"),
         (["--normalizer", "mlp"], "makes one loss of those that are compared"),
+        (["--equal-captions", "mask"], "queueclip with these options: .*the queue keeps"),
+        (["--temperature-min", "0.5", "--temperature-max", "0.2"], "openclip with these options: temperature_m"),
+        (
+            ["--leave-own-out", "--prototypes", "1"],
+            "queueclip with these options: leave_own_out=True: needs prototypes",
+        ),
+        (["--recipe", "cc3m"], "--recipe has the settings of one loss"),
         (["--lr-scheduler", "cosin"], "unknown --lr-scheduler"),
     ],
 )
 def test_flags_that_mean_nothing_are_refused(data, more, message):
     with pytest.raises(ValueError, match=message):
-        command.parse(arguments(data, *more))
+        parse(arguments(data, *more))
+
+
+def test_training_flags_before_the_shards_are_refused(data):
+    shards, *rest = arguments(data)
+    with pytest.raises(ValueError, match="--model stands before SHARDS"):
+        parse([*rest[:2], shards, *rest[2:]])
+    assert parse(["--minutes", "3", "--leave-own-out", shards, *rest])[0].shards == shards
+
+
+def test_options_of_the_solved_temperature_reach_it(data):
+    """No loss uses them by default, but every loss is tried with a solved temperature."""
+    _, _, options = parse(arguments(data, "--temperature-queue", "512"))
+    settings = space.settings_of("queueclip", options)
+    found = [space.options_of("queueclip", one, options) for one in settings]
+    assert {one.get("temperature_scheme"): one.get("temperature_queue") for one in found} == {
+        "solved": 512,
+        "constant": None,
+        None: None,
+    }
 
 
 def test_the_help_leaves_out_what_is_refused(capsys):
     with pytest.raises(SystemExit):
-        command.parse(["--help"])
+        parse(["--help"])
     shown = capsys.readouterr().out
     assert "--prototypes" in shown and "--losses" in shown
     assert not {"--loss", "--rho", "--hard-share", "--temperature", "--views"} & {
@@ -622,10 +657,10 @@ def test_a_manifest_may_leave_samples_out(data):
     shard, val = str(data / "train" / "00000.tar"), str(data / "val" / "00000.tar")
     Manifest.scan(shard, progress=False).without(range(0, 80, 16)).save(data / "fewer.json")
     argv = [*arguments(data, "--val", val), "--manifest", str(data / "fewer.json")]
-    pilot, _ = command._prepare(*command.parse(argv))
+    pilot = prepare(*parse(argv)).pilot
     assert pilot.data.num_samples == 75
     with pytest.raises(ValueError, match="leaves samples out"):
-        command._prepare(*command.parse([*argv, "--cache", str(50_000 / 2**30), "--output", str(data / "other")]))
+        prepare(*parse([*argv, "--cache", str(50_000 / 2**30), "--output", str(data / "other")]))
 
 
 def test_validation_samples_of_one_caption_are_refused(data):
@@ -637,12 +672,22 @@ def test_validation_samples_of_one_caption_are_refused(data):
 
 def test_a_batch_is_not_judged_against_itself(data):
     val = str(data / "val" / "00000.tar")
-    pilot, _ = command._prepare(*command.parse(arguments(data, "--val", val, "--population", "8")))
+    pilot = prepare(*parse(arguments(data, "--val", val, "--population", "8"))).pilot
     assert pilots.judge_batch(pilot, torch.device("cpu"), lambda samples: None)["samples"] == 64
 
 
+@pytest.mark.parametrize(("loss", "same"), [("isogclr", True), ("queueclip", True), ("amorlip", False)])
+def test_the_batch_is_judged_at_the_losss_own_temperatures(data, loss, same):
+    """Unless the loss's normalizers are others, with the positive pair."""
+    argv = arguments(data, "--val", str(data / "val" / "00000.tar"), "--losses", f"openclip,{loss}")
+    pilot = prepare(*parse(argv)).pilot
+    run = Run("", configurations(loss, {})[0], 1e-3, 0, 80, True)
+    found = run_pilot(pilot, run, torch.device("cpu"), lambda samples: None)["normalizers"]
+    assert (found["batch"] == found["own_batch"]) == same
+
+
 def test_a_run_that_diverged_is_scored(data):
-    pilot, _ = command._prepare(*command.parse(arguments(data, "--val", str(data / "val" / "00000.tar"))))
+    pilot = prepare(*parse(arguments(data, "--val", str(data / "val" / "00000.tar")))).pilot
     run = Run("", configurations("openclip", {})[0], 1e12, 0, 80, True)
     line = run_pilot(pilot, run, torch.device("cpu"), lambda samples: None)
     assert "normalizers" not in line
@@ -659,21 +704,69 @@ def test_the_end_of_a_text_with_the_token_0_is_kept():
 
 
 def prepared(data: Path, *more: str) -> PilotData:
-    pilot, _ = command._prepare(*command.parse(arguments(data, "--val", str(data / "val" / "00000.tar"), *more)))
+    pilot = prepare(*parse(arguments(data, "--val", str(data / "val" / "00000.tar"), *more))).pilot
     return pilot.data
 
 
 def test_data_that_have_changed_are_decoded_again(data):
-    (data / "out" / "cache" / "of somebody").mkdir(parents=True)
     before = prepared(data)
     assert prepared(data).digest == before.digest
-    write_tar(data / "train" / "00000.tar", [member for n in range(90) for member in two_colors(n)])
-    (data / "train" / "00000.tar").with_name("manifest.json").unlink(missing_ok=True)
+    change_shards(data)
     after = prepared(data)
     assert (before.num_samples, after.num_samples) == (80, 90)
     assert after.verdict.classes() is None
     assert prepared(data, "--classes", str(data / "names.txt")).verdict.classes() is not None
-    assert len(list((data / "out" / "cache").iterdir())) == 3  # those of earlier data are gone, but nothing else
+
+
+def change_shards(data: Path) -> None:
+    write_tar(data / "train" / "00000.tar", [member for n in range(90) for member in two_colors(n)])
+    (data / "train" / "00000.tar").with_name("manifest.json").unlink(missing_ok=True)
+
+
+def test_images_of_a_csv_file_that_have_changed_are_decoded_again(data):
+    (data / "images").mkdir()
+    for number in range(60):
+        (data / "images" / f"{number}.png").write_bytes(two_colors(number)[0][1])
+    rows = [f"{data}/images/{number}.png\t{two_colors(number)[1][1].decode()}" for number in range(60)]
+    (data / "val.csv").write_text("\n".join(["filepath\ttitle", *rows]) + "\n")
+    argv = [*arguments(data, "--val", str(data / "val.csv")), "--dataset-type", "csv"]
+    argv[0] = str(data / "val.csv")
+
+    def decoded() -> set[str]:
+        return {folder.name for folder in prepare(*parse(argv)).caches}
+
+    before = decoded()
+    assert decoded() == before
+    (data / "images" / "7.png").write_bytes(two_colors(8)[0][1])
+    assert not decoded() & before
+
+
+def test_caches_of_other_data_are_removed_but_nothing_else(data):
+    for folder, file in {"old": "pixels.bin", "of somebody": "letter.txt", "kept": "pixels.bin"}.items():
+        (data / "cache" / folder).mkdir(parents=True)
+        (data / "cache" / folder / file).write_text("")
+    remove_others(data / "cache", [data / "cache" / "kept"])
+    assert sorted(folder.name for folder in (data / "cache").iterdir()) == ["kept", "of somebody"]
+
+
+def test_runs_of_another_comparison_do_not_count(data):
+    """They are there where somebody removed plan.json."""
+    config, training, options = parse(arguments(data, "--val", str(data / "val" / "00000.tar")))
+    ready = prepare(config, training, options)
+    results = ResultsFile(data / "runs.jsonl")
+    results.add({"id": "a", "context": "another"})
+    found = Comparison(config, ready.pilot, ready.notes, results, Deadline(1, 0.0))
+    assert found._known() == {}
+    results.add({"id": "b", "context": found.context})
+    assert list(found._known()) == ["b"]
+    results.close()
+
+
+def test_the_reports_search_is_that_of_the_plan():
+    plans = schedule()
+    results = finish(plans.search({}))
+    assert plans.searched(results)[:4] == next(plans.rungs(BASELINE, results))
+    assert len(plans.searched(results)) == len(LOSSES) * (4 + 2)
 
 
 def test_two_comparisons_do_not_share_a_folder(data):
@@ -706,7 +799,7 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     """Interrupted, gone on with, and repeated."""
     monkeypatch.setattr(designs, "_PLANS", (designs._Plan((), 3, 0),))
     monkeypatch.setattr(designs, "MOST_SEEDS", 4)
-    monkeypatch.setattr(command, "_PACE_SECONDS", 0.1)
+    monkeypatch.setattr(comparison, "_PACE_SECONDS", 0.1)
     more = ["--val", str(data / "val" / "00000.tar"), "--classes", str(data / "names.txt")]
     argv, out = arguments(data, *more), data / "out"
 
@@ -744,22 +837,31 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     command.main(argv)
     assert lasting(out / "report.json") == written
     assert len((out / "runs.jsonl").read_text().splitlines()) == len(lines)
-    with pytest.raises(ValueError, match="comparison with other data, flags or versions"):
+
+    # A refused command removes nothing.
+    caches = set((out / "cache").iterdir())
+    with pytest.raises(ValueError, match="comparison with other flags or versions"):
         command.main([*argv, "--wd", "0.1"])
+    assert set((out / "cache").iterdir()) == caches
+    change_shards(data)
+    with pytest.raises(ValueError, match="comparison with other data"):
+        command.main(argv)
+    assert set((out / "cache").iterdir()) > caches
 
 
 def test_the_recommended_command_line_trains_that_configuration(data):
     add_model_configs()
     argv = arguments(data, "--val", str(data / "val" / "00000.tar"), "--warmup", "3", "--wd", "0.1")
-    config, training, options = command.parse(argv)
-    pilot, notes = command._prepare(config, training, options)
+    config, training, options = parse(argv)
+    ready = prepare(config, training, options)
     results = ResultsFile(data / "runs.jsonl")
-    comparison = command._Comparison(config, pilot, notes, results, None)
+    pilot = ready.pilot
+    of_folder = Comparison(config, pilot, ready.notes, results, None)
     solved = next(one for one in configurations(BASELINE, {}) if "rho" in one.setting.options)
     run = Run("", solved, 1e-3, 0, 48, True)
     line = run_pilot(pilot, run, torch.device("cpu"), lambda samples: None)
     results.close()
-    words = shlex.split(comparison.command_line(line))
+    words = shlex.split(of_folder.command_line(line))
     assert words[:2] == ["openclip-ext", "train"]
     args, choice = flags.parse(words[2:])
     assert choice.name == "openclip"
@@ -768,7 +870,7 @@ def test_the_recommended_command_line_trains_that_configuration(data):
     assert args.model == "demo-vit"
     for loss in DEFAULT_LOSSES:
         options = configurations(loss, {})[0].setting.options
-        words = shlex.split(comparison.command_line({**line, "configuration": {"loss": loss}, "options": options}))
+        words = shlex.split(of_folder.command_line({**line, "configuration": {"loss": loss}, "options": options}))
         assert flags.parse(words[2:])[1].options.items() >= options.items()
     again = run_pilot(pilot, run, torch.device("cpu"), lambda samples: None)
     assert {key: again[key] for key in ("hits", "temperature", "normalizers")} == {
@@ -777,8 +879,8 @@ def test_the_recommended_command_line_trains_that_configuration(data):
 
 
 def test_losses_see_the_same_samples_from_the_same_start(data, monkeypatch):
-    config, training, options = command.parse(arguments(data, "--val", str(data / "val" / "00000.tar")))
-    pilot, _ = command._prepare(config, training, options)
+    config, training, options = parse(arguments(data, "--val", str(data / "val" / "00000.tar")))
+    pilot = prepare(config, training, options).pilot
     seen: dict[str, list[Any]] = {}
     for loss in ("openclip", "queueclip"):
         trained = pilots._Training(pilot, Run("", configurations(loss, {})[0], 1e-3, 1, 48, False), torch.device("cpu"))
@@ -792,10 +894,11 @@ def test_losses_see_the_same_samples_from_the_same_start(data, monkeypatch):
 def test_training_images_beyond_the_cache_are_read_from_their_shards(data):
     val = str(data / "val" / "00000.tar")
     argv = arguments(data, "--val", val)
-    config, training, options = command.parse(argv)
-    cached, _ = command._prepare(config, training, options)
-    config, training, options = command.parse([*argv, "--cache", str(50_000 / 2**30), "--output", str(data / "other")])
-    streamed, notes = command._prepare(config, training, options)
+    config, training, options = parse(argv)
+    cached = prepare(config, training, options).pilot
+    config, training, options = parse([*argv, "--cache", str(50_000 / 2**30), "--output", str(data / "other")])
+    ready = prepare(config, training, options)
+    streamed, notes = ready.pilot, ready.notes
     assert "decoded again for each run" in notes[-1]
     assert streamed.data.num_samples == cached.data.num_samples == 80
     run = Run("", configurations("queueclip", {})[0], 1e-3, 0, 48, False)

@@ -2,7 +2,7 @@
 
     openclip-ext compare 'data/{00000..00010}.tar' --val 'data/val-{0..1}.tar' --model ViT-B-32 --batch-size 256 --minutes 30
 
-``command.py`` reads the command line; ``samples.py`` holds the data; ``space.py`` says what is tried and ``design.py`` for
-how long; ``pilot.py`` trains one run, ``workers.py`` many at a time; ``statistics.py`` compares them; ``report.py`` and
-``page.py`` write the result.
+``command.py`` says what is done in which order. ``config.py`` reads the command line; ``prepare.py`` decodes the data into
+what ``samples.py`` holds; ``space.py`` says what is tried and ``design.py`` for how long; ``comparison.py`` has ``workers.py``
+do it, where ``pilot.py`` trains a run; ``statistics.py`` compares them; ``report.py`` and ``page.py`` write the result.
 """

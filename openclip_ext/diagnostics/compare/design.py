@@ -325,6 +325,10 @@ class Schedule:
         totals = [sum(results[run.id]["choice"] for run in runs) for runs in zip(*complete, strict=True)]
         return finalists[totals.index(max(totals))] if totals else []
 
+    def searched(self, results: Results) -> list[Run]:
+        """The search's runs as far as they are decided, finished or not."""
+        return [run for loss in self.design.losses for runs in self.rungs(loss, results) for run in runs]
+
     def search(self, results: Results) -> list[Run]:
         """The search's runs that can start now, rung by rung, the losses in turn."""
         pending = []

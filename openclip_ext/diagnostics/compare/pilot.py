@@ -16,6 +16,7 @@ from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.data.train_loader import TrainLoader
 from openclip_ext.diagnostics import estimation_error
 from openclip_ext.diagnostics.command_line import without_warnings
+from openclip_ext.diagnostics.compare import space
 from openclip_ext.diagnostics.compare.design import SEEDS, Run
 from openclip_ext.diagnostics.compare.samples import Cache, PilotData, Texts
 from openclip_ext.diagnostics.compare.space import BASELINE, Configuration, Setting
@@ -24,6 +25,7 @@ from openclip_ext.heads import with_heads
 from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.config import TrainingConfig
+from openclip_ext.training.flags import PARTS
 from openclip_ext.training.loss import LossConfig, build_loss, load_pretrained_heads
 from openclip_ext.training.model import BuiltModel, build_model, prepare_for
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, logit_scale_lr
@@ -196,10 +198,8 @@ class _Training:
         self.diverged = False
 
     def _loss_config(self, run: Run) -> LossConfig:
-        options = self.pilot.loss_options | dict(run.configuration.setting.options)
-        parts = {part: options.get(part) for part in ("normalizer", "temperature_scheme")}
-        used = registry.options_used_by(run.loss, **parts)
-        options = {name: value for name, value in options.items() if name in used}
+        options = space.options_of(run.loss, run.configuration.setting, self.pilot.loss_options)
+        used = registry.options_used_by(run.loss, **{part: options.get(part) for part in PARTS})
         shared = {"seed": run.seed, "epochs": self.length.epochs}
         return LossConfig(
             run.loss, {name: shared[name] for name in shared if name in used} | options, frozenset(options)
@@ -272,11 +272,13 @@ class _Training:
             anchors=anchors,
             device=self.device,
         )
-        of_batch = measure(registry.create_loss(BASELINE))
+        own = measure(self.loss) if isinstance(self.loss, GlobalContrastiveLoss) else None
+        # The loss's own temperatures, which may be one for each sample. A normalizer with the positive pair is another one.
+        comparable = own is not None and not self.loss.normalizers_include_positive
+        of_batch = own if own is not None and comparable else measure(registry.create_loss(BASELINE))
         errors = {"batch": asdict(of_batch.minibatch), "samples": of_batch.samples, "temperature": self.temperature()}
-        if isinstance(self.loss, GlobalContrastiveLoss):
-            own = measure(self.loss)
-            errors |= {"own": asdict(own.estimator), "own_batch": asdict(own.minibatch)} if own.estimator else {}
+        if own is not None and own.estimator is not None:
+            errors |= {"own": asdict(own.estimator), "own_batch": asdict(own.minibatch)}
         return errors
 
 

@@ -151,9 +151,11 @@ def make_report(
     lengths = [line["length"] for lines in of_loss.values() for line in lines.values()]
     samples = max((length["epochs"] * length["epoch_samples"] for length in lengths), default=design.final_samples)
     epochs = samples / about.num_samples
-    sentence, recommended = conclude(found, about, epochs, _differences_to_best(found, of_loss, about))
+    failures = [line["failed"].strip() for line in results.values() if "failed" in line]
+    to_best = _differences_to_best(found, of_loss, about)
+    sentence, recommended = conclude(found, about, epochs, to_best, len(failures))
     finals = [finished(runs, results) for loss in of_loss for runs in schedule.finals_of(loss, results)]
-    tried = [line for line in results.values() if "final" in line and not line["final"]]
+    tried = [line for run in schedule.searched(results) for line in finished([run], results).values()]
     return Report(
         about=about,
         sentence=sentence,
@@ -165,7 +167,7 @@ def make_report(
         ),
         final_runs=tuple(_final_row(list(lines.values())) for lines in finals if lines),
         unfinished=design.search_runs + design.final_runs - len(tried) - sum(map(len, finals)),
-        failures=tuple(sorted({line["failed"].strip() for line in results.values() if "failed" in line})),
+        failures=tuple(sorted(set(failures))),
         final_samples=samples,
         epochs=epochs,
         left_behind=schedule.left_behind(results) or (),
@@ -267,7 +269,11 @@ def _gain(result: LossResult) -> float:
 
 
 def conclude(
-    found: Sequence[LossResult], about: About, epochs: float, to_best: Mapping[str, Difference | None]
+    found: Sequence[LossResult],
+    about: About,
+    epochs: float,
+    to_best: Mapping[str, Difference | None],
+    failures: int = 0,
 ) -> tuple[str, str | None]:
     """The result in a sentence, and the loss to take.
 
@@ -276,10 +282,13 @@ def conclude(
         about: what was compared.
         epochs: of a final run.
         to_best: the difference of the best loss to each.
+        failures: runs that failed.
     """
     others = [result for result in found if result.difference is not None]
     if not any(result.loss == BASELINE for result in found) or not others:
-        return "No result yet: there are fewer than two paired final runs; the same command goes on from here.", None
+        why = f": {failures} runs failed, for the reasons below, and" if failures else " yet:"
+        goes_on = "runs them again" if failures else "goes on from here"
+        return f"No result{why} there are fewer than two paired final runs; the same command {goes_on}.", None
     best = _leader(others)
     assert best.difference is not None
     difference = f"{points(best.difference)} R@1"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from openclip_ext.losses import registry
+from openclip_ext.training.flags import PARTS
 
 BASELINE = "openclip"
 DEFAULT_LOSSES = (BASELINE, "fastclip", "neuclip", "queueclip", "amorlip")
@@ -100,7 +101,7 @@ def own_scheme(loss: str) -> str:
     return registry.METHODS[loss].temperature_scheme or "global"
 
 
-def settings_of(loss: str, fixed: dict[str, Any]) -> list[Setting]:
+def settings_of(loss: str, fixed: Mapping[str, Any]) -> list[Setting]:
     """The settings that a loss takes, the most likely first.
 
     Args:
@@ -110,10 +111,11 @@ def settings_of(loss: str, fixed: dict[str, Any]) -> list[Setting]:
     Raises:
         ValueError: an unknown loss.
     """
+    registry.options_used_by(loss)  # an unknown loss ends here
     settings = _BASELINE_SETTINGS if loss == BASELINE else _OWN_SCHEME.get(own_scheme(loss), _SETTINGS)
     found = []
     for options in settings:
-        used = _used_options(loss, fixed | options)
+        used = _used_options(loss, {**fixed, **options})
         if all(name in used for name in options):
             short = {name: value for name, value in FOR_SHORT_RUNS.items() if name in used and name not in fixed}
             found.append(Setting({**short, **options} if options else {}))
@@ -121,14 +123,21 @@ def settings_of(loss: str, fixed: dict[str, Any]) -> list[Setting]:
 
 
 def _used_options(loss: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options that a loss uses with these; none if it cannot be built with them."""
+    """The options that a loss uses with these; none if there is no such loss of parts."""
     try:
-        return registry.options_used_by(loss, options.get("normalizer"), options.get("temperature_scheme"))
+        return registry.options_used_by(loss, **{part: options.get(part) for part in PARTS})
     except ValueError:
         return {}
 
 
-def configurations(loss: str, fixed: dict[str, Any]) -> list[Configuration]:
+def options_of(loss: str, setting: Setting, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """For ``create_loss``: a setting's options, and those of the user's that the loss uses with it."""
+    options = {**fixed, **setting.options}
+    used = registry.options_used_by(loss, **{part: options.get(part) for part in PARTS})
+    return {name: value for name, value in options.items() if name in used}
+
+
+def configurations(loss: str, fixed: Mapping[str, Any]) -> list[Configuration]:
     """All candidates of a loss, in the order in which they are tried: first settings, which matter more, then rates."""
     settings = settings_of(loss, fixed)
     first = [(setting, LR_FACTORS[0]) for setting in settings[:_BEFORE_RATES]]
@@ -136,6 +145,6 @@ def configurations(loss: str, fixed: dict[str, Any]) -> list[Configuration]:
     return [Configuration(loss, *one) for one in (*first, *(one for one in every if one not in first))]
 
 
-def most_configurations(losses: Sequence[str], fixed: dict[str, Any]) -> int:
+def most_configurations(losses: Sequence[str], fixed: Mapping[str, Any]) -> int:
     """How many configurations every loss has."""
     return min(len(configurations(loss, fixed)) for loss in losses)

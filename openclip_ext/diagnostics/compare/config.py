@@ -1,0 +1,191 @@
+"""The command line of ``openclip-ext compare``."""
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openclip_ext.diagnostics.compare import space
+from openclip_ext.diagnostics.compare.space import BASELINE
+from openclip_ext.diagnostics.compare.workers import default_processes
+from openclip_ext.losses import registry, table
+from openclip_ext.losses.registry import OPTIONS
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training import flags
+from openclip_ext.training.checks import check
+from openclip_ext.training.config import TrainingConfig, training_config
+from openclip_ext.training.errors import UsageError
+from openclip_ext.training.parser import add_loss_flags
+
+# Training flags, by their Python names, that mean the same here; others are refused.
+_USED_FLAGS = """
+    train_data model pretrained pretrained_image precision force_quick_gelu force_custom_text force_patch_dropout
+    force_image_size force_context_length image_mean image_std image_interpolation image_resize_mode aug_cfg cache_dir
+    lock_image lock_image_unlocked_groups lock_image_freeze_bn_stats lock_text lock_text_unlocked_layers
+    lock_text_freeze_layer_norm grad_checkpointing use_bnb_linear dataset_type csv_separator csv_img_key csv_caption_key
+    image_key caption_key manifest max_bad_fraction caption_aware_flip batch_size accum_freq workers epochs opt lr wd beta1
+    beta2 eps momentum lookahead_steps lr_scheduler warmup epochs_cooldown lr_cooldown_power lr_cooldown_end grad_clip_norm
+    max_skipped_steps
+"""
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """What ``openclip-ext compare`` was asked.
+
+    Attributes:
+        shards: training data.
+        val: validation data, or None to hold out a part of the training data.
+        classes: file with the names of the classes, one a line, or None.
+        losses: candidates.
+        minutes: wall-clock time for this call.
+        output: folder of the results.
+        processes: runs at a time.
+        cache: GiB that decoded images may take.
+        anchors, population: samples whose normalizers are compared, and over which.
+        training: the training flags, as given.
+    """
+
+    shards: str
+    val: str | None
+    classes: Path | None
+    losses: tuple[str, ...]
+    minutes: float
+    output: Path
+    processes: int
+    cache: float
+    anchors: int
+    population: int
+    training: tuple[str, ...]
+
+
+def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig, dict[str, Any]]:
+    """The comparison, the training's configuration, and the options given for all losses.
+
+    Raises:
+        UsageError: flags that mean nothing here.
+    """
+    add_model_configs()
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    _check_order(argv, args.shards, parser)
+    options = {name: getattr(args, name) for name in OPTIONS if hasattr(args, name)}
+    losses = tuple(dict.fromkeys(loss.strip() for loss in args.losses.split(",")))
+    _check(args, losses, options)
+    _check_training_flags(rest)
+    namespace, choice = flags.parse(["--train-data", args.shards, *rest])
+    defaults, _ = flags.parse(["--train-data", args.shards])
+    for name, value in vars(namespace).items():
+        if name not in _USED_FLAGS.split() and value != getattr(defaults, name, None):
+            raise UsageError(f"--{name.replace('_', '-')} has no effect on compare; leave it out")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if namespace.batch_size < 2:
+        raise UsageError(f"--batch-size is {namespace.batch_size}, must be at least 2")
+    if not 0 < namespace.lr < math.inf:
+        raise UsageError(f"--lr is {namespace.lr:g}, must be positive")
+    training = training_config(namespace, choice, device)
+    check(training)
+    if device.type == "cpu":
+        training = replace(training, loading=replace(training.loading, workers=0))
+    config = CompareConfig(
+        args.shards,
+        args.val,
+        args.classes,
+        losses,
+        args.minutes,
+        args.output,
+        args.processes or default_processes(),
+        args.cache,
+        args.anchors,
+        args.population,
+        tuple(rest),
+    )
+    return config, training, options
+
+
+def _check_order(argv: Sequence[str], shards: str, parser: argparse.ArgumentParser) -> None:
+    """Of ``--model ViT-B-32 SHARDS`` the parser, which does not know ``--model``, would take the model for SHARDS."""
+    for word in argv[: argv.index(shards)]:
+        if word.startswith("-") and word.split("=")[0] not in parser._option_string_actions:
+            raise UsageError(f"{word} stands before SHARDS: give SHARDS first, then the flags of training")
+
+
+def _check_training_flags(argv: Sequence[str]) -> None:
+    if any(word.split("=")[0] == "--recipe" for word in argv):
+        raise UsageError("--recipe has the settings of one loss at the length of a paper's runs; leave it out")
+
+
+def _check(args: argparse.Namespace, losses: tuple[str, ...], options: Mapping[str, Any]) -> None:
+    if args.loss is not None:
+        raise UsageError("--loss chooses one loss; --losses says which to compare")
+    if BASELINE not in losses or len(losses) < 2:
+        raise UsageError(f"--losses {args.losses}: expected {BASELINE} and at least one other, separated by commas")
+    for name in options:
+        if name == "normalizer":
+            raise UsageError("--normalizer makes one loss of those that are compared; leave it out")
+        if name in space.SEARCHED_OPTIONS:
+            raise UsageError(f"{OPTIONS[name].flag} has no effect on compare, which searches over it; leave it out")
+    if options.get("views", 1) > 1:
+        raise UsageError(
+            f"--views {options['views']} compares two views of an image, and cannot be scored by retrieval"
+        )
+    _check_losses(losses, options)
+    for name in ("minutes", "cache", "anchors"):
+        if not getattr(args, name) > 0:
+            raise UsageError(f"--{name} is {getattr(args, name):g}, must be positive")
+    if args.population < 2 or args.processes < 0:
+        raise UsageError(f"--population {args.population}, --processes {args.processes}: expected at least 2 and 1")
+
+
+def _check_losses(losses: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Every loss can be built with all its settings, and every option is used by one."""
+    used: set[str] = set()
+    for loss in losses:
+        for setting in space.settings_of(loss, options):
+            taken = space.options_of(loss, setting, options)
+            used |= taken.keys()
+            try:
+                built = registry.create_loss(loss, embed_dim=8, num_samples=8, **taken)
+            except ValueError as error:
+                raise UsageError(f"--losses: {loss} with these options: {error}") from error
+            if built.views > 1:
+                raise UsageError(f"--losses: {loss} compares two views of an image, and cannot be scored by retrieval")
+    unused = [OPTIONS[name].flag for name in options if name not in used]
+    if unused:
+        raise UsageError(f"{unused[0]} is not used by any of --losses {','.join(losses)}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="openclip-ext compare",
+        allow_abbrev=False,
+        description="Which loss brings the most on your data, model and batch size? Takes the flags of training, too.",
+    )
+    parser.add_argument("shards", metavar="SHARDS", help="training data, as --train-data takes them")
+    parser.add_argument("--val", metavar="SHARDS", help="validation data (default: a tenth of SHARDS is held out)")
+    parser.add_argument(
+        "--classes",
+        type=Path,
+        metavar="FILE",
+        help="names of classes, one a line; the samples' member cls has the line's number, from 0",
+    )
+    parser.add_argument(
+        "--losses", default=",".join(space.DEFAULT_LOSSES), help="separated by commas (default: %(default)s)"
+    )
+    parser.add_argument("--minutes", type=float, default=30.0, help="time for this call (default: %(default)g)")
+    parser.add_argument("--output", type=Path, default=Path("compare"), help="folder of the results (default: compare)")
+    parser.add_argument("--processes", type=int, default=0, help="runs at a time (default: one a GPU, or one a core)")
+    parser.add_argument(
+        "--cache", type=float, default=8.0, metavar="GIB", help="of decoded images, on disk (default: %(default)g)"
+    )
+    parser.add_argument("--anchors", type=int, default=1000, help="whose normalizers are judged (default: %(default)s)")
+    parser.add_argument(
+        "--population", type=int, default=10_000, help="training samples that they are judged by (default: %(default)s)"
+    )
+    group = parser.add_argument_group("options of the losses, for all that use them")
+    add_loss_flags(group, table.from_registry(), hidden={"loss", "normalizer", "views", *space.SEARCHED_OPTIONS})
+    return parser
