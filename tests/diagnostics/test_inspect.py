@@ -126,6 +126,22 @@ def test_all_pairs_are_counted_and_the_most_similar_listed(monkeypatch):
     assert as_dict(part) == dict(list(as_dict(whole).items())[:4])
 
 
+def test_a_model_that_gives_all_samples_one_embedding_is_listed_up_to_the_limit():
+    embeddings = make_embeddings()
+    embeddings.image[:], embeddings.text[:] = embeddings.image[0].clone(), embeddings.text[0].clone()
+    few = Thresholds(max_pairs=4)
+    found = find(embeddings, torch.arange(ROWS), torch.zeros(ROWS), few, CPU)
+    for name in ("duplicates", "duplicate-images", "duplicate-captions"):
+        assert found[name].count == ROWS * (ROWS - 1) // 2
+        assert len(set(as_dict(found[name]))) == 4
+        assert all(first < second for first, second in as_dict(found[name]))
+
+
+@pytest.mark.parametrize(("quantile", "share"), [(0.9, "10 %"), (0.999, "0.1 %"), (0.0, "100 %")])
+def test_a_definition_names_its_share(quantile, share):
+    assert f"best {share} of" in Thresholds(false_negative_quantile=quantile).definition("false-negatives")
+
+
 def test_of_a_pair_the_first_stays_and_no_pair_stays_whole():
     pairs = [(1, 4), (4, 9), (2, 9), (0, 1), (8, 9)]
     sample, partner = np.array(pairs).T
@@ -315,6 +331,7 @@ def test_wrong_arguments_are_refused(trained, shards, tmp_path):
     assert "--leave-out dups: expected some of duplicates" in message("--leave-out", "dups", "--write-manifest", target)
     assert "--anchors is 1" in message("--anchors", "1")
     own = str(Path(shards).parent / "manifest.json")
+    assert "is a folder: give a file" in message("--leave-out", "misfits", "--write-manifest", str(tmp_path))
     assert "choose another name" in message("--leave-out", "misfits", "--write-manifest", own)
 
 

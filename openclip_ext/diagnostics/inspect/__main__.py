@@ -39,10 +39,7 @@ def main(argv: list[str]) -> None:
         raise UsageError("--leave-out says what, and --write-manifest where to: give both or none")
     if args.anchors < 2:
         raise UsageError(f"--anchors is {args.anchors}, must be at least 2")
-    if args.write_manifest is not None and not Path(args.write_manifest).parent.is_dir():
-        raise UsageError(
-            f"--write-manifest {args.write_manifest}: there is no folder {Path(args.write_manifest).parent}"
-        )
+    _check_target(args.write_manifest)
     if not args.deviations >= 0 or args.show < 0:
         raise UsageError(f"--deviations {args.deviations:g}, --show {args.show}: expected 0 or more")
     device = torch.device(args.device)
@@ -73,6 +70,18 @@ def main(argv: list[str]) -> None:
         changed = manifest.without(_to_leave_out(found, leave_out))
         changed.save(args.write_manifest)
         print(_about_manifest(args.write_manifest, manifest, changed, run.global_batch))
+
+
+def _check_target(manifest: str | None) -> None:
+    """Whether the file can be written, before the long work."""
+    if manifest is None:
+        return
+    if not Path(manifest).parent.is_dir():
+        raise UsageError(f"--write-manifest {manifest}: there is no folder {Path(manifest).parent}")
+    if Path(manifest).is_dir():
+        raise UsageError(
+            f"--write-manifest {manifest} is a folder: give a file, such as {Path(manifest) / 'fewer.json'}"
+        )
 
 
 def _categories(text: str | None) -> tuple[str, ...]:

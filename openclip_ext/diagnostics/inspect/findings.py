@@ -26,7 +26,7 @@ DEFINITIONS = {
     "duplicate-images": "two samples whose images have a cosine similarity of at least {duplicate_image:g}",
     "duplicate-captions": "two samples whose captions have a cosine similarity of at least {duplicate_caption:g}",
     "false-negatives": "two samples, the image of one and the caption of the other: they fit at least as well as both do in "
-    "their own pairs, and as well as the best {best_share:.0%} of all own pairs",
+    "their own pairs, and as well as the best {best_share:g} % of all own pairs",
     "misfit-captions": "captions whose best image, their own or another, has a cosine similarity more than "
     "{deviations:g} standard deviations (1.4826 median absolute deviations) below the median of the best ones",
     "misfit-images": "images whose best caption, their own or another, has a cosine similarity more than {deviations:g} "
@@ -68,7 +68,7 @@ class Thresholds:
 
     def definition(self, category: str) -> str:
         """A category's definition with these thresholds."""
-        return DEFINITIONS[category].format(best_share=1 - self.false_negative_quantile, **vars(self))
+        return DEFINITIONS[category].format(best_share=round(100 * (1 - self.false_negative_quantile), 6), **vars(self))
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,16 @@ class _StrongestPairs:
 
     def add(self, block: "_Block", hit: Tensor, value: Tensor) -> None:
         """Add the pairs of a block where ``hit`` ``(R, C)``."""
-        row, column = torch.nonzero(hit & block.new_pair, as_tuple=True)
-        self.count += len(row)
+        hit = hit & block.new_pair
+        count = int(hit.sum())
+        self.count += count
+        if (
+            count > self._limit
+        ):  # of a model that gives all samples one embedding all pairs of a block: too many to list
+            strongest = value.masked_fill(~hit, -torch.inf).flatten().topk(self._limit, sorted=False).indices
+            row, column = strongest // hit.shape[1], strongest % hit.shape[1]
+        else:
+            row, column = torch.nonzero(hit, as_tuple=True)
         first, second = block.rows[row], block.columns[column]
         found = [torch.minimum(first, second), torch.maximum(first, second), value[row, column]]
         self._kept = np.concatenate([self._kept, torch.stack([part.double() for part in found]).cpu().numpy()], axis=1)
