@@ -5,17 +5,21 @@ that is left goes to OpenCLIP's own parser.
 """
 
 import argparse
+import contextlib
+import io
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from openclip_ext import compat
 from openclip_ext.losses import registry, table
 from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.training import recipes
 from openclip_ext.training.errors import UsageError
-from openclip_ext.training.help import asks_for_help, print_help
+from openclip_ext.training.help import asks_for_help, openclip_flags, print_help
 from openclip_ext.training.parser import build_parser
 
+T = TypeVar("T")
 PARTS = ("normalizer", "temperature_scheme", "views")
 
 
@@ -37,8 +41,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, LossChoice]:
         OpenCLIP's and our run flags in one namespace, and the choice of the loss.
 
     Raises:
-        UsageError: flags that contradict each other, or a flag that the chosen loss does not use.
-        SystemExit: ``--help``, and what argparse itself refuses.
+        UsageError: flags that nobody knows or that contradict each other, or a flag that the chosen loss does not use.
+        SystemExit: ``--help``.
     """
     parser = build_parser(table.from_registry())
     if argv[:1] == ["--"]:
@@ -47,11 +51,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, LossChoice]:
     if asks_for_help(argv):
         print_help(argv)
         raise SystemExit(0)
-    ours, rest = parser.parse_known_args(argv)
+    ours, rest = _without_usage(lambda: parser.parse_known_args(argv))
     if ours.recipe is not None:
         # In front of the user's flags, of which argparse takes the last.
         ours, rest = parser.parse_known_args([*_recipe_argv(ours, rest), *argv])
-    args = compat.parse_openclip_args(rest)
+    _refuse_shortened(rest, [flag for action in parser._actions for flag in action.option_strings])
+    args = _without_usage(lambda: compat.parse_openclip_args(rest))
     given = vars(ours)
     loss_options = {name: given.pop(name) for name in OPTIONS if name in given}
     vars(args).update(given)
@@ -61,6 +66,28 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, LossChoice]:
     _check_temperature(choice)
     _check_run_flags(args)
     return args, choice
+
+
+def _without_usage(parse: Callable[[], T]) -> T:
+    """What argparse finds wrong as an error: the usage that it prints before is a page long."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            return parse()
+    except SystemExit:
+        message = printed.getvalue().rpartition(" error: ")[2].strip()
+        raise UsageError(f"{message}; --help lists the flags") from None
+
+
+def _refuse_shortened(argv: Sequence[str], ours: Sequence[str]) -> None:
+    """OpenCLIP's parser completes flags: it would take ``--los neuclip`` for ``--loss-dist-impl neuclip``, silently."""
+    theirs = openclip_flags()
+    for flag in (word.partition("=")[0] for word in argv if word.startswith("--")):
+        meant = [other for other in ours if other.startswith(flag)]
+        if meant and flag not in theirs:
+            raise UsageError(
+                f"{flag} is none of OpenCLIP's flags and the beginning of {', '.join(meant)}: write it out"
+            )
 
 
 def reconcile_siglip(args: argparse.Namespace) -> None:

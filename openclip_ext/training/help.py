@@ -61,7 +61,7 @@ def _short(losses: LossTable) -> str:
     parts += [f"{', '.join(names)}\n{flags}" for flags, names in flags_of.items()]
     ours = (f"{action.option_strings[0]}" for action in build_parser(LossTable((), losses.defaults))._actions[1:])
     parts.append("Further flags of ours:\n" + _wrapped(ours))
-    parts.append("Flags of OpenCLIP, with the meaning they have there:\n" + _wrapped(_openclip_flags()))
+    parts.append("Flags of OpenCLIP, with the meaning they have there:\n" + _wrapped(openclip_flags()))
     return "\n\n".join([*parts, _MORE])
 
 
@@ -107,7 +107,7 @@ def _tell_defaults(parser: argparse.ArgumentParser, losses: LossTable) -> None:
         action.help = f"{action.help} (default: {told})".replace("(default: the loss's own) ", "")
 
 
-def _openclip_flags() -> list[str]:
+def openclip_flags() -> list[str]:
     """Names of OpenCLIP's flags, from its own help."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):

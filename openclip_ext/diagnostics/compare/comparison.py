@@ -250,7 +250,7 @@ class Comparison:
 
 # --- what the folder belongs to --------------------------------------------------------------------------------------
 
-_OTHER = "{} holds a comparison with other {}: give another --output, or remove the folder"
+_OTHER = "the folder {} holds a comparison with other {}: give another --output, or remove the folder"
 
 
 def refuse_other_flags(config: CompareConfig, training: TrainingConfig, loss_options: Mapping[str, Any]) -> None:

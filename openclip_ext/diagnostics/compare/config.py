@@ -76,21 +76,6 @@ def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig, dict[str, Any
     options = {name: getattr(args, name) for name in OPTIONS if hasattr(args, name)}
     losses = tuple(dict.fromkeys(loss.strip() for loss in args.losses.split(",")))
     _check(args, losses, options)
-    _check_training_flags(rest)
-    namespace, choice = flags.parse(["--train-data", args.shards, *rest])
-    defaults, _ = flags.parse(["--train-data", args.shards])
-    for name, value in vars(namespace).items():
-        if name not in _USED_FLAGS.split() and value != getattr(defaults, name, None):
-            raise UsageError(f"--{name.replace('_', '-')} has no effect on compare; leave it out")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if namespace.batch_size < 2:
-        raise UsageError(f"--batch-size is {namespace.batch_size}, must be at least 2")
-    if not 0 < namespace.lr < math.inf:
-        raise UsageError(f"--lr is {namespace.lr:g}, must be positive")
-    training = training_config(namespace, choice, device)
-    check(training)
-    if device.type == "cpu":
-        training = replace(training, loading=replace(training.loading, workers=0))
     config = CompareConfig(
         args.shards,
         args.val,
@@ -104,19 +89,35 @@ def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig, dict[str, Any
         args.population,
         tuple(rest),
     )
-    return config, training, options
+    return config, _training_config(args.shards, rest), options
 
 
 def _check_order(argv: Sequence[str], shards: str, parser: argparse.ArgumentParser) -> None:
-    """Of ``--model ViT-B-32 SHARDS`` the parser, which does not know ``--model``, would take the model for SHARDS."""
-    for word in argv[: argv.index(shards)]:
-        if word.startswith("-") and word.split("=")[0] not in parser._option_string_actions:
-            raise UsageError(f"{word} stands before SHARDS: give SHARDS first, then the flags of training")
+    """Of ``--model ViT-B-32 SHARDS`` the parser, which does not know ``--model``, takes the model for SHARDS."""
+    _, unknown = parser.parse_known_args([*argv[: argv.index(shards)], shards])
+    if unknown:
+        raise UsageError(f"{unknown[0]} stands before SHARDS: give SHARDS first, then the flags of training")
 
 
-def _check_training_flags(argv: Sequence[str]) -> None:
+def _training_config(shards: str, argv: Sequence[str]) -> TrainingConfig:
+    """What the flags of training say, where they mean the same here."""
     if any(word.split("=")[0] == "--recipe" for word in argv):
         raise UsageError("--recipe has the settings of one loss at the length of a paper's runs; leave it out")
+    namespace, choice = flags.parse(["--train-data", shards, *argv])
+    defaults, _ = flags.parse(["--train-data", shards])
+    for name, value in vars(namespace).items():
+        if name not in _USED_FLAGS.split() and value != getattr(defaults, name, None):
+            raise UsageError(f"--{name.replace('_', '-')} has no effect on compare; leave it out")
+    if namespace.batch_size < 2:
+        raise UsageError(f"--batch-size is {namespace.batch_size}, must be at least 2")
+    if not 0 < namespace.lr < math.inf:
+        raise UsageError(f"--lr is {namespace.lr:g}, must be positive")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    training = training_config(namespace, choice, device)
+    check(training)
+    if device.type == "cpu":
+        training = replace(training, loading=replace(training.loading, workers=0))
+    return training
 
 
 def _check(args: argparse.Namespace, losses: tuple[str, ...], options: Mapping[str, Any]) -> None:

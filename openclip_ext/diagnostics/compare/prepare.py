@@ -128,7 +128,9 @@ def _decode(
         train = decoder(training.data, None)
     held_out = decoder(replace(training.data, source=config.val, manifest=None, num_samples=None), classes)
     held_out = held_out.part(divide(len(held_out.rows), 1.0, _MOST_VALIDATION)[0])
-    return train, held_out, [f"{len(held_out.rows):,} validation samples of {config.val}"]
+    different = len(set(held_out.captions()))
+    with_captions = "" if different == len(held_out.rows) else f" with {different:,} different captions"
+    return train, held_out, [f"{len(held_out.rows):,} validation samples of {config.val}{with_captions}"]
 
 
 def _streamed(spec: DataSpec, training: TrainingConfig, gib: float) -> tuple[int, str]:
