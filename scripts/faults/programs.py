@@ -156,12 +156,6 @@ def send_kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def is_alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
 def _torchrun(argv: list[str], ranks: int, output: Path) -> int:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
