@@ -80,6 +80,13 @@ class CsvSource(Source):
             content.update(texts.ends.tobytes())
         return content.hexdigest()
 
+    @property
+    def index_digest(self) -> str:
+        content = hashlib.blake2b(self._captions.data, digest_size=8)
+        for row in range(self.num_samples):
+            content.update(f"\0{os.path.basename(self._images[row])}".encode())
+        return content.hexdigest()
+
     def sequence(self, seed: int, epoch: int, num_slots: int) -> EpochSequence:
         return RowSequence(self.num_samples, seed, epoch)
 

@@ -81,6 +81,10 @@ class ShardSource(Source):
     def digest(self) -> str:
         return self.manifest.digest
 
+    @property
+    def index_digest(self) -> str | None:
+        return self.manifest.index_digest
+
     def sequence(self, seed: int, epoch: int, num_slots: int) -> EpochSequence:
         kept: EpochSequence
         if self._resampled:

@@ -90,6 +90,11 @@ class Source(ABC):
     def digest(self) -> str:
         """Identifies the data set; a run resumes in mid-epoch only on the same one."""
 
+    @property
+    def index_digest(self) -> str | None:
+        """Identifies the samples with their indices, wherever they lie and whichever are left out; None: unknown."""
+        return self.digest
+
     @abstractmethod
     def sequence(self, seed: int, epoch: int, num_slots: int) -> EpochSequence:
         """The sequence of an epoch's samples; the first ``num_slots`` are used."""

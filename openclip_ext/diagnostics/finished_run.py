@@ -127,6 +127,9 @@ def load_run(
             f"{spec.source} has {loader.num_samples:,} samples, the run was trained on {identity['num_samples']:,}: give "
             "its training data with --train-data"
         )
+    trained_on, found = identity.get("data"), source.index_digest
+    if trained_on is not None and found is not None and trained_on != found:
+        raise UsageError(f"{spec.source} is not what {loaded.path} was trained on: give that with --train-data")
     width = compat.embedding_dim(settings.name, model)
     options = {name: value for name, value in config["loss"]["options"].items() if name not in PLACEMENT_OPTIONS}
     loss = registry.create_loss(config["loss"]["name"], embed_dim=width, num_samples=loader.num_samples, **options)

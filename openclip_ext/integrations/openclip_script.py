@@ -45,6 +45,11 @@ def _extended_parse_args(original: Callable) -> Callable:
         if any(argument in ("-h", "--help") for argument in argv):
             parser.print_help()
         ours, rest = parser.parse_known_args(argv)
+        try:
+            flags.refuse_contradictions(argv)
+            flags.refuse_shortened(rest, parser)
+        except ValueError as error:
+            parser.error(str(error))
         args = original(rest)
         args.loss_options = vars(ours)
         args.loss = args.loss_options.pop("loss")

@@ -75,13 +75,23 @@ class Position:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a checkpoint must have in common with the run that resumes from it."""
+    """What a checkpoint must have in common with the run that resumes from it.
+
+    Attributes:
+        model, loss, optimizer: names.
+        num_samples, data: size of the index space, and :attr:`openclip_ext.data.source.Source.index_digest`.
+        global_batch: samples of an optimizer step.
+        seed: of the run.
+    """
 
     model: str
     loss: str
     num_samples: int
     global_batch: int
     seed: int
+    # Earlier checkpoints do not say these.
+    optimizer: str | None = None
+    data: str | None = None
 
 
 @dataclass(frozen=True)
@@ -506,18 +516,28 @@ def _load(path: Path, mmap: bool = False) -> dict[str, Any]:
     return content
 
 
-def check_identity(checkpoint: Checkpoint, identity: RunIdentity) -> None:
+def check_identity(checkpoint: Checkpoint, identity: RunIdentity, keeps_samples: bool) -> None:
     """Refuse to resume a different run, naming every difference.
 
+    Args:
+        checkpoint: what is resumed from.
+        identity: of the run.
+        keeps_samples: whether its loss has a state for each sample, which is of no use for other data.
+
     Raises:
-        UsageError: the checkpoint is of another model, loss, data set, seed or (in mid-epoch) global batch.
+        UsageError: the checkpoint is of another model, loss, optimizer, data set, seed or (in mid-epoch) global batch.
     """
     if checkpoint.shared is None:
         return
     found, asked = checkpoint.shared["identity"], asdict(identity)
-    compared = set(asked)
+    compared = {key for key in asked if found.get(key) is not None and asked[key] is not None}
     if checkpoint.position.step_in_epoch == 0:
         compared.discard("global_batch")  # between epochs the batch may change
+    if not keeps_samples and "data" in compared and found["data"] != asked["data"]:
+        compared.discard("data")
+        logging.warning(
+            f"{checkpoint.path} was trained on other data of as many samples: the run goes on with new ones."
+        )
     differences = [
         f"{key}: checkpoint {found[key]}, run {asked[key]}" for key in sorted(compared) if found[key] != asked[key]
     ]

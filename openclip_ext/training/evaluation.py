@@ -73,8 +73,10 @@ class EvaluationConfig:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether anything is asked for."""
-        return any(item is not None for item in (self.val_data, self.imagenet_val, self.imagenet_v2, self.suite))
+        """Whether anything is to be measured during training."""
+        imagenet = self.imagenet_val or self.imagenet_v2
+        kinds = ((self.val_data, self.val_every), (imagenet, self.imagenet_every), (self.suite, self.suite_every))
+        return any(asked is not None and every > 0 for asked, every in kinds)
 
 
 def build_evaluators(config: EvaluationConfig, built: BuiltModel, step: StepConfig) -> list[ScheduledEvaluator]:
@@ -149,8 +151,14 @@ def _datacomp_suite(suite: str, config: EvaluationConfig, built: BuiltModel) -> 
     )
 
 
-def run_evaluators(evaluators: Iterable[Evaluator], model: nn.Module) -> dict[str, float]:
-    """Run evaluators one after another; one that fails is logged and costs nothing but its own numbers."""
+def run_evaluators(evaluators: Iterable[Evaluator], model: nn.Module, must_succeed: bool = False) -> dict[str, float]:
+    """Run evaluators one after another; one that fails is logged and costs nothing but its own numbers.
+
+    Args:
+        evaluators: what to run.
+        model: what to measure.
+        must_succeed: let a failure end the program, as nothing else is to be done.
+    """
     model = compat.unwrap(model)
     was_training = model.training
     model.eval()
@@ -160,6 +168,8 @@ def run_evaluators(evaluators: Iterable[Evaluator], model: nn.Module) -> dict[st
             try:
                 metrics.update(evaluator.run(model))
             except Exception:
+                if must_succeed:
+                    raise
                 logging.exception(f"The evaluation {evaluator.name} failed; training goes on without it.")
     finally:
         model.train(was_training)

@@ -7,6 +7,7 @@ that is left goes to OpenCLIP's own parser.
 import argparse
 import contextlib
 import io
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -51,11 +52,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, LossChoice]:
     if asks_for_help(argv):
         print_help(argv)
         raise SystemExit(0)
+    refuse_contradictions(argv)
     ours, rest = _without_usage(lambda: parser.parse_known_args(argv))
     if ours.recipe is not None:
         # In front of the user's flags, of which argparse takes the last.
         ours, rest = parser.parse_known_args([*_recipe_argv(ours, rest), *argv])
-    _refuse_shortened(rest, [flag for action in parser._actions for flag in action.option_strings])
+    refuse_shortened(rest, parser)
     args = _without_usage(lambda: compat.parse_openclip_args(rest))
     given = vars(ours)
     loss_options = {name: given.pop(name) for name in OPTIONS if name in given}
@@ -79,15 +81,21 @@ def _without_usage(parse: Callable[[], T]) -> T:
         raise UsageError(f"{message}; --help lists the flags") from None
 
 
-def _refuse_shortened(argv: Sequence[str], ours: Sequence[str]) -> None:
+def refuse_shortened(argv: Sequence[str], ours: argparse.ArgumentParser) -> None:
     """OpenCLIP's parser completes flags: it would take ``--los neuclip`` for ``--loss-dist-impl neuclip``, silently."""
     theirs = openclip_flags()
-    for flag in (word.partition("=")[0] for word in argv if word.startswith("--")):
-        meant = [other for other in ours if other.startswith(flag)]
+    for flag in (word.partition("=")[0] for word in argv if len(word) > 2 and word.startswith("--")):
+        meant = [other for other in ours._option_string_actions if other.startswith(flag)]
         if meant and flag not in theirs:
             raise UsageError(
                 f"{flag} is none of OpenCLIP's flags and the beginning of {', '.join(meant)}: write it out"
             )
+
+
+def refuse_contradictions(argv: Sequence[str]) -> None:
+    """Of two flags for the same option argparse takes the last."""
+    if {"--rho", "--hard-share"} <= {word.partition("=")[0] for word in argv}:
+        raise UsageError("--rho and --hard-share say the same: give one of them")
 
 
 def reconcile_siglip(args: argparse.Namespace) -> None:
@@ -152,23 +160,76 @@ def _options_used(choice: LossChoice) -> dict[str, Any]:
         raise UsageError(str(error)) from error
 
 
+# Of numbers: the least. None is not checked.
+_AT_LEAST = {
+    "accum_freq": 1,
+    "lookahead_steps": 1,
+    "max_skipped_steps": 1,
+    "log_every_n_steps": 1,
+    "warmup": 0,
+    "wd": 0,
+    "momentum": 0,
+    "epochs_cooldown": 0,
+}
+_POSITIVE = ("rank_patience", "grad_clip_norm")
+_BELOW_ONE = ("beta1", "beta2")
+# What a flag is of no use without.
+_NEEDS = {
+    "eval_suite": "eval_data_dir",
+    "eval_data_dir": "eval_suite",
+    "fsdp_no_reshard_after_forward": "fsdp",
+    "train_data_upsampling_factors": "dataset_resampled",
+    "lock_image_unlocked_groups": "lock_image",
+    "lock_image_freeze_bn_stats": "lock_image",
+    "lock_text_unlocked_layers": "lock_text",
+    "lock_text_freeze_layer_norm": "lock_text",
+}
+
+
 def _check_run_flags(args: argparse.Namespace) -> None:
+    _check_support(args)
+    _check_numbers(args)
+    for name, needed in _NEEDS.items():
+        if getattr(args, name) and not getattr(args, needed):
+            raise UsageError(f"{_flag(name)} needs {_flag(needed)}")
     if args.image_backend != "pil" and not args.train_data:
         raise UsageError(f"--image-backend {args.image_backend} is about the files of --train-data, and there are none")
+    if args.dataset_type == "synthetic" and args.val_data:
+        raise UsageError(f"--dataset-type synthetic reads no files, not those of --val-data {args.val_data} either")
+    if args.resume == "latest" and args.name is None:
+        raise UsageError("--resume latest needs --name: without it every start makes a new run folder")
+    if args.epochs_cooldown is not None and args.lr_scheduler != "const-cooldown":
+        raise UsageError("--epochs-cooldown needs --lr-scheduler const-cooldown")
+    if args.model_ema_decay is not None and args.fsdp:
+        raise UsageError("--model-ema-decay averages whole weights, which --fsdp does not keep; give one of them")
+    if args.fsdp and args.ddp_static_graph:
+        raise UsageError("--ddp-static-graph is for DistributedDataParallel, which --fsdp replaces; give one of them")
+
+
+def _check_support(args: argparse.Namespace) -> None:
     if args.horovod:
         raise UsageError("--horovod is not supported; start with torchrun instead")
     if args.distill_model is not None or args.distill_pretrained is not None:
         raise UsageError("distillation (--distill-model) is not supported; use open_clip_train.main for it")
-    if args.resume == "latest" and args.name is None:
-        raise UsageError("--resume latest needs --name: without it every start makes a new run folder")
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
     if args.epochs < 1:
         raise UsageError(f"--epochs is {args.epochs}, must be at least 1; to evaluate only, leave out --train-data")
     if args.lr is None:
         raise UsageError(f"--opt {args.opt} needs --lr: OpenCLIP has a default for its own AdamW only")
-    if args.accum_freq < 1:
-        raise UsageError(f"--accum-freq is {args.accum_freq}, must be at least 1")
-    if args.lookahead_steps is not None and args.lookahead_steps < 1:
-        raise UsageError(f"--lookahead-steps is {args.lookahead_steps}, must be at least 1")
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    for name in given.keys() & _AT_LEAST.keys():
+        if not _AT_LEAST[name] <= given[name] < math.inf:
+            raise UsageError(f"{_flag(name)} is {given[name]:g}, must be at least {_AT_LEAST[name]}")
+    for name in given.keys() & set(_POSITIVE):
+        if not 0 < given[name] < math.inf:
+            raise UsageError(f"{_flag(name)} is {given[name]:g}, must be positive")
+    for name in given.keys() & set(_BELOW_ONE):
+        if not 0 <= given[name] < 1:
+            raise UsageError(f"{_flag(name)} is {given[name]:g}, must be at least 0 and below 1")
+    if args.epochs_cooldown is not None and args.epochs_cooldown > args.epochs:
+        raise UsageError(f"--epochs-cooldown is {args.epochs_cooldown}, more than --epochs {args.epochs}")
     for tower in ("image", "text"):
         lr, decay = getattr(args, f"lr_{tower}"), getattr(args, f"{tower}_layer_decay")
         if lr is not None and not lr > 0:
@@ -179,22 +240,12 @@ def _check_run_flags(args: argparse.Namespace) -> None:
             raise UsageError(f"--{tower}-layer-decay is {decay:g}, must be above 0 and at most 1")
     if args.model_ema_decay is not None and not 0 < args.model_ema_decay < 1:
         raise UsageError(f"--model-ema-decay is {args.model_ema_decay:g}, must lie between 0 and 1, such as 0.9999")
-    if args.model_ema_decay is not None and args.fsdp:
-        raise UsageError("--model-ema-decay averages whole weights, which --fsdp does not keep; give one of them")
-    if args.max_skipped_steps < 1:
-        raise UsageError(f"--max-skipped-steps is {args.max_skipped_steps}, must be at least 1")
-    if not args.rank_patience > 0:
-        raise UsageError(f"--rank-patience is {args.rank_patience:g}, must be positive")
-    if args.eval_suite is not None and args.eval_data_dir is None:
-        raise UsageError("--eval-suite needs --eval-data-dir")
-    if args.fsdp_no_reshard_after_forward and not args.fsdp:
-        raise UsageError("--fsdp-no-reshard-after-forward needs --fsdp")
-    if args.fsdp and args.ddp_static_graph:
-        raise UsageError("--ddp-static-graph is for DistributedDataParallel, which --fsdp replaces; give one of them")
-    if args.train_data_upsampling_factors is not None and not args.dataset_resampled:
-        raise UsageError("--train-data-upsampling-factors needs --dataset-resampled")
     if not 0.0 <= args.max_bad_fraction <= 1.0:
         raise UsageError(f"--max-bad-fraction is {args.max_bad_fraction}, must lie between 0 and 1")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def flags_without_effect(args: argparse.Namespace, choice: LossChoice) -> tuple[str, ...]:

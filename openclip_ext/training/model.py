@@ -177,14 +177,22 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
     if config.trace is not None:
         model = open_clip.trace_model(model, batch_size=config.trace, device=device)
     if config.lock_image is not None:
-        lock = config.lock_image
-        model.lock_image_tower(unlocked_groups=lock.unlocked, freeze_bn_stats=lock.freeze_statistics)
+        _lock_image(model, config.lock_image)
     if config.lock_text is not None:
         _lock_text(model, config.lock_text)
     if config.grad_checkpointing:
         model.set_grad_checkpointing()
     images = image_pipeline(preprocess_train, config.image_backend)
     return BuiltModel(model, images, preprocess_val, config.tokenizer(), device)
+
+
+def _lock_image(model: Any, lock: TowerLock) -> None:
+    try:
+        model.lock_image_tower(unlocked_groups=lock.unlocked, freeze_bn_stats=lock.freeze_statistics)
+    except AssertionError as error:
+        raise UsageError(
+            f"--lock-image-unlocked-groups {lock.unlocked} is not possible for this model {error}"
+        ) from error
 
 
 def _lock_text(model: Any, lock: TowerLock) -> None:

@@ -2,6 +2,7 @@
 
 import difflib
 import itertools
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from openclip_ext.training.lr_scales import THE_RUNS, TowerRates, lr_scales
 LOGIT_SCALE = "logit_scale"
 # Of a parameter group: its learning rate over the schedule's. Timm's optimizers have another use for "lr_scale".
 SCALE = "rate_of_schedule"
+# Of a parameter group: what flags say. Other entries may be the optimizer's state.
+HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum", "lookahead_k", SCALE)
 _LOOKAHEAD = "lookahead_"
 LOOKAHEAD = f"timm/{_LOOKAHEAD}"
 SCHEDULES = ("cosine", "const", "const-cooldown")
@@ -239,6 +242,12 @@ def logit_scale_lr(default: float | None, total_steps: int) -> float | None:
     return max(default, min(_WAY_OF_LOG_TAU / total_steps, _LARGEST_LOGIT_SCALE_LR))
 
 
+def schedule_rate(optimizer: torch.optim.Optimizer) -> float:
+    """The schedule's learning rate, which a tower's may be a part of."""
+    group = optimizer.param_groups[0]
+    return group["lr"] / group.get(SCALE, 1.0)
+
+
 def create_schedule(
     config: ScheduleConfig,
     optimizer: torch.optim.Optimizer,
@@ -254,6 +263,12 @@ def create_schedule(
         UsageError: as :func:`check_schedule`.
     """
     check_schedule(config)
+    steps = steps_per_epoch * config.epochs
+    if config.warmup >= steps and not config.skip and distributed.is_master():
+        logging.warning(
+            f"--warmup {config.warmup:,} is as long as the run, {steps:,} steps: the learning rate does not arrive at --lr "
+            f"{config.lr:g}."
+        )
     encoders = None if config.skip else _openclip_schedule(config, optimizer, steps_per_epoch)
 
     def set_learning_rates(step: int) -> None:

@@ -16,6 +16,7 @@ from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import Checkpoint, Position, RunIdentity
 from openclip_ext.training.ema import TRAINED_KEY, ModelEma
 from openclip_ext.training.errors import UsageError, on_master
+from openclip_ext.training.optimizer import HYPERPARAMETERS
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,10 @@ def restore(
     """
     if checkpoint is None:
         return Position()
-    ckpt.check_identity(checkpoint, identity)
+    ckpt.check_identity(checkpoint, identity, keeps_samples=loss.needs_index)
     content = checkpoint.model_file
     ckpt.load_model(model, content.get(TRAINED_KEY, content["state_dict"]), checkpoint.path)
-    try:
-        parallel.load_optimizer_state_dict(model, optimizer, content["optimizer"])
-    except (KeyError, ValueError) as error:
-        raise UsageError(f"the optimizer state in {checkpoint.path} does not fit this run: {error}") from error
+    _load_optimizer(model, optimizer, content["optimizer"], checkpoint.path)
     if scaler is not None and "scaler" in content:
         scaler.load_state_dict(content["scaler"])
     ckpt.restore_loss(checkpoint, loss)
@@ -102,6 +100,19 @@ def restore(
         steps = content["epoch"] * steps_per_epoch
         return Position(content["epoch"], steps, samples=steps * identity.global_batch)
     return checkpoint.position
+
+
+def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict, path: Path) -> None:
+    """Load its state; the settings stay those of this run's command line."""
+    asked = [{name: group[name] for name in HYPERPARAMETERS if name in group} for group in optimizer.param_groups]
+    try:
+        parallel.load_optimizer_state_dict(model, optimizer, state)
+        for group, settings in zip(optimizer.param_groups, asked, strict=True):
+            if not settings.keys() <= group.keys():
+                raise ValueError(f"it has no {', '.join(sorted(settings.keys() - group.keys()))}: another optimizer's")
+            group.update(settings)
+    except (KeyError, ValueError) as error:
+        raise UsageError(f"the optimizer state in {path} does not fit this run: {error}") from error
 
 
 def restore_ema(checkpoint: Checkpoint | None, model: nn.Module, decay: float | None) -> ModelEma | None:

@@ -83,15 +83,19 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
         num_samples=loader.num_samples,
         global_batch=config.global_batch,
         seed=config.loading.seed,
+        optimizer=config.optimizer.name.lower(),
+        data=loader.source.index_digest,
     )
     position = resume.restore(start.checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
     loader.check_progress(position.progress)
+    steps_left = steps_per_epoch * (config.length.epochs - position.epoch) - position.step_in_epoch
+    if steps_left <= 0 and distributed.is_master():
+        logging.info(f"Nothing is left to train: the checkpoint is the end of epoch {position.epoch}, see --epochs.")
     if folder is not None and distributed.is_master():
-        _begin_folder(config, folder, position, start)
+        _begin_folder(config, folder, position, start, trains=steps_left > 0)
     announce(identity, config.loss.options, built.model, loss, steps_per_epoch, config.length.epochs)
     settings = config.step.settings(built.device, built.images.normalize)
     ema = resume.restore_ema(start.checkpoint, model, config.step.model_ema_decay)
-    steps_left = steps_per_epoch * (config.length.epochs - position.epoch) - position.step_in_epoch
     trainer = Trainer(
         step=TrainStep(parallel.compiled(model, config.parallel), loss, optimizer, settings, scaler, ema),
         loader=loader,
@@ -128,7 +132,9 @@ def _check_combination(config: TrainingConfig, loss: ContrastiveLoss) -> None:
             "leave it out"
         )
     if config.saving.best_metric is not None and (config.saving.folder is None or not config.evaluation.is_wanted):
-        raise UsageError("--keep-best needs an evaluation, such as --val-data or --imagenet-val, and a folder, --logs")
+        raise UsageError(
+            "--keep-best needs a folder, --logs, and an evaluation, such as --val-data, with a frequency above 0"
+        )
     if config.parallel.fsdp and distributed.world_size() == 1:
         logging.warning("--fsdp does nothing in a single process: there is nobody to share the model with.")
     elif config.parallel.fsdp:
@@ -157,10 +163,15 @@ def _temperature_lr(config: TrainingConfig, loss: ContrastiveLoss, steps_per_epo
     return rate
 
 
-def _begin_folder(config: TrainingConfig, folder: Path, position: Position, start: Start) -> None:
+def _begin_folder(config: TrainingConfig, folder: Path, position: Position, start: Start, trains: bool) -> None:
     """Write what the folder says about the run, and bring the rest to where the run goes on."""
-    run_folder.write_settings(folder, config.flags, config.loss.name, dict(config.loss.options))
-    write_model_config(config.model, folder)
+    if trains or start.checkpoint is None:  # else the settings are still those of what is there
+        options = dict(config.loss.options)
+        changed = run_folder.changed_settings(folder, config.flags, options) if start.checkpoint is not None else []
+        if changed:
+            logging.warning(f"The run goes on with other settings: {'; '.join(changed)}.")
+        run_folder.write_settings(folder, config.flags, config.loss.name, options)
+        write_model_config(config.model, folder)
     resume.cut_logs(folder, position)
     ckpt.remove_leftovers(folder / "checkpoints", spared=start.unreadable)
     if start.checkpoint is not None:
@@ -186,7 +197,9 @@ def _evaluate_only(
         position, weights = checkpoint.position, checkpoint.path
     if distributed.is_master():
         heads = read_heads(weights) if weights else None
-        metrics = run_evaluators(evaluators, with_heads(built.model, heads))
+        if not weights:
+            logging.warning("Neither --train-data nor --pretrained nor --resume: this measures an untrained model.")
+        metrics = run_evaluators(evaluators, with_heads(built.model, heads), must_succeed=True)
         reporter = Reporter(folder, config.reporting, total_steps=0, steps_per_epoch=0)
         reporter.evaluation(metrics, {"step": position.step, "epoch": position.epoch})
         reporter.close()

@@ -20,6 +20,11 @@ import openclip_ext
 from openclip_ext import compat, distributed
 from openclip_ext.training.errors import UsageError, on_master
 
+# Flags that say how a run was started and not what it does.
+_OF_THE_START = {
+    "resume", "logs", "name", "log_path", "checkpoint_path", "tensorboard_path", "device", "distributed", "rank", "local_rank",
+    "world_size", "workers", "log_every_n_steps", "debug", "epochs",
+}  # fmt: skip
 # Seconds to wait for another process to leave the run folder.
 LOCK_PATIENCE = 10
 
@@ -141,6 +146,21 @@ def write_settings(folder: Path, flags: Mapping[str, Any], loss: str, loss_optio
         "world_size": distributed.world_size(),
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def changed_settings(folder: Path, flags: Mapping[str, Any], loss_options: dict[str, Any]) -> list[str]:
+    """What differs from the settings that :func:`write_settings` wrote last, in words; nothing if there are none."""
+    try:
+        before = json.loads((folder / "config.json").read_text())
+        old = {**before["flags"], **before["loss"]["options"]}
+    except (OSError, ValueError, KeyError):
+        return []
+    new = json.loads(json.dumps({**{name: value for name, value in flags.items() if _is_plain(value)}, **loss_options}))
+    return [
+        f"{name} {new[name]} (before: {old[name]})"
+        for name in sorted(new.keys() & old.keys() - _OF_THE_START)
+        if new[name] != old[name]
+    ]
 
 
 def versions() -> dict[str, str]:

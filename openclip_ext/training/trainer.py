@@ -21,6 +21,7 @@ from openclip_ext.training.checkpoint import Position, RunIdentity
 from openclip_ext.training.ema import TRAINED_KEY
 from openclip_ext.training.evaluation import ScheduledEvaluator, run_evaluators
 from openclip_ext.training.guard import SkippedStep
+from openclip_ext.training.optimizer import schedule_rate
 from openclip_ext.training.reporting import Reporter, Stopwatch
 from openclip_ext.training.signals import Request, SignalRequests
 from openclip_ext.training.step import Batch, TrainStep
@@ -290,7 +291,7 @@ class Trainer:
             "loss": sum(named.values()),
             "terms": named,
             "chance": math.log(global_batch),
-            "lr": self.step.optimizer.param_groups[0]["lr"],
+            "lr": schedule_rate(self.step.optimizer),
             "global_batch": global_batch,
             "skipped_steps": self.step.guard.skipped,
             **metrics,
@@ -325,7 +326,8 @@ class Trainer:
         if saved is None or not distributed.is_master():
             return
         ckpt.remove_older_mid_epoch(saved.parent, kept=saved, spared=self.unreadable)
-        previous = saved.parent / f"epoch_{completed - 1}.pt"
+        every = max(1, policy.every_epochs)
+        previous = saved.parent / f"epoch_{(completed - 1) // every * every}.pt"
         if policy.delete_previous and previous not in self.unreadable:
             ckpt.remove(previous)
 

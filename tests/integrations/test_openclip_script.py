@@ -148,6 +148,8 @@ def test_the_stock_parser_with_openclips_losses(argv, kind):
         (["--loss", "neuclip", "--gamma", "0.3"], "--gamma is not used by --loss neuclip"),
         (["--gamma", "0.3"], "--gamma is not used by --loss openclip"),
         (["--loss", "neuclip", "--siglip"], "contradict each other"),
+        (["--los", "neuclip"], "the beginning of --loss"),
+        (["--loss", "neuclip", "--rho", "3", "--hard-share", "0.5"], "say the same"),
         (["--loss", "neuclip", "--prototypes", "many"], "expected an integer"),
     ],
 )

@@ -251,14 +251,14 @@ def test_a_full_disk_fails_the_save_and_keeps_the_previous_one(tmp_path):
 )
 def test_another_runs_checkpoint_is_refused_by_name(tmp_path, change, message):
     checkpoint = ckpt.read(save(tmp_path, Position(1, 14, 4, PROGRESS)))
-    ckpt.check_identity(checkpoint, IDENTITY)
+    ckpt.check_identity(checkpoint, IDENTITY, keeps_samples=False)
     with pytest.raises(UsageError, match=message):
-        ckpt.check_identity(checkpoint, RunIdentity(**{**vars(IDENTITY), **change}))
+        ckpt.check_identity(checkpoint, RunIdentity(**{**vars(IDENTITY), **change}), keeps_samples=True)
 
 
 def test_the_batch_may_change_between_epochs(tmp_path):
     checkpoint = ckpt.read(save(tmp_path, Position(1, 10)))
-    ckpt.check_identity(checkpoint, RunIdentity(**{**vars(IDENTITY), "global_batch": 16}))
+    ckpt.check_identity(checkpoint, RunIdentity(**{**vars(IDENTITY), "global_batch": 16}), keeps_samples=True)
 
 
 def test_a_position_of_an_earlier_version_has_samples(tmp_path):

@@ -28,6 +28,7 @@ MISTAKES = {
     "schedule": (["--lr-scheduler", "cos"], "unknown --lr-scheduler 'cos'; known: cosine"),
     "cooldown": (["--lr-scheduler", "const-cooldown"], "needs --epochs-cooldown"),
     "epochs": (["--epochs", "0"], "--epochs is 0, must be at least 1"),
+    "augmentation": (["--aug-cfg", "foo=3"], "--aug-cfg: got an unexpected keyword argument 'foo'"),
     "temperature": (["--temperature", "14"], r"--temperature is 14, must be at most 1.*give --temperature 0\.07143"),
     "trace": (["--trace"], "--trace is for evaluation only"),
     "patience": (["--rank-patience", "0"], "--rank-patience is 0, must be positive"),
@@ -59,6 +60,20 @@ def test_lock_text_says_what_it_needs(shards, tmp_path):
     with pytest.raises(UsageError, match="--lock-text needs --lock-text-freeze-layer-norm"):
         run(argv)
     assert run([*argv, "--name", "both", "--lock-text-freeze-layer-norm"]) == 0
+
+
+def test_groups_that_a_model_does_not_have_cannot_stay_unlocked(shards, tmp_path):
+    flags = [
+        "--model",
+        "demo-resnet",
+        "--force-patch-dropout",
+        "0",
+        "--lock-image",
+        "--lock-image-unlocked-groups",
+        "99",
+    ]
+    with pytest.raises(UsageError, match="--lock-image-unlocked-groups 99 is not possible for this model"):
+        run(command(shards, tmp_path, "run", "openclip", *flags))
 
 
 def test_lamb_needs_no_eps(shards, tmp_path):

@@ -16,10 +16,22 @@ import open_clip
 import pytest
 import torch
 
+from openclip_ext.data.shapes.write import ShapesConfig, write_shards
+from openclip_ext.diagnostics.finished_run import load_run
 from openclip_ext.training import evaluation, trainer
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.trainer import SaveFailed, TrainingDiverged
-from tests.training.runs import EXIT_AFTER_SIGTERM, command, differences, final_state, losses_of, make_shards, run
+from tests.training.runs import (
+    EXIT_AFTER_SIGTERM,
+    NUM_SAMPLES,
+    SAMPLES_PER_SHARD,
+    command,
+    differences,
+    final_state,
+    losses_of,
+    make_shards,
+    run,
+)
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +120,25 @@ def test_resuming_a_finished_run_changes_nothing(shards, tmp_path):
     argv = command(shards, tmp_path, "run", "openclip", "--epochs", "1", "--resume", "latest")
     assert run(argv) == 0  # no checkpoint yet: starts
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert run(argv) == 0
+    settings = (tmp_path / "run" / "config.json").read_text()
+    assert run([*argv, "--lr", "1"]) == 0
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    assert (tmp_path / "run" / "config.json").read_text() == settings  # what is there was not trained with --lr 1
+
+
+def test_a_resume_heeds_new_settings_and_tells_them(shards, tmp_path, caplog):
+    argv = command(shards, tmp_path, "run", "openclip", "--resume", "latest")
+    assert run([*argv, "--epochs", "1"]) == 0
+    caplog.clear()
+    assert run([*argv, "--wd", "0.9", "--beta1", "0.5", "--eps", "1e-3"]) == 0
+    told = "beta1 0.5 (before: 0.9); eps 0.001 (before: 1e-06); wd 0.9 (before: 0.2)."
+    assert f"The run goes on with other settings: {told}" in caplog.text
+    groups = torch.load(tmp_path / "run" / "checkpoints" / "epoch_2.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.0, 0.9]
+    assert {(*group["betas"], group["eps"]) for group in groups} == {(0.5, 0.98, 1e-3)}
+    caplog.clear()
+    assert run([*argv, "--wd", "0.9", "--beta1", "0.5", "--eps", "1e-3", "--epochs", "3", "--workers", "1"]) == 0
+    assert "other settings" not in caplog.text
 
 
 def test_an_existing_run_folder_is_not_overwritten(shards, finished):
@@ -127,6 +156,7 @@ def test_an_existing_run_folder_is_not_overwritten(shards, finished):
             "model: checkpoint demo-vit, run demo-resnet",
         ),
         ("neuclip", ["--seed", "4"], "seed: checkpoint 3, run 4"),
+        ("neuclip", ["--opt", "timm/sgd"], "optimizer: checkpoint adamw, run timm/sgd"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(shards, finished, tmp_path, loss, more, message):
@@ -139,6 +169,23 @@ def test_a_checkpoint_of_other_data_is_refused(finished, tmp_path):
     fewer = make_shards(tmp_path / "shards").replace("00006", "00004")
     with pytest.raises(UsageError, match="num_samples: checkpoint 84, run 60"):
         run(command(fewer, tmp_path, "other", "neuclip", "--resume", str(finished / "checkpoints" / "epoch_1.pt")))
+
+
+def test_state_of_each_sample_is_not_used_for_other_data(shards, tmp_path, caplog):
+    write_shards(
+        tmp_path / "others", ShapesConfig(NUM_SAMPLES, 1, "train", SAMPLES_PER_SHARD), workers=1, progress=False
+    )
+    others = str(tmp_path / "others" / Path(shards).name)
+    fastclip, neuclip = (
+        command(shards, tmp_path, loss, loss, "--resume", "latest") for loss in ("fastclip", "neuclip")
+    )
+    assert [run([*argv, "--epochs", "1"]) for argv in (fastclip, neuclip)] == [0, 0]
+    with pytest.raises(UsageError, match="data: checkpoint"):
+        run([*fastclip, "--train-data", others])
+    assert run([*neuclip, "--train-data", others]) == 0
+    assert "other data of as many samples" in caplog.text
+    with pytest.raises(UsageError, match=r"is not what .* was trained on"):
+        load_run(tmp_path / "fastclip", "epoch_1.pt", train_data=others)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +221,17 @@ def test_without_training_data_the_model_is_evaluated(shards, finished, tmp_path
     again = lines_of(tmp_path / "evaluation" / "checkpoints" / "results.jsonl")[0]
     during_training = lines_of(finished / "checkpoints" / "results.jsonl")[1]
     assert again["clip_val_loss"] == pytest.approx(during_training["clip_val_loss"], rel=1e-5)
+
+
+def test_an_evaluation_that_fails_ends_a_program_that_does_nothing_else(shards, tmp_path, monkeypatch, caplog):
+    def fail(self, model):
+        raise RuntimeError("the data server is down")
+
+    monkeypatch.setattr(evaluation.Validation, "run", fail)
+    argv = ["--model", "demo-vit", "--precision", "fp32", "--device", "cpu", "--workers", "0", "--val-data", shards]
+    with pytest.raises(RuntimeError, match="the data server is down"):
+        run([*argv, "--batch-size", "16", "--logs", "none"])
+    assert "this measures an untrained model" in caplog.text
 
 
 @contextmanager
@@ -273,6 +331,12 @@ def test_delete_previous_keeps_the_newest_epoch_only(shards, tmp_path):
         "epoch_2.pt",
         "epoch_2.state",
     ]
+
+
+def test_delete_previous_heeds_the_frequency_of_saves(shards, tmp_path):
+    more = ["--delete-previous-checkpoint", "--save-frequency", "2", "--epochs", "5"]
+    assert run(command(shards, tmp_path, "run", "openclip", *more)) == 0
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("*.pt")] == ["epoch_5.pt"]
 
 
 def test_accumulation_and_clipping_and_checkpointing_train(shards, tmp_path):

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from openclip_ext.training.optimizer import logit_scale_lr
+from openclip_ext.training.optimizer import SCALE, ScheduleConfig, create_schedule, logit_scale_lr, schedule_rate
 from tests.training.runs import command, make_shards, run
 
 
@@ -33,3 +34,17 @@ def test_a_given_rate_stays(tmp_path: Path) -> None:
     given = _distance_of_tau(tmp_path / "given", "--lr-tau", "1.25e-4")
     chosen = _distance_of_tau(tmp_path / "chosen")
     assert 4 * given == pytest.approx(chosen, rel=0.2)
+
+
+def test_the_schedules_rate_is_not_a_towers() -> None:
+    group = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 1e-6, SCALE: 1e-3}
+    assert schedule_rate(torch.optim.SGD([group])) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(("warmup", "is_told"), [(10_000, True), (60, True), (59, False)])
+def test_a_warmup_as_long_as_the_run_is_told(caplog, warmup, is_told) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    create_schedule(
+        ScheduleConfig(epochs=2, warmup=warmup, lr=1e-3), optimizer, steps_per_epoch=30, logit_scale_lr=None
+    )
+    assert ("as long as the run, 60 steps" in caplog.text) == is_told

@@ -120,9 +120,16 @@ class Manifest:
     @property
     def digest(self) -> str:
         """Identifies what is trained on: the same for the same shard names, counts and left-out samples, wherever they lie."""
+        return self._hash(_format_ranges(self.left_out))
+
+    @property
+    def index_digest(self) -> str | None:
+        """As :attr:`digest`, whichever samples are left out; None where a shard is remote: its members are unknown."""
+        return self._hash("") if all(shard.digest for shard in self.shards) else None
+
+    def _hash(self, left_out: str) -> str:
         parts = [f"{shard_name(shard.url)}\0{shard.num_samples}\0{shard.digest}\n" for shard in self.shards]
-        parts.append(_format_ranges(self.left_out))
-        return hashlib.blake2b("".join(parts).encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b("".join([*parts, left_out]).encode(), digest_size=8).hexdigest()
 
     # ---------------------------------------------------------------- making
 
