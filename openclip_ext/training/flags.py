@@ -186,12 +186,19 @@ _NEEDS = {
 }
 
 
+# What is of no use without --logs.
+_WRITES = ("save_every_steps", "save_most_recent", "delete_previous_checkpoint", "copy_codebase", "remote_sync")
+
+
 def _check_run_flags(args: argparse.Namespace) -> None:
     _check_support(args)
     _check_numbers(args)
     for name, needed in _NEEDS.items():
         if getattr(args, name) and not getattr(args, needed):
             raise UsageError(f"{_flag(name)} needs {_flag(needed)}")
+    written = [_flag(name) for name in _WRITES if getattr(args, name)]
+    if written and str(args.logs).lower() == "none":
+        raise UsageError(f"{written[0]} needs a folder, and --logs none has none")
     if args.image_backend != "pil" and not args.train_data:
         raise UsageError(f"--image-backend {args.image_backend} is about the files of --train-data, and there are none")
     if args.dataset_type == "synthetic" and args.val_data:

@@ -94,11 +94,13 @@ def create_optimizer(
 
     Raises:
         UsageError: unknown optimizer, ``--beta1`` without ``--beta2``, ``--lookahead-steps`` without LookAhead, or learning
-            rates of a tower that is not trained.
+            rates of a tower that is not trained; or nothing is to be trained.
     """
     groups = _parameter_groups(
         [model] if head is None else [model, head], config.weight_decay, logit_scale_lr is not None
     )
+    if not any(group["params"] for group in groups):
+        raise UsageError("nothing is left to train: both towers are locked, and the loss learns no temperature")
     if config.scales_rates:
         groups = _split_by_rate(groups, model, config)
     if logit_scale_lr is not None:

@@ -76,6 +76,23 @@ def test_groups_that_a_model_does_not_have_cannot_stay_unlocked(shards, tmp_path
         run(command(shards, tmp_path, "run", "openclip", *flags))
 
 
+def test_a_run_that_trains_nothing_is_refused(shards, tmp_path):
+    flags = ["--model", "demo-resnet", "--force-patch-dropout", "0", "--lock-image", "--lock-text"]
+    with pytest.raises(UsageError, match="nothing is left to train"):
+        run(
+            command(
+                shards,
+                tmp_path,
+                "run",
+                "queueclip",
+                *flags,
+                "--temperature-scheme",
+                "constant",
+                "--lock-text-freeze-layer-norm",
+            )
+        )
+
+
 def test_lamb_needs_no_eps(shards, tmp_path):
     assert run(command(shards, tmp_path, "run", "openclip", "--opt", "timm/lamb", "--epochs", "1")) == 0
 

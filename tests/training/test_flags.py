@@ -82,6 +82,7 @@ def test_a_recipe_combines_with_another_part():
         (["--lr-scheduler", "const-cooldown", "--epochs-cooldown", "50"], "50, more than --epochs 32"),
         (["--epochs-cooldown", "5"], "--epochs-cooldown needs --lr-scheduler const-cooldown"),
         (["--lock-image-unlocked-groups", "1"], "--lock-image-unlocked-groups needs --lock-image"),
+        (["--logs", "none", "--save-every-steps", "5"], "--save-every-steps needs a folder"),
         (["--eval-data-dir", "data"], "--eval-data-dir needs --eval-suite"),
         (["--rho", "3", "--hard-share", "0.5", "--loss", "fastclip"], "--rho and --hard-share say the same"),
         (["--dataset-type", "synthetic", "--val-data", "val.tar"], "reads no files, not those of --val-data val.tar"),
