@@ -573,7 +573,7 @@ def arguments(data: Path, *more: str) -> list[str]:
         (["--losses", "openclip,sogclr", "--views", "2"], "--views 2 compares two views"),
         (["--loss", "neuclip"], "--losses says which"),
         (["--rho", "5"], "--rho has no effect on compare, which searches over it"),
-        (["--fit-every", "5"], "--fit-every is not used by any of"),
+        (["--fit-every", "5"], "--fit-every: not used by any of"),
         (["--save-frequency", "3"], "--save-frequency has no effect on compare"),
         (["--resume", "x.pt"], "--resume has no effect on compare"),
         (["--minutes", "0"], "--minutes is 0, must be positive"),
@@ -581,7 +581,7 @@ def arguments(data: Path, *more: str) -> list[str]:
         (["--lr", "nan"], "--lr is nan, must be positive"),
         (["--normalizer", "mlp"], "makes one loss of those that are compared"),
         (["--equal-captions", "mask"], "queueclip with these options: .*the queue keeps"),
-        (["--temperature-min", "0.5", "--temperature-max", "0.2"], "openclip with these options: temperature_m"),
+        (["--temperature-min", "0.5", "--temperature-max", "0.2"], "--temperature-min: temperature_m"),
         (
             ["--leave-own-out", "--prototypes", "1"],
             "queueclip with these options: leave_own_out=True: needs prototypes",

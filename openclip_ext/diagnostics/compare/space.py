@@ -26,6 +26,8 @@ FOR_SHORT_RUNS: Mapping[str, Any] = {
 }
 # So many settings at the first rate come before other rates of the most likely ones.
 _BEFORE_RATES = 4
+# Sizes to try with whether a loss can be built.
+ANY_SIZE: Mapping[str, int] = {"embed_dim": 8, "num_samples": 8}
 SEARCHED_OPTIONS = ("temperature_scheme", "temperature", "rho", "rho_end", "rho_switch", "lr_tau")
 
 
@@ -102,15 +104,29 @@ def own_scheme(loss: str) -> str:
 
 
 def settings_of(loss: str, fixed: Mapping[str, Any]) -> list[Setting]:
-    """The settings that a loss takes, the most likely first.
+    """The settings that a loss takes, the most likely first; those that the user's options rule out are left out.
 
     Args:
         loss: its name.
         fixed: options that the user gave for all losses.
 
     Raises:
-        ValueError: an unknown loss.
+        ValueError: an unknown loss, or one that cannot be built with the user's options.
     """
+    fitting = _fitting(loss, fixed)
+    found = [setting for setting in fitting if not _refusal(loss, setting, fixed)]
+    if not found:
+        raise ValueError(f"--losses: {loss} with these options: {_refusal(loss, fitting[0], fixed)}")
+    return found
+
+
+def refusals(loss: str, fixed: Mapping[str, Any]) -> list[str]:
+    """Why :func:`settings_of` leaves settings out."""
+    return [reason for setting in _fitting(loss, fixed) if (reason := _refusal(loss, setting, fixed))]
+
+
+def _fitting(loss: str, fixed: Mapping[str, Any]) -> list[Setting]:
+    """The settings whose options the loss has."""
     registry.options_used_by(loss)  # an unknown loss ends here
     settings = _BASELINE_SETTINGS if loss == BASELINE else _OWN_SCHEME.get(own_scheme(loss), _SETTINGS)
     found = []
@@ -120,6 +136,15 @@ def settings_of(loss: str, fixed: Mapping[str, Any]) -> list[Setting]:
             short = {name: value for name, value in FOR_SHORT_RUNS.items() if name in used and name not in fixed}
             found.append(Setting({**short, **options} if options else {}))
     return found or [Setting()]
+
+
+def _refusal(loss: str, setting: Setting, fixed: Mapping[str, Any]) -> str:
+    """Why the loss cannot be built with a setting; empty: it can."""
+    try:
+        registry.create_loss(loss, **ANY_SIZE, **options_of(loss, setting, fixed))
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _used_options(loss: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
