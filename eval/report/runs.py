@@ -103,23 +103,34 @@ class Run:
 
 
 def read_runs(arguments: Iterable[str]) -> list[Run]:
-    """The runs that a user named, repeats of one name merged.
+    """The runs that a user gave; those given under one NAME are repeats of one run.
 
     Args:
         arguments: ``PATH`` or ``NAME=PATH``; a path is a result file, a folder with one, or a run folder (results in
             ``datacomp/CHECKPOINT/``, and those of evaluation during training in ``metrics.jsonl``).
 
     Raises:
-        ValueError: if a path has no results, or the repeats of a name have no checkpoint in common.
+        ValueError: if a path has no results or is given twice, or the repeats of a name have no checkpoint in common.
     """
+    given = [_name_and_path(argument) for argument in arguments]
+    places = [path.resolve() for _, path in given]
+    for (_, path), place in zip(given, places, strict=True):
+        if places.count(place) > 1:
+            raise ValueError(f"{path} is given twice, but is one run: give each run once.")
+    runs = [_read_run(path) for _, path in given]
+    names = [name or run.name for (name, _), run in zip(given, runs, strict=True)]
     named: dict[str, list[Run]] = {}
-    for argument in arguments:
-        name, separator, path = argument.partition("=")
-        if not separator or Path(argument).exists():
-            name, path = "", argument
-        run = _read_run(Path(path))
-        named.setdefault(name or run.name, []).append(run)
+    for (name, path), place, run in zip(given, places, runs, strict=True):
+        if not name:  # only the user knows what is a repeat: folders of one name are several runs
+            name = run.name if names.count(run.name) == 1 else str(place if str(path) in names else path)
+        named.setdefault(name, []).append(run)
     return [_merge(name, repeats) for name, repeats in named.items()]
+
+
+def _name_and_path(argument: str) -> tuple[str, Path]:
+    """The parts of ``NAME=PATH``; no name where there is none."""
+    name, separator, path = argument.partition("=")
+    return (name, Path(path)) if separator and not Path(argument).exists() else ("", Path(argument))
 
 
 def _read_run(path: Path) -> Run:

@@ -241,6 +241,18 @@ def test_repeats_of_one_name_are_averaged(tmp_path: Path) -> None:
         read_runs([f"ours={tmp_path / 'seed0'}", f"ours={tmp_path / 'other'}"])
 
 
+def test_runs_of_one_folder_name_are_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for parent, score in (("a", 0.1), ("b", 0.9), ("run", 0.5)):
+        write_results(Path(parent, "run", "datacomp", "epoch_1"), {"mnist": score})
+    assert [(run.name, run.repeats) for run in read_runs(["a/run", "b/run"])] == [("a/run", 1), ("b/run", 1)]
+    # A name that the user chose is given to no other path.
+    runs = read_runs(["run=a/run", "b/run", "run/run"])
+    assert [run.name for run in runs] == ["run", "b/run", "run/run"]
+    with pytest.raises(ValueError, match="is given twice"):
+        read_runs(["a/run", str(tmp_path / "a" / "run")])
+
+
 def test_run_folder_becomes_learning_curves(tmp_path: Path) -> None:
     run = tmp_path / "logs" / "neuclip"
     for epoch in (2, 10):
