@@ -64,20 +64,19 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
         write_clip_model(model, model_config, tokenizer, output)
     _write_openclip(model, model_config, tokenizer, output)
     identity = {} if loaded.shared is None else loaded.shared["identity"]
-    step = None if loaded.shared is None else loaded.position.step
-    lines = [
-        line
-        for line in json_lines.read(run / "metrics.jsonl")
-        if "loss" in line and (step is None or line["step"] < step)
-    ]
+    position = loaded.position
+    # A file of the model alone, such as best.pt, knows its epoch and no step.
+    unit, taken = ("epoch", position.epoch) if loaded.shared is None else ("step", position.step)
+    lines = [line for line in json_lines.read(run / "metrics.jsonl") if "loss" in line and line[unit] < taken]
     card = model_card(
         config,
         checkpoint=checkpoint.name,
         num_samples=identity.get("num_samples"),
         global_batch=identity.get("global_batch"),
-        step=step,
+        epochs=position.epoch,
+        step=None if loaded.shared is None else position.step,
         logged=lines[-1] if lines else None,
-        results=evaluations(run, checkpoint, loaded.model_file.get("epoch")),
+        results=evaluations(run, checkpoint, None if position.step_in_epoch else position.epoch),
         with_transformers=to == "hf",
         with_curves=bool(lines) and _draw_curves(config["flags"]["name"], lines, output / CURVES),
     )

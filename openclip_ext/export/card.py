@@ -17,6 +17,7 @@ def model_card(
     checkpoint: str,
     num_samples: int | None,
     global_batch: int | None,
+    epochs: int,
     step: int | None,
     logged: Mapping[str, Any] | None,
     results: Mapping[str, float],
@@ -30,6 +31,7 @@ def model_card(
         checkpoint: the file's name.
         num_samples: of the training set.
         global_batch: samples of an optimizer step.
+        epochs: completed ones.
         step: optimizer steps taken.
         logged: the last line of ``metrics.jsonl`` up to the checkpoint.
         results: evaluations of the checkpoint.
@@ -42,6 +44,7 @@ def model_card(
         "checkpoint": checkpoint,
         "training samples": num_samples,
         "global batch": global_batch,
+        "completed epochs": epochs,
         "optimizer steps": step,
         "loss": loss["name"],
         **{f"loss: {name}": value for name, value in sorted(loss["options"].items())},
@@ -60,7 +63,7 @@ def model_card(
     ]
     if logged:
         values = ((name, f"{logged[name]:.4g}") for name in _LOGGED if logged.get(name) is not None)
-        sections.append(f"At optimizer step {logged['step']}:\n\n{_table(values)}")
+        sections.append(f"At optimizer step {logged['step'] + 1}:\n\n{_table(values)}")
     if with_curves:
         sections.append(f"![curves of the run]({CURVES})")
     if results:
@@ -69,7 +72,13 @@ def model_card(
 
 
 def evaluations(folder: Path, checkpoint: Path, epoch: int | None) -> dict[str, float]:
-    """Results of a checkpoint: of the evaluation during training, and of ``openclip-ext evaluate``."""
+    """Results of a checkpoint: of the evaluation at the end of its epoch, and of ``openclip-ext evaluate``.
+
+    Args:
+        folder: the run's.
+        checkpoint: the file.
+        epoch: number of completed epochs; None in mid-epoch.
+    """
     found: dict[str, float] = {}
     for line in json_lines.read(folder / "checkpoints" / "results.jsonl"):
         if epoch is not None and line.get("epoch") == epoch:

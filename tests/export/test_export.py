@@ -1,6 +1,7 @@
 """Exported folders give the checkpoint's embeddings in OpenCLIP and in transformers, and a card made from the run."""
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import open_clip
@@ -11,6 +12,7 @@ from PIL import Image
 from openclip_ext.export.__main__ import export
 from openclip_ext.export.clip_model import TOLERANCE, convert
 from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training.config import training_config
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.flags import parse
@@ -121,10 +123,34 @@ def test_a_card_tells_of_the_run_and_of_no_path(tmp_path):
     export(checkpoint, "safetensors", tmp_path / "exported")
     card = (tmp_path / "exported" / "README.md").read_text()
     rows = ["| architecture | demo-vit |", "| loss | neuclip |", "| loss: prototypes | 96 |", "| CIFAR-10 | 0.5 |"]
-    rows += ["| image_to_text_R@1 | 0.25 |", "| infonce | 2 |", "At optimizer step 2:"]
+    rows += ["| image_to_text_R@1 | 0.25 |", "| infonce | 2 |", "At optimizer step 3:"]
     assert [row for row in rows if row not in card] == []
     assert str(tmp_path) not in card
     assert ("![curves" in card) == (tmp_path / "exported" / "curves.png").exists()
+
+
+def test_a_card_tells_of_the_checkpoint_and_not_of_the_rest_of_its_run(tmp_path, monkeypatch):
+    """best.pt knows its epoch only; a checkpoint in mid-epoch was not evaluated when that epoch began."""
+    checkpoint = make_run(tmp_path, "demo-vit")
+    run = checkpoint.parents[1]
+    steps = [{"step": step, "epoch": step // 2, "loss": 1.0, "infonce": 9.0 - step} for step in range(6)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+    (run / "checkpoints" / "results.jsonl").write_text(json.dumps({"epoch": 2, "image_to_text_R@1": 0.25}) + "\n")
+    read = ckpt.read
+
+    def card(position: ckpt.Position | None) -> str:
+        """The card of the model with and without a position."""
+        shared = {"identity": {"global_batch": 8}, "position": asdict(position)} if position else None
+        monkeypatch.setattr(ckpt, "read", lambda path: replace(read(path), shared=shared))
+        output = tmp_path / f"exported-{position and position.step}"
+        export(checkpoint, "safetensors", output)
+        return (output / "README.md").read_text()
+
+    for at_end in (card(None), card(ckpt.Position(epoch=2, step=4))):
+        assert "At optimizer step 4:" in at_end and "| infonce | 6 |" in at_end
+        assert "| completed epochs | 2 |" in at_end and "R@1 | 0.25 |" in at_end
+    within = card(ckpt.Position(epoch=2, step=5, step_in_epoch=1))
+    assert "At optimizer step 5:" in within and "R@1" not in within
 
 
 def test_an_architecture_without_a_counterpart_is_refused(tmp_path):
