@@ -39,7 +39,7 @@ class CsvSource(Source):
 
     Raises:
         FileNotFoundError: The file is not there.
-        ValueError: A column is not there, or there are no rows.
+        ValueError: A column is not there, there are no rows, or an unbalanced quote hides some.
     """
 
     sequential = False
@@ -53,7 +53,7 @@ class CsvSource(Source):
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text ({error}): convert it, with iconv for example") from error
         except pd.errors.ParserError as error:
-            raise ValueError(f"{path} cannot be read as CSV ({error}): see --csv-separator") from error
+            raise ValueError(f"{path} cannot be read as CSV ({error}): check its quotes and --csv-separator") from error
         for column in (image_column, caption_column):
             if column not in table.columns:
                 raise ValueError(
@@ -62,6 +62,7 @@ class CsvSource(Source):
                 )
         if table.empty:
             raise ValueError(f"the data set is empty: {path} has no rows")
+        _refuse_swallowed_rows(path, table, image_column, separator)
         self._path = os.path.abspath(path)
         self._images = _Texts(table[image_column].tolist())
         self._captions = _Texts(table[caption_column].tolist())
@@ -116,6 +117,34 @@ class CsvSource(Source):
     def known_bad(self) -> tuple[int, str]:
         rows = self._missing[:5].tolist()
         return len(self._missing), f"{self._path}, among them rows {rows}" if rows else ""
+
+
+def _refuse_swallowed_rows(path: str, table: pd.DataFrame, image_column: str, separator: str) -> None:
+    """Raise ValueError where a field holds other rows: a quote without its partner joins all up to the next quote.
+
+    Fields of several lines are in order, and those that hold the separator, too, but not with the name of an image.
+    """
+    fields = {column: table[column][table[column].str.contains("\n", regex=False)] for column in table.columns}
+    if not any(map(len, fields.values())):
+        return
+    endings = {_ending(name) for name in table[image_column]} - {""}
+
+    def holds_rows(column: str, field: str) -> bool:
+        parts = field.replace("\n", separator).split(separator) if separator in field else []
+        return column == image_column or any(not endings or _ending(part) in endings for part in parts)
+
+    for column, found in fields.items():
+        for row, field in found.items():
+            if holds_rows(column, field):
+                raise ValueError(
+                    f"{path}: the field {column!r} of row {row} holds {field.count(chr(10)) + 1} lines, which look like rows "
+                    f'of their own, {field[:40]!r} ...: check the quotes there (a " that begins a field must also end it) '
+                    "and --csv-separator"
+                )
+
+
+def _ending(name: str) -> str:
+    return os.path.splitext(name.strip())[1].lower()
 
 
 class _RowReader(Reader):

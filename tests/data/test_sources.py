@@ -202,6 +202,22 @@ def test_csv_captions_are_text(tmp_path: Path):
     assert [source.decode(reader.read(row), decode_image)[1] for row in range(4)] == captions
 
 
+@pytest.mark.parametrize("separator", ["\t", ","])
+def test_csv_rows_that_a_quote_hides_are_refused(tmp_path: Path, separator: str):
+    """pandas takes all up to the next quote for one caption of many lines."""
+    path = write_csv(tmp_path, separator=separator)
+    whole = path.read_text()
+    path.write_text(whole.replace("sample 5\n", '"sample 5\n').replace("sample 20\n", 'a "sample" 20\n'))
+    with pytest.raises(ValueError, match=r"'title' of row 5 holds 16 lines.*check the quotes.*--csv-separator"):
+        build(str(path), csv_separator=separator)
+    path.write_text(whole.replace(f"{tmp_path}/5.jpg", f'"{tmp_path}/5.jpg').replace("sample 6\n", 'sample 6"\n'))
+    with pytest.raises(ValueError, match=r"'filepath' of row 5 holds 2 lines"):
+        build(str(path), csv_separator=separator)
+    # Captions of several lines are in order, if they are quoted.
+    path.write_text(whole.replace("sample 5\n", '"a ""dog"", 5 cm high.\nIt sits,\tsee 5 jpg"\n'))
+    assert build(str(path), csv_separator=separator).num_samples == 30
+
+
 def test_bad_rows(tmp_path: Path):
     path = write_csv(tmp_path)
     (tmp_path / "7.jpg").unlink()
