@@ -495,6 +495,22 @@ def test_command_line(shards: list[str], tmp_path: Path, capsys: pytest.CaptureF
     assert Manifest.load(tmp_path / "m.json").num_bad == 0
 
 
+def test_command_line_spares_what_is_not_its_own(shards: list[str], tmp_path: Path, capsys: pytest.CaptureFixture):
+    assert main(shards) == 0
+    assert main(shards[:2]) == 0
+    assert Manifest.load(tmp_path / "data" / "manifest.json").num_samples == 10
+    (named,) = (tmp_path / "data").glob("manifest-*.json")
+    assert str(named) in capsys.readouterr().out
+    assert main(shards[:2]) == 0
+    assert find_or_create_manifest(shards[:2]).num_samples == 8
+    assert len(list((tmp_path / "data").glob("manifest*.json"))) == 2
+    content = Path(shards[2]).read_bytes()
+    for other in (shards[2], str(tmp_path)):
+        assert main([*shards, "--output", other]) == 1
+        assert "is there and no manifest: give another --output" in capsys.readouterr().err
+    assert Path(shards[2]).read_bytes() == content
+
+
 def test_command_line_refuses(shards: list[str], tmp_path: Path, capsys: pytest.CaptureFixture):
     for arguments, message in (
         ([shards[0], shards[0]], "given twice"),

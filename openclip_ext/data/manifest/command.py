@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from openclip_ext.data.manifest.manifest import Manifest
-from openclip_ext.data.manifest.search import FILE_NAME, common_folder
+from openclip_ext.data.manifest.manifest import FORMAT, Manifest
+from openclip_ext.data.manifest.search import place_beside
 from openclip_ext.data.scan import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
 from openclip_ext.data.shardlist import expand_shards
 
@@ -19,7 +19,11 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "shards", nargs="+", help="paths, globs, brace notation, pipe: commands or URLs; also joined by ::"
     )
-    parser.add_argument("--output", help="where to write (default: manifest.json in the shards' common folder)")
+    parser.add_argument(
+        "--output",
+        help="where to write (default: manifest.json in the shards' common folder, manifest-HASH.json if that name is "
+        "taken by one of other shards)",
+    )
     parser.add_argument("--workers", type=int, help="processes (default: one per core)")
     parser.add_argument(
         "--image-key", default=DEFAULT_IMAGE_KEY, help="fields that hold the image (default: %(default)s)"
@@ -39,10 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         sizes = json.loads(Path(args.sizes).read_bytes()) if args.sizes else None
         urls = expand_shards(args.shards)
-        folder = common_folder(urls)
-        if args.output is None and folder is None:
-            raise ValueError("the shards are remote: say with --output where to write the manifest")
-        output = Path(args.output) if folder is None or args.output else folder / FILE_NAME
+        output = Path(args.output) if args.output else place_beside(urls, args.image_key, args.caption_key)
+        _refuse_other_file(output)
         manifest = Manifest.scan(urls, args.image_key, args.caption_key, sizes, args.workers)
         manifest.save(output)
     except (OSError, ValueError) as error:
@@ -57,3 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         + f": {output}"
     )
     return 0
+
+
+def _refuse_other_file(path: Path) -> None:
+    """Raise ValueError rather than overwrite a file that is no manifest, such as a shard."""
+    if not path.exists():
+        return
+    if path.is_file():
+        with path.open("rb") as file:
+            if FORMAT.encode() in file.read(4096):  # a damaged one may be replaced
+                return
+    raise ValueError(f"{path} is there and no manifest: give another --output")

@@ -108,6 +108,23 @@ def _places(urls: Sequence[str], image_key: str, caption_key: str) -> list[Path]
     return [*places, Path(cache) / "openclip_ext" / named]
 
 
+def place_beside(urls: Sequence[str], image_key: str, caption_key: str) -> Path:
+    """Where a new manifest goes beside its shards: where training looks for it, and not over one of other shards or keys.
+
+    Raises:
+        ValueError: The shards are remote.
+    """
+    if common_folder(urls) is None:
+        raise ValueError("the shards are remote: say with --output where to write the manifest")
+    first, second, _ = _places(urls, image_key, caption_key)
+    try:
+        return first if _is_of(Manifest.load(first), urls, image_key, caption_key) else second
+    except (FileNotFoundError, DamagedManifestError):
+        return first
+    except (OSError, ManifestError):
+        return second  # somebody else's file
+
+
 def common_folder(urls: Sequence[str]) -> Path | None:
     """The folder that holds all shards, None if some are remote."""
     if not all(is_local(url) for url in urls):
