@@ -34,7 +34,7 @@ class CsvSource(Source):
     Args:
         path: The file, read with pandas.
         image_column: Column with paths of images, as seen from the working directory.
-        caption_column: Column with captions. An empty one is a missing one.
+        caption_column: Column with captions. An empty or blank one is a missing one.
         separator: Between columns.
 
     Raises:
@@ -66,7 +66,7 @@ class CsvSource(Source):
         self._path = os.path.abspath(path)
         self._images = _Texts(table[image_column].tolist())
         self._captions = _Texts(table[caption_column].tolist())
-        missing = (table[image_column] == "") | (table[caption_column] == "")
+        missing = (table[image_column] == "") | (table[caption_column].str.strip() == "")
         self._missing = np.flatnonzero(missing)
 
     @property
@@ -96,7 +96,7 @@ class CsvSource(Source):
 
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
         path, caption = raw.fields["image"], raw.fields["caption"]
-        if not path or not caption:
+        if not path or not caption.strip():
             raise BadSampleError(f"row {raw.index} has no {'caption' if path else 'image'}")
         try:
             with open_regular(path) as file:

@@ -16,6 +16,7 @@ from openclip_ext.data.order import EpochSequence, KeptSequence, ResampledShards
 from openclip_ext.data.scan import parse_keys
 from openclip_ext.data.shardlist import is_local, local_path, open_regular
 from openclip_ext.data.source import (
+    BadSampleError,
     DecodedImage,
     ImageDecoder,
     RawSample,
@@ -97,7 +98,10 @@ class ShardSource(Source):
         return _ShardReader(self)
 
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
-        return decode_fields(raw, self._image_keys, self._caption_keys, decoder, draw)
+        image, caption = decode_fields(raw, self._image_keys, self._caption_keys, decoder, draw)
+        if not caption.strip():
+            raise BadSampleError("no caption: the text is empty")
+        return image, caption
 
     def describe(self, raw: RawSample) -> tuple[str, str]:
         return raw.fields[tar.KEY].decode(), decode_caption(raw, self._caption_keys)

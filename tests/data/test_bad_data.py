@@ -60,6 +60,18 @@ def test_bad_samples_are_replaced_and_counted(data: str, workers: int, caplog: p
     assert sum(loader.check_bad_samples().values()) == 4
 
 
+@pytest.mark.parametrize("key", ["txt", "json:caption"])
+def test_a_sample_with_an_empty_caption_is_a_bad_one(tmp_path: Path, key: str, caplog: pytest.LogCaptureFixture):
+    empty = {"txt": b" \n", "json": b'{"caption": ""}'}
+    replaced = [(name, empty.get(name.rpartition(".")[2], data)) for name, data in sample_members(3)]
+    (path,) = write_shards(tmp_path, [20], {3: replaced})
+    loader = build_tolerant(path, caption_key=key)
+    with caplog.at_level(logging.WARNING):
+        found = indices(list(loader.iterate(0)))
+    assert 3 not in found and len(found) == 20
+    assert loader.bad_samples() == {path: 1} and "no caption: the text is empty" in caplog.text
+
+
 def test_replacements_depend_on_seed_epoch_and_index_alone(data: str):
     def pairs(**layout) -> set[int]:
         loader = build_tolerant(data, **layout)
