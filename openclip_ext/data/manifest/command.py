@@ -55,7 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     n, bad, lost = manifest.num_samples, manifest.num_bad, manifest.num_lost
     print(
         f"{n:,} samples in {len(urls):,} shards, {bad:,} ({bad / n:.2%}) without image or caption"
-        + (f", about {lost:,} more lost in damaged shards" if lost else "")
+        + (
+            f", {'at least' if manifest.ends_too_soon else 'about'} {lost:,} more lost in damaged shards"
+            if lost
+            else ""
+        )
         + f": {output}"
     )
     return 0

@@ -114,8 +114,13 @@ class Manifest:
 
     @property
     def num_lost(self) -> int:
-        """Samples that damaged shards have lost, estimated; they have no index."""
+        """Samples that damaged shards have lost, estimated; they have no index. More, if a shard ends too soon."""
         return sum(shard.problems.get("lost", 0) for shard in self.shards)
+
+    @property
+    def ends_too_soon(self) -> bool:
+        """Whether some shard could not be read to its end: how much it has lost is unknown."""
+        return any("error" in shard.problems for shard in self.shards)
 
     @property
     def digest(self) -> str:
@@ -443,9 +448,10 @@ def _describe(problems: dict[str, Any]) -> Iterator[str]:
     if "gaps" in problems:
         yield "damaged: no readable header in the bytes " + ", ".join(f"{a:,} to {b:,}" for a, b in problems["gaps"])
     if "lost" in problems:
-        yield f"about {problems['lost']:,} samples lost"
+        # Nobody knows what came behind the end of a shard that ends too soon.
+        yield f"{'at least' if 'error' in problems else 'about'} {problems['lost']:,} samples lost"
     if "error" in problems:
-        yield f"corrupt or truncated: {problems['error']}"
+        yield f"corrupt or truncated, how much is missing is unknown: {problems['error']}"
 
 
 def _refuse_unusable(urls: Sequence[str], scans: Sequence[ShardScan], image_key: str, caption_key: str) -> None:
