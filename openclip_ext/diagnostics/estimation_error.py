@@ -74,6 +74,7 @@ class EstimationError:
         anchors: number of anchors on each side.
         samples: number ``n`` of embeddings that the exact log-normalizers are over.
         batch_size: samples of the batches that were estimated in.
+        temperature: median over the anchors of both sides.
     """
 
     estimator: Error | None
@@ -81,6 +82,7 @@ class EstimationError:
     anchors: int
     samples: int
     batch_size: int
+    temperature: float
 
 
 @torch.no_grad()
@@ -190,7 +192,8 @@ def measure(
         tau.append(anchor_temperatures(loss, *batch)[:, :count])
         own = torch.arange(count, device=device)
         minibatch.append(exact_of(*batch[:2], own, tau[-1]))
-    exact = exact_of(image, text, order[:total].to(device), torch.cat(tau, dim=1))
+    all_tau = torch.cat(tau, dim=1)
+    exact = exact_of(image, text, order[:total].to(device), all_tau)
     return EstimationError(
         # OpenCLIP's loss has no other estimate than the batch.
         estimator=None if isinstance(loss, OpenClipLoss) else Error.of(torch.cat(alpha, dim=1), exact),
@@ -198,6 +201,7 @@ def measure(
         anchors=total,
         samples=len(image),
         batch_size=batch_size,
+        temperature=all_tau.median().item(),
     )
 
 
@@ -305,7 +309,6 @@ def main(argv: list[str]) -> None:
             "checkpoint": run.checkpoint.name,
             "loss": run.loss_name,
             "step": run.step,
-            "temperature": 1 / embeddings.logit_scale,
         }
         Path(args.json).write_text(json.dumps(about | asdict(result), indent=2) + "\n")
 

@@ -104,6 +104,7 @@ def test_stored_averages_and_temperatures_belong_to_the_index():
     loss.temperature.table.values[:2, index] = tau
     before = {name: value.clone() for name, value in loss.state_dict().items() if isinstance(value, torch.Tensor)}
     result = measure(loss, images, texts, 10.0, batch_size=8, index=index, anchors=SAMPLES)
+    assert result.temperature == pytest.approx(tau.median().item())
     after = loss.state_dict()
     assert all(torch.equal(value.nan_to_num(), after[name].nan_to_num()) for name, value in before.items())
     stored = loss.normalizer.table.values[:, index]
