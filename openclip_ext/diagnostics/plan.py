@@ -314,8 +314,11 @@ def report(setting: Setting, world_size: int, memory: Memory) -> Iterator[str]:
     """The plan, line by line.
 
     Raises:
-        ValueError: an unknown model or loss, wrong options, or a batch that cannot be cut into ``world_size`` parts.
+        ValueError: an unknown model or loss, wrong options, or a batch that cannot be cut into ``world_size`` parts or is
+            more than all samples.
     """
+    if setting.samples < setting.global_batch:
+        raise ValueError(f"--samples {setting.samples} are fewer than a --global-batch of {setting.global_batch}")
     model = model_size(setting.model)
     state = loss_state(setting, model.embed_dim)
     micro_batch = _part(_part(setting.global_batch, world_size), setting.accum_freq)
@@ -340,6 +343,8 @@ def _sizes(setting: Setting, model: ModelSize, state: LossState, row: Row) -> It
         f"{setting.loss}, {setting.model}, n = {setting.samples:,}, global batch {setting.global_batch}, "
         f"{row.world_size} ranks, {min(row.world_size, setting.ranks_per_node)} a node"
     )
+    if setting.loss == "openclip":
+        yield "with --local-loss --gather-with-grad: without them each rank works on the whole B x B matrix, and needs more"
     yield f"manifest                   {_gib(manifest)} GiB, one file beside the shards"
     yield f"model                      {_gib(row.model)} GiB a GPU ({model.parameters / 1e6:.1f} M parameters, AdamW, float32)"
     how = f"{setting.precision}, {'with' if setting.grad_checkpointing else 'without'} --grad-checkpointing"
@@ -449,9 +454,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--precision", choices=PRECISIONS, default="amp", help="default: %(default)s, as OpenCLIP's")
     parser.add_argument("--grad-checkpointing", action="store_true", help="as in a training")
     parser.add_argument("--accum-freq", type=_count, default=1, help="micro-batches of a step (default: %(default)s)")
-    parser.add_argument("--gpu-memory", type=float, help="GB (default: this machine's GPU's, or 80)")
+    parser.add_argument("--gpu-memory", type=_gigabytes, help="GB (default: this machine's GPU's, or 80)")
     parser.add_argument(
-        "--host-memory", type=float, help="GB of a node (default: this machine's if it has a GPU, or 512)"
+        "--host-memory", type=_gigabytes, help="GB of a node (default: this machine's if it has a GPU, or 512)"
     )
     add_loss_flags(parser.add_argument_group("loss"), table.from_registry())
     return parser
@@ -462,6 +467,13 @@ def _count(text: str) -> int:
     if value < 1 or value != int(value):
         raise argparse.ArgumentTypeError(f"{text}: expected a positive whole number")
     return int(value)
+
+
+def _gigabytes(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: expected a positive number of GB")
+    return value
 
 
 if __name__ == "__main__":

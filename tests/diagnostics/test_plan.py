@@ -299,6 +299,7 @@ def test_the_plan_says_which_batch_fits(capsys):
     plan.main([*command, "64"])
     text = capsys.readouterr().out
     assert "does not fit; with this global batch up to" in text
+    assert "with --local-loss --gather-with-grad: " in text
     largest = int(text.partition("up to ")[2].split()[0])
     assert 512 <= largest < 4096
     for line in (line for line in text.splitlines() if line.startswith("  --batch-size")):
@@ -314,6 +315,9 @@ def test_the_plan_says_which_batch_fits(capsys):
         (["--loss", "neuclp"], "Did you mean 'neuclip'"),
         (["--loss", "neuclip", "--gamma", "0.5"], "gamma=: not used by the loss 'neuclip'"),
         (["--world-size", "48"], "cannot be cut into 48 equal parts"),
+        (["--samples", "5119"], "--samples 5119 are fewer than a --global-batch of 5120"),
+        (["--gpu-memory", "0"], "--gpu-memory: 0: expected a positive number of GB"),
+        (["--host-memory=-1"], "--host-memory: -1: expected a positive number of GB"),
     ],
 )
 def test_mistakes_are_named(arguments, message, monkeypatch, capsys):
