@@ -43,6 +43,14 @@ def device(name: str) -> str:
     return name
 
 
+def count(text: str) -> int:
+    """An argument type: a positive whole number; 1e9 is one, too."""
+    value = float(text)
+    if value < 1 or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text}: expected a positive whole number")
+    return int(value)
+
+
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of :func:`openclip_ext.diagnostics.finished_run.load_run`."""
     parser.add_argument("run", metavar="RUN_FOLDER", help="LOGS/NAME, as training wrote it")
@@ -57,7 +65,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--workers", type=int, default=None, help="processes that read images (default: the run's)")
     parser.add_argument(
-        "--batch-size", type=int, default=None, help="images embedded at a time (default: the run's --batch-size)"
+        "--batch-size", type=count, default=None, help="images embedded at a time (default: the run's --batch-size)"
     )
 
 

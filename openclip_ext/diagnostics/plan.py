@@ -25,6 +25,7 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.manifest import Manifest, Shard
 from openclip_ext.diagnostics import command_line
 from openclip_ext.diagnostics.activations import PRECISIONS, activation_bytes
+from openclip_ext.diagnostics.command_line import count
 from openclip_ext.diagnostics.dry_run import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, DryRun, Exchange, dry_run
 from openclip_ext.losses import registry, table
 from openclip_ext.losses.options import PLACEMENT_OPTIONS
@@ -445,28 +446,21 @@ def main(argv: list[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="openclip-ext plan", allow_abbrev=False, description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=_count, required=True, help="samples of the data set; 1e9 is a number, too")
-    parser.add_argument("--world-size", type=_count, default=1, help="ranks, one a GPU (default: %(default)s)")
-    parser.add_argument("--global-batch", type=_count, required=True, help="samples of a step, over all ranks")
+    parser.add_argument("--samples", type=count, required=True, help="samples of the data set; 1e9 is a number, too")
+    parser.add_argument("--world-size", type=count, default=1, help="ranks, one a GPU (default: %(default)s)")
+    parser.add_argument("--global-batch", type=count, required=True, help="samples of a step, over all ranks")
     parser.add_argument("--model", default="ViT-B-32", help="one of OpenCLIP's (default: %(default)s)")
-    parser.add_argument("--ranks-per-node", type=_count, default=8, help="GPUs of a node (default: %(default)s)")
-    parser.add_argument("--samples-per-shard", type=_count, default=10_000, help="default: %(default)s, as img2dataset")
+    parser.add_argument("--ranks-per-node", type=count, default=8, help="GPUs of a node (default: %(default)s)")
+    parser.add_argument("--samples-per-shard", type=count, default=10_000, help="default: %(default)s, as img2dataset")
     parser.add_argument("--precision", choices=PRECISIONS, default="amp", help="default: %(default)s, as OpenCLIP's")
     parser.add_argument("--grad-checkpointing", action="store_true", help="as in a training")
-    parser.add_argument("--accum-freq", type=_count, default=1, help="micro-batches of a step (default: %(default)s)")
+    parser.add_argument("--accum-freq", type=count, default=1, help="micro-batches of a step (default: %(default)s)")
     parser.add_argument("--gpu-memory", type=_gigabytes, help="GB (default: this machine's GPU's, or 80)")
     parser.add_argument(
         "--host-memory", type=_gigabytes, help="GB of a node (default: this machine's if it has a GPU, or 512)"
     )
     add_loss_flags(parser.add_argument_group("loss"), table.from_registry())
     return parser
-
-
-def _count(text: str) -> int:
-    value = float(text)
-    if value < 1 or value != int(value):
-        raise argparse.ArgumentTypeError(f"{text}: expected a positive whole number")
-    return int(value)
 
 
 def _gigabytes(text: str) -> float:

@@ -198,6 +198,13 @@ def test_the_program_measures_a_run_of_several_ranks(fastclip, tmp_path, capsys,
         assert expected < result["estimator"]["mean"] < expected + 0.1
 
 
+@pytest.mark.parametrize("size", ["0", "-3"])
+def test_a_batch_of_nothing_is_refused(size, capsys):
+    with pytest.raises(SystemExit):
+        estimation_error.main(["run", f"--batch-size={size}"])
+    assert f"--batch-size: {size}: expected a positive whole number" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("loss", ["neuclip", "cliplite"])
 def test_the_program_reads_runs_of_networks_and_refuses_those_without_normalizers(shards, tmp_path, capsys, loss):
     assert run(command(shards, tmp_path, "run", loss, "--epochs", "1")) == 0
