@@ -53,13 +53,16 @@ def _draw_noisy(axes: Axes, steps: np.ndarray, values: np.ndarray, color: Any, l
 
 
 def draw_infonce(axes: Axes, runs: dict[str, Records]) -> None:
+    chances: dict[float, Any] = {}
     for color, (name, records) in zip(_cycle(runs), runs.items(), strict=True):
         _draw_noisy(axes, *series(records, "infonce"), color, name)
-    _, chance = series(next(iter(runs.values())), "chance")
-    if len(chance):
-        axes.axhline(chance[0], color="0.4", linestyle="--", linewidth=1)
-        axes.annotate("chance, ln B", (1, chance[0]), (-4, -4), xycoords=("axes fraction", "data"),
-                      textcoords="offset points", ha="right", va="top", color="0.4", fontsize=9)  # fmt: skip
+        for chance in series(records, "chance")[1][:1].round(6).tolist():
+            chances.setdefault(chance, color)
+    for chance, of_run in chances.items():
+        color = of_run if len(chances) > 1 else "0.4"  # runs of other batches have a line each
+        axes.axhline(chance, color=color, linestyle="--", linewidth=1)
+        axes.annotate("chance, ln B", (1, chance), (-4, -4), xycoords=("axes fraction", "data"),
+                      textcoords="offset points", ha="right", va="top", color=color, fontsize=9)  # fmt: skip
     axes.set(title="InfoNCE of the batch", ylabel="nats", ylim=(0, None))
 
 
@@ -126,12 +129,14 @@ def main(argv: list[str] | None = None) -> None:
             name if names.count(name) == 1 else str(run): read_records(run)
             for name, run in zip(names, args.runs, strict=True)
         }
-    except ValueError as error:
+        logged = {name: records for name, records in runs.items() if records}
+        if not logged:
+            raise ValueError(f"no training step logged in {', '.join(map(str, args.runs))}")
+        for name in (name for name in runs if name not in logged):
+            print(f"warning: {name} is left out: it has logged no training step", file=sys.stderr)
+        plot(logged, args.output)
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    runs = {name: records for name, records in runs.items() if records}
-    if not runs:
-        sys.exit(f"error: no training step logged in {', '.join(map(str, args.runs))}")
-    plot(runs, args.output)
     print(args.output)
 
 

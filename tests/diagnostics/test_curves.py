@@ -8,6 +8,8 @@ from PIL import Image
 
 pytest.importorskip("matplotlib")
 
+import matplotlib.pyplot as plt
+
 from openclip_ext.diagnostics import curves
 
 
@@ -41,6 +43,7 @@ def test_curves_of_several_runs_are_drawn(tmp_path, capsys):
     (tmp_path / "just-started").mkdir()
     output = tmp_path / "pictures" / "curves.png"
     curves.main([*(str(tmp_path / name) for name in ("neuclip", "openclip", "just-started")), "--output", str(output)])
+    assert "warning: just-started is left out" in capsys.readouterr().err
     pixels = np.asarray(Image.open(output).convert("RGB")).reshape(-1, 3)
     blue, orange = (31, 119, 180), (255, 127, 14)  # a line each
     assert all((np.abs(pixels - np.array(color)).max(axis=1) < 3).sum() > 500 for color in (blue, orange))
@@ -56,6 +59,22 @@ def test_runs_of_one_name_are_all_drawn_and_a_cut_line_is_passed_over(tmp_path, 
     monkeypatch.setattr(curves, "plot", lambda runs, output: drawn.update(runs))
     curves.main([str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run"), "--output", str(tmp_path / "x.png")])
     assert [len(records) for records in drawn.values()] == [5, 5]
+
+
+def test_runs_of_other_batches_have_a_line_of_chance_each():
+    _, axes = plt.subplots()
+    records = {
+        chance: [{"step": step, "infonce": 3.0, "chance": chance} for step in range(3)] for chance in (4.16, 2.77)
+    }
+    curves.draw_infonce(axes, {"a": records[4.16], "b": records[2.77], "c": records[2.77]})
+    dashed = [line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == "--"]
+    assert dashed == [4.16, 2.77]
+
+
+def test_a_picture_of_an_unknown_format_is_refused(tmp_path):
+    write_run(tmp_path / "run", range(3))
+    with pytest.raises(SystemExit, match="error: Format 'foo' is not supported"):
+        curves.main([str(tmp_path / "run"), "--output", str(tmp_path / "x.foo")])
 
 
 def test_curves_without_a_run_say_what_to_give(tmp_path):
