@@ -133,7 +133,7 @@ def _check_combination(config: TrainingConfig, loss: ContrastiveLoss) -> None:
         )
     if config.saving.best_metric is not None and (config.saving.folder is None or not config.evaluation.is_wanted):
         raise UsageError(
-            "--keep-best needs a folder, --logs, and an evaluation, such as --val-data, with a frequency above 0"
+            "--keep-best needs an evaluation, such as --val-data, with a frequency above 0, and a folder, --logs"
         )
     if config.parallel.fsdp and distributed.world_size() == 1:
         logging.warning("--fsdp does nothing in a single process: there is nobody to share the model with.")
