@@ -12,6 +12,7 @@ of a global temperature is the mean over this process's own anchors.
 """
 
 import math
+import statistics
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,6 +124,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             labels = labels_of(outputs.get("positives"), batch)
             batch = replace(batch, labels=labels, positives_attract=self.equal_captions == POSITIVE)
         contrast, similarities, estimate = self._estimated(batch)
+        if contrast.batch.labels is not None:
+            self._check_captions(contrast.batch.labels)
         learns_own = self.training and self.temperature.learns_own
         with torch.no_grad():
             # An estimate may be anything where a sample does not count. From here on all is finite.
@@ -263,7 +266,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         """Numbers of the last call, for the logs. Waits for the device.
 
         ``infonce`` is the plain mini-batch loss at the same temperatures, over the samples that were contrasted with one
-        another, and ``chance`` its value for a model that knows nothing; ``weight_mean`` is the mean of ``exp(−α)(ε+g)``,
+        another, and ``chance`` its value for embeddings that are all equal; ``weight_mean`` is the mean of ``exp(−α)(ε+g)``,
         1 for an estimate that agrees with the batch.
         """
         self._raise_if_out_of_range()
@@ -273,7 +276,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         alpha, tau = last.alpha[last.valid], last.tau[last.valid]
         metrics = {
             "infonce": last.mean(log_math.log_add(last.log_gap_sums, 1.0)),
-            "chance": math.log(last.valid.shape[1] + 1 - self.views),
+            "chance": last.chance(),
             "weight_mean": last.mean(last.weight_ratio),
         }
         if len(tau):
@@ -335,6 +338,7 @@ class _Report:
 
     valid: Tensor
     share: Tensor
+    negatives: Tensor
     tau: Tensor
     alpha: Tensor
     log_gap_sums: Tensor
@@ -346,6 +350,7 @@ class _Report:
         return cls(
             valid=batch.valid.expand(2, -1),
             share=batch.share,
+            negatives=batch.negatives,
             tau=anchors.tau,
             alpha=anchors.alpha,
             log_gap_sums=contrast.log_gap_sums,
@@ -355,6 +360,11 @@ class _Report:
     def mean(self, values: Tensor) -> float:
         """Mean over both sides' samples that count."""
         return (values @ self.share).mean().item()
+
+    def chance(self) -> float:
+        """The mean of ``log(1 + N)`` over the samples that count, each with ``N`` negatives; 0 if none has any."""
+        negatives = self.negatives[self.valid[0]] if self.negatives.ndim else self.negatives
+        return statistics.fmean(math.log(1 + number) for number in negatives.reshape(-1).tolist() or [0.0])
 
 
 def _local_anchors(anchors: Anchors, weight_sum: Tensor, mean_similarity: Tensor | None, contrast: Contrast) -> Anchors:

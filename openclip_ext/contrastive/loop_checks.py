@@ -136,6 +136,15 @@ class LoopChecks:
                 "the loss can become huge. Pass torch.nn.functional.normalize(features, dim=-1)",
             )
 
+    def check_captions(self, labels: Tensor) -> None:
+        """Warn once if all captions of a batch are equal."""
+        if bool((labels == labels[0]).all()):
+            self._warn_once(
+                "captions",
+                f"positives: all {len(labels)} captions of the batch are equal, so no sample has a negative and nothing is "
+                "learned. Pass labels that differ where captions do",
+            )
+
     def begin_call(self, *features: Tensor) -> None:
         """Warn if no optimizer step came between the previous call and this one.
 

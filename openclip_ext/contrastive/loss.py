@@ -319,6 +319,11 @@ class ContrastiveLoss(nn.Module):
             self._checks.begin_call(batch.image, batch.text)
         return self.keeps_state
 
+    def _check_captions(self, labels: Tensor) -> None:
+        """Look at the labels of all processes' captions, in the first calls."""
+        if can_read_values(labels) and self.training and self.calls < CHECKED_CALLS:
+            self._checks.check_captions(labels)
+
     def _note_nonfinite(self, batch: LocalBatch, index: Tensor | None) -> None:
         finite = batch.finite
         if isinstance(index, Tensor) and index.shape == finite.shape and not index.is_floating_point():

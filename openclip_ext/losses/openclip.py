@@ -46,6 +46,7 @@ class OpenClipLoss(ContrastiveLoss):
     follows_autocast = True
     uses_logit_bias = True
     _logit_scale: Tensor | None = None
+    _chance: float | Tensor
 
     def __init__(
         self,
@@ -82,13 +83,13 @@ class OpenClipLoss(ContrastiveLoss):
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
         distributed.check_world_size(self.clip.world_size)
         features = {"image_features": batch.image, "text_features": batch.text, "logit_scale": batch.logit_scale}
+        self._chance = math.log(len(batch.image) * self.clip.world_size)
         if self.needs_positives:
             terms = {"contrastive_loss": self._with_equal_captions(batch, features, outputs)}
         else:
             terms = self._openclips(features, outputs)
         self._logit_scale = batch.logit_scale.detach()
         self._infonce = terms["contrastive_loss"].detach()
-        self._chance = math.log(len(batch.image) * self.clip.world_size)
         return terms
 
     def _openclips(self, features: dict[str, Tensor], outputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -112,6 +113,7 @@ class OpenClipLoss(ContrastiveLoss):
         both = self.clip.get_logits(**features, logit_bias=outputs["logit_bias"])
         own = self.clip.get_ground_truth(labels.device, len(both[0]))
         gathered = distributed.all_gather(labels)
+        self._check_captions(gathered)
         equal = gathered[own, None] == gathered
         if self.equal_captions == POSITIVE:
             targets = equal / equal.sum(dim=1, keepdim=True)
@@ -119,6 +121,7 @@ class OpenClipLoss(ContrastiveLoss):
         else:
             others = equal.scatter(1, own[:, None], False)
             image, text = (functional.cross_entropy(logits.masked_fill(others, -torch.inf), own) for logits in both)
+            self._chance = (~others).sum(dim=1).log().mean()
         return (image + text) / 2
 
     def metrics(self) -> dict[str, float]:
@@ -127,7 +130,7 @@ class OpenClipLoss(ContrastiveLoss):
             return {}
         temperature = 1 / self._logit_scale.item()
         metrics = {f"temperature_{name}": temperature for name in ("min", "median", "max")}
-        return metrics | {"infonce": self._infonce.item(), "chance": self._chance}
+        return metrics | {"infonce": self._infonce.item(), "chance": float(self._chance)}
 
     @torch.no_grad()
     def log_normalizers(

@@ -3,6 +3,8 @@
 The references of the composed losses are among the cases of ``test_against_references.py``.
 """
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
@@ -98,6 +100,31 @@ def test_a_batch_of_one_caption_changes_nothing(name: str) -> None:
 
 def _same(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first.nan_to_num(), second.nan_to_num())
+
+
+@pytest.mark.parametrize("labels", [[0, 0, 0, 0, 1, 2], [0, 1, 2, 3, 4, 5], [0] * 6])
+@pytest.mark.parametrize("name", [*TREATED, "openclip-mask", "openclip-positive"])
+def test_chance_is_infonce_of_equal_embeddings(name: str, labels: list[int]) -> None:
+    """The trainer knows a collapse by it."""
+    loss = CASES[name].create() if name in CASES else _openclip(name.removeprefix("openclip-"))
+    step = make_steps(1)[0]
+    step.images[:] = step.texts[:] = step.images[0].clone()
+    step.labels = labels
+    run_step(loss, step)
+    metrics = loss.metrics()
+    assert metrics["infonce"] == pytest.approx(metrics["chance"], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sogclr", "openclip"])
+def test_a_batch_of_one_caption_is_told(name: str) -> None:
+    loss = create_loss(name, num_samples=20, equal_captions="mask")
+    step = make_steps(1)[0]
+    step.labels = [7] * 6
+    with pytest.warns(UserWarning, match="all 6 captions of the batch are equal, so no sample has a negative"):
+        run_step(loss, step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_step(loss, step)  # once is enough
 
 
 @pytest.mark.parametrize("choice", CHOICES)
