@@ -66,6 +66,8 @@ class SolvedTemperature(TemperatureScheme):
     ) -> None:
         super().__init__()
         check_bounds(temperature_min, temperature_max)
+        if rho < 0:
+            raise ValueError(f"rho={rho:g}: a solved temperature has a divergence of rho, which is never negative")
         if rho >= math.log(temperature_queue):
             warnings.warn(
                 f"rho={rho:g}: no temperature has this divergence over {temperature_queue} embeddings, at most "

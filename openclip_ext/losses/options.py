@@ -85,7 +85,7 @@ class Option:
     def _out_of_range(self, value: Any) -> bool:
         if self.type not in (int, float):
             return False
-        inside = value == value  # not a number is never inside
+        inside = math.isfinite(value)
         if self.minimum is not None:
             inside = inside and value >= self.minimum
         if self.exclusive_minimum is not None:

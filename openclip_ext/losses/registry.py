@@ -116,6 +116,7 @@ def create_loss(
             f"{', '.join(sorted(defaults))}{reasons}"
         )
     values = defaults | {option: OPTIONS[option].check(value) for option, value in options.items()}
+    _check_temperature(values)
     sizes = _check_sizes(composition, {"embed_dim": embed_dim, "num_samples": num_samples})
     return composition.build(values, sizes)
 
@@ -289,6 +290,24 @@ def _keywords(build: type) -> set[str]:
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             break
     return names
+
+
+def _check_temperature(values: dict[str, Any]) -> None:
+    """Raise ValueError if the temperature starts outside of its bounds, as a logit scale would."""
+    temperature, smallest = values.get("temperature"), values.get("temperature_min")
+    if temperature is None:
+        return
+    largest = values.get("temperature_max", OPTIONS["temperature_max"].default)
+    if temperature > largest:
+        logit_scale = f". For a logit scale of {temperature:g} give temperature={1 / temperature:.4g}"
+        raise ValueError(
+            f"temperature={temperature:g}: expected at most {largest:g}, as it divides the similarities"
+            f"{logit_scale if temperature > 1 else ''}"
+        )
+    if smallest is not None and temperature < smallest:
+        raise ValueError(
+            f"temperature={temperature:g} is smaller than temperature_min={smallest:g}: it could not start there; change one"
+        )
 
 
 def _check_sizes(composition: _Composition, sizes: dict[str, int | None]) -> dict[str, int | None]:
