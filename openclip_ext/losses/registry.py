@@ -117,6 +117,8 @@ def create_loss(
         )
     values = defaults | {option: OPTIONS[option].check(value) for option, value in options.items()}
     _check_temperature(values)
+    if values.get("rho_end", 0) is None and values["rho_switch"] != defaults["rho_switch"]:
+        raise ValueError("rho_switch=: no effect without rho_end=, the value that rho switches to; give both, or none")
     sizes = _check_sizes(composition, {"embed_dim": embed_dim, "num_samples": num_samples})
     return composition.build(values, sizes)
 
