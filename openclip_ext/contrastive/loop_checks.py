@@ -97,6 +97,15 @@ class LoopChecks:
                 f"of this loss follow the epoch. {_CALL_IT}",
             )
 
+    def check_gradients(self) -> None:
+        """Warn once of a call in training mode whose result can have no gradient."""
+        if not torch.is_grad_enabled():
+            self._warn_once(
+                "no_grad",
+                "the loss was called in training mode under torch.no_grad(). Such a call updates its state, as one optimizer "
+                "step. To look at its value, call it after loss.eval(), and go on after loss.train()",
+            )
+
     def check_values(
         self, batch: LocalBatch, unit_norm: bool, uses_logit_scale: bool, initial_logit_scale: float | None
     ) -> None:

@@ -122,8 +122,8 @@ class ContrastiveLoss(nn.Module):
         Warns:
             UserWarning: in training mode, of what is probably a mistake of the loop: features of another length than 1 or
                 a scale without ``exp`` (in the first two calls, which wait for the device for it), processes that do not know
-                of each other, two calls in an optimizer step, an epoch that was not announced, outputs that the loss does not
-                use.
+                of each other, two calls in an optimizer step, a call without gradients, an epoch that was not announced,
+                outputs that the loss does not use.
         """
         with contextlib.nullcontext() if self.follows_autocast else without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index, learning=self.training)
@@ -311,6 +311,8 @@ class ContrastiveLoss(nn.Module):
         if self.depends_on_epoch:
             samples = len(batch.image) // batch.views * distributed.world_size()
             self._checks.check_epoch(self.epoch, samples, self.num_samples)
+        if self.keeps_state:
+            self._checks.check_gradients()
         if self.calls >= CHECKED_CALLS or not can_read_values(batch.image):
             return False
         self._checks.check_processes()

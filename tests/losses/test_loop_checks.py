@@ -141,24 +141,21 @@ def test_the_checks_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["fastclip", "fastclip-v2", "tempnet", "amorlip", "sogclr-views-cosine"])
 def test_an_epoch_that_was_not_announced(name: str) -> None:
-    loss = _create(name)
+    loss = _create(name).requires_grad_(False)
     images, texts, index = next(_batches(1))
-    with (
-        torch.no_grad(),
-        pytest.warns(UserWarning, match=r"start_epoch\(\) was not called.*at the start of each epoch, from 0"),
-    ):
+    with pytest.warns(UserWarning, match=r"start_epoch\(\) was not called.*at the start of each epoch, from 0"):
         loss(images, texts, torch.tensor(14.0), index=index)
-    with torch.no_grad(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
         loss(images, texts, torch.tensor(14.0), index=index)
 
 
 @pytest.mark.parametrize("name", ["fastclip", "sogclr-views-cosine"])
 def test_an_epoch_that_does_not_end(name: str) -> None:
-    loss = _create(name)
+    loss = _create(name).requires_grad_(False)
     loss.start_epoch(0)
     seen = 0
-    with torch.no_grad(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
         for images, texts, index in _batches(6):
             seen += len(index)
@@ -272,6 +269,20 @@ def test_a_second_call_before_the_backward_pass(name: str) -> None:
     with pytest.warns(UserWarning, match=r"before the backward pass of the previous call.*loss\.eval\(\)"):
         second = loss(**model(images, texts), index=index)
     (sum(first.values()) + second).backward()
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_validation_that_forgot_eval(name: str) -> None:
+    model, loss, _ = _start(name)
+    images, texts, index = next(_batches(1))
+    for _ in range(CHECKED_CALLS + 1):
+        loss(**model(images, texts), index=index).backward()
+    with torch.no_grad(), pytest.warns(UserWarning, match=r"in training mode under torch\.no_grad\(\).*loss\.eval\(\)"):
+        loss(**model(images, texts), index=index)
+    loss.eval()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss(**model(images, texts), index=index)
 
 
 def test_a_copy_has_noticed_the_same() -> None:
