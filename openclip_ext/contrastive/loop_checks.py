@@ -23,6 +23,8 @@ _TOLERANCE = 0.05
 _LARGEST_LOG_SCALE = math.log(100)
 # Nodes of the graph to look at for a parameter.
 _SEARCHED_NODES = 1000
+# A smaller batch could repeat a sample by chance.
+_MIN_SAMPLES = 4
 # An epoch that has seen the data set so many times was forgotten, not just rounded up.
 _PASSES_IN_AN_EPOCH = 2
 _CALL_IT = "Call loss.start_epoch(epoch) at the start of each epoch, from 0"
@@ -143,6 +145,17 @@ class LoopChecks:
                 "length of features",
                 f"image_features, text_features: found rows of length {shortest:.4g} to {longest:.4g}, expected 1. Otherwise "
                 "the loss can become huge. Pass torch.nn.functional.normalize(features, dim=-1)",
+            )
+
+    def check_index(self, index: Tensor) -> None:
+        """Warn once if more than half of a batch has one index."""
+        usual = index.median()  # if there is such an index
+        count, position = torch.stack([(index == usual).sum(), usual]).tolist()
+        if len(index) >= _MIN_SAMPLES and 2 * count > len(index):
+            self._warn_once(
+                "index",
+                f"index: {count} of {len(index)} samples of the batch have the index {position}, and share their state. Pass "
+                "each sample's position in the data set",
             )
 
     def check_captions(self, labels: Tensor) -> None:

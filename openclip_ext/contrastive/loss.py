@@ -120,10 +120,10 @@ class ContrastiveLoss(nn.Module):
                 in the first two calls in training mode, a negative scale.
 
         Warns:
-            UserWarning: in training mode, of what is probably a mistake of the loop: features of another length than 1 or
-                a scale without ``exp`` (in the first two calls, which wait for the device for it), processes that do not know
-                of each other, two calls in an optimizer step, a call without gradients, an epoch that was not announced,
-                outputs that the loss does not use.
+            UserWarning: in training mode, of what is probably a mistake of the loop: features of another length than 1, a
+                scale without ``exp`` or one index for most samples (in the first two calls, which wait for the device for
+                it), processes that do not know of each other, two calls in an optimizer step, a call without gradients, an
+                epoch that was not announced, outputs that the loss does not use.
         """
         with contextlib.nullcontext() if self.follows_autocast else without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index, learning=self.training)
@@ -317,6 +317,8 @@ class ContrastiveLoss(nn.Module):
             return False
         self._checks.check_processes()
         self._checks.check_values(batch, self.expects_unit_norm, self.uses_logit_scale, self.initial_logit_scale)
+        if batch.index is not None and batch.in_range is not None:
+            self._checks.check_index(batch.index)
         if self.keeps_state:
             self._checks.begin_call(batch.image, batch.text)
         return self.keeps_state

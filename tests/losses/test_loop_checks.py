@@ -233,6 +233,20 @@ def test_a_scale_that_turns_negative_later_is_reported() -> None:
     assert loss.pop_nonfinite() == [(2, [])]
 
 
+@pytest.mark.parametrize("name", ["fastclip", "isogclr", "sogclr-views"])
+def test_an_index_that_most_samples_have(name: str) -> None:
+    loss = _create(name)
+    loss.start_epoch(0)
+    with pytest.warns(UserWarning, match=r"index: \d+ of \d+ samples of the batch have the index 3, and share"):
+        loss(*_features(), torch.tensor(14.0), index=torch.tensor([3, 0, 3, 3, 9, 3]))
+
+
+@pytest.mark.usefixtures("silent")
+def test_an_index_that_some_samples_have() -> None:
+    for rows, index in ((6, [3, 0, 3, 3, 9, 1]), (3, [3, 3, 3])):
+        _create("sogclr")(*(side[:rows] for side in _features()), torch.tensor(14.0), index=torch.tensor(index))
+
+
 def test_values_are_read_in_the_first_calls_only() -> None:
     loss = _create("neuclip")
     features, scale = _features(), torch.tensor(2.66)
