@@ -120,21 +120,21 @@ class LoopChecks:
             initial_logit_scale: logarithm of the scale that the loss asks for at the start, if it does.
 
         Raises:
-            ValueError: the scale is negative.
+            ValueError: the scale is not finite and positive.
         """
         lengths = torch.linalg.vector_norm(torch.stack([batch.image, batch.text]).detach().float(), dim=2)
         lengths = torch.where(batch.finite, lengths, 1)
         values = torch.stack([lengths.min(), lengths.max(), batch.logit_scale.detach().float()])
         shortest, longest, scale = values.tolist()
-        if scale < 0:
+        if not 0 < scale < math.inf:
             raise ValueError(
-                f"logit_scale: found {scale:.4g}, expected a positive number, 1/temperature. OpenCLIP's models keep its "
-                "logarithm: pass model.logit_scale.exp()"
+                f"logit_scale: found {scale:.4g}, expected a finite positive number, 1/temperature. OpenCLIP's models keep "
+                "its logarithm: pass model.logit_scale.exp()"
             )
         is_asked_for = initial_logit_scale is not None and math.isclose(
             scale, math.exp(initial_logit_scale), rel_tol=_TOLERANCE
         )
-        if uses_logit_scale and 0 < scale <= _LARGEST_LOG_SCALE and not is_asked_for:
+        if uses_logit_scale and scale <= _LARGEST_LOG_SCALE and not is_asked_for:
             self._warn_once(
                 "scale",
                 f"logit_scale: found {scale:.4g}, a temperature of {1 / scale:.2g}. Expected 1/temperature, such as 14.3 at "

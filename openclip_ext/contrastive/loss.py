@@ -117,7 +117,7 @@ class ContrastiveLoss(nn.Module):
         Raises:
             ValueError: wrong shapes or types; too few samples to contrast; an index (or labels) missing, or (at once on the
                 CPU, at the next :meth:`metrics` or :meth:`pop_nonfinite` on other devices) outside of ``[0, num_samples)``;
-                in the first two calls in training mode, a negative scale.
+                in the first two calls in training mode, a scale that is not finite and positive.
 
         Warns:
             UserWarning: in training mode, of what is probably a mistake of the loop: features of another length than 1, a

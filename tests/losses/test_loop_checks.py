@@ -220,9 +220,12 @@ def test_a_small_scale_that_was_asked_for_or_is_not_used() -> None:
 
 
 @pytest.mark.parametrize("name", ["openclip", "neuclip", "cliplite", "simclr"])
-def test_a_negative_scale(name: str) -> None:
-    with pytest.raises(ValueError, match=r"logit_scale: found -2\.66, expected a positive number, 1/temperature"):
-        _create(name)(*_features(), torch.tensor(-2.66))
+@pytest.mark.parametrize("scale", [-2.66, 0.0, math.inf, math.nan])
+def test_a_scale_that_is_no_positive_number(name: str, scale: float) -> None:
+    with pytest.raises(
+        ValueError, match=rf"logit_scale: found {scale:g}, expected a finite positive number, 1/temperature"
+    ):
+        _create(name)(*_features(), torch.tensor(scale))
 
 
 def test_a_scale_that_turns_negative_later_is_reported() -> None:

@@ -100,9 +100,10 @@ def test_reported_with_call_and_index() -> None:
 def test_logit_scale_reported_without_indices() -> None:
     loss = CASES["neuclip"].create()
     step = make_steps(1)[0]
-    step.logit_scale = float("nan")
-    run_step(loss, step)
-    assert loss.pop_nonfinite() == [(0, [])]
+    for scale in (10.0, 10.0, float("nan")):
+        step.logit_scale = scale
+        run_step(loss, step)
+    assert loss.pop_nonfinite() == [(2, [])]
 
 
 @pytest.mark.parametrize("name", ["openclip", "siglip", "neuclip"])
