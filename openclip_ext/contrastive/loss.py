@@ -362,6 +362,10 @@ def check_features(image_features: Tensor, text_features: Tensor, embed_dim: int
         raise ValueError(
             f"image and text features: expected two of shape (batch, width), found {shapes[0]} and {shapes[1]}"
         )
+    if not shapes[0][0]:
+        raise ValueError(
+            "image and text features: found an empty batch; skip it, or drop it: drop_last=True of the DataLoader"
+        )
     if embed_dim is not None and shapes[0][1] != embed_dim:
         raise ValueError(
             f"the features have width {shapes[0][1]}, the loss was created with embed_dim={embed_dim}: pass the model's"

@@ -20,6 +20,7 @@ def _features(rows: int = 4, width: int = WIDTH, dtype: torch.dtype = torch.floa
         (_features(4)[0], _features(4)[0], r"found \(8,\) and \(8,\)"),
         (_features(4, 6), _features(4, 6), "the features have width 6, the loss was created with embed_dim=8"),
         (_features(4).long(), _features(4).long(), "image features: expected a floating-point type, found torch.int64"),
+        (_features(0), _features(0), "image and text features: found an empty batch"),
         (_features(1), _features(1), "at least 2 samples to contrast, found 1"),
     ],
 )
