@@ -22,6 +22,7 @@ from torch import Tensor
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast, GatheredBatch, LocalBatch, gather_batch, is_in_range
 from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, labels_of, refuse_equal_captions
+from openclip_ext.contrastive.loop_checks import can_read_values
 from openclip_ext.contrastive.loss import ContrastiveLoss, without_autocast
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import Anchors, Objective, incompatibility
@@ -113,6 +114,13 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self.normalizers_include_positive = objective.estimand.includes_positive
         self._last: _Report | None = None
         self.register_buffer("indices_in_range", torch.ones((), dtype=torch.bool), persistent=False)
+
+    def _check_loop(self, batch: LocalBatch) -> bool:
+        backward_counts = super()._check_loop(batch)
+        start = self.initial_logit_scale
+        if self.calls == 0 and start is not None and self.learns_logit_scale and can_read_values(batch.logit_scale):
+            self._checks.check_start(batch.logit_scale.item(), math.exp(start))
+        return backward_counts
 
     # --- one step ----------------------------------------------------------------------------------------------------
 

@@ -147,6 +147,16 @@ class LoopChecks:
                 "the loss can become huge. Pass torch.nn.functional.normalize(features, dim=-1)",
             )
 
+    def check_start(self, scale: float, expected: float) -> None:
+        """Warn once if the model's scale does not start where the loss was asked to start it."""
+        if not math.isclose(scale, expected, rel_tol=_TOLERANCE):
+            self._warn_once(
+                "start",
+                f"logit_scale: found {scale:.4g}, and the loss was created with temperature={1 / expected:.4g}, which has no "
+                "effect on the model: start its parameter at loss.initial_logit_scale. To continue a run, restore the loss's "
+                "state_dict()",
+            )
+
     def check_index(self, index: Tensor) -> None:
         """Warn once if more than half of a batch has one index."""
         usual = index.median()  # if there is such an index

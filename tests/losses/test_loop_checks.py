@@ -236,6 +236,22 @@ def test_a_scale_that_turns_negative_later_is_reported() -> None:
     assert loss.pop_nonfinite() == [(2, [])]
 
 
+def test_a_temperature_at_which_the_model_does_not_start() -> None:
+    loss = create_loss("neuclip", embed_dim=WIDTH, temperature=0.03)
+    message = (
+        r"logit_scale: found 14, and the loss was created with temperature=0\.03.*start its parameter at loss\.initial"
+    )
+    with pytest.warns(UserWarning, match=message):
+        loss(*_features(), torch.tensor(14.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed = create_loss("neuclip", embed_dim=WIDTH, temperature=0.03)
+        resumed.load_state_dict(loss.state_dict())
+        resumed(*_features(), torch.tensor(14.0))
+        fresh = create_loss("neuclip", embed_dim=WIDTH, temperature=0.03)
+        fresh(*_features(), torch.tensor(1 / 0.03))
+
+
 @pytest.mark.parametrize("name", ["fastclip", "isogclr", "sogclr-views"])
 def test_an_index_that_most_samples_have(name: str) -> None:
     loss = _create(name)
