@@ -116,7 +116,8 @@ def create_loss(
             f"{', '.join(sorted(defaults))}{reasons}"
         )
     values = defaults | {option: OPTIONS[option].check(value) for option, value in options.items()}
-    _check_temperature(values)
+    if "temperature" in options:
+        _check_temperature(values["temperature"], values)
     if values.get("rho_end", 0) is None and values["rho_switch"] != defaults["rho_switch"]:
         raise ValueError("rho_switch=: no effect without rho_end=, the value that rho switches to; give both, or none")
     sizes = _check_sizes(composition, {"embed_dim": embed_dim, "num_samples": num_samples})
@@ -294,11 +295,11 @@ def _keywords(build: type) -> set[str]:
     return names
 
 
-def _check_temperature(values: dict[str, Any]) -> None:
-    """Raise ValueError if the temperature starts outside of its bounds, as a logit scale would."""
-    temperature, smallest = values.get("temperature"), values.get("temperature_min")
+def _check_temperature(temperature: float | None, values: dict[str, Any]) -> None:
+    """Raise ValueError if a temperature that was given starts outside of its bounds, as a logit scale would."""
     if temperature is None:
         return
+    smallest = values.get("temperature_min")
     largest = values.get("temperature_max", OPTIONS["temperature_max"].default)
     if temperature > largest:
         logit_scale = f". For a logit scale of {temperature:g} give temperature={1 / temperature:.4g}"
@@ -306,7 +307,7 @@ def _check_temperature(values: dict[str, Any]) -> None:
             f"temperature={temperature:g}: expected at most {largest:g}, as it divides the similarities"
             f"{logit_scale if temperature > 1 else ''}"
         )
-    if smallest is not None and temperature < smallest:
+    if smallest is not None and temperature < smallest <= largest:
         raise ValueError(
             f"temperature={temperature:g} is smaller than temperature_min={smallest:g}: it could not start there; change one"
         )

@@ -602,6 +602,12 @@ def test_training_flags_before_the_shards_are_refused(data):
     assert parse(["--minutes", "3", "--leave-own-out", shards, *rest])[0].shards == shards
 
 
+def test_settings_start_within_the_bounds_of_the_temperature(data):
+    _, _, options = parse(arguments(data, "--temperature-min", "0.05"))
+    found = [space.options_of("openclip", one, options) for one in space.settings_of("openclip", options)]
+    assert {one["temperature"] for one in found if one.get("temperature_scheme") == "global"} == {0.05}
+
+
 def test_options_of_the_solved_temperature_reach_it(data):
     """No loss uses them by default, but every loss is tried with a solved temperature."""
     _, _, options = parse(arguments(data, "--temperature-queue", "512"))

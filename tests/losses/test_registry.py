@@ -142,7 +142,6 @@ def test_unknown_loss_lists_the_names() -> None:
             {"temperature": 0.05, "temperature_min": 0.2},
             "temperature=0.05 is smaller than temperature_min=0.2",
         ),
-        ("isogclr", {"temperature_min": 0.2}, "temperature=0.03 is smaller than temperature_min=0.2"),
         ("fastclip", {"rho_switch": 0.3}, "rho_switch=: no effect without rho_end="),
         ("amorlip", {"rho_switch": 0.3, "rho_end": None}, "rho_switch=: no effect without rho_end="),
         ("fastclip", {"eps": None}, r"eps=None: expected a number >= 0"),
