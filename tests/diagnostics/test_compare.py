@@ -602,10 +602,12 @@ def test_training_flags_before_the_shards_are_refused(data):
     assert parse(["--minutes", "3", "--leave-own-out", shards, *rest])[0].shards == shards
 
 
-def test_settings_start_within_the_bounds_of_the_temperature(data):
-    _, _, options = parse(arguments(data, "--temperature-min", "0.05"))
-    found = [space.options_of("openclip", one, options) for one in space.settings_of("openclip", options)]
-    assert {one["temperature"] for one in found if one.get("temperature_scheme") == "global"} == {0.05}
+def test_settings_that_the_bounds_of_the_temperature_rule_out_are_left_out(data):
+    _, _, options = parse(arguments(data, "--temperature-min", "0.04"))
+    kept = space.settings_of("openclip", options)
+    assert {"temperature_scheme": "global", "temperature": 0.03} not in [one.options for one in kept]
+    assert len(kept) == len(space.settings_of("openclip", {})) - 1
+    assert "temperature=0.03 is smaller than temperature_min=0.04" in space.refusals("openclip", options)[0]
 
 
 def test_options_of_the_solved_temperature_reach_it(data):

@@ -159,11 +159,7 @@ def options_of(loss: str, setting: Setting, fixed: Mapping[str, Any]) -> dict[st
     """For ``create_loss``: a setting's options, and those of the user's that the loss uses with it."""
     options = {**fixed, **setting.options}
     used = registry.options_used_by(loss, **{part: options.get(part) for part in PARTS})
-    taken = {name: value for name, value in options.items() if name in used}
-    if "temperature" in taken:  # a setting's, which knows nothing of the user's bounds
-        lowest, highest = taken.get("temperature_min", 0.0), taken.get("temperature_max", 1.0)
-        taken["temperature"] = min(max(taken["temperature"], lowest), highest)
-    return taken
+    return {name: value for name, value in options.items() if name in used}
 
 
 def configurations(loss: str, fixed: Mapping[str, Any]) -> list[Configuration]:
