@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +112,16 @@ def autocast_context(precision: str, device: torch.device) -> Callable[[], Abstr
 
 
 # --- model -----------------------------------------------------------------------------------------------------------
+
+
+def check_augmentation(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError for fields of ``--aug-cfg`` that OpenCLIP does not have."""
+    from open_clip.transform import AugmentationCfg
+
+    try:
+        AugmentationCfg(**settings)
+    except TypeError as error:
+        raise ValueError(f"--aug-cfg: {str(error).partition(' ')[2]}") from error
 
 
 def create_model(

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 import open_clip
-from open_clip.transform import AugmentationCfg
 
+from openclip_ext import compat
 from openclip_ext.data.shardlist import expand_shards, is_local
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.losses import registry
@@ -44,9 +44,9 @@ def _check_model(config: ModelConfig) -> None:
     if name not in known:
         raise UsageError(f"unknown model --model {config.name}{nearest(name, known)}; known: open_clip.list_models()")
     try:
-        AugmentationCfg(**config.aug_cfg)
-    except TypeError as error:
-        raise UsageError(f"--aug-cfg: {str(error).partition(' ')[2]}") from error
+        compat.check_augmentation(config.aug_cfg)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     tag = config.pretrained
     if not tag or os.path.exists(tag) or open_clip.is_pretrained_cfg(name, tag):
         return

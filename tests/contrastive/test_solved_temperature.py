@@ -89,10 +89,11 @@ def test_hard_share_is_another_way_to_say_rho() -> None:
         create_loss("openclip", hard_share=0.01)
 
 
-def test_the_flag_says_rho_and_the_last_one_wins() -> None:
-    argv = ["--train-data", "x.tar", "--loss", "neuclip", "--rho", "6", "--hard-share", "0.01"]
+def test_the_flag_says_rho_and_wins_over_a_recipes() -> None:
+    argv = ["--train-data", "x.tar", "--loss", "neuclip", "--hard-share", "0.01"]
     assert flags.parse(argv)[1].options["rho"] == pytest.approx(-math.log(0.01))
-    assert flags.parse([*argv, "--rho", "7"])[1].options["rho"] == 7.0
+    with pytest.raises(ValueError, match="say the same"):
+        flags.parse([*argv, "--rho", "7"])
     recipe = flags.parse([*argv, "--recipe", "cc3m"])
     assert recipe[1].options["rho"] == pytest.approx(-math.log(0.01))
 
