@@ -184,8 +184,6 @@ _NEEDS = {
     "lock_text_unlocked_layers": "lock_text",
     "lock_text_freeze_layer_norm": "lock_text",
 }
-
-
 # What is of no use without --logs.
 _WRITES = ("save_every_steps", "save_most_recent", "delete_previous_checkpoint", "copy_codebase", "remote_sync")
 
@@ -226,14 +224,14 @@ def _check_numbers(args: argparse.Namespace) -> None:
     if args.lr is None:
         raise UsageError(f"--opt {args.opt} needs --lr: OpenCLIP has a default for its own AdamW only")
     given = {name: value for name, value in vars(args).items() if value is not None}
-    for name in given.keys() & _AT_LEAST.keys():
-        if not _AT_LEAST[name] <= given[name] < math.inf:
-            raise UsageError(f"{_flag(name)} is {given[name]:g}, must be at least {_AT_LEAST[name]}")
-    for name in given.keys() & set(_POSITIVE):
-        if not 0 < given[name] < math.inf:
+    for name, least in _AT_LEAST.items():
+        if name in given and not least <= given[name] < math.inf:
+            raise UsageError(f"{_flag(name)} is {given[name]:g}, must be at least {least}")
+    for name in _POSITIVE:
+        if name in given and not given[name] > 0:
             raise UsageError(f"{_flag(name)} is {given[name]:g}, must be positive")
-    for name in given.keys() & set(_BELOW_ONE):
-        if not 0 <= given[name] < 1:
+    for name in _BELOW_ONE:
+        if name in given and not 0 <= given[name] < 1:
             raise UsageError(f"{_flag(name)} is {given[name]:g}, must be at least 0 and below 1")
     if args.epochs_cooldown is not None and args.epochs_cooldown > args.epochs:
         raise UsageError(f"--epochs-cooldown is {args.epochs_cooldown}, more than --epochs {args.epochs}")

@@ -106,7 +106,7 @@ def create_optimizer(
     if logit_scale_lr is not None:
         groups[-1]["lr"] = logit_scale_lr
     check_optimizer(config)
-    name = _full_name(config)
+    name = full_name(config)
     if name == "adamw":
         return _adamw(groups, config)
     own_groups = logit_scale_lr is not None or head is not None or config.scales_rates
@@ -117,14 +117,15 @@ def create_optimizer(
     return optimizer
 
 
-def _full_name(config: OptimizerConfig) -> str:
+def full_name(config: OptimizerConfig) -> str:
+    """The optimizer, however it was spelled: ``adamw`` or ``timm/NAME``."""
     name = config.name.lower()
     return "timm/lamb" if name == "lamb" else name
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
     """Raise UsageError for an optimizer that does not exist, or settings that it does not take."""
-    name = _full_name(config)
+    name = full_name(config)
     if config.lookahead_steps is not None and not name.startswith(LOOKAHEAD):
         raise UsageError(f"--lookahead-steps needs an optimizer with LookAhead, such as --opt {LOOKAHEAD}sgd")
     if name == "adamw":

@@ -23,7 +23,7 @@ from openclip_ext.training.evaluation import build_evaluators, run_evaluators
 from openclip_ext.training.flags import parse
 from openclip_ext.training.loss import build_loss, load_pretrained_heads
 from openclip_ext.training.model import BuiltModel, build_model, loading_lines, prepare_for, write_model_config
-from openclip_ext.training.optimizer import create_optimizer, create_schedule, logit_scale_lr
+from openclip_ext.training.optimizer import create_optimizer, create_schedule, full_name, logit_scale_lr
 from openclip_ext.training.reporting import Reporter, announce
 from openclip_ext.training.resume import Start
 from openclip_ext.training.step import TrainStep
@@ -83,7 +83,7 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
         num_samples=loader.num_samples,
         global_batch=config.global_batch,
         seed=config.loading.seed,
-        optimizer=config.optimizer.name.lower(),
+        optimizer=full_name(config.optimizer),
         data=loader.source.index_digest,
     )
     position = resume.restore(start.checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)

@@ -139,7 +139,7 @@ def write_settings(folder: Path, flags: Mapping[str, Any], loss: str, loss_optio
     """
     (folder / "params.txt").write_text("".join(f"{name}: {value}\n" for name, value in sorted(flags.items())))
     config = {
-        "flags": {name: value for name, value in sorted(flags.items()) if _is_plain(value)},
+        "flags": _plain(flags),
         "loss": {"name": loss, "options": loss_options},
         "versions": versions(),
         "git_commit": _git_commit(),
@@ -155,7 +155,7 @@ def changed_settings(folder: Path, flags: Mapping[str, Any], loss_options: dict[
         old = {**before["flags"], **before["loss"]["options"]}
     except (OSError, ValueError, KeyError):
         return []
-    new = json.loads(json.dumps({**{name: value for name, value in flags.items() if _is_plain(value)}, **loss_options}))
+    new = json.loads(json.dumps({**_plain(flags), **loss_options}))
     return [
         f"{name} {new[name]} (before: {old[name]})"
         for name in sorted(new.keys() & old.keys() - _OF_THE_START)
@@ -177,8 +177,10 @@ def versions() -> dict[str, str]:
     }
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, str | int | float | bool | list | tuple | dict)
+def _plain(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that JSON can hold, by name."""
+    kinds = str | int | float | bool | list | tuple | dict | None
+    return {name: value for name, value in sorted(flags.items()) if isinstance(value, kinds)}
 
 
 def _git_commit() -> str | None:
