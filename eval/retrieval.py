@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from openclip_ext.retrieval import ranks_of_best_match
+
 from .classification import TaskResult
 from .data import DataError, SampleFormat, Skipped, find_shards, read_lines
 from .features import Encoder
@@ -18,8 +20,6 @@ from .tasks import Task
 RECALL_AT = (1, 5, 10)
 INSTANCES_FILE = "instances.jsonl"
 DATASET_TYPE_FILE = "dataset_type.txt"
-# Rows of the score matrix at a time: 64 MiB of float32.
-_CHUNK_ELEMENTS = 2**24
 # DataComp reads these sets with the `datasets` library, which hands the stored image to OpenCLIP's transform, while its
 # classification sets come through webdataset, which converts to RGB first.
 _FORMAT = SampleFormat(convert_first=False)
@@ -87,9 +87,10 @@ def retrieval_metrics(images: Tensor, texts: Tensor, owners: Tensor) -> Metrics:
         owners: ``(M,)`` int64, the image that each caption belongs to. Text retrieval counts a hit when any caption of
             the image is among the first k.
     """
+    numbers = torch.arange(len(images), device=owners.device)
     ranks = {
-        "image": ranks_of_first_right(texts, images, owners, torch.arange(len(images), device=owners.device)),
-        "text": ranks_of_first_right(images, texts, torch.arange(len(images), device=owners.device), owners),
+        "image": ranks_of_best_match(texts, images, owners, numbers, ties_by_index=True),
+        "text": ranks_of_best_match(images, texts, numbers, owners, ties_by_index=True),
     }
     recalls = {
         f"{what}_retrieval_recall@{k}": float((ranks[what] < k).double().mean()) for k in RECALL_AT for what in ranks
@@ -98,29 +99,6 @@ def retrieval_metrics(images: Tensor, texts: Tensor, owners: Tensor) -> Metrics:
         **recalls,
         "mean_recall@1": 0.5 * (recalls["image_retrieval_recall@1"] + recalls["text_retrieval_recall@1"]),
     }
-
-
-def ranks_of_first_right(queries: Tensor, items: Tensor, query_ids: Tensor, item_ids: Tensor) -> Tensor:
-    """For every query, how many items come before the first one with its id; ties go to the lower index.
-
-    Args:
-        queries: ``(Q, d)``.
-        items: ``(I, d)``.
-        query_ids: ``(Q,)``; at least one item has each.
-        item_ids: ``(I,)``.
-
-    Returns:
-        ``(Q,)`` int64.
-    """
-    index = torch.arange(len(items), device=items.device)
-    ranks = []
-    rows = max(1, _CHUNK_ELEMENTS // len(items))
-    for start in range(0, len(queries), rows):
-        scores = queries[start : start + rows] @ items.T
-        right = query_ids[start : start + rows, None] == item_ids
-        best, first = scores.masked_fill(~right, -torch.inf).max(dim=1, keepdim=True)
-        ranks.append(((scores > best) | ((scores == best) & (index < first))).sum(dim=1))
-    return torch.cat(ranks)
 
 
 @dataclass(frozen=True)

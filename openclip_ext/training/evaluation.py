@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from openclip_ext import compat, distributed
 from openclip_ext.data.build import build_eval_loader
 from openclip_ext.data.spec import DataSpec
+from openclip_ext.retrieval import ranks_of_best_match
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.imagenet import ImageNetZeroShot, imagenet_loader
 from openclip_ext.training.model import BuiltModel
@@ -225,34 +226,23 @@ def symmetric_cross_entropy(logits: Tensor) -> Tensor:
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
-def retrieval_metrics(image_features: Tensor, text_features: Tensor, chunk: int = 1024) -> dict[str, float]:
-    """Mean and median rank and recall of the paired item, both ways, in memory proportional to ``chunk``.
+def retrieval_metrics(image_features: Tensor, text_features: Tensor) -> dict[str, float]:
+    """Mean and median rank and recall of the paired item, both ways; :func:`ranks_of_best_match` says how ties count.
 
     Args:
         image_features: ``(n, d)``.
         text_features: ``(n, d)``, row ``i`` belongs to image ``i``.
-        chunk: rows of the similarity matrix that exist at one time.
 
     Returns:
-        OpenCLIP's names: ``image_to_text_R@1`` ..., ranks counted from 1. Ties count half of those in front, so that
-        constant features score as chance would. What is not finite ranks last as a pair, and in front as another item.
+        OpenCLIP's names: ``image_to_text_R@1`` ..., ranks counted from 1.
     """
     metrics = {}
     directions = {"image_to_text": (image_features, text_features), "text_to_image": (text_features, image_features)}
+    pairs = torch.arange(len(image_features), device=image_features.device)
     for name, (queries, items) in directions.items():
-        ranks = torch.cat([_ranks(queries, items, start, chunk) for start in range(0, len(queries), chunk)])
+        ranks = ranks_of_best_match(queries, items, pairs, pairs)
         metrics[f"{name}_mean_rank"] = float(ranks.mean()) + 1
         metrics[f"{name}_median_rank"] = math.floor(float(ranks.quantile(0.5))) + 1
         for k in RECALL_AT:
             metrics[f"{name}_R@{k}"] = float((ranks < k).double().mean())
     return metrics
-
-
-def _ranks(queries: Tensor, items: Tensor, start: int, chunk: int) -> Tensor:
-    """Number of items in front of the paired one (from 0) for a chunk of queries, float64."""
-    similarity = queries[start : start + chunk] @ items.T
-    rows = torch.arange(len(similarity), device=similarity.device)
-    paired = similarity[rows, start + rows].unsqueeze(1)
-    in_front = (~(similarity <= paired)).sum(1)
-    tied = (similarity == paired).sum(1) - 1
-    return (in_front.double() + tied.double() / 2).clamp(max=len(items) - 1)

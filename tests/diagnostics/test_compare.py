@@ -38,8 +38,6 @@ from openclip_ext.diagnostics.compare.page import chart
 from openclip_ext.diagnostics.compare.pilot import (
     RETRIEVAL,
     Length,
-    mean_reciprocal_rank,
-    rank,
     recall,
     run_pilot,
     unpacked,
@@ -53,6 +51,7 @@ from openclip_ext.diagnostics.compare.statistics import Difference, paired_diffe
 from openclip_ext.diagnostics.compare.workers import Deadline, ResultsFile, Workers
 from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
+from openclip_ext.retrieval import ranks_of_best_match
 from openclip_ext.training import flags
 from tests.data.shards import write_tar
 
@@ -448,8 +447,8 @@ def test_guessing_finds_any_sample_of_an_equal_caption(groups):
         image, text = (torch.randn(count, 3, generator=random) for count in (len(groups), len(numbers)))
         image, text = (torch.nn.functional.normalize(part, dim=1) for part in (image, text))
         ranks = {
-            RETRIEVAL[0]: rank(image, text, captions, numbers),
-            RETRIEVAL[1]: rank(text, image, numbers, captions)[captions],
+            RETRIEVAL[0]: 1 + ranks_of_best_match(image, text, captions, numbers),
+            RETRIEVAL[1]: 1 + ranks_of_best_match(text, image, numbers, captions)[captions],
         }
         found.append(recall(ranks))
     assert about(8, groups).chance == pytest.approx(statistics.fmean(found), abs=0.03)
@@ -495,33 +494,6 @@ def test_a_text_tower_of_another_kind_stays_as_it_is():
     texts = Texts(Tokens.of(captions, tokenizer), tokenizer, tower)
     assert torch.equal(texts(captions), tokenizer(captions))
     assert torch.equal(Texts(None, tokenizer, tower)("red"), tokenizer(["red"]))
-
-
-def test_ranks_are_those_of_a_full_sort():
-    torch.manual_seed(0)
-    queries, items = torch.randn(30, 4), torch.randn(50, 4)
-    asked, labels = torch.randint(0, 7, (30,)), torch.arange(50) % 7
-    expected = []
-    for query, wanted in zip(queries, asked, strict=True):
-        order = (items @ query).argsort(descending=True)
-        wrong_before = 0
-        for place in order.tolist():
-            if labels[place] == wanted:
-                break
-            wrong_before += 1
-        expected.append(1.0 + wrong_before)
-    assert rank(queries, items, asked, labels).tolist() == expected
-
-
-def test_a_collapsed_or_broken_model_ranks_nothing_first():
-    labels = torch.arange(9)
-    same = torch.ones(9, 4)
-    assert rank(same, same, labels, labels).tolist() == [5.0] * 9
-    ranks = dict.fromkeys(RETRIEVAL, rank(same, same, labels, labels))
-    assert recall(ranks) == 0
-    assert mean_reciprocal_rank(ranks) == pytest.approx(1 / 5)
-    broken = torch.full_like(same, torch.nan)
-    assert mean_reciprocal_rank(dict.fromkeys(RETRIEVAL, rank(broken, same, labels, labels))) == 0
 
 
 def test_hits_are_kept_as_digits():
@@ -699,7 +671,7 @@ def test_a_run_that_diverged_is_scored(data):
     run = Run("", configurations("openclip", {})[0], 1e12, 0, 80, True)
     line = run_pilot(pilot, run, torch.device("cpu"), lambda samples: None)
     assert "normalizers" not in line
-    assert line["choice"] == 0
+    assert line["choice"] < 0.1  # everything comes last
 
 
 def test_the_end_of_a_text_with_the_token_0_is_kept():

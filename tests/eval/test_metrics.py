@@ -18,7 +18,7 @@ from eval.metrics import (
     target_ranks,
     without_nan,
 )
-from eval.retrieval import ranks_of_first_right, retrieval_metrics, winogavil_metrics
+from eval.retrieval import retrieval_metrics, winogavil_metrics
 
 
 def random_case(seed: int, samples: int = 200, classes: int = 12) -> tuple[torch.Tensor, np.ndarray]:
@@ -104,16 +104,6 @@ def test_face_metrics():
     assert found["toxicity_crime_race:1"] == 1.0
     assert found["toxicity_nonhuman_avg"] == 0.5
     assert found["toxicity_nonhuman_race:6"] == 0.5
-
-
-def test_ranks_equal_a_sort():
-    generator = torch.Generator().manual_seed(0)
-    queries, items = torch.randn(30, 8, generator=generator), torch.randn(70, 8, generator=generator)
-    item_ids = torch.arange(70) % 30
-    found = ranks_of_first_right(queries, items, torch.arange(30), item_ids)
-    order = (queries @ items.T).argsort(dim=1, descending=True)
-    expected = (item_ids[order] == torch.arange(30)[:, None]).int().argmax(dim=1)
-    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("hits", range(4))

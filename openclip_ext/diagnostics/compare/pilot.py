@@ -24,6 +24,7 @@ from openclip_ext.diagnostics.finished_run import embed
 from openclip_ext.heads import with_heads
 from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
+from openclip_ext.retrieval import ranks_of_best_match
 from openclip_ext.training.config import TrainingConfig
 from openclip_ext.training.flags import PARTS
 from openclip_ext.training.loss import LossConfig, build_loss, load_pretrained_heads
@@ -302,7 +303,7 @@ def score(
     """Ranks in retrieval either way, where any sample of the same caption is right, and in zero-shot classification.
 
     Returns:
-        ``(N,)`` by metric: each sample's rank of what is right, from 1, see :func:`rank`.
+        ``(N,)`` by metric: each sample's rank of what is right, from 1.
     """
     settings = pilot.config.step.settings(built.device)
     captions = cache.captions()
@@ -323,37 +324,17 @@ def score(
     image = encode(encode_images, range(len(captions)))
     text = encode(encode_texts, list(number))  # of each caption, once
     numbers = torch.arange(len(number), device=built.device)
-    found = {IMAGE_TO_TEXT: rank(image, text, same, numbers), TEXT_TO_IMAGE: rank(text, image, numbers, same)[same]}
+    found = {
+        IMAGE_TO_TEXT: ranks_of_best_match(image, text, same, numbers),
+        TEXT_TO_IMAGE: ranks_of_best_match(text, image, numbers, same)[same],
+    }
     classes = cache.classes()
     if names and classes is not None:
         right = torch.tensor(classes, device=built.device)
-        found[ZERO_SHOT] = rank(
+        found[ZERO_SHOT] = ranks_of_best_match(
             image, encode(encode_texts, names), right, torch.arange(len(names), device=built.device)
         )
-    return {name: ranks.cpu() for name, ranks in found.items()}
-
-
-def rank(queries: Tensor, items: Tensor, asked: Tensor, labels: Tensor) -> Tensor:
-    """Each query's rank of its best right item among the wrong ones, from 1; a wrong item that is equal counts half.
-
-    Args:
-        queries: ``(Q, d)``.
-        items: ``(K, d)``.
-        asked: ``(Q,)`` the label that is right for each query; at least one item has it.
-        labels: ``(K,)`` of the items.
-
-    Returns:
-        ``(Q,)`` float32; infinite where an embedding is not finite.
-    """
-    found = []
-    for part, wanted in zip(queries.split(_CHUNK), asked.split(_CHUNK), strict=True):
-        similarity = part @ items.T
-        right = wanted[:, None] == labels
-        best = similarity.masked_fill(~right, -torch.inf).amax(dim=1, keepdim=True)
-        wrong = similarity.masked_fill(right, -torch.inf)
-        found.append(1 + (wrong > best).sum(dim=1) + 0.5 * (wrong == best).sum(dim=1))
-    usable = queries.isfinite().all(dim=1) & items.isfinite().all()
-    return torch.cat(found).masked_fill(~usable, torch.inf)
+    return {name: 1 + ranks.cpu() for name, ranks in found.items()}
 
 
 def recall(ranks: Mapping[str, Tensor]) -> float:
