@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from openclip_ext.text_tower import cut_positions, find_causal_tower
+
 from .models import ImageTextModel
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ class TextEncoder:
 
     def __init__(self, model: ImageTextModel):
         self._model = _EncodeText(model)
-        self._tower = _causal_tower(model)
+        self._tower = find_causal_tower(model)
         self._checked = False
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -67,10 +69,7 @@ class TextEncoder:
 
     def _cut(self, tower: _Tower, tokens: Tensor, length: int) -> Tensor:
         prefix, module = tower
-        replaced = {
-            f"model.{prefix}positional_embedding": _tensor(module, "positional_embedding")[:length],
-            f"model.{prefix}attn_mask": _tensor(module, "attn_mask")[:length, :length],
-        }
+        replaced = {f"model.{prefix}{name}": value for name, value in cut_positions(module, length).items()}
         return functional_call(self._model, replaced, (tokens[:, :length],))
 
     def _agrees(self, tower: _Tower, tokens: Tensor, length: int) -> bool:
@@ -92,25 +91,3 @@ class _EncodeText(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.model.encode_text(tokens)
-
-
-def _causal_tower(model: ImageTextModel) -> _Tower | None:
-    """Prefix and module of the model's text tower if it is causal and pools at the end-of-text token."""
-    for name, module in model.named_modules():
-        pooling = getattr(module, "text_pool_type", getattr(module, "pool_type", None))
-        mask, positions = getattr(module, "attn_mask", None), getattr(module, "positional_embedding", None)
-        if pooling != "argmax" or not isinstance(mask, Tensor) or not isinstance(positions, Tensor):
-            continue
-        if getattr(module, "cls_emb", None) is not None:  # CoCa: a class token behind the padding
-            continue
-        causal = torch.full(mask.shape, -torch.inf, device=mask.device).triu(1)
-        if mask.shape == (len(positions), len(positions)) and torch.equal(mask.float(), causal):
-            return f"{name}." if name else "", module
-    return None
-
-
-def _tensor(module: nn.Module, name: str) -> Tensor:
-    """A parameter or buffer; `_causal_tower` found it there."""
-    value = getattr(module, name)
-    assert isinstance(value, Tensor)
-    return value

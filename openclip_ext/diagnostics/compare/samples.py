@@ -23,6 +23,7 @@ from openclip_ext.data.order import EpochSequence, RowSequence
 from openclip_ext.data.source import BadDataError, ImageDecoder, RawSample, Reader, Source
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.data.train_loader import TrainLoader, TrainLoaderConfig
+from openclip_ext.text_tower import find_causal_tower, shrink
 
 # Stored images are at most this many times as large as the model's: the training's random crops lose nothing visible.
 _LARGEST = 2
@@ -333,13 +334,10 @@ class Tokens:
 class Texts:
     """A tokenizer that looks texts up, and makes the model's text tower as small as they allow.
 
-    The tower stays the same function of these texts and learns the same, in less time: attention is causal, the features are
-    those of the text's end, and the new numbers are in the old order, by which OpenCLIP finds the end.
-
     Args:
         tokens: of all texts; None: any text may come, and tokenizer and model stay as they are.
         tokenizer: the model's.
-        model: changed in place, where its text tower is OpenCLIP's usual one.
+        model: changed in place, where its text tower is causal and trained as a whole, see :func:`shrink`.
     """
 
     def __init__(self, tokens: Tokens | None, tokenizer: Callable, model: nn.Module) -> None:
@@ -348,9 +346,10 @@ class Texts:
         if tokens is None:
             return
         rows = torch.from_numpy(tokens.numbers.astype(np.int64))
-        if _can_be_smaller(model):
+        tower = find_causal_tower(model)
+        if tower is not None and all(parameter.requires_grad for parameter in model.parameters()):
             rows = rows[:, : tokens.length].contiguous()
-            _shrink(model, torch.from_numpy(tokens.vocabulary), tokens.length)
+            shrink(tower[1], torch.from_numpy(tokens.vocabulary), tokens.length)
         else:
             rows = torch.from_numpy(tokens.vocabulary)[rows]
         self._known = dict(zip(tokens.texts, rows, strict=True))
@@ -359,18 +358,3 @@ class Texts:
         """``(N, L)``."""
         texts = [texts] if isinstance(texts, str) else list(texts)
         return torch.stack([self._known[text] for text in texts]) if self._known else self._tokenizer(texts)
-
-
-def _can_be_smaller(model: nn.Module) -> bool:
-    mask = getattr(model, "attn_mask", None)
-    causal = getattr(model, "text_pool_type", None) == "argmax" and isinstance(mask, Tensor) and mask.ndim == 2
-    return causal and all(parameter.requires_grad for parameter in model.parameters())
-
-
-def _shrink(model: Any, vocabulary: Tensor, length: int) -> None:
-    """Leave the tokens and positions that do not occur out of the model."""
-    weight = model.token_embedding.weight.detach()
-    with torch.no_grad():
-        model.token_embedding = nn.Embedding.from_pretrained(weight[vocabulary.to(weight.device)], freeze=False)
-        model.positional_embedding = nn.Parameter(model.positional_embedding[:length].clone())
-    model.attn_mask = model.attn_mask[:length, :length].contiguous()
