@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from openclip_ext.data.scan import available_cores
+from openclip_ext.machine import available_cores
 
 from .features import PRECISIONS, Encoder, resolve_precision
 from .models import MODEL_OPTIONS, LoadedModel, load_model

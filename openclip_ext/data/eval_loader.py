@@ -23,7 +23,7 @@ from openclip_ext.data.source import (
     decode_fields,
     decode_image,
 )
-from openclip_ext.data.workers import leave_process_group, start_workers, unchanged
+from openclip_ext.data.worker_signals import leave_process_group, start_workers
 
 # Index in the data set, or None where nobody counted; image; caption.
 Sample = tuple[int | None, DecodedImage, str]
@@ -148,7 +148,6 @@ class EvalLoader:
             _EvalDataset(samples, transform, tokenizer, batch_size),
             batch_size=None,
             num_workers=workers,
-            collate_fn=unchanged,
             worker_init_fn=leave_process_group,
             pin_memory=pin_memory,
             # A pass over the data takes nothing from the training process's generator.

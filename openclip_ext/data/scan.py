@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from openclip_ext.data import tar
 from openclip_ext.data.shardlist import open_regular, shard_name, sibling
+from openclip_ext.machine import available_cores
 
 DEFAULT_IMAGE_KEY = "jpg;png;jpeg;webp"
 DEFAULT_CAPTION_KEY = "txt"
@@ -289,11 +290,6 @@ def scan_local(
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(method)) as pool:
         return list(_with_bar(pool.map(scan, paths), len(paths), progress))
-
-
-def available_cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _with_bar(items: Iterable, total: int, progress: bool) -> Iterator:

@@ -32,7 +32,7 @@ from openclip_ext.data.source import (
     Source,
     decode_image,
 )
-from openclip_ext.data.workers import leave_process_group, start_workers, unchanged
+from openclip_ext.data.worker_signals import leave_process_group, start_workers
 
 Transform = Callable[[Any], Tensor]
 Tokenizer = Callable[[str], Tensor]
@@ -351,7 +351,6 @@ class TrainLoader:
             batch_size=None,
             sampler=self._requests,
             num_workers=config.workers,
-            collate_fn=unchanged,
             worker_init_fn=leave_process_group,
             pin_memory=config.pin_memory,
             persistent_workers=config.workers > 0,

@@ -156,7 +156,7 @@ def test_a_complete_set_is_left_alone_and_a_broken_one_is_completed(tmp_path):
     # What a kill leaves behind: a shard half written under another name, no sizes.json.
     (tmp_path / "00001.tar").unlink()
     (tmp_path / SIZES_FILE).unlink()
-    (tmp_path / "00001.tar.partial-x").write_bytes(b"half")
+    (tmp_path / ".00001.tar.x.partial").write_bytes(b"half")
     assert write_shards(tmp_path, config, workers=1, progress=False)
     assert contents(tmp_path) == whole
     assert sorted(os.listdir(tmp_path)) == ["00000.tar", "00001.tar", "00002.tar", RECIPE_FILE, SIZES_FILE]

@@ -5,17 +5,17 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from openclip_ext.data import scan, tar
 from openclip_ext.data.scan import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY, ShardScan
 from openclip_ext.data.shardlist import expand_shards, is_local, refuse_repeated, shard_name
+from openclip_ext.files import write_atomically
 
 FORMAT = "openclip_ext.manifest"
 # Programs that know version 1 only would train on what is left out.
@@ -236,7 +236,7 @@ class Manifest:
             # The hash in the name ties the two files together: a save killed half-way leaves the old pair whole.
             name = f"{path.stem}.{_blocks_hash(blocks)}.npy"
             if self._blocks_path != str(path.parent / name):
-                _write_atomically(path.parent / name, lambda file: np.save(file, blocks))
+                write_atomically(path.parent / name, lambda file: np.save(file, blocks))
             content["offsets"] = name
             self._blocks_path = str(path.parent / name)
         if len(self.left_out):
@@ -244,7 +244,7 @@ class Manifest:
         content["shards"] = [shard.to_dict(str(path.parent)) for shard in self.shards]
         content["checksum"] = _checksum(content)
         text = json.dumps(content, indent=1) + "\n"
-        _write_atomically(path, lambda file: file.write(text.encode()))
+        write_atomically(path, lambda file: file.write(text.encode()))
         for old in path.parent.glob(f"{path.stem}.{'[0-9a-f]' * 12}.npy"):
             if old.name != content.get("offsets"):
                 old.unlink(missing_ok=True)
@@ -496,19 +496,6 @@ def _checksum(content: dict[str, Any]) -> str:
     """Hash of all of a manifest's JSON but the checksum itself."""
     rest = {name: value for name, value in content.items() if name != "checksum"}
     return hashlib.blake2b(json.dumps(rest, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def _write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
 
 
 def _read_url(url: str) -> bytes:

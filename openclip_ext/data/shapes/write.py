@@ -3,12 +3,9 @@
 import io
 import json
 import multiprocessing
-import os
 import tarfile
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +13,10 @@ from typing import Any
 from PIL import Image
 from tqdm import tqdm
 
-from openclip_ext.data.scan import available_cores
 from openclip_ext.data.shapes.render import render
 from openclip_ext.data.shapes.scene import caption_generator, pixel_generator, sample_caption, sample_scene
+from openclip_ext.files import write_atomically
+from openclip_ext.machine import available_cores
 
 # Counts up when a sample of the same (seed, split, index) would look or read differently.
 GENERATOR_VERSION = 1
@@ -26,7 +24,6 @@ GENERATOR_VERSION = 1
 RECIPE_FILE = "shapes.json"
 # OpenCLIP's file of samples per shard; written after the last shard, so that it marks a complete set.
 SIZES_FILE = "sizes.json"
-_PARTIAL = ".partial-"
 
 
 @dataclass(frozen=True)
@@ -118,14 +115,14 @@ def write_shards(output: str | Path, config: ShapesConfig, workers: int | None =
     missing = [(folder / name, span) for name, span in zip(names, ranges, strict=True) if not (folder / name).exists()]
     if not missing and (folder / SIZES_FILE).exists():
         return False
-    for leftover in folder.glob(f"*{_PARTIAL}*"):
+    for leftover in folder.glob(".*.partial"):
         leftover.unlink()
     done = config.num_samples - sum(len(span) for _, span in missing)
     with tqdm(total=config.num_samples, initial=done, unit="img", desc=str(folder), disable=not progress) as bar:
         for count in _write_all(missing, config, workers or available_cores()):
             bar.update(count)
     sizes = {name: len(span) for name, span in zip(names, ranges, strict=True)}
-    _write_atomically(folder / SIZES_FILE, json.dumps(sizes, indent=1).encode())
+    _write_json(folder / SIZES_FILE, sizes)
     return True
 
 
@@ -140,7 +137,7 @@ def _claim(folder: Path, config: ShapesConfig) -> None:
     elif any(folder.glob("*.tar")):
         raise ValueError(f"{folder} holds shards, but no {RECIPE_FILE}: not a demo set; choose another folder")
     else:
-        _write_atomically(recipe, json.dumps(wanted, indent=1).encode())
+        _write_json(recipe, wanted)
 
 
 def _write_all(shards: list[tuple[Path, range]], config: ShapesConfig, workers: int) -> Iterator[int]:
@@ -170,18 +167,9 @@ def _write_shard(path: Path, span: range, seed: int, split: str) -> int:
                 member = tarfile.TarInfo(f"{sample.key}.{extension}")  # owner and time are zero: equal bytes every time
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
-    _write_atomically(path, buffer.getvalue())
+    write_atomically(path, lambda file: file.write(buffer.getvalue()))
     return len(span)
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
-    descriptor, partial = tempfile.mkstemp(prefix=f"{path.name}{_PARTIAL}", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.chmod(partial, 0o644)  # mkstemp lets only the owner read
-        os.replace(partial, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(partial)
-        raise
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    write_atomically(path, lambda file: file.write(json.dumps(content, indent=1).encode()))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from openclip_ext.data.scan import available_cores
+from openclip_ext.machine import available_cores
 
 _POLL_SECONDS = 0.3
 # What a process runs: ``task(device, seen)``, where ``seen`` takes the samples of each step.

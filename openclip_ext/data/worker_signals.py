@@ -1,4 +1,4 @@
-"""Shared by the workers of all DataLoaders here."""
+"""Signals to the process group do not end the workers of a DataLoader."""
 
 import contextlib
 import os
@@ -47,8 +47,3 @@ def leave_process_group(worker: int) -> None:
         while pending := signal.sigpending() & _TO_THE_GROUP:
             signal.sigwait(pending)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_THE_GROUP)
-
-
-def unchanged(batch: Any) -> Any:
-    """Return the batch as it is (``collate_fn``): the datasets make whole batches."""
-    return batch
