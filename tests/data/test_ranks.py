@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from openclip_ext.data.workers import leave_process_group
+from openclip_ext.data.worker_signals import leave_process_group
 
 from openclip_ext.data import manifest as manifest_module
 from openclip_ext.data import train_loader
