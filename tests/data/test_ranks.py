@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from openclip_ext.data.worker_signals import leave_process_group
 
 from openclip_ext.data import manifest as manifest_module
 from openclip_ext.data import train_loader
 from openclip_ext.data.manifest import ManifestError, find_or_create_manifest
 from openclip_ext.data.source import BadDataError
+from openclip_ext.data.worker_signals import leave_process_group
 from tests.data.loading import build, indices
 from tests.data.shards import undecodable, write_shards
 from tests.distributed.pool import two_ranks
