@@ -10,15 +10,35 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="openclip_ext.training.recipes", description=__doc__)
     parser.add_argument("dataset", nargs="?", help=f"one of: {', '.join(recipes.names())}")
     parser.add_argument("loss", nargs="?", help="a loss with published settings on it")
+    parser.add_argument(
+        "--share-batch",
+        nargs=argparse.REMAINDER,
+        help="a number of GPUs, then the flags of a training: print the --batch-size that makes its recipe's global batch",
+    )
     arguments = parser.parse_args(argv)
     try:
-        if arguments.loss is not None:
+        if arguments.share_batch is not None:
+            print(batch_flag(int(arguments.share_batch[0]), arguments.share_batch[1:]))
+        elif arguments.loss is not None:
             print(recipes.get(arguments.dataset, arguments.loss))
-            return
-        for name in recipes.names() if arguments.dataset is None else [arguments.dataset]:
-            print(f"{name}: {', '.join(recipes.losses(name))}")
+        else:
+            for name in recipes.names() if arguments.dataset is None else [arguments.dataset]:
+                print(f"{name}: {', '.join(recipes.losses(name))}")
     except ValueError as error:
         parser.error(str(error))
+
+
+def batch_flag(gpus: int, training_flags: list[str]) -> str:
+    """Return ``--batch-size=N`` for the recipe that a training's flags name, or "" if they name none."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipe")
+    parser.add_argument("--loss")
+    parser.add_argument("--siglip", action="store_true")
+    given, _ = parser.parse_known_args(training_flags)
+    if given.recipe is None:
+        return ""
+    loss = given.loss or ("siglip" if given.siglip else "openclip")
+    return f"--batch-size={recipes.get(given.recipe, loss).batch_size(gpus)}"
 
 
 if __name__ == "__main__":
