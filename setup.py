@@ -1,19 +1,20 @@
-"""The README for a package index, where a relative link leads nowhere: REPOSITORY_URL completes it when a release is built.
+"""What pyproject.toml cannot say: the packages, and the README for a package index.
 
-All else is in pyproject.toml.
+A relative link of the README leads nowhere there: REPOSITORY_URL completes it when a release is built. The folder eval is
+installed as openclip_ext.eval: nobody wants a package named eval among the installed ones.
 """
 
 import os
 import re
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 _LINK = re.compile(r"(!?\[[^\]]*\]\()(?!\w+:|#)([^)\s]+)\)")
 
 
 def readme(repository: str) -> str:
-    """README.md, with links into the repository at an address, or as it is without one."""
+    """Return README.md, with links into the repository at an address, or as it is without one."""
     text = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
     if not repository:
         return text
@@ -25,6 +26,11 @@ def readme(repository: str) -> str:
 
 _repository = os.environ.get("REPOSITORY_URL", "").rstrip("/")
 setup(
+    packages=[
+        *find_packages(include=["openclip_ext*"], exclude=["openclip_ext.eval"]),
+        *(f"openclip_ext.{name}" for name in find_packages(include=["eval*"])),
+    ],
+    package_dir={"openclip_ext.eval": "eval"},
     long_description=readme(_repository),
     long_description_content_type="text/markdown",
     project_urls={"Source": _repository} if _repository else {},

@@ -1,4 +1,4 @@
-"""What `pip install` of the built package gives: every command works, far from the clone."""
+"""The built package: every command works, far from the clone; and the evaluation has one identity, built or not."""
 
 import os
 import shutil
@@ -28,36 +28,76 @@ def sh(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Built from a copy, since a build leaves files in the source."""
-    source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def clone(tmp_path_factory):
+    """A copy of the sources, since a build leaves files there."""
+    source = tmp_path_factory.mktemp("source")
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, source / name)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(clone, tmp_path_factory):
+    output = tmp_path_factory.mktemp("wheel")
     options = ("--no-deps", "--no-build-isolation", "--no-index", "-w", output)
-    sh(sys.executable, "-m", "pip", "wheel", source, *options, cwd=output, REPOSITORY_URL=ADDRESS)
+    sh(sys.executable, "-m", "pip", "wheel", clone, *options, cwd=output, REPOSITORY_URL=ADDRESS)
     (path,) = output.glob("*.whl")
     return path
 
 
-@pytest.fixture(scope="module")
-def program(wheel, tmp_path_factory):
-    """``openclip-ext`` in an environment of its own, which sees the packages of this one."""
-    environment = tmp_path_factory.mktemp("environment")
-    sh(sys.executable, "-m", "venv", "--without-pip", environment, cwd=environment)
-    python = environment / "bin" / "python"
-    (packages,) = (environment / "lib").glob("python*/site-packages")
+def environment_with(package: Path, folder: Path, *options: str) -> Path:
+    """Install a package into an environment of its own, which sees the packages of this one, and return its ``bin``."""
+    sh(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
+    (packages,) = (folder / "lib").glob("python*/site-packages")
     # A path in a .pth file does not run the .pth files there: the clone, installed in place, stays unknown.
     own = sorted({sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("site-packages"))})
     (packages / "others.pth").write_text("\n".join(own))
-    options = ("install", "--no-deps", "--no-index", wheel)
-    sh(sys.executable, "-m", "pip", "--python", python, *options, cwd=environment)
-    found = sh(python, "-c", "import openclip_ext.eval.suite as s; print(s.__file__)", cwd=environment)
-    assert found.startswith(str(packages))
-    return environment / "bin" / "openclip-ext"
+    pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install")
+    sh(*pip, "--no-deps", "--no-index", "--no-build-isolation", *options, package, cwd=folder)
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def program(wheel, tmp_path_factory):
+    """``openclip-ext`` in an environment with the wheel."""
+    environment = tmp_path_factory.mktemp("environment")
+    program = environment_with(wheel, environment) / "openclip-ext"
+    found = sh(
+        program.with_name("python"), "-c", "import openclip_ext.eval.suite as s; print(s.__file__)", cwd=environment
+    )
+    assert found.startswith(str(environment / "lib"))
+    return program
+
+
+ONE_IDENTITY = """
+import importlib, multiprocessing, sys
+first, second = (importlib.import_module(f"{package}.tasks") for package in sys.argv[1:])
+assert first is second and first.__spec__.name == first.__name__ == "openclip_ext.eval.tasks", first
+assert importlib.import_module(sys.argv[1]) is importlib.import_module(sys.argv[2])
+with multiprocessing.get_context("spawn").Pool(1) as pool:  # pickled there and back
+    (task,) = pool.apply(first.select_tasks, (["cifar10"],))
+assert task == second.TASKS["cifar10"]
+"""
+NAMES = ("eval", "openclip_ext.eval")
+
+
+def test_a_clone_has_the_evaluation_under_two_names_and_once(clone):
+    assert not any(path.is_symlink() for path in clone.rglob("*"))
+    for names in (NAMES, NAMES[::-1]):
+        sh(sys.executable, "-c", ONE_IDENTITY, *names, cwd=clone)
+        assert sh(sys.executable, "-W", "error", "-m", f"{names[0]}.tasks", cwd=clone) == ""
+    assert "usage: " in sh(sys.executable, "-m", "eval.datacomp", "--help", cwd=clone)
+
+
+def test_a_clone_installed_in_place_has_it_once(clone, tmp_path):
+    python = environment_with(clone, tmp_path, "--editable") / "python"
+    sh(python, "-c", ONE_IDENTITY, *NAMES, cwd=clone)
+    sh(python, "-c", ONE_IDENTITY, "openclip_ext.eval", "openclip_ext.eval", cwd=tmp_path)
+    shown = sh(python, "-c", "import importlib.util as u; print(u.find_spec('eval'))", cwd=tmp_path)
+    assert shown == "None\n", "nobody wants a package of this name everywhere"
 
 
 def test_it_adds_one_name_to_the_installed_packages(wheel):
