@@ -1,4 +1,4 @@
-"""In a clone: find the modules of this package in the top-level folder ``eval``. A wheel has that folder in this one's place."""
+"""In a clone: find this package's modules in the top-level folder ``eval``. A wheel has that folder in place of this one."""
 
 from pathlib import Path
 
