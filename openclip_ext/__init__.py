@@ -1,30 +1,32 @@
 """openclip_ext: global contrastive losses, index-aware data and exact resuming for OpenCLIP.
 
-The public names are loaded on first use, so that ``import openclip_ext`` itself costs nothing.
+The public names are loaded on first use, so that ``import openclip_ext`` itself costs nothing. Their types are in
+``__init__.pyi``.
 """
 
-from typing import TYPE_CHECKING, Any
+import importlib
+from typing import Any
 
 from openclip_ext.version import __version__
 
-if TYPE_CHECKING:
-    from openclip_ext.integrations.openclip_script import register
-    from openclip_ext.losses.registry import create_loss, list_losses
-
-__all__ = ["__version__", "create_loss", "list_losses", "register"]
-
 _HOMES = {
+    "ContrastiveLoss": "openclip_ext.contrastive.loss",
+    "ModelLoss": "openclip_ext.integrations.model_loss",
+    "OptionError": "openclip_ext.losses.options",
     "create_loss": "openclip_ext.losses.registry",
     "list_losses": "openclip_ext.losses.registry",
+    "measure": "openclip_ext.diagnostics.estimation_error",
     "register": "openclip_ext.integrations.openclip_script",
+    "register_method": "openclip_ext.losses.registry",
+    "with_index": "openclip_ext.data",
 }
+
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'openclip_ext' has no attribute {name!r}")
-    import importlib
-
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

@@ -87,8 +87,7 @@ def _extended_create_loss(original: Callable) -> Callable:
             return original(argparse.Namespace(**{**vars(args), "siglip": name == "siglip"}))
         if getattr(args, "distill", False):
             raise ValueError(f"--loss {name} does not distill; leave out --distill-model, or use --loss openclip")
-        parts = {part: options.get(part) for part in flags.PARTS}
-        if "num_samples" in registry.requirements_of(name, **parts):
+        if registry.check_options(name, **options).needs_index:
             raise ValueError(
                 f"--loss {name} needs every sample's index, which OpenCLIP's loop does not pass. "
                 "Train it with: python -m openclip_ext.training.main"

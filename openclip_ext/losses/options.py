@@ -5,8 +5,39 @@ the options. A part uses the options that are keyword-only arguments of its cons
 """
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
+
+
+class OptionError(ValueError):
+    """An option that a loss does not take, or not with this value.
+
+    The message writes options as Python does (``gamma=0.5``); :meth:`with_flags` writes them as a command line does.
+
+    Attributes:
+        option: name of the (first) option that is wrong.
+    """
+
+    def __init__(self, option: str, message: str) -> None:
+        super().__init__(message)
+        self.option = option
+
+    def with_flags(self) -> str:
+        """Return the message for a command line: with ``--gamma 0.5`` for ``gamma=0.5``."""
+        return _ASSIGNMENT.sub(_as_flag, str(self))
+
+
+_ASSIGNMENT = re.compile(r"\b([a-z]\w*)=([^\s:,;)]*)")
+
+
+def _as_flag(assignment: re.Match[str]) -> str:
+    flag, value = flag_of(assignment[1]), assignment[2]
+    if value.startswith("'"):
+        value = value.strip("'")
+    if value in ("True", "False"):
+        return flag if value == "True" else flag.replace("--", "--no-", 1)
+    return f"{flag} {value}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -48,31 +79,31 @@ class Option:
         """Return ``value`` as the option's type.
 
         Raises:
-            ValueError: it is not a value of this option; the message says what was found and what is accepted.
+            OptionError: it is not a value of this option; the message says what was found and what is accepted.
         """
         if value is None:
             if self.nullable:
                 return None
-            raise ValueError(f"{self.name}=None: expected {self.accepted()}")
+            raise OptionError(self.name, f"{self.name}=None: expected {self.accepted()}")
         converted = self._convert(value)
         if self.choices is not None and converted not in self.choices:
-            raise ValueError(f"{self.name}={value!r}: expected one of {', '.join(self.choices)}")
+            raise OptionError(self.name, f"{self.name}={value!r}: expected one of {', '.join(self.choices)}")
         if self._out_of_range(converted):
-            raise ValueError(f"{self.name}={value!r}: expected {self.accepted()}")
+            raise OptionError(self.name, f"{self.name}={value!r}: expected {self.accepted()}")
         return converted
 
     def parse(self, text: str) -> Any:
         """Convert a command line's text; ``none`` is None for a nullable option.
 
         Raises:
-            ValueError: as :meth:`check`.
+            OptionError: as :meth:`check`.
         """
         if self.nullable and text.lower() == "none":
             return None
         return self.check(text)
 
     def _convert(self, value: Any) -> Any:
-        wrong = ValueError(f"{self.name}={value!r}: expected {self.accepted()}")
+        wrong = OptionError(self.name, f"{self.name}={value!r}: expected {self.accepted()}")
         if isinstance(value, bool) is not (self.type is bool):
             raise wrong
         if self.type is int and isinstance(value, float) and not value.is_integer():

@@ -3,8 +3,11 @@
 import difflib
 import importlib
 import inspect
+import os
 import pkgutil
-from collections.abc import Iterator
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +20,7 @@ from openclip_ext.contrastive.objectives import Contrastive, Objective, incompat
 from openclip_ext.contrastive.solved_temperature import SolvedTemperature
 from openclip_ext.contrastive.temperature import ConstantTemperature, GlobalTemperature, UnregularizedTemperature
 from openclip_ext.losses.method import Method, NormalizerPart, TemperaturePart
-from openclip_ext.losses.options import HARD_SHARE, SHARED_OPTIONS, Option, rho_of
+from openclip_ext.losses.options import HARD_SHARE, PLACEMENT_OPTIONS, SHARED_OPTIONS, Option, OptionError, rho_of
 
 # The parts that come with the machinery.
 _SHARED_PARTS = (
@@ -31,6 +34,18 @@ _SHARED_PARTS = (
 )
 
 
+_REQUIREMENTS = {
+    "embed_dim": "the width of the model's embeddings",
+    "num_samples": "the number of training samples, the size of the index space (the manifest's)",
+}
+# Width and data set of a loss that is built only to see whether its options are right.
+_SMALL = 8
+
+# All losses, and the options of all of them, by name. :func:`register_method` adds to both.
+METHODS: dict[str, Method] = {}
+OPTIONS: dict[str, Option] = {}
+
+
 def _discover_methods() -> Iterator[Method]:
     """The ``METHOD``, or ``METHODS``, of each file in this folder."""
     for module in pkgutil.iter_modules(losses.__path__):
@@ -40,45 +55,102 @@ def _discover_methods() -> Iterator[Method]:
             yield contents["METHOD"]
 
 
-METHODS: dict[str, Method] = {
-    method.name: method for method in sorted(_discover_methods(), key=lambda method: method.name)
-}
-_PARTS = [*_SHARED_PARTS, *(part for method in METHODS.values() for part in method.parts)]
-_NORMALIZERS = [part for part in _PARTS if isinstance(part, NormalizerPart)]
-_TEMPERATURES = [part for part in _PARTS if isinstance(part, TemperaturePart)]
-NORMALIZER_NAMES = tuple(dict.fromkeys(part.name for part in _NORMALIZERS))
-TEMPERATURE_SCHEME_NAMES = tuple(dict.fromkeys(part.name for part in _TEMPERATURES))
-_COMPOSITION_OPTIONS = (
-    Option(
-        "normalizer",
-        str,
-        None,
-        "estimator of the log-normalizers (default: the loss's own)",
-        choices=NORMALIZER_NAMES,
-        nullable=True,
-    ),
-    Option(
-        "temperature_scheme",
-        str,
-        None,
-        "where the temperature comes from (default: the loss's own)",
-        choices=TEMPERATURE_SCHEME_NAMES,
-        nullable=True,
-    ),
-)
-OPTIONS: dict[str, Option] = {
-    option.name: option
-    for options in (_COMPOSITION_OPTIONS, SHARED_OPTIONS, *(method.options for method in METHODS.values()))
-    for option in options
-}
-_REQUIREMENTS = {
-    "embed_dim": "the width of the model's embeddings",
-    "num_samples": "the number of training samples, the size of the index space (the manifest's)",
-}
+def normalizers() -> list[NormalizerPart]:
+    """Return the normalizers that losses can be composed of."""
+    return [part for part in _parts() if isinstance(part, NormalizerPart)]
+
+
+def temperature_schemes() -> list[TemperaturePart]:
+    """Return the temperature schemes that losses can be composed of."""
+    return [part for part in _parts() if isinstance(part, TemperaturePart)]
+
+
+def _parts() -> Iterator[NormalizerPart | TemperaturePart]:
+    yield from _SHARED_PARTS
+    for method in METHODS.values():
+        yield from method.parts
+
+
+def _collect_options() -> None:
+    part_options = [
+        Option(name, str, None, help_text, choices=tuple(dict.fromkeys(part.name for part in parts)), nullable=True)
+        for name, help_text, parts in (
+            ("normalizer", "estimator of the log-normalizers (default: the loss's own)", normalizers()),
+            ("temperature_scheme", "where the temperature comes from (default: the loss's own)", temperature_schemes()),
+        )
+    ]
+    of_methods = (option for method in METHODS.values() for option in method.options)
+    OPTIONS.update({option.name: option for option in (*part_options, *SHARED_OPTIONS, *of_methods)})
+
+
+METHODS.update({method.name: method for method in sorted(_discover_methods(), key=lambda method: method.name)})
+_collect_options()
+_BUILT_IN = frozenset(METHODS)
+
+
+def register_method(method: Method) -> None:
+    """Add a loss from outside of this package: its name, its parts and its options.
+
+    A name that was registered before gets the new method, so that a notebook's cell can run again.
+
+    Args:
+        method: see ``docs/add-your-own-loss.md``.
+
+    Raises:
+        ValueError: The name is one of this package's losses, or an option is already there with another meaning.
+    """
+    if method.name in _BUILT_IN:
+        raise ValueError(f"there is already a loss {method.name!r} in openclip_ext: give yours another name")
+    others = {name: other for name, other in METHODS.items() if name != method.name}
+    known = {option.name: option for other in others.values() for option in other.options}
+    known |= {option.name: option for option in (*SHARED_OPTIONS, HARD_SHARE)}
+    for option in method.options:
+        if known.get(option.name, option) != option:
+            raise ValueError(
+                f"option {option.name!r} of the loss {method.name!r} is already there, with another meaning"
+            )
+    METHODS[method.name] = method
+    _collect_options()
+
+
+def find_method(name: str) -> Method:
+    """Return the method of a loss.
+
+    Args:
+        name: one of :func:`list_losses`, or ``my.module:METHOD``, which is imported and registered.
+
+    Raises:
+        OptionError: There is no such loss, or no such module.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    if ":" in str(name):
+        return _import_method(name)
+    close = difflib.get_close_matches(str(name), METHODS, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise OptionError(
+        "loss", f"unknown loss {name!r}: expected one of {', '.join(METHODS)}, or my.module:METHOD.{hint}"
+    )
+
+
+def _import_method(name: str) -> Method:
+    module_name, _, attribute = name.partition(":")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        # An installed program does not look there by itself; python -m does.
+        sys.path.append(os.getcwd())
+    try:
+        method = getattr(importlib.import_module(module_name), attribute, None)
+    except ModuleNotFoundError as error:
+        raise OptionError("loss", f"loss {name!r}: {error}; looked in {', '.join(filter(None, sys.path))}") from error
+    if not isinstance(method, Method):
+        raise OptionError("loss", f"loss {name!r}: {attribute!r} of {module_name} is {method!r}, expected a Method")
+    if METHODS.get(method.name) is not method:
+        register_method(method)
+    return method
 
 
 def list_losses() -> list[str]:
-    """The names that :func:`create_loss` and ``--loss`` take."""
+    """Return the names that :func:`create_loss` and ``--loss`` take."""
     return list(METHODS)
 
 
@@ -88,7 +160,7 @@ def create_loss(
     """Create a loss.
 
     Args:
-        name: one of :func:`list_losses`.
+        name: one of :func:`list_losses`; or ``my.module:METHOD``, a loss of one's own.
         embed_dim: width of the embeddings; needed by losses with a network or prototypes, ignored by others.
         num_samples: size of the index space; needed by losses that keep state for each sample, ignored by others.
         options: see :data:`OPTIONS`; all have a default. ``hard_share`` is another way to say ``rho``: ``exp(−ρ)``.
@@ -97,65 +169,46 @@ def create_loss(
         A module whose call is ``loss(image_features, text_features, logit_scale, index=index, output_dict=True)``.
 
     Raises:
-        ValueError: an unknown loss, an option that no part of this loss uses, a value out of range, parts that make no loss
-            together, or a missing ``embed_dim`` or ``num_samples``.
+        OptionError: an unknown loss, an option that no part of this loss uses, a value out of range, or parts that make no
+            loss together; a ValueError.
+        ValueError: a missing ``embed_dim`` or ``num_samples``.
 
     Example:
         >>> loss = create_loss("neuclip", embed_dim=512, prototypes=1024)
         >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
         >>> sum(terms.values()).backward()
     """
-    options = _with_rho(options)
-    composition = _compose(name, options.get("normalizer"), options.get("temperature_scheme"), options.get("views"))
-    defaults = composition.defaults()
-    unused = sorted(set(options) - set(defaults))
-    if unused:
-        reasons = "".join(f". {composition.refused[option]}" for option in unused if option in composition.refused)
-        raise ValueError(
-            f"{', '.join(f'{option}=' for option in unused)}: not used by the loss {composition.title!r}, which takes "
-            f"{', '.join(sorted(defaults))}{reasons}"
-        )
-    values = defaults | {option: OPTIONS[option].check(value) for option, value in options.items()}
-    if "temperature" in options:
-        _check_temperature(values["temperature"], values)
-    if values.get("rho_end", 0) is None and values["rho_switch"] != defaults["rho_switch"]:
-        raise ValueError("rho_switch=: no effect without rho_end=, the value that rho switches to; give both, or none")
-    sizes = _check_sizes(composition, {"embed_dim": embed_dim, "num_samples": num_samples})
-    return composition.build(values, sizes)
+    composition, values = _checked_values(name, options)
+    return composition.build(values, _checked_sizes(composition, {"embed_dim": embed_dim, "num_samples": num_samples}))
 
 
-def options_used_by(
-    name: str, normalizer: str | None = None, temperature_scheme: str | None = None, views: int | None = None
-) -> dict[str, Any]:
-    """The options of a loss, with the defaults that they have there.
+def check_options(name: str, **options: Any) -> ContrastiveLoss:
+    """Check a loss's options before its sizes are known, and without allocating its tables.
 
-    Args:
-        name: one of :func:`list_losses`.
-        normalizer, temperature_scheme: parts other than the loss's own.
-        views: 2 for the loss of that name on two views of each image.
+    Returns:
+        The loss for embeddings of width 8 and a data set of 8 samples, which says what it needs (``needs_index``, ...).
 
     Raises:
-        ValueError: as :func:`create_loss`.
+        OptionError: as :func:`create_loss`.
     """
-    return _compose(name, normalizer, temperature_scheme, views).defaults()
+    composition, values = _checked_values(name, options)
+    placement = {option: OPTIONS[option].default for option in PLACEMENT_OPTIONS if option in values}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return composition.build(values | placement, dict.fromkeys(_REQUIREMENTS, _SMALL))
 
 
-def why_refused(
-    option: str,
-    name: str,
-    normalizer: str | None = None,
-    temperature_scheme: str | None = None,
-    views: int | None = None,
-) -> str:
-    """Why a loss does not take an option that it could be expected to take; empty: there is no more to say."""
-    return _compose(name, normalizer, temperature_scheme, views).refused.get(option, "")
+def options_used_by(name: str, **options: Any) -> dict[str, Any]:
+    """Return the options of a loss, with the defaults that they have there.
 
+    Args:
+        name: as for :func:`create_loss`.
+        options: those among them that decide what the loss is made of (``normalizer``, ``temperature_scheme``, ``views``).
 
-def requirements_of(
-    name: str, normalizer: str | None = None, temperature_scheme: str | None = None, views: int | None = None
-) -> set[str]:
-    """Which of ``embed_dim`` and ``num_samples`` a loss needs."""
-    return _compose(name, normalizer, temperature_scheme, views).keywords() & _REQUIREMENTS.keys()
+    Raises:
+        OptionError: as :func:`create_loss`.
+    """
+    return _compose(name, options).defaults()
 
 
 @dataclass(frozen=True)
@@ -188,37 +241,40 @@ class _Composition:
         values = {name: option.default for name, option in OPTIONS.items() if name in keywords}
         return self.part_names | values | self.option_defaults
 
-    def build(self, values: dict[str, Any], sizes: dict[str, int | None]) -> ContrastiveLoss:
+    def build(self, values: dict[str, Any], sizes: Mapping[str, int | None]) -> ContrastiveLoss:
         """Build the loss from values of all its options."""
-        arguments = values | sizes | self.fixed
+        try:
+            return self._build({**values, **sizes, **self.fixed})
+        except ValueError as error:
+            option = str(error).partition("=")[0]  # the parts' messages begin with it
+            raise (OptionError(option, str(error)) if option in values else error) from error
+
+    def _build(self, arguments: dict[str, Any]) -> ContrastiveLoss:
         built = [cls(**{name: arguments[name] for name in _keywords(cls) & arguments.keys()}) for cls in self.classes]
         if len(built) == 1:
             return built[0]
-        needed = self.keywords() & sizes.keys()
-        embed_dim, num_samples = (sizes[name] if name in needed else None for name in ("embed_dim", "num_samples"))
-        objective, normalizer, temperature = built
-        equal_captions = arguments["equal_captions"]
-        return GlobalContrastiveLoss(
-            objective, normalizer, temperature, embed_dim, num_samples, equal_captions=equal_captions
-        )
+        sizes = {name: arguments[name] if name in self.keywords() else None for name in _REQUIREMENTS}
+        return GlobalContrastiveLoss(*built, **sizes, equal_captions=arguments["equal_captions"])
 
 
-def _compose(name: str, normalizer: str | None, temperature_scheme: str | None, views: int | None) -> _Composition:
-    method = _find_method(name)
+def _compose(name: str, options: Mapping[str, Any]) -> _Composition:
+    """Find what a loss with these options is built from."""
+    method = find_method(name)
+    given = [part for part in ("normalizer", "temperature_scheme") if options.get(part)]
+    views = options.get("views")
     two_views = views is not None and OPTIONS["views"].check(views) == 2
     if two_views and method.two_views is None:
         others = ", ".join(other.name for other in METHODS.values() if other.two_views is not None)
-        raise ValueError(
-            f"{name} with views={views}: it compares images with texts; losses of two views of an image are {others}"
+        raise OptionError(
+            "views",
+            f"views={views}: {method.name} compares images with texts; losses of two views of an image are {others}",
         )
     whole = method.two_views if two_views else method.whole
-    asked_for_parts = bool(normalizer or temperature_scheme)
-    if whole is None or (asked_for_parts and method.normalizer and not two_views):
-        return _compose_parts(method, normalizer, temperature_scheme)
-    title = f"{name} with views={views}" if two_views else name
-    if asked_for_parts:
-        given = "normalizer" if normalizer else "temperature_scheme"
-        raise ValueError(f"{given}: not used by the loss {title!r}, which is not made of such parts")
+    if whole is None or (given and method.normalizer and not two_views):
+        return _compose_parts(method, options)
+    title = f"{method.name} with views={views}" if two_views else method.name
+    if given:
+        raise OptionError(given[0], f"{given[0]}=: not used by the loss {title!r}, which is not made of such parts")
     return _Composition(title, (whole.build,), whole.defaults, refused=whole.refused)
 
 
@@ -227,23 +283,16 @@ def _with_rho(options: dict[str, Any]) -> dict[str, Any]:
     if "hard_share" not in options:
         return options
     if "rho" in options:
-        raise ValueError("rho= and hard_share= say the same: give one of them")
+        raise OptionError("rho", "rho= and hard_share= say the same: give one of them")
     share = HARD_SHARE.check(options["hard_share"])
     return {name: value for name, value in options.items() if name != "hard_share"} | {"rho": rho_of(share)}
 
 
-def _find_method(name: str) -> Method:
-    if name in METHODS:
-        return METHODS[name]
-    close = difflib.get_close_matches(str(name), METHODS, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"unknown loss {name!r}: expected one of {', '.join(METHODS)}.{hint}")
-
-
-def _compose_parts(method: Method, normalizer: str | None, temperature_scheme: str | None) -> _Composition:
+def _compose_parts(method: Method, options: Mapping[str, Any]) -> _Composition:
     names = {
-        "normalizer": OPTIONS["normalizer"].check(normalizer) or method.normalizer,
-        "temperature_scheme": OPTIONS["temperature_scheme"].check(temperature_scheme) or method.temperature_scheme,
+        "normalizer": OPTIONS["normalizer"].check(options.get("normalizer")) or method.normalizer,
+        "temperature_scheme": OPTIONS["temperature_scheme"].check(options.get("temperature_scheme"))
+        or method.temperature_scheme,
     }
     own_normalizer = names["normalizer"] == method.normalizer
     own_temperature = names["temperature_scheme"] == method.temperature_scheme
@@ -271,17 +320,18 @@ def _compatible_parts(
     """The parts with these names that go with the method's objective.
 
     Raises:
-        ValueError: there are none, with the reason.
+        OptionError: there are none, with the reason.
     """
     reason = None
-    for normalizer_part in (part for part in _NORMALIZERS if part.name == normalizer):
+    for normalizer_part in (part for part in normalizers() if part.name == normalizer):
         objective = method.objective or normalizer_part.objective
-        for temperature_part in (part for part in _TEMPERATURES if part.name == temperature_scheme):
+        for temperature_part in (part for part in temperature_schemes() if part.name == temperature_scheme):
             reason = incompatibility(objective, normalizer_part.build, temperature_part.build)
             if reason is None:
                 return objective, normalizer_part, temperature_part
     others = [other.name for other in METHODS.values() if other.whole is None and other.objective is None]
-    raise ValueError(f"{title}: {reason}. Losses that take these parts: {', '.join(others)}")
+    option = "normalizer" if normalizer != method.normalizer else "temperature_scheme"
+    raise OptionError(option, f"{title}: {reason}. Losses that take these parts: {', '.join(others)}")
 
 
 def _keywords(build: type) -> set[str]:
@@ -295,26 +345,52 @@ def _keywords(build: type) -> set[str]:
     return names
 
 
-def _check_temperature(temperature: float | None, values: dict[str, Any]) -> None:
-    """Raise ValueError if a temperature that was given starts outside of its bounds, as a logit scale would."""
-    if temperature is None:
-        return
+def _checked_values(name: str, options: dict[str, Any]) -> tuple[_Composition, dict[str, Any]]:
+    """Return what a loss is built from, and the values of all its options; raise OptionError for the first wrong one."""
+    options = _with_rho(options)
+    composition = _compose(name, options)
+    defaults = composition.defaults()
+    unused = sorted(set(options) - set(defaults))
+    if unused:
+        reasons = "".join(f". {composition.refused[option]}" for option in unused if option in composition.refused)
+        takes = ", ".join(f"{option}=" for option in sorted(defaults))
+        raise OptionError(
+            unused[0],
+            f"{', '.join(f'{option}=' for option in unused)}: not used by the loss {composition.title!r}, which takes "
+            f"{takes}{reasons}",
+        )
+    values = defaults | {option: OPTIONS[option].check(value) for option, value in options.items()}
+    if options.get("temperature") is not None:
+        _check_temperature(values["temperature"], values)
+    if values.get("rho_end", 0) is None and values["rho_switch"] != defaults["rho_switch"]:
+        raise OptionError(
+            "rho_switch", "rho_switch=: no effect without rho_end=, the value that rho switches to; give both, or none"
+        )
+    return composition, values
+
+
+def _check_temperature(temperature: float, values: dict[str, Any]) -> None:
+    """Raise OptionError if a temperature that was given starts outside of its bounds, as a logit scale would."""
     smallest = values.get("temperature_min")
     largest = values.get("temperature_max", OPTIONS["temperature_max"].default)
     if temperature > largest:
-        logit_scale = f". For a logit scale of {temperature:g} give temperature={1 / temperature:.4g}"
-        raise ValueError(
-            f"temperature={temperature:g}: expected at most {largest:g}, as it divides the similarities"
-            f"{logit_scale if temperature > 1 else ''}"
+        cure = (
+            f". For a logit scale of {temperature:g} give temperature={1 / temperature:.4g}" if temperature > 1 else ""
+        )
+        raise OptionError(
+            "temperature",
+            f"temperature={temperature:g}: expected at most {largest:g}, as it divides the similarities{cure}",
         )
     if smallest is not None and temperature < smallest <= largest:
-        raise ValueError(
-            f"temperature={temperature:g} is smaller than temperature_min={smallest:g}: it could not start there; change one"
+        raise OptionError(
+            "temperature",
+            f"temperature={temperature:g} is smaller than temperature_min={smallest:g}: it could not start there; "
+            "change one",
         )
 
 
-def _check_sizes(composition: _Composition, sizes: dict[str, int | None]) -> dict[str, int | None]:
-    """Raise ValueError unless the sizes that the loss needs are positive integers."""
+def _checked_sizes(composition: _Composition, sizes: Mapping[str, int | None]) -> Mapping[str, int | None]:
+    """Return the sizes; raise ValueError unless those that the loss needs are positive integers."""
     for name in sorted(composition.keywords() & _REQUIREMENTS.keys()):
         value = sizes[name]
         if value is None:

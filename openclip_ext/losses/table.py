@@ -4,7 +4,6 @@
 it: a training takes its options from the registry.
 """
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +36,14 @@ def from_registry() -> LossTable:
     return LossTable(tuple(registry.OPTIONS.values()), {loss: registry.options_used_by(loss) for loss in losses})
 
 
+def with_method(name: str) -> tuple[LossTable, str]:
+    """Return the table with the loss ``my.module:METHOD``, and the loss's name there; imports torch."""
+    from openclip_ext.losses import registry
+
+    method = registry.find_method(name)
+    return from_registry(), method.name
+
+
 def from_file() -> LossTable:
     """The table as it was last written."""
     content = json.loads(FILE.read_text(encoding="utf-8"))
@@ -46,22 +53,3 @@ def from_file() -> LossTable:
 def _option(fields: dict[str, Any]) -> Option:
     choices = tuple(fields["choices"]) if "choices" in fields else None
     return Option(**fields | {"type": _TYPES[fields["type"]], "choices": choices})
-
-
-def _fields(option: Option) -> dict[str, Any]:
-    """What an option says, but for what it leaves at the default."""
-    unsaid = {field.name: field.default for field in dataclasses.fields(option)}
-    said = {name: value for name, value in dataclasses.asdict(option).items() if value != unsaid[name]}
-    return said | {"type": option.type.__name__, "default": option.default}
-
-
-def write() -> None:
-    """Write the file from the code."""
-    table = from_registry()
-    options = ",\n".join(_json(_fields(option)) for option in table.options)
-    defaults = ",\n".join(f"{_json(loss)}: {_json(values)}" for loss, values in table.defaults.items())
-    FILE.write_text(f'{{"options": [\n{options}\n],\n"defaults": {{\n{defaults}\n}}}}\n', encoding="utf-8")
-
-
-def _json(content: Any) -> str:
-    return json.dumps(content, ensure_ascii=False)

@@ -11,17 +11,11 @@ import open_clip
 from openclip_ext import compat
 from openclip_ext.data.shardlist import expand_shards, is_local
 from openclip_ext.data.spec import DataSpec
-from openclip_ext.losses import registry
-from openclip_ext.losses.options import PLACEMENT_OPTIONS
 from openclip_ext.training.config import TrainingConfig
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import EvaluationConfig
-from openclip_ext.training.loss import LossConfig
 from openclip_ext.training.model import ModelConfig
 from openclip_ext.training.optimizer import check_optimizer, check_schedule
-
-# Of a loss that is built only to see whether its options are right.
-_ANY_SIZE = 8
 
 
 def check(config: TrainingConfig) -> None:
@@ -29,8 +23,6 @@ def check(config: TrainingConfig) -> None:
     _check_model(config.model)
     check_optimizer(config.optimizer)
     check_schedule(config.schedule)
-    if config.data is not None:
-        _check_loss(config.loss)
     _check_evaluation(config.evaluation)
     if "wandb" in config.reporting.destinations and importlib.util.find_spec("wandb") is None:
         raise UsageError("--report-to wandb needs the package wandb, which is not installed: pip install wandb")
@@ -53,15 +45,6 @@ def _check_model(config: ModelConfig) -> None:
     tags = open_clip.list_pretrained_tags_by_model(name)
     there = f"; tags of {name}: {', '.join(tags)}" if tags else f"; {name} has no tags"
     raise UsageError(f"--pretrained {tag} is neither a file nor a tag of {name}{nearest(tag, tags)}{there}")
-
-
-def _check_loss(config: LossConfig) -> None:
-    """Build a small one: the registry and the parts know best which options are wrong."""
-    options = {name: value for name, value in config.options.items() if name not in PLACEMENT_OPTIONS}
-    try:
-        registry.create_loss(config.name, embed_dim=_ANY_SIZE, num_samples=_ANY_SIZE, **options)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def _check_evaluation(config: EvaluationConfig) -> None:

@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 from openclip_ext import compat
 from openclip_ext.losses import registry, table
+from openclip_ext.losses.options import OptionError
 from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.training import recipes
 from openclip_ext.training.errors import UsageError
-from openclip_ext.training.help import asks_for_help, openclip_flags, print_help
+from openclip_ext.training.help import asks_for_help, chosen_loss, openclip_flags, print_help
 from openclip_ext.training.parser import build_parser
 
 T = TypeVar("T")
@@ -45,13 +46,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, LossChoice]:
         UsageError: flags that nobody knows or that contradict each other, or a flag that the chosen loss does not use.
         SystemExit: ``--help``.
     """
-    parser = build_parser(table.from_registry())
     if argv[:1] == ["--"]:
         # From ``torchrun ... -m openclip_ext.training.main -- --logs DIR``: without it torchrun refuses ``--logs``.
         argv = argv[1:]
     if asks_for_help(argv):
         print_help(argv)
         raise SystemExit(0)
+    _import_own_loss(argv)
+    parser = build_parser(table.from_registry())
     refuse_contradictions(argv)
     ours, rest = _without_usage(lambda: parser.parse_known_args(argv))
     if ours.recipe is not None:
@@ -65,9 +67,18 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, LossChoice]:
     reconcile_siglip(args)
     choice = LossChoice(args.loss, loss_options)
     check_loss_flags(choice)
-    _check_temperature(choice)
     _check_run_flags(args)
     return args, choice
+
+
+def _import_own_loss(argv: list[str]) -> None:
+    """Import the loss of ``--loss my.module:METHOD``, whose options are flags then."""
+    name = chosen_loss(argv)
+    if name is not None and ":" in name:
+        try:
+            registry.find_method(name)
+        except OptionError as error:
+            raise UsageError(error.with_flags()) from error
 
 
 def _without_usage(parse: Callable[[], T]) -> T:
@@ -108,27 +119,11 @@ def reconcile_siglip(args: argparse.Namespace) -> None:
 
 
 def check_loss_flags(choice: LossChoice) -> None:
-    """Raise UsageError for an unknown loss, and for an option that the loss does not use."""
-    used = _options_used(choice)
-    for name in choice.options:
-        if name not in used and name not in PARTS:
-            takes = [OPTIONS[other].flag for other in used if not OPTIONS[other].openclip_flag]
-            listed = ", ".join(takes) or "no options"
-            reason = registry.why_refused(name, choice.name, **_parts(choice))
-            raise UsageError(
-                f"{OPTIONS[name].flag} is not used by --loss {choice.name}, which takes: {listed}"
-                + (f". {reason}" if reason else "")
-            )
-
-
-def _check_temperature(choice: LossChoice) -> None:
-    temperature = choice.options.get("temperature")
-    largest = choice.options.get("temperature_max", OPTIONS["temperature_max"].default)
-    if temperature is not None and temperature > largest:
-        raise UsageError(
-            f"--temperature is {temperature:g}, must be at most {largest:g}: it divides the similarities. For a logit scale "
-            f"of {temperature:g} give --temperature {1 / temperature:.4g}"
-        )
+    """Raise UsageError for an unknown loss, and for options that it does not take."""
+    try:
+        registry.check_options(choice.name, **choice.options)
+    except OptionError as error:
+        raise UsageError(error.with_flags()) from error
 
 
 def _recipe_argv(ours: argparse.Namespace, rest: list[str]) -> list[str]:

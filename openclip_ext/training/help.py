@@ -30,7 +30,9 @@ def asks_for_help(argv: list[str]) -> bool:
 def print_help(argv: list[str]) -> None:
     """What a command line that asks for help asks for."""
     losses = table.from_file()
-    chosen = _chosen_loss(argv)
+    chosen = chosen_loss(argv)
+    if chosen is not None and ":" in chosen:
+        losses, chosen = table.with_method(chosen)
     if "--help-all" in argv:
         parser = build_parser(losses)
         parser.usage = _USAGE
@@ -45,7 +47,8 @@ def print_help(argv: list[str]) -> None:
         print(_short(losses))
 
 
-def _chosen_loss(argv: list[str]) -> str | None:
+def chosen_loss(argv: list[str]) -> str | None:
+    """Return the value of ``--loss``, without looking at anything else."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--loss", nargs="?")
     return parser.parse_known_args(argv)[0].loss

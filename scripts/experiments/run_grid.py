@@ -326,7 +326,7 @@ class _Trainer:
 def options_of(setting: dict[str, Any]) -> dict[str, Any]:
     """The options that a setting's loss takes."""
     options = setting.get("options", {})
-    return options_used_by(setting["loss"], options.get("normalizer"), options.get("temperature_scheme"))
+    return options_used_by(setting["loss"], **options)
 
 
 def create_optimizer(model: nn.Module, lr: float, lr_tau: float | None) -> torch.optim.Optimizer:

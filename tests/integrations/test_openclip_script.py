@@ -145,8 +145,8 @@ def test_the_stock_parser_with_openclips_losses(argv, kind):
     ("argv", "message"),
     [
         (["--loss", "neuclp"], "Did you mean 'neuclip'"),
-        (["--loss", "neuclip", "--gamma", "0.3"], "--gamma is not used by --loss neuclip"),
-        (["--gamma", "0.3"], "--gamma is not used by --loss openclip"),
+        (["--loss", "neuclip", "--gamma", "0.3"], "--gamma: not used by the loss 'neuclip'"),
+        (["--gamma", "0.3"], "--gamma: not used by the loss 'openclip'"),
         (["--loss", "neuclip", "--siglip"], "contradict each other"),
         (["--los", "neuclip"], "the beginning of --loss"),
         (["--loss", "neuclip", "--rho", "3", "--hard-share", "0.5"], "say the same"),

@@ -1,4 +1,4 @@
-"""The tables of options in ``docs/methods/``, made from the code.
+"""What is made from the losses' options: the tables in ``docs/methods/``, the help's file, and the package's type stub.
 
 A page says whose options it documents in a comment, and the table between it and the next comment is made from
 ``openclip_ext/losses/options.py`` and the defaults of the registry::
@@ -6,17 +6,19 @@ A page says whose options it documents in a comment, and the table between it an
     <!-- options of: sogclr; neuclip normalizer=mlp -->
     <!-- end of options -->
 
-``python -m tests.losses.option_tables`` brings all pages up to date, and the file that ``--help`` reads; ``test_docs.py`` says
-where a page is not.
+``python -m tests.losses.option_tables`` brings all of them up to date; ``test_docs.py`` says what is not.
 """
 
+import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import openclip_ext
 from openclip_ext.losses import table
-from openclip_ext.losses.options import Option
-from openclip_ext.losses.registry import OPTIONS, options_used_by
+from openclip_ext.losses.options import HARD_SHARE, Option
+from openclip_ext.losses.registry import OPTIONS, list_losses, options_used_by
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "methods").glob("*.md"))
 _TABLE = re.compile(r"<!-- options of: (?P<losses>.+?) -->\n.*?<!-- end of options -->", flags=re.DOTALL)
@@ -85,14 +87,72 @@ def _cell(used: dict[str, Any], name: str) -> str:
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def help_file() -> str:
+    """The content of the file that ``--help`` reads."""
+    content = table.from_registry()
+    options = ",\n".join(_json(_fields(option)) for option in content.options)
+    defaults = ",\n".join(f"{_json(loss)}: {_json(values)}" for loss, values in content.defaults.items())
+    return f'{{"options": [\n{options}\n],\n"defaults": {{\n{defaults}\n}}}}\n'
+
+
+def _fields(option: Option) -> dict[str, Any]:
+    """What an option says, but for what it leaves at the default."""
+    unsaid = {field.name: field.default for field in dataclasses.fields(option)}
+    said = {name: value for name, value in dataclasses.asdict(option).items() if value != unsaid[name]}
+    return said | {"type": option.type.__name__, "default": option.default}
+
+
+def _json(content: Any) -> str:
+    return json.dumps(content, ensure_ascii=False)
+
+
+STUB = Path(openclip_ext.__file__).with_name("__init__.pyi")
+
+
+def stub() -> str:
+    """The content of ``openclip_ext/__init__.pyi``: an editor completes the losses and their options."""
+    homes = sorted(openclip_ext._HOMES.items(), key=lambda home: (home[1], home[0]))
+    imports = [f"from {module} import {name} as {name}" for name, module in homes if name != "create_loss"]
+    names = [f"        {_json(name)}," for name in list_losses()]
+    options = [f"    {option.name}: {_annotation(option)} = ...," for option in (*OPTIONS.values(), HARD_SHARE)]
+    lines = [
+        "# Written by python -m tests.losses.option_tables.",
+        "from typing import Any, Literal",
+        "",
+        *imports,
+        "",
+        "__version__: str",
+        "",
+        "def create_loss(",
+        "    name: Literal[",
+        *names,
+        "    ]",
+        "    | str,",
+        "    embed_dim: int | None = ...,",
+        "    num_samples: int | None = ...,",
+        "    *,",
+        *options,
+        "    **options: Any,",
+        ") -> ContrastiveLoss: ...",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _annotation(option: Option) -> str:
+    choices = None if option.choices is None else f"Literal[{', '.join(_json(choice) for choice in option.choices)}]"
+    return (choices or option.type.__name__) + (" | None" if option.nullable else "")
+
+
 def main() -> None:
-    """Rewrite the help's file, and the pages whose tables are out of date."""
-    table.write()
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        if updated(text) != text:
-            page.write_text(updated(text), encoding="utf-8")
-            print(f"updated {page.name}")
+    """Rewrite what is out of date."""
+    for path, content in (
+        (table.FILE, help_file()),
+        (STUB, stub()),
+        *((page, updated(page.read_text(encoding="utf-8"))) for page in PAGES),
+    ):
+        if not path.exists() or path.read_text(encoding="utf-8") != content:
+            path.write_text(content, encoding="utf-8")
+            print(f"updated {path.name}")
 
 
 if __name__ == "__main__":

@@ -126,7 +126,9 @@ def test_the_partition_objective_over_the_batch_is_infonce_times_the_temperature
 
 def _combinations() -> list[tuple[str, str, str]]:
     composed = [name for name, method in registry.METHODS.items() if method.normalizer]
-    return list(itertools.product(composed, registry.NORMALIZER_NAMES, registry.TEMPERATURE_SCHEME_NAMES))
+    return list(
+        itertools.product(composed, *(registry.OPTIONS[part].choices for part in ("normalizer", "temperature_scheme")))
+    )
 
 
 def test_rho_has_an_effect_wherever_it_is_an_option() -> None:

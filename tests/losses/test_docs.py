@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from openclip_ext.losses.registry import OPTIONS, list_losses
-from tests.losses.option_tables import PAGES, losses_on, updated
+from tests.losses.option_tables import PAGES, STUB, losses_on, stub, updated
 
 TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
 
@@ -14,6 +14,10 @@ TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tables_of_options_are_up_to_date(page: Path) -> None:
     assert TEXTS[page.name] == updated(TEXTS[page.name]), "run: python -m tests.losses.option_tables"
+
+
+def test_the_type_stub_is_up_to_date() -> None:
+    assert STUB.read_text(encoding="utf-8") == stub(), "run: python -m tests.losses.option_tables"
 
 
 def test_every_loss_has_its_options_on_one_page() -> None:

@@ -2,23 +2,27 @@
 
 import itertools
 import math
+import re
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import openclip_ext
-from openclip_ext.losses.options import flag_of
+from openclip_ext.losses import registry
+from openclip_ext.losses.method import Method
+from openclip_ext.losses.options import Option, OptionError, flag_of
 from openclip_ext.losses.registry import (
-    NORMALIZER_NAMES,
     OPTIONS,
-    TEMPERATURE_SCHEME_NAMES,
+    check_options,
     create_loss,
     list_losses,
     options_used_by,
-    requirements_of,
+    register_method,
 )
 from tests.losses.cases import SAMPLES, WIDTH, make_steps, run_step
 
@@ -113,7 +117,7 @@ def test_unknown_loss_lists_the_names() -> None:
             {"temperature_scheme": "constant", "local_loss": True},
             "local_loss=: not used by the loss 'openclip",
         ),
-        ("siglip", {"temperature_scheme": "constant"}, "temperature_scheme: not used by the loss 'siglip'"),
+        ("siglip", {"temperature_scheme": "constant"}, "temperature_scheme=: not used by the loss 'siglip'"),
         ("sogclr", {"rho": 1.0}, "rho=: not used"),
         ("fastclip-v0", {"rho": 1.0}, "rho=: not used"),
         ("amorlip", {"eps": 1e-8}, "eps=: not used"),
@@ -170,8 +174,27 @@ def test_unknown_loss_lists_the_names() -> None:
     ],
 )
 def test_wrong_options_are_named(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(OptionError, match=message) as error:
         create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options)
+    assert error.value.option in options
+    with pytest.raises(OptionError, match=message):
+        check_options(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("neuclip", {"gamma": 0.5}, r"--gamma: not used by the loss 'neuclip', which takes .*--prototypes, .*"),
+        ("fastclip", {"eps": None}, "--loss-eps None: expected a number >= 0"),
+        ("fastclip", {"temperature": 14.3}, r"--temperature 14.3: expected at most 1, .* give --temperature 0\.06993"),
+        ("fastclip", {"gamma": "much"}, "--gamma much: expected a number >= 0, at most 1"),
+        ("queueclip", {"leave_own_out": True, "prototypes": 1}, "--leave-own-out: needs .*"),
+    ],
+)
+def test_a_command_line_is_told_the_flags(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError) as error:
+        check_options(name, **options)
+    assert re.fullmatch(message, error.value.with_flags())
 
 
 @pytest.mark.parametrize(
@@ -196,11 +219,27 @@ def test_what_log_normalizers_contain() -> None:
         assert loss.normalizers_include_positive == (name == "amorlip")
 
 
-def test_requirements() -> None:
-    assert requirements_of("openclip") == requirements_of("sogclr", normalizer="minibatch") == set()
-    assert requirements_of("fastclip") == {"num_samples"}
-    assert requirements_of("neuclip") == requirements_of("queueclip") == requirements_of("amorlip") == {"embed_dim"}
-    assert requirements_of("tempnet") == {"num_samples", "embed_dim"}
+@pytest.mark.parametrize(
+    ("name", "options", "embed_dim", "index"),
+    [
+        ("openclip", {}, False, False),
+        ("sogclr", {"normalizer": "minibatch"}, False, False),
+        ("sogclr", {"views": 2}, True, True),
+        ("simclr", {}, True, False),
+        ("cliplite", {}, True, False),
+        ("fastclip", {}, False, True),
+        ("neuclip", {}, True, False),
+        ("queueclip", {}, True, False),
+        ("amorlip", {}, True, False),
+        ("tempnet", {}, True, True),
+    ],
+)
+def test_requirements(name: str, options: dict[str, Any], embed_dim: bool, index: bool) -> None:
+    loss = check_options(name, **options)
+    assert (loss.embed_dim is not None, loss.needs_index) == (embed_dim, index)
+    if embed_dim or index:
+        with pytest.raises(ValueError, match=r"needs (embed_dim|num_samples)="):
+            create_loss(name, **options)
 
 
 def test_a_preset_is_its_parts() -> None:
@@ -216,7 +255,7 @@ def test_a_preset_is_its_parts() -> None:
 
 @pytest.mark.parametrize("name", COMPOSED)
 def test_every_combination_works_or_says_why_not(name: str) -> None:
-    for normalizer, scheme in itertools.product(NORMALIZER_NAMES, TEMPERATURE_SCHEME_NAMES):
+    for normalizer, scheme in itertools.product(OPTIONS["normalizer"].choices, OPTIONS["temperature_scheme"].choices):
         parts = {"normalizer": normalizer, "temperature_scheme": scheme}
         try:
             loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **parts)
@@ -264,3 +303,44 @@ def test_parse_rejects_text() -> None:
         OPTIONS["prototypes"].parse("many")
     with pytest.raises(ValueError, match="prototypes='none'"):
         OPTIONS["prototypes"].parse("none")
+
+
+@pytest.fixture
+def own_method(monkeypatch: pytest.MonkeyPatch) -> Method:
+    """A loss from outside; what it registers is forgotten after the test."""
+    for name in ("METHODS", "OPTIONS"):
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    return Method(
+        name="own", normalizer="minibatch", temperature_scheme="constant", options=(Option("own", int, 1, "x"),)
+    )
+
+
+def test_a_registered_method_is_a_loss_like_any_other(own_method: Method) -> None:
+    openclip_ext.register_method(own_method)
+    register_method(own_method)
+    assert "own" in list_losses()
+    assert options_used_by("own")["temperature_scheme"] == "constant"
+    assert isinstance(create_loss("own"), openclip_ext.ContrastiveLoss)
+
+
+def test_registered_names_must_be_free(own_method: Method) -> None:
+    with pytest.raises(ValueError, match="already a loss 'neuclip'"):
+        register_method(replace(own_method, name="neuclip"))
+    with pytest.raises(ValueError, match="option 'rho' of the loss 'own' is already there"):
+        register_method(replace(own_method, options=(Option("rho", int, 1, "x"),)))
+
+
+def test_a_loss_is_found_by_its_module(own_method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        "from openclip_ext.losses.method import Method\nMETHOD = Method('mine', 'minibatch', 'constant')\nOTHER = 3\n"
+    )
+    (tmp_path / "loss_of_my_own.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = "loss_of_my_own:METHOD"
+    assert isinstance(create_loss(name, temperature=0.1), openclip_ext.ContrastiveLoss)
+    assert "mine" in list_losses()
+    with pytest.raises(OptionError, match="'OTHER' of loss_of_my_own is 3, expected a Method"):
+        create_loss("loss_of_my_own:OTHER")
+    with pytest.raises(OptionError, match="loss 'no_such_module:METHOD': No module named 'no_such_module'"):
+        create_loss("no_such_module:METHOD")

@@ -29,7 +29,7 @@ MISTAKES = {
     "cooldown": (["--lr-scheduler", "const-cooldown"], "needs --epochs-cooldown"),
     "epochs": (["--epochs", "0"], "--epochs is 0, must be at least 1"),
     "augmentation": (["--aug-cfg", "foo=3"], "--aug-cfg: got an unexpected keyword argument 'foo'"),
-    "temperature": (["--temperature", "14"], r"--temperature is 14, must be at most 1.*give --temperature 0\.07143"),
+    "temperature": (["--temperature", "14"], r"--temperature 14: expected at most 1.*give --temperature 0\.07143"),
     "trace": (["--trace"], "--trace is for evaluation only"),
     "patience": (["--rank-patience", "0"], "--rank-patience is 0, must be positive"),
     "skipped": (["--max-skipped-steps", "0"], "--max-skipped-steps is 0, must be at least 1"),

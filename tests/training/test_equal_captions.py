@@ -30,8 +30,8 @@ def test_it_reaches_the_loss_and_resumes_bit_for_bit(shards, tmp_path):
 @pytest.mark.parametrize(
     ("loss", "choice", "message"),
     [
-        ("siglip", "mask", "--equal-captions is not used by --loss siglip.*without labels"),
-        ("queueclip", "mask", "equal_captions=mask: the queue keeps"),
+        ("siglip", "mask", "--equal-captions: not used by the loss 'siglip'.*without labels"),
+        ("queueclip", "mask", "--equal-captions mask: the queue keeps"),
         ("amorlip", "positive", "room for one positive pair"),
     ],
 )

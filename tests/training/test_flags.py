@@ -65,8 +65,8 @@ def test_a_recipe_combines_with_another_part():
     ("argv", "message"),
     [
         (["--loss", "neuclp"], "neuclip"),
-        (["--loss", "openclip", "--rho", "5"], "--rho is not used by --loss openclip"),
-        (["--loss", "neuclip", "--gamma", "0.5"], "--gamma is not used by --loss neuclip"),
+        (["--loss", "openclip", "--rho", "5"], "--rho: not used by the loss 'openclip'"),
+        (["--loss", "neuclip", "--gamma", "0.5"], "--gamma: not used by the loss 'neuclip'"),
         (["--loss", "fastclip", "--siglip"], "--siglip and --loss fastclip"),
         (["--resume", "latest"], "--resume latest needs --name"),
         (["--horovod"], "torchrun"),

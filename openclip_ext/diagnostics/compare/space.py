@@ -100,7 +100,7 @@ _OWN_SCHEME: Mapping[str, tuple[dict[str, Any], ...]] = {
 
 def own_scheme(loss: str) -> str:
     """The temperature scheme that a loss has by itself; ``global`` also for OpenCLIP's own, which learn one."""
-    return registry.METHODS[loss].temperature_scheme or "global"
+    return registry.find_method(loss).temperature_scheme or "global"
 
 
 def settings_of(loss: str, fixed: Mapping[str, Any]) -> list[Setting]:
