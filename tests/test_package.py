@@ -48,7 +48,9 @@ def test_a_loss_needs_neither_data_nor_plotting():
 
 
 def test_the_public_names_are_there():
-    assert {"create_loss", "list_losses", "register", "register_method", "with_index", "measure", "ModelLoss"} <= set(dir(openclip_ext))
+    assert {"create_loss", "list_losses", "register", "register_method", "with_index", "measure", "ModelLoss"} <= set(
+        dir(openclip_ext)
+    )
     assert {"openclip", "siglip", "fastclip", "amorlip", "neuclip"} <= set(openclip_ext.list_losses())
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = openclip_ext.no_such_name
