@@ -253,8 +253,9 @@ class _Composition:
         built = [cls(**{name: arguments[name] for name in _keywords(cls) & arguments.keys()}) for cls in self.classes]
         if len(built) == 1:
             return built[0]
-        sizes: dict[str, Any] = {name: arguments[name] if name in self.keywords() else None for name in _REQUIREMENTS}
-        return GlobalContrastiveLoss(*built, **sizes, equal_captions=arguments["equal_captions"])
+        options: dict[str, Any] = {"equal_captions": arguments["equal_captions"]}
+        options |= {name: arguments[name] if name in self.keywords() else None for name in _REQUIREMENTS}
+        return GlobalContrastiveLoss(*built, **options)
 
 
 def _compose(name: str, options: Mapping[str, Any]) -> _Composition:
