@@ -8,7 +8,6 @@ is a `DataError` that names the file. An image that does not decode is skipped, 
 
 import hashlib
 import io
-import tarfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from openclip_ext.data import tar
 
 from .tasks import Task
 
@@ -199,50 +200,33 @@ def check_archive_end(shard: Path) -> None:
 
 
 def read_shard(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Yields ``(key, {extension: content})`` in file order; files of one key lie together.
+    """Yield ``(key, {extension: content})`` in file order; files of one key lie together.
 
     Raises:
         DataError: if the tar cannot be read to its end, or a key has two files of one extension.
     """
-    key: str | None = None
-    fields: dict[str, bytes] = {}
+    last: str | None = None
     try:
-        with tarfile.open(shard, "r:") as archive:
-            for member in archive:
-                if not member.isfile():
-                    continue
-                directory, _, name = member.name.rpartition("/")
-                stem, _, extension = name.partition(".")
-                member_key, extension = f"{directory}/{stem}" if directory else stem, extension.lower()
-                if member_key != key:
-                    if key is not None:
-                        yield key, fields
-                    key, fields = member_key, {}
-                if extension in fields:
-                    raise DataError(f"{shard}: key {key!r} has two .{extension} files.")
-                fields[extension] = _read_member(archive, member)
-            _check_read_to_end(archive, shard)
-    except (tarfile.TarError, EOFError, OSError) as error:
+        with open(shard, "rb") as file:
+            archive = tar.TarArchive(file)
+            for sample in archive.samples(None):
+                _refuse_gaps(archive, shard)
+                if sample.key == last:
+                    raise DataError(f"{shard}: key {last!r} has two .{sample.found[0]} files.")
+                last = sample.key
+                yield sample.key, sample.fields
+            _refuse_gaps(archive, shard)
+    except tar.STREAM_ERRORS as error:
+        if isinstance(error, DataError):
+            raise
         raise DataError(f"{shard}: cannot be read as a tar ({error}): fetch it again.") from None
-    if key is not None:
-        yield key, fields
 
 
-def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    stream = archive.extractfile(member)
-    if stream is None:
-        raise tarfile.ReadError(f"{member.name} is no regular file")
-    return stream.read()
-
-
-def _check_read_to_end(archive: tarfile.TarFile, shard: Path) -> None:
-    """Check that reading ended at the end-of-archive mark; tarfile also stops silently at a damaged header."""
-    stream = archive.fileobj
-    assert stream is not None, "the archive is open"
-    stream.seek(archive.offset)
-    if stream.read(_BLOCK) != bytes(_BLOCK):
+def _refuse_gaps(archive: tar.TarArchive, shard: Path) -> None:
+    for gap in archive.gaps:
         raise DataError(
-            f"{shard}: damaged at byte {archive.offset} (no file header, no end of archive): fetch it again."
+            f"{shard}: cannot be read as a tar, damaged at byte {gap.start} (no file header, no end of archive): fetch it "
+            "again."
         )
 
 

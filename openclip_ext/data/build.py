@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from openclip_ext.data.eval_loader import EvalLoader, ShardSamples, SourceSamples
+from openclip_ext.data.eval_loader import EvalLoader, OnePass, ShardPass, SourcePass
 from openclip_ext.data.manifest import find_or_create_manifest
 from openclip_ext.data.shardlist import expand_components, expand_shards
 from openclip_ext.data.shards import ShardSource
@@ -70,17 +70,17 @@ def build_eval_loader(
         workers: Worker processes; 0 works in this process.
         pin_memory: As in ``torch.utils.data.DataLoader``.
     """
-    samples: ShardSamples | SourceSamples
+    samples: OnePass
     if spec.resolved_type == "webdataset":
-        samples = ShardSamples(expand_shards(_given(spec)), spec.image_key, spec.caption_key)
+        samples = ShardPass(expand_shards(_given(spec)), spec.image_key, spec.caption_key)
         num_samples = spec.num_samples
     else:
         source = build_source(spec, preprocess)
-        samples, num_samples = SourceSamples(source), source.num_samples
+        samples, num_samples = SourcePass(source), source.num_samples
     return EvalLoader(
         samples,
-        preprocess,
-        tokenizer,
+        preprocess=preprocess,
+        tokenizer=tokenizer,
         batch_size=batch_size,
         workers=workers,
         num_samples=num_samples,
@@ -88,37 +88,8 @@ def build_eval_loader(
     )
 
 
-def build_indexed_pass(
-    source: Source,
-    *,
-    preprocess: Transform,
-    tokenizer: Tokenizer,
-    batch_size: int,
-    workers: int = 0,
-    pin_memory: bool = False,
-) -> EvalLoader:
-    """Build a loader that reads the training data once, in order, with the index each sample has in training.
-
-    Its ``num_samples`` is the size of the index space. Samples that the manifest leaves out do not come, nor do bad ones,
-    which training replaces.
-
-    Args:
-        source: The training data, see :func:`build_source`.
-        preprocess, tokenizer, batch_size, workers, pin_memory: As in :func:`build_eval_loader`.
-    """
-    return EvalLoader(
-        SourceSamples(source),
-        preprocess,
-        tokenizer,
-        batch_size=batch_size,
-        workers=workers,
-        num_samples=source.num_samples,
-        pin_memory=pin_memory,
-    )
-
-
 def build_source(spec: DataSpec, preprocess: Transform) -> Source:
-    """The samples of a data set by index; finds or makes the manifest of shards.
+    """Return the samples of a data set by index; find or make the manifest of shards.
 
     Args:
         spec: The data set.

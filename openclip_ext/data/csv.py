@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from openclip_ext.data.order import EpochSequence, RowSequence
-from openclip_ext.data.shardlist import open_regular
-from openclip_ext.data.source import BadSampleError, DecodedImage, ImageDecoder, RawSample, Reader, Source
+from openclip_ext.data.source import BadSampleError, DecodedImage, ImageDecoder, RawSample, Source
+from openclip_ext.data.storage import open_local
 
 
 class _Texts:
@@ -41,8 +40,6 @@ class CsvSource(Source):
         FileNotFoundError: The file is not there.
         ValueError: A column is not there, there are no rows, or an unbalanced quote hides some.
     """
-
-    sequential = False
 
     def __init__(self, path: str, image_column: str, caption_column: str, separator: str = "\t") -> None:
         # Without keep_default_na the captions "None" and "NA" would be missing values.
@@ -88,18 +85,12 @@ class CsvSource(Source):
             content.update(f"\0{os.path.basename(self._images[row])}".encode())
         return content.hexdigest()
 
-    def sequence(self, seed: int, epoch: int, num_slots: int) -> EpochSequence:
-        return RowSequence(self.num_samples, seed, epoch)
-
-    def reader(self) -> Reader:
-        return _RowReader(self._images, self._captions)
-
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
-        path, caption = raw.fields["image"], raw.fields["caption"]
+        path, caption = self.describe(raw)
         if not path or not caption.strip():
             raise BadSampleError(f"row {raw.index} has no {'caption' if path else 'image'}")
         try:
-            with open_regular(path) as file:
+            with open_local(path) as file:
                 return decoder(file), caption
         except OSError as error:
             raise BadSampleError(f"row {raw.index}: {path} cannot be read: {error.strerror or error}") from error
@@ -109,7 +100,7 @@ class CsvSource(Source):
         return [self._path, *(self._images[row] for row in range(len(self._images)))]
 
     def describe(self, raw: RawSample) -> tuple[str, str]:
-        return raw.fields["image"], raw.fields["caption"]
+        return self._images[raw.index], self._captions[raw.index]
 
     def group_of(self, index: int) -> tuple[str, int, int]:
         return self._path, 0, self.num_samples
@@ -145,12 +136,3 @@ def _refuse_swallowed_rows(path: str, table: pd.DataFrame, image_column: str, se
 
 def _ending(name: str) -> str:
     return os.path.splitext(name.strip())[1].lower()
-
-
-class _RowReader(Reader):
-    def __init__(self, images: _Texts, captions: _Texts) -> None:
-        self._images = images
-        self._captions = captions
-
-    def read(self, index: int) -> RawSample:
-        return RawSample(index, {"image": self._images[index], "caption": self._captions[index]})

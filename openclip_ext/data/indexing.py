@@ -135,7 +135,7 @@ class _WebDatasetIndex:
             seen.add(url)
 
     def _place(self, url: str) -> tuple[int, int]:
-        from openclip_ext.data.shardlist import is_local, local_path
+        from openclip_ext.data.storage import is_local, local_path
 
         name = local_path(url) if is_local(url) else url
         if name not in self._shards:

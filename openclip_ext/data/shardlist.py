@@ -4,35 +4,13 @@ import glob
 import os
 import re
 from collections.abc import Sequence
-from typing import BinaryIO
-from urllib.parse import urlparse
 
 from braceexpand import braceexpand
 
+from openclip_ext.data.storage import is_local, local_path
+
 _GLOB = re.compile(r"[*?\[]")
 _TAR_NAME = re.compile(r"([^\s/'\"=]+?)(\.tar(?:\.\w+)?|\.tgz)(?=$|[\s'\"?#|;&>)])")
-
-
-def is_local(url: str) -> bool:
-    """Whether a shard is a file of this machine rather than a ``pipe:`` command or a URL."""
-    return len(urlparse(url).scheme) <= 1 or url.startswith("file:")
-
-
-def local_path(url: str) -> str:
-    """Absolute path of a local shard."""
-    path = re.sub(r"^file:(//)?", "", url)
-    return os.path.abspath(os.path.expanduser(path))
-
-
-def open_regular(path: str, buffering: int = -1) -> BinaryIO:
-    """Open a file to read bytes.
-
-    Raises:
-        OSError: It cannot be read, or is no regular file: opening a named pipe would wait for ever.
-    """
-    if not os.path.isfile(path) and os.path.exists(path):
-        raise OSError(f"{path} is no regular file (a folder, named pipe or device)")
-    return open(path, "rb", buffering=buffering)
 
 
 def expand_components(shards: str | Sequence[str]) -> list[list[str]]:

@@ -1,11 +1,10 @@
 """WebDataset shards as a source: local tars are read by offset, remote and compressed ones as streams."""
 
 import logging
-import os
 import time
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
@@ -13,18 +12,8 @@ from openclip_ext.data import tar
 from openclip_ext.data.hashing import Purpose, hash_int
 from openclip_ext.data.manifest import Manifest
 from openclip_ext.data.order import EpochSequence, KeptSequence, ResampledShards, ShardSequence
-from openclip_ext.data.scan import parse_keys
-from openclip_ext.data.shardlist import is_local, local_path, open_regular
-from openclip_ext.data.source import (
-    BadSampleError,
-    DecodedImage,
-    ImageDecoder,
-    RawSample,
-    Reader,
-    Source,
-    decode_caption,
-    decode_fields,
-)
+from openclip_ext.data.source import BadSampleError, DecodedImage, ImageDecoder, RawSample, Reader, SampleKeys, Source
+from openclip_ext.data.storage import open_local, open_url
 
 # Consecutive samples of small images come with one system call.
 _READ_BUFFER = 1 << 20
@@ -55,9 +44,7 @@ class ShardSource(Source):
         weights: Sequence[float] | None = None,
     ) -> None:
         self.manifest = manifest
-        self._image_keys = parse_keys(image_key, allow_json=False)
-        self._caption_keys = parse_keys(caption_key, allow_json=True)
-        self._wanted = frozenset([tar.KEY, *(key.field for key in (*self._image_keys, *self._caption_keys))])
+        self.keys = SampleKeys(image_key, caption_key)
         self._manifest_knows_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
         self._resampled = resampled
         self._weights = weights
@@ -95,16 +82,16 @@ class ShardSource(Source):
         return KeptSequence(kept, self.manifest.left_out) if len(self.manifest.left_out) else kept
 
     def reader(self) -> Reader:
-        return _ShardReader(self)
+        return _ShardReader(self).read
 
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
-        image, caption = decode_fields(raw, self._image_keys, self._caption_keys, decoder, draw)
+        image, caption = self.keys.decode(raw, decoder, draw)
         if not caption.strip():
             raise BadSampleError("no caption: the text is empty")
         return image, caption
 
     def describe(self, raw: RawSample) -> tuple[str, str]:
-        return raw.fields[tar.KEY].decode(), decode_caption(raw, self._caption_keys)
+        return raw.key, self.keys.caption(raw)
 
     def shard_number(self, index: int) -> int:
         """Number of the shard that holds a sample."""
@@ -134,76 +121,70 @@ class ShardSource(Source):
         positions = chain(((offset + step) % head for step in range(head)), range(head, shard.num_samples))
         yield from (shard.first_index + position for position in positions if shard.first_index + position != index)
 
-    def open_shard(self, number: int) -> "_OffsetFile | _StreamFile":
-        """The samples of one shard, by position."""
+    def open_shard(self, number: int) -> "_OffsetShard | _StreamedShard":
+        """Open one shard, to read its samples by position.
+
+        Raises:
+            OSError: It is gone, or was changed after the manifest was made.
+        """
         shard = self.manifest.shards[number]
+        if shard.is_local:
+            self.manifest.check_unchanged(number)
         offsets = self.manifest.sample_offsets(number)
         if offsets is not None:
-            return _OffsetFile(shard.url, shard.size, offsets, self._wanted)
-        return _StreamFile(shard.url, shard.num_samples, self._wanted)
+            return _OffsetShard(shard.url, offsets, self.keys.fields)
+        return _StreamedShard(shard.url, shard.num_samples, self.keys.fields)
 
 
-class _ShardReader(Reader):
+class _ShardReader:
     """Keeps the shard of the last sample open."""
 
     def __init__(self, source: ShardSource) -> None:
         self._source = source
-        self._file: _OffsetFile | _StreamFile | None = None
+        self._shard: _OffsetShard | _StreamedShard | None = None
         self._first = self._end = 0
 
     def read(self, index: int) -> RawSample:
         try:
-            if self._file is None or not self._first <= index < self._end:
-                self._file = self._open(index)
-            fields, found = self._file.sample(index - self._first)
+            if self._shard is None or not self._first <= index < self._end:
+                self._open(index)
+            assert self._shard is not None
+            sample = self._shard.sample(index - self._first)
         except tar.STREAM_ERRORS as error:
             name = self._source.group_of(index)[0]
-            return RawSample(index, {}, problem=f"{name} cannot be read: {type(error).__name__}: {error}")
-        return RawSample(index, fields, found)
+            return RawSample(index, problem=f"{name} cannot be read: {type(error).__name__}: {error}")
+        return RawSample(index, sample.fields, sample.found, sample.key)
 
-    def _open(self, index: int) -> "_OffsetFile | _StreamFile":
-        self.close()
-        number = self._source.shard_number(index)
-        file = self._source.open_shard(number)
-        shard = self._source.manifest.shards[number]
-        self._first, self._end = shard.first_index, shard.first_index + shard.num_samples
-        return file
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file, self._first, self._end = None, 0, 0
+    def _open(self, index: int) -> None:
+        if self._shard is not None:
+            self._shard.close()
+        self._shard = None
+        self._shard = self._source.open_shard(self._source.shard_number(index))
+        _, self._first, count = self._source.group_of(index)
+        self._end = self._first + count
 
 
-class _OffsetFile:
-    """A local tar with known offsets.
+class _OffsetShard:
+    """A local tar with known offsets."""
 
-    Raises:
-        OSError: It is gone, or its size is no longer the manifest's: its samples may not be the ones that were indexed.
-    """
-
-    def __init__(self, path: str, size: int | None, offsets: np.ndarray, wanted: frozenset[str]) -> None:
-        self._file = open_regular(path, _READ_BUFFER)
-        found = os.fstat(self._file.fileno()).st_size
-        if found != size:
-            self._file.close()
-            raise OSError(f"it has {found:,} bytes, {size or 0:,} when the manifest was made")
+    def __init__(self, path: str, offsets: np.ndarray, wanted: frozenset[str]) -> None:
+        self._file = open_local(path, _READ_BUFFER)
         self._offsets = offsets
         self._wanted = wanted
 
-    def sample(self, position: int) -> tuple[dict[str, bytes], list[str]]:
+    def sample(self, position: int) -> tar.TarSample:
         begin, end = self._offsets[position : position + 2].tolist()
         self._file.seek(begin)
         data = self._file.read(end - begin)
         if len(data) < end - begin or not data:
             raise EOFError(f"sample {position} should end at byte {end}, the file ends before")
-        return tar.fields_in(data, self._wanted)
+        return tar.read_sample(data, self._wanted)
 
     def close(self) -> None:
         self._file.close()
 
 
-class _StreamFile:
+class _StreamedShard:
     """A tar that can only be read forward; going back opens it again.
 
     A read that fails is tried again from the beginning of the shard. After the last attempt everything from there on
@@ -215,11 +196,11 @@ class _StreamFile:
         self._num_samples = num_samples
         self._wanted = wanted
         self._stream: BinaryIO | None = None
-        self._samples: Iterator[tuple[dict[str, bytes], list[str]]] = iter(())
+        self._samples: Iterator[tar.TarSample] = iter(())
         self._next = 0
         self._unreadable: tuple[int, str] | None = None
 
-    def sample(self, position: int) -> tuple[dict[str, bytes], list[str]]:
+    def sample(self, position: int) -> tar.TarSample:
         for attempt in range(1, _STREAM_ATTEMPTS + 1):
             if self._unreadable is not None and position >= self._unreadable[0]:
                 raise EOFError(self._unreadable[1])
@@ -234,11 +215,11 @@ class _StreamFile:
         self._unreadable = reached, reason
         raise EOFError(reason)
 
-    def _advance(self, position: int) -> tuple[dict[str, bytes], list[str]]:
+    def _advance(self, position: int) -> tar.TarSample:
         if self._stream is None or position < self._next:
             self.close()
-            self._stream = open_stream(self._url)
-            self._samples = tar.stream_samples(self._stream, self._wanted)
+            self._stream = open_url(self._url)
+            self._samples = tar.TarArchive(self._stream).samples(self._wanted)
         for sample in self._samples:
             self._next += 1
             if self._next > position:
@@ -267,13 +248,3 @@ class _StreamFile:
                 stream.close()
             except OSError as error:  # a command that is not read to its end may complain
                 logging.debug(f"Closing {self._url}: {error}")
-
-
-def open_stream(url: str) -> Any:
-    """Open a shard to read it forward."""
-    if is_local(url):
-        return open_regular(local_path(url))
-    # Only remote data need webdataset, which takes seconds to import.
-    import webdataset
-
-    return webdataset.gopen(url, "rb")

@@ -8,7 +8,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -16,8 +16,8 @@ from PIL import Image
 from torch import Tensor
 
 from openclip_ext.data.hashing import Purpose, hash_int
-from openclip_ext.data.order import EpochSequence
-from openclip_ext.data.scan import Key
+from openclip_ext.data.order import EpochSequence, RowSequence
+from openclip_ext.data.spec import Key, parse_keys
 
 # RGB: Pillow's, or (3, H, W) uint8.
 DecodedImage = Image.Image | Tensor
@@ -41,33 +41,32 @@ class RawSample:
 
     Attributes:
         index: Global index.
-        fields: Data by field, in the form that the source decodes.
+        fields: Content of its fields, where decoding needs it.
         found: Names of all fields of the sample, for messages.
+        key: Its name in its shard.
         problem: Why the sample could not be read; None if it could.
     """
 
     index: int
-    fields: dict[str, Any]
+    fields: dict[str, bytes] = field(default_factory=dict)
     found: Sequence[str] = ()
+    key: str = ""
     problem: str | None = None
 
 
-class Reader(ABC):
-    """Reads samples one after the other; fast if their indices ascend. Belongs to one process."""
-
-    @abstractmethod
-    def read(self, index: int) -> RawSample:
-        """The raw sample; never raises for a bad one."""
-
-    def close(self) -> None:  # noqa: B027 (nothing to do for most)
-        """Close open files."""
+# Reads samples one after the other, fast if their indices ascend; never raises for a bad one. Belongs to one process.
+Reader = Callable[[int], RawSample]
 
 
 class Source(ABC):
-    """A data set whose samples have indices ``0 .. num_samples - 1``."""
+    """A data set whose samples have indices ``0 .. num_samples - 1``.
+
+    A subclass says how many samples there are, how to decode one, and where it lies. One that is read shard by shard
+    overrides ``sequence`` and ``reader``, too.
+    """
 
     #: Whether samples should be read in ascending order and shuffled in memory (tars), not at random.
-    sequential: bool
+    sequential: bool = False
     #: Whether its samples may have several captions.
     several_captions: bool = False
 
@@ -82,7 +81,7 @@ class Source(ABC):
         return self.num_samples
 
     def is_left_out(self, index: int) -> bool:
-        """Whether a sample is not trained on."""
+        """Return whether a sample is not trained on."""
         return False
 
     @property
@@ -95,17 +94,17 @@ class Source(ABC):
         """Identifies the samples with their indices, wherever they lie and whichever are left out; None: unknown."""
         return self.digest
 
-    @abstractmethod
     def sequence(self, seed: int, epoch: int, num_slots: int) -> EpochSequence:
-        """The sequence of an epoch's samples; the first ``num_slots`` are used."""
+        """Return the sequence of an epoch's samples; the first ``num_slots`` are used."""
+        return RowSequence(self.num_samples, seed, epoch)
 
-    @abstractmethod
     def reader(self) -> Reader:
-        """A new reader."""
+        """Return a new reader."""
+        return RawSample
 
     @abstractmethod
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
-        """Image (RGB) and caption.
+        """Return image (RGB) and caption.
 
         Args:
             raw: The sample.
@@ -118,18 +117,18 @@ class Source(ABC):
 
     @abstractmethod
     def group_of(self, index: int) -> tuple[str, int, int]:
-        """Name, first index and number of samples of the shard (or file) that holds a sample."""
+        """Return name, first index and number of samples of the shard (or file) that holds a sample."""
 
     def describe(self, raw: RawSample) -> tuple[str, str]:
-        """A sample's name in its shard (or file) and its caption, for people; empty where it has none."""
+        """Return a sample's name in its shard (or file) and its caption, for people; empty where it has none."""
         return "", ""
 
     def known_bad(self) -> tuple[int, str]:
-        """How many samples are known to be bad before training starts, and where."""
+        """Return how many samples are known to be bad before training starts, and where."""
         return 0, ""
 
     def replacements(self, index: int, seed: int, epoch: int) -> Iterator[int]:
-        """Candidates to replace a bad sample: all others of its shard, starting at a random one."""
+        """Yield candidates to replace a bad sample: all others of its shard, starting at a random one."""
         _, first, count = self.group_of(index)
         offset = hash_int(Purpose.REPLACEMENT, seed, epoch, index) % count
         for step in range(count):
@@ -163,37 +162,45 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray((values >> 8).astype(np.uint8))
 
 
-def decode_fields(
-    raw: RawSample, image_keys: Sequence[Key], caption_keys: Sequence[Key], decoder: ImageDecoder, draw: int = 0
-) -> tuple[DecodedImage, str]:
-    """Image and caption of a sample whose fields are bytes.
+class SampleKeys:
+    """Where image and caption lie in the samples of shards.
 
     Args:
-        raw: The sample.
-        image_keys, caption_keys: In order of preference.
-        decoder: Of the image file.
-        draw: 0 for the first caption of the first field; other numbers choose, modulo, among the captions of all fields.
+        image_key, caption_key: Alternatives in order of preference, see :func:`~openclip_ext.data.spec.parse_keys`.
 
-    Raises:
-        BadSampleError: It lacks one of them or does not decode; the message names the fields that were found.
+    Attributes:
+        fields: All fields that they name.
     """
-    if raw.problem is not None:
-        raise BadSampleError(raw.problem)
-    image_key = _choose(raw, image_keys, "image")
-    caption_key = _choose(raw, caption_keys, "caption")
-    present = [key for key in caption_keys if key.field in raw.fields] if draw else [caption_key]
-    captions = [caption for key in present for caption in _captions(raw.fields[key.field], key)]
-    return decoder(raw.fields[image_key.field]), captions[draw % len(captions)]
 
+    def __init__(self, image_key: str, caption_key: str) -> None:
+        self._images = parse_keys(image_key, allow_json=False)
+        self._captions = parse_keys(caption_key, allow_json=True)
+        self.fields = frozenset(key.field for key in (*self._images, *self._captions))
 
-def decode_caption(raw: RawSample, caption_keys: Sequence[Key]) -> str:
-    """The first caption of a sample whose fields are bytes.
+    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
+        """Return image and caption of a sample.
 
-    Raises:
-        BadSampleError: It has none, or it does not decode.
-    """
-    key = _choose(raw, caption_keys, "caption")
-    return _captions(raw.fields[key.field], key)[0]
+        Args:
+            raw: The sample.
+            decoder: Of the image file.
+            draw: 0 for the first caption of the first field; other numbers choose, modulo, among the captions of all
+                fields.
+
+        Raises:
+            BadSampleError: It lacks one of them or does not decode; the message names the fields that were found.
+        """
+        if raw.problem is not None:
+            raise BadSampleError(raw.problem)
+        image_key = _choose(raw, self._images, "image")
+        caption_key = _choose(raw, self._captions, "caption")
+        present = [key for key in self._captions if key.field in raw.fields] if draw else [caption_key]
+        captions = [caption for key in present for caption in _captions(raw.fields[key.field], key)]
+        return decoder(raw.fields[image_key.field]), captions[draw % len(captions)]
+
+    def caption(self, raw: RawSample) -> str:
+        """Return the first caption of a sample; BadSampleError if it has none, or it does not decode."""
+        key = _choose(raw, self._captions, "caption")
+        return _captions(raw.fields[key.field], key)[0]
 
 
 def _choose(raw: RawSample, keys: Sequence[Key], what: str) -> Key:
@@ -205,7 +212,7 @@ def _choose(raw: RawSample, keys: Sequence[Key], what: str) -> Key:
 
 
 def _captions(data: bytes, key: Key) -> list[str]:
-    """The captions of a field, at least one: json may have a list of them."""
+    """Return the captions of a field, at least one: json may have a list of them."""
     try:
         text = data.decode("utf-8")
         if key.entry is None:

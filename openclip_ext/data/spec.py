@@ -1,13 +1,41 @@
-"""Description of a data set, shared by training, validation and the tools that inspect a run."""
+"""What to read: the description of a data set, shared by training, validation and the tools that inspect a run."""
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from openclip_ext.data.scan import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
+from typing import Any, NamedTuple
 
 DATASET_TYPES = ("webdataset", "csv", "synthetic", "auto")
+DEFAULT_IMAGE_KEY = "jpg;png;jpeg;webp"
+DEFAULT_CAPTION_KEY = "txt"
+
+
+class Key(NamedTuple):
+    """Where an image or a caption lies in a sample: a field of the tar, or an entry of a json field."""
+
+    field: str
+    entry: str | None = None
+
+
+def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
+    """Parse ``--image-key`` or ``--caption-key``: alternatives in order of preference, separated by ``;``.
+
+    ``jpg`` names a field of the tar, ``json:caption`` the entry "caption" of the field "json" (``meta.json:caption``
+    that of the field "meta.json").
+
+    Raises:
+        ValueError: No key, or a json entry where an image is asked for.
+    """
+    keys = []
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        name, colon, entry = part.partition(":")
+        if colon and (not allow_json or not entry or name.rpartition(".")[2].lower() != "json"):
+            json_entry = " or an entry of a json field such as 'json:caption'" if allow_json else ""
+            raise ValueError(f"the key {part!r} is not understood: expected a field such as 'jpg'{json_entry}")
+        keys.append(Key(name.lower(), entry or None))
+    if not keys:
+        raise ValueError(f"no key in {text!r}: expected names of tar fields such as 'jpg;png'")
+    return tuple(keys)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from PIL import Image
 
-from openclip_ext.data.order import EpochSequence, RowSequence
-from openclip_ext.data.source import DecodedImage, ImageDecoder, RawSample, Reader, Source
+from openclip_ext.data.source import DecodedImage, ImageDecoder, RawSample, Source
 
 CAPTION = "Dummy caption"
 
@@ -15,8 +14,6 @@ class SyntheticSource(Source):
         num_samples: Size of the data set.
         image_size: Width and height in pixels.
     """
-
-    sequential = False
 
     def __init__(self, num_samples: int = 100, image_size: tuple[int, int] = (224, 224)) -> None:
         if num_samples < 1:
@@ -32,19 +29,8 @@ class SyntheticSource(Source):
     def digest(self) -> str:
         return f"synthetic-{self._num_samples}-{self._image.width}x{self._image.height}"
 
-    def sequence(self, seed: int, epoch: int, num_slots: int) -> EpochSequence:
-        return RowSequence(self._num_samples, seed, epoch)
-
-    def reader(self) -> Reader:
-        return _Repeater()
-
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
         return self._image, CAPTION
 
     def group_of(self, index: int) -> tuple[str, int, int]:
         return "synthetic", 0, self._num_samples
-
-
-class _Repeater(Reader):
-    def read(self, index: int) -> RawSample:
-        return RawSample(index, {})

@@ -1,9 +1,9 @@
-"""Samples in a tar file: WebDataset's grouping, found from the headers alone.
+"""Samples in a tar file, grouped as WebDataset does. All tars of the package are read here.
 
 A sample is a run of consecutive regular members that share everything before the first dot of the file name; what
-follows the dot is the field ("jpg", "txt", ...), in lower case. The lines here read headers only, many times faster
-than Python's ``tarfile``, and notice a file or stream that ends too soon, which ``tarfile`` takes for the end of the
-archive.
+follows the dot is the field ("jpg", "txt", ...), in lower case. :class:`TarArchive` goes through a whole file,
+:func:`read_sample` takes one sample out of its bytes. Only headers are parsed, many times faster than Python's
+``tarfile``, and a file or stream that ends too soon is noticed, which ``tarfile`` takes for the end of the archive.
 """
 
 import bz2
@@ -13,12 +13,10 @@ import lzma
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 BLOCK = 512
-# The field, in webdataset's name for it, that asks for the key of a sample.
-KEY = "__key__"
 _ZEROS = bytes(BLOCK)
 # Two blocks of zeros end an archive, and tar fills up its last record of 20 blocks. More zeros were something else.
 _MAX_PADDING = 21 * BLOCK
@@ -80,12 +78,42 @@ class Gap(NamedTuple):
     end: int
 
 
+class TarSample(NamedTuple):
+    """One sample of a tar.
+
+    Attributes:
+        key: The part of the name that its members share.
+        members: Its members, in order.
+        found: The field of each member.
+        fields: The content of those fields that were asked for.
+    """
+
+    key: str
+    members: list[Member]
+    found: list[str]
+    fields: dict[str, bytes]
+
+    @property
+    def start(self) -> int:
+        """First byte of its first member."""
+        return self.members[0].start
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its members, headers and padding included."""
+        return sum(member.end - member.start for member in self.members)
+
+
+# Returns at most so many bytes from an offset on; offsets ascend.
+ReadAt = Callable[[int, int], bytes]
+
+
 def _padded(size: int) -> int:
     return size + -size % BLOCK
 
 
 def _number(field: bytes) -> int:
-    """A number of a tar header: octal text, or base 256 if it begins with 0x80 (GNU, sizes from 8 GiB on).
+    """Return a number of a tar header: octal text, or base 256 if it begins with 0x80 (GNU, sizes from 8 GiB on).
 
     Raises:
         ValueError: It is neither, or negative.
@@ -106,7 +134,7 @@ def _text(field: bytes) -> str:
 
 
 def _has_checksum(header: bytes) -> bool:
-    """Whether the checksum is right: the sum of all bytes, with its own field taken as eight blanks (8 * 32 = 256).
+    """Return whether the checksum is right: the sum of all bytes, with its own field taken as eight blanks (8 * 32 = 256).
 
     The lower half of Adler-32 is the sum plus 1, modulo 65521: a hundred times faster than ``sum(header)``.
     """
@@ -119,7 +147,7 @@ def _has_checksum(header: bytes) -> bool:
 
 
 def _pax_records(data: bytes) -> dict[str, str]:
-    """The records "LENGTH KEY=VALUE\\n" of an extended header."""
+    """Return the records "LENGTH KEY=VALUE\\n" of an extended header."""
     records = {}
     while data and data[0]:
         length = int(data.partition(b" ")[0])
@@ -131,14 +159,14 @@ def _pax_records(data: bytes) -> dict[str, str]:
     return records
 
 
-def iter_members(read_at: Callable[[int, int], bytes], end: int, gaps: list[Gap] | None = None) -> Iterator[Member]:
+def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]:
     """Walk over the members of an uncompressed tar without touching their data.
 
     After a damaged header it goes on at the next valid one, which is searched for block by block, as GNU tar does.
 
     Args:
         read_at: ``read_at(offset, length)`` returns at most ``length`` bytes; offsets ascend.
-        end: Size of the file in bytes.
+        end: Size of the file in bytes; ``sys.maxsize`` if unknown.
         gaps: Receives what is skipped, each gap before the member that follows it is yielded.
 
     Yields:
@@ -147,7 +175,6 @@ def iter_members(read_at: Callable[[int, int], bytes], end: int, gaps: list[Gap]
     Raises:
         TarError: The file ends without the end-of-archive mark; the last gap then reaches to its end.
     """
-    gaps = [] if gaps is None else gaps
     position = good_end = 0
     zeros: int | None = None  # where the blocks of zeros before `position` begin
     damage: TarError | None = None  # the first since the last good member
@@ -179,8 +206,8 @@ def iter_members(read_at: Callable[[int, int], bytes], end: int, gaps: list[Gap]
         gaps.append(Gap(zeros, file_end))
 
 
-def _read_member(read_at: Callable[[int, int], bytes], start: int, end: int, after_gap: bool) -> Member | None:
-    """The member whose first header is at ``start``, None at a block of zeros.
+def _read_member(read_at: ReadAt, start: int, end: int, after_gap: bool) -> Member | None:
+    """Return the member whose first header is at ``start``, None at a block of zeros.
 
     After a gap, a name that fills its field is taken for the beginning of a longer one, which the gap has swallowed.
 
@@ -220,7 +247,7 @@ def _read_member(read_at: Callable[[int, int], bytes], start: int, end: int, aft
 
 
 def _extended(kind: int, data: bytes, name: str | None, size: int | None) -> tuple[str | None, int | None]:
-    """Name and size of the next member according to a GNU long name ("L") or a pax header ("x")."""
+    """Return name and size of the next member according to a GNU long name ("L") or a pax header ("x")."""
     if kind == ord("L"):
         return _text(data), size
     records = _pax_records(data)
@@ -249,135 +276,145 @@ def split_name(name: str) -> tuple[str, str] | None:
     return folder + slash + base, field.lower()
 
 
-def fields_in(data: bytes, wanted: frozenset[str]) -> tuple[dict[str, bytes], list[str]]:
+def group_samples(
+    members: Iterable[Member], wanted: frozenset[str] | None = frozenset(), read_at: ReadAt | None = None
+) -> Iterator[TarSample]:
+    """Group members into samples. A field that occurs again begins a new sample, also under the same key.
+
+    Args:
+        members: In the order of the tar.
+        wanted: Fields whose content is read; None for all.
+        read_at: Reads it; not needed if none is wanted.
+
+    Raises:
+        TarError: The file ends in a wanted field.
+    """
+    sample: TarSample | None = None
+    for member in members:
+        parts = split_name(member.name) if member.is_file else None
+        if parts is None:
+            continue
+        key, field = parts
+        if sample is None or key != sample.key or field in sample.found:
+            if sample is not None:
+                yield sample
+            sample = TarSample(key, [], [], {})
+        sample.members.append(member)
+        sample.found.append(field)
+        if wanted is None or field in wanted:
+            assert read_at is not None
+            data = sample.fields[field] = read_at(member.data, member.size)
+            if len(data) < member.size:
+                raise TarError(f"the file ends in {member.name}")
+    if sample is not None:
+        yield sample
+
+
+def read_sample(data: bytes, wanted: frozenset[str]) -> TarSample:
     """Read one sample from the bytes between its first header and the next sample's.
 
     Args:
         data: The sample's part of the tar.
-        wanted: Fields to return; ``KEY`` is the sample's key.
-
-    Returns:
-        The wanted fields that are there, and the names of all.
+        wanted: Fields whose content is returned.
 
     Raises:
-        TarError: The bytes are no such part (the file was changed or cut).
+        TarError: The bytes are not one sample: the file was changed or cut.
     """
-    fields: dict[str, bytes] = {}
-    found: list[str] = []
 
     def read_at(offset: int, length: int) -> bytes:
         # The end-of-archive mark follows the data.
         return data[offset : offset + length] or (_ZEROS if offset == len(data) else b"")
 
-    for member in iter_members(read_at, len(data)):
-        parts = split_name(member.name) if member.is_file else None
-        if parts is not None:
-            found.append(parts[1])
-            if KEY in wanted:
-                fields[KEY] = parts[0].encode()
-            if parts[1] in wanted:
-                fields[parts[1]] = data[member.data : member.data + member.size]
-    return fields, found
+    samples = list(group_samples(iter_members(read_at, len(data), []), wanted, read_at))
+    if len(samples) != 1:
+        keys = ", ".join(sample.key for sample in samples)
+        raise TarError(f"expected one sample, found {len(samples)} ({keys}): the file was changed after it was indexed")
+    return samples[0]
 
 
-class _RawStream(io.RawIOBase):
-    """Adapts objects that only have ``read`` (webdataset's pipes) to Python's raw streams."""
+class TarArchive:
+    """A tar that is read once, from front to back, decompressed if need be (gzip, bzip2, xz).
 
-    def __init__(self, stream: BinaryIO) -> None:
-        super().__init__()
-        self._stream = stream
+    Args:
+        file: Open for reading bytes. In one that can seek, what nobody asks for is passed over unread.
 
-    def readable(self) -> bool:
-        return True
+    Attributes:
+        gaps: What had to be skipped so far; grows while iterating.
+        is_compressed: Whether it is; then offsets are those of the decompressed tar.
+    """
 
-    def readinto(self, buffer: Any) -> int:
-        data = self._stream.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+    def __init__(self, file: BinaryIO) -> None:
+        self.gaps: list[Gap] = []
+        can_seek = file.seekable()
+        if can_seek:
+            magic = file.read(8)
+            file.seek(0)
+        else:
+            buffered = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)  # type: ignore[type-var]
+            magic, file = buffered.peek(8), buffered
+        decompress = next((opener for start, opener in _COMPRESSED.items() if magic.startswith(start)), None)
+        self.is_compressed = decompress is not None
+        # Without a size, a member that is cut off shows when its data or the next header are read.
+        self._end = sys.maxsize
+        self._read_at: ReadAt
+        if decompress is not None:
+            self._read_at = _forward(decompress(file))
+        elif can_seek:
+            self._end = file.seek(0, io.SEEK_END)
+            self._read_at = _seeking(file)
+        else:
+            self._read_at = _forward(file)
+
+    def members(self) -> Iterator[Member]:
+        """Yield the members that are complete.
+
+        Raises:
+            STREAM_ERRORS: The file is broken or ends too soon.
+        """
+        return iter_members(self._read_at, self._end, self.gaps)
+
+    def samples(self, wanted: frozenset[str] | None) -> Iterator[TarSample]:
+        """Yield the samples, with the content of the wanted fields (None: of all).
+
+        Raises:
+            STREAM_ERRORS: The file is broken or ends too soon; the sample at the break is not yielded.
+        """
+        return group_samples(self.members(), wanted, self._read_at)
+
+    def count_in_gap(self, gap: Gap, text: bytes) -> int:
+        """Count a text in a gap, at any byte; 0 where the file cannot be read again."""
+        if self._end == sys.maxsize:
+            return 0
+        count = 0
+        for at in range(gap.start, gap.end, _STREAM_BUFFER):
+            # A text that begins in this part may end in the next.
+            count += self._read_at(at, min(_STREAM_BUFFER, gap.end - at) + len(text) - 1).count(text)
+        return count
 
 
-class _ForwardReader:
-    """``read_at`` for a stream: offsets may only grow."""
+def _seeking(file: BinaryIO) -> ReadAt:
+    def read_at(offset: int, length: int) -> bytes:
+        file.seek(offset)
+        return file.read(length)
 
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._position = 0
+    return read_at
 
-    def __call__(self, offset: int, length: int) -> bytes:
-        while self._position < offset:
-            skipped = len(self._stream.read(min(offset - self._position, _STREAM_BUFFER)))
+
+def _forward(stream: BinaryIO) -> ReadAt:
+    """Return ``read_at`` for a stream that cannot seek."""
+    position = 0
+
+    def read_at(offset: int, length: int) -> bytes:
+        nonlocal position
+        while position < offset:
+            skipped = len(stream.read(min(offset - position, _STREAM_BUFFER)))
             if not skipped:
                 return b""
-            self._position += skipped
-        data = self._stream.read(min(length, _MAX_READ))
-        while len(data) < length and (more := self._stream.read(min(length - len(data), _MAX_READ))):
+            position += skipped
+        data = stream.read(min(length, _MAX_READ))
+        while len(data) < length and (more := stream.read(min(length - len(data), _MAX_READ))):
             data += more
-        self._position += len(data)
+        position += len(data)
         return data
 
-
-def decompressor(magic: bytes) -> Callable[..., Any] | None:
-    """The function that decompresses a file with this beginning (``gzip.open``, ...); None if it is not compressed."""
-    return next((opener for start, opener in _COMPRESSED.items() if magic.startswith(start)), None)
-
-
-def stream_members(
-    stream: BinaryIO, gaps: list[Gap] | None = None, size: int | None = None
-) -> tuple[Iterator[Member], Callable[[int, int], bytes]]:
-    """The members of a tar that is read forward, decompressed if need be.
-
-    Args:
-        stream: The tar file, any compression; anything with ``read``.
-        gaps: Receives what is skipped, see :func:`iter_members`.
-        size: Of the file in bytes, if known: it tells a header whose size is wrong from a member that is cut off.
-
-    Returns:
-        The members, and a function that reads the data of the last one (``read_at(member.data, member.size)``).
-
-    Raises:
-        STREAM_ERRORS: While iterating, if the stream is broken or ends too soon.
-    """
-    buffered = io.BufferedReader(_RawStream(stream), _STREAM_BUFFER)
-    decompress = decompressor(buffered.peek(8))
-    read_at = _ForwardReader(buffered if decompress is None else decompress(buffered))
-    # Without a size, a member that is cut off shows when its data or the next header are read.
-    end = sys.maxsize if size is None or decompress is not None else size
-    return iter_members(read_at, end, gaps), read_at
-
-
-def stream_samples(
-    stream: BinaryIO, wanted: frozenset[str], gaps: list[Gap] | None = None, size: int | None = None
-) -> Iterator[tuple[dict[str, bytes], list[str]]]:
-    """Group a tar that can only be read forward (remote or compressed) into samples.
-
-    Args:
-        stream: The tar file, any compression; anything with ``read``.
-        wanted: Fields whose data are kept; the others are passed over.
-        gaps, size: As in :func:`stream_members`.
-
-    Yields:
-        The wanted fields and the names of all fields of each sample.
-
-    Raises:
-        STREAM_ERRORS: The stream is broken or ends too soon; the sample at the break is not yielded.
-    """
-    key: str | None = None
-    fields: dict[str, bytes] = {}
-    found: list[str] = []
-    members, read_at = stream_members(stream, gaps, size)
-    for member in members:
-        parts = split_name(member.name) if member.is_file else None
-        if parts is None:
-            continue
-        if parts[0] != key or parts[1] in found:
-            if key is not None:
-                yield fields, found
-            key, found = parts[0], []
-            fields = {KEY: key.encode()} if KEY in wanted else {}
-        found.append(parts[1])
-        if parts[1] in wanted:
-            fields[parts[1]] = read_at(member.data, member.size)
-            if len(fields[parts[1]]) < member.size:
-                raise TarError(f"the stream ends in {member.name}")
-    if key is not None:
-        yield fields, found
+    return read_at

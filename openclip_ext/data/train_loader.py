@@ -222,7 +222,7 @@ class _BatchDataset(Dataset):
             if candidate in self._bad:
                 continue
             try:
-                return candidate, *self._decode(self._spare_reader.read(candidate), epoch)
+                return candidate, *self._decode(self._spare_reader(candidate), epoch)
             except BadSampleError as error:
                 self._bad[candidate] = str(error)
         name, _, count = self._source.group_of(raw.index)
@@ -257,7 +257,7 @@ def _stream_shuffled(source: Source, order: EpochOrder, rank: int, worker: int, 
         reader = source.reader()
         for positions in upcoming:
             for index in order.piece_indices(rank, worker, positions).tolist():
-                yield reader.read(index)
+                yield reader(index)
         return
     waiting: dict[int, RawSample] = {}
     ahead: Iterator[tuple[int, RawSample]] | None = None
@@ -292,8 +292,7 @@ def _read_in_sequence(
             positions = positions[~skipped[positions]]
         indices = order.piece_indices(rank, worker, positions)
         for position, index in zip(positions.tolist(), indices.tolist(), strict=True):
-            yield position, reader.read(index)
-    reader.close()
+            yield position, reader(index)
 
 
 class TrainLoader:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from openclip_ext import compat
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.data.build import build_indexed_pass, build_source
-from openclip_ext.data.eval_loader import EvalLoader
+from openclip_ext.data.build import build_source
+from openclip_ext.data.eval_loader import EvalLoader, SourcePass
 from openclip_ext.data.source import Source
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.diagnostics.command_line import without_warnings
@@ -113,12 +113,13 @@ def load_run(
         is_there = spec.manifest is not None and Path(spec.manifest).is_file()
         spec = replace(spec, source=train_data, manifest=spec.manifest if is_there else None)
     source = _training_data(spec, preprocess)
-    loader = build_indexed_pass(
-        source,
+    loader = EvalLoader(
+        SourcePass(source),
         preprocess=preprocess,
         tokenizer=settings.tokenizer(),
         batch_size=batch_size or flags["batch_size"],
         workers=flags["workers"] if workers is None else workers,
+        num_samples=source.num_samples,
     )
     assert loaded.shared is not None and loader.num_samples is not None  # both were checked
     identity = loaded.shared["identity"]

@@ -9,8 +9,9 @@ from pathlib import Path
 import open_clip
 
 from openclip_ext import compat
-from openclip_ext.data.shardlist import expand_shards, is_local
+from openclip_ext.data.shardlist import expand_shards
 from openclip_ext.data.spec import DataSpec
+from openclip_ext.data.storage import is_local
 from openclip_ext.training.config import TrainingConfig
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import EvaluationConfig

@@ -12,7 +12,7 @@ from openclip_ext.data.manifest import Manifest
 from openclip_ext.data.source import BadDataError
 from openclip_ext.data.train_loader import TrainLoader
 from tests.data.loading import assert_equal, build, indices
-from tests.data.shards import sample_members, undecodable, write_shards
+from tests.data.shards import sample_members, undecodable, write_shards, write_tar
 
 NO_CAPTION = ["jpg", "json"]
 
@@ -139,6 +139,26 @@ def test_a_shard_that_changes_before_it_is_opened(tmp_path: Path):
     message = r"00001.tar has no usable sample.* it has [\d,]+ bytes, [\d,]+ when the manifest was made"
     with pytest.raises(BadDataError, match=message):
         list(loader.iterate(0))
+
+
+def test_a_shard_that_is_replaced_by_one_of_the_same_size(tmp_path: Path):
+    """The same samples in another order: every index would mean another sample."""
+    paths = write_shards(tmp_path, [20, 20])
+    loader = build(str(tmp_path / "*.tar"), max_bad_fraction=1.0)
+    size = os.path.getsize(paths[1])
+    write_tar(Path(paths[1]), [member for number in reversed(range(20, 40)) for member in sample_members(number)])
+    assert os.path.getsize(paths[1]) == size
+    os.utime(paths[1], ns=(1, 1))
+    with pytest.raises(BadDataError, match=r"00001.tar has no usable sample.* replaced by a file with other samples"):
+        list(loader.iterate(0))
+
+
+def test_a_shard_that_is_touched_goes_on(tmp_path: Path):
+    paths = write_shards(tmp_path, [20, 20])
+    loader = build(str(tmp_path / "*.tar"))
+    os.utime(paths[1], ns=(1, 1))
+    assert sorted(indices(list(loader.iterate(0)))) == list(range(40))
+    assert loader.bad_samples() == {}
 
 
 def test_a_shard_that_is_cut_off_while_it_is_read(tmp_path: Path):

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from openclip_ext.data.scan import Key
-from openclip_ext.data.source import BadSampleError, RawSample, decode_fields, decode_image
+from openclip_ext.data.source import BadSampleError, RawSample, SampleKeys, decode_image
 
 RAMP = np.arange(0, 65536, 16, dtype=np.uint16).reshape(64, 64)
 
@@ -48,9 +47,9 @@ def test_the_exif_orientation_is_not_applied():
     assert decode_image(data).size == theirs.size == (16, 8)
 
 
-def caption(data: bytes, key: Key) -> str:
-    image = encode(Image.new("RGB", (4, 4)), "PNG")
-    return decode_fields(RawSample(0, {"png": image, key.field: data}), [Key("png")], [key], decode_image)[1]
+def caption(data: bytes) -> str:
+    raw = RawSample(0, {"png": encode(Image.new("RGB", (4, 4)), "PNG"), "json": data})
+    return SampleKeys("png", "json:caption").decode(raw, decode_image)[1]
 
 
 @pytest.mark.parametrize(
@@ -68,8 +67,8 @@ def caption(data: bytes, key: Key) -> str:
 )
 def test_captions_that_do_not_decode_are_bad_samples(data: bytes):
     with pytest.raises(BadSampleError, match="caption"):
-        caption(data, Key("json", "caption"))
-    assert caption('{"caption": "\\ud83d\\ude00 grüße"}'.encode(), Key("json", "caption")) == "😀 grüße"
+        caption(data)
+    assert caption('{"caption": "\\ud83d\\ude00 grüße"}'.encode()) == "😀 grüße"
 
 
 def test_a_named_pipe_in_a_csv_file_is_a_bad_row(tmp_path: Path):
@@ -79,4 +78,4 @@ def test_a_named_pipe_in_a_csv_file_is_a_bad_row(tmp_path: Path):
     (tmp_path / "data.csv").write_text(f"filepath\ttitle\n{tmp_path}/pipe.jpg\ta caption\n")
     source = CsvSource(str(tmp_path / "data.csv"), "filepath", "title")
     with pytest.raises(BadSampleError, match="is no regular file"):
-        source.decode(source.reader().read(0), decode_image)
+        source.decode(source.reader()(0), decode_image)

@@ -8,8 +8,7 @@ import torch
 
 from openclip_ext.data.build import build_train_loader
 from openclip_ext.data.hashing import hash_text
-from openclip_ext.data.scan import Key
-from openclip_ext.data.source import BadSampleError, RawSample, decode_fields, decode_image
+from openclip_ext.data.source import BadSampleError, RawSample, SampleKeys, decode_image
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.data.synthetic import SyntheticSource
 from openclip_ext.data.train_loader import TrainLoader, TrainLoaderConfig
@@ -80,7 +79,7 @@ def test_it_depends_on_the_seed_and_the_epoch_alone(shard: str) -> None:
 def test_what_is_no_list_of_texts_is_a_bad_sample(content: dict) -> None:
     sample = RawSample(0, {"jpg": image_bytes(0), "json": json.dumps(content).encode()})
     with pytest.raises(BadSampleError, match="or a list of texts"):
-        decode_fields(sample, [Key("jpg")], [Key("json", "captions")], decode_image)
+        SampleKeys("jpg", "json:captions").decode(sample, decode_image)
 
 
 def test_data_of_one_caption_are_refused() -> None:

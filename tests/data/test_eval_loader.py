@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from openclip_ext.data.build import build_eval_loader, build_indexed_pass, build_source
-from openclip_ext.data.eval_loader import EvalLoader
+from openclip_ext.data.build import build_eval_loader, build_source
+from openclip_ext.data.eval_loader import EvalLoader, SourcePass
 from openclip_ext.data.source import BadDataError
 from openclip_ext.data.spec import DataSpec
 from tests.data.loading import build as build_training
@@ -55,8 +55,8 @@ def test_bad_samples_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert found[:18] == [*range(3), *range(4, 15), *range(16, 20)]
     assert 20 in found
     assert 29 not in found
-    assert "position 3: no image: expected jpg or png or jpeg or webp, found txt" in caplog.text
-    assert "position 5: the image does not decode" in caplog.text
+    assert "sample 3: no image: expected jpg or png or jpeg or webp, found txt" in caplog.text
+    assert "sample 5: the image does not decode" in caplog.text
     csv = write_csv(tmp_path)
     (tmp_path / "4.jpg").unlink()
     assert numbers(build(str(csv))) == [*range(4), *range(5, 30)]
@@ -69,7 +69,7 @@ def test_a_damaged_header_costs_its_sample_alone(tmp_path: Path, caplog: pytest.
     Path(path).write_bytes(data)
     with caplog.at_level(logging.WARNING):
         assert numbers(build(path)) == [*range(4), *range(5, 10)]
-    assert "position 4: no caption" in caplog.text
+    assert "sample 4: no caption" in caplog.text
     assert f"2 bad samples or places in {path}" in caplog.text
 
 
@@ -79,9 +79,8 @@ def test_training_data_come_once_with_the_index_they_have_in_training(tmp_path: 
     write_shards(tmp_path, [20, 11, 4], {3: undecodable(3)})
     data = str(tmp_path / "*.tar") if kind == "shards" else str(write_csv(tmp_path))
     source = build_source(DataSpec(data), preprocess)
-    loader = build_indexed_pass(source, preprocess=preprocess, tokenizer=tokenize, batch_size=8, workers=workers)
+    loader = EvalLoader(SourcePass(source), preprocess=preprocess, tokenizer=tokenize, batch_size=8, workers=workers)
     batches = list(loader)
-    assert loader.num_samples == (35 if kind == "shards" else 30)
     assert all(batch["index"].dtype == torch.int64 for batch in batches)
     found = indices(batches)
     expected = [*range(3), *range(4, 35)] if kind == "shards" else list(range(30))

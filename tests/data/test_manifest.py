@@ -15,8 +15,8 @@ import pytest
 
 from openclip_ext.data import scan
 from openclip_ext.data.manifest import DamagedManifestError, Manifest, ManifestError, find_or_create_manifest, main
-from openclip_ext.data.scan import Key, parse_keys
 from openclip_ext.data.shardlist import expand_components, expand_shards, shard_name, sibling
+from openclip_ext.data.spec import Key, parse_keys
 from tests.data.shards import sample_members, write_shards, write_tar
 
 COUNTS = [3, 5, 2]
@@ -284,6 +284,40 @@ def test_manifest_of_other_shards_does_not_verify(shards: list[str], tmp_path: P
     ):
         with pytest.raises(ManifestError, match=message):
             manifest.verify(given)
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"num_samples": 10.0}, r"num_samples is '10.0', expected int"),
+        ({"shards": "none"}, r"shards is 'none', expected list"),
+        ({"offsets": 7}, r"offsets is '7', expected str"),
+        ({"left_out": f"3-{10**30}"}, r"leaves out '3-10+': expected ascending indices from 0 to 9"),
+        ({"left_out": "5,3"}, r"leaves out '3'"),
+        ({"left_out": "0-9"}, "leaves out all samples"),
+        ({"first_shard": {"num_samples": 3.5}}, r"shards\[0\].num_samples is '3.5', expected int"),
+        ({"first_shard": {"problems": [1]}}, r"shards\[0\].problems is '\[1\]', expected dict"),
+        ({"first_shard": {"problems": {"bad": "3"}}}, r"shards\[0\].problems.bad is '3', expected int"),
+        ({"first_shard": {"name": None}}, r"shards\[0\].name is 'None', expected str"),
+        ({"first_shard": {"sise": 3}}, r"shards\[0\] has the unknown sise"),
+    ],
+)
+def test_a_wrong_type_is_named(shards: list[str], tmp_path: Path, changed: dict, message: str):
+    path = tmp_path / "m.json"
+    Manifest.scan(shards).save(path)
+    content = json.loads(path.read_text())
+    del content["checksum"]
+    content["shards"][0] |= changed.pop("first_shard", {})
+    path.write_text(json.dumps(content | changed))
+    with pytest.raises(DamagedManifestError, match=message):
+        Manifest.load(path)
+
+
+def test_a_manifest_nested_deep_is_refused(tmp_path: Path):
+    path = tmp_path / "m.json"
+    path.write_text('{"format": "openclip_ext.manifest", "shards": ' + "[" * 100_000)
+    with pytest.raises(DamagedManifestError, match=r"m\.json is damaged"):
+        Manifest.load(path)
 
 
 def test_files_that_are_no_manifest_are_refused(shards: list[str], tmp_path: Path):

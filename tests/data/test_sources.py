@@ -56,8 +56,8 @@ def test_remote_shards_that_are_behind_are_not_fetched(folder: Path, monkeypatch
     loader = build(remote(folder), shuffle_window=5)
     order = indices(list(loader.iterate(0)))
     opened = []
-    open_stream = shards_module.open_stream
-    monkeypatch.setattr(shards_module, "open_stream", lambda url: opened.append(url) or open_stream(url))
+    open_url = shards_module.open_url
+    monkeypatch.setattr(shards_module, "open_url", lambda url: opened.append(url) or open_url(url))
     rest = indices(list(loader.iterate(0, loader.extend_progress(None, 8))))
     assert rest == order[32:]
     assert set(opened) == {loader.source.group_of(index)[0] for index in rest}
@@ -151,7 +151,7 @@ def test_shards_are_read_without_the_offsets_file(folder: Path, tmp_path: Path):
     offsets.unlink()
     manifest = Manifest.load(folder / "manifest.json")
     source = ShardSource(manifest, "jpg", "txt")
-    assert source.reader().read(25).fields["txt"] == b"sample 25"
+    assert source.reader()(25).fields["txt"] == b"sample 25"
     assert_equal(list(build(str(folder / "*.tar")).iterate(0)), expected)
 
 
@@ -199,7 +199,7 @@ def test_csv_captions_are_text(tmp_path: Path):
     path.write_text("\n".join(lines))
     source = CsvSource(str(path), "filepath", "title")
     reader = source.reader()
-    assert [source.decode(reader.read(row), decode_image)[1] for row in range(4)] == captions
+    assert [source.decode(reader(row), decode_image)[1] for row in range(4)] == captions
 
 
 @pytest.mark.parametrize("separator", ["\t", ","])

@@ -29,9 +29,22 @@ ODD_MEMBERS = [
 ]
 
 
+class Pipe(io.RawIOBase):
+    """Bytes that cannot be sought."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = io.BytesIO(data)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        return self._data.readinto(buffer)
+
+
 def members_of(path: Path) -> list[tar.Member]:
     data = path.read_bytes()
-    return list(tar.iter_members(lambda offset, length: data[offset : offset + length], len(data)))
+    return list(tar.iter_members(lambda offset, length: data[offset : offset + length], len(data), []))
 
 
 def samples_of(path: Path, wanted: frozenset[str] = ALL_FIELDS) -> list[dict[str, bytes]]:
@@ -40,12 +53,12 @@ def samples_of(path: Path, wanted: frozenset[str] = ALL_FIELDS) -> list[dict[str
     ends = np.cumsum(scan.blocks, dtype=np.int64) * tar.BLOCK
     data = path.read_bytes()
     starts = [0, *ends[:-1].tolist()]
-    return [tar.fields_in(data[start:end], wanted)[0] for start, end in zip(starts, ends.tolist(), strict=True)]
+    return [tar.read_sample(data[start:end], wanted).fields for start, end in zip(starts, ends.tolist(), strict=True)]
 
 
 def streamed(path: Path, wanted: frozenset[str] = ALL_FIELDS) -> list[dict[str, bytes]]:
     with open(path, "rb") as stream:
-        return [fields for fields, _ in tar.stream_samples(stream, wanted)]
+        return [sample.fields for sample in tar.TarArchive(stream).samples(wanted)]
 
 
 @pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -81,7 +94,7 @@ def test_repeated_field_begins_a_new_sample(tmp_path: Path):
     path = write_tar(tmp_path / "0.tar", [("a.txt", b"1"), ("a.jpg", b"2"), ("a.txt", b"3"), ("b.txt", b"4")])
     expected = [{"txt": b"1", "jpg": b"2"}, {"txt": b"3"}, {"txt": b"4"}]
     assert samples_of(path) == streamed(path) == expected
-    assert scan_shard(str(path)).problems["duplicate_keys"] == 1
+    assert scan_shard(str(path)).shard.problems["duplicate_keys"] == 1
 
 
 def test_sizes_beyond_octal_are_read():
@@ -89,19 +102,18 @@ def test_sizes_beyond_octal_are_read():
     info = tarfile.TarInfo("big.jpg")
     info.size = 9 * 2**30 + 5
     header = info.tobuf(tarfile.GNU_FORMAT)
-    member = next(tar.iter_members(lambda offset, length: header[offset : offset + length], 10 * 2**30))
+    member = next(tar.iter_members(lambda offset, length: header[offset : offset + length], 10 * 2**30, []))
     assert (member.size, member.name) == (info.size, "big.jpg")
     pax = info.tobuf(tarfile.PAX_FORMAT)
-    member = next(tar.iter_members(lambda offset, length: pax[offset : offset + length], 10 * 2**30))
+    member = next(tar.iter_members(lambda offset, length: pax[offset : offset + length], 10 * 2**30, []))
     assert (member.size, member.data) == (info.size, len(pax))
 
 
 def test_only_wanted_fields_are_read(tmp_path: Path):
     path = write_tar(tmp_path / "0.tar", sample_members(0))
     data = path.read_bytes()
-    fields, found = tar.fields_in(data[: scan_shard(str(path)).blocks[0] * tar.BLOCK], frozenset({"txt"}))
-    assert fields == {"txt": b"sample 0"}
-    assert found == ["jpg", "txt", "json"]
+    sample = tar.read_sample(data[: scan_shard(str(path)).blocks[0] * tar.BLOCK], frozenset({"txt"}))
+    assert (sample.key, sample.fields, sample.found) == ("000000", {"txt": b"sample 0"}, ["jpg", "txt", "json"])
 
 
 def test_every_cut_is_noticed(tmp_path: Path):
@@ -113,10 +125,10 @@ def test_every_cut_is_noticed(tmp_path: Path):
     for cut in range(0, end + 1, 256):
         path.write_bytes(whole[:cut])
         scan = scan_shard(str(path))
-        assert "error" in scan.problems
+        assert "error" in scan.shard.problems
         complete = int(np.searchsorted([*starts, end], cut, side="right"))
-        assert complete <= scan.num_samples <= complete + 1
-        assert scan.num_samples - scan.problems.get("bad", 0) in (complete, scan.num_samples)
+        assert complete <= scan.shard.num_samples <= complete + 1
+        assert scan.shard.num_samples - scan.shard.problems.get("bad", 0) in (complete, scan.shard.num_samples)
 
 
 def test_a_damaged_header_costs_its_member_alone(tmp_path: Path):
@@ -133,21 +145,18 @@ def test_a_damaged_header_costs_its_member_alone(tmp_path: Path):
         sample, field = number // 3, member.name.rpartition(".")[2]
         left = [{k: v for k, v in fields.items() if (n, k) != (sample, field)} for n, fields in enumerate(expected)]
         assert samples_of(path) == streamed(path) == left
-        gaps: list[tar.Gap] = []
-        assert (
-            len(list(tar.iter_members(lambda at, length, data=data: bytes(data[at : at + length]), len(data), gaps)))
-            == 11
-        )
-        assert gaps == [(member.start, member.end)]
+        archive = tar.TarArchive(io.BytesIO(data))
+        assert len(list(archive.members())) == 11
+        assert archive.gaps == [(member.start, member.end)]
         scan = scan_shard(str(path))
-        assert scan.num_samples == 4
-        assert scan.problems["gaps"] == [[member.start, member.end]]
-        assert "error" not in scan.problems
-        assert scan.problems.get("bad", 0) + scan.problems.get("lost", 0) >= (field != "json")
+        assert scan.shard.num_samples == 4
+        assert scan.shard.problems["gaps"] == [[member.start, member.end]]
+        assert "error" not in scan.shard.problems
+        assert scan.shard.problems.get("bad", 0) + scan.shard.problems.get("lost", 0) >= (field != "json")
     path.write_bytes(b"this is not a tar" * 100)
     scan = scan_shard(str(path))
-    assert scan.num_samples == 0
-    assert "no tar header at byte 0" in scan.problems["error"]
+    assert scan.shard.num_samples == 0
+    assert "no tar header at byte 0" in scan.shard.problems["error"]
 
 
 def with_checksum(header: bytearray) -> bytes:
@@ -179,17 +188,16 @@ def test_sizes_that_cannot_be(tmp_path: Path, size: bytes, kind: bytes):
     data[victim : victim + tar.BLOCK] = with_checksum(header)
     path.write_bytes(data)
     scan = scan_shard(str(path))
-    assert (scan.num_samples, scan.problems["bad"]) == (3, 1)
+    assert (scan.shard.num_samples, scan.shard.problems["bad"]) == (3, 1)
     assert [sorted(fields) for fields in samples_of(path)] == [
         ["jpg", "json", "txt"],
         ["json", "txt"],
         ["jpg", "json", "txt"],
     ]
     with open(path, "rb") as stream:
-        streamed_samples = tar.stream_samples(stream, ALL_FIELDS, size=path.stat().st_size)
-        assert [fields for fields, _ in streamed_samples] == samples_of(path)
-    with open(path, "rb") as stream, contextlib.suppress(tar.TarError):  # nobody knows how long a pipe will be
-        assert len(list(tar.stream_samples(stream, ALL_FIELDS))) == 3
+        assert [sample.fields for sample in tar.TarArchive(stream).samples(ALL_FIELDS)] == samples_of(path)
+    with contextlib.suppress(tar.TarError):  # nobody knows how long a pipe will be
+        assert len(list(tar.TarArchive(Pipe(path.read_bytes())).samples(ALL_FIELDS))) == 3
 
 
 @pytest.mark.parametrize(
@@ -202,8 +210,8 @@ def test_pax_records_that_cannot_be(tmp_path: Path, records: bytes):
     header = extension.tobuf(tarfile.USTAR_FORMAT) + records + bytes(-len(records) % tar.BLOCK)
     path.write_bytes(header + path.read_bytes())
     scan = scan_shard(str(path))
-    assert scan.num_samples == 2
-    assert scan.problems["gaps"] == [[0, 1024]]
+    assert scan.shard.num_samples == 2
+    assert scan.shard.problems["gaps"] == [[0, 1024]]
 
 
 @pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
@@ -211,10 +219,10 @@ def test_compressed_tars_are_streams(tmp_path: Path, mode: str):
     members = [*sample_members(0), *sample_members(1)]
     path = write_tar(tmp_path / "0.tar.gz", members, mode)
     scan = scan_shard(str(path))
-    assert (scan.num_samples, scan.blocks, scan.problems) == (2, None, {})
+    assert (scan.shard.num_samples, scan.blocks, scan.shard.problems) == (2, None, {})
     assert streamed(path) == streamed(write_tar(tmp_path / "0.tar", members))
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    assert "error" in scan_shard(str(path)).problems
+    assert "error" in scan_shard(str(path)).shard.problems
 
 
 def test_every_cut_of_a_stream_is_noticed(tmp_path: Path):
@@ -223,8 +231,17 @@ def test_every_cut_of_a_stream_is_noticed(tmp_path: Path):
     whole = path.read_bytes()
     expected, end = streamed(path), members_of(path)[-1].end
     for cut in range(0, end + 1, 256):
-        samples = tar.stream_samples(io.BytesIO(whole[:cut]), ALL_FIELDS)
-        received = []
-        with pytest.raises((tar.TarError, EOFError)):
-            received.extend(fields for fields, _ in samples)
-        assert received in (expected[:0], expected[:1])
+        for stream in (io.BytesIO(whole[:cut]), Pipe(whole[:cut])):
+            received = []
+            with pytest.raises((tar.TarError, EOFError)):
+                received.extend(sample.fields for sample in tar.TarArchive(stream).samples(ALL_FIELDS))
+            assert received in (expected[:0], expected[:1])
+
+
+def test_a_sample_of_two_keys_is_refused(tmp_path: Path):
+    """Offsets of another file of the same size: an image and a caption that do not belong together."""
+    path = write_tar(tmp_path / "0.tar", [("a.jpg", b"1"), ("a.txt", b"2"), ("b.jpg", b"3"), ("b.txt", b"4")])
+    data, half = path.read_bytes(), 2 * tar.BLOCK
+    for begin, message in ((half, r"expected one sample, found 2 \(a, b\)"), (100, "found 0")):
+        with pytest.raises(tar.TarError, match=message):
+            tar.read_sample(data[begin : begin + 2 * half], ALL_FIELDS)

@@ -144,7 +144,7 @@ def test_resuming_reads_and_decodes_only_what_is_left(data: str, monkeypatch: py
     order = indices(list(loader.iterate(0)))
     opened, read, decoded = [], [], []
     open_shard, decode = ShardSource.open_shard, ShardSource.decode
-    sample = shards_module._OffsetFile.sample
+    sample = shards_module._OffsetShard.sample
 
     def counting_sample(file, position):
         read.append((opened[-1], position))
@@ -154,7 +154,7 @@ def test_resuming_reads_and_decodes_only_what_is_left(data: str, monkeypatch: py
     monkeypatch.setattr(
         ShardSource, "decode", lambda self, raw, *more: decoded.append(raw.index) or decode(self, raw, *more)
     )
-    monkeypatch.setattr(shards_module._OffsetFile, "sample", counting_sample)
+    monkeypatch.setattr(shards_module._OffsetShard, "sample", counting_sample)
     rest = indices(list(loader.iterate(0, loader.extend_progress(None, done))))
     assert rest == order[done * 4 :]
     assert decoded == rest

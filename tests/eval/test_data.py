@@ -150,7 +150,7 @@ def test_a_damaged_header_in_the_middle_is_named(folder, workers, make_encoder):
     with open(shard, "r+b") as stream:
         stream.seek(member.offset)
         stream.write(b"x" * 300)
-    with pytest.raises(DataError, match=rf"2\.tar: damaged at byte {member.offset}"):
+    with pytest.raises(DataError, match=rf"2\.tar: cannot be read as a tar, damaged at byte {member.offset}"):
         evaluate_task(CIFAR, folder.parent, make_encoder(workers=workers), any_size=True)
 
 

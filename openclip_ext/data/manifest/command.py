@@ -8,8 +8,8 @@ from pathlib import Path
 
 from openclip_ext.data.manifest.manifest import FORMAT, Manifest
 from openclip_ext.data.manifest.search import place_beside
-from openclip_ext.data.scan import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
 from openclip_ext.data.shardlist import expand_shards
+from openclip_ext.data.spec import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -6,16 +6,19 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from openclip_ext.data import scan, tar
-from openclip_ext.data.scan import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY, ShardScan
-from openclip_ext.data.shardlist import expand_shards, is_local, refuse_repeated, shard_name
+from openclip_ext.data.scan import Problems, ScannedShard, Shard
+from openclip_ext.data.shardlist import expand_shards, refuse_repeated, shard_name
+from openclip_ext.data.spec import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
+from openclip_ext.data.storage import is_local
 from openclip_ext.files import write_atomically
+from openclip_ext.schema import read_as
 
 FORMAT = "openclip_ext.manifest"
 # Programs that know version 1 only would train on what is left out.
@@ -32,47 +35,36 @@ class DamagedManifestError(ManifestError):
 
 
 @dataclass
-class Shard:
-    """One shard of a data set.
+class _ManifestFile:
+    """What the JSON of a manifest holds."""
 
-    Attributes:
-        url: Absolute path, URL or ``pipe:`` command.
-        num_samples: Samples in it, bad ones included.
-        first_index: Index of its first sample.
-        size, mtime_ns: Of the local file when it was scanned; None if remote.
-        digest: Hash of the names and sizes of its members; None if remote.
-        seekable: Whether samples can be reached by offset (a local, uncompressed tar).
-        problems: What is wrong with it (:class:`openclip_ext.data.scan.ShardScan`).
-    """
-
-    url: str
+    format: str
+    version: int
+    image_key: str
+    caption_key: str
     num_samples: int
-    first_index: int
-    size: int | None = None
-    mtime_ns: int | None = None
-    digest: str | None = None
-    seekable: bool = False
-    problems: dict[str, Any] = field(default_factory=dict)
+    shards: list[dict[str, Any]]
+    offsets: str | None = None
+    left_out: str = ""
+    checksum: str | None = None
 
-    @property
-    def is_local(self) -> bool:
-        return is_local(self.url)
 
-    def to_dict(self, folder: str) -> dict[str, Any]:
-        """As written to a manifest in ``folder``: local shards below it by their relative path."""
-        name = self.url
-        if self.is_local and os.path.commonpath([folder, name]) == folder:
-            name = Path(os.path.relpath(name, folder)).as_posix()
-        entry = {"name": name, "num_samples": self.num_samples, "first_index": self.first_index}
-        if self.size is not None:
-            entry |= {"size": self.size, "mtime_ns": self.mtime_ns, "digest": self.digest, "seekable": self.seekable}
-        return entry | ({"problems": self.problems} if self.problems else {})
+def _shard_to_json(shard: Shard, folder: str) -> dict[str, Any]:
+    """Return the entry of a shard in a manifest in ``folder``; the name of a local one below it is relative."""
+    entry = {"name": shard.url, **vars(shard)}
+    if shard.is_local and os.path.commonpath([folder, shard.url]) == folder:
+        entry["name"] = Path(os.path.relpath(shard.url, folder)).as_posix()
+    left_out = {"url"} | (set() if shard.problems else {"problems"})
+    if shard.size is None:
+        left_out |= {"size", "mtime_ns", "digest", "seekable"}
+    return {name: value for name, value in entry.items() if name not in left_out}
 
-    @classmethod
-    def from_dict(cls, entry: dict[str, Any], folder: str) -> "Shard":
-        name = entry["name"]
-        url = os.path.normpath(os.path.join(folder, name)) if is_local(name) else name
-        return cls(url, **{key: value for key, value in entry.items() if key != "name"})
+
+def _shard_from_json(entry: dict[str, Any], folder: str, where: str) -> Shard:
+    """Return the shard of such an entry; ValueError if a type in it is wrong."""
+    name = read_as(str, entry.get("name"), f"{where}.name")
+    url = os.path.normpath(os.path.join(folder, name)) if is_local(name) else name
+    return read_as(Shard, {key: value for key, value in entry.items() if key != "name"} | {"url": url}, where)
 
 
 class Manifest:
@@ -167,34 +159,23 @@ class Manifest:
         remote = [url for url in urls if not is_local(url)]
         found = dict(zip(local, scan.scan_local(local, image_key, caption_key, workers, progress), strict=True))
         if remote:
-            found |= zip(remote, scan.count_remote(remote, _read_url, sizes, progress), strict=True)
+            found |= zip(remote, scan.count_remote(remote, sizes, progress), strict=True)
         scans = [found[url] for url in urls]
-        _refuse_unusable(urls, scans, image_key, caption_key)
-        return cls._from_scans(urls, scans, image_key, caption_key)
-
-    @classmethod
-    def _from_scans(
-        cls, urls: Sequence[str], scans: Sequence[ShardScan], image_key: str, caption_key: str
-    ) -> "Manifest":
-        shards, blocks, first = [], [], 0
-        for url, result in zip(urls, scans, strict=True):
-            seekable = result.blocks is not None
-            blocks.append(np.zeros(result.num_samples, dtype=np.uint32) if result.blocks is None else result.blocks)
-            shards.append(
-                Shard(
-                    url,
-                    result.num_samples,
-                    first,
-                    result.size,
-                    result.mtime_ns,
-                    result.digest,
-                    seekable,
-                    result.problems,
-                )
+        _refuse_unusable(scans, image_key, caption_key)
+        first = 0
+        for scanned in scans:
+            scanned.shard.first_index = first
+            first += scanned.shard.num_samples
+        blocks = None
+        if any(scanned.blocks is not None for scanned in scans):
+            empty = (np.zeros(scanned.shard.num_samples, np.uint32) for scanned in scans)
+            blocks = np.concatenate(
+                [
+                    zeros if scanned.blocks is None else scanned.blocks
+                    for scanned, zeros in zip(scans, empty, strict=True)
+                ]
             )
-            first += result.num_samples
-        known = any(shard.seekable for shard in shards)
-        return cls(shards, image_key, caption_key, np.concatenate(blocks) if known else None)
+        return cls([scanned.shard for scanned in scans], image_key, caption_key, blocks)
 
     def without(self, indices: Iterable[int]) -> "Manifest":
         """A manifest that leaves samples out of training, beside those that this one leaves out. No index changes.
@@ -241,7 +222,7 @@ class Manifest:
             self._blocks_path = str(path.parent / name)
         if len(self.left_out):
             content["left_out"] = _format_ranges(self.left_out)
-        content["shards"] = [shard.to_dict(str(path.parent)) for shard in self.shards]
+        content["shards"] = [_shard_to_json(shard, str(path.parent)) for shard in self.shards]
         content["checksum"] = _checksum(content)
         text = json.dumps(content, indent=1) + "\n"
         write_atomically(path, lambda file: file.write(text.encode()))
@@ -264,23 +245,25 @@ class Manifest:
             content = json.loads(text)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise ManifestError(f"{path} is no manifest: expected a JSON object with 'format': '{FORMAT}'")
-            if content["version"] not in (VERSION, VERSION_WITH_LEFT_OUT):
+            if content.get("version") not in (VERSION, VERSION_WITH_LEFT_OUT):
                 raise ManifestError(
-                    f"{path} has version {content['version']}, expected {VERSION} or {VERSION_WITH_LEFT_OUT}: make it again"
+                    f"{path} has version {content.get('version')}, expected {VERSION} or {VERSION_WITH_LEFT_OUT}: make it "
+                    "again"
                 )
             if content.get("checksum", _checksum(content)) != _checksum(content):
                 raise ValueError("its content does not match its checksum")
-            shards = [Shard.from_dict(entry, str(path.parent)) for entry in content["shards"]]
-            manifest = cls(shards, content["image_key"], content["caption_key"])
-            manifest._check_indices(content["num_samples"])
-            manifest = manifest.without(_parse_ranges(content.get("left_out", "")))
+            file = read_as(_ManifestFile, content, "the manifest")
+            shards = [_shard_from_json(e, str(path.parent), f"shards[{i}]") for i, e in enumerate(file.shards)]
+            manifest = cls(shards, file.image_key, file.caption_key)
+            manifest._check_indices(file.num_samples)
+            manifest.left_out = _parse_ranges(file.left_out, file.num_samples)
         except ManifestError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             if FORMAT.encode() not in text:
                 raise ManifestError(f"{path} is no manifest: {error}") from error
             raise DamagedManifestError(f"the manifest {path} is damaged: {error}") from error
-        offsets = path.parent / content["offsets"] if content.get("offsets") else None
+        offsets = path.parent / file.offsets if file.offsets else None
         if offsets is not None and offsets.is_file():
             manifest._blocks_path = str(offsets)
         return manifest
@@ -348,14 +331,14 @@ class Manifest:
         paths = [shard.url for shard in shards]
         scans = scan.scan_local(paths, self.image_key, self.caption_key, progress=progress)
         changed = []
-        for shard, result in zip(shards, scans, strict=True):
-            if result.digest != shard.digest or result.num_samples != shard.num_samples:
-                changed.append(f"{shard.url} ({result.num_samples:,} samples, were {shard.num_samples:,})")
-            shard.mtime_ns = result.mtime_ns
+        for shard, scanned in zip(shards, scans, strict=True):
+            if not _has_same_members(shard, scanned.shard):
+                changed.append(f"{shard.url} ({scanned.shard.num_samples:,} samples, were {shard.num_samples:,})")
+            shard.mtime_ns = scanned.shard.mtime_ns
         if all_offsets and not changed:
             self._blocks, self._blocks_path = np.zeros(self.num_samples, np.uint32), None
-            for shard, result in zip(shards, scans, strict=True):
-                self._blocks[shard.first_index : shard.first_index + shard.num_samples] = result.blocks
+            for shard, scanned in zip(shards, scans, strict=True):
+                self._blocks[shard.first_index : shard.first_index + shard.num_samples] = scanned.blocks
         return changed
 
     def _match(self, urls: Sequence[str]) -> bool:
@@ -377,6 +360,22 @@ class Manifest:
             + (f"; only in the manifest: {_some(missing)}" if missing else "")
             + ". Make one for these shards: python -m openclip_ext.data.manifest SHARDS"
         )
+
+    def check_unchanged(self, shard_number: int) -> None:
+        """Check a local shard that is about to be read, as :meth:`verify` does; this may be days after the start.
+
+        Raises:
+            OSError: It is gone, or its samples may not be the ones that were indexed.
+        """
+        shard = self.shards[shard_number]
+        status = os.stat(shard.url)
+        if status.st_size != shard.size:
+            raise OSError(f"it has {status.st_size:,} bytes, {shard.size or 0:,} when the manifest was made")
+        if status.st_mtime_ns != shard.mtime_ns:
+            found = scan.scan_shard(shard.url, self.image_key, self.caption_key).shard
+            if not _has_same_members(shard, found):
+                raise OSError("it was replaced by a file with other samples after the manifest was made")
+            shard.mtime_ns = found.mtime_ns
 
     # ---------------------------------------------------------------- offsets
 
@@ -434,15 +433,17 @@ class Manifest:
                 yield f"{shard.url}: empty"
 
 
-def _describe(problems: dict[str, Any]) -> Iterator[str]:
-    texts = {
-        "without_image": "samples without image",
-        "without_caption": "samples without caption",
-        "duplicate_keys": "keys that occur again",
-    }
-    for name, text in texts.items():
-        if name in problems:
-            yield f"{problems[name]:,} {text}"
+def _has_same_members(first: Shard, second: Shard) -> bool:
+    return (first.digest, first.num_samples) == (second.digest, second.num_samples)
+
+
+def _describe(problems: Problems) -> Iterator[str]:
+    if "without_image" in problems:
+        yield f"{problems['without_image']:,} samples without image"
+    if "without_caption" in problems:
+        yield f"{problems['without_caption']:,} samples without caption"
+    if "duplicate_keys" in problems:
+        yield f"{problems['duplicate_keys']:,} keys that occur again"
     if "bad_positions" in problems:
         yield f"at positions {problems['bad_positions']}"
     if "gaps" in problems:
@@ -454,21 +455,23 @@ def _describe(problems: dict[str, Any]) -> Iterator[str]:
         yield f"corrupt or truncated, how much is missing is unknown: {problems['error']}"
 
 
-def _refuse_unusable(urls: Sequence[str], scans: Sequence[ShardScan], image_key: str, caption_key: str) -> None:
+def _refuse_unusable(scans: Sequence[ScannedShard], image_key: str, caption_key: str) -> None:
     unusable = []
-    for url, result in zip(urls, scans, strict=True):
-        if result.problems.get("bad", 0) == result.num_samples and (result.num_samples or "error" in result.problems):
-            fields = ", ".join(f"{name} ({count:,})" for name, count in sorted(result.fields.items()))
-            found = f"{result.num_samples:,} samples with the fields: {fields or 'none'}"
-            unusable.append(f"{url} [{result.problems.get('error', found)}]")
+    for scanned in scans:
+        count, problems = scanned.shard.num_samples, scanned.shard.problems
+        if problems.get("bad", 0) == count and (count or "error" in problems):
+            fields = ", ".join(f"{name} ({number:,})" for name, number in sorted(scanned.fields.items()))
+            found = f"{count:,} samples with the fields: {fields or 'none'}"
+            unusable.append(f"{scanned.shard.url} [{problems.get('error', found)}]")
     if unusable:
         raise ManifestError(
-            f"{len(unusable)} of {len(urls)} shards have no sample with both an image ({image_key}) and a caption "
+            f"{len(unusable)} of {len(scans)} shards have no sample with both an image ({image_key}) and a caption "
             f"({caption_key}): {_some(unusable)}. Name the fields with --image-key and --caption-key, or leave "
             "the shards out"
         )
-    if not any(result.num_samples for result in scans):
-        raise ManifestError(f"the data set is empty: {len(urls)} shards without a single sample, {_some(list(urls))}")
+    if not any(scanned.shard.num_samples for scanned in scans):
+        names = _some([scanned.shard.url for scanned in scans])
+        raise ManifestError(f"the data set is empty: {len(scans)} shards without a single sample, {names}")
 
 
 def _some(items: Sequence[str]) -> str:
@@ -482,10 +485,21 @@ def _format_ranges(indices: np.ndarray) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _parse_ranges(text: str) -> Iterator[int]:
+def _parse_ranges(text: str, num_samples: int) -> np.ndarray:
+    """Return the indices, ``int64``; ValueError if they do not ascend from 0 to ``num_samples - 1``."""
+    parts = [np.empty(0, np.int64)]
+    end = 0
     for run in filter(None, text.split(",")):
         first, dash, last = run.partition("-")
-        yield from range(int(first), int(last if dash else first) + 1)
+        bounds = int(first), int(last if dash else first)
+        if not end <= bounds[0] <= bounds[1] < num_samples:
+            raise ValueError(f"it leaves out {run!r}: expected ascending indices from 0 to {num_samples - 1:,}")
+        end = bounds[1] + 1
+        parts.append(np.arange(bounds[0], end))
+    indices = np.concatenate(parts)
+    if len(indices) == num_samples:
+        raise ValueError("it leaves out all samples")
+    return indices
 
 
 def _blocks_hash(blocks: np.ndarray) -> str:
@@ -496,12 +510,3 @@ def _checksum(content: dict[str, Any]) -> str:
     """Hash of all of a manifest's JSON but the checksum itself."""
     rest = {name: value for name, value in content.items() if name != "checksum"}
     return hashlib.blake2b(json.dumps(rest, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def _read_url(url: str) -> bytes:
-    # Only remote data need webdataset, which takes seconds to import.
-    import webdataset
-
-    with webdataset.gopen(url, "rb") as stream:
-        content = stream.read()
-    return content

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openclip_ext.data.manifest.manifest import DamagedManifestError, Manifest, ManifestError
-from openclip_ext.data.scan import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
-from openclip_ext.data.shardlist import expand_shards, is_local
+from openclip_ext.data.shardlist import expand_shards
+from openclip_ext.data.spec import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
+from openclip_ext.data.storage import is_local
 
 FILE_NAME = "manifest.json"
 

@@ -18,9 +18,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from openclip_ext.data.build import build_indexed_pass, build_source, build_train_loader
-from openclip_ext.data.order import EpochSequence, RowSequence
-from openclip_ext.data.source import BadDataError, ImageDecoder, RawSample, Reader, Source
+from openclip_ext.data.build import build_source, build_train_loader
+from openclip_ext.data.eval_loader import EvalLoader, SourcePass
+from openclip_ext.data.source import BadDataError, ImageDecoder, RawSample, Source
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.data.train_loader import TrainLoader, TrainLoaderConfig
 from openclip_ext.text_tower import find_causal_tower, shrink
@@ -120,7 +120,7 @@ def write_cache(
     images, captions, shapes, indices = _Writer(folder / _PIXELS), [], [], []
     shrunk = _Shrunk(_LARGEST * image_size)
     source = build_source(spec, shrunk)
-    loader = build_indexed_pass(source, preprocess=shrunk, tokenizer=_whole, batch_size=1)
+    loader = EvalLoader(SourcePass(source), preprocess=shrunk, tokenizer=_whole, batch_size=1)
     asked = source.num_kept  # a manifest may leave samples out
     with images:
         for batch in progress(loader):
@@ -204,7 +204,7 @@ def _read_classes(spec: DataSpec, count: int, indices: Sequence[int]) -> list[in
         raise ValueError("--classes needs shards with a member cls for each sample: CSV has none")
     labels: dict[int, int] = {}
     source = build_source(replace(spec, caption_key="cls"), _Shrunk(1))
-    for batch in build_indexed_pass(source, preprocess=_Shrunk(1), tokenizer=_whole, batch_size=1):
+    for batch in EvalLoader(SourcePass(source), preprocess=_Shrunk(1), tokenizer=_whole, batch_size=1):
         text = str(batch["text"][0]).strip()
         if not text.isdigit() or int(text) >= count:
             raise ValueError(
@@ -223,8 +223,6 @@ def _read_classes(spec: DataSpec, count: int, indices: Sequence[int]) -> list[in
 class _CachedSource(Source):
     """A cache as the training loader's source; the index of a sample is its position."""
 
-    sequential = False
-
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._captions = cache.captions()
@@ -237,22 +235,11 @@ class _CachedSource(Source):
     def digest(self) -> str:
         return self._cache.digest
 
-    def sequence(self, seed: int, epoch: int, num_slots: int) -> EpochSequence:
-        return RowSequence(self.num_samples, seed, epoch)
-
-    def reader(self) -> Reader:
-        return _Positions()
-
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[Image.Image, str]:
         return self._cache.image(raw.index), self._captions[raw.index]
 
     def group_of(self, index: int) -> tuple[str, int, int]:
         return str(self._cache.folder), 0, self.num_samples
-
-
-class _Positions(Reader):
-    def read(self, index: int) -> RawSample:
-        return RawSample(index, {})
 
 
 @dataclass(frozen=True)

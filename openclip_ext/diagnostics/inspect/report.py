@@ -59,9 +59,8 @@ def read_samples(source: Source, indices: Iterable[int]) -> dict[int, Sample]:
     """Where samples lie, and their captions; images are not decoded."""
     samples, reader = {}, source.reader()
     for index in sorted(set(indices)):
-        key, caption = source.describe(reader.read(index))
+        key, caption = source.describe(reader(index))
         samples[index] = Sample(index, shard_name(source.group_of(index)[0]), key, caption)
-    reader.close()
     return samples
 
 
@@ -69,13 +68,12 @@ def read_thumbnails(source: Source, indices: Iterable[int]) -> dict[int, str]:
     """Small images as data URIs."""
     thumbnails, reader = {}, source.reader()
     for index in sorted(set(indices)):
-        image, _ = source.decode(reader.read(index), decode_image)
+        image, _ = source.decode(reader(index), decode_image)
         assert isinstance(image, Image.Image)
         image.thumbnail((_THUMBNAIL, _THUMBNAIL))
         buffer = io.BytesIO()
         image.save(buffer, "JPEG", quality=80)
         thumbnails[index] = "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
-    reader.close()
     return thumbnails
 
 
