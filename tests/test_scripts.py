@@ -16,7 +16,6 @@ SHELL_SCRIPTS = [*sorted(SCRIPTS.rglob("*.sh")), ROOT / ".ci" / "run"]
 
 
 def load(name):
-    pytest.importorskip("matplotlib")
     spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

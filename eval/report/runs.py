@@ -10,7 +10,7 @@ from typing import Any
 from openclip_ext import json_lines
 
 from ..results import RESULTS_FILE, read_results
-from ..summary import averages, has_other_size, main_metrics
+from ..summary import has_other_size, main_metrics
 from ..tasks import GROUPS, TASKS
 
 METRICS_FILE = "metrics.jsonl"
@@ -66,14 +66,14 @@ class Checkpoint:
 
     def average(self, title: str) -> Value | None:
         """Mean over a group of `eval.tasks.GROUPS`, per repeat; None unless every repeat has all of it."""
-        values = [average.value for scores in self.repeats for average in averages(scores) if average.title == title]
-        complete = [value for value in values if value is not None]
-        return Value.of(complete) if len(complete) == len(values) else None
+        if self.missing(title):
+            return None
+        keys = GROUPS[title]
+        return Value.of([sum(scores[key] for key in keys) / len(keys) for scores in self.repeats])
 
     def missing(self, title: str) -> list[str]:
         """Keys of a group that some repeat has no number for."""
-        tasks = set(self.tasks)
-        return [key for key in GROUPS[title] if key not in tasks]
+        return [key for key in GROUPS[title] if any(key not in scores for scores in self.repeats)]
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,14 @@ class Run:
         name: as shown.
         checkpoints: in order of training.
         training: lines of ``metrics.jsonl`` that report a training step, one list a repeat.
-        evaluations: other evaluations than DataComp's: name -> [(checkpoint's place in `training`, value)], of the
-            first repeat.
+        evaluations: other evaluations than DataComp's: name -> [(samples seen, value)], of the first repeat.
         repeats: how many repeats were merged.
     """
 
     name: str
     checkpoints: tuple[Checkpoint, ...]
     training: tuple[Sequence[Mapping[str, Any]], ...] = ()
-    evaluations: Mapping[str, Sequence[tuple[Mapping[str, int], float]]] = field(default_factory=dict)
+    evaluations: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     repeats: int = 1
 
     @property
@@ -180,12 +179,9 @@ def _from_file(path: Path, label: str) -> Checkpoint:
 
 
 def _from_suite(record: Mapping[str, Any]) -> Checkpoint | None:
-    """The tasks among an evaluation during training, None without any."""
-    scores = {
-        name.removeprefix(_SUITE_PREFIX): value
-        for name, value in record["evaluation"].items()
-        if name.removeprefix(_SUITE_PREFIX) in TASKS and name.startswith(_SUITE_PREFIX)
-    }
+    """Return the tasks among an evaluation during training, None without any."""
+    keys = {f"{_SUITE_PREFIX}{key}": key for key in TASKS}
+    scores = {keys[name]: value for name, value in record["evaluation"].items() if name in keys}
     protocols = frozenset({"evaluation during training"})
     return Checkpoint(f"epoch_{record['epoch']}", (scores,), protocols=protocols) if scores else None
 
@@ -210,13 +206,14 @@ def _order(checkpoint: Checkpoint) -> tuple[float, float, str]:
 
 def _other_evaluations(
     evaluations: Sequence[Mapping[str, Any]], training: Sequence[Mapping[str, Any]]
-) -> dict[str, list[tuple[Mapping[str, int], float]]]:
-    others: dict[str, list[tuple[Mapping[str, int], float]]] = {}
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the values of evaluations other than DataComp's, with the samples seen by then."""
+    others: dict[str, list[tuple[float, float]]] = {}
     for record in evaluations:
         samples = max((line["samples"] for line in training if line["step"] < record["step"]), default=0)
         for name, value in record["evaluation"].items():
             if not name.startswith(_SUITE_PREFIX) and isinstance(value, float):
-                others.setdefault(name, []).append(({"epoch": record["epoch"], "samples": samples}, value))
+                others.setdefault(name, []).append((samples, value))
     return others
 
 

@@ -38,7 +38,7 @@ class Row:
         return self.metric == "average"
 
     def differences(self) -> list[float | None]:
-        """Every run's number less the first run's, None where either is missing."""
+        """Return every run's number less the first run's, None where either is missing."""
         first = self.cells[0]
         return [
             cell.mean - first.mean if isinstance(cell, Value) and isinstance(first, Value) else None
@@ -46,8 +46,17 @@ class Row:
         ]
 
 
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table as shown: its text, and its style on the page (``metric``, ``best``, ``up``, ``down``,
+    ``faint``, or none)."""
+
+    text: str
+    style: str = ""
+
+
 def build_rows(runs: Sequence[Run]) -> list[Row]:
-    """Group averages first, then every task that any run has, from the runs' final checkpoints; none without any."""
+    """Return group averages first, then every task that any run has, from the runs' final checkpoints; none without any."""
     finals = [run.final for run in runs]
     rows: list[Row] = []
     if not any(finals):
@@ -76,8 +85,14 @@ def _size_notes(keys: Sequence[str], finals: Sequence[Checkpoint | None]) -> tup
     return tuple("not DataComp's data" if final and final.other_sizes & set(keys) else "" for final in finals)
 
 
+def size_note(rows: Sequence[Row]) -> str:
+    """Return what a † means, empty where no number has one."""
+    is_needed = any(note for row in rows for note in row.notes)
+    return "† scored on data of another size than DataComp's, so not DataComp's number." if is_needed else ""
+
+
 def format_value(cell: Value | str) -> str:
-    """In percent, with the standard deviation over repeats."""
+    """Return a number in percent, with the standard deviation over repeats."""
     if isinstance(cell, str):
         return cell
     deviation = "" if cell.deviation is None else f" ± {100 * cell.deviation:.2f}"
@@ -85,28 +100,47 @@ def format_value(cell: Value | str) -> str:
 
 
 def format_difference(difference: float | None) -> str:
-    """In percentage points, with its sign."""
-    return "-" if difference is None else f"{100 * difference:+.2f}"
+    """Return percentage points with their sign."""
+    return "-" if difference is None else f"{100 * difference:+.2f}".replace("-", "−")
+
+
+def cell_table(runs: Sequence[Run], rows: Sequence[Row]) -> list[list[Cell]]:
+    """Return the cells of rows that are all groups or all tasks, the head first."""
+    is_group = all(row.is_group for row in rows)
+    head = ["group"] if is_group else ["task", "metric"]
+    titles = [*head, *(run.name for run in runs), *(f"{run.name} − {runs[0].name}" for run in runs[1:])]
+    return [[Cell(title) for title in titles], *map(_cells, rows)]
+
+
+def _cells(row: Row) -> list[Cell]:
+    numbers = [cell.mean for cell in row.cells if isinstance(cell, Value)]
+    best = max(numbers) if len(numbers) > 1 else None
+    found = [Cell(row.title)] if row.is_group else [Cell(row.title), Cell(row.metric, "metric")]
+    for cell, note in zip(row.cells, row.notes, strict=True):
+        style = "faint" if isinstance(cell, str) else "best" if cell.mean == best else ""
+        found.append(Cell(format_value(cell) + (" †" if note else ""), style))
+    for difference in row.differences()[1:]:
+        style = "up" if (difference or 0) > 0 else "down" if (difference or 0) < 0 else "faint"
+        found.append(Cell(format_difference(difference), style))
+    return found
 
 
 def markdown(runs: Sequence[Run], rows: Sequence[Row]) -> str:
-    """A table a group: averages, then tasks; main metrics in percent, differences to the first run in points."""
+    """Return a table of groups and one of tasks: main metrics in percent, differences to the first run in points."""
     lines = ["Main metrics in percent, differences to the first run in percentage points.", ""]
     lines += [f"- {describe_run(run)}" for run in runs]
-    for wanted in sorted({row.is_group for row in rows}, reverse=True):
-        head = ["group" if wanted else "task", *([] if wanted else ["metric"]), *_column_titles(runs)]
-        lines += ["", "| " + " | ".join(map(_escape, head)) + " |", "|" + "---|" * len(head)]
-        for row in rows:
-            if row.is_group == wanted:
-                cells = [row.title, *([] if wanted else [row.metric]), *_cells(row)]
-                lines.append("| " + " | ".join(map(_escape, cells)) + " |")
-    if any(note for row in rows for note in row.notes):
-        lines += ["", "† scored on data of another size than DataComp's, so not DataComp's number."]
-    return "\n".join(lines) + "\n"
+    for is_group in (True, False):
+        part = [row for row in rows if row.is_group == is_group]
+        if part:
+            head, *body = (" | ".join(_escape(cell.text) for cell in cells) for cells in cell_table(runs, part))
+            rule = "---|" * (head.count(" | ") + 1)
+            lines += ["", f"| {head} |", f"|{rule}", *(f"| {cells} |" for cells in body)]
+    note = size_note(rows)
+    return "\n".join([*lines, *(["", note] if note else [])]) + "\n"
 
 
 def describe_run(run: Run) -> str:
-    """Name, checkpoint, samples seen, repeats and protocol of a run."""
+    """Return name, checkpoint, samples seen, repeats and protocol of a run."""
     final = run.final
     if final is None:
         return f"{run.name}: no evaluated checkpoint"
@@ -117,7 +151,7 @@ def describe_run(run: Run) -> str:
 
 
 def comma_separated(runs: Sequence[Run]) -> str:
-    """A row a run, in the layout of OpenCLIP's published results; fractions at full precision, empty if incomplete.
+    """Return a row a run, in the layout of OpenCLIP's published results; fractions at full precision, empty if incomplete.
 
     Columns: ``name``, ``pretrained`` (the checkpoint), the average over 38 and the 38 tasks under OpenCLIP's titles, other
     tasks, the other averages. With repeats of a run also ``repeats`` and the standard deviations, ``TITLE sd``; with data
@@ -158,15 +192,6 @@ def _exact(number: float | None) -> str:
 
 def _name(key: str) -> str:
     return TASKS[key].name if key in TASKS else key
-
-
-def _column_titles(runs: Sequence[Run]) -> list[str]:
-    return [run.name for run in runs] + [f"{run.name} − {runs[0].name}" for run in runs[1:]]
-
-
-def _cells(row: Row) -> list[str]:
-    values = [format_value(cell) + (" †" if note else "") for cell, note in zip(row.cells, row.notes, strict=True)]
-    return values + [format_difference(difference) for difference in row.differences()[1:]]
 
 
 def _escape(text: str) -> str:

@@ -1,7 +1,6 @@
 """Export a checkpoint: ``openclip-ext export RUN/checkpoints/epoch_K.pt --to hf --output DIR``."""
 
 import argparse
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from safetensors.torch import save_file
 
 from openclip_ext import json_lines
 from openclip_ext.diagnostics import command_line
+from openclip_ext.diagnostics.curves import plot
 from openclip_ext.diagnostics.finished_run import model_settings, read_config
 from openclip_ext.export.card import CURVES, evaluations, model_card
 from openclip_ext.export.clip_model import write_clip_model
@@ -68,6 +68,8 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
     # A file of the model alone, such as best.pt, knows its epoch and no step.
     unit, taken = ("epoch", position.epoch) if loaded.shared is None else ("step", position.step)
     lines = [line for line in json_lines.read(run / "metrics.jsonl") if "loss" in line and line[unit] < taken]
+    if lines:
+        plot({config["flags"]["name"]: lines}, output / CURVES)
     card = model_card(
         config,
         checkpoint=checkpoint.name,
@@ -78,7 +80,7 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
         logged=lines[-1] if lines else None,
         results=evaluations(run, checkpoint, None if position.step_in_epoch else position.epoch),
         with_transformers=to == "hf",
-        with_curves=bool(lines) and _draw_curves(config["flags"]["name"], lines, output / CURVES),
+        with_curves=bool(lines),
     )
     (output / "README.md").write_text(card, encoding="utf-8")
 
@@ -97,16 +99,6 @@ def _write_openclip(model: Any, model_config: dict[str, Any], tokenizer: Any, fo
     (folder / OPENCLIP_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
     if "hf_tokenizer_name" in model_config["text_cfg"]:
         tokenizer.save_pretrained(folder)  # OpenCLIP looks for it here
-
-
-def _draw_curves(name: str, records: list[dict[str, Any]], path: Path) -> bool:
-    """Draw the run, where matplotlib is installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return False
-    from openclip_ext.diagnostics.curves import plot
-
-    plot({name: records}, path)
-    return True
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -34,7 +34,6 @@ from openclip_ext.diagnostics.compare.design import (
     plan_finals,
     setting_words,
 )
-from openclip_ext.diagnostics.compare.page import chart
 from openclip_ext.diagnostics.compare.pilot import (
     RETRIEVAL,
     Length,
@@ -454,14 +453,6 @@ def test_guessing_finds_any_sample_of_an_equal_caption(groups):
     assert about(8, groups).chance == pytest.approx(statistics.fmean(found), abs=0.03)
 
 
-def test_a_chart_is_svg_with_escaped_names():
-    import xml.etree.ElementTree as ElementTree
-
-    drawn = chart({"a<b": [(0.0, 0.0), (10.0, 5.0)], "flat": [(1.0, 0.0)]}, "x & y")
-    assert len(ElementTree.fromstring(drawn).findall("polyline")) == 2
-    ElementTree.fromstring(chart({"nothing": []}, "x"))
-
-
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
@@ -798,7 +789,7 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     assert all(len(one["each_seed"]) == 4 and "zero_shot" in one["scores"] for one in written["results"])
     page = (out / "report.html").read_text()
     assert page.count("<svg") == 2
-    assert "http" not in page
+    assert "http" not in page.replace("http://www.w3.org/", "")  # SVG's namespaces
     assert "| queueclip |" in (out / "report.md").read_text()
 
     (out / "runs.jsonl").write_text("".join(f"{line}\n" for line in lines[:-2]) + lines[-2][:50])

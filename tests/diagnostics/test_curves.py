@@ -4,11 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
-
-pytest.importorskip("matplotlib")
-
-import matplotlib.pyplot as plt
 
 from openclip_ext.diagnostics import curves
 
@@ -62,11 +59,11 @@ def test_runs_of_one_name_are_all_drawn_and_a_cut_line_is_passed_over(tmp_path, 
 
 
 def test_runs_of_other_batches_have_a_line_of_chance_each():
-    _, axes = plt.subplots()
+    axes = Figure().subplots()
     records = {
         chance: [{"step": step, "infonce": 3.0, "chance": chance} for step in range(3)] for chance in (4.16, 2.77)
     }
-    curves.draw_infonce(axes, {"a": records[4.16], "b": records[2.77], "c": records[2.77]})
+    curves.draw_chance(axes, {"a": records[4.16], "b": records[2.77], "c": records[2.77]})
     dashed = [line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == "--"]
     assert dashed == [4.16, 2.77]
 

@@ -1,0 +1,160 @@
+"""Charts as inline SVG: horizontal bars and curves, drawn by matplotlib.
+
+Text, axes and grid take the page's text color (``currentColor``); the series' colors are readable on white and on black.
+"""
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import matplotlib
+from markupsafe import Markup, escape
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+# Okabe's and Ito's colors, which people with color blindness tell apart, each made at least 3:1 in contrast to both themes.
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#c0689a", "#a67c00", "#4a90d9", "#8a63d2", "#808080")
+# Stands for the page's text color, which matplotlib cannot name.
+_TEXT_COLOR = "#010203"
+_STYLE = {
+    "axes.edgecolor": _TEXT_COLOR,
+    "axes.labelcolor": _TEXT_COLOR,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "font.family": "DejaVu Sans",  # comes with matplotlib; the page's style sheet has the last word
+    "font.size": 11,
+    "grid.alpha": 0.2,
+    "grid.color": _TEXT_COLOR,
+    "svg.fonttype": "none",
+    "text.color": _TEXT_COLOR,
+    "text.parse_math": False,
+    "xtick.color": _TEXT_COLOR,
+    "ytick.color": _TEXT_COLOR,
+}
+_PIXELS_PER_INCH = 72  # at which matplotlib's points are SVG's pixels
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar: its label, its value, the text beside it, and the text shown on hovering."""
+
+    label: str
+    value: float
+    text: str
+    hint: str
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One curve: its name, its points ascending in x, and the number of its color."""
+
+    name: str
+    points: Sequence[Point]
+    color: int = 0
+
+
+def color(number: int) -> str:
+    """Return the color of a series; there are eight, which repeat."""
+    return PALETTE[number % len(PALETTE)]
+
+
+def bar_chart(bars: Sequence[Bar], x_title: str, width: int = 860) -> Markup:
+    """Draw horizontal bars to both sides of zero, from top to bottom in the given order.
+
+    Args:
+        bars: at least one.
+        x_title: title of the axis.
+        width: in pixels.
+    """
+    hints = [bar.hint for bar in bars]
+
+    def draw(axes: Axes) -> None:
+        colors = [color(0) if bar.value >= 0 else color(1) for bar in bars]
+        drawn = axes.barh(range(len(bars)), [bar.value for bar in bars], color=colors, height=0.7)
+        axes.bar_label(drawn, [bar.text for bar in bars], padding=4, fontsize=10)
+        for number, patch in enumerate(drawn):
+            patch.set_gid(_hint_id(number))
+        axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
+        axes.tick_params(axis="y", length=0)
+        axes.set(xlabel=x_title, ylim=(len(bars) - 0.4, -0.6))
+        axes.margins(x=0.12)
+        axes.spines["left"].set_visible(False)
+        axes.axvline(0, color=_TEXT_COLOR, linewidth=0.8)
+        axes.grid(axis="x")
+
+    return _svg(draw, (width, 52 + 20 * len(bars)), f"{x_title}: {len(bars)} bars", hints)
+
+
+def line_chart(
+    curves: Sequence[Curve],
+    x_title: str,
+    title: str,
+    *,
+    markers: bool = True,
+    from_zero: bool = False,
+    size: tuple[int, int] = (400, 270),
+) -> Markup:
+    """Draw curves. Their names are the page's business: one legend serves all charts.
+
+    Args:
+        curves: at least one.
+        x_title: title of the horizontal axis, which begins at 0.
+        title: of the chart, above it.
+        markers: whether points are marked, with their values shown on hovering; single points always are.
+        from_zero: whether the vertical axis begins at 0.
+        size: width and height in pixels.
+    """
+    hints: list[str] = []
+
+    def draw(axes: Axes) -> None:
+        for curve in curves:
+            axes.plot(*zip(*curve.points, strict=True), color=color(curve.color), linewidth=1.8)
+            for x, y in curve.points if markers or len(curve.points) == 1 else ():
+                axes.plot(x, y, "o", color=color(curve.color), markersize=5, gid=_hint_id(len(hints)))
+                hints.append(f"{curve.name}: {y:.4g} at {short_number(x)} {x_title}")
+        axes.set_title(title, loc="left")
+        axes.set(xlabel=x_title)
+        axes.set_xlim(left=0)
+        if from_zero:
+            axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+        axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
+        axes.grid(axis="y")
+
+    return _svg(draw, size, f"{title} over {x_title}", hints)
+
+
+def short_number(value: float) -> str:
+    """Return a number in four digits: ``320M`` rather than ``320000000``."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{letter}"
+    return f"{value:.4g}"
+
+
+def _hint_id(number: int) -> str:
+    return f"hint-{number}"
+
+
+def _svg(draw: Callable[[Axes], None], size: tuple[int, int], label: str, hints: Sequence[str]) -> Markup:
+    """Draw on empty axes; return the ``<svg>`` element alone, with a hint for each element that has a hint's id."""
+    width, height = size
+    stream = io.StringIO()
+    # Identifiers are the same each time a page is written, and differ between the charts of a page.
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": label}):
+        figure = Figure((width / _PIXELS_PER_INCH, height / _PIXELS_PER_INCH), layout="constrained")
+        draw(figure.subplots())
+        without = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(stream, format="svg", transparent=True, metadata=without)
+    svg = stream.getvalue().partition("<svg")[2].replace(_TEXT_COLOR, "currentColor")
+    for number, hint in enumerate(hints):
+        svg = svg.replace(f'<g id="{_hint_id(number)}">', f"<g><title>{escape(hint)}</title>", 1)
+    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # names of matplotlib's, which are the same in all charts
+    svg = re.sub(r'="([\d.]+)pt"', r'="\1"', svg, count=2)
+    return Markup(f'<svg role="img" aria-label="{escape(label)}"{svg}')

@@ -1,0 +1,29 @@
+"""Render a template of ``templates/`` to one self-contained HTML page."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+
+def render_page(template: str, title: str, **values: Any) -> str:
+    """Return an HTML page; everything but :class:`markupsafe.Markup`, which charts are, is escaped.
+
+    Args:
+        template: file name in ``templates/``, where ``base.html`` has the style and ``macros.html`` what pages share.
+        title: title and heading of the page.
+        values: what the template shows.
+
+    Raises:
+        jinja2.UndefinedError: the template shows a value that was not given.
+    """
+    return _environment().get_template(template).render(title=title, **values)
+
+
+@functools.lru_cache(maxsize=1)
+def _environment() -> jinja2.Environment:
+    loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
+    return jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )

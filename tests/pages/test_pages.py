@@ -1,0 +1,87 @@
+"""Pages and charts: nothing from outside, everything escaped, no color that one theme hides."""
+
+import re
+from xml.etree import ElementTree
+
+import jinja2
+import pytest
+
+from openclip_ext.pages import charts
+from openclip_ext.pages.charts import Bar, Curve, bar_chart, line_chart, short_number
+from openclip_ext.pages.rendering import render_page
+
+SVG = "{http://www.w3.org/2000/svg}"
+COMPARE = {"command": "<b>&", "curves": [], "legend": [], "tables": {"<i>": [["a", "<u>"], ["&", "$x$"]]}, "lines": []}
+
+
+def parse(svg: str) -> ElementTree.Element:
+    """Return the root of a chart that must be well-formed and refer to its own parts only."""
+    assert not re.search(r"@import|<image|<a ", svg)
+    assert {name[0] for name in re.findall(r'(?:href="|url\()([^")]+)', svg)} <= {"#"}
+    return ElementTree.fromstring(svg)
+
+
+def texts(chart: ElementTree.Element, tag: str) -> list[str]:
+    return [element.text or "" for element in chart.iter(SVG + tag)]
+
+
+def test_a_page_is_escaped_and_fetches_nothing():
+    report = {"sentence": "<script>alert(1)</script>", "text_of_judgement": "a < b"}
+    page = render_page("compare.html", "<title>", report=report, **COMPARE)
+    assert "<script" not in page and "&lt;script&gt;alert(1)" in page
+    assert page.count("<title>") == 1 and "<td>&amp;</td><td>$x$</td>" in page and "<th>&lt;u&gt;</th>" in page
+    assert not re.search(r"https?:|<link|@import|url\(|src=", page)
+
+
+def test_a_value_that_a_page_lacks_is_an_error():
+    with pytest.raises(jinja2.UndefinedError, match="report"):
+        render_page("compare.html", "title", **COMPARE)
+
+
+def test_bars_have_their_hints_and_texts():
+    bars = [Bar("a<b>", 2.0, "+2", "1 & 2"), Bar("$same$", -1.0, "−1", "below"), Bar("$same$", 0.5, "+0.5", "again")]
+    chart = parse(bar_chart(bars, "points"))
+    assert texts(chart, "title") == ["1 & 2", "below", "again"]
+    assert {"a<b>", "$same$", "+2", "−1", "points"} <= set(texts(chart, "text"))
+    assert texts(chart, "text").count("$same$") == 2
+    assert chart.attrib["aria-label"] == "points: 3 bars" and chart.attrib["width"] == "860"
+
+
+def test_points_have_their_values_as_hints():
+    curves = [Curve("a", [(0.0, 1.0), (2000.0, 3.25)], 0), Curve("b", [(1000.0, 2.0)], 9)]
+    chart = parse(line_chart(curves, "samples", "R@1 of <x>"))
+    assert texts(chart, "title") == ["a: 1 at 0 samples", "a: 3.25 at 2k samples", "b: 2 at 1k samples"]
+    assert "R@1 of <x>" in texts(chart, "text")
+    # Without markers only a single point is one.
+    assert texts(parse(line_chart(curves, "samples", "R@1", markers=False)), "title") == ["b: 2 at 1k samples"]
+
+
+@pytest.mark.parametrize("points", [[(0.0, 1.0)], [(1.0, 2.0), (2.0, 2.0)], [(0.0, -1e9), (3e9, 1e9)], [(0.0, 0.0)]])
+def test_odd_values_can_be_drawn(points):
+    parse(line_chart([Curve("a", points)], "x", "y", from_zero=True))
+    parse(bar_chart([Bar("a", value, "", "") for _, value in points], "x"))
+
+
+def test_charts_are_readable_in_both_themes_and_equal_each_time():
+    drawn = line_chart([Curve("a", [(0.0, 1.0), (1.0, 2.0)], 3)], "x", "y")
+    assert drawn == line_chart([Curve("a", [(0.0, 1.0), (1.0, 2.0)], 3)], "x", "y")
+    # Beside the palette there is the page's own text color only.
+    assert set(re.findall(r"(?:fill|stroke): ([#\w]+)", drawn)) == {"none", "currentColor", charts.color(3)}
+    for theme in ("#ffffff", "#14181d"):
+        assert all(contrast(color, theme) >= 3 for color in charts.PALETTE)
+
+
+def contrast(first: str, second: str) -> float:
+    """Return the ratio of contrast of two colors (WCAG 2)."""
+
+    def luminance(color: str) -> float:
+        parts = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_numbers_are_short():
+    assert [short_number(value) for value in (0, 999, 1280, 3.2e8, -2e9)] == ["0", "999", "1.28k", "320M", "-2B"]
