@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import matplotlib
 from markupsafe import Markup, escape
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -74,7 +73,9 @@ def bar_chart(bars: Sequence[Bar], x_title: str, width: int = 860) -> Markup:
     """
     hints = [bar.hint for bar in bars]
 
-    def draw(axes: Axes) -> None:
+    def draw(figure: Figure) -> None:
+        figure.set_layout_engine("constrained")  # labels have any length
+        axes = figure.subplots()
         colors = [color(0) if bar.value >= 0 else color(1) for bar in bars]
         drawn = axes.barh(range(len(bars)), [bar.value for bar in bars], color=colors, height=0.7)
         axes.bar_label(drawn, [bar.text for bar in bars], padding=4, fontsize=10)
@@ -112,7 +113,11 @@ def line_chart(
     """
     hints: list[str] = []
 
-    def draw(axes: Axes) -> None:
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        # A layout by matplotlib would take as long as the drawing.
+        width, height = size
+        figure.subplots_adjust(left=50 / width, right=1 - 12 / width, bottom=42 / height, top=1 - 28 / height)
         for curve in curves:
             axes.plot(*zip(*curve.points, strict=True), color=color(curve.color), linewidth=1.8)
             for x, y in curve.points if markers or len(curve.points) == 1 else ():
@@ -124,7 +129,8 @@ def line_chart(
         if from_zero:
             axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(6))
-        axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda value, _: short_number(value))
         axes.grid(axis="y")
 
     return _svg(draw, size, f"{title} over {x_title}", hints)
@@ -142,14 +148,14 @@ def _hint_id(number: int) -> str:
     return f"hint-{number}"
 
 
-def _svg(draw: Callable[[Axes], None], size: tuple[int, int], label: str, hints: Sequence[str]) -> Markup:
-    """Draw on empty axes; return the ``<svg>`` element alone, with a hint for each element that has a hint's id."""
+def _svg(draw: Callable[[Figure], None], size: tuple[int, int], label: str, hints: Sequence[str]) -> Markup:
+    """Draw on an empty figure; return the ``<svg>`` element alone, with a hint for each element that has a hint's id."""
     width, height = size
     stream = io.StringIO()
     # Identifiers are the same each time a page is written, and differ between the charts of a page.
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": label}):
-        figure = Figure((width / _PIXELS_PER_INCH, height / _PIXELS_PER_INCH), layout="constrained")
-        draw(figure.subplots())
+        figure = Figure((width / _PIXELS_PER_INCH, height / _PIXELS_PER_INCH))
+        draw(figure)
         without = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(stream, format="svg", transparent=True, metadata=without)
     svg = stream.getvalue().partition("<svg")[2].replace(_TEXT_COLOR, "currentColor")
