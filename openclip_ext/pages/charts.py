@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 from markupsafe import Markup, escape
@@ -17,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#c0689a", "#a67c00", "#4a90d9", "#8a63d2", "#808080")
 # Stands for the page's text color, which matplotlib cannot name.
 _TEXT_COLOR = "#010203"
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "axes.edgecolor": _TEXT_COLOR,
     "axes.labelcolor": _TEXT_COLOR,
     "axes.spines.right": False,
