@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from openclip_ext.options import flag, from_flags
+
 DATASET_TYPES = ("webdataset", "csv", "synthetic", "auto")
 DEFAULT_IMAGE_KEY = "jpg;png;jpeg;webp"
 DEFAULT_CAPTION_KEY = "txt"
@@ -61,40 +63,47 @@ class DataSpec:
         max_bad_fraction: The run stops when more of the samples than this are bad (``--max-bad-fraction``).
     """
 
-    source: str | Sequence[str] | None = None
-    dataset_type: str = "auto"
-    num_samples: int | None = None
-    image_key: str = DEFAULT_IMAGE_KEY
-    caption_key: str = DEFAULT_CAPTION_KEY
-    csv_separator: str = "\t"
-    csv_image_key: str = "filepath"
-    csv_caption_key: str = "title"
-    manifest: str | os.PathLike[str] | None = None
-    resampled: bool = False
-    upsampling_factors: str | Sequence[float] | None = None
-    max_bad_fraction: float = 0.05
+    source: str | Sequence[str] | None = flag(None, dest="train_data")
+    dataset_type: str = flag("auto")
+    num_samples: int | None = flag(None, dest="train_num_samples")
+    image_key: str = flag(DEFAULT_IMAGE_KEY, "extensions of the images in the shards")
+    caption_key: str = flag(DEFAULT_CAPTION_KEY, "extension of the captions, or json:FIELD for a field of the metadata")
+    csv_separator: str = flag("\t")
+    csv_image_key: str = flag("filepath", dest="csv_img_key")
+    csv_caption_key: str = flag("title")
+    manifest: str | os.PathLike[str] | None = flag(
+        None, "manifest of the training shards; it may leave samples out (default: found next to them, or made)"
+    )
+    resampled: bool = flag(False, dest="dataset_resampled")
+    upsampling_factors: str | Sequence[float] | None = flag(
+        None, dest="train_data_upsampling_factors", needs="dataset_resampled"
+    )
+    max_bad_fraction: float = flag(
+        0.05, "stop when more than this part of the data set is unusable", minimum=0.0, maximum=1.0
+    )
 
     @classmethod
     def of_training(cls, flags: Mapping[str, Any]) -> "DataSpec":
-        """The training data of a command line.
+        """Return the training data of a command line.
 
         Args:
             flags: OpenCLIP's flags and ours by their Python names (``vars(args)``).
         """
-        return cls(
-            source=flags["train_data"],
-            num_samples=flags["train_num_samples"],
-            manifest=flags["manifest"],
-            resampled=flags["dataset_resampled"],
-            upsampling_factors=flags["train_data_upsampling_factors"],
-            max_bad_fraction=flags["max_bad_fraction"],
-            **_format_flags(flags),
-        )
+        return from_flags(cls, flags)
 
     @classmethod
     def of_validation(cls, flags: Mapping[str, Any]) -> "DataSpec":
-        """The validation data of a command line."""
-        return cls(source=flags["val_data"], num_samples=flags["val_num_samples"], **_format_flags(flags))
+        """Return the validation data of a command line."""
+        return from_flags(
+            cls,
+            flags,
+            source=flags["val_data"],
+            num_samples=flags["val_num_samples"],
+            manifest=None,
+            resampled=False,
+            upsampling_factors=None,
+            max_bad_fraction=cls.max_bad_fraction,
+        )
 
     @property
     def resolved_type(self) -> str:
@@ -118,15 +127,3 @@ class DataSpec:
         if ending in ("tar", "tgz") or ".tar" in text:
             return "webdataset"
         raise ValueError(f"cannot tell the dataset type of {text!r} from its ending: say it with --dataset-type")
-
-
-def _format_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags that training and validation data share."""
-    return {
-        "dataset_type": flags["dataset_type"],
-        "image_key": flags["image_key"],
-        "caption_key": flags["caption_key"],
-        "csv_separator": flags["csv_separator"],
-        "csv_image_key": flags["csv_img_key"],
-        "csv_caption_key": flags["csv_caption_key"],
-    }

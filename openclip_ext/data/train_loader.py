@@ -33,6 +33,7 @@ from openclip_ext.data.source import (
     decode_image,
 )
 from openclip_ext.data.worker_signals import leave_process_group, start_workers
+from openclip_ext.options import flag
 
 Transform = Callable[[Any], Tensor]
 Tokenizer = Callable[[str], Tensor]
@@ -63,16 +64,21 @@ class TrainLoaderConfig:
         pin_memory, prefetch_factor: As in ``torch.utils.data.DataLoader``.
     """
 
-    batch_size: int
-    accum_freq: int = 1
-    workers: int = 0
-    seed: int = 0
+    batch_size: int = flag()
+    accum_freq: int = flag(1, minimum=1)
+    workers: int = flag(0)
+    seed: int = flag(0)
     rank: int | None = None
     world_size: int | None = None
     shuffle_window: int = DEFAULT_SHUFFLE_WINDOW
     views: int = 1
-    caption_aware_flip: bool = False
-    draw_captions: bool = False
+    caption_aware_flip: bool = flag(
+        False, "mirror half of the images, with 'left' and 'right' exchanged in their captions"
+    )
+    draw_captions: bool = flag(
+        False,
+        "draw one of a sample's captions in each epoch: of all that --caption-key names, and of lists in json",
+    )
     caption_hash: bool = False
     pin_memory: bool = False
     prefetch_factor: int = 2

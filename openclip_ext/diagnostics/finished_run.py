@@ -1,6 +1,5 @@
 """Load a finished run from its folder: model, loss and training data."""
 
-import argparse
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -247,7 +246,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_checkpoint(folder: Path, name: str) -> Checkpoint:
-    path = ckpt.find_latest(folder) if name == "latest" else folder / name
+    path = ckpt.scan(folder).newest if name == "latest" else folder / name
     if path is None or not path.is_file():
         there = ", ".join(sorted(file.name for file in folder.glob("*.pt"))) or "none"
         raise UsageError(f"no checkpoint {name} in {folder}; there: {there}")
@@ -259,7 +258,7 @@ def _read_checkpoint(folder: Path, name: str) -> Checkpoint:
 
 def model_settings(flags: Mapping[str, Any]) -> ModelConfig:
     """How to build the run's model without its weights, which the checkpoint has."""
-    settings = model_config(argparse.Namespace(**flags))
+    settings = model_config(flags)
     # A tag also says how its images are normalized; a file that the run started from may be gone.
     tagged = bool(settings.pretrained) and bool(open_clip.get_pretrained_cfg(settings.name, settings.pretrained))
     return replace(settings, pretrained=settings.pretrained if tagged else None, pretrained_image=False)

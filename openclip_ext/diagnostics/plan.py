@@ -27,11 +27,12 @@ from openclip_ext.diagnostics import command_line
 from openclip_ext.diagnostics.activations import PRECISIONS, activation_bytes
 from openclip_ext.diagnostics.command_line import count
 from openclip_ext.diagnostics.dry_run import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, DryRun, Exchange, dry_run
-from openclip_ext.losses import registry, table
+from openclip_ext.losses import registry
 from openclip_ext.losses.options import PLACEMENT_OPTIONS
 from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.state.sharded_table import goes_to_host, shard_bounds
+from openclip_ext.training import flag_table
 from openclip_ext.training.parser import add_loss_flags
 
 LARGEST_WORLD = 1024
@@ -459,7 +460,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--host-memory", type=_gigabytes, help="GB of a node (default: this machine's if it has a GPU, or 512)"
     )
-    add_loss_flags(parser.add_argument_group("loss"), table.from_registry())
+    add_loss_flags(parser.add_argument_group("loss"), flag_table.of_losses())
     return parser
 
 

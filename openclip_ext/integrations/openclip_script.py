@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from openclip_ext import compat
-from openclip_ext.losses import registry, table
+from openclip_ext.losses import registry
+from openclip_ext.losses.options import OptionError
 from openclip_ext.losses.registry import OPTIONS
-from openclip_ext.training import flags
+from openclip_ext.training import flag_table, flags
 from openclip_ext.training.parser import add_loss_flags
 
 # Options of a loss that learns the model's temperature which only our training program heeds.
@@ -41,7 +42,7 @@ def _extended_parse_args(original: Callable) -> Callable:
     @functools.wraps(original)
     def parse_args(argv: list[str]) -> argparse.Namespace:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        add_loss_flags(parser.add_argument_group("losses of openclip_ext"), table.from_registry())
+        add_loss_flags(parser.add_argument_group("losses of openclip_ext"), flag_table.of_losses())
         if any(argument in ("-h", "--help") for argument in argv):
             parser.print_help()
         ours, rest = parser.parse_known_args(argv)
@@ -55,7 +56,9 @@ def _extended_parse_args(original: Callable) -> Callable:
         args.loss = args.loss_options.pop("loss")
         try:
             flags.reconcile_siglip(args)
-            flags.check_loss_flags(flags.LossChoice(args.loss, args.loss_options))
+            registry.check_options(args.loss, **args.loss_options)
+        except OptionError as error:
+            parser.error(error.with_flags())
         except ValueError as error:
             parser.error(str(error))
         return args

@@ -52,10 +52,11 @@ class Option:
         symbol: the papers' symbol.
         choices: the accepted values, or None for any.
         minimum, maximum: the accepted range, both ends included.
-        exclusive_minimum: an open lower end.
+        exclusive_minimum, exclusive_maximum: an open lower or upper end.
         flag: the command-line flag, unless it is the name with hyphens.
         nullable: None ("none" on the command line) is a value; ``help`` says what it means.
         openclip_flag: OpenCLIP's command line has this flag already.
+        cure: what to do instead of giving a value that is refused.
     """
 
     name: str
@@ -67,9 +68,11 @@ class Option:
     minimum: float | None = None
     maximum: float | None = None
     exclusive_minimum: float | None = None
+    exclusive_maximum: float | None = None
     flag: str = ""
     nullable: bool = False
     openclip_flag: bool = False
+    cure: str = ""
 
     def __post_init__(self) -> None:
         if not self.flag:
@@ -123,6 +126,8 @@ class Option:
             inside = inside and value > self.exclusive_minimum
         if self.maximum is not None:
             inside = inside and value <= self.maximum
+        if self.exclusive_maximum is not None:
+            inside = inside and value < self.exclusive_maximum
         return not inside
 
     def accepted(self) -> str:
@@ -134,6 +139,10 @@ class Option:
             text += f" > {self.exclusive_minimum:g}"
         if self.maximum is not None:
             text += f", at most {self.maximum:g}"
+        if self.exclusive_maximum is not None:
+            text += f", below {self.exclusive_maximum:g}"
+        if self.cure:
+            text += f"; {self.cure}"
         return text
 
 

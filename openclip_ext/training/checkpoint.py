@@ -25,11 +25,11 @@ import re
 import shutil
 import time
 import zipfile
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ import torch
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training.errors import UsageError
-from openclip_ext.training.table_files import TablePart, open_table, restore_table, write_table
+from openclip_ext.training.table_files import open_table, restore_table, write_table
 
 LATEST = "epoch_latest"
 CHECKSUMS = "checksums.json"
@@ -155,7 +155,7 @@ def checkpoint_name(position: Position) -> str:
 def save(
     folder: Path,
     name: str,
-    model_file: Callable[[], dict[str, Any]],
+    model_file: dict[str, Any],
     loss: ContrastiveLoss,
     position: Position,
     identity: RunIdentity,
@@ -165,7 +165,7 @@ def save(
     Args:
         folder: the run's ``checkpoints/``.
         name: file name without ending.
-        model_file: makes OpenCLIP's dictionary; called on the master only.
+        model_file: OpenCLIP's dictionary, complete on the master.
         loss: its state is saved.
         position: where the run stands.
         identity: what a resuming run must agree with.
@@ -229,14 +229,14 @@ def _commit(
     target: Path,
     temporary: Path,
     state_folder: Path,
-    model_file: Callable[[], dict[str, Any]],
+    model_file: dict[str, Any],
     checksums: list[dict[str, str]],
 ) -> None:
     """The master's part: the model file under a temporary name, then both renames, the model file's last."""
     unfinished = target.with_suffix(".pt.tmp")
     everything = {name: value for part in checksums for name, value in part.items()}
     _wait_for_other_nodes(temporary, everything)
-    everything[target.name] = _write(unfinished, model_file())
+    everything[target.name] = _write(unfinished, model_file)
     _write_file(temporary / CHECKSUMS, lambda file: file.write(json.dumps(everything, indent=1).encode()))
     # A folder of this very step is the leftover of a save that was killed between its two renames.
     shutil.rmtree(state_folder, ignore_errors=True)
@@ -383,21 +383,24 @@ def remove_leftovers(folder: Path, spared: Container[Path] = ()) -> None:
 # --- finding and loading ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Scan:
+class Scan(NamedTuple):
     """The checkpoints of a run.
 
     Attributes:
-        newest: the newest that can be read, verified; None without any.
-        unreadable: those newer than it (or otherwise seen) that cannot, and why.
+        newest: the newest that can be read, verified; None: there is none at all.
+        unreadable: those that cannot be read, of all that are newer.
     """
 
     newest: Path | None
-    unreadable: dict[Path, str]
+    unreadable: frozenset[Path]
 
 
 def scan(folder: Path) -> Scan:
-    """Look for the newest checkpoint that can be read; every file of it is verified."""
+    """Find the newest checkpoint of a run that can be read; a warning names each newer one that cannot.
+
+    Raises:
+        UsageError: there are checkpoints, and none can be read.
+    """
     candidates: list[tuple[int, int, Path]] = []
     unreadable: dict[Path, str] = {}
     for path in sorted(folder.glob("*.pt")):
@@ -411,13 +414,22 @@ def scan(folder: Path) -> Scan:
     for state in sorted(folder.glob("epoch_*.state")):
         if _lost_its_model_file(state):
             unreadable[state.with_suffix(".pt")] = f"{state} has no {state.stem}.pt beside it (deleted or renamed?)"
+    newest = None
     for *_, path in sorted(candidates, reverse=True):
         try:
             verify(read(path, mmap=True))
-            return Scan(path, unreadable)
+            newest = path
+            break
         except UsageError as error:
             unreadable[path] = str(error)
-    return Scan(None, unreadable)
+    for reason in unreadable.values():
+        logging.warning(f"Passing over a checkpoint: {reason}")
+    if newest is None and unreadable:
+        raise UsageError(
+            f"none of the checkpoints in {folder} can be read ({'; '.join(unreadable.values())}). Nothing was changed: "
+            "restore one of them, or start afresh under another --name"
+        )
+    return Scan(newest, frozenset(unreadable))
 
 
 def _lost_its_model_file(state: Path) -> bool:
@@ -425,27 +437,6 @@ def _lost_its_model_file(state: Path) -> bool:
     model_file = state.with_suffix(".pt")
     is_finished = any(state.glob(f"step_*/{CHECKSUMS}"))
     return is_finished and not model_file.exists() and not model_file.with_suffix(".pt.tmp").exists()
-
-
-def find_latest(folder: Path) -> Path | None:
-    """The newest checkpoint of a run that can be read; a warning names each that cannot. None: there is none at all.
-
-    Raises:
-        UsageError: there are checkpoints, and none can be read.
-    """
-    return newest_of(scan(folder), folder)
-
-
-def newest_of(found: Scan, folder: Path) -> Path | None:
-    """As :func:`find_latest`, after the scan."""
-    for reason in found.unreadable.values():
-        logging.warning(f"Passing over a checkpoint: {reason}")
-    if found.newest is None and found.unreadable:
-        raise UsageError(
-            f"none of the checkpoints in {folder} can be read ({'; '.join(found.unreadable.values())}). Nothing was changed: "
-            "restore one of them, or start afresh under another --name"
-        )
-    return found.newest
 
 
 def read(path: Path, mmap: bool = False) -> Checkpoint:
@@ -557,14 +548,17 @@ def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
     if checkpoint.shared is None:
         logging.warning(f"{checkpoint.path} was written by OpenCLIP: the state of the loss starts afresh.")
         return
-    parts = _saved_tables(checkpoint.shared["tables"], checkpoint.rank_files)
+    parts = {
+        name: [open_table(_table_file(file, name)) for file in checkpoint.rank_files]
+        for name in checkpoint.shared["tables"]
+    }
     tables = loss.tables()
     if parts.keys() != tables.keys():
         raise UsageError(
             f"{checkpoint.path} has per-sample state of {sorted(parts)}, this run's loss keeps {sorted(tables)}: resume with "
             "the options of the saved run"
         )
-    if any(part.dtype == torch.float64 for saved in parts.values() for part in saved):
+    if any(part.dtype == np.float64 for saved in parts.values() for part in saved):
         loss.double()
     try:
         loss.load_replicated_state(checkpoint.shared["loss"])
@@ -574,14 +568,9 @@ def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
             "with the options of the saved run"
         ) from error
     for name, table in tables.items():
-        restore_table(table, parts[name])
+        restore_table(table, parts[name], checkpoint.path)
     if checkpoint.shared["world_size"] == distributed.world_size():
         set_random_state(_load(checkpoint.rank_files[distributed.rank()])["random"])
-
-
-def _saved_tables(names: list[str], rank_files: Sequence[Path]) -> dict[str, list[TablePart]]:
-    """All ranks' parts of the tables in a checkpoint, to be read in parts."""
-    return {name: [open_table(_table_file(file, name)) for file in rank_files] for name in names}
 
 
 def load_model(

@@ -1,9 +1,7 @@
 """Mistakes in a command line that would show only later, told before anything is built or written."""
 
-import difflib
 import importlib.util
 import os
-from collections.abc import Collection
 from pathlib import Path
 
 import open_clip
@@ -13,7 +11,7 @@ from openclip_ext.data.shardlist import expand_shards
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.data.storage import is_local
 from openclip_ext.training.config import TrainingConfig
-from openclip_ext.training.errors import UsageError
+from openclip_ext.training.errors import UsageError, nearest
 from openclip_ext.training.evaluation import EvaluationConfig
 from openclip_ext.training.model import ModelConfig
 from openclip_ext.training.optimizer import check_optimizer, check_schedule
@@ -65,10 +63,3 @@ def _check_files(flag: str, spec: DataSpec) -> None:
     missing = [file for file in files if not os.path.isfile(file)]
     if missing:
         raise UsageError(f"{flag}: {len(missing)} of {len(files)} files are not there, the first is {missing[0]}")
-
-
-def nearest(word: str, known: Collection[str]) -> str:
-    """``; did you mean ...?``, or nothing."""
-    names = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), names, n=1)
-    return f"; did you mean {names[close[0]]}?" if close else ""

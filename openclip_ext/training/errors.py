@@ -1,6 +1,7 @@
 """Errors of the training program that a user can mend."""
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from openclip_ext import distributed
@@ -13,7 +14,7 @@ class UsageError(ValueError):
 
 
 def on_master(action: Callable[[], T]) -> T:
-    """What an action gives on the master, on all ranks; a UsageError is raised on all of them, so that none waits.
+    """Return on all ranks what an action gives on the master; its UsageError is raised on all of them, so that none waits.
 
     Raises:
         UsageError: the master's.
@@ -28,3 +29,10 @@ def on_master(action: Callable[[], T]) -> T:
     if failure is not None:
         raise UsageError(failure)
     return result
+
+
+def nearest(word: str, known: Collection[str]) -> str:
+    """Return ``; did you mean ...?``, or nothing."""
+    names = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), names, n=1)
+    return f"; did you mean {names[close[0]]}?" if close else ""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from openclip_ext import compat, distributed
 from openclip_ext.data.build import build_eval_loader
 from openclip_ext.data.spec import DataSpec
+from openclip_ext.options import flag
 from openclip_ext.retrieval import ranks_of_best_match
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.imagenet import ImageNetZeroShot, imagenet_loader
@@ -62,15 +63,23 @@ class EvaluationConfig:
     """
 
     val_data: DataSpec | None = None
-    val_every: int = 1
-    imagenet_val: str | None = None
-    imagenet_v2: str | None = None
-    imagenet_every: int = 2
-    suite: str | None = None
-    suite_data: str | None = None
-    suite_every: int = 1
-    batch_size: int = 64
-    workers: int = 0
+    val_every: int = flag(1, dest="val_frequency")
+    imagenet_val: str | None = flag(None)
+    imagenet_v2: str | None = flag(None)
+    imagenet_every: int = flag(2, dest="zeroshot_frequency")
+    suite: str | None = flag(
+        None,
+        "DataComp tasks to run during training",
+        dest="eval_suite",
+        needs="eval_data_dir",
+        choices=("quick", "full"),
+    )
+    suite_data: str | None = flag(
+        None, "folder with the evaluation data sets", dest="eval_data_dir", needs="eval_suite"
+    )
+    suite_every: int = flag(1, "run the suite every N epochs and at the end", dest="eval_frequency")
+    batch_size: int = flag(64)
+    workers: int = flag(0)
 
     @property
     def is_wanted(self) -> bool:

@@ -17,15 +17,15 @@ from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training import parallel
 
-# How many steps later the host looks at a GPU's verdict on a step, without waiting for it.
+# How many steps later the host looks at what a GPU found of a step, without waiting for it.
 LAG = 2
-# Of ``state_dict``: counters that the host keeps, in a copy.
+# Ending of the entries of ``state_dict`` that hold counters, which the host keeps.
 _EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """On a step, and where the device is.
+class StepOutcome:
+    """What was found of a step, as tensors on the model's device: to look at them is to wait for it.
 
     Attributes:
         good: 0-d bool, the same on all ranks: all gradients are finite, and some sample is valid.
@@ -102,8 +102,8 @@ class StepGuard:
         self._rows = {} if self._index is None else {name: table.read(self._index) for name, table in tables.items()}
 
     @torch.no_grad()
-    def judge(self, images: list[Tensor], outputs: dict[str, Tensor], parameters: list[nn.Parameter]) -> Verdict:
-        """Look at a step after its backward pass; all ranks must call it.
+    def judge(self, images: list[Tensor], outputs: dict[str, Tensor], parameters: list[nn.Parameter]) -> StepOutcome:
+        """Find out whether a step is finite, after its backward pass; all ranks must call it.
 
         Args:
             images: of all micro-batches.
@@ -122,45 +122,45 @@ class StepGuard:
             # BatchNorm makes the features of all samples NaN: look for those that began it.
             bad_images = torch.cat([~image.flatten(1).isfinite().all(dim=1) for image in images])
             bad_rows = torch.where(bad_images.any(), bad_images, bad_rows)
-        return Verdict(good, any_valid, bad_rows)
+        return StepOutcome(good, any_valid, bad_rows)
 
     # --- the update -------------------------------------------------------------------------------------------------
 
-    def decides_on_host(self, verdict: Verdict) -> bool:
-        """Whether the host may look at the verdict."""
-        return verdict.good.is_cpu if self._on_host is None else self._on_host
+    def decides_on_host(self, outcome: StepOutcome) -> bool:
+        """Return whether the host may look at the outcome."""
+        return outcome.good.is_cpu if self._on_host is None else self._on_host
 
-    def step(self, optimizer: torch.optim.Optimizer, verdict: Verdict) -> None:
-        """``optimizer.step()``, or nothing.
+    def step(self, optimizer: torch.optim.Optimizer, outcome: StepOutcome) -> None:
+        """Take the optimizer's step if the outcome is good.
 
         On a GPU torch's fused optimizers skip by themselves; the host waits for the device to skip others.
         """
-        if self.decides_on_host(verdict) or not getattr(optimizer, "_step_supports_amp_scaling", False):
-            if verdict.good:
+        if self.decides_on_host(outcome) or not getattr(optimizer, "_step_supports_amp_scaling", False):
+            if outcome.good:
                 optimizer.step()
             return
         # As torch.amp.GradScaler tells them.
         fused: Any = optimizer
-        fused.grad_scale, fused.found_inf = None, (~verdict.good).to(torch.float32)
+        fused.grad_scale, fused.found_inf = None, (~outcome.good).to(torch.float32)
         optimizer.step()
         del fused.grad_scale, fused.found_inf
 
     @torch.no_grad()
-    def finish(self, verdict: Verdict, number: int, index: Tensor | None) -> None:
+    def finish(self, outcome: StepOutcome, number: int, index: Tensor | None) -> None:
         """Put the remembered state back after a bad step, and note it.
 
         Args:
-            verdict: on the step.
+            outcome: what :meth:`judge` found.
             number: of the step.
             index: ``(B_local,)`` the batch's on the CPU, to name samples; None: their positions.
         """
-        if self.decides_on_host(verdict):
-            if not verdict.good:
+        if self.decides_on_host(outcome):
+            if not outcome.good:
                 self._put_back()
         else:
-            self._put_back_on_device(verdict.good)
-        names = torch.arange(len(verdict.bad_rows)) if index is None else index
-        self._pending.append(_Pending(number, names, verdict))
+            self._put_back_on_device(outcome.good)
+        names = torch.arange(len(outcome.bad_rows)) if index is None else index
+        self._pending.append(_Pending(number, names, outcome))
         self._before, self._state, self._rows = [], {}, {}
 
     def _put_back(self) -> None:
@@ -171,7 +171,7 @@ class StepGuard:
         self._write_rows(None)
 
     def _put_back_on_device(self, good: Tensor) -> None:
-        """As :meth:`_put_back` where the step was bad. Counters that the host keeps count the skipped step, too."""
+        """Put back where the step was bad, without a wait. Counters that the host keeps count the skipped step, too."""
         pairs = list(zip(self._statistics, self._before, strict=True))
         self._loss.nonfinite.forget(self._call, unless=good)
         after = self._loss.replicated_state()
@@ -191,7 +191,7 @@ class StepGuard:
     # --- what the host learns ---------------------------------------------------------------------------------------
 
     def learn(self, wait: bool = False) -> list[SkippedStep]:
-        """The skipped steps that the host did not know of yet; all ranks learn of them in the same call.
+        """Return the skipped steps that the host did not know of yet; all ranks learn of them in the same call.
 
         Args:
             wait: learn of the last step, too, which takes a wait on a GPU.
@@ -209,12 +209,12 @@ class StepGuard:
 
 
 class _Pending:
-    """A verdict on its way to the host."""
+    """The outcome of a step on its way to the host."""
 
-    def __init__(self, number: int, names: Tensor, verdict: Verdict) -> None:
+    def __init__(self, number: int, names: Tensor, outcome: StepOutcome) -> None:
         self._number, self._names = number, names
         self._arrived: torch.cuda.Event | None = None
-        flags = torch.cat([verdict.good[None], verdict.has_valid[None], verdict.bad_rows])
+        flags = torch.cat([outcome.good[None], outcome.has_valid[None], outcome.bad_rows])
         self.is_on_host = flags.is_cpu
         if flags.is_cuda:
             self._flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
@@ -235,7 +235,7 @@ class _Pending:
 
 
 def _all_finite(parameters: list[nn.Parameter]) -> Tensor:
-    """0-d bool on the gradients' device: whether this process's parts are finite."""
+    """Return whether this process's parts of the gradients are finite: a 0-d bool on their device."""
     gradients = [parallel.local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     # A process may have no part of a small sharded parameter.
     parts = [gradient for gradient in gradients if gradient.numel()]

@@ -19,17 +19,17 @@ _LEFT = b"left"
 
 
 @contextmanager
-def watched(patience: float, interval: float = INTERVAL) -> Iterator[None]:
+def watched(patience: float | None, interval: float = INTERVAL) -> Iterator[None]:
     """Within it each rank beats, also while it evaluates or saves for hours, and watches the others.
 
     A rank that does not beat for ``patience`` is stopped, or its node is gone. Whoever notices names it in the log and ends
     its process: it may be inside a collective, out of which no exception leads.
 
     Args:
-        patience: seconds.
+        patience: seconds; None: watch nobody.
         interval: seconds between two beats.
     """
-    if distributed.world_size() == 1:
+    if patience is None or distributed.world_size() == 1:
         yield
         return
     heartbeat = _Heartbeat(_store(), distributed.rank(), distributed.world_size(), max(1, round(patience / interval)))

@@ -8,13 +8,14 @@ import contextlib
 import io
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from openclip_ext import compat
-from openclip_ext.losses import table
 from openclip_ext.losses.options import Option
-from openclip_ext.losses.table import LossTable
+from openclip_ext.training import flag_table
+from openclip_ext.training.flag_table import FlagTable
 from openclip_ext.training.parser import build_parser
 
 _WIDTH = 100
@@ -23,28 +24,25 @@ _MORE = "--loss NAME --help describes the flags of a loss, --help-all describes 
 
 
 def asks_for_help(argv: list[str]) -> bool:
-    """Whether a command line wants to know the flags only."""
+    """Return whether a command line wants to know the flags only."""
     return any(argument in ("-h", "--help", "--help-all") for argument in argv)
 
 
 def print_help(argv: list[str]) -> None:
-    """What a command line that asks for help asks for."""
-    losses = table.from_file()
-    chosen = chosen_loss(argv)
+    """Print what a command line asks for."""
+    table, chosen = flag_table.from_file(), chosen_loss(argv)
     if chosen is not None and ":" in chosen:
-        losses, chosen = table.with_method(chosen)
+        table, chosen = flag_table.with_method(chosen)
     if "--help-all" in argv:
-        parser = build_parser(losses)
+        parser = build_parser(replace(table, options=tuple(_with_told_defaults(table))))
         parser.usage = _USAGE
-        _tell_defaults(parser, losses)
         parser.print_help()
         print("\nFlags of OpenCLIP, with the meaning they have there:\n", flush=True)
         compat.print_openclip_help()
-    elif chosen in losses.defaults:
-        only = LossTable(losses.options, {chosen: losses.defaults[chosen]})
-        print(f"The flags of --loss {chosen}, with their defaults:\n\n{_described(only, chosen)}\n\n{_MORE}")
+    elif chosen in table.defaults:
+        print(f"The flags of --loss {chosen}, with their defaults:\n\n{_described(table, chosen)}\n\n{_MORE}")
     else:
-        print(_short(losses))
+        print(_short(table))
 
 
 def chosen_loss(argv: list[str]) -> str | None:
@@ -54,64 +52,58 @@ def chosen_loss(argv: list[str]) -> str | None:
     return parser.parse_known_args(argv)[0].loss
 
 
-def _short(losses: LossTable) -> str:
-    """Each loss with the flags that it uses and their defaults; the names of all other flags."""
+def _short(table: FlagTable) -> str:
+    """Return each loss with its flags and their defaults, and the names of all other flags."""
     parts = [f"usage: {_USAGE}", "Losses, and the flags that each takes, with their defaults:"]
     flags_of: dict[str, list[str]] = {}
-    for loss, defaults in losses.defaults.items():
-        flags = _wrapped(_with_default(option, defaults[option.name]) for option in _own(losses, defaults))
-        flags_of.setdefault(flags, []).append(loss)
+    for loss in table.defaults:
+        flags_of.setdefault(_wrapped(flag for flag, _ in _flags_of(table, loss)), []).append(loss)
     parts += [f"{', '.join(names)}\n{flags}" for flags, names in flags_of.items()]
-    ours = (f"{action.option_strings[0]}" for action in build_parser(LossTable((), losses.defaults))._actions[1:])
-    parts.append("Further flags of ours:\n" + _wrapped(ours))
+    ours = [option.flag for options in table.run_options.values() for option in options]
+    parts.append("Further flags of ours:\n" + _wrapped([*ours, "--recipe"]))
     parts.append("Flags of OpenCLIP, with the meaning they have there:\n" + _wrapped(openclip_flags()))
     return "\n\n".join([*parts, _MORE])
 
 
-def _described(losses: LossTable, loss: str) -> str:
+def _described(table: FlagTable, loss: str) -> str:
     lines = []
-    for option in _own(losses, losses.defaults[loss]):
-        lines.append(f"  {_with_default(option, losses.defaults[loss][option.name])}")
+    for flag, option in _flags_of(table, loss):
         meaning = option.help + (f" [{option.symbol}]" if option.symbol else "")
         meaning += f"; one of {', '.join(option.choices)}" if option.choices else ""
-        lines += textwrap.wrap(meaning, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines += [f"  {flag}", *textwrap.wrap(meaning, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
     return "\n".join(lines) or "  none"
 
 
-def _own(losses: LossTable, defaults: dict[str, Any]) -> list[Option]:
-    """The options that a loss uses and that OpenCLIP does not have."""
-    return [option for option in losses.options if option.name in defaults and not option.openclip_flag]
+def _flags_of(table: FlagTable, loss: str) -> Iterator[tuple[str, Option]]:
+    """Return the options of a loss that OpenCLIP does not have, each with its default as one would give it."""
+    for option in table.options:
+        if option.name not in table.defaults[loss] or option.openclip_flag:
+            continue
+        value = table.defaults[loss][option.name]
+        if option.type is bool:
+            yield option.flag if value else f"--no-{option.flag[2:]}", option
+        else:
+            yield f"{option.flag} {_text(value)}", option
 
 
-def _with_default(option: Option, value: Any) -> str:
-    """As one would give it on the command line."""
-    if option.type is bool:
-        return option.flag if value else f"--no-{option.flag[2:]}"
-    return f"{option.flag} {_text(value)}"
+def _with_told_defaults(table: FlagTable) -> Iterator[Option]:
+    """Return the losses' options with a help that says which losses have which default."""
+    for option in table.options:
+        losses_of: dict[str, list[str]] = {}
+        for loss, defaults in table.defaults.items():
+            if option.name in defaults:
+                losses_of.setdefault(_text(defaults[option.name]), []).append(loss)
+        told = "; ".join(f"{value} with {', '.join(losses)}" for value, losses in losses_of.items())
+        plain = option.help.replace("(default: the loss's own)", "").rstrip()
+        yield replace(option, help=f"{plain} (default: {told})") if told else option
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    return "none" if value is None else str(value)
-
-
-def _tell_defaults(parser: argparse.ArgumentParser, losses: LossTable) -> None:
-    """Add to the help of each option of a loss its default, and which losses have another."""
-    for option in losses.options:
-        users = {loss: _text(values[option.name]) for loss, values in losses.defaults.items() if option.name in values}
-        action = next((found for found in parser._actions if found.dest == option.name), None)
-        if action is None or option.openclip_flag or not users:
-            continue
-        by_value: dict[str, list[str]] = {}
-        for loss, value in users.items():
-            by_value.setdefault(value, []).append(loss)
-        told = "; ".join(f"{value} with {', '.join(names)}" for value, names in by_value.items())
-        action.help = f"{action.help} (default: {told})".replace("(default: the loss's own) ", "")
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def openclip_flags() -> list[str]:
-    """Names of OpenCLIP's flags, from its own help."""
+    """Return the names of OpenCLIP's flags, from its own help."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
         compat.print_openclip_help()
@@ -119,7 +111,7 @@ def openclip_flags() -> list[str]:
 
 
 def _wrapped(words: Iterable[str]) -> str:
-    """Flags, each with its value, in lines that break between two of them."""
+    """Return flags, each with its value, in lines that break between two of them."""
     glued = " ".join(word.replace(" ", "\0") for word in words)
     options: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "  ", "break_on_hyphens": False}
     return textwrap.fill(glued, _WIDTH, **options).replace("\0", " ") or "  none"

@@ -5,7 +5,7 @@ its embeddings (or stem), ``δ^(L+1−l)`` for its layer ``l``, from 1, and 1 fo
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -17,58 +17,35 @@ _BEFORE = re.compile(r"embed|token|stem|patch|cls_|ln_pre|norm_pre|(?:^|\.)(?:co
 _OF_NEITHER = ("logit_scale", "logit_bias")
 
 
-@dataclass(frozen=True)
-class TowerRates:
-    """Learning rates of one tower.
-
-    Attributes:
-        lr: None: the run's.
-        layer_decay: 1: the same for all layers.
-    """
-
-    lr: float | None = None
-    layer_decay: float = 1.0
-
-    @property
-    def is_given(self) -> bool:
-        """Whether the tower has rates of its own."""
-        return self.lr is not None or self.layer_decay != 1
-
-
-THE_RUNS = TowerRates()
-
-
-def lr_scales(model: nn.Module, lr: float, image: TowerRates, text: TowerRates) -> dict[str, float]:
-    """The scale of each trained parameter of a model, by its name in the model as it is wrapped.
+def lr_scales(model: nn.Module, towers: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Return the scale of each trained parameter of a model, by its name in the model as it is wrapped.
 
     Args:
         model: OpenCLIP's.
-        lr: the run's.
-        image, text: of the towers.
+        towers: for ``image`` and ``text``, where they have rates of their own, the tower's rate over the run's and the
+            decay of its layers.
 
     Raises:
         UsageError: a tower with rates of its own is frozen, or has no layers that we know.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     is_image = {name: name.removeprefix("module.").startswith("visual.") for name in names}
-    towers = {
-        "image": (image, [name for name in names if is_image[name]]),
-        "text": (text, [name for name in names if not is_image[name] and not name.endswith(_OF_NEITHER)]),
+    parameters = {
+        "image": [name for name in names if is_image[name]],
+        "text": [name for name in names if not is_image[name] and not name.endswith(_OF_NEITHER)],
     }
     scales = dict.fromkeys(names, 1.0)
-    for tower, (rates, own) in towers.items():
-        if not rates.is_given:
-            continue
+    for tower, (factor, decay) in towers.items():
+        own = parameters[tower]
         if not own:
             raise UsageError(f"--lr-{tower} and --{tower}-layer-decay have no effect: nothing of this tower is trained")
-        factor = 1.0 if rates.lr is None else rates.lr / lr
-        depth = dict.fromkeys(own, 0) if rates.layer_decay == 1 else depths(tower, own)
-        scales |= {name: factor * rates.layer_decay ** depth[name] for name in own}
+        depth = dict.fromkeys(own, 0) if decay == 1 else depths(tower, own)
+        scales |= {name: factor * decay ** depth[name] for name in own}
     return scales
 
 
 def depths(tower: str, names: list[str]) -> dict[str, int]:
-    """How many layers lie between each parameter and the end of its tower, with the end itself at 0.
+    """Count the layers between each parameter and the end of its tower, with the end itself at 0.
 
     Raises:
         UsageError: none is of a layer.

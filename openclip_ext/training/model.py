@@ -1,8 +1,9 @@
-"""The model of a run: built as OpenCLIP builds it, prepared for the loss."""
+"""The model of a run, built as OpenCLIP builds it, and the loss that it is prepared for."""
 
 import json
+import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,25 +15,20 @@ from torch import nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.data.images import ImagePipeline, image_pipeline
+from openclip_ext.data.images import IMAGE_BACKENDS, ImagePipeline, image_pipeline
+from openclip_ext.heads import read_heads
+from openclip_ext.losses import registry
+from openclip_ext.options import flag
 from openclip_ext.training.errors import UsageError
-from openclip_ext.training.views import train_image_tower_only
 
 # Folder of a run in which its model's configuration is.
 MODEL_CONFIG = "model_config"
-
-
-@dataclass(frozen=True)
-class TowerLock:
-    """What of a tower is frozen.
-
-    Attributes:
-        unlocked: number of layer groups, counted from the output, that still train.
-        freeze_statistics: also freeze BatchNorm's running statistics (image) or LayerNorm's parameters (text).
-    """
-
-    unlocked: int = 0
-    freeze_statistics: bool = False
+# Fields of ModelConfig that ``open_clip.create_model_and_transforms`` takes under these names.
+_FACTORY_OPTIONS = (
+    *("pretrained", "pretrained_image", "precision", "cache_dir"),
+    *("force_quick_gelu", "force_custom_text", "force_patch_dropout", "force_image_size", "force_context_length"),
+    *("image_mean", "image_std", "image_interpolation", "image_resize_mode"),
+)
 
 
 @dataclass(frozen=True)
@@ -40,38 +36,50 @@ class ModelConfig:
     """OpenCLIP's flags that say how the model is built; the names are those of ``open_clip``'s factory.
 
     Attributes:
-        name: ``--model``.
+        name: OpenCLIP's name of the model.
         pretrained: tag or file of weights to start from, or empty.
-        precision: ``--precision``.
+        precision: OpenCLIP's name of the types that the model has and computes in.
         siglip_start: start values of ``logit_scale`` and ``logit_bias`` for SigLIP.
         trace: ``torch.jit.trace`` with this batch size, for evaluation only; None: do not.
         image_backend: what reads the training images, see :func:`openclip_ext.data.images.image_pipeline`.
-        linear_replacement: class of bitsandbytes that replaces the linear layers (``--use-bnb-linear``).
+        lock_image, lock_text: freeze a tower, but for ``unlocked`` layer groups, counted from the output; its BatchNorm
+            statistics or LayerNorm parameters only where the flag says so.
+        linear_replacement: class of bitsandbytes that replaces the linear layers.
     """
 
-    name: str
-    pretrained: str | None = None
-    pretrained_image: bool = False
-    precision: str = "fp32"
-    torchscript: bool = False
-    force_quick_gelu: bool = False
-    force_custom_text: bool = False
-    force_patch_dropout: float | None = None
-    force_image_size: int | tuple[int, ...] | None = None
-    force_context_length: int | None = None
-    image_mean: tuple[float, ...] | None = None
-    image_std: tuple[float, ...] | None = None
-    image_interpolation: str | None = None
-    image_resize_mode: str | None = None
-    aug_cfg: Mapping[str, Any] = field(default_factory=dict)
-    image_backend: str = "pil"
-    cache_dir: str | None = None
-    siglip_start: bool = False
-    lock_image: TowerLock | None = None
-    lock_text: TowerLock | None = None
-    grad_checkpointing: bool = False
+    name: str = flag(dest="model")
+    aug_cfg: Mapping[str, Any] = flag()
+    pretrained: str | None = flag(None)
+    pretrained_image: bool = flag(False)
+    precision: str = flag("fp32")
+    torchscript: bool = flag(False)
+    force_quick_gelu: bool = flag(False)
+    force_custom_text: bool = flag(False)
+    force_patch_dropout: float | None = flag(None)
+    force_image_size: int | tuple[int, ...] | None = flag(None)
+    force_context_length: int | None = flag(None)
+    image_mean: Sequence[float] | None = flag(None)
+    image_std: Sequence[float] | None = flag(None)
+    image_interpolation: str | None = flag(None)
+    image_resize_mode: str | None = flag(None)
+    image_backend: str = flag(
+        "pil",
+        "what decodes, crops and resizes training images; pil: OpenCLIP's pixels, bit for bit; torchvision: in a third of "
+        "the time, pixels differ by a rounding",
+        choices=IMAGE_BACKENDS,
+        needs="train_data",
+    )
+    cache_dir: str | None = flag(None)
+    siglip_start: bool = flag(False, dest="siglip")
+    lock_image: bool = flag(False)
+    lock_image_unlocked_groups: int = flag(0, needs="lock_image")
+    lock_image_freeze_bn_stats: bool = flag(False, needs="lock_image")
+    lock_text: bool = flag(False)
+    lock_text_unlocked_layers: int = flag(0, needs="lock_text")
+    lock_text_freeze_layer_norm: bool = flag(False, needs="lock_text")
+    grad_checkpointing: bool = flag(False)
     trace: int | None = None
-    linear_replacement: str | None = None
+    linear_replacement: str | None = flag(None, dest="use_bnb_linear")
 
     @property
     def file_name(self) -> str:
@@ -79,30 +87,19 @@ class ModelConfig:
         return self.name.replace("/", "-")
 
     def create(self, device: torch.device) -> tuple[Any, Callable, Callable]:
-        """The bare model, the training transform and the evaluation transform."""
+        """Return the bare model, the training transform and the evaluation transform."""
+        options = {name: getattr(self, name) for name in _FACTORY_OPTIONS}
         return compat.create_model(
             self.name,
             device,
-            pretrained=self.pretrained,
-            precision=self.precision,
             siglip_start=self.siglip_start,
             jit=self.torchscript,
-            pretrained_image=self.pretrained_image,
-            force_quick_gelu=self.force_quick_gelu,
-            force_custom_text=self.force_custom_text,
-            force_patch_dropout=self.force_patch_dropout,
-            force_image_size=self.force_image_size,
-            force_context_length=self.force_context_length,
-            image_mean=self.image_mean,
-            image_std=self.image_std,
-            image_interpolation=self.image_interpolation,
-            image_resize_mode=self.image_resize_mode,
             aug_cfg=dict(self.aug_cfg),
-            cache_dir=self.cache_dir,
+            **options,
         )
 
     def tokenizer(self) -> Callable:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         return open_clip.get_tokenizer(self.name, cache_dir=self.cache_dir, context_length=self.force_context_length)
 
 
@@ -176,31 +173,95 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
     _seed(seed + distributed.rank())
     if config.trace is not None:
         model = open_clip.trace_model(model, batch_size=config.trace, device=device)
-    if config.lock_image is not None:
-        _lock_image(model, config.lock_image)
-    if config.lock_text is not None:
-        _lock_text(model, config.lock_text)
+    if config.lock_image:
+        _lock_image(model, config)
+    if config.lock_text:
+        _lock_text(model, config)
     if config.grad_checkpointing:
         model.set_grad_checkpointing()
     images = image_pipeline(preprocess_train, config.image_backend)
     return BuiltModel(model, images, preprocess_val, config.tokenizer(), device)
 
 
-def _lock_image(model: Any, lock: TowerLock) -> None:
+def _lock_image(model: Any, config: ModelConfig) -> None:
+    groups = config.lock_image_unlocked_groups
     try:
-        model.lock_image_tower(unlocked_groups=lock.unlocked, freeze_bn_stats=lock.freeze_statistics)
+        model.lock_image_tower(unlocked_groups=groups, freeze_bn_stats=config.lock_image_freeze_bn_stats)
     except AssertionError as error:
-        raise UsageError(
-            f"--lock-image-unlocked-groups {lock.unlocked} is not possible for this model {error}"
-        ) from error
+        raise UsageError(f"--lock-image-unlocked-groups {groups} is not possible for this model {error}") from error
 
 
-def _lock_text(model: Any, lock: TowerLock) -> None:
+def _lock_text(model: Any, config: ModelConfig) -> None:
+    layers = config.lock_text_unlocked_layers
     try:
-        model.lock_text_tower(unlocked_layers=lock.unlocked, freeze_layer_norm=lock.freeze_statistics)
+        model.lock_text_tower(unlocked_layers=layers, freeze_layer_norm=config.lock_text_freeze_layer_norm)
     except AssertionError as error:
         # OpenCLIP's own text towers can only be frozen as a whole.
         raise UsageError(f"--lock-text needs --lock-text-freeze-layer-norm for this model ({error})") from error
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The loss and its options.
+
+    Attributes:
+        name: ``--loss``.
+        options: for ``create_loss``.
+        given: the options that the user gave, whose values beat those of a pretrained model.
+        without_effect: flags that the user gave for other losses.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    given: frozenset[str] = frozenset()
+    without_effect: tuple[str, ...] = ()
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the user asked for a part by name."""
+        return any(self.options.get(part) is not None for part in ("normalizer", "temperature_scheme"))
+
+
+def build_loss(
+    config: LossConfig, model_name: str, model: nn.Module, num_samples: int, device: torch.device
+) -> ContrastiveLoss:
+    """Create the loss for a model and a data set.
+
+    Raises:
+        UsageError: the model trains something that the loss would ignore.
+        ValueError: options that do not fit.
+    """
+    if compat.is_captioner(model) and (config.name != compat.OPENCLIP_LOSSES[0] or config.has_parts):
+        parts = " with another temperature scheme" if config.has_parts else ""
+        raise UsageError(
+            f"{model_name} trains a captioner, too, which --loss {config.name}{parts} would ignore; use --loss openclip"
+        )
+    if config.without_effect and distributed.is_master():
+        logging.warning(f"Without effect on --loss {config.name}: {', '.join(config.without_effect)}.")
+    width = compat.embedding_dim(model_name, model)
+    loss = registry.create_loss(config.name, embed_dim=width, num_samples=num_samples, **config.options)
+    return loss.to(device)
+
+
+def load_pretrained_heads(loss: ContrastiveLoss, pretrained: str) -> None:
+    """Start the modules that the loss trains with the model from the checkpoint that the model starts from.
+
+    Raises:
+        UsageError: the checkpoint's are of another kind or size.
+    """
+    heads: Any = read_heads(pretrained)
+    own: Any = loss.model_head()
+    if heads is None:
+        return
+    if own is None:
+        logging.warning(f"{pretrained} holds heads of the kind {heads.kind!r}, which this loss leaves out.")
+    elif (own.kind, own.config) != (heads.kind, heads.config):
+        raise UsageError(
+            f"{pretrained} holds heads {heads.kind} {heads.config}, this run's are {own.kind} {own.config}: give the same "
+            "options, or start from another model"
+        )
+    else:
+        own.load_state_dict(heads.state_dict())
 
 
 def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) -> None:
@@ -224,6 +285,14 @@ def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) 
         logit_bias.requires_grad_(False)
     if loss.views > 1:
         train_image_tower_only(model)
+
+
+def train_image_tower_only(model: nn.Module) -> None:
+    """Freeze what no image passes through, so that DDP and weight decay leave it alone."""
+    inside = {id(parameter) for parameter in model.get_submodule("visual").parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in inside:
+            parameter.requires_grad_(False)
 
 
 def _seed(seed: int) -> None:

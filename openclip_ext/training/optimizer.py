@@ -1,6 +1,5 @@
 """The optimizer and its learning rates: OpenCLIP's, with a rate of its own for the temperature where the loss asks."""
 
-import difflib
 import itertools
 import logging
 import math
@@ -12,8 +11,9 @@ import torch
 from torch import nn
 
 from openclip_ext import compat, distributed
-from openclip_ext.training.errors import UsageError
-from openclip_ext.training.lr_scales import THE_RUNS, TowerRates, lr_scales
+from openclip_ext.options import flag
+from openclip_ext.training.errors import UsageError, nearest
+from openclip_ext.training.lr_scales import lr_scales
 
 LOGIT_SCALE = "logit_scale"
 # Of a parameter group: its learning rate over the schedule's. Timm's optimizers have another use for "lr_scale".
@@ -37,24 +37,55 @@ class OptimizerConfig:
         eps: Adam's ε; None: a timm optimizer's own.
         momentum: of a timm optimizer; None: its own.
         lookahead_steps: steps between two of LookAhead; None: timm's.
-        image, text: learning rates of the towers.
+        lr_image, lr_text: learning rates of the towers; None: the run's.
+        image_layer_decay, text_layer_decay: learning rate of each layer of a tower over that of the next one.
     """
 
-    name: str = "adamw"
-    lr: float = 5e-4
-    weight_decay: float = 0.2
-    beta1: float | None = 0.9
-    beta2: float | None = 0.98
-    eps: float | None = 1e-6
-    momentum: float | None = None
-    lookahead_steps: int | None = None
-    image: TowerRates = THE_RUNS
-    text: TowerRates = THE_RUNS
+    name: str = flag("adamw", dest="opt")
+    lr: float = flag(5e-4)
+    weight_decay: float = flag(0.2, dest="wd", minimum=0.0)
+    beta1: float | None = flag(0.9, minimum=0.0, exclusive_maximum=1.0)
+    beta2: float | None = flag(0.98, minimum=0.0, exclusive_maximum=1.0)
+    eps: float | None = flag(1e-6)
+    momentum: float | None = flag(None, minimum=0.0)
+    lookahead_steps: int | None = flag(
+        None,
+        "steps between two of LookAhead, for --opt timm/lookahead_NAME (CLIP-Lite: 5; default: timm's 6)",
+        minimum=1,
+    )
+    lr_image: float | None = flag(
+        None,
+        "learning rate of the image tower (default: --lr)",
+        exclusive_minimum=0.0,
+        cure="to train no part of this tower use --lock-image",
+    )
+    image_layer_decay: float = flag(
+        1.0,
+        "learning rate of each layer of the image tower over that of the next one; its head has the full rate",
+        exclusive_minimum=0.0,
+        maximum=1.0,
+    )
+    lr_text: float | None = flag(
+        None,
+        "learning rate of the text tower (default: --lr)",
+        exclusive_minimum=0.0,
+        cure="to train no part of this tower use --lock-text",
+    )
+    text_layer_decay: float = flag(
+        1.0,
+        "learning rate of each layer of the text tower over that of the next one; its head has the full rate",
+        exclusive_minimum=0.0,
+        maximum=1.0,
+    )
 
-    @property
-    def scales_rates(self) -> bool:
-        """Whether some parameters have learning rates of their own."""
-        return self.image.is_given or self.text.is_given
+    def tower_rates(self) -> dict[str, tuple[float, float]]:
+        """Return, for each tower with rates of its own, its learning rate over the run's and its layer decay."""
+        towers = {"image": (self.lr_image, self.image_layer_decay), "text": (self.lr_text, self.text_layer_decay)}
+        return {
+            tower: (1.0 if lr is None else lr / self.lr, decay)
+            for tower, (lr, decay) in towers.items()
+            if lr is not None or decay != 1
+        }
 
 
 @dataclass(frozen=True)
@@ -62,22 +93,22 @@ class ScheduleConfig:
     """The learning rate over the run.
 
     Attributes:
-        name: ``cosine``, ``const`` or ``const-cooldown``.
+        name: one of :data:`SCHEDULES`.
         lr: after the warm-up.
         epochs: length of the run.
         warmup: optimizer steps of linear warm-up.
         cooldown_epochs, cooldown_power, cooldown_end: the end of ``const-cooldown``.
-        skip: leave the optimizer's rates alone (``--skip-scheduler``).
+        skip: leave the optimizer's rates alone.
     """
 
-    name: str = "cosine"
-    lr: float = 5e-4
-    epochs: int = 32
-    warmup: int = 10_000
-    cooldown_epochs: int | None = None
-    cooldown_power: float = 1.0
-    cooldown_end: float = 0.0
-    skip: bool = False
+    name: str = flag("cosine", dest="lr_scheduler")
+    lr: float = flag(5e-4)
+    epochs: int = flag(32)
+    warmup: int = flag(10_000, minimum=0)
+    cooldown_epochs: int | None = flag(None, dest="epochs_cooldown", minimum=0)
+    cooldown_power: float = flag(1.0, dest="lr_cooldown_power")
+    cooldown_end: float = flag(0.0, dest="lr_cooldown_end")
+    skip: bool = flag(False, dest="skip_scheduler")
 
 
 def create_optimizer(
@@ -101,15 +132,16 @@ def create_optimizer(
     )
     if not any(group["params"] for group in groups):
         raise UsageError("nothing is left to train: both towers are locked, and the loss learns no temperature")
-    if config.scales_rates:
-        groups = _split_by_rate(groups, model, config)
+    towers = config.tower_rates()
+    if towers:
+        groups = _split_by_rate(groups, config.lr, lr_scales(model, towers), model)
     if logit_scale_lr is not None:
         groups[-1]["lr"] = logit_scale_lr
     check_optimizer(config)
     name = full_name(config)
     if name == "adamw":
         return _adamw(groups, config)
-    own_groups = logit_scale_lr is not None or head is not None or config.scales_rates
+    own_groups = logit_scale_lr is not None or head is not None or bool(towers)
     optimizer = _timm_optimizer(groups if own_groups else model, name.removeprefix("timm/"), config)
     if config.lookahead_steps is not None:
         for group in optimizer.param_groups:
@@ -137,8 +169,7 @@ def check_optimizer(config: OptimizerConfig) -> None:
     known = list_optimizers()
     plain = name.removeprefix("timm/").removeprefix(_LOOKAHEAD)
     if not name.startswith("timm/") or plain not in known:
-        close = difflib.get_close_matches(plain, known, n=1)
-        hint = f"; did you mean timm/{close[0]}?" if close else ""
+        hint = nearest(f"timm/{plain}", [f"timm/{other}" for other in known])
         raise UsageError(f"unknown optimizer --opt {config.name!r}; known: adamw, lamb, timm/NAME{hint}")
     if (config.beta1 is None) != (config.beta2 is None):
         raise UsageError("a timm optimizer needs both --beta1 and --beta2, or neither")
@@ -182,9 +213,10 @@ def _parameter_groups(modules: list[nn.Module], weight_decay: float, own_logit_s
     return groups
 
 
-def _split_by_rate(groups: list[dict[str, Any]], model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+def _split_by_rate(
+    groups: list[dict[str, Any]], lr: float, by_name: dict[str, float], model: nn.Module
+) -> list[dict[str, Any]]:
     """Divide the groups, in order, into those of equal learning rates, with :data:`SCALE`."""
-    by_name = lr_scales(model, config.lr, config.image, config.text)
     scale_of = {id(parameter): by_name.get(name, 1.0) for name, parameter in model.named_parameters()}
     divided: list[dict[str, Any]] = []
     for group in groups:
@@ -192,8 +224,7 @@ def _split_by_rate(groups: list[dict[str, Any]], model: nn.Module, config: Optim
         for parameter in group["params"]:
             by_scale.setdefault(scale_of.get(id(parameter), 1.0), []).append(parameter)
         divided += [
-            {**group, "params": parameters, "lr": config.lr * scale, SCALE: scale}
-            for scale, parameters in by_scale.items()
+            {**group, "params": parameters, "lr": lr * scale, SCALE: scale} for scale, parameters in by_scale.items()
         ]
     return divided
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from openclip_ext import compat, distributed
+from openclip_ext.options import flag
 from openclip_ext.training.errors import UsageError
 
 # Optimizers that treat every number of a parameter by itself, so that a part of it can be stepped alone.
@@ -30,19 +31,27 @@ class ParallelConfig:
 
     Attributes:
         fsdp: spread the parameters (FSDP2) instead of replicating them (DDP).
-        reshard_after_forward: with FSDP, free the gathered blocks between forward and backward pass.
+        keep_gathered: with FSDP, keep the gathered blocks from forward to backward pass.
         static_graph: of DDP.
         sync_batchnorm: BatchNorm's statistics over all processes.
         compile: ``torch.compile``.
         grad_checkpointing: whether the model recomputes activations, which compiling must know.
     """
 
-    fsdp: bool = False
-    reshard_after_forward: bool = True
-    static_graph: bool = False
-    sync_batchnorm: bool = False
-    compile: bool = False
-    grad_checkpointing: bool = False
+    fsdp: bool = flag(
+        False,
+        "spread parameters, gradients and optimizer state over the processes (FSDP2) instead of replicating them (DDP)",
+    )
+    keep_gathered: bool = flag(
+        False,
+        "with --fsdp: keep the gathered parameters from forward to backward; less communication, more memory",
+        dest="fsdp_no_reshard_after_forward",
+        needs="fsdp",
+    )
+    static_graph: bool = flag(False, dest="ddp_static_graph")
+    sync_batchnorm: bool = flag(False, dest="use_bn_sync")
+    compile: bool = flag(False, dest="torchcompile")
+    grad_checkpointing: bool = flag(False)
 
 
 def distribute(model: nn.Module, config: ParallelConfig, device: torch.device, keep_whole: bool) -> nn.Module:
@@ -66,7 +75,7 @@ def distribute(model: nn.Module, config: ParallelConfig, device: torch.device, k
     return ShardedDataParallel(
         model,
         device,
-        reshard_after_forward=config.reshard_after_forward,
+        reshard_after_forward=not config.keep_gathered,
         compile_blocks=config.compile,
         keep_whole=keep_whole,
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openclip_ext import compat, distributed
+from openclip_ext.options import flag
 from openclip_ext.training.errors import UsageError
 
 
@@ -17,14 +18,14 @@ class RemoteConfig:
     """Where the run folder is copied to.
 
     Attributes:
-        address: ``--remote-sync`` and the run's name.
-        every_seconds: ``--remote-sync-frequency``.
+        address: the place of all runs and the run's name.
+        every_seconds: time between two copies.
         protocol: ``s3`` or ``fsspec``.
     """
 
     address: str
-    every_seconds: int = 300
-    protocol: str = "s3"
+    every_seconds: int = flag(300, dest="remote_sync_frequency")
+    protocol: str = flag("s3", dest="remote_sync_protocol")
 
 
 @contextmanager

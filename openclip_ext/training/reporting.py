@@ -18,6 +18,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.similarities import chunk_bytes
+from openclip_ext.options import flag
 from openclip_ext.training.checkpoint import RunIdentity
 
 # So many logged steps in a row at chance are a collapse, or a start that never was.
@@ -81,10 +82,10 @@ class ReportingConfig:
     """
 
     destinations: frozenset[str] = frozenset()
-    epochs: int = 1
+    epochs: int = flag(1)
     name: str = ""
-    wandb_project: str = "open-clip"
-    wandb_notes: str = ""
+    wandb_project: str = flag("open-clip", dest="wandb_project_name")
+    wandb_notes: str = flag("")
     resumes: bool = False
     flags: Mapping[str, Any] = field(default_factory=dict)
 

@@ -3,8 +3,8 @@
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,8 +19,7 @@ from openclip_ext.training.errors import UsageError, on_master
 from openclip_ext.training.optimizer import HYPERPARAMETERS
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """What a run starts from.
 
     Attributes:
@@ -47,21 +46,21 @@ def find_start(resume: str | None, folder: Path | None, fetch: Callable[[Path], 
         return Start()
     if resume == "latest" and folder is None:
         raise UsageError("--resume latest needs a run folder, and --logs none has none")
-    path, unreadable = on_master(lambda: _find(resume, folder, fetch))
-    return Start(None if path is None else ckpt.read(path), unreadable)
+    found = on_master(lambda: _find(resume, folder, fetch))
+    return Start(None if found.newest is None else ckpt.read(found.newest), found.unreadable)
 
 
-def _find(resume: str, folder: Path | None, fetch: Callable[[Path], None]) -> tuple[Path | None, frozenset[Path]]:
+def _find(resume: str, folder: Path | None, fetch: Callable[[Path], None]) -> ckpt.Scan:
     if resume != "latest":
-        path = Path(resume)
-        ckpt.verify(ckpt.read(path, mmap=True))
-        return path, frozenset()
+        ckpt.verify(ckpt.read(Path(resume), mmap=True))
+        return ckpt.Scan(Path(resume), frozenset())
     assert folder is not None
     fetch(folder)
     found = ckpt.scan(folder / "checkpoints")
-    newest = ckpt.newest_of(found, folder / "checkpoints")
-    logging.info(f"Resuming from {newest}." if newest else f"No checkpoint in {folder} yet: starting afresh.")
-    return newest, frozenset(found.unreadable)
+    logging.info(
+        f"Resuming from {found.newest}." if found.newest else f"No checkpoint in {folder} yet: starting afresh."
+    )
+    return found
 
 
 def restore(

@@ -21,8 +21,15 @@ from openclip_ext.training.config import TrainingConfig, training_config
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import build_evaluators, run_evaluators
 from openclip_ext.training.flags import parse
-from openclip_ext.training.loss import build_loss, load_pretrained_heads
-from openclip_ext.training.model import BuiltModel, build_model, loading_lines, prepare_for, write_model_config
+from openclip_ext.training.model import (
+    BuiltModel,
+    build_loss,
+    build_model,
+    load_pretrained_heads,
+    loading_lines,
+    prepare_for,
+    write_model_config,
+)
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, full_name, logit_scale_lr
 from openclip_ext.training.reporting import Reporter, announce
 from openclip_ext.training.resume import Start

@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 
 import openclip_ext
 from openclip_ext import compat, distributed
+from openclip_ext.options import flag
 from openclip_ext.training.errors import UsageError, on_master
 
 # Flags that say how a run was started and not what it does.
@@ -44,7 +45,7 @@ class RunFolderConfig:
     logs: Path | None
     name: str
     resume_latest: bool = False
-    debug: bool = False
+    debug: bool = flag(False)
     log_local_rank: int | None = None
 
     @property

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import open_clip
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.options import flag
 from openclip_ext.training import parallel
 from openclip_ext.training.ema import ModelEma
-from openclip_ext.training.guard import StepGuard, Verdict
-from openclip_ext.training.views import encode_views, is_views
+from openclip_ext.training.guard import StepGuard, StepOutcome
 
 Batch = dict[str, Tensor]
 # What a model returns that is one number for the whole model, not a row per sample.
@@ -46,14 +47,20 @@ class StepConfig:
     """The flags of a step.
 
     Attributes:
-        precision: ``--precision``.
+        precision: OpenCLIP's name of the types that a step computes in.
         grad_clip_norm: largest gradient norm, or None.
         model_ema_decay: of the average of the weights; None: there is none.
     """
 
-    precision: str = "fp32"
-    grad_clip_norm: float | None = None
-    model_ema_decay: float | None = None
+    precision: str = flag("fp32")
+    grad_clip_norm: float | None = flag(None, exclusive_minimum=0.0)
+    model_ema_decay: float | None = flag(
+        None,
+        "keep an average of the weights, such as 0.9999: it is evaluated, and what a checkpoint gives to others",
+        exclusive_minimum=0.0,
+        exclusive_maximum=1.0,
+        cure="give one such as 0.9999",
+    )
 
     def settings(self, device: torch.device, normalize: Callable[[Tensor], Tensor] | None = None) -> StepSettings:
         """What the flags mean on a device, for images that ``normalize`` makes floats."""
@@ -124,10 +131,10 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         self.guard.before_forward()
         terms, outputs = self._one_batch(batches[0]) if len(batches) == 1 else self._cached_features(batches)
-        verdict = self._update([batch["image"] for batch in batches], outputs)
-        self.guard.finish(verdict, number, index)
+        outcome = self._update([batch["image"] for batch in batches], outputs)
+        self.guard.finish(outcome, number, index)
         if self.ema is not None:
-            self.ema.update(number, verdict.good)
+            self.ema.update(number, outcome.good)
         return {name: value.detach() for name, value in terms.items()}
 
     def _to_device(self, batch: Batch) -> Batch:
@@ -142,7 +149,7 @@ class TrainStep:
     def _forward(self, batch: Batch) -> dict[str, Tensor]:
         with self.settings.autocast():
             images = batch["image"]
-            outputs = encode_views(self.model, images) if is_views(images) else self.model(images, batch["text"])
+            outputs = encode_views(self.model, images) if images.ndim == 5 else self.model(images, batch["text"])
         return {name: value for name, value in outputs.items() if value is not None}
 
     def _terms(self, outputs: dict[str, Tensor], batches: list[Batch]) -> dict[str, Tensor]:
@@ -224,24 +231,40 @@ class TrainStep:
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
 
-    def _update(self, images: list[Tensor], outputs: dict[str, Tensor]) -> Verdict:
+    def _update(self, images: list[Tensor], outputs: dict[str, Tensor]) -> StepOutcome:
         """Update the parameters, if the gradients are finite."""
         self._average_head_gradients()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         parameters = [*self.model.parameters(), *self._head_parameters]
-        verdict = self.guard.judge(images, outputs, parameters)
+        outcome = self.guard.judge(images, outputs, parameters)
         if self.settings.grad_clip_norm is not None:
             parallel.clip_grad_norm_(parameters, self.settings.grad_clip_norm)
         logit_scale = parallel.local(self._logit_scale.detach())
         before = logit_scale.clone()
-        self.guard.step(self.optimizer, verdict)
+        self.guard.step(self.optimizer, outcome)
         if self.scaler is not None:
             self.scaler.update()
         with torch.no_grad():
             self.loss.finish_logit_scale_step(logit_scale, before)
-            logit_scale.copy_(torch.where(verdict.good, logit_scale, before))
-        return verdict
+            logit_scale.copy_(torch.where(outcome.good, logit_scale, before))
+        return outcome
+
+
+def encode_views(model: nn.Module, images: Tensor) -> dict[str, Any]:
+    """Compute what a loss of two views of an image takes in place of image and text.
+
+    Args:
+        model: OpenCLIP model returning a dictionary, possibly wrapped. It gets all views as one batch, and no text.
+        images: ``(B, 2, 3, H, W)``, the views of each image.
+
+    Returns:
+        The model's outputs with the first views' embeddings as ``image_features`` and the second ones' as
+        ``text_features``.
+    """
+    outputs = model(images.flatten(0, 1), None)
+    features = outputs["image_features"].unflatten(0, images.shape[:2])
+    return {**outputs, "image_features": features[:, 0], "text_features": features[:, 1]}
 
 
 def _joined(batches: list[Batch], name: str) -> Tensor | None:

@@ -4,8 +4,7 @@ A file holds one rank's part in numpy's format: a row of numbers for each sample
 (``state/host_table.py``). ``numpy.load`` reads it. Parts that were never written are holes in the file.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -40,71 +39,46 @@ def write_table(table: ShardedTable, file: BinaryIO) -> None:
     file.truncate(size)
 
 
-@dataclass(frozen=True)
-class TablePart:
-    """One rank's part of a saved table.
-
-    Attributes:
-        name: what to call it in messages.
-        size, columns: samples, and numbers of each.
-        dtype: precision of the numbers.
-        read: returns the stored rows of a range, ``(stop - start, columns)``.
-    """
-
-    name: str
-    size: int
-    columns: int
-    dtype: torch.dtype
-    read: Callable[[int, int], Tensor]
-
-
-def open_table(path: Path) -> TablePart:
-    """A part that :func:`write_table` wrote.
+def open_table(path: Path) -> np.ndarray:
+    """Return what :func:`write_table` wrote, ``(samples, columns)``, mapped from the file and not read.
 
     Raises:
         UsageError: not such a file, or not all of it.
     """
     try:
-        with open(path, "rb") as file:
-            version = _FORMAT.read_magic(file)
-            if version != (1, 0):
-                raise ValueError(f"numpy format {version}, expected (1, 0)")
-            (size, columns), _, dtype = _FORMAT.read_array_header_1_0(file)
-            offset = file.tell()
-        expected, found = offset + dtype.itemsize * size * columns, path.stat().st_size
-        if found != expected:
-            raise ValueError(f"it has {found} bytes, expected {expected}")
-        precision = {4: torch.float32, 8: torch.float64}[dtype.itemsize]
-    except (OSError, ValueError, KeyError) as error:
+        rows = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
-
-    def read(start: int, stop: int) -> Tensor:
-        first = offset + dtype.itemsize * columns * start
-        values = np.fromfile(path, dtype, columns * (stop - start), offset=first)
-        return torch.from_numpy(values.astype(dtype.newbyteorder("="), copy=False)).view(stop - start, columns)
-
-    return TablePart(str(path), size, columns, precision, read)
+    if not isinstance(rows, np.memmap) or rows.ndim != 2 or rows.dtype not in (np.float32, np.float64):
+        raise UsageError(f"{path} is no table: expected rows of floating-point numbers")
+    return rows
 
 
-def restore_table(table: ShardedTable, parts: Sequence[TablePart]) -> None:
+def restore_table(table: ShardedTable, parts: Sequence[np.ndarray], source: object = "the checkpoint") -> None:
     """Fill this rank's part of a table from all ranks' parts at the save, in their order; any number of ranks.
 
+    Args:
+        table: is changed.
+        parts: ``(samples of the rank, columns)`` each, as :func:`open_table` returns them.
+        source: where they come from, for the message.
+
     Raises:
-        UsageError: the parts are of a table of another size, or one of them cannot be read.
+        UsageError: the parts are of a table of another size.
     """
-    found = sum(part.size for part in parts), parts[0].columns
+    found = sum(map(len, parts)), parts[0].shape[1]
     if found != (table.num_samples, table.columns):
         raise UsageError(
-            f"{parts[0].name} is of a table of {found[0]} samples with {found[1]} numbers each, this run's has "
-            f"{table.num_samples} with {table.columns}: resume with the data and the options of the saved run"
+            f"{source} has a table of {found[0]} samples with {found[1]} numbers each, this run's has {table.num_samples} "
+            f"with {table.columns}: resume with the data and the options of the saved run"
         )
     first = 0
     for part in parts:
-        begin, end = max(first, table.first), min(first + part.size, table.end)
+        begin, end = max(first, table.first), min(first + len(part), table.end)
         for start, stop in chunks(max(end - begin, 0)):
-            rows = part.read(begin + start - first, begin + stop - first)
-            table.set_rows(begin + start - table.first, recode(rows, table.dtype))
-        first += part.size
+            rows = part[begin + start - first : begin + stop - first]
+            values = torch.from_numpy(rows.astype(rows.dtype.newbyteorder("="), copy=True))
+            table.set_rows(begin + start - table.first, recode(values, table.dtype))
+        first += len(part)
 
 
 def _numpy_type(rows: Tensor) -> np.dtype:

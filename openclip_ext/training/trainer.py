@@ -4,7 +4,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.heads import HEADS_KEY, heads_entry, with_heads
+from openclip_ext.options import flag
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training import parallel
 from openclip_ext.training.best import BEST, is_best
@@ -56,11 +57,17 @@ class SavePolicy:
 
     folder: Path | None
     name: str
-    every_epochs: int = 1
-    every_steps: int = 0
-    most_recent: bool = False
-    delete_previous: bool = False
-    best_metric: str | None = None
+    every_epochs: int = flag(1, dest="save_frequency")
+    every_steps: int = flag(
+        0, "also save a checkpoint every N optimizer steps (0: never)", dest="save_every_steps", minimum=0
+    )
+    most_recent: bool = flag(False, dest="save_most_recent")
+    delete_previous: bool = flag(False, dest="delete_previous_checkpoint")
+    best_metric: str | None = flag(
+        None,
+        "keep the model with the best value of a metric of results.jsonl as best.pt (of losses and ranks: the least)",
+        dest="keep_best",
+    )
 
 
 @dataclass(frozen=True)
@@ -68,16 +75,20 @@ class RunLength:
     """How long the run is.
 
     Attributes:
-        epochs: ``--epochs``.
+        epochs: passes over the data.
         accum_freq: micro-batches of an optimizer step.
         log_every: steps between two that are logged.
         max_skipped_steps: so many steps in a row that are not finite end the run.
     """
 
-    epochs: int
-    accum_freq: int = 1
-    log_every: int = 100
-    max_skipped_steps: int = 50
+    epochs: int = flag(minimum=1, cure="to evaluate only, leave out --train-data")
+    accum_freq: int = flag(1)
+    log_every: int = flag(100, dest="log_every_n_steps", minimum=1)
+    max_skipped_steps: int = flag(
+        50,
+        "stop after so many steps in a row whose gradients are not finite; such a step changes nothing",
+        minimum=1,
+    )
 
 
 class Loader(Protocol):
@@ -97,10 +108,11 @@ class Loader(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class Trainer:
     """Trains until the last epoch, saving, evaluating and reporting on the way.
 
-    Args:
+    Attributes:
         step: takes optimizer steps.
         loader: yields batches, see ``Loader``.
         schedule: sets the learning rates for an optimizer step of the run.
@@ -109,35 +121,24 @@ class Trainer:
         identity: stored in checkpoints.
         reporter: where numbers go.
         evaluators: run at epoch ends, after the checkpoint is safe.
-        position: where to start.
+        position: where the run stands.
         unreadable: checkpoints that could not be read, which are neither overwritten nor deleted.
     """
 
-    def __init__(
-        self,
-        step: TrainStep,
-        loader: Loader,
-        schedule: Callable[[int], None],
-        length: RunLength,
-        policy: SavePolicy,
-        identity: RunIdentity,
-        reporter: Reporter,
-        evaluators: Sequence[ScheduledEvaluator] = (),
-        position: Position | None = None,
-        unreadable: frozenset[Path] = frozenset(),
-    ) -> None:
-        self.step = step
-        self.loader = loader
-        self.schedule = schedule
-        self.length = length
-        self.policy = policy
-        self.identity = identity
-        self.reporter = reporter
-        self.evaluators = evaluators
-        self.position = position if position is not None else Position()
+    step: TrainStep
+    loader: Loader
+    schedule: Callable[[int], None]
+    length: RunLength
+    policy: SavePolicy
+    identity: RunIdentity
+    reporter: Reporter
+    evaluators: Sequence[ScheduledEvaluator] = ()
+    position: Position = field(default_factory=Position)
+    unreadable: frozenset[Path] = frozenset()
+
+    def __post_init__(self) -> None:
         self.step.guard.skipped = self.position.skipped
-        self.unreadable = unreadable
-        self.steps_per_epoch = loader.batches_per_epoch // length.accum_freq
+        self.steps_per_epoch = self.loader.batches_per_epoch // self.length.accum_freq
         self.stopwatch = Stopwatch()
         self._last_saved: tuple[str, int] | None = None
         self._progress_at_start: list[dict[str, Any]] = []
@@ -337,20 +338,12 @@ class Trainer:
         if policy.folder is None or self._last_saved == (name, self.position.step):
             return None
         self._refuse_nonfinite_parameters()
-        content = self._model_file()
         target = policy.folder / f"{name}.pt"
         try:
             if target in self.unreadable:
                 ckpt.set_aside(target)
             self.unreadable -= {target}
-            path = ckpt.save(
-                policy.folder,
-                name,
-                lambda: content,
-                self.loss,
-                self.position,
-                self.identity,
-            )
+            path = ckpt.save(policy.folder, name, self._model_file(), self.loss, self.position, self.identity)
         except OSError as error:
             if must_succeed:
                 raise SaveFailed(f"the last checkpoint {name}.pt could not be saved: {error}") from error

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import openclip_ext
-from openclip_ext.losses import table
 from openclip_ext.losses.options import HARD_SHARE, Option
 from openclip_ext.losses.registry import OPTIONS, list_losses, options_used_by
+from openclip_ext.training import flag_table
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "methods").glob("*.md"))
 _TABLE = re.compile(r"<!-- options of: (?P<losses>.+?) -->\n.*?<!-- end of options -->", flags=re.DOTALL)
@@ -89,10 +89,13 @@ def _cell(used: dict[str, Any], name: str) -> str:
 
 def help_file() -> str:
     """The content of the file that ``--help`` reads."""
-    content = table.from_registry()
-    options = ",\n".join(_json(_fields(option)) for option in content.options)
-    defaults = ",\n".join(f"{_json(loss)}: {_json(values)}" for loss, values in content.defaults.items())
-    return f'{{"options": [\n{options}\n],\n"defaults": {{\n{defaults}\n}}}}\n'
+    table = flag_table.of_training()
+    content = {
+        "options": [_fields(option) for option in table.options],
+        "run_options": {title: [_fields(option) for option in group] for title, group in table.run_options.items()},
+        "defaults": table.defaults,
+    }
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
 def _fields(option: Option) -> dict[str, Any]:
@@ -146,7 +149,7 @@ def _annotation(option: Option) -> str:
 def main() -> None:
     """Rewrite what is out of date."""
     for path, content in (
-        (table.FILE, help_file()),
+        (flag_table.FILE, help_file()),
         (STUB, stub()),
         *((page, updated(page.read_text(encoding="utf-8"))) for page in PAGES),
     ):

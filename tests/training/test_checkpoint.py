@@ -35,7 +35,7 @@ def save(folder: Path, position: Position, name: str | None = None, size: int = 
     return ckpt.save(
         folder,
         name or ckpt.checkpoint_name(position),
-        lambda: {**content, "state_dict": {"weight": torch.full((size,), float(position.step))}},
+        {**content, "state_dict": {"weight": torch.full((size,), float(position.step))}},
         SmallLoss(size, float(position.step)),
         position,
         identity,
@@ -78,21 +78,21 @@ def test_random_generators_continue_where_they_were():
 
 
 def test_latest_is_the_newest_usable_one(tmp_path, caplog):
-    assert ckpt.find_latest(tmp_path) is None
+    assert ckpt.scan(tmp_path).newest is None
     save(tmp_path, Position(1, 10))
     newest = save(tmp_path, Position(1, 14, 4, PROGRESS))
-    assert ckpt.find_latest(tmp_path) == newest
+    assert ckpt.scan(tmp_path).newest == newest
     later = save(tmp_path, Position(2, 20))
     later.write_bytes(later.read_bytes()[:100])
-    assert ckpt.find_latest(tmp_path) == newest
+    assert ckpt.scan(tmp_path).newest == newest
     assert "epoch_2.pt" in caplog.text
     incomplete = save(tmp_path, Position(3, 30))
     (incomplete.with_suffix(".state") / "step_30" / "rank_0000.pt").unlink()
-    assert ckpt.find_latest(tmp_path) == newest
+    assert ckpt.scan(tmp_path).newest == newest
     incomplete = save(tmp_path, Position(3, 31))
     (incomplete.with_suffix(".state") / "step_31" / "rank_0000.table.npy").unlink()
-    assert ckpt.find_latest(tmp_path) == newest
-    assert save(tmp_path, Position(4, 40), name=ckpt.LATEST) == ckpt.find_latest(tmp_path)
+    assert ckpt.scan(tmp_path).newest == newest
+    assert save(tmp_path, Position(4, 40), name=ckpt.LATEST) == ckpt.scan(tmp_path).newest
 
 
 @pytest.mark.parametrize("crash_after", range(8))
@@ -118,7 +118,7 @@ def test_a_save_killed_at_any_moment_leaves_the_previous_one(tmp_path, monkeypat
     with pytest.raises(Killed) if crash_after < 7 else contextlib.nullcontext():
         save(tmp_path, Position(2, 20), name=ckpt.LATEST)
     monkeypatch.undo()
-    latest = ckpt.read(ckpt.find_latest(tmp_path))
+    latest = ckpt.read(ckpt.scan(tmp_path).newest)
     assert latest.position.step == (10 if crash_after < 7 else 20)
     assert float(latest.model_file["state_dict"]["weight"][0]) == latest.position.step
     loss = SmallLoss(10, 0.0)
@@ -126,7 +126,7 @@ def test_a_save_killed_at_any_moment_leaves_the_previous_one(tmp_path, monkeypat
     assert loss.table.read(torch.tensor([3])).tolist() == [[latest.position.step]] * 2
     # And the next save cleans up after the killed one.
     save(tmp_path, Position(3, 30), name=ckpt.LATEST)
-    assert ckpt.read(ckpt.find_latest(tmp_path)).position.step == 30
+    assert ckpt.read(ckpt.scan(tmp_path).newest).position.step == 30
     assert [path.name for path in (tmp_path / "epoch_latest.state").iterdir()] == ["step_30"]
     assert not list(tmp_path.glob("*.tmp"))
 
@@ -171,7 +171,7 @@ def test_damage_is_found_whatever_it_hits(tmp_path, caplog, file, damage):
     save(tmp_path, Position(2, 20))
     DAMAGES[damage](tmp_path / file)
     before = contents(tmp_path)
-    assert ckpt.find_latest(tmp_path) == good
+    assert ckpt.scan(tmp_path).newest == good
     assert (damage, file) == ("gone", "epoch_2.pt") or "Passing over a checkpoint" in caplog.text
     assert contents(tmp_path) == before
 
@@ -190,7 +190,7 @@ def test_damage_is_found_whatever_it_hits(tmp_path, caplog, file, damage):
 def test_foreign_files_are_passed_over(tmp_path, caplog, content, message):
     good = save(tmp_path, Position(1, 10))
     torch.save(content, tmp_path / "epoch_9.pt")
-    assert ckpt.find_latest(tmp_path) == good
+    assert ckpt.scan(tmp_path).newest == good
     assert message in caplog.text
 
 
@@ -209,7 +209,7 @@ def test_nothing_is_resumed_where_no_checkpoint_can_be_read(tmp_path):
     with pytest.raises(
         UsageError, match=r"none of the checkpoints in .* can be read.*epoch_1\.pt.*epoch_2\.pt|epoch_2.*epoch_1"
     ):
-        ckpt.find_latest(tmp_path)
+        ckpt.scan(tmp_path)
     assert contents(tmp_path) == before
 
 
@@ -223,7 +223,7 @@ def test_a_checkpoint_that_cannot_be_read_is_set_aside(tmp_path):
     names = {item.name for item in tmp_path.iterdir()}
     assert {"epoch_1.pt", "epoch_1.pt.unreadable", "epoch_1.pt.unreadable1", "epoch_1.state.unreadable1"} <= names
     assert (tmp_path / "epoch_1.pt.unreadable1").read_bytes() == damaged
-    assert ckpt.find_latest(tmp_path) == path
+    assert ckpt.scan(tmp_path).newest == path
 
 
 def test_a_full_disk_fails_the_save_and_keeps_the_previous_one(tmp_path):
@@ -235,7 +235,7 @@ def test_a_full_disk_fails_the_save_and_keeps_the_previous_one(tmp_path):
             save(tmp_path, Position(2, 20), size=100_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert ckpt.find_latest(tmp_path).name == "epoch_1.pt"
+    assert ckpt.scan(tmp_path).newest.name == "epoch_1.pt"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch_1.pt", "epoch_1.state"]
 
 
@@ -332,13 +332,13 @@ def test_a_state_whose_model_file_was_renamed_is_kept(tmp_path, caplog):
     save(tmp_path, Position(2, 20)).rename(tmp_path / "best.pt")
     before = contents(tmp_path)
     found = ckpt.scan(tmp_path)
-    assert ckpt.newest_of(found, tmp_path) == good
+    assert found.newest == good
     assert "epoch_2.state has no epoch_2.pt beside it" in caplog.text
     ckpt.remove_leftovers(tmp_path, spared=found.unreadable)
     assert contents(tmp_path) == before
     good.unlink()
     with pytest.raises(UsageError, match=r"none of the checkpoints in .* can be read"):
-        ckpt.find_latest(tmp_path)
+        ckpt.scan(tmp_path)
 
 
 @pytest.mark.parametrize("killed_in", ["rmtree", "unlink"])
@@ -356,7 +356,7 @@ def test_a_removal_killed_at_any_moment_is_finished_at_the_next_start(tmp_path, 
             patched.setattr(*((ckpt.shutil, "rmtree") if killed_in == "rmtree" else (Path, "unlink")), kill)
             with pytest.raises(Killed):
                 removal()
-        assert ckpt.find_latest(tmp_path) == good
+        assert ckpt.scan(tmp_path).newest == good
     assert caplog.text == ""
     ckpt.remove_leftovers(tmp_path)
     assert set(contents(tmp_path)) == before

@@ -27,12 +27,12 @@ MISTAKES = {
     "one-beta": (["--opt", "timm/lamb", "--lr", "1", "--beta1", "0.9"], "both --beta1 and --beta2"),
     "schedule": (["--lr-scheduler", "cos"], "unknown --lr-scheduler 'cos'; known: cosine"),
     "cooldown": (["--lr-scheduler", "const-cooldown"], "needs --epochs-cooldown"),
-    "epochs": (["--epochs", "0"], "--epochs is 0, must be at least 1"),
+    "epochs": (["--epochs", "0"], "--epochs 0: expected an integer >= 1; to evaluate only"),
     "augmentation": (["--aug-cfg", "foo=3"], "--aug-cfg: got an unexpected keyword argument 'foo'"),
     "temperature": (["--temperature", "14"], r"--temperature 14: expected at most 1.*give --temperature 0\.07143"),
     "trace": (["--trace"], "--trace is for evaluation only"),
-    "patience": (["--rank-patience", "0"], "--rank-patience is 0, must be positive"),
-    "skipped": (["--max-skipped-steps", "0"], "--max-skipped-steps is 0, must be at least 1"),
+    "patience": (["--rank-patience", "0"], "--rank-patience: '0': expected a number > 0"),
+    "skipped": (["--max-skipped-steps", "0"], "--max-skipped-steps: '0': expected an integer >= 1"),
 }
 
 

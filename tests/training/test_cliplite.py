@@ -17,7 +17,7 @@ from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.config import optimizer_config
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.flags import parse
-from openclip_ext.training.loss import load_pretrained_heads
+from openclip_ext.training.model import load_pretrained_heads
 from openclip_ext.training.optimizer import create_optimizer
 from tests.training.runs import command, make_shards, run
 

@@ -38,7 +38,7 @@ def test_training_knows_no_loss_by_name(path):
     imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not names & strings
     # What names and options there are is asked of the registry, or of its table.
-    asked = {"openclip_ext.losses", *(f"openclip_ext.losses.{module}" for module in ("registry", "options", "table"))}
+    asked = {"openclip_ext.losses", *(f"openclip_ext.losses.{module}" for module in ("registry", "options"))}
     assert {module for module in imported if module.startswith("openclip_ext.losses")} <= asked
 
 
@@ -60,7 +60,7 @@ def test_flags_reach_their_parts():
     )
     assert config.global_batch == 128
     assert (config.optimizer.lr, config.optimizer.weight_decay, config.schedule.warmup) == (3e-4, 0.3, 7)
-    assert (config.model.lock_image.unlocked, config.model.lock_text) == (2, None)
+    assert (config.model.lock_image_unlocked_groups, config.model.lock_text) == (2, False)
     assert (config.model.force_image_size, config.model.precision, config.step.precision) == (96, "amp", "amp")
     assert config.step.grad_clip_norm == 1.0
     assert (config.length.epochs, config.saving.every_epochs, config.saving.name) == (3, 2, "run")

@@ -2,11 +2,13 @@
 
 import pytest
 
-from openclip_ext.losses import table
 from openclip_ext.losses.options import HARD_SHARE
 from openclip_ext.losses.registry import OPTIONS
+from openclip_ext.options import flag_fields, python_name
+from openclip_ext.training import flag_table
+from openclip_ext.training.config import FLAG_GROUPS, loss_options
 from openclip_ext.training.errors import UsageError
-from openclip_ext.training.flags import loss_options, parse
+from openclip_ext.training.flags import parse
 from openclip_ext.training.parser import build_parser
 
 
@@ -67,18 +69,19 @@ def test_a_recipe_combines_with_another_part():
         (["--loss", "neuclp"], "neuclip"),
         (["--loss", "openclip", "--rho", "5"], "--rho: not used by the loss 'openclip'"),
         (["--loss", "neuclip", "--gamma", "0.5"], "--gamma: not used by the loss 'neuclip'"),
+        (["--batch-sizes", "4"], "did you mean --batch-size"),
         (["--loss", "fastclip", "--siglip"], "--siglip and --loss fastclip"),
         (["--resume", "latest"], "--resume latest needs --name"),
         (["--horovod"], "torchrun"),
         (["--recipe", "cc4m"], "cc3m"),
         (["--recipe", "dfn14m", "--loss", "tempnet"], "no published settings"),
         (["--distill-model", "RN50"], "distillation"),
-        (["--accum-freq", "0"], "--accum-freq is 0"),
-        (["--log-every-n-steps", "0"], "--log-every-n-steps is 0, must be at least 1"),
-        (["--warmup=-5"], "--warmup is -5, must be at least 0"),
-        (["--wd", "nan"], "--wd is nan, must be at least 0"),
-        (["--grad-clip-norm", "0"], "--grad-clip-norm is 0, must be positive"),
-        (["--beta1", "1.5"], "--beta1 is 1.5, must be at least 0 and below 1"),
+        (["--accum-freq", "0"], "--accum-freq 0: expected an integer >= 1"),
+        (["--log-every-n-steps", "0"], "--log-every-n-steps 0: expected an integer >= 1"),
+        (["--warmup=-5"], "--warmup -5: expected an integer >= 0"),
+        (["--wd", "nan"], "--wd nan: expected a number >= 0"),
+        (["--grad-clip-norm", "0"], "--grad-clip-norm 0.0: expected a number > 0"),
+        (["--beta1", "1.5"], "--beta1 1.5: expected a number >= 0, below 1"),
         (["--lr-scheduler", "const-cooldown", "--epochs-cooldown", "50"], "50, more than --epochs 32"),
         (["--epochs-cooldown", "5"], "--epochs-cooldown needs --lr-scheduler const-cooldown"),
         (["--lock-image-unlocked-groups", "1"], "--lock-image-unlocked-groups needs --lock-image"),
@@ -87,11 +90,11 @@ def test_a_recipe_combines_with_another_part():
         (["--rho", "3", "--hard-share", "0.5", "--loss", "fastclip"], "--rho and --hard-share say the same"),
         (["--dataset-type", "synthetic", "--val-data", "val.tar"], "reads no files, not those of --val-data val.tar"),
         (["--eval-suite", "quick"], "--eval-data-dir"),
-        (["--max-bad-fraction", "2"], "between 0 and 1"),
+        (["--max-bad-fraction", "2"], "--max-bad-fraction: '2': expected a number >= 0, at most 1"),
         (["--train-data-upsampling-factors", "1::2"], "--dataset-resampled"),
         (["--fsdp-no-reshard-after-forward"], "needs --fsdp"),
         (["--fsdp", "--ddp-static-graph"], "--fsdp replaces"),
-        (["--image-backend", "torchvision"], "the files of --train-data, and there are none"),
+        (["--image-backend", "torchvision"], "--image-backend needs --train-data"),
     ],
 )
 def test_wrong_command_lines_are_refused_with_the_reason(argv, message):
@@ -141,7 +144,7 @@ def test_the_whole_help_describes_both_groups_of_flags(capsys):
     shown = " ".join(help_of(capsys, "--help-all").split())
     assert "(default: 4096 with neuclip, queueclip)" in shown
     for part in (
-        "--save-every-steps SAVE_EVERY_STEPS",
+        "--save-every-steps INT",
         "--local-loss calculate loss w/ local features",
         "--fsdp spread",
     ):
@@ -149,16 +152,23 @@ def test_the_whole_help_describes_both_groups_of_flags(capsys):
 
 
 def test_the_help_knows_the_options_that_the_code_has():
-    assert table.from_file() == table.from_registry(), "run: python -m tests.losses.option_tables"
+    assert flag_table.from_file() == flag_table.of_training(), "run: python -m tests.losses.option_tables"
 
 
 def test_every_option_of_a_loss_has_exactly_one_flag():
     actions = [
         action
-        for action in build_parser(table.from_registry())._actions
+        for action in build_parser(flag_table.of_training())._actions
         if action.dest in OPTIONS and HARD_SHARE.flag not in action.option_strings
     ]
     assert sorted(action.dest for action in actions) == sorted(
         name for name, option in OPTIONS.items() if not option.openclip_flag
     )
     assert all(action.option_strings[0] == OPTIONS[action.dest].flag for action in actions)
+
+
+def test_every_field_of_a_configuration_names_a_flag_with_its_default():
+    flags = vars(parse(["--train-data", "x"])[0])
+    for config in (config for configs in FLAG_GROUPS.values() for config in configs):
+        for field in flag_fields(config):
+            assert python_name(field) in flags, f"{config.__name__}.{field.name}"

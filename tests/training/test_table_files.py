@@ -124,7 +124,7 @@ def test_precision_follows_the_table(tmp_path, device, saved):
 def test_damaged_and_foreign_files_are_refused(tmp_path):
     path = write(filled(numbers()), tmp_path / "table.npy")
     whole = path.read_bytes()
-    for damaged, message in ((whole[:-4], f"has {len(whole) - 4} bytes, expected {len(whole)}"), (whole[:20], "EOF")):
+    for damaged, message in ((whole[:-4], "mmap length is greater"), (whole[:20], "EOF")):
         path.write_bytes(damaged)
         with pytest.raises(UsageError, match=message):
             open_table(path)
@@ -143,7 +143,7 @@ class TableLoss(ContrastiveLoss):
 
 def save(folder: Path, loss: ContrastiveLoss, step: int) -> Path:
     content = {"epoch": 1, "name": "run", "step": step, "optimizer": {}, "state_dict": {}}
-    return ckpt.save(folder, f"epoch_{step}", lambda: content, loss, Position(epoch=1, step=step), IDENTITY)
+    return ckpt.save(folder, f"epoch_{step}", content, loss, Position(epoch=1, step=step), IDENTITY)
 
 
 def test_a_checkpoint_in_float64_makes_the_loss_float64(tmp_path):

@@ -16,9 +16,11 @@ from openclip_ext.data.train_loader import TrainLoaderConfig
 from openclip_ext.heads import HEADS_KEY, read_heads, with_heads
 from openclip_ext.losses.registry import create_loss, options_used_by
 from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training.config import views
 from openclip_ext.training.errors import UsageError
-from openclip_ext.training.flags import parse, views
-from openclip_ext.training.views import encode_views, train_image_tower_only
+from openclip_ext.training.flags import parse
+from openclip_ext.training.model import train_image_tower_only
+from openclip_ext.training.step import encode_views
 from tests.training.runs import command, make_shards, run
 
 LOSSES = {"simclr": [], "sogclr": ["--views", "2"]}

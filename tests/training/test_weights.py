@@ -13,7 +13,7 @@ from openclip_ext import model_configs
 from openclip_ext.training.best import is_best
 from openclip_ext.training.ema import TRAINED_KEY, ModelEma
 from openclip_ext.training.errors import UsageError
-from openclip_ext.training.lr_scales import THE_RUNS, TowerRates, depths, lr_scales
+from openclip_ext.training.lr_scales import depths, lr_scales
 from openclip_ext.training.optimizer import SCALE, OptimizerConfig, ScheduleConfig, create_optimizer, create_schedule
 from tests.training.runs import (
     EXIT_AFTER_SIGTERM,
@@ -105,7 +105,7 @@ def _demo(pretrained: str = "") -> nn.Module:
 
 def test_scales_of_a_model():
     model = _demo()
-    scales = lr_scales(model, 1e-3, TowerRates(layer_decay=0.5), TowerRates(lr=1e-4))
+    scales = lr_scales(model, {"image": (1.0, 0.5), "text": (0.1, 1.0)})
     assert scales["visual.proj"] == 1
     assert scales["visual.transformer.resblocks.1.ln_1.weight"] == 0.5
     assert scales["visual.transformer.resblocks.0.ln_1.weight"] == 0.25
@@ -117,7 +117,7 @@ def test_scales_of_a_model():
 
 def test_the_schedule_keeps_the_scales():
     model = _demo()
-    config = OptimizerConfig(lr=1e-3, image=TowerRates(lr=1e-4), text=TowerRates(layer_decay=0.5))
+    config = OptimizerConfig(lr=1e-3, lr_image=1e-4, text_layer_decay=0.5)
     optimizer = create_optimizer(model, config, logit_scale_lr=3e-4)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
     schedule = create_schedule(ScheduleConfig(lr=1e-3, epochs=1, warmup=10), optimizer, 100, logit_scale_lr=3e-4)
@@ -134,7 +134,7 @@ def test_a_frozen_tower_has_no_rates():
     model = _demo()
     model.visual.requires_grad_(False)
     with pytest.raises(UsageError, match="--lr-image and --image-layer-decay have no effect"):
-        lr_scales(model, 1e-3, TowerRates(lr=1e-4), THE_RUNS)
+        lr_scales(model, {"image": (0.1, 1.0)})
 
 
 @pytest.mark.parametrize("name", ["lamb", "timm/lamb"])

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses import registry
+from openclip_ext.training.model import train_image_tower_only
 from openclip_ext.training.optimizer import OptimizerConfig
 from openclip_ext.training.step import Batch
-from openclip_ext.training.views import train_image_tower_only
 
 BATCH, SAMPLES, WIDTH = 8, 40, 16
 IMAGE, CONTEXT, VOCABULARY = 16, 6, 50

@@ -27,8 +27,14 @@ from openclip_ext.model_configs import add_model_configs
 from openclip_ext.retrieval import ranks_of_best_match
 from openclip_ext.training.config import TrainingConfig
 from openclip_ext.training.flags import PARTS
-from openclip_ext.training.loss import LossConfig, build_loss, load_pretrained_heads
-from openclip_ext.training.model import BuiltModel, build_model, prepare_for
+from openclip_ext.training.model import (
+    BuiltModel,
+    LossConfig,
+    build_loss,
+    build_model,
+    load_pretrained_heads,
+    prepare_for,
+)
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, logit_scale_lr
 from openclip_ext.training.step import Batch, TrainStep
 

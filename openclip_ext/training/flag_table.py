@@ -1,0 +1,68 @@
+"""Our flags as a table, which ``--help`` reads from a file: the losses and the parts of a training need torch.
+
+``python -m tests.losses.option_tables`` writes the file anew; a test says when it is out of date. Nothing but the help reads
+it: a training takes its flags from the code.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from openclip_ext.losses.options import Option
+
+FILE = Path(__file__).with_name("flags.json")
+_TYPES = {known.__name__: known for known in (bool, int, float, str)}
+
+
+@dataclass(frozen=True)
+class FlagTable:
+    """The flags that OpenCLIP does not have.
+
+    Attributes:
+        options: of all losses, in the order of the help.
+        defaults: for each loss the options that it uses, with the defaults that they have there.
+        run_options: all other flags but ``--loss`` and ``--recipe``, by their headings in the help.
+    """
+
+    options: tuple[Option, ...]
+    defaults: dict[str, dict[str, Any]]
+    run_options: dict[str, tuple[Option, ...]] = field(default_factory=dict)
+
+
+def of_losses() -> FlagTable:
+    """Return the losses' flags as the code has them; imports torch."""
+    from openclip_ext.losses import registry
+
+    losses = registry.list_losses()
+    return FlagTable(tuple(registry.OPTIONS.values()), {loss: registry.options_used_by(loss) for loss in losses})
+
+
+def of_training() -> FlagTable:
+    """Return all flags as the code has them; imports torch."""
+    from openclip_ext.options import own_options
+    from openclip_ext.training.config import FLAG_GROUPS
+
+    groups = {title: tuple(own_options(configs)) for title, configs in FLAG_GROUPS.items()}
+    return dataclasses.replace(of_losses(), run_options=groups)
+
+
+def with_method(name: str) -> tuple[FlagTable, str]:
+    """Return the table with the loss ``my.module:METHOD``, and the loss's name there; imports torch."""
+    from openclip_ext.losses import registry
+
+    method = registry.find_method(name)
+    return of_training(), method.name
+
+
+def from_file() -> FlagTable:
+    """Return the table as it was last written."""
+    content = json.loads(FILE.read_text(encoding="utf-8"))
+    groups = {title: tuple(map(_option, group)) for title, group in content["run_options"].items()}
+    return FlagTable(tuple(map(_option, content["options"])), content["defaults"], groups)
+
+
+def _option(fields: dict[str, Any]) -> Option:
+    choices = tuple(fields["choices"]) if "choices" in fields else None
+    return Option(**fields | {"type": _TYPES[fields["type"]], "choices": choices})
