@@ -84,7 +84,7 @@ def init_device(args: argparse.Namespace) -> torch.device:
 
 
 def set_backends() -> None:
-    """OpenCLIP's settings for NVIDIA GPUs: products in TF32, convolutions by what is fastest."""
+    """Set what OpenCLIP sets for NVIDIA GPUs: products in TF32, convolutions by what is fastest."""
     import torch
 
     if torch.cuda.is_available():
@@ -94,7 +94,7 @@ def set_backends() -> None:
 
 
 def setup_logging(log_path: str | None, level: int) -> None:
-    """OpenCLIP's log format, on the terminal and into ``log_path``."""
+    """Log in OpenCLIP's format, on the terminal and into ``log_path``."""
     from open_clip_train.logger import setup_logging as setup
 
     setup(log_path, level)
@@ -105,7 +105,7 @@ def setup_logging(log_path: str | None, level: int) -> None:
 
 
 def autocast_context(precision: str, device: torch.device) -> Callable[[], AbstractContextManager]:
-    """OpenCLIP's meaning of ``--precision`` for autocast."""
+    """Return OpenCLIP's meaning of ``--precision`` for autocast."""
     from open_clip_train.precision import get_autocast
 
     return get_autocast(precision, device_type=device.type)
@@ -150,19 +150,19 @@ def create_model(
 
 
 def converts_to_rgb(step: Any) -> bool:
-    """Whether a step of OpenCLIP's transforms only brings an image to RGB."""
+    """Return whether a step of OpenCLIP's transforms only brings an image to RGB."""
     from open_clip.transform import MaybeConvertMode
 
     return isinstance(step, MaybeConvertMode)
 
 
 def is_captioner(model: nn.Module) -> bool:
-    """Whether the model has a text decoder (CoCa), which only ``CoCaLoss`` trains."""
+    """Return whether the model has a text decoder (CoCa), which only ``CoCaLoss`` trains."""
     return hasattr(model, "text_decoder")
 
 
 def embedding_dim(model_name: str, model: nn.Module | None = None) -> int:
-    """Width of the joint embedding space: the model's own, or without one, its configuration's.
+    """Return the width of the joint embedding space: the model's own, or without one, its configuration's.
 
     The model is asked first, since OpenCLIP fetches the configuration of a hub model from the network.
 
@@ -186,7 +186,7 @@ def embedding_dim(model_name: str, model: nn.Module | None = None) -> int:
 
 
 def replace_linear_layers(model: nn.Module, layer_name: str, device: torch.device) -> nn.Module:
-    """``--use-bnb-linear``: int8 linear layers from bitsandbytes (an experimental feature of OpenCLIP)."""
+    """Replace linear layers by int8 ones from bitsandbytes (``--use-bnb-linear``, an experimental feature of OpenCLIP)."""
     try:
         import bitsandbytes
     except ImportError as error:
@@ -198,7 +198,7 @@ def replace_linear_layers(model: nn.Module, layer_name: str, device: torch.devic
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model itself, out of DistributedDataParallel and ``torch.compile``."""
+    """Take the model itself out of DistributedDataParallel and ``torch.compile``."""
     from torch import nn
 
     while True:
@@ -225,7 +225,7 @@ def create_scheduler(
     cooldown_power: float,
     cooldown_end: float,
 ) -> Callable[[int], float]:
-    """OpenCLIP's learning-rate schedules: a function of the optimizer step that sets every group's rate.
+    """Return OpenCLIP's learning-rate schedule: a function of the optimizer step that sets every group's rate.
 
     Args:
         name: ``cosine``, ``const`` or ``const-cooldown``.

@@ -18,17 +18,17 @@ _PATIENCE = timedelta(hours=48)
 
 
 def is_initialized() -> bool:
-    """Whether several processes may be working together."""
+    """Return whether several processes may be working together."""
     return dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
-    """This process's number, 0 to ``world_size() - 1``."""
+    """Return this process's number, 0 to ``world_size() - 1``."""
     return dist.get_rank() if is_initialized() else 0
 
 
 def world_size() -> int:
-    """Number of processes."""
+    """Return the number of processes."""
     return dist.get_world_size() if is_initialized() else 1
 
 
@@ -42,13 +42,13 @@ def check_world_size(created_with: int) -> None:
 
 
 def unconnected_processes() -> int:
-    """How many processes a launcher such as torchrun says it started, where they do not know of each other; else 0."""
+    """Count the processes that a launcher such as torchrun says it started, where they do not know of each other; else 0."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     return launched if launched > 1 and not is_initialized() else 0
 
 
 def is_master() -> bool:
-    """Whether this process writes logs and checkpoints."""
+    """Return whether this process writes logs and checkpoints."""
     return rank() == 0
 
 
@@ -72,7 +72,7 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def all_gather_on_host(tensor: Tensor) -> Tensor:
-    """As :func:`all_gather`, for a tensor on the CPU whatever the backend; does not wait for the GPU."""
+    """Gather as :func:`all_gather` a tensor on the CPU, whatever the backend; does not wait for the GPU."""
     if world_size() == 1:
         return tensor
     gathered = tensor.new_empty((world_size() * tensor.shape[0], *tensor.shape[1:]))
@@ -91,7 +91,7 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def all_reduce_max(tensor: Tensor) -> Tensor:
-    """Largest of all ranks' values into a new tensor, without gradient."""
+    """Take the largest of all ranks' values into a new tensor, without gradient."""
     tensor = tensor.detach().clone()
     if world_size() > 1:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
@@ -100,19 +100,19 @@ def all_reduce_max(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def log_add_over_ranks(log_values: Tensor) -> Tensor:
-    """Logarithm of the sum over all ranks of ``exp(log_values)``, without gradient; the same bits everywhere."""
+    """Return the logarithm of the sum over all ranks of ``exp(log_values)``, without gradient; the same bits everywhere."""
     largest = all_reduce_max(log_values)
     return largest + all_reduce_sum((log_values - largest).exp_()).log_()
 
 
 def _control_group() -> dist.ProcessGroup:
-    """A gloo group for objects and waiting: no GPU work, and patient, since one rank may evaluate for hours."""
+    """Return a gloo group for objects and waiting: no GPU work, and patient, since one rank may evaluate for hours."""
     return _control_group_of(dist.group.WORLD)
 
 
 @functools.lru_cache(maxsize=1)
 def _control_group_of(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Made at the first use, and anew when ``torch.distributed`` was started anew."""
+    """Make the group at the first use, and anew when ``torch.distributed`` was started anew."""
     group = dist.new_group(backend="gloo", timeout=_PATIENCE)
     assert isinstance(group, dist.ProcessGroup), "every rank is in the group"
     return group
@@ -135,7 +135,7 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """Every rank's (picklable) value, in rank order."""
+    """Gather every rank's (picklable) value, in rank order."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -144,7 +144,7 @@ def all_gather_object(value: Any) -> list[Any]:
 
 
 def any_rank(flag: int) -> int:
-    """The largest of all ranks' small non-negative numbers; does not wait for the GPU."""
+    """Return the largest of all ranks' small non-negative numbers; does not wait for the GPU."""
     if world_size() == 1:
         return flag
     box = torch.tensor(flag)

@@ -10,12 +10,12 @@ from typing import Any
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log; none if there is no file. What a killed process left unfinished is passed over."""
+    """Read the lines of a log; none if there is no file. What a killed process left unfinished is passed over."""
     return [content for _, content in _lines(path) if content is not None]
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Each line, and its content; None where that is no dictionary."""
+    """Yield each line and its content; None where that is no dictionary."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         content = None
         with contextlib.suppress(ValueError, RecursionError):

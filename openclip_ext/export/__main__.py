@@ -86,7 +86,7 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
 
 
 def _model_config(settings: ModelConfig, run: Path) -> dict[str, Any]:
-    """OpenCLIP's configuration with the run's flags, which the run has kept."""
+    """Return OpenCLIP's configuration with the run's flags, which the run has kept."""
     kept = run / MODEL_CONFIG / f"{settings.file_name}.json"
     return json.loads(kept.read_text()) if kept.is_file() else open_clip.get_model_config(settings.name)
 

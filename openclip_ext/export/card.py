@@ -24,7 +24,7 @@ def model_card(
     with_transformers: bool,
     with_curves: bool,
 ) -> str:
-    """The card as Markdown. It names no path of the machine.
+    """Write the card as Markdown. It names no path of the machine.
 
     Args:
         config: the run's ``config.json``.
@@ -72,7 +72,7 @@ def model_card(
 
 
 def evaluations(folder: Path, checkpoint: Path, epoch: int | None) -> dict[str, float]:
-    """Results of a checkpoint: of the evaluation at the end of its epoch, and of ``openclip-ext evaluate``.
+    """Find the results of a checkpoint: of the evaluation at the end of its epoch, and of ``openclip-ext evaluate``.
 
     Args:
         folder: the run's.

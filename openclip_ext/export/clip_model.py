@@ -73,7 +73,7 @@ def write_clip_model(model: Any, config: dict[str, Any], tokenizer: Any, folder:
 
 
 def convert(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """OpenCLIP's weights under the names of ``CLIPModel``.
+    """Give OpenCLIP's weights the names of ``CLIPModel``.
 
     Raises:
         KeyError: a weight that ``CLIPModel`` does not have.
@@ -107,7 +107,7 @@ def _renamed(name: str, prefixes: dict[str, str]) -> str:
 
 
 def _clip_config(model: Any, config: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
-    """Sizes from the weights; the numbers of heads and the activation from OpenCLIP's configuration."""
+    """Take sizes from the weights, and the numbers of heads and the activation from OpenCLIP's configuration."""
     activation = "quick_gelu" if config.get("quick_gelu") else "gelu"
 
     def tower(name: str, width: int, heads: int) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _clip_config(model: Any, config: dict[str, Any], weights: dict[str, Tensor])
 
 @torch.no_grad()
 def _difference(model: Any, clip: Any) -> float:
-    """Largest difference of the two models' unit embeddings of random images and texts."""
+    """Compute the largest difference of the two models' unit embeddings of random images and texts."""
     generator = torch.Generator().manual_seed(0)
     text_config, size = clip.config.text_config, clip.config.vision_config.image_size
     images = torch.randn(2, 3, size, size, generator=generator)
@@ -171,7 +171,7 @@ def _image_processor(preprocess: dict[str, Any]) -> dict[str, Any]:
 
 
 def _vocabulary(tokenizer: Any) -> tuple[dict[str, int], list[str]]:
-    """Tokens with their numbers, and merges, with the names that ``CLIPTokenizer`` has for the special tokens."""
+    """Return tokens with their numbers, and merges, with the names that ``CLIPTokenizer`` has for the special tokens."""
     if not isinstance(tokenizer, open_clip.SimpleTokenizer):
         raise UsageError(_no_counterpart(f"its tokenizer is a {type(tokenizer).__name__}"))
     names = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}

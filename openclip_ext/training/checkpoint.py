@@ -119,7 +119,7 @@ class Checkpoint:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of all generators that training draws from, as tensors and plain types."""
+    """Return the state of all generators that training draws from, as tensors and plain types."""
     name, keys, position, has_gauss, cached = np.random.get_state()
     assert isinstance(keys, np.ndarray), "only the form without legacy=False is a tuple"
     return {
@@ -146,7 +146,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def checkpoint_name(position: Position) -> str:
-    """``epoch_K`` at the end of an epoch, ``epoch_K_step_S`` within one; K is the number of completed epochs."""
+    """Return ``epoch_K`` at the end of an epoch, ``epoch_K_step_S`` within one; K is the number of completed epochs."""
     if position.step_in_epoch == 0:
         return f"epoch_{position.epoch}"
     return f"epoch_{position.epoch}_step_{position.step}"
@@ -195,7 +195,7 @@ def save(
 
 
 def _is_saved(target: Path, state_folder: Path, step: int) -> bool:
-    """Whether this very step is saved under this name: to write it again would only risk it."""
+    """Return whether this very step is saved under this name: to write it again would only risk it."""
     if not (target.is_file() and (state_folder / CHECKSUMS).is_file()):
         return False
     try:
@@ -221,7 +221,7 @@ def _write_state(folder: Path, loss: ContrastiveLoss, position: Position, identi
 
 
 def _table_file(rank_file: Path, table: str) -> Path:
-    """Where a rank's part of a table is, given the rank's other file."""
+    """Return where a rank's part of a table is, given the rank's other file."""
     return rank_file.with_name(f"{rank_file.stem}.{table}.npy")
 
 
@@ -232,7 +232,7 @@ def _commit(
     model_file: dict[str, Any],
     checksums: list[dict[str, str]],
 ) -> None:
-    """The master's part: the model file under a temporary name, then both renames, the model file's last."""
+    """Do the master's part: write the model file under a temporary name, then do both renames, the model file's last."""
     unfinished = target.with_suffix(".pt.tmp")
     everything = {name: value for part in checksums for name, value in part.items()}
     _wait_for_other_nodes(temporary, everything)
@@ -248,7 +248,7 @@ def _commit(
 
 
 def _wait_for_other_nodes(folder: Path, names: Iterable[str]) -> None:
-    """Until their files are in the folder; where the nodes have no common one, they never are."""
+    """Wait until their files are in the folder; where the nodes share none, they never are."""
     deadline = time.monotonic() + _NODE_SECONDS
     while unseen := sorted(name for name in names if not (folder / name).is_file()):
         if time.monotonic() > deadline:
@@ -303,7 +303,7 @@ def _together(action: Callable[[], T], master_only: bool = False) -> list[T]:
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while block := file.read(_BLOCK):
@@ -343,7 +343,7 @@ def remove(path: Path) -> None:
 
 
 def remove_older_mid_epoch(folder: Path, kept: Path, spared: Container[Path] = ()) -> None:
-    """Of the checkpoints in mid-epoch keep the newest only, and none that a whole epoch has overtaken.
+    """Remove all checkpoints in mid-epoch but the newest, and those that a whole epoch has overtaken.
 
     Args:
         folder: the run's ``checkpoints/``.
@@ -433,7 +433,7 @@ def scan(folder: Path) -> Scan:
 
 
 def _lost_its_model_file(state: Path) -> bool:
-    """Whether a state is of a finished save, and its model file is gone; a killed save leaves an unfinished one."""
+    """Return whether a finished save has no model file any more; a killed save leaves an unfinished one."""
     model_file = state.with_suffix(".pt")
     is_finished = any(state.glob(f"step_*/{CHECKSUMS}"))
     return is_finished and not model_file.exists() and not model_file.with_suffix(".pt.tmp").exists()

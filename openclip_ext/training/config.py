@@ -23,7 +23,6 @@ from openclip_ext.training.evaluation import EvaluationConfig
 from openclip_ext.training.model import LossConfig, ModelConfig
 from openclip_ext.training.optimizer import OptimizerConfig, ScheduleConfig
 from openclip_ext.training.parallel import ParallelConfig
-from openclip_ext.training.remote import RemoteConfig
 from openclip_ext.training.reporting import ReportingConfig
 from openclip_ext.training.run_folder import RunFolderConfig, default_name
 from openclip_ext.training.step import StepConfig
@@ -64,7 +63,6 @@ class TrainingConfig:
     saving: SavePolicy
     evaluation: EvaluationConfig
     folder: RunFolderConfig
-    remote: RemoteConfig | None
     reporting: ReportingConfig
     flags: Mapping[str, Any]
     rank_patience: float | None = flag(
@@ -86,7 +84,7 @@ FLAG_GROUPS: dict[str, tuple[type, ...]] = {
     "data": (DataSpec, TrainLoaderConfig, ModelConfig),
     "run": (
         *(OptimizerConfig, ScheduleConfig, StepConfig, ParallelConfig, RunLength, SavePolicy, EvaluationConfig),
-        *(RunFolderConfig, RemoteConfig, ReportingConfig, TrainingConfig),
+        *(RunFolderConfig, ReportingConfig, TrainingConfig),
     ),
 }
 
@@ -126,7 +124,6 @@ def training_config(args: argparse.Namespace, choice: LossChoice, device: torch.
             EvaluationConfig, flags, val_data=DataSpec.of_validation(flags) if args.val_data else None
         ),
         folder=folder,
-        remote=_remote(flags),
         reporting=from_flags(
             ReportingConfig,
             flags,
@@ -165,11 +162,6 @@ def _run_folder(args: argparse.Namespace) -> RunFolderConfig:
         resume_latest=args.resume == "latest",
         log_local_rank=args.local_rank if args.log_local else None,
     )
-
-
-def _remote(flags: Mapping[str, Any]) -> RemoteConfig | None:
-    place = flags["remote_sync"]
-    return place and from_flags(RemoteConfig, flags, address=f"{place.rstrip('/')}/{flags['name']}")
 
 
 def _destinations(report_to: str) -> frozenset[str]:

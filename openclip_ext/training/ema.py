@@ -63,7 +63,7 @@ class ModelEma:
             torch._foreach_add_(averages, change)
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's ``state_dict``, of the model itself, with the averages in place of its weights."""
+        """Return the model's own ``state_dict``, with the averages in place of its weights."""
         return {**self._model.state_dict(), **self._averages}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -73,7 +73,7 @@ class ModelEma:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model with the averages in place of its weights, which come back bit for bit."""
+        """Give the model the averages in place of its weights, which come back bit for bit."""
         weights = {name: value.clone() for name, value in self._weights.items()}
         self._copy(self._averages)
         try:

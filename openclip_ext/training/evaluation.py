@@ -1,18 +1,17 @@
 """Evaluation during training: the evaluator protocol, what the flags ask for, and OpenCLIP's validation."""
 
-import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from openclip_ext import compat, distributed
+from openclip_ext import compat, distributed, json_lines
 from openclip_ext.data.build import build_eval_loader
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.options import flag
@@ -20,9 +19,11 @@ from openclip_ext.retrieval import ranks_of_best_match
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.imagenet import ImageNetZeroShot, imagenet_loader
 from openclip_ext.training.model import BuiltModel
-from openclip_ext.training.step import StepConfig
+from openclip_ext.training.step import StepConfig, StepSettings
 
 RECALL_AT = (1, 5, 10)
+# Metrics of which the least is the best.
+_LESS_IS_BETTER = ("loss", "rank")
 
 
 class Evaluator(Protocol):
@@ -46,6 +47,7 @@ class ScheduledEvaluator:
     every: int
 
     def is_due(self, completed_epochs: int, epochs: int) -> bool:
+        """Return whether it runs after so many epochs of a run of ``epochs``."""
         return self.every > 0 and (completed_epochs % self.every == 0 or completed_epochs == epochs)
 
 
@@ -90,10 +92,10 @@ class EvaluationConfig:
 
 
 def build_evaluators(config: EvaluationConfig, built: BuiltModel, step: StepConfig) -> list[ScheduledEvaluator]:
-    """What is asked for, in OpenCLIP's order; only the master builds (and runs) any.
+    """Build what is asked for, in OpenCLIP's order; only the master builds (and runs) any.
 
     Args:
-        config: what.
+        config: what is measured.
         built: the model's transform, tokenizer and device.
         step: the precision.
 
@@ -103,49 +105,36 @@ def build_evaluators(config: EvaluationConfig, built: BuiltModel, step: StepConf
     if not distributed.is_master():
         return []
     evaluators: list[ScheduledEvaluator] = []
-    imagenet = _imagenet(config, built, step)
-    if imagenet is not None:
-        evaluators.append(ScheduledEvaluator(imagenet, config.imagenet_every))
+    settings = step.settings(built.device)
+    folders = (
+        ("imagenet", "--imagenet-val", config.imagenet_val),
+        ("imagenetv2", "--imagenet-v2", config.imagenet_v2),
+    )
+    imagenet = {
+        name: imagenet_loader(flag, folder, built.preprocess_val, config.batch_size, config.workers)
+        for name, flag, folder in folders
+        if folder is not None
+    }
+    if imagenet:
+        zero_shot = ImageNetZeroShot(imagenet, built.tokenizer, settings)
+        evaluators.append(ScheduledEvaluator(zero_shot, config.imagenet_every))
     if config.val_data is not None:
-        evaluators.append(ScheduledEvaluator(_validation(config.val_data, config, built, step), config.val_every))
+        loader = build_eval_loader(
+            config.val_data,
+            preprocess=built.preprocess_val,
+            tokenizer=built.tokenizer,
+            batch_size=config.batch_size,
+            workers=config.workers,
+        )
+        evaluators.append(ScheduledEvaluator(Validation(loader, settings), config.val_every))
     if config.suite is not None:
-        evaluators += [
-            ScheduledEvaluator(item, config.suite_every) for item in _datacomp_suite(config.suite, config, built)
-        ]
+        suite = _datacomp_suite(config.suite, config, built)
+        evaluators += [ScheduledEvaluator(item, config.suite_every) for item in suite]
     return evaluators
 
 
-def _imagenet(config: EvaluationConfig, built: BuiltModel, step: StepConfig) -> ImageNetZeroShot | None:
-    folders = {
-        "imagenet": ("--imagenet-val", config.imagenet_val),
-        "imagenetv2": ("--imagenet-v2", config.imagenet_v2),
-    }
-    loaders: dict[str, Iterable[tuple[Tensor, Tensor]]] = {
-        name: imagenet_loader(flag, folder, built.preprocess_val, config.batch_size, config.workers)
-        for name, (flag, folder) in folders.items()
-        if folder is not None
-    }
-    if not loaders:
-        return None
-    settings = step.settings(built.device)
-    return ImageNetZeroShot(loaders, built.tokenizer, settings.device, settings.input_dtype, settings.autocast)
-
-
-def _validation(spec: DataSpec, config: EvaluationConfig, built: BuiltModel, step: StepConfig) -> "Validation":
-    loader = build_eval_loader(
-        spec,
-        preprocess=built.preprocess_val,
-        tokenizer=built.tokenizer,
-        batch_size=config.batch_size,
-        workers=config.workers,
-    )
-    settings = step.settings(built.device)
-    return Validation(loader, settings.device, settings.input_dtype, settings.autocast)
-
-
 def _datacomp_suite(suite: str, config: EvaluationConfig, built: BuiltModel) -> Sequence[Evaluator]:
-    if config.suite_data is None:
-        raise UsageError("--eval-suite needs --eval-data-dir")
+    assert config.suite_data is not None, "the flags were checked"
     try:
         from openclip_ext.eval.suite import build_suite
     except ImportError as error:
@@ -192,15 +181,11 @@ class Validation:
 
     Attributes:
         loader: batches of ``image`` and ``text``.
-        device: where the model is.
-        input_dtype: type of the images, or None.
-        autocast: as in training.
+        settings: how a step computes, as in training.
     """
 
     loader: Iterable[dict[str, Tensor]]
-    device: torch.device
-    input_dtype: torch.dtype | None = None
-    autocast: Callable[[], AbstractContextManager] = contextlib.nullcontext
+    settings: StepSettings
     name: str = "validation"
 
     @torch.no_grad()
@@ -208,10 +193,10 @@ class Validation:
         images, texts, losses, caption_losses, count = [], [], 0.0, 0.0, 0
         for batch in self.loader:
             size = len(batch["text"])
-            with self.autocast():
+            with self.settings.autocast():
                 output = model(
-                    batch["image"].to(self.device, self.input_dtype, non_blocking=True),
-                    batch["text"].to(self.device, non_blocking=True),
+                    batch["image"].to(self.settings.device, self.settings.input_dtype, non_blocking=True),
+                    batch["text"].to(self.settings.device, non_blocking=True),
                 )
             image, text = output["image_features"].float(), output["text_features"].float()
             logits = output["logit_scale"].float() * image @ text.T
@@ -230,13 +215,13 @@ class Validation:
 
 
 def symmetric_cross_entropy(logits: Tensor) -> Tensor:
-    """OpenCLIP's contrastive loss of a square matrix of logits."""
+    """Return OpenCLIP's contrastive loss of a square matrix of logits."""
     labels = torch.arange(len(logits), device=logits.device)
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
 def retrieval_metrics(image_features: Tensor, text_features: Tensor) -> dict[str, float]:
-    """Mean and median rank and recall of the paired item, both ways; :func:`ranks_of_best_match` says how ties count.
+    """Compute the rank and recall of the paired item, both ways; :func:`ranks_of_best_match` says how ties count.
 
     Args:
         image_features: ``(n, d)``.
@@ -255,3 +240,26 @@ def retrieval_metrics(image_features: Tensor, text_features: Tensor) -> dict[str
         for k in RECALL_AT:
             metrics[f"{name}_R@{k}"] = float((ranks < k).double().mean())
     return metrics
+
+
+def is_best(metrics: dict[str, float], metric: str, folder: Path, epoch: int) -> bool:
+    """Return whether an evaluation is better than all earlier ones of the run, or the first.
+
+    It reads what the evaluations wrote down, so that a resume needs no state.
+
+    Args:
+        metrics: of the evaluation; without any, the answer is no.
+        metric: which of them decides. Of losses and ranks the least is the best, of others the largest.
+        folder: the run's ``checkpoints/``, with its ``results.jsonl``.
+        epoch: number of completed epochs.
+    """
+    if not metrics:
+        return False
+    if metric not in metrics:
+        logging.warning(f"--keep-best {metric}: this evaluation has no such metric, but {', '.join(metrics)}")
+        return False
+    sign = -1 if any(word in metric for word in _LESS_IS_BETTER) else 1
+    lines = [line for line in json_lines.read(folder / "results.jsonl") if line.get("epoch", epoch) < epoch]
+    earlier = [sign * line[metric] for line in lines if isinstance(line.get(metric), int | float)]
+    value = sign * metrics[metric]
+    return not math.isnan(value) and all(value > other or math.isnan(other) for other in earlier)

@@ -20,7 +20,7 @@ _LEFT = b"left"
 
 @contextmanager
 def watched(patience: float | None, interval: float = INTERVAL) -> Iterator[None]:
-    """Within it each rank beats, also while it evaluates or saves for hours, and watches the others.
+    """Let each rank beat, also while it evaluates or saves for hours, and watch the others.
 
     A rank that does not beat for ``patience`` is stopped, or its node is gone. Whoever notices names it in the log and ends
     its process: it may be inside a collective, out of which no exception leads.
@@ -98,7 +98,7 @@ class _Heartbeat:
 
 
 def _store() -> Any:
-    """A connection of our own to the store of the process group: the group's may wait in it."""
+    """Return a connection of our own to the store of the process group: the group's may wait in it."""
     store: Any = dist.distributed_c10d._get_default_store()
     return store.clone() if hasattr(store, "clone") else store
 

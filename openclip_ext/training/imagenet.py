@@ -5,8 +5,7 @@ The classifier, the arithmetic and the names of the metrics are OpenCLIP's. Its 
 """
 
 import logging
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
 from openclip_ext.training.errors import UsageError
+from openclip_ext.training.step import StepSettings
 
 TOP_K = (1, 5)
 _CLASSES = 1000
@@ -50,7 +50,7 @@ class ClassFolders(ImageFolder):
 def imagenet_loader(
     flag: str, folder: str, preprocess: Callable, batch_size: int, workers: int
 ) -> DataLoader[tuple[Tensor, Tensor]]:
-    """Batches of images and the numbers of their classes.
+    """Return batches of images and the numbers of their classes.
 
     Args:
         flag: ``--imagenet-val`` or ``--imagenet-v2``.
@@ -78,33 +78,29 @@ class ImageNetZeroShot:
     Attributes:
         loaders: by the name in the metrics, ``imagenet`` or ``imagenetv2``.
         tokenizer: the model's.
-        device: where the model is.
-        input_dtype: type of the images, or None.
-        autocast: as in training.
+        settings: how a step computes, as in training.
     """
 
-    loaders: dict[str, Iterable[tuple[Tensor, Tensor]]]
+    loaders: Mapping[str, Iterable[tuple[Tensor, Tensor]]]
     tokenizer: Callable
-    device: torch.device
-    input_dtype: torch.dtype | None
-    autocast: Callable[[], AbstractContextManager]
+    settings: StepSettings
     name: str = "imagenet-zero-shot"
 
     @torch.no_grad()
     def run(self, model: nn.Module) -> dict[str, float]:
         """Measure the model, which is in evaluation mode."""
-        with self.autocast():
+        with self.settings.autocast():
             classifier = open_clip.build_zero_shot_classifier(
                 model,
                 tokenizer=self.tokenizer,
                 classnames=open_clip.IMAGENET_CLASSNAMES,
                 templates=open_clip.OPENAI_IMAGENET_TEMPLATES,
                 num_classes_per_batch=10,
-                device=self.device,
+                device=self.settings.device,
             )
         metrics: dict[str, float] = {}
         for name, loader in self.loaders.items():
-            correct, count = torch.zeros(len(TOP_K), dtype=torch.int64, device=self.device), 0
+            correct, count = torch.zeros(len(TOP_K), dtype=torch.int64, device=self.settings.device), 0
             for images, labels in loader:
                 correct += self._correct(model, classifier, images, labels)
                 count += len(images)
@@ -113,9 +109,9 @@ class ImageNetZeroShot:
         return metrics
 
     def _correct(self, model: nn.Module, classifier: Tensor, images: Tensor, labels: Tensor) -> Tensor:
-        """Number of images whose class is among the first ``k``, for each of :data:`TOP_K`."""
-        images = images.to(self.device, self.input_dtype, non_blocking=True)
-        with self.autocast():
+        """Count the images whose class is among the first ``k``, for each of :data:`TOP_K`."""
+        images = images.to(self.settings.device, self.settings.input_dtype, non_blocking=True)
+        with self.settings.autocast():
             logits = 100.0 * model(image=images)["image_features"] @ classifier
-        found = logits.topk(max(TOP_K), dim=1).indices == labels.to(self.device)[:, None]
+        found = logits.topk(max(TOP_K), dim=1).indices == labels.to(self.settings.device)[:, None]
         return torch.stack([found[:, :k].sum() for k in TOP_K])

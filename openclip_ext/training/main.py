@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
 
 
 def cli() -> None:
-    """The program."""
+    """Run the process's own command line."""
     if asks_for_help(sys.argv[1:]):
         print_help(sys.argv[1:])
         return
@@ -38,7 +38,7 @@ def cli() -> None:
 
 
 def _is_first_process() -> bool:
-    """As torchrun and SLURM number the processes."""
+    """Return whether this is process 0 of torchrun's or SLURM's."""
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0
 
 

@@ -128,7 +128,7 @@ def write_model_config(config: ModelConfig, folder: Path) -> None:
 
 
 def loading_lines(config: ModelConfig, folder: Path, checkpoint: Path) -> list[str]:
-    """What to write after ``import open_clip`` to load a checkpoint of the run, without this package."""
+    """Return the lines that load a checkpoint of the run after ``import open_clip``, without this package."""
     overrides = {
         "image_mean": config.image_mean,
         "image_std": config.image_std,

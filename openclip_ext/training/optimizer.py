@@ -25,6 +25,19 @@ LOOKAHEAD = f"timm/{_LOOKAHEAD}"
 SCHEDULES = ("cosine", "const", "const-cooldown")
 
 
+def _tower_lr(tower: str) -> Any:
+    text, cure = (
+        f"learning rate of the {tower} tower (default: --lr)",
+        f"to train no part of this tower use --lock-{tower}",
+    )
+    return flag(None, text, exclusive_minimum=0.0, cure=cure)
+
+
+def _layer_decay(tower: str) -> Any:
+    text = f"learning rate of each layer of the {tower} tower over that of the next one; its head has the full rate"
+    return flag(1.0, text, exclusive_minimum=0.0, maximum=1.0)
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """The optimizer and its settings.
@@ -53,30 +66,10 @@ class OptimizerConfig:
         "steps between two of LookAhead, for --opt timm/lookahead_NAME (CLIP-Lite: 5; default: timm's 6)",
         minimum=1,
     )
-    lr_image: float | None = flag(
-        None,
-        "learning rate of the image tower (default: --lr)",
-        exclusive_minimum=0.0,
-        cure="to train no part of this tower use --lock-image",
-    )
-    image_layer_decay: float = flag(
-        1.0,
-        "learning rate of each layer of the image tower over that of the next one; its head has the full rate",
-        exclusive_minimum=0.0,
-        maximum=1.0,
-    )
-    lr_text: float | None = flag(
-        None,
-        "learning rate of the text tower (default: --lr)",
-        exclusive_minimum=0.0,
-        cure="to train no part of this tower use --lock-text",
-    )
-    text_layer_decay: float = flag(
-        1.0,
-        "learning rate of each layer of the text tower over that of the next one; its head has the full rate",
-        exclusive_minimum=0.0,
-        maximum=1.0,
-    )
+    lr_image: float | None = _tower_lr("image")
+    image_layer_decay: float = _layer_decay("image")
+    lr_text: float | None = _tower_lr("text")
+    text_layer_decay: float = _layer_decay("text")
 
     def tower_rates(self) -> dict[str, tuple[float, float]]:
         """Return, for each tower with rates of its own, its learning rate over the run's and its layer decay."""
@@ -150,7 +143,7 @@ def create_optimizer(
 
 
 def full_name(config: OptimizerConfig) -> str:
-    """The optimizer, however it was spelled: ``adamw`` or ``timm/NAME``."""
+    """Return the optimizer's name, however it was spelled: ``adamw`` or ``timm/NAME``."""
     name = config.name.lower()
     return "timm/lamb" if name == "lamb" else name
 
@@ -187,7 +180,7 @@ def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim
 
 
 def _gains_from_fusing(parameter: nn.Parameter) -> bool:
-    """Whether torch's default for it would be a loop of small operations: 49 ms a step for the demo model, 6 ms fused.
+    """Return whether torch's default for it is a loop of small operations: 49 ms a step for the demo model, 6 ms fused.
 
     In 16 bits both round differently. With several processes the default stays, so that a run may change from whole to
     sharded parameters (``--fsdp``), for which fusing is not tested, without another rounding.
@@ -196,7 +189,7 @@ def _gains_from_fusing(parameter: nn.Parameter) -> bool:
 
 
 def _parameter_groups(modules: list[nn.Module], weight_decay: float, own_logit_scale: bool) -> list[dict[str, Any]]:
-    """OpenCLIP's two groups (gains and biases without decay, the rest), and optionally the logit scale alone."""
+    """Return OpenCLIP's two groups (gains and biases without decay, the rest), and optionally the logit scale alone."""
     gains_and_biases, rest, logit_scale = [], [], []
     for name, parameter in itertools.chain.from_iterable(module.named_parameters() for module in modules):
         if not parameter.requires_grad:
@@ -232,7 +225,7 @@ def _split_by_rate(
 def _timm_optimizer(
     model_or_groups: nn.Module | list[dict[str, Any]], name: str, config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """timm's optimizer; for a model timm makes its own groups, as under OpenCLIP."""
+    """Build timm's optimizer; for a model timm makes its own groups, as under OpenCLIP."""
     from timm.optim import create_optimizer_v2
 
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
@@ -263,7 +256,7 @@ _FEWEST_STEPS = 100
 
 
 def logit_scale_lr(default: float | None, total_steps: int) -> float | None:
-    """Learning rate of ``log(1/τ)`` where none was given: the loss's, or more in a short run, so that τ can arrive.
+    """Return the learning rate of ``log(1/τ)`` where none was given: the loss's, or more in a short run, so that τ arrives.
 
     Adam moves a parameter by at most about its learning rate a step. The papers' rates are for some 10⁵ steps.
 
@@ -277,7 +270,7 @@ def logit_scale_lr(default: float | None, total_steps: int) -> float | None:
 
 
 def schedule_rate(optimizer: torch.optim.Optimizer) -> float:
-    """The schedule's learning rate, which a tower's may be a part of."""
+    """Return the schedule's learning rate, of which a tower's may be a fraction."""
     group = optimizer.param_groups[0]
     return group["lr"] / group.get(SCALE, 1.0)
 
@@ -288,7 +281,7 @@ def create_schedule(
     steps_per_epoch: int,
     logit_scale_lr: float | None,
 ) -> Callable[[int], None]:
-    """The learning rates as a function of the optimizer step over the run.
+    """Return a function of the optimizer step over the run that sets the learning rates.
 
     The encoders follow OpenCLIP's schedule; a logit scale with a rate of its own keeps it: no warm-up, no decay
     (docs/methods/fastclip.md).

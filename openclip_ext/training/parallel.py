@@ -82,7 +82,7 @@ def distribute(model: nn.Module, config: ParallelConfig, device: torch.device, k
 
 
 def compiled(model: nn.Module, config: ParallelConfig) -> nn.Module:
-    """The model as ``--torchcompile`` asks; a sharded one has compiled its blocks."""
+    """Compile the model if ``--torchcompile`` asks for it; a sharded one has compiled its blocks."""
     if not config.compile or isinstance(model, ShardedDataParallel):
         return model
     if config.grad_checkpointing and distributed.world_size() > 1:
@@ -94,7 +94,7 @@ def compiled(model: nn.Module, config: ParallelConfig) -> nn.Module:
 
 
 def replicate(model: nn.Module, device: torch.device, static_graph: bool = False) -> nn.Module:
-    """The model in DistributedDataParallel."""
+    """Wrap the model in DistributedDataParallel."""
     devices = None if device.type == "cpu" else [device]
     return nn.parallel.DistributedDataParallel(model, device_ids=devices, static_graph=static_graph)
 
@@ -148,7 +148,7 @@ class ShardedDataParallel(nn.Module):
         self.module = model
 
     def forward(self, *inputs: Any, **named: Any) -> dict[str, Any]:
-        """The model's, with the 0-d ``logit_scale`` (and ``logit_bias``) that it has without sharding.
+        """Call the model, with the 0-d ``logit_scale`` (and ``logit_bias``) that it has without sharding.
 
         A one-element vector takes part in type promotion: under autocast it would make OpenCLIP's losses float32.
         """
@@ -156,7 +156,7 @@ class ShardedDataParallel(nn.Module):
         return {name: value.reshape(()) if name in self._scalars else value for name, value in outputs.items()}
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The whole model's state on the master, in host memory; the other processes get the names only."""
+        """Return the whole model's state on the master, in host memory; the other processes get the names only."""
         state = self.module.state_dict(*args, **options)
         return {name: _gathered(value, name in self._scalars) for name, value in state.items()}
 
@@ -167,7 +167,7 @@ class ShardedDataParallel(nn.Module):
         return self.module.load_state_dict(parts, *args, **options)
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """As ``optimizer.state_dict()``, with whole tensors: the same as without sharding."""
+        """Return ``optimizer.state_dict()`` with whole tensors: the same as without sharding."""
         packed = optimizer.state_dict()
         parameters, scalars = _parameters_of(optimizer), self._scalar_parameters()
         state = {
@@ -194,7 +194,7 @@ class ShardedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def whole(self, needed: bool) -> Iterator[nn.Module | None]:
-        """As :func:`whole_model`, for this model."""
+        """Do what :func:`whole_model` documents."""
         if not distributed.broadcast_object(needed):
             yield None
             return
@@ -213,8 +213,10 @@ class ShardedDataParallel(nn.Module):
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """What FSDP2 gathers at a time: the blocks of every stack of equal ones (transformer blocks, stages of a
-    convolutional tower and their blocks), inner ones first."""
+    """Return what FSDP2 gathers at a time: the blocks of every stack of equal ones, inner ones first.
+
+    These are transformer blocks, or stages of a convolutional tower and their blocks.
+    """
     blocks = []
     for stack in model.modules():
         if isinstance(stack, nn.Sequential | nn.ModuleList):
@@ -248,7 +250,7 @@ def check_shardable(optimizer: str, has_scaler: bool, has_head: bool) -> None:
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """``optimizer.state_dict()``; of a sharded model with whole tensors on the master. All processes must call it."""
+    """Return ``optimizer.state_dict()``; of a sharded model with whole tensors on the master. All processes must call it."""
     if isinstance(model, ShardedDataParallel):
         return model.optimizer_state_dict(optimizer)
     return optimizer.state_dict()
@@ -263,7 +265,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def whole_model(model: nn.Module, needed: bool) -> contextlib.AbstractContextManager[nn.Module | None]:
-    """The model itself to evaluate on the master alone, out of its wrappers; of a sharded one its copy.
+    """Take the model itself, or a copy of a sharded one, out of its wrappers, to evaluate it on the master alone.
 
     Args:
         model: as it is trained.
@@ -278,19 +280,19 @@ def whole_model(model: nn.Module, needed: bool) -> contextlib.AbstractContextMan
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model itself, out of its wrappers; the parameters of a sharded one are this process's parts."""
+    """Return the model itself, out of its wrappers; the parameters of a sharded one are this process's parts."""
     model = compat.unwrap(model)
     return model.module if isinstance(model, ShardedDataParallel) else model
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a parameter or gradient that lies on this process, in the same memory."""
+    """Return the part of a parameter or gradient that lies on this process, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-    """``torch.nn.utils.clip_grad_norm_``, also where some gradients are spread over the processes."""
+    """Clip as ``torch.nn.utils.clip_grad_norm_``, also where some gradients are spread over the processes."""
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     spread = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
@@ -308,7 +310,7 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> None
 
 @torch.no_grad()
 def all_finite(parameters: Iterable[Tensor]) -> bool:
-    """Whether all parameters are finite on all processes, which must all ask. Waits for the device."""
+    """Return whether all parameters are finite on all processes, which must all ask. Waits for the device."""
     finite = torch.stack([torch.isfinite(local(parameter)).all() for parameter in parameters]).all()
     return not distributed.any_rank(int(not finite))
 
@@ -338,7 +340,7 @@ def _give_scalars_a_dimension(model: nn.Module) -> set[str]:
 
 
 def _gathered(value: Any, is_scalar: bool) -> Any:
-    """A state's value with the whole tensor on the master, None elsewhere; other values as they are."""
+    """Return a state's value with the whole tensor on the master, None elsewhere; other values as they are."""
     if not isinstance(value, DTensor):
         return value
     whole = value.full_tensor()
@@ -348,7 +350,7 @@ def _gathered(value: Any, is_scalar: bool) -> Any:
 
 
 def _scattered(value: Any, like: Tensor) -> Any:
-    """This process's part of a whole tensor, spread as ``like`` is; what is not spread, or of another shape, as it is."""
+    """Return this process's part of a whole tensor, spread as ``like`` is; what is not spread, or does not fit, as it is."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor):
         return value
     if value.shape != like.shape and (value.ndim > 0 or like.numel() > 1):
@@ -358,5 +360,5 @@ def _scattered(value: Any, like: Tensor) -> Any:
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """In the order in which ``optimizer.state_dict()`` numbers them."""
+    """Return the parameters in the order in which ``optimizer.state_dict()`` numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -56,7 +56,7 @@ class Stopwatch:
         self._last = time.perf_counter()
 
     def seconds_for(self, steps: int) -> float:
-        """How long so many steps take, at the average pace since the start."""
+        """Return how long so many steps take, at the average pace since the start."""
         return steps * self._all_seconds / max(self._all_steps, 1)
 
     @property
@@ -136,7 +136,7 @@ class Reporter:
                 self._bar = None
 
     def advance(self) -> None:
-        """One more optimizer step is done."""
+        """Count one more optimizer step."""
         if self._bar is not None:
             self._bar.update()
 
@@ -293,7 +293,7 @@ def _start_wandb(config: ReportingConfig, folder: Path | None) -> Any:
 
 
 def _duration(seconds: float) -> str:
-    """``h:mm:ss``"""
+    """Return ``h:mm:ss``."""
     minutes, seconds = divmod(round(max(seconds, 0.0)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}"

@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from openclip_ext.training.checkpoint import Checkpoint, Position, RunIdentity
 from openclip_ext.training.ema import TRAINED_KEY, ModelEma
 from openclip_ext.training.errors import UsageError, on_master
 from openclip_ext.training.optimizer import HYPERPARAMETERS
+from openclip_ext.training.run_folder import RunFolderConfig, fetch_checkpoints
 
 
 class Start(NamedTuple):
@@ -31,35 +31,33 @@ class Start(NamedTuple):
     unreadable: frozenset[Path] = frozenset()
 
 
-def find_start(resume: str | None, folder: Path | None, fetch: Callable[[Path], None]) -> Start:
+def find_start(resume: str | None, config: RunFolderConfig) -> Start:
     """Find, verify and read the checkpoint that ``--resume`` names; all ranks read the one that the master found.
 
     Args:
         resume: a path, ``latest``, or None.
-        folder: the run's.
-        fetch: brings checkpoints from elsewhere into the folder; called on the master.
+        config: the run's folder, and where its copy is.
 
     Raises:
         UsageError: the checkpoint does not exist or cannot be read, or there is no folder to look into.
     """
     if resume is None:
         return Start()
-    if resume == "latest" and folder is None:
+    if resume == "latest" and config.folder is None:
         raise UsageError("--resume latest needs a run folder, and --logs none has none")
-    found = on_master(lambda: _find(resume, folder, fetch))
+    found = on_master(lambda: _find(resume, config))
     return Start(None if found.newest is None else ckpt.read(found.newest), found.unreadable)
 
 
-def _find(resume: str, folder: Path | None, fetch: Callable[[Path], None]) -> ckpt.Scan:
+def _find(resume: str, config: RunFolderConfig) -> ckpt.Scan:
     if resume != "latest":
         ckpt.verify(ckpt.read(Path(resume), mmap=True))
         return ckpt.Scan(Path(resume), frozenset())
-    assert folder is not None
-    fetch(folder)
-    found = ckpt.scan(folder / "checkpoints")
-    logging.info(
-        f"Resuming from {found.newest}." if found.newest else f"No checkpoint in {folder} yet: starting afresh."
-    )
+    assert config.folder is not None
+    fetch_checkpoints(config)
+    found = ckpt.scan(config.folder / "checkpoints")
+    nothing = f"No checkpoint in {config.folder} yet: starting afresh."
+    logging.info(f"Resuming from {found.newest}." if found.newest else nothing)
     return found
 
 
@@ -115,7 +113,7 @@ def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state: d
 
 
 def restore_ema(checkpoint: Checkpoint | None, model: nn.Module, decay: float | None) -> ModelEma | None:
-    """The average of the weights where it stood, or begun with the weights of the (restored) model; None without a decay."""
+    """Restore the average of the weights, or begin it with those of the (restored) model; None without a decay."""
     if decay is None:
         return None
     ema = ModelEma(model, decay)
@@ -139,7 +137,7 @@ def cut_logs(folder: Path, position: Position) -> None:
 
 
 def lacks_evaluation(folder: Path | None, position: Position) -> bool:
-    """Whether the run was stopped between an epoch's checkpoint and its evaluation, as the master sees its files."""
+    """Return whether the run was stopped between an epoch's checkpoint and its evaluation, as the master sees its files."""
     return bool(distributed.broadcast_object(distributed.is_master() and _lacks_evaluation(folder, position)))
 
 

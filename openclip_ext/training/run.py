@@ -1,6 +1,5 @@
 """A run of the training program. This file assembles the parts, in the order of the data flow; the parts do the work."""
 
-import functools
 import logging
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from openclip_ext.data.source import BadDataError
 from openclip_ext.heads import read_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
-from openclip_ext.training import heartbeat, parallel, remote, resume, run_folder, signals
+from openclip_ext.training import heartbeat, parallel, resume, run_folder, signals
 from openclip_ext.training.checkpoint import Checkpoint, Position, RunIdentity
 from openclip_ext.training.checks import check
 from openclip_ext.training.config import TrainingConfig, training_config
@@ -38,7 +37,7 @@ from openclip_ext.training.trainer import SaveFailed, Trainer, TrainingDiverged
 
 
 def run(argv: list[str]) -> None:
-    """What :func:`openclip_ext.training.main.main` documents; importing this file takes seconds."""
+    """Do what :func:`openclip_ext.training.main.main` documents; importing this file takes seconds."""
     add_model_configs()
     args, choice = parse(argv)
     signals.end_with_torchrun()
@@ -51,10 +50,9 @@ def run(argv: list[str]) -> None:
         with (
             heartbeat.watched(config.rank_patience),
             run_folder.opened(config.folder) as folder,
-            remote.synchronised(config.remote, folder),
+            run_folder.synchronised(config.folder),
         ):
-            fetch = functools.partial(remote.fetch_checkpoints, config.remote)
-            start = resume.find_start(config.resume, folder, fetch)
+            start = resume.find_start(config.resume, config.folder)
             built = build_model(config.model, device, config.loading.seed)
             if config.data is None:
                 _evaluate_only(config, built, folder, start.checkpoint)
@@ -150,7 +148,7 @@ def _check_combination(config: TrainingConfig, loss: ContrastiveLoss) -> None:
 
 
 def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveLoss, is_fresh: bool) -> nn.Module:
-    """The model as the loss needs it, wrapped for the processes."""
+    """Prepare the model for the loss, and wrap it for the processes."""
     pretrained = config.model.pretrained
     if is_fresh and pretrained:
         load_pretrained_heads(loss, pretrained)
@@ -160,7 +158,7 @@ def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveL
 
 
 def _temperature_lr(config: TrainingConfig, loss: ContrastiveLoss, steps_per_epoch: int) -> float | None:
-    """Learning rate of the model's logit scale: as given, or as the length of the run asks for."""
+    """Return the learning rate of the model's logit scale: as given, or as the length of the run asks for."""
     if "lr_tau" in config.loss.given:
         return loss.logit_scale_lr
     steps = steps_per_epoch * config.length.epochs
@@ -191,7 +189,7 @@ def _begin_folder(config: TrainingConfig, folder: Path, position: Position, star
 def _evaluate_only(
     config: TrainingConfig, built: BuiltModel, folder: Path | None, checkpoint: Checkpoint | None
 ) -> None:
-    """Without training data: measure the model (``--pretrained`` or ``--resume``) and end, as OpenCLIP does."""
+    """Measure the model (``--pretrained`` or ``--resume``) and end, as OpenCLIP does without training data."""
     evaluators = [item.evaluator for item in build_evaluators(config.evaluation, built, config.step)]
     if not distributed.broadcast_object(len(evaluators)):
         raise UsageError(
@@ -230,7 +228,7 @@ def _close_log(keep: list[logging.Handler]) -> None:
 
 
 def program(argv: list[str]) -> None:
-    """A run whose errors that a user can mend are messages, not tracebacks; exit status 2 for a wrong command line, else 1."""
+    """Run with messages for errors that a user can mend, not tracebacks; exit status 2 for a wrong command line, else 1."""
     try:
         run(argv)
     except (BadDataError, TrainingDiverged, SaveFailed) as error:

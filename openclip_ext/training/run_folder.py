@@ -1,4 +1,4 @@
-"""The run folder ``LOGS/NAME/``: what OpenCLIP writes there, and our ``config.json`` and ``metrics.jsonl``."""
+"""The run folder ``LOGS/NAME/``: OpenCLIP's files, our ``config.json`` and ``metrics.jsonl``; and its copy elsewhere."""
 
 import json
 import logging
@@ -21,8 +21,8 @@ from openclip_ext import compat, distributed
 from openclip_ext.options import flag
 from openclip_ext.training.errors import UsageError, on_master
 
-# Flags that say how a run was started and not what it does.
-_OF_THE_START = {
+# Flags that say how a run is started and not what it does.
+_START_FLAGS = {
     "resume", "logs", "name", "log_path", "checkpoint_path", "tensorboard_path", "device", "distributed", "rank", "local_rank",
     "world_size", "workers", "log_every_n_steps", "debug", "epochs",
 }  # fmt: skip
@@ -38,15 +38,26 @@ class RunFolderConfig:
         logs: ``--logs``; None to write nothing.
         name: ``--name``.
         resume_latest: the folder may hold a run, which goes on.
-        debug: log more.
         log_local_rank: with ``--log-local``, this process's rank on its node, where the first one logs; None: the master logs.
+        debug: log more.
+        remote_sync: place that the folder is copied to, with a folder for each run; None: nowhere.
+        remote_every: seconds between two copies.
+        remote_protocol: ``s3`` or ``fsspec``.
     """
 
     logs: Path | None
     name: str
     resume_latest: bool = False
-    debug: bool = flag(False)
     log_local_rank: int | None = None
+    debug: bool = flag(False)
+    remote_sync: str | None = flag(None)
+    remote_every: int = flag(300, dest="remote_sync_frequency")
+    remote_protocol: str = flag("s3", dest="remote_sync_protocol")
+
+    @property
+    def remote(self) -> str | None:
+        """The place of this run's copy."""
+        return None if self.remote_sync is None else f"{self.remote_sync.rstrip('/')}/{self.name}"
 
     @property
     def folder(self) -> Path | None:
@@ -54,7 +65,7 @@ class RunFolderConfig:
         return None if self.logs is None else self.logs / self.name
 
     def openclip_paths(self, tensorboard: bool) -> dict[str, str | None]:
-        """The paths that OpenCLIP's own ``params.txt`` has."""
+        """Return the paths that OpenCLIP's own ``params.txt`` has."""
         folder = self.folder
         if folder is None:
             return {"log_path": None, "checkpoint_path": None, "tensorboard_path": ""}
@@ -71,7 +82,7 @@ class RunFolderConfig:
 
 
 def default_name(model: str, lr: float, batch_size: int, workers: int, precision: str) -> str:
-    """OpenCLIP's name for a run without ``--name``, the same on all ranks."""
+    """Return OpenCLIP's name for a run without ``--name``, the same on all ranks."""
     date = distributed.broadcast_object(datetime.now().strftime("%Y_%m_%d-%H_%M_%S"))
     return f"{date}-model_{model.replace('/', '-')}-lr_{lr}-b_{batch_size}-j_{workers}-p_{precision}"
 
@@ -129,6 +140,45 @@ def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
         lock.release()
 
 
+@contextmanager
+def synchronised(config: RunFolderConfig) -> Iterator[None]:
+    """Copy the run folder again and again, and once more at the end.
+
+    Raises:
+        UsageError: the first copy failed; better now than after a week.
+    """
+    if config.remote is None or not distributed.is_master():
+        yield
+        return
+    copy = str(config.folder), config.remote, config.remote_protocol
+    if not compat.remote_sync(*copy):
+        raise UsageError(f"the first copy to --remote-sync {config.remote} failed; see the log above")
+    process = compat.start_remote_sync(config.remote_every, *copy)
+    try:
+        yield
+    finally:
+        process.terminate()
+        if not compat.remote_sync(*copy):
+            logging.error("The final copy of the run folder to --remote-sync failed.")
+
+
+def fetch_checkpoints(config: RunFolderConfig) -> None:
+    """Bring checkpoints that only the remote place has: a requeued job can land on another node.
+
+    Raises:
+        UsageError: the protocol cannot be read from (only s3 can, as in OpenCLIP), or the copy failed.
+    """
+    if config.remote is None or config.folder is None:
+        return
+    if config.remote_protocol != "s3":
+        raise UsageError("--resume latest with --remote-sync works with --remote-sync-protocol s3 only")
+    source = f"{config.remote}/checkpoints"
+    command = ["aws", "s3", "sync", source, str(config.folder / "checkpoints")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise UsageError(f"cannot fetch checkpoints from {source}: {result.stderr.strip()}")
+
+
 def write_settings(folder: Path, flags: Mapping[str, Any], loss: str, loss_options: dict[str, Any]) -> None:
     """Write OpenCLIP's ``params.txt`` and our ``config.json``: resolved flags, versions, git commit.
 
@@ -150,7 +200,7 @@ def write_settings(folder: Path, flags: Mapping[str, Any], loss: str, loss_optio
 
 
 def changed_settings(folder: Path, flags: Mapping[str, Any], loss_options: dict[str, Any]) -> list[str]:
-    """What differs from the settings that :func:`write_settings` wrote last, in words; nothing if there are none."""
+    """Return what differs from the settings that :func:`write_settings` wrote last, in words."""
     try:
         before = json.loads((folder / "config.json").read_text())
         old = {**before["flags"], **before["loss"]["options"]}
@@ -159,13 +209,13 @@ def changed_settings(folder: Path, flags: Mapping[str, Any], loss_options: dict[
     new = json.loads(json.dumps({**_plain(flags), **loss_options}))
     return [
         f"{name} {new[name]} (before: {old[name]})"
-        for name in sorted(new.keys() & old.keys() - _OF_THE_START)
+        for name in sorted(new.keys() & old.keys() - _START_FLAGS)
         if new[name] != old[name]
     ]
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a run's numbers depend on."""
+    """Return the versions of what a run's numbers depend on."""
     import open_clip
     import torchvision
 
@@ -179,13 +229,13 @@ def versions() -> dict[str, str]:
 
 
 def _plain(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that JSON can hold, by name."""
+    """Return the flags that JSON can hold, by name."""
     kinds = str | int | float | bool | list | tuple | dict | None
     return {name: value for name, value in sorted(flags.items()) if isinstance(value, kinds)}
 
 
 def _git_commit() -> str | None:
-    """The commit of this package's source, where it runs from a clone."""
+    """Return the commit of this package's source, where it runs from a clone."""
     command = ["git", "-C", str(Path(openclip_ext.__file__).parent), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -194,7 +244,7 @@ def _git_commit() -> str | None:
 
 
 def copy_codebase(folder: Path) -> None:
-    """``--copy-codebase``: keep this package's source with the run."""
+    """Copy this package's source into the run's folder."""
     target = folder / "code" / "openclip_ext"
     if target.exists():
         logging.info(f"The code is in {target} already.")

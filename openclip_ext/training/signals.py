@@ -82,7 +82,7 @@ class SignalRequests:
         return remember
 
     def agreed(self) -> Request:
-        """The strongest request that any rank has heard since the last call; call it on all ranks."""
+        """Return the strongest request that any rank has heard since the last call; call it on all ranks."""
         told = self._request
         request = Request(distributed.any_rank(int(told)))
         if self._request == told:  # else a signal came while this rank waited: it is for the next call

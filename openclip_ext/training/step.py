@@ -63,7 +63,7 @@ class StepConfig:
     )
 
     def settings(self, device: torch.device, normalize: Callable[[Tensor], Tensor] | None = None) -> StepSettings:
-        """What the flags mean on a device, for images that ``normalize`` makes floats."""
+        """Return what the flags mean on a device, for images that ``normalize`` makes floats."""
         return StepSettings(
             device=device,
             input_dtype=open_clip.get_input_dtype(self.precision),
@@ -73,7 +73,7 @@ class StepConfig:
         )
 
     def scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
-        """A new gradient scaler, where the precision needs one."""
+        """Return a new gradient scaler, where the precision needs one."""
         return torch.amp.GradScaler(device=device.type) if self.precision == "amp" else None
 
 
@@ -160,14 +160,14 @@ class TrainStep:
             return self.loss(**outputs, **positives, index=index, output_dict=True)
 
     def _one_batch(self, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The loss's terms and the model's outputs, after the backward pass."""
+        """Return the loss's terms and the model's outputs, after the backward pass."""
         outputs = self._forward(batch)
         terms = self._terms(outputs, [batch])
         self._scaled(_total(terms)).backward()
         return terms, outputs
 
     def _cached_features(self, batches: list[Batch]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Gradient accumulation, exactly: the loss sees all features at once and is called once.
+        """Accumulate gradients exactly: the loss sees all features at once and is called once.
 
         The features are computed without a graph, the loss gives their gradients, and each micro-batch's second
         forward, with the same random numbers, carries its share of them to the parameters (GradCache, Gao et al. 2021).
@@ -213,7 +213,7 @@ class TrainStep:
         torch.autograd.backward(tensors, shares)
 
     def _synchronised_only_if(self, synchronised: bool) -> AbstractContextManager:
-        """DDP averages the gradients over the ranks once, with the last micro-batch."""
+        """Let DDP average the gradients over the ranks once, with the last micro-batch."""
         no_sync = getattr(self.model, "no_sync", None)
         return contextlib.nullcontext() if synchronised or no_sync is None else no_sync()
 
@@ -221,7 +221,7 @@ class TrainStep:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def _average_head_gradients(self) -> None:
-        """What DDP does for the model's gradients, for those of the loss's head: the mean over the ranks."""
+        """Average the gradients of the loss's head over the ranks, as DDP does the model's."""
         if not self._head_parameters or distributed.world_size() == 1:
             return
         gradients = [_gradient(parameter) for parameter in self._head_parameters]
@@ -268,7 +268,7 @@ def encode_views(model: nn.Module, images: Tensor) -> dict[str, Any]:
 
 
 def _joined(batches: list[Batch], name: str) -> Tensor | None:
-    """An entry of all micro-batches, or None where they have none."""
+    """Join an entry of all micro-batches; None where they have none."""
     return torch.cat([batch[name] for batch in batches]) if name in batches[0] else None
 
 
@@ -282,7 +282,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _leaf(value: Tensor) -> Tensor:
-    """A copy that collects a gradient, where the type can have one."""
+    """Return a copy that collects a gradient, where the type can have one."""
     value = value.detach()
     return value.requires_grad_() if value.is_floating_point() else value
 

@@ -82,5 +82,5 @@ def restore_table(table: ShardedTable, parts: Sequence[np.ndarray], source: obje
 
 
 def _numpy_type(rows: Tensor) -> np.dtype:
-    """Of files: the same on every machine."""
+    """Return the type of the numbers in a file, the same on every machine."""
     return rows.numpy().dtype.newbyteorder("<")

@@ -6,29 +6,29 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.data.train_loader import TrainLoader
 from openclip_ext.heads import HEADS_KEY, heads_entry, with_heads
 from openclip_ext.options import flag
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training import parallel
-from openclip_ext.training.best import BEST, is_best
 from openclip_ext.training.checkpoint import Position, RunIdentity
 from openclip_ext.training.ema import TRAINED_KEY
-from openclip_ext.training.evaluation import ScheduledEvaluator, run_evaluators
+from openclip_ext.training.evaluation import ScheduledEvaluator, is_best, run_evaluators
 from openclip_ext.training.guard import SkippedStep
 from openclip_ext.training.optimizer import schedule_rate
 from openclip_ext.training.reporting import Reporter, Stopwatch
 from openclip_ext.training.signals import Request, SignalRequests
 from openclip_ext.training.step import Batch, TrainStep
 
-# What of a checkpoint is no state of the training.
-_OF_THE_MODEL = ("epoch", "name", "state_dict", HEADS_KEY)
+# Entries of a checkpoint that are the model and no state of the training.
+_MODEL_ENTRIES = ("epoch", "name", "state_dict", HEADS_KEY)
 # How many samples of a skipped step the log names.
 _NAMED_SAMPLES = 32
 
@@ -91,30 +91,13 @@ class RunLength:
     )
 
 
-class Loader(Protocol):
-    """What the trainer needs of the training data (``data/train_loader.py``)."""
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Micro-batches of an epoch, on each rank."""
-        ...
-
-    def iterate(self, epoch: int, progress: list[dict[str, Any]]) -> Iterator[Batch]:
-        """The rest of an epoch, from where ``progress`` says that it stands."""
-        ...
-
-    def extend_progress(self, progress: list[dict[str, Any]], batches: int) -> list[dict[str, Any]]:
-        """``progress`` after so many more batches."""
-        ...
-
-
 @dataclass(eq=False)
 class Trainer:
     """Trains until the last epoch, saving, evaluating and reporting on the way.
 
     Attributes:
         step: takes optimizer steps.
-        loader: yields batches, see ``Loader``.
+        loader: yields batches.
         schedule: sets the learning rates for an optimizer step of the run.
         length: see ``RunLength``.
         policy: see ``SavePolicy``.
@@ -126,7 +109,7 @@ class Trainer:
     """
 
     step: TrainStep
-    loader: Loader
+    loader: TrainLoader
     schedule: Callable[[int], None]
     length: RunLength
     policy: SavePolicy
@@ -187,7 +170,7 @@ class Trainer:
                 self._act_on(signals.agreed(), signals)
 
     def _batches_of_steps(self) -> Iterator[list[Batch]]:
-        """The rest of the epoch's micro-batches, grouped by optimizer step."""
+        """Yield the rest of the epoch's micro-batches, grouped by optimizer step."""
         self._progress_at_start, self._batches_since = self.position.progress, 0
         group: list[Batch] = []
         for batch in self.loader.iterate(self.position.epoch, self._progress_at_start):
@@ -353,7 +336,7 @@ class Trainer:
         return path
 
     def _model_file(self) -> dict[str, Any]:
-        """OpenCLIP's checkpoint dictionary, and the step that finds our state beside it; complete on the master."""
+        """Return OpenCLIP's checkpoint dictionary, and the step that finds our state beside it; complete on the master."""
         model = getattr(self.model, "_orig_mod", self.model)
         content = {
             "epoch": self.position.epoch,
@@ -402,6 +385,6 @@ class Trainer:
             return
         if distributed.broadcast_object(is_best(metrics, metric, folder, self.position.epoch)):
             content = self._model_file()
-            content = {name: content[name] for name in _OF_THE_MODEL if name in content}
+            content = {name: content[name] for name in _MODEL_ENTRIES if name in content}
             if distributed.is_master():
-                ckpt.save_model_file(folder / BEST, content)
+                ckpt.save_model_file(folder / "best.pt", content)

@@ -14,11 +14,11 @@ from openclip_ext.data.shapes.write import ShapesConfig
 from openclip_ext.heads import HEADS_KEY, ProjectedModel, read_heads
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training.config import optimizer_config
+from openclip_ext.options import from_flags
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.flags import parse
 from openclip_ext.training.model import load_pretrained_heads
-from openclip_ext.training.optimizer import create_optimizer
+from openclip_ext.training.optimizer import OptimizerConfig, create_optimizer
 from tests.training.runs import command, make_shards, run
 
 
@@ -128,7 +128,9 @@ def test_projections_are_in_the_optimizer_with_openclips_decay():
     model = open_clip.create_model("demo-vit")
     head = create_loss("cliplite", embed_dim=64).model_head()
     for flags in ([], ["--opt", "timm/lookahead_sgd", "--momentum", "0.9", "--lookahead-steps", "5"]):
-        config = optimizer_config(parse(["--loss", "cliplite", "--lr", "0.2", "--wd", "1e-4", *flags])[0])
+        config = from_flags(
+            OptimizerConfig, vars(parse(["--loss", "cliplite", "--lr", "0.2", "--wd", "1e-4", *flags])[0])
+        )
         optimizer = create_optimizer(model, config, None, head)
         decay = {id(value): group["weight_decay"] for group in optimizer.param_groups for value in group["params"]}
         assert len(decay) == len([*model.parameters(), *head.parameters()])
@@ -140,8 +142,8 @@ def test_projections_are_in_the_optimizer_with_openclips_decay():
 
 def test_lookahead_without_lookahead_is_refused():
     add_model_configs()
-    config = optimizer_config(parse(["--lookahead-steps", "5"])[0])
+    config = from_flags(OptimizerConfig, vars(parse(["--lookahead-steps", "5"])[0]))
     with pytest.raises(UsageError, match="needs an optimizer with LookAhead, such as --opt timm/lookahead_sgd"):
         create_optimizer(open_clip.create_model("demo-vit"), config, None)
-    with pytest.raises(UsageError, match="--lookahead-steps is 0"):
+    with pytest.raises(UsageError, match="--lookahead-steps: '0': expected an integer >= 1"):
         parse(["--opt", "timm/lookahead_sgd", "--lr", "0.1", "--lookahead-steps", "0"])

@@ -10,8 +10,8 @@ import pytest
 
 from openclip_ext.losses.registry import OPTIONS, list_losses
 from openclip_ext.training import recipes
-from openclip_ext.training.errors import UsageError
 from openclip_ext.training.config import loss_options
+from openclip_ext.training.errors import UsageError
 from openclip_ext.training.flags import parse
 from openclip_ext.training.recipes.__main__ import main as list_recipes
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from openclip_ext import model_configs
-from openclip_ext.training.best import is_best
 from openclip_ext.training.ema import TRAINED_KEY, ModelEma
 from openclip_ext.training.errors import UsageError
+from openclip_ext.training.evaluation import is_best
 from openclip_ext.training.lr_scales import depths, lr_scales
 from openclip_ext.training.optimizer import SCALE, OptimizerConfig, ScheduleConfig, create_optimizer, create_schedule
 from tests.training.runs import (
