@@ -3,10 +3,11 @@
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from openclip_ext.files import write_atomically
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -38,6 +39,4 @@ def truncate(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
             broken += 1
     if broken:
         logging.warning(f"{path}: removed {broken} broken line(s), as a killed run leaves them.")
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    os.replace(temporary, path)
+    write_atomically(path, lambda file: file.write("".join(kept).encode()))

@@ -36,6 +36,7 @@ import torch
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.files import write_atomically
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.table_files import open_table, restore_table, write_table
 
@@ -313,24 +314,22 @@ def checksum(path: Path) -> str:
 
 def save_model_file(path: Path, content: dict[str, Any]) -> None:
     """Write a model file without a state beside it, whole or not at all; a failure is a warning."""
-    unfinished = path.with_suffix(".pt.tmp")
     try:
-        _write(unfinished, content)
-        os.replace(unfinished, path)
-    except OSError as error:
+        write_atomically(path, lambda file: torch.save(content, file))
+    except _WRITE_ERRORS as error:
         logging.warning(f"{path.name} could not be saved ({error}); training goes on.")
 
 
 def set_aside(path: Path) -> None:
     """Rename a checkpoint that could not be read, so that its name is free and nothing is lost; called on all ranks."""
-    _together(lambda: _set_aside(path), master_only=True)
 
+    def rename() -> None:
+        for part in (path, path.with_suffix(".state")):
+            if part.exists():
+                number = sum(1 for _ in path.parent.glob(f"{part.name}{UNREADABLE}*"))
+                part.rename(part.with_name(f"{part.name}{UNREADABLE}{number or ''}"))
 
-def _set_aside(path: Path) -> None:
-    for part in (path, path.with_suffix(".state")):
-        if part.exists():
-            number = sum(1 for _ in path.parent.glob(f"{part.name}{UNREADABLE}*"))
-            part.rename(part.with_name(f"{part.name}{UNREADABLE}{number or ''}"))
+    _together(rename, master_only=True)
 
 
 def remove(path: Path) -> None:
@@ -376,7 +375,7 @@ def remove_leftovers(folder: Path, spared: Container[Path] = ()) -> None:
         if used is None:
             shutil.rmtree(state, ignore_errors=True)
     # Last: without them a state is taken for one whose model file was lost.
-    for unfinished in folder.glob("epoch_*.pt.tmp"):
+    for unfinished in (*folder.glob("epoch_*.pt.tmp"), *folder.glob(".*.partial")):
         unfinished.unlink(missing_ok=True)
 
 

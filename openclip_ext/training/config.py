@@ -46,7 +46,6 @@ class TrainingConfig:
     Attributes:
         data: what to train on; None: only evaluate.
         flags: all flags with their values, as the run folder stores them.
-        rank_patience: seconds without a sign of life after which a rank is missing; None: wait for ever.
         resume: a checkpoint's path, ``latest`` or None.
         copy_codebase: keep the source with the run.
     """

@@ -58,8 +58,6 @@ class EvaluationConfig:
     Attributes:
         val_data: pairs for OpenCLIP's validation, or None.
         imagenet_val, imagenet_v2: folders, or None.
-        suite: DataComp tasks, ``quick`` or ``full``, or None.
-        suite_data: folder with their data sets.
         val_every, imagenet_every, suite_every: epochs; 0: never.
         batch_size, workers: of the loaders.
     """

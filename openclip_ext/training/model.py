@@ -41,7 +41,6 @@ class ModelConfig:
         precision: OpenCLIP's name of the types that the model has and computes in.
         siglip_start: start values of ``logit_scale`` and ``logit_bias`` for SigLIP.
         trace: ``torch.jit.trace`` with this batch size, for evaluation only; None: do not.
-        image_backend: what reads the training images, see :func:`openclip_ext.data.images.image_pipeline`.
         lock_image, lock_text: freeze a tower, but for ``unlocked`` layer groups, counted from the output; its BatchNorm
             statistics or LayerNorm parameters only where the flag says so.
         linear_replacement: class of bitsandbytes that replaces the linear layers.

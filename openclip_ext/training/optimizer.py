@@ -49,9 +49,6 @@ class OptimizerConfig:
         beta1, beta2: Adam's; None: a timm optimizer's own.
         eps: Adam's ε; None: a timm optimizer's own.
         momentum: of a timm optimizer; None: its own.
-        lookahead_steps: steps between two of LookAhead; None: timm's.
-        lr_image, lr_text: learning rates of the towers; None: the run's.
-        image_layer_decay, text_layer_decay: learning rate of each layer of a tower over that of the next one.
     """
 
     name: str = flag("adamw", dest="opt")

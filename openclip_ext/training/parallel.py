@@ -30,8 +30,6 @@ class ParallelConfig:
     """How the model lies on the processes, and whether it is compiled.
 
     Attributes:
-        fsdp: spread the parameters (FSDP2) instead of replicating them (DDP).
-        keep_gathered: with FSDP, keep the gathered blocks from forward to backward pass.
         static_graph: of DDP.
         sync_batchnorm: BatchNorm's statistics over all processes.
         compile: ``torch.compile``.

@@ -28,14 +28,17 @@ _CHANCE_SHARE = 0.999
 
 
 class Stopwatch:
-    """Seconds spent waiting for data and in whole steps, since the last report."""
+    """Seconds spent waiting for data and in whole steps, since the last report and since the start."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
-        self._all_steps, self._all_seconds = 0, 0.0
-        self.reset()
+        self._earlier_steps, self._earlier_seconds = 0, 0.0
+        self.steps, self.data_seconds, self.seconds = 0, 0.0, 0.0
 
     def reset(self) -> None:
+        """Begin a new report."""
+        self._earlier_steps += self.steps
+        self._earlier_seconds += self.seconds
         self.steps, self.data_seconds, self.seconds = 0, 0.0, 0.0
 
     def data_arrived(self) -> None:
@@ -46,10 +49,8 @@ class Stopwatch:
         """Call at the end of the step."""
         now = time.perf_counter()
         self.seconds += now - self._last
-        self._all_seconds += now - self._last
         self._last = now
         self.steps += 1
-        self._all_steps += 1
 
     def restart(self) -> None:
         """Forget the time since the last step: a checkpoint or an evaluation was in between."""
@@ -57,15 +58,7 @@ class Stopwatch:
 
     def seconds_for(self, steps: int) -> float:
         """Return how long so many steps take, at the average pace since the start."""
-        return steps * self._all_seconds / max(self._all_steps, 1)
-
-    @property
-    def seconds_per_step(self) -> float:
-        return self.seconds / max(self.steps, 1)
-
-    @property
-    def data_seconds_per_step(self) -> float:
-        return self.data_seconds / max(self.steps, 1)
+        return steps * (self._earlier_seconds + self.seconds) / max(self._earlier_steps + self.steps, 1)
 
 
 @dataclass(frozen=True)
@@ -111,9 +104,11 @@ class Reporter:
         self._failed: set[str] = set()
         self._reports_at_chance = 0
         self._bar: tqdm | None = None
-        self._tensorboard = (
-            _tensorboard_writer(self._folder) if self._folder and "tensorboard" in config.destinations else None
-        )
+        self._tensorboard: Any = None
+        if self._folder and "tensorboard" in config.destinations:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(self._folder / "tensorboard")
         self._wandb = _start_wandb(config, folder) if self.active and "wandb" in config.destinations else None
 
     @contextmanager
@@ -149,22 +144,24 @@ class Reporter:
         """
         if not self.active:
             return
-        samples_per_second = record["global_batch"] / max(stopwatch.seconds_per_step, 1e-9)
+        steps = max(stopwatch.steps, 1)
+        seconds = stopwatch.seconds / steps
         timing = {
-            "samples_per_second": samples_per_second,
-            "batch_time": stopwatch.seconds_per_step,
-            "data_time": stopwatch.data_seconds_per_step,
+            "samples_per_second": record["global_batch"] / max(seconds, 1e-9),
+            "batch_time": seconds,
+            "data_time": stopwatch.data_seconds / steps,
         }
+        record = {**record, **timing}
         left = stopwatch.seconds_for(self.total_steps - record["step"] - 1)
-        self._log_line(record, timing, left)
+        self._log_line(record, left)
         self._warn_at_chance(record)
-        self._write("metrics.jsonl", {**record, **timing})
-        self._scalars("train", {**record, **timing}, record["step"])
+        self._write("metrics.jsonl", record)
+        self._scalars("train", record, record["step"])
         if self._bar is not None:
             shown = {"loss": f"{record['loss']:.4g}", "infonce": f"{record.get('infonce', float('nan')):.4g}"}
             self._bar.set_postfix({**shown, "left": _duration(left)}, refresh=False)
 
-    def _log_line(self, record: dict[str, Any], timing: dict[str, float], left: float) -> None:
+    def _log_line(self, record: dict[str, Any], left: float) -> None:
         terms = " ".join(f"{name} {value:.5g}" for name, value in record["terms"].items())
         parts = [
             f"epoch {record['epoch'] + 1}/{self.epochs} step {record['step'] + 1}/{self.total_steps}",
@@ -172,8 +169,8 @@ class Reporter:
             f"infonce {record.get('infonce', float('nan')):.4f} (chance {record['chance']:.4f})",
             f"temperature {record['temperature']:.4g}",
             f"lr {record['lr']:.3g}",
-            f"{timing['samples_per_second']:.0f} samples/s, step {1000 * timing['batch_time']:.0f} ms",
-            f"data wait {100 * timing['data_time'] / max(timing['batch_time'], 1e-9):.0f} %",
+            f"{record['samples_per_second']:.0f} samples/s, step {1000 * record['batch_time']:.0f} ms",
+            f"data wait {100 * record['data_time'] / max(record['batch_time'], 1e-9):.0f} %",
             f"left {_duration(left)}",
         ]
         logging.info(" | ".join(parts))
@@ -268,12 +265,6 @@ def announce(
         place = f"a file in {folder}" if folder else "the host's memory"
         logging.info(f"State of each sample: {state.on_host / 2**20:.1f} MiB of this rank, in {place}")
     logging.info(f"InfoNCE at chance is ln {candidates} = {math.log(candidates):.4f}")
-
-
-def _tensorboard_writer(folder: Path) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(folder / "tensorboard")
 
 
 def _start_wandb(config: ReportingConfig, folder: Path | None) -> Any:

@@ -49,7 +49,6 @@ class StepConfig:
     Attributes:
         precision: OpenCLIP's name of the types that a step computes in.
         grad_clip_norm: largest gradient norm, or None.
-        model_ema_decay: of the average of the weights; None: there is none.
     """
 
     precision: str = flag("fp32")

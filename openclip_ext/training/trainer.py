@@ -43,16 +43,14 @@ class SaveFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """When checkpoints are written and which ones stay; OpenCLIP's flags and ``--save-every-steps``.
+    """When checkpoints are written and which ones stay.
 
     Attributes:
         folder: the run's ``checkpoints/``, or None to save nothing.
         name: the run's name, stored in the file.
-        every_epochs: ``--save-frequency``; the last epoch is always saved.
-        every_steps: optimizer steps between checkpoints in mid-epoch, 0 for none.
+        every_epochs: epochs between two checkpoints; the last epoch is always saved.
         most_recent: also keep ``epoch_latest.pt``.
         delete_previous: keep only the newest whole epoch.
-        best_metric: keep the model with the best value of this metric, too; None: do not.
     """
 
     folder: Path | None
@@ -78,7 +76,6 @@ class RunLength:
         epochs: passes over the data.
         accum_freq: micro-batches of an optimizer step.
         log_every: steps between two that are logged.
-        max_skipped_steps: so many steps in a row that are not finite end the run.
     """
 
     epochs: int = flag(minimum=1, cure="to evaluate only, leave out --train-data")

@@ -18,6 +18,7 @@ import torch
 
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 from openclip_ext.diagnostics.finished_run import load_run
+from openclip_ext.losses import registry
 from openclip_ext.training import evaluation, trainer
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.trainer import SaveFailed, TrainingDiverged
@@ -377,6 +378,23 @@ def test_the_program_tells_a_mistake_in_a_line_and_exits_with_2(tmp_path):
     assert "importing PyTorch and OpenCLIP" in first
     assert last.startswith("error: unknown loss 'neuclp'")
     assert "Traceback" not in program.stderr
+
+
+def test_a_loss_of_ones_own_trains_and_resumes(shards, tmp_path, monkeypatch):
+    """``--loss my.module:METHOD`` is imported anew by the process that resumes."""
+    source = "METHOD = replace(METHODS['fastclip'], name='own')\n"
+    imports = "from dataclasses import replace\nfrom openclip_ext.losses.registry import METHODS\n"
+    (tmp_path / "own_loss.py").write_text(imports + source)
+    monkeypatch.syspath_prepend(tmp_path)
+    argv = command(shards, tmp_path, "run", "fastclip", "--loss", "own_loss:METHOD", "--resume", "latest")
+    for stop_after, status in ((3, EXIT_AFTER_SIGTERM), (None, 0)):
+        try:
+            assert run(argv, stop_after) == status
+        finally:
+            registry.METHODS.pop("own", None)
+            sys.modules.pop("own_loss", None)
+    assert [step for step, *_ in losses_of(tmp_path / "run")] == list(range(10))
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["loss"]["name"] == "own_loss:METHOD"
 
 
 def test_torchvision_reads_the_images_of_a_run(shards, tmp_path):
