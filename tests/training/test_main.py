@@ -370,16 +370,6 @@ def test_kill_9_loses_at_most_the_steps_since_the_last_save(shards, tmp_path, ki
     assert differences(final_state(tmp_path / "killed"), final_state(tmp_path / "whole")) == []
 
 
-def test_the_program_tells_a_mistake_in_a_line_and_exits_with_2(tmp_path):
-    command_line = [sys.executable, "-m", "openclip_ext.training.main", "--loss", "neuclp"]
-    program = subprocess.run(command_line, capture_output=True, text=True, cwd=tmp_path)
-    assert program.returncode == 2
-    first, *_, last = program.stderr.strip().splitlines()
-    assert "importing PyTorch and OpenCLIP" in first
-    assert last.startswith("error: unknown loss 'neuclp'")
-    assert "Traceback" not in program.stderr
-
-
 def test_a_loss_of_ones_own_trains_and_resumes(shards, tmp_path, monkeypatch):
     """``--loss my.module:METHOD`` is imported anew by the process that resumes."""
     source = "METHOD = replace(METHODS['fastclip'], name='own')\n"
