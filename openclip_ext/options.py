@@ -1,20 +1,172 @@
-"""Command-line flags as fields of configurations.
+"""Settings with a name, a type, a default, a meaning and a range: options of losses, and flags of the command line.
 
-A part's configuration declares a flag with :func:`flag`: its name, type, default, help and range are said once, beside the
-part that uses it. The parser and ``--help`` are made from these fields, and :func:`from_flags` fills a configuration from
-parsed flags. A field without a help text is one of OpenCLIP's flags, which OpenCLIP's own parser reads.
+A part's configuration declares a flag with :func:`flag`: what there is to say of it is said once, beside the part that
+uses it. The parser and ``--help`` are made from these fields, and :func:`from_flags` fills a configuration from parsed
+flags. A field without a help text is one of OpenCLIP's flags, which OpenCLIP's own parser reads.
 """
 
 import dataclasses
+import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
-
-from openclip_ext.losses.options import Option, OptionError
 
 T = TypeVar("T")
 _METADATA = "flag"
+
+
+class OptionError(ValueError):
+    """An option that is not taken, or not with this value.
+
+    The message writes options as Python does (``gamma=0.5``); :meth:`with_flags` writes them as a command line does.
+
+    Attributes:
+        option: name of the (first) option that is wrong.
+    """
+
+    def __init__(self, option: str, message: str) -> None:
+        super().__init__(message)
+        self.option = option
+
+    def with_flags(self) -> str:
+        """Return the message for a command line: with ``--gamma 0.5`` for ``gamma=0.5``."""
+        return _ASSIGNMENT.sub(_as_flag, str(self))
+
+
+_ASSIGNMENT = re.compile(r"\b([a-z]\w*)=([^\s:,;)]*)")
+
+
+def _as_flag(assignment: re.Match[str]) -> str:
+    flag, value = flag_of(assignment[1]), assignment[2]
+    if value.startswith("'"):
+        value = value.strip("'")
+    if value in ("True", "False"):
+        return flag if value == "True" else flag.replace("--", "--no-", 1)
+    return f"{flag} {value}".rstrip()
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting: an option of a loss, or a flag of the training program.
+
+    Attributes:
+        name: the keyword of ``create_loss``, or the flag's Python name.
+        type: what a value is parsed as (``bool`` options become ``--name`` / ``--no-name``).
+        default: the value unless the loss or its parts have a default of their own.
+        help: its effect, for ``--help`` and the documentation.
+        symbol: the papers' symbol.
+        choices: the accepted values, or None for any.
+        minimum, maximum: the accepted range, both ends included.
+        exclusive_minimum, exclusive_maximum: an open lower or upper end.
+        flag: the command-line flag, unless it is the name with hyphens.
+        nullable: None ("none" on the command line) is a value; ``help`` says what it means.
+        openclip_flag: OpenCLIP's command line has this flag already.
+        cure: what to do instead of giving a value that is refused.
+    """
+
+    name: str
+    type: type
+    default: Any
+    help: str
+    symbol: str = ""
+    choices: tuple[str, ...] | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    exclusive_minimum: float | None = None
+    exclusive_maximum: float | None = None
+    flag: str = ""
+    nullable: bool = False
+    openclip_flag: bool = False
+    cure: str = ""
+
+    def __post_init__(self) -> None:
+        if self.flag:
+            _OTHER_FLAGS[self.name] = self.flag
+        else:
+            object.__setattr__(self, "flag", flag_of(self.name))
+
+    def check(self, value: Any) -> Any:
+        """Return ``value`` as the option's type.
+
+        Raises:
+            OptionError: it is not a value of this option; the message says what was found and what is accepted.
+        """
+        if value is None:
+            if self.nullable:
+                return None
+            raise OptionError(self.name, f"{self.name}=None: expected {self.accepted()}")
+        converted = self._convert(value)
+        if self.choices is not None and converted not in self.choices:
+            raise OptionError(self.name, f"{self.name}={value!r}: expected one of {', '.join(self.choices)}")
+        if self._out_of_range(converted):
+            raise OptionError(self.name, f"{self.name}={value!r}: expected {self.accepted()}")
+        return converted
+
+    def parse(self, text: str) -> Any:
+        """Convert a command line's text; ``none`` is None for a nullable option.
+
+        Raises:
+            OptionError: as :meth:`check`.
+        """
+        if self.nullable and text.lower() == "none":
+            return None
+        return self.check(text)
+
+    def _convert(self, value: Any) -> Any:
+        wrong = OptionError(self.name, f"{self.name}={value!r}: expected {self.accepted()}")
+        if isinstance(value, bool) is not (self.type is bool):
+            raise wrong
+        if self.type is int and isinstance(value, float) and not value.is_integer():
+            raise wrong
+        try:
+            return self.type(value)
+        except (TypeError, ValueError):
+            raise wrong from None
+
+    def _out_of_range(self, value: Any) -> bool:
+        if self.type not in (int, float):
+            return False
+        inside = math.isfinite(value)
+        if self.minimum is not None:
+            inside = inside and value >= self.minimum
+        if self.exclusive_minimum is not None:
+            inside = inside and value > self.exclusive_minimum
+        if self.maximum is not None:
+            inside = inside and value <= self.maximum
+        if self.exclusive_maximum is not None:
+            inside = inside and value < self.exclusive_maximum
+        return not inside
+
+    def accepted(self) -> str:
+        """The accepted values in words."""
+        text = _TYPE_NAMES[self.type]
+        if self.minimum is not None:
+            text += f" >= {self.minimum:g}"
+        if self.exclusive_minimum is not None:
+            text += f" > {self.exclusive_minimum:g}"
+        if self.maximum is not None:
+            text += f", at most {self.maximum:g}"
+        if self.exclusive_maximum is not None:
+            text += f", below {self.exclusive_maximum:g}"
+        if self.cure:
+            text += f"; {self.cure}"
+        return text
+
+
+def flag_of(name: str) -> str:
+    """Return the command-line flag of an option, by its name alone."""
+    return _OTHER_FLAGS.get(name, "--" + name.replace("_", "-"))
+
+
+# Flags that are not the option's name with hyphens.
+_OTHER_FLAGS: dict[str, str] = {}
+_TYPE_NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a string"}
+
+
+# --- fields of configurations -----------------------------------------------------------------------------------------
 
 
 def flag(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from openclip_ext.losses.options import Option
+from openclip_ext.options import Option
 
 FILE = Path(__file__).with_name("flags.json")
 _TYPES = {known.__name__: known for known in (bool, int, float, str)}

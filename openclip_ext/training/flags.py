@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 
 from openclip_ext import compat
 from openclip_ext.losses import registry
-from openclip_ext.losses.options import OptionError
 from openclip_ext.losses.registry import OPTIONS
-from openclip_ext.options import check_flags
+from openclip_ext.options import OptionError, check_flags
 from openclip_ext.training import flag_table, recipes
 from openclip_ext.training.config import FLAG_GROUPS, LossChoice, writes_nothing
 from openclip_ext.training.errors import UsageError, nearest

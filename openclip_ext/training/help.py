@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from openclip_ext import compat
-from openclip_ext.losses.options import Option
+from openclip_ext.options import Option
 from openclip_ext.training import flag_table
 from openclip_ext.training.flag_table import FlagTable
 from openclip_ext.training.parser import build_parser

@@ -7,7 +7,8 @@ import argparse
 from collections.abc import Callable, Collection
 from typing import Any
 
-from openclip_ext.losses.options import HARD_SHARE, Option, rho_of
+from openclip_ext.losses.options import HARD_SHARE, rho_of
+from openclip_ext.options import Option
 from openclip_ext.training import recipes
 from openclip_ext.training.flag_table import FlagTable
 

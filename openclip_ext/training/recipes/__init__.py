@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from openclip_ext.losses.options import flag_of
+from openclip_ext.options import flag_of
 
 Value = int | float | str | bool | None
 
