@@ -1,8 +1,10 @@
-"""Marks the slow tests, which tests/slow.txt names; fixtures of many files."""
+"""Marks the slow tests, which tests/slow.txt names; cases of soak tests; fixtures of many files."""
 
 from pathlib import Path
 
 import pytest
+
+from tests import soak
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -16,6 +18,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # pytest-xdist hands out whole files in this order: one that takes long must not be the last.
         slow_files = {line.partition("::")[0] for line in slow}
         items.sort(key=lambda item: item.nodeid.partition("::")[0] not in slow_files)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    soak.add_options(parser)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    soak.parametrize(metafunc)
 
 
 @pytest.fixture(scope="module")

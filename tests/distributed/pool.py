@@ -106,7 +106,7 @@ class RankPool:
         assert self._folder is not None
         self._jobs += 1
         rendezvous = f"file://{self._folder}/group_{self._jobs}" if group else None
-        torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(self.world_size)}
+        torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(self.world_size)}
         for rank, pipe in enumerate(self._pipes):
             ours = {} if group else {**torchrun, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             environment = {**os.environ, **ours}
@@ -182,7 +182,8 @@ def two_ranks() -> RankPool:
     return pool
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -1,9 +1,12 @@
-"""Trainings that are compared bitwise run on one thread."""
+"""Trainings that are compared bitwise run on one thread; runs that several files compare with."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests.training.programs import Runs
+from tests.training.runs import make_shards
 
 
 @pytest.fixture(autouse=True)
@@ -12,3 +15,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs to compare with, and runs to damage."""
+    folder = tmp_path_factory.mktemp("runs")
+    return Runs(make_shards(folder / "shards"), folder)

@@ -1,0 +1,236 @@
+"""Short trainings as programs of their own, forked or under torchrun, and what they leave compared.
+
+Importing torch and OpenCLIP takes longer than such a training. A fork comes from a server that has imported both already;
+everything after that, from the command line to the exit status, is the program's own.
+"""
+
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import open_clip
+import torch
+
+import openclip_ext.model_configs
+from openclip_ext.training.main import cli
+from tests.distributed.pool import free_port
+from tests.training.runs import EXIT_AFTER_SIGTERM, command, differences, final_state, run
+
+ROOT = Path(__file__).parents[2]
+# Whoever takes longer hangs.
+PATIENCE_SECONDS = 600
+# torchrun, too, asks the other trainers to end after one has failed, and kills them after this time.
+GRACE_SECONDS = 30
+LOGS = ("metrics.jsonl", "checkpoints/results.jsonl")
+# demo-vit with a narrower text tower: most of its checkpoint is the embedding of 49,408 tokens.
+SMALL_MODEL = "faults-vit"
+_TEXT_WIDTH = 16
+_TIMES = ("samples_per_second", "batch_time", "data_time")
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload([__name__])
+
+
+def program(argv: list[str]) -> None:
+    """Run the training program; raises SystemExit where it ends with another status than 0."""
+    sys.argv = ["openclip_ext.training.main", *argv]
+    cli()
+
+
+def stopped_program(argv: list[str], after: int = 8) -> None:
+    """Run the training program and send it SIGTERM in a step."""
+    assert run(argv, stop_after=after) == EXIT_AFTER_SIGTERM
+
+
+class Program:
+    """A training under way.
+
+    Args:
+        argv: the program's arguments.
+        ranks: number of trainers.
+        output: file for what they print; overwritten.
+        torchrun: start them with torchrun.
+        target: what a fork does with the arguments.
+    """
+
+    def __init__(
+        self,
+        argv: list[str],
+        ranks: int,
+        output: Path,
+        torchrun: bool = False,
+        target: Callable[[list[str]], None] = program,
+    ) -> None:
+        self.output = output
+        self._failed_at: float | None = None
+        output.write_bytes(b"")
+        self.launcher = _torchrun(argv, ranks, output) if torchrun else None
+        self._forks: list[BaseProcess] = [] if torchrun else _fork(target, argv, ranks, output)
+
+    def trainers(self) -> list[int]:
+        """Return the processes that train."""
+        if self.launcher is None:
+            return [fork.pid for fork in self._forks if fork.is_alive()]
+        with contextlib.suppress(OSError):
+            children = Path(f"/proc/{self.launcher.pid}/task/{self.launcher.pid}/children").read_text()
+            return [int(child) for child in children.split()]
+        return []
+
+    def statuses(self) -> list[int | None]:
+        """Return the exit statuses of the processes that were started here: trainers, or torchrun; None while they run."""
+        return [fork.exitcode for fork in self._forks] if self.launcher is None else [self.launcher.poll()]
+
+    def has_ended(self) -> bool:
+        """Whether all processes have ended; to be called again and again, since it ends forks whose rank has failed."""
+        statuses = self.statuses()
+        if any(statuses) and None in statuses:
+            if self._failed_at is None:
+                self._failed_at = time.monotonic()
+                for fork in self._forks:
+                    fork.terminate()
+            elif time.monotonic() > self._failed_at + GRACE_SECONDS:
+                for fork in self._forks:
+                    fork.kill()
+        return None not in statuses
+
+    def wait(self) -> list[int | None]:
+        """Wait for the end and return the exit statuses; fails after the patience, with all processes killed."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not self.has_ended():
+            if time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"no end after {PATIENCE_SECONDS} s")
+            time.sleep(0.01)
+        return self.statuses()
+
+    def kill(self) -> None:
+        """Kill all processes at once, and wait for them."""
+        for pid in [*self.trainers(), *([self.launcher.pid] if self.launcher else [])]:
+            send_kill(pid)
+        while not self.has_ended():
+            time.sleep(0.005)
+
+    def text(self) -> str:
+        """Return what the program has printed."""
+        return self.output.read_text(errors="replace")
+
+    def message(self) -> str | None:
+        """Return the program's own words for why it did not go on; None without any, or with a traceback."""
+        found = re.search(r"^error: .*", self.text(), flags=re.MULTILINE)
+        return found and found.group()
+
+
+def send_kill(pid: int) -> None:
+    """Send SIGKILL to a process that may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _torchrun(argv: list[str], ranks: int, output: Path) -> subprocess.Popen:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    trainers = ["-m", "--", "openclip_ext.training.main", *argv]
+    with open(output, "ab") as file:
+        return subprocess.Popen([*launcher, *trainers], env=environment, stdout=file, stderr=subprocess.STDOUT)
+
+
+def _fork(target: Callable[[list[str]], None], argv: list[str], ranks: int, output: Path) -> list[BaseProcess]:
+    shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    started = []
+    for rank in range(ranks):
+        own = {**shared, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
+        environment = {"GLOO_SOCKET_IFNAME": "lo", **{name: str(value) for name, value in own.items()}}
+        started.append(_FORKS.Process(target=_serve, args=(target, argv, environment, output)))
+        started[-1].start()
+    return started
+
+
+def _serve(target: Callable[[list[str]], None], argv: list[str], environment: dict[str, str], output: Path) -> None:
+    """Be a fork: multiprocessing turns what is raised here into an exit status."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    _add_small_model(output.with_name("models"))
+    target(argv)
+
+
+def _add_small_model(folder: Path) -> None:
+    config = json.loads((Path(openclip_ext.model_configs.__file__).parent / "demo-vit.json").read_text())
+    config["text_cfg"]["width"] = _TEXT_WIDTH
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f"{SMALL_MODEL}.{os.getpid()}"
+    part.write_text(json.dumps(config))
+    part.rename(folder / f"{SMALL_MODEL}.json")
+    open_clip.add_model_config(folder)
+
+
+class Runs:
+    """Runs without a fault, and runs that were stopped in mid-epoch, each made when first asked for.
+
+    Args:
+        shards: ``--train-data``.
+        folder: for the runs.
+    """
+
+    def __init__(self, shards: str, folder: Path) -> None:
+        self._shards, self._folder = shards, folder
+
+    def argv(self, logs: Path, loss: str, ranks: int, *more: str) -> list[str]:
+        """Return the command of the run ``logs/run``.
+
+        It has 2 epochs of 5 steps, an evaluation after each, a global batch of 16, and a save every 2 steps.
+        """
+        batch_size = ["--batch-size", str(16 // ranks)]
+        saving = ["--save-every-steps", "2", "--val-data", self._shards, "--resume", "latest"]
+        return command(self._shards, logs, "run", loss, *batch_size, *saving, *more)
+
+    def uninterrupted(self, loss: str, ranks: int, *more: str) -> Path:
+        """Return the folder of a run that nothing disturbed."""
+        return self._made("whole", program, loss, ranks, more)
+
+    def stopped(self, loss: str, ranks: int, *more: str) -> Path:
+        """Return the folder of a run that SIGTERM has stopped in its eighth step."""
+        return self._made("stopped", stopped_program, loss, ranks, more)
+
+    def _made(self, kind: str, target: Callable[[list[str]], None], loss: str, ranks: int, more: Sequence[str]) -> Path:
+        logs = self._folder / "-".join((kind, loss, str(ranks), *more))
+        if not logs.exists():
+            logs.mkdir(parents=True)
+            made = Program(self.argv(logs, loss, ranks, *more), ranks, logs / "output", target=target)
+            assert not any(made.wait()), made.text()[-3000:]
+        return logs / "run"
+
+
+def lines_of(log: Path) -> list[str]:
+    """Return the lines of a log, without the times."""
+    lines = []
+    for line in log.read_text(errors="replace").splitlines():
+        try:
+            content = json.loads(line)
+        except json.JSONDecodeError:
+            lines.append(line)
+            continue
+        if isinstance(content, dict):
+            content = {name: value for name, value in content.items() if name not in _TIMES}
+        lines.append(json.dumps(content, sort_keys=True))
+    return lines
+
+
+def differing(run_folder: Path, whole: Path) -> list[str]:
+    """Return where a run's end differs from that of the uninterrupted one: model, optimizer, loss state, tables, logs."""
+    logs = [log for log in LOGS if lines_of(run_folder / log) != lines_of(whole / log)]
+    return differences(final_state(run_folder), final_state(whole)) + logs

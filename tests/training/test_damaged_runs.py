@@ -1,0 +1,221 @@
+"""Stopped runs whose checkpoints and logs are damaged: nothing may be lost without a word.
+
+Each case copies a run that was stopped in mid-epoch, with three checkpoints (``epoch_1``, ``epoch_latest``,
+``epoch_1_step_8``), damages one to three things in it, and resumes it. Then it must either end as the uninterrupted run, bit
+for bit, with every checkpoint that it passed over named and kept (lines of a damaged log may lack, if the program said so);
+or be refused with a message that names a file, and with nothing changed. A digit that became another one in a log is beyond
+what can be noticed, so logs are torn and cut here, but not changed.
+"""
+
+import hashlib
+import io
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.soak import SoakCase
+from tests.training.programs import LOGS, SMALL_MODEL, Program, Runs, differing, lines_of
+
+NEWEST = "epoch_1_step_8"
+CHECKPOINTS = ("epoch_1", "epoch_latest", NEWEST)
+LOSSES = ("fastclip", "neuclip")
+# What every start writes.
+ALWAYS_WRITTEN = {"out.log", ".lock", ".owner"}
+FOREIGN = ([1, 2, 3], torch.ones(3), {"state_dict": {}}, {"epoch": 9}, {"epoch": 9, "state_dict": {}}, "text", None)
+
+Damage = Callable[[Path, random.Random], object]
+
+
+def parts(run_folder: Path, name: str) -> list[Path]:
+    """Return all files of a checkpoint."""
+    checkpoints = run_folder / "checkpoints"
+    candidates = [checkpoints / f"{name}.pt", *sorted((checkpoints / f"{name}.state").glob("*/*"))]
+    return [path for path in candidates if path.is_file()]
+
+
+def one_file(run_folder: Path, rng: random.Random) -> Path:
+    """Return a file of a checkpoint; of the newest in two cases of three."""
+    files = parts(run_folder, rng.choice((*CHECKPOINTS, NEWEST, NEWEST, NEWEST)))
+    return rng.choice(files) if files else run_folder / "metrics.jsonl"
+
+
+# --- damages ---------------------------------------------------------------------------------------------------------
+
+
+def flip(content: bytes, rng: random.Random) -> bytes:
+    flipped = bytearray(content)
+    for position in rng.sample(range(len(flipped)), min(rng.choice((1, 8, 64)), len(flipped))):
+        flipped[position] ^= 1 << rng.randrange(8)
+    return bytes(flipped)
+
+
+def zeros(content: bytes, rng: random.Random) -> bytes:
+    """A stretch that never reached the disk."""
+    begin = rng.randrange(len(content) or 1)
+    length = min(rng.choice((64, 4096, len(content))), len(content) - begin)
+    return content[:begin] + bytes(length) + content[begin + length :]
+
+
+REWRITES: tuple[Callable[[bytes, random.Random], bytes], ...] = (
+    flip,
+    flip,
+    lambda content, rng: content[: rng.randrange(len(content) or 1)],
+    lambda content, rng: content[: rng.randrange(len(content) or 1)],
+    lambda content, rng: b"",
+    zeros,
+    lambda content, rng: rng.randbytes(rng.choice((1, 1000, 100_000))),
+)
+
+
+def rewrite(run_folder: Path, rng: random.Random) -> None:
+    path = one_file(run_folder, rng)
+    path.write_bytes(rng.choice(REWRITES)(path.read_bytes(), rng))
+
+
+def delete(run_folder: Path, rng: random.Random) -> None:
+    one_file(run_folder, rng).unlink()
+
+
+def delete_state(run_folder: Path, rng: random.Random) -> None:
+    shutil.rmtree(run_folder / "checkpoints" / f"{rng.choice(CHECKPOINTS)}.state", ignore_errors=True)
+
+
+def foreign_file(run_folder: Path, rng: random.Random) -> None:
+    """Something else under a checkpoint's name, a new one or that of an existing checkpoint."""
+    name = rng.choice(("epoch_9", "epoch_1_step_9", "epoch_2", *CHECKPOINTS))
+    content = io.BytesIO()
+    torch.save(rng.choice(FOREIGN), content)
+    found = rng.choice((content.getvalue(), content.getvalue(), content.getvalue(), b"not a checkpoint"))
+    (run_folder / "checkpoints" / f"{name}.pt").write_bytes(found)
+
+
+def tear_log(run_folder: Path, rng: random.Random) -> None:
+    """A last line without its end, half a line more, or bytes that are no text."""
+    path = run_folder / rng.choice(LOGS)
+    content = path.read_bytes()
+    last = content.rstrip(b"\n").rpartition(b"\n")[2]
+    torn = (
+        content[: -rng.randint(1, len(last))],
+        content + last[: rng.randint(1, len(last))],
+        content + rng.randbytes(100),
+        content + bytes(512),
+        content + rng.choice((b"12\n", b"[]\n", b'{"step": null}\n', b'{"step": "x", "epoch": "y"}\n', b"\n")),
+    )
+    path.write_bytes(rng.choice(torn))
+
+
+def swap(run_folder: Path, rng: random.Random) -> None:
+    """Two files change places: the same ones of two checkpoints, or two of one."""
+    first = one_file(run_folder, rng)
+    others = [path for name in CHECKPOINTS for path in parts(run_folder, name)]
+    alike = [path for path in others if path.name == first.name and path != first]
+    second = rng.choice(alike if alike and rng.random() < 0.7 else others)
+    kept = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(kept)
+
+
+def rename(run_folder: Path, rng: random.Random) -> None:
+    """A model file, a state or a part of it gets another name."""
+    name = rng.choice((*CHECKPOINTS, NEWEST, NEWEST))
+    state = run_folder / "checkpoints" / f"{name}.state"
+    candidates = parts(run_folder, name) + ([state] if state.exists() else [])
+    if candidates:
+        path = rng.choice(candidates)
+        target = path.with_name(f"{rng.choice(('epoch_3', 'epoch_1_step_9', 'epoch_1_step_6', 'kept'))}{path.suffix}")
+        if not target.exists():
+            path.rename(target)
+
+
+def copy(run_folder: Path, rng: random.Random) -> None:
+    """A whole checkpoint under another name, too."""
+    name, other = rng.choice(CHECKPOINTS), rng.choice(("epoch_3", "epoch_1_step_9", "epoch_0"))
+    checkpoints = run_folder / "checkpoints"
+    for suffix, duplicate in ((".pt", shutil.copy), (".state", shutil.copytree)):
+        if (checkpoints / f"{name}{suffix}").exists() and not (checkpoints / f"{other}{suffix}").exists():
+            duplicate(checkpoints / f"{name}{suffix}", checkpoints / f"{other}{suffix}")
+
+
+def damage_all(run_folder: Path, rng: random.Random) -> None:
+    """A file of every checkpoint."""
+    for name in CHECKPOINTS:
+        path = rng.choice(parts(run_folder, name))
+        path.write_bytes(path.read_bytes()[:-1])
+
+
+def damage_settings(run_folder: Path, rng: random.Random) -> None:
+    name = rng.choice(("config.json", "params.txt", "out.log", ".owner", ".lock"))
+    (run_folder / name).write_bytes(rng.randbytes(100))
+
+
+# Each as often as it stands here; there are seven ways to rewrite a file.
+DAMAGES: tuple[Damage, ...] = (
+    *7 * (rewrite,),
+    *2 * (delete,),
+    delete_state,
+    *2 * (foreign_file,),
+    *2 * (tear_log,),
+    *2 * (swap,),
+    *2 * (rename,),
+    copy,
+    damage_all,
+    damage_settings,
+)
+
+
+# --- what becomes of them --------------------------------------------------------------------------------------------
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def check_refusal(message: str | None, text: str, before: dict[str, str], after: dict[str, str]) -> None:
+    assert message is not None, text[-2000:]
+    assert "checkpoints" in message
+    changed = [file for file in before if file not in ALWAYS_WRITTEN and after.get(file) != before[file]]
+    assert changed == [], message
+
+
+def check_end(run_folder: Path, whole: Path, text: str, before: dict[str, str], after: dict[str, str]) -> None:
+    differs = differing(run_folder, whole)
+    assert [item for item in differs if item not in LOGS or not is_said(item, text, run_folder, whole)] == []
+    passed_over = re.findall(r"Passing over a checkpoint.*?checkpoints/(epoch_\w+)\.(?:pt|state)", text)
+    if not passed_over:
+        resumed = re.search(r"Resuming from .*/(epoch_\w+)\.pt", text)
+        assert resumed is not None and resumed[1] in (NEWEST, "epoch_1_step_9", "epoch_3"), f"no word on {NEWEST}"
+    unreadable = re.compile(rf"checkpoints/({'|'.join(passed_over) or '-'})\.(pt|state)(/|$)")
+    gone = [file for file, digest in before.items() if unreadable.match(file) and digest not in after.values()]
+    assert gone == [], f"{passed_over} could not be read, and were overwritten"
+
+
+def is_said(log: str, text: str, run_folder: Path, whole: Path) -> bool:
+    """Whether lines lack in a log, the others are right, and the program said that it lost some."""
+    remaining = iter(lines_of(whole / log))
+    others_are_right = all(line in remaining for line in lines_of(run_folder / log))
+    return others_are_right and any("WARNING" in line and Path(log).name in line for line in text.splitlines())
+
+
+@pytest.mark.soak(4)
+def test_damaged_runs_go_on_or_are_refused(soak_case: SoakCase, runs: Runs, tmp_path: Path) -> None:
+    rng = soak_case.random()
+    loss, ranks = LOSSES[soak_case.number // 4 % len(LOSSES)], 1 + soak_case.number % 2
+    more = ("--save-most-recent", "--model", SMALL_MODEL)
+    whole, run_folder = runs.uninterrupted(loss, ranks, *more), tmp_path / "run"
+    shutil.copytree(runs.stopped(loss, ranks, *more), run_folder)
+    damages = [rng.choice(DAMAGES) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
+    for damage in damages:
+        damage(run_folder, rng)
+    print([damage.__name__ for damage in damages])
+    before = checksums(run_folder)
+    program = Program(runs.argv(tmp_path, loss, ranks, *more), ranks, tmp_path / "output")
+    if any(program.wait()):
+        check_refusal(program.message(), program.text(), before, checksums(run_folder))
+    else:
+        check_end(run_folder, whole, program.text(), before, checksums(run_folder))

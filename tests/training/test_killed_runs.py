@@ -1,0 +1,149 @@
+"""Runs that are killed at random moments and started again end as uninterrupted ones.
+
+That is: with the same model, optimizer, loss state and tables bit for bit, the same logs line by line, and the same files. A
+run is killed (SIGKILL) up to three times: all its processes at once, one rank, or torchrun alone; about half of the times
+while a checkpoint is being written. A restart may end with a message first, and is repeated then. The seed decides what is
+killed and when; what the program is doing at that time depends on the machine, too.
+"""
+
+import contextlib
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from openclip_ext.losses.registry import list_losses
+from tests.soak import SoakCase
+from tests.training.programs import SMALL_MODEL, Program, Runs, differing, send_kill
+
+RESTARTS = 4
+
+
+@dataclass(frozen=True)
+class Kill:
+    """When to kill whom.
+
+    Attributes:
+        after: what to wait for: the ``start`` of the program, a logged ``step``, the beginning of a ``save``.
+        count: how many of these.
+        delay: seconds from there.
+        target: ``all`` processes, one ``rank``, ``torchrun`` alone.
+        rank: which rank.
+    """
+
+    after: str
+    count: int
+    delay: float
+    target: str
+    rank: int
+
+
+def drawn(rng: random.Random, ranks: int, torchrun: bool) -> Kill:
+    after = rng.choices(("start", "step", "save"), (0.15, 0.3, 0.55))[0]
+    longest = {"start": 12.0 if torchrun else 2.0, "step": 0.3, "save": 0.15 if torchrun else 0.08}[after]
+    targets = ["all", "rank", "torchrun"] if torchrun else ["all", "rank"] if ranks > 1 else ["all"]
+    return Kill(after, rng.choice((1, 1, 2, 3)), rng.uniform(0, longest), rng.choice(targets), rng.randrange(ranks))
+
+
+def unfinished_saves(run: Path) -> set[tuple[str, int]]:
+    """Return what a save leaves when it is killed, until the next start cleans up."""
+    found = set()
+    for pattern in ("checkpoints/*.pt.tmp", "checkpoints/*.state/tmp_step_*"):
+        with contextlib.suppress(FileNotFoundError):  # finished or removed meanwhile
+            found |= {(str(path.relative_to(run)), path.stat().st_mtime_ns) for path in run.glob(pattern)}
+    return found
+
+
+class Victim:
+    """The run ``logs/run``, which is killed and started again."""
+
+    def __init__(self, argv: list[str], ranks: int, torchrun: bool, logs: Path) -> None:
+        self._argv, self._ranks, self._torchrun, self._logs = argv, ranks, torchrun, logs
+        self._orphans: list[int] = []
+
+    def go_on(self, kills: Sequence[Kill]) -> None:
+        """Start and kill until all kills hit or the run is complete."""
+        left, refusals, starts = list(kills), [], 0
+        try:
+            while len(refusals) < RESTARTS:
+                starts += 1
+                program = Program(self._argv, self._ranks, self._logs / f"output_{starts}", self._torchrun)
+                if left and self._killed(program, left[0]):
+                    left.pop(0)
+                    continue
+                statuses = program.wait()
+                if not any(statuses):
+                    return
+                refusals.append(program.message() or f"status {statuses}, no message:\n{program.text()[-3000:]}")
+            pytest.fail(f"{RESTARTS} restarts failed, the last one: {refusals[-1]}")
+        finally:
+            for pid in self._orphans:
+                send_kill(pid)
+
+    def _killed(self, program: Program, kill: Kill) -> bool:
+        """Wait for the moment and kill; False if the program ended before."""
+        if not self._came(program, kill):
+            return False
+        time.sleep(kill.delay)
+        if program.has_ended():
+            return False
+        trainers = program.trainers()
+        if kill.target == "rank" and trainers:
+            send_kill(trainers[kill.rank % len(trainers)])
+            program.wait()
+        elif kill.target == "torchrun" and program.launcher is not None:
+            # The trainers save and end by themselves, while the restart begins.
+            program.launcher.kill()
+            program.wait()
+            self._orphans += trainers
+        else:
+            program.kill()
+        return True
+
+    def _came(self, program: Program, kill: Kill) -> bool:
+        before = unfinished_saves(self._logs / "run")
+        saves: set[str] = set()
+        deadline = time.monotonic() + 300
+        while kill.after != "start":
+            if program.has_ended():
+                return False
+            if time.monotonic() > deadline:
+                program.kill()
+                pytest.fail("no step and no save in 300 s")
+            if kill.after == "save":
+                new = unfinished_saves(self._logs / "run") - before
+                saves |= {name for name, _ in new if "tmp_step_" in name}
+            done = len(saves) if kill.after == "save" else program.text().count(" | loss ")
+            if done >= kill.count:
+                break
+            time.sleep(0.002)
+        return True
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def check(case: SoakCase, runs: Runs, logs: Path, torchrun: bool) -> None:
+    """All losses take turns, on 1 and on 2 ranks."""
+    rng, losses = case.random(), list_losses()
+    loss, ranks = losses[case.number % len(losses)], 1 + (case.number + case.number // len(losses)) % 2
+    more = () if torchrun else ("--model", SMALL_MODEL)
+    whole = runs.uninterrupted(loss, ranks, *more)
+    kills = [drawn(rng, ranks, torchrun) for _ in range(3)]
+    Victim(runs.argv(logs, loss, ranks, *more), ranks, torchrun, logs).go_on(kills)
+    assert differing(logs / "run", whole) == [], kills
+    assert files_of(logs / "run" / "checkpoints") == files_of(whole / "checkpoints"), kills
+
+
+@pytest.mark.soak(2)
+def test_killed_runs_end_as_uninterrupted_ones(soak_case: SoakCase, runs: Runs, tmp_path: Path) -> None:
+    check(soak_case, runs, tmp_path, torchrun=False)
+
+
+@pytest.mark.soak(0)
+def test_runs_killed_under_torchrun_do_too(soak_case: SoakCase, runs: Runs, tmp_path: Path) -> None:
+    check(soak_case, runs, tmp_path, torchrun=True)
