@@ -10,17 +10,14 @@ step also sorts out which samples were not finite: a dozen operations that are n
 
 import argparse
 import warnings
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
-from _losses import IMAGE_TEXT_LOSSES, prototypes_option
-from _report import write_report
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from openclip_ext.contrastive.loop_checks import CHECKED_CALLS
-from openclip_ext.losses import registry
 
 DEVICES = ("cpu", "meta")
 # Some losses fit their networks in every other step.
@@ -40,15 +37,14 @@ class OperationCount(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def count_operations(name: str, batch_size: int, embed_dim: int, prototypes: int, device: str) -> int:
-    """The largest number of some steps of epoch 1, after those with checks of the loop."""
+def count_operations(name: str, args: argparse.Namespace, device: str) -> int:
+    """Return the largest number of some steps of epoch 1, after those with checks of the loop."""
     random = torch.Generator().manual_seed(0)
-    features = normalize(torch.randn(2, batch_size, embed_dim, generator=random), dim=2).to(device)
+    features = normalize(torch.randn(2, args.batch_size, args.embed_dim, generator=random), dim=2).to(device)
     inputs = [side.clone().requires_grad_() for side in features]
     inputs.append(torch.tensor(1 / 0.07, device=device, requires_grad=True))
-    index = torch.arange(batch_size, device=device)
-    options = prototypes_option(name, prototypes)
-    loss = registry.create_loss(name, embed_dim=embed_dim, num_samples=batch_size, **options).to(device)
+    index = torch.arange(args.batch_size, device=device)
+    loss = harness.create_loss(name, args, args.embed_dim, args.batch_size, device)
     loss.start_epoch(1)
     numbers = []
     with warnings.catch_warnings():
@@ -63,27 +59,15 @@ def count_operations(name: str, batch_size: int, embed_dim: int, prototypes: int
     return max(numbers[CHECKED_CALLS:])
 
 
-def measure(args: argparse.Namespace) -> dict[str, dict[str, int]]:
-    sizes = (args.batch_size, args.embed_dim, args.prototypes)
-    return {name: {device: count_operations(name, *sizes, device) for device in DEVICES} for name in args.losses}
+def measure(args: argparse.Namespace) -> harness.Table:
+    return {name: {device: count_operations(name, args, device) for device in DEVICES} for name in args.losses}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--embed-dim", type=int, default=64)
-    parser.add_argument("--losses", nargs="+", default=IMAGE_TEXT_LOSSES, choices=IMAGE_TEXT_LOSSES)
-    parser.add_argument("--prototypes", type=int, default=1024, help="of the losses that have them")
-    parser.add_argument("--output", type=Path, help="write the numbers as JSON")
-    args = parser.parse_args()
-    results = measure(args)
-    print(f"{'':<14}" + "".join(f"{device:>6}" for device in DEVICES))
-    for name, counts in results.items():
-        print(f"{name:<14}" + "".join(f"{counts[device]:>6}" for device in DEVICES))
-    if args.output is not None:
-        settings = {name: value for name, value in vars(args).items() if name != "output"}
-        write_report(args.output, settings, results)
+    harness.add_losses(parser, prototypes=1024)
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(__doc__, add_arguments, measure)

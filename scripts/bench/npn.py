@@ -14,15 +14,13 @@ import math
 import os
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
+import harness
 import torch
-from _report import hardware, write_report
-from _turns import print_turns, take_turns
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from openclip_ext import compat, distributed
+from openclip_ext import distributed
 from openclip_ext.contrastive.batch import Contrast, LocalBatch
 from openclip_ext.contrastive.minibatch import contrast_minibatch
 from openclip_ext.losses import neuclip
@@ -79,7 +77,13 @@ def make_normalizer(args: argparse.Namespace) -> PrototypeNormalizer:
     ).to(args.device)
 
 
-def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+def measure(args: argparse.Namespace) -> harness.Table:
+    if "WORLD_SIZE" in os.environ:
+        torch.distributed.init_process_group()
+        if args.device == "cuda":
+            args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(args.device)
+    args.ranks = distributed.world_size()
     contrast = make_contrast(args)
     normalizer = make_normalizer(args)
     normalizer.step(contrast)
@@ -89,9 +93,14 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
         "closed form": partial(fit, normalizer, contrast, SHARE_NEVER),
         "autograd": partial(autograd, plain, torch.optim.Adagrad([plain], lr=1.0), contrast, args.updates),
     }
-    if distributed.world_size() > 1:
+    if args.ranks > 1:
         contestants["closed form, in parts"] = partial(fit, normalizer, contrast, SHARE_ALWAYS)
-    return take_turns(contestants, BASELINE, args.rounds, args.device)
+    results = harness.take_turns(contestants, BASELINE, args)
+    flops = 8 * args.batch_size * args.prototypes * args.embed_dim * args.updates
+    for row in results.values():
+        row["gflops"] = flops / row["ms"] / 1e6
+    distributed.shutdown()
+    return results
 
 
 def fit(normalizer: PrototypeNormalizer, contrast: Contrast, min_flops_to_share: float) -> None:
@@ -99,38 +108,12 @@ def fit(normalizer: PrototypeNormalizer, contrast: Contrast, min_flops_to_share:
     normalizer.fit(contrast)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--prototypes", type=int, default=4096)
     parser.add_argument("--embed-dim", type=int, default=512)
     parser.add_argument("--updates", type=int, default=10, help="T_u")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, help="write the numbers as JSON")
-    args = parser.parse_args()
-    if "WORLD_SIZE" in os.environ:
-        torch.distributed.init_process_group()
-        if args.device == "cuda":
-            args.device = f"cuda:{os.environ['LOCAL_RANK']}"
-            torch.cuda.set_device(args.device)
-    compat.set_backends()
-    flops = 8 * args.batch_size * args.prototypes * args.embed_dim * args.updates
-    ranks = distributed.world_size()
-    if distributed.is_master():
-        print(
-            f"{hardware(args.device)}, {ranks} rank(s), load {os.getloadavg()[0]:.1f}; {flops / 1e9:.1f} Gflop a step"
-        )
-    results = measure(args)
-    for row in results.values():
-        row["gflops"] = flops / row["ms"] / 1e6
-    if distributed.is_master():
-        print_turns(results)
-    if args.output is not None and distributed.is_master():
-        settings = {name: value for name, value in vars(args).items() if name != "output"}
-        write_report(args.output, settings, results, args.device, baseline=BASELINE, flops=flops, ranks=ranks)
-    distributed.shutdown()
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(__doc__, add_arguments, measure, baseline=BASELINE)

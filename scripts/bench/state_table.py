@@ -13,21 +13,21 @@ import argparse
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
+import harness
 import numpy as np
 import torch
-from _report import hardware, write_report
-from _turns import Action, peak_mib, seconds, spread
 
 from openclip_ext.state.host_table import chunks
 from openclip_ext.state.sharded_table import ShardedTable
 from openclip_ext.training.table_files import open_table, restore_table, write_table
 
 SIZES = (10**4, 10**6, 10**8)
+PLAIN = "plain"
 _BUFFER = 8 << 20
 
 
@@ -38,81 +38,79 @@ def make_table(num_samples: int, args: argparse.Namespace) -> ShardedTable:
 # --- look-ups --------------------------------------------------------------------------------------------------------
 
 
-class Lookups:
-    """A table of some size and the batches that are looked up in it."""
+def make_lookups(num_samples: int, args: argparse.Namespace) -> harness.Action:
+    """Return what looks up all batches in a table of some size."""
+    random = torch.Generator().manual_seed(num_samples)
+    table = make_table(num_samples, args)
+    batches = [torch.randint(num_samples, (args.batch_size,), generator=random) for _ in range(args.batches)]
+    valid = torch.ones(args.batch_size, dtype=torch.bool)
 
-    def __init__(self, num_samples: int, args: argparse.Namespace) -> None:
-        random = torch.Generator().manual_seed(num_samples)
-        self.table = make_table(num_samples, args)
-        self.batches = [torch.randint(num_samples, (args.batch_size,), generator=random) for _ in range(args.batches)]
-        self.valid = torch.ones(args.batch_size, dtype=torch.bool)
+    def look_up() -> None:
+        for index in batches:
+            table.prefetch(index)
+            table.write(index, table.read(index).nan_to_num(0.0).add(1.0), valid)
+        table.host.finish()
 
-    def seconds(self) -> float:
-        """Of one batch, the mean over all."""
-        start = time.perf_counter()
-        for index in self.batches:
-            self.table.prefetch(index)
-            self.table.write(index, self.table.read(index).nan_to_num(0.0).add(1.0), self.valid)
-        self.table.host.finish()
-        return (time.perf_counter() - start) / len(self.batches)
+    return look_up
 
 
-def measure_lookups(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    lookups = {number: Lookups(number, args) for number in SIZES}
-    first = {number: item.seconds() for number, item in lookups.items()}
-    rounds = [{number: item.seconds() for number, item in lookups.items()} for _ in range(args.rounds)]
-    return {
-        f"{number:.0e}": {
-            "ms": 1000 * statistics.median(seconds[number] for seconds in rounds),
-            **spread([seconds[number] / seconds[SIZES[0]] for seconds in rounds]),
-            "first_ms": 1000 * first[number],
-        }
-        for number in SIZES
-    }
+def measure_lookups(args: argparse.Namespace) -> harness.Table:
+    """Measure the time of a batch; ``first_ms`` is that of batches whose pages are new."""
+    lookups = {f"{number:.0e}": make_lookups(number, args) for number in SIZES}
+    first = {name: harness.seconds(look_up, args) for name, look_up in lookups.items()}
+    results = harness.take_turns(lookups, f"{SIZES[0]:.0e}", args)
+    for name, row in results.items():
+        row["ms"] /= args.batches
+        row["first_ms"] = 1000 * first[name] / args.batches
+    return results
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def measure_checkpoints(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+def measure_checkpoints(args: argparse.Namespace) -> harness.Table:
     table = make_table(args.dense, args)
     for start, stop in chunks(args.dense):
         table.set_rows(start, torch.rand(stop - start, args.columns) + 1)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         ours, plain = Path(folder) / "table.npy", Path(folder) / "plain"
-        rows: dict[str, list[dict[str, float]]] = {"write": [], "restore": []}
-        for _ in range(args.checkpoint_rounds):
-            written = measured(lambda: write_flushed(ours, lambda file: write_table(table, file)))
-            size = ours.stat().st_size
-            rows["write"].append(compared(written, measured(partial(write_plain, plain, size)), size))
-            drop_from_cache(ours)
-            drop_from_cache(plain)
-            restored = measured(lambda: restore_table(make_table(args.dense, args), [open_table(ours)]))
-            rows["restore"].append(compared(restored, measured(lambda: read_plain(plain)), size))
-    return {name: summary(found) for name, found in rows.items()}
+        write_flushed(ours, lambda file: write_table(table, file))
+        size = ours.stat().st_size
+        actions: dict[str, dict[str, harness.Action]] = {
+            "write": {
+                "ours": lambda: write_flushed(ours, lambda file: write_table(table, file)),
+                PLAIN: lambda: write_flushed(plain, partial(write_plain, size=size)),
+            },
+            "restore": {
+                "ours": lambda: restore_table(make_table(args.dense, args), [open_table(ours)]),
+                PLAIN: lambda: np.fromfile(plain, np.uint8),
+            },
+        }
+        return {name: compare(ways, [ours, plain], size, args) for name, ways in actions.items()}
 
 
-def measured(action: Action) -> tuple[float, float]:
-    """Seconds, and by how many MiB the process's memory grew at its largest."""
-    taken: list[float] = []
-    growth = peak_mib(lambda: taken.append(seconds(action, "cpu")), "cpu")
-    return taken[0], growth
-
-
-def compared(ours: tuple[float, float], plain: tuple[float, float], size: int) -> dict[str, float]:
-    return {"throughput": size / ours[0] / 2**20, "ratio": plain[0] / ours[0], "memory": ours[1], "size": size / 2**20}
-
-
-def summary(found: list[dict[str, float]]) -> dict[str, float]:
+def compare(ways: dict[str, harness.Action], files: list[Path], size: int, args: argparse.Namespace) -> harness.Row:
+    """Compare our way with the plain one; the ratio is that of throughputs."""
+    rounds, growth = [], []
+    for _ in range(args.checkpoint_rounds):
+        for file in files:
+            if file.exists():
+                drop_from_cache(file)
+        times: dict[str, float] = {}
+        for name, action in ways.items():
+            grown = harness.peak_mib(lambda: times.update({name: harness.seconds(action, args)}), "cpu")  # noqa: B023
+            growth += [grown] if name != PLAIN else []
+        rounds.append(times)
+    throughputs = [{name: size / taken / 2**20 for name, taken in times.items()} for times in rounds]
     return {
-        "MiB": found[0]["size"],
-        "MiB_per_s": statistics.median(row["throughput"] for row in found),
-        **spread([row["ratio"] for row in found]),
-        "peak_memory_MiB": max(row["memory"] for row in found),
+        "MiB": size / 2**20,
+        "MiB_per_s": statistics.median(found["ours"] for found in throughputs),
+        **harness.compared(throughputs, PLAIN)["ours"],
+        "peak_memory_MiB": max(growth),
     }
 
 
-def write_flushed(path: Path, write: Callable) -> None:
+def write_flushed(path: Path, write: Callable[[BinaryIO], object]) -> None:
     path.unlink(missing_ok=True)
     with open(path, "wb") as file:
         write(file)
@@ -120,18 +118,10 @@ def write_flushed(path: Path, write: Callable) -> None:
         os.fsync(file.fileno())
 
 
-def write_plain(path: Path, size: int) -> None:
+def write_plain(file: BinaryIO, size: int) -> None:
     buffer = os.urandom(_BUFFER)
-
-    def write(file) -> None:
-        for start in range(0, size, _BUFFER):
-            file.write(buffer[: min(_BUFFER, size - start)])
-
-    write_flushed(path, write)
-
-
-def read_plain(path: Path) -> None:
-    np.fromfile(path, np.uint8)
+    for start in range(0, size, _BUFFER):
+        file.write(buffer[: min(_BUFFER, size - start)])
 
 
 def drop_from_cache(path: Path) -> None:
@@ -139,42 +129,20 @@ def drop_from_cache(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-# --- report ----------------------------------------------------------------------------------------------------------
+def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
+    return {"lookups": measure_lookups(args), "checkpoints": measure_checkpoints(args)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--place", choices=["memory", "file"], default="memory", help="where the tables are")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk that is measured")
     parser.add_argument("--columns", type=int, default=2, help="numbers of a sample: 2, or 6 for temperatures")
     parser.add_argument("--batch-size", type=int, default=5120)
     parser.add_argument("--batches", type=int, default=20, help="batches in a block")
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dense", type=int, default=64 * 10**6, help="samples of the table that is saved")
     parser.add_argument("--checkpoint-rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="write the numbers as JSON")
-    args = parser.parse_args()
-    print(f"{hardware()}, load {os.getloadavg()[0]:.1f}")
-    lookups = measure_lookups(args)
-    print(f"{'samples':<10}{'ms':>8}{'ratio':>8}{'min':>8}{'max':>8}{'first ms':>10}")
-    for name, row in lookups.items():
-        print(
-            f"{name:<10}{row['ms']:>8.3f}{row['ratio']:>8.2f}{row['ratio_min']:>8.2f}{row['ratio_max']:>8.2f}"
-            f"{row['first_ms']:>10.3f}"
-        )
-    checkpoints = measure_checkpoints(args)
-    print(f"\n{'':<10}{'MiB':>8}{'MiB/s':>8}{'ratio':>8}{'min':>8}{'max':>8}{'peak MiB':>10}")
-    for name, row in checkpoints.items():
-        print(
-            f"{name:<10}{row['MiB']:>8.0f}{row['MiB_per_s']:>8.0f}{row['ratio']:>8.2f}{row['ratio_min']:>8.2f}"
-            f"{row['ratio_max']:>8.2f}{row['peak_memory_MiB']:>10.1f}"
-        )
-    if args.output is not None:
-        settings = {name: value for name, value in vars(args).items() if name != "output"}
-        results = {"lookups": lookups, "checkpoints": checkpoints}
-        baseline = {"lookups": f"{SIZES[0]:.0e} samples", "checkpoints": "a plain write or read of the same bytes"}
-        write_report(args.output, settings, results, baseline=baseline)
 
 
 if __name__ == "__main__":
-    main()
+    baseline = {"lookups": f"{SIZES[0]:.0e} samples", "checkpoints": "a plain write or read of the same bytes"}
+    harness.main(__doc__, add_arguments, measure, baseline=baseline)

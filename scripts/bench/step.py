@@ -8,19 +8,14 @@ saw the same machine. On a busy one, --cpu-time compares processor time. Options
 """
 
 import argparse
-import os
 from functools import partial
-from pathlib import Path
 
+import harness
 import open_clip
 import torch
-from _losses import IMAGE_TEXT_LOSSES, prototypes_option
-from _report import hardware, write_report
-from _turns import CLOCKS, peak_mib, print_turns, take_turns
 from torch import nn
 
 from openclip_ext import compat
-from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.optimizer import OptimizerConfig, create_optimizer
 from openclip_ext.training.step import Batch, StepSettings, TrainStep
@@ -29,24 +24,22 @@ BASELINE = "openclip"
 NUM_SAMPLES = 20_000
 
 
-def contestant(loss_name: str, args: argparse.Namespace, device: torch.device) -> TrainStep:
+def contestant(loss_name: str, args: argparse.Namespace) -> TrainStep:
     torch.manual_seed(0)
+    device = torch.device(args.device)
     start = {"init_logit_scale": 2.3, "init_logit_bias": -10.0} if loss_name == "siglip" else {}
     model = open_clip.create_model(args.model, output_dict=True, device=device, **start).train()
-    width = compat.embedding_dim(args.model, model)
-    options = prototypes_option(loss_name, args.prototypes)
-    loss = registry.create_loss(loss_name, embed_dim=width, num_samples=NUM_SAMPLES, **options).to(device)
+    loss = harness.create_loss(loss_name, args, compat.embedding_dim(args.model, model), NUM_SAMPLES, device)
     if not loss.learns_logit_scale:
         model.logit_scale.requires_grad_(False)
     config = OptimizerConfig(name="adamw", lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.98, eps=1e-6)
     optimizer = create_optimizer(model, config, loss.logit_scale_lr, loss.model_head())
-    settings = StepSettings(
-        device, open_clip.get_input_dtype(args.precision), compat.autocast_context(args.precision, device)
-    )
+    autocast = compat.autocast_context(args.precision, device)
+    settings = StepSettings(device, open_clip.get_input_dtype(args.precision), autocast)
     return TrainStep(model, loss, optimizer, settings)
 
 
-def make_batches(model: nn.Module, args: argparse.Namespace, device: torch.device, count: int = 4) -> list[Batch]:
+def make_batches(model: nn.Module, args: argparse.Namespace, count: int = 4) -> list[Batch]:
     generator = torch.Generator().manual_seed(0)
     size = model.visual.image_size
     height, width = size if isinstance(size, tuple) else (size, size)
@@ -59,22 +52,22 @@ def make_batches(model: nn.Module, args: argparse.Namespace, device: torch.devic
             "text": text,
             "index": torch.randint(0, NUM_SAMPLES, (args.batch_size,), generator=generator),
         }
-        batches.append({key: value.to(device) for key, value in batch.items()})
+        batches.append({key: value.to(args.device) for key, value in batch.items()})
     return batches
 
 
-def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    device = torch.device(args.device)
+def measure(args: argparse.Namespace) -> harness.Table:
+    add_model_configs()
     names = [BASELINE, *[name for name in args.losses if name != BASELINE]]
-    contestants = {name: contestant(name, args, device) for name in names}
-    batches = make_batches(contestants[BASELINE].model, args, device)
+    contestants = {name: contestant(name, args) for name in names}
+    batches = make_batches(contestants[BASELINE].model, args)
     block = [batches[number % len(batches)] for number in range(args.steps)]
     blocks = {name: partial(run, step, block) for name, step in contestants.items()}
-    results = take_turns(blocks, BASELINE, args.rounds, args.device, CLOCKS[args.cpu_time])
+    results = harness.take_turns(blocks, BASELINE, args)
     for name, step in contestants.items():
         results[name]["ms"] /= len(block)
         if args.device.startswith("cuda"):  # on the CPU the allocator's own habits are larger than what differs
-            results[name]["peak_mib"] = peak_mib(partial(run, step, block[:1]), args.device)
+            results[name]["peak_mib"] = harness.peak_mib(partial(run, step, block[:1]), args.device)
     return results
 
 
@@ -83,28 +76,13 @@ def run(step: TrainStep, batches: list[Batch]) -> None:
         step([batch])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo-resnet")
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--losses", nargs="+", default=IMAGE_TEXT_LOSSES, choices=IMAGE_TEXT_LOSSES)
-    parser.add_argument("--prototypes", type=int, default=4096, help="of the losses that have them")
     parser.add_argument("--steps", type=int, default=20, help="steps in a block")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--cpu-time", action="store_true", help="processor time instead of wall-clock time")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--output", type=Path, help="write the numbers as JSON")
-    args = parser.parse_args()
-    add_model_configs()
-    compat.set_backends()
-    print(f"{hardware(args.device)}, load {os.getloadavg()[0]:.1f}")
-    results = measure(args)
-    print_turns(results)
-    if args.output is not None:
-        settings = {name: value for name, value in vars(args).items() if name != "output"}
-        write_report(args.output, settings, results, args.device, baseline=BASELINE)
+    harness.add_losses(parser, prototypes=4096)
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(__doc__, add_arguments, measure, baseline=BASELINE)

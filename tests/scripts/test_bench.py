@@ -1,0 +1,114 @@
+"""The benchmarks run, and their tables and reports have a row for everything; what they measure is not looked at."""
+
+import argparse
+import json
+import logging
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.eval import datasets
+
+BENCH = Path(__file__).parents[2] / "scripts" / "bench"
+CASES = {
+    "losses": "--batch-sizes 8 --embed-dim 4 --losses fastclip neuclip",
+    "npn": "--batch-size 4 --prototypes 6 --embed-dim 4 --updates 2",
+    "step": "--batch-size 4 --steps 1 --losses neuclip --prototypes 8",
+    "state_table": "--batch-size 8 --batches 1 --dense 1000 --checkpoint-rounds 1",
+    "evaluation": f"--model {datasets.TINY_MODEL} --tasks cifar10 imagenet-a wilds/fmow --scale 3000 --repeats 1 --workers 1",
+}
+ROWS = {
+    "losses": {"8": {"ClipLoss", "fastclip", "neuclip"}},
+    "npn": {"": {"matrix products", "closed form", "autograd"}},
+    "step": {"": {"openclip", "neuclip"}},
+    "state_table": {"lookups": {"1e+04", "1e+06", "1e+08"}, "checkpoints": {"write", "restore"}},
+    "evaluation": {title: {"upstream", "ours"} for title in ("whole", "without loading the model", "seconds")},
+}
+# Operations of a step at most, on a CPU and on other devices; what docs/performance.md says, and some more.
+MOST_OPERATIONS = {
+    "fastclip": (135, 149),
+    "sogclr": (110, 130),
+    "isogclr": (160, 195),
+    "tempnet": (235, 255),
+    "amorlip": (150, 150),
+    "queueclip": (190, 190),
+    "neuclip": (450, 475),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Makes the configuration of the tiny model known."""
+    datasets.tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def run_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Any:
+    """A function that runs a benchmark and returns its report and what it printed."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.setattr(logging.root, "level", logging.root.level)  # a benchmark silences the libraries
+
+    def run(name: str, *arguments: str) -> tuple[dict[str, Any], str]:
+        output = tmp_path / "results.json"
+        argv = [f"{name}.py", *arguments, "--rounds", "1", "--device", "cpu", "--output", str(output)]
+        monkeypatch.setattr(sys, "argv", argv)
+        runpy.run_path(str(BENCH / f"{name}.py"), run_name="__main__")
+        report = json.loads(output.read_text())
+        assert {"settings", "hardware", "versions", "load"} <= report.keys()
+        return report, capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_benchmark_prints_and_writes_its_rows(name: str, run_benchmark: Any, tiny_model: None, tmp_path: Path) -> None:
+    more = ["--folder", str(tmp_path)] if name == "state_table" else []
+    report, printed = run_benchmark(name, *CASES[name].split(), *more)
+    tables = {"": report["results"]} if "" in ROWS[name] else report["results"]
+    assert {title: set(table) for title, table in tables.items()} == ROWS[name]
+    assert "baseline" in report
+    for title, table in tables.items():
+        assert title in printed
+        for row, numbers in table.items():
+            assert row in printed
+            assert numbers.get("ratio_min", 0) <= numbers.get("ratio", 1) <= numbers.get("ratio_max", 1)
+
+
+def test_both_ways_of_fitting_prototypes_end_in_the_same_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    npn = runpy.run_path(str(BENCH / "npn.py"))
+    args = argparse.Namespace(batch_size=6, prototypes=5, embed_dim=4, updates=3, device="cpu")
+    # In float64: AdaGrad's first step is the gradient's sign.
+    contrast, normalizer = npn["make_contrast"](args, torch.float64), npn["make_normalizer"](args).double()
+    normalizer.prototypes.copy_(torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0)))
+    plain = torch.nn.Parameter(normalizer.prototypes.clone())
+    normalizer.fit(contrast)
+    npn["autograd"](plain, torch.optim.Adagrad([plain], lr=1.0), contrast, args.updates)
+    torch.testing.assert_close(normalizer.prototypes, plain.detach(), rtol=1e-8, atol=1e-8)
+
+
+def test_a_step_consists_of_few_operations(run_benchmark: Any) -> None:
+    report, _ = run_benchmark("kernels", "--losses", *MOST_OPERATIONS, "--prototypes", "128")
+    for name, most in MOST_OPERATIONS.items():
+        found = report["results"][name]
+        assert (found["cpu"] <= most[0], found["meta"] <= most[1]) == (True, True), (name, found)
+
+
+def test_a_part_of_a_gpu_day_that_fails_stops_no_other(tmp_path: Path) -> None:
+    """``npn`` takes no such device, ``step-rn50`` no second at all."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *npn*) exit 3 ;; *step*) sleep 60 ;; *) echo "$@" ;; esac\n')
+    python.chmod(0o755)
+    command = ["bash", str(BENCH / "gpu.sh"), str(tmp_path / "out"), "npn", "step-rn50", "tests", "losses"]
+    environment = {**os.environ, "PYTHON": str(python), "PART_SECONDS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout.splitlines()[-1] == "failed or too slow: npn step-rn50"
+    assert "--output" in (tmp_path / "out" / "losses.log").read_text()
+    tests = (tmp_path / "out" / "tests.log").read_text()
+    assert "-m gpu" in tests and "tests/losses/test_precision.py" in tests and "test_recipes" not in tests
