@@ -1,10 +1,11 @@
 # shellcheck shell=bash
 # Sourced by the other scripts. Goes to the clone's root and sets $python, the interpreter of the virtual environment in
-# .venv, which has this package installed in place with all extras. The first call makes the environment. Later calls take
-# a fraction of a second, unless requirements.txt or pyproject.toml changed.
+# .venv, which has this package installed in place with the extras that the other script names in $extras, such as
+# "eval,plot". The first call makes the environment; a script that needs more adds it. Later calls take a fraction of a
+# second, unless requirements.txt or pyproject.toml changed.
 #
-# PYTHON names the interpreter that makes the environment (default: python3), and EXTRAS the extras (default: all). pip obeys
-# its own PIP_* variables.
+# PYTHON names the interpreter that makes the environment (default: python3), and EXTRAS further extras. pip obeys its own
+# PIP_* variables.
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 cd -- "$root" || exit
@@ -28,8 +29,15 @@ environment_fingerprint() {
   } | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 
+# The extras that are wanted and those that are installed, sorted, with commas between them.
+all_extras() {
+  { tr ',' '\n' <<<"${extras:-},${EXTRAS:-}"; cat .venv/.extras 2>/dev/null || true; } | sort -u | sed '/^$/d' | paste -sd, -
+}
+
+# .installed has the fingerprint, and .extras the extras, one a line.
 environment_is_ready() {
-  [[ -x "$python" && -f .venv/.installed && "$(cat .venv/.installed)" == "$(environment_fingerprint)" ]]
+  [[ -x "$python" && -f .venv/.installed && "$(cat .venv/.installed)" == "$(environment_fingerprint)" ]] &&
+    [[ "$(all_extras)" == "$(paste -sd, .venv/.extras 2>/dev/null)" ]]
 }
 
 make_environment() {
@@ -42,8 +50,12 @@ make_environment() {
     "$base" -m venv .venv || fail "$base cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)"
   fi
   say "Installing openclip_ext and its dependencies (the first time about 5 GB, most of it PyTorch)"
-  "$python" -m pip install -e ".[${EXTRAS:-eval,plot,integrations,test}]" ||
+  local wanted
+  wanted="$(all_extras)"
+  # Python compiles what it imports: all 15,000 files of PyTorch and the others would take longer than the first imports.
+  "$python" -m pip install --no-compile -e ".[$wanted]" ||
     fail "installation failed; see pip's message above. Run the script again to continue"
+  tr ',' '\n' <<<"$wanted" >.venv/.extras
   environment_fingerprint >.venv/.installed
 }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
 SHELL_SCRIPTS = [*sorted(SCRIPTS.rglob("*.sh")), ROOT / ".ci" / "run"]
 
@@ -28,7 +28,7 @@ def clone(tmp_path):
     (tmp_path / "scripts").mkdir()
     shutil.copy(SCRIPTS / "_environment.sh", tmp_path / "scripts")
     (tmp_path / "scripts" / "use.sh").write_text(
-        'set -euo pipefail\nsource "$(dirname -- "${BASH_SOURCE[0]}")/_environment.sh"\necho "ready in $PWD"\n'
+        'set -euo pipefail\nextras="$1"\nsource "$(dirname -- "$0")/_environment.sh"\necho "ready in $PWD"\n'
     )
     (tmp_path / "requirements.txt").write_text("torch\n")
     (tmp_path / "pyproject.toml").write_text("")
@@ -47,8 +47,8 @@ esac
     return tmp_path
 
 
-def use(clone, **environment):
-    command = ["bash", str(clone / "scripts" / "use.sh")]
+def use(clone, extras="plot", **environment):
+    command = ["bash", str(clone / "scripts" / "use.sh"), extras]
     settings = {**os.environ, "PYTHON": str(clone / "python-stub"), **environment}
     return subprocess.run(command, env=settings, cwd="/", capture_output=True, text=True)
 
@@ -60,12 +60,19 @@ def installs(clone):
 def test_the_environment_is_made_once_and_again_when_requirements_change(clone):
     first = use(clone)
     assert first.returncode == 0 and f"ready in {clone}" in first.stdout, first.stderr
-    assert installs(clone) == ["-m pip install -e .[eval,plot,integrations,test]"]
+    assert installs(clone) == ["-m pip install --no-compile -e .[plot]"]
     assert "Installing" not in use(clone).stdout
     assert len(installs(clone)) == 1
     (clone / "requirements.txt").write_text("torch>=2.6\n")
     assert use(clone).returncode == 0
     assert len(installs(clone)) == 2
+
+
+def test_a_script_that_needs_more_adds_it_and_no_script_takes_it_away(clone):
+    assert use(clone, "plot").returncode == 0
+    assert use(clone, "test,plot", EXTRAS="eval").returncode == 0
+    assert use(clone, "plot").returncode == use(clone, "eval,test").returncode == 0
+    assert installs(clone) == ["-m pip install --no-compile -e .[plot]", "-m pip install -e .[eval,plot,test]"]
 
 
 def test_a_failed_installation_stops_the_script_and_is_tried_again(clone):

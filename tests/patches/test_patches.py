@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-PATCHES = sorted((Path(__file__).parents[1] / "patches").glob("*.patch"))
+PATCHES = sorted((Path(__file__).parents[2] / "patches").glob("*.patch"))
 PATCHED_VERSION = "3.3.0"
 SHARDS, PER_SHARD = 4, 6
 
@@ -163,7 +163,7 @@ def report(patched, dataset, tmp_path_factory):
     (folder / "commands.json").write_text(
         json.dumps({name: [*argv, "--name", name] for name, argv in commands.items()})
     )
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{patched}:{root}", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [sys.executable, "driver.py", "commands.json", "report.json"],

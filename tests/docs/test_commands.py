@@ -10,7 +10,7 @@ from torch.distributed.run import get_args_parser
 import openclip_ext
 from openclip_ext.training.flags import parse
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "patches").glob("*.md")])
 MODULE = "openclip_ext.training.main"
 TRAINERS = ([MODULE], ["openclip-ext", "train"])
