@@ -7,13 +7,23 @@ import pytest
 from tests import soak
 
 
+@pytest.hookimpl(tryfirst=True)  # before -k and -m leave something out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark every test whose file, function or case is a line of the list."""
-    slow = set(Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").splitlines())
+    """Mark every test whose file, function or case is a line of the list; of the whole suite, each line must name one."""
+    lines = Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").splitlines()
+    slow = {line for line in lines if not line.startswith("#")}
+    found = set()
     for item in items:
         file, test = item.nodeid.split("::", 1)
-        if slow & {file, item.nodeid, f"{file}::{test.partition('[')[0]}"}:
+        named = slow & {file, item.nodeid, f"{file}::{test.partition('[')[0]}"}
+        found |= named
+        if named:
             item.add_marker(pytest.mark.slow)
+    if config.args_source == pytest.Config.ArgsSource.TESTPATHS and slow > found:
+        names = ", ".join(sorted(slow - found))
+        raise pytest.UsageError(
+            f"tests/slow.txt names what is no test (any more): {names}. Correct or remove the lines"
+        )
     if hasattr(config, "workerinput"):
         # pytest-xdist hands out whole files in this order: one that takes long must not be the last.
         slow_files = {line.partition("::")[0] for line in slow}

@@ -72,7 +72,10 @@ def test_a_script_that_needs_more_adds_it_and_no_script_takes_it_away(clone):
     assert use(clone, "plot").returncode == 0
     assert use(clone, "test,plot", EXTRAS="eval").returncode == 0
     assert use(clone, "plot").returncode == use(clone, "eval,test").returncode == 0
-    assert installs(clone) == ["-m pip install --no-compile -e .[plot]", "-m pip install -e .[eval,plot,test]"]
+    assert installs(clone) == [
+        "-m pip install --no-compile -e .[plot]",
+        "-m pip install --no-compile -e .[eval,plot,test]",
+    ]
 
 
 def test_a_failed_installation_stops_the_script_and_is_tried_again(clone):
@@ -99,12 +102,3 @@ def test_shell_scripts_parse(script):
 def test_samples_are_drawn(tmp_path):
     load("plot_samples").main(["--output", str(tmp_path / "samples.png"), "--split", "test"])
     assert Image.open(tmp_path / "samples.png").width > 800
-
-
-def test_the_list_of_slow_tests_names_tests():
-    lines = (ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines()
-    for line in lines:
-        if not line.startswith("#"):
-            file, _, test = line.partition("::")
-            source = (ROOT / file).read_text(encoding="utf-8")
-            assert f"def {test.partition('[')[0]}(" in source if test else "def test_" in source, line
