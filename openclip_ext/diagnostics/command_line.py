@@ -1,4 +1,4 @@
-"""Shared by the diagnostics' command lines."""
+"""What the diagnostics' command lines share."""
 
 import argparse
 import contextlib
@@ -49,24 +49,6 @@ def count(text: str) -> int:
     if value < 1 or value != int(value):
         raise argparse.ArgumentTypeError(f"{text}: expected a positive whole number")
     return int(value)
-
-
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of :func:`openclip_ext.diagnostics.finished_run.load_run`."""
-    parser.add_argument("run", metavar="RUN_FOLDER", help="LOGS/NAME, as training wrote it")
-    parser.add_argument(
-        "--checkpoint", default="latest", help="name of a file in its checkpoints/, or latest (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--train-data", default=None, help="the training data, where they are no longer where they were"
-    )
-    parser.add_argument(
-        "--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s"
-    )
-    parser.add_argument("--workers", type=int, default=None, help="processes that read images (default: the run's)")
-    parser.add_argument(
-        "--batch-size", type=count, default=None, help="images embedded at a time (default: the run's --batch-size)"
-    )
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ In Python, of any loss of :func:`openclip_ext.create_loss` and embeddings of one
 
 import argparse
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -276,19 +275,22 @@ def main(argv: list[str]) -> None:
         UsageError: there is no such run or checkpoint, its state or its training data are gone, or its loss has no
             normalizers.
     """
-    from openclip_ext.diagnostics.finished_run import embed_training_set, load_run
+    from openclip_ext.diagnostics.finished_run import add_run_arguments, embed_training_set, open_run
 
-    args = _parser().parse_args(argv)
-    if args.anchors < 1:
-        _parser().error(f"--anchors is {args.anchors}, must be at least 1")
-    run = load_run(
-        Path(args.run), args.checkpoint, torch.device(args.device), args.train_data, args.workers, args.batch_size
+    parser = argparse.ArgumentParser(
+        prog="openclip-ext estimation-error",
+        description="How far a run's log-normalizers are from the exact ones over the whole training set.",
     )
+    add_run_arguments(parser)
+    parser.add_argument(
+        "--anchors", type=command_line.count, default=DEFAULT_ANCHORS, help="samples to compare (default: %(default)s)"
+    )
+    parser.add_argument("--json", default=None, metavar="FILE", help="also write the result here")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample of anchors (default: %(default)s)")
+    args = parser.parse_args(argv)
+    run = open_run(args)
     refuse_without_normalizers(run.loss)
-    batches = math.ceil(run.num_samples / run.loader.batch_size)
-    embeddings = embed_training_set(
-        run, partial(command_line.progress_bar, desc="embedding", unit="batch", total=batches)
-    )
+    embeddings = embed_training_set(run)
     result = measure(
         run.loss,
         embeddings.image,
@@ -304,27 +306,8 @@ def main(argv: list[str]) -> None:
     if run.num_samples > result.samples:
         print(f"{run.num_samples - result.samples:,} samples are left out by the manifest or do not decode")
     if args.json:
-        about = {
-            "run": str(run.folder),
-            "checkpoint": run.checkpoint.name,
-            "loss": run.loss_name,
-            "step": run.step,
-        }
+        about = {"run": str(run.folder), "checkpoint": run.checkpoint.name, "loss": run.loss_name, "step": run.step}
         Path(args.json).write_text(json.dumps(about | asdict(result), indent=2) + "\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="openclip-ext estimation-error",
-        description="How far a run's log-normalizers are from the exact ones over the whole training set.",
-    )
-    command_line.add_run_arguments(parser)
-    parser.add_argument(
-        "--anchors", type=int, default=DEFAULT_ANCHORS, help="samples to compare (default: %(default)s)"
-    )
-    parser.add_argument("--json", default=None, metavar="FILE", help="also write the result here")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample of anchors (default: %(default)s)")
-    return parser
 
 
 if __name__ == "__main__":

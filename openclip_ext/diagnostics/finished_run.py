@@ -1,6 +1,7 @@
 """Load a finished run from its folder: model, loss and training data."""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from openclip_ext.data.build import build_source
 from openclip_ext.data.eval_loader import EvalLoader, SourcePass
 from openclip_ext.data.source import Source
 from openclip_ext.data.spec import DataSpec
-from openclip_ext.diagnostics.command_line import without_warnings
+from openclip_ext.diagnostics import command_line
 from openclip_ext.losses import registry
 from openclip_ext.losses.options import PLACEMENT_OPTIONS
 from openclip_ext.model_configs import add_model_configs
@@ -77,6 +78,37 @@ class Embeddings:
     logit_scale: float
 
 
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say which run :func:`open_run` opens, and how."""
+    parser.add_argument("run", type=Path, metavar="RUN_FOLDER", help="LOGS/NAME, as training wrote it")
+    parser.add_argument(
+        "--checkpoint", default="latest", help="name of a file in its checkpoints/, or latest (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--train-data", default=None, help="the training data, where they are no longer where they were"
+    )
+    parser.add_argument(
+        "--device",
+        type=command_line.device,
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: %(default)s",
+    )
+    parser.add_argument("--workers", type=int, default=None, help="processes that read images (default: the run's)")
+    parser.add_argument(
+        "--batch-size",
+        type=command_line.count,
+        default=None,
+        help="images embedded at a time (default: the run's --batch-size)",
+    )
+
+
+def open_run(args: argparse.Namespace) -> FinishedRun:
+    """Load the run that the arguments of :func:`add_run_arguments` name."""
+    return load_run(
+        args.run, args.checkpoint, torch.device(args.device), args.train_data, args.workers, args.batch_size
+    )
+
+
 def load_run(
     folder: Path,
     checkpoint: str = "latest",
@@ -103,7 +135,7 @@ def load_run(
     loaded = _read_checkpoint(folder / "checkpoints", checkpoint)
     flags = config["flags"]
     settings = model_settings(flags)
-    with without_warnings():
+    with command_line.without_warnings():
         model, _, preprocess = settings.create(device)
     ckpt.load_model(model, loaded.model_file["state_dict"], loaded.path)
     spec = DataSpec.of_training(flags)
@@ -151,19 +183,6 @@ def load_run(
     )
 
 
-def embed_training_set(
-    run: FinishedRun, progress: Callable[[Iterable], Iterable] = iter, folder: Path | None = None
-) -> Embeddings:
-    """Embed the training set once, without augmentation, in the precision of the run.
-
-    Args:
-        run: model and data.
-        progress: wraps the batches, to show how far it is.
-        folder: where the embeddings lie, in memory-mapped files; None: in host memory.
-    """
-    return embed(run.model, progress(run.loader), run.precision, run.device, run.num_samples, folder)
-
-
 @torch.no_grad()
 def embed(
     model: nn.Module,
@@ -178,7 +197,7 @@ def embed(
     Args:
         model, batches, precision, device: what to embed, and how.
         rows: at most so many samples.
-        folder: as in :func:`embed_training_set`.
+        folder: where the embeddings lie, in memory-mapped files; None: in host memory.
     """
     autocast = compat.autocast_context(precision, device)
     input_dtype = open_clip.get_input_dtype(precision)
@@ -202,14 +221,18 @@ def embed(
     return Embeddings(tables[0][:count], tables[1][:count], index[:count], output["logit_scale"].item())
 
 
-def stored_embeddings(run: FinishedRun, folder: Path, progress: Callable[[Iterable], Iterable] = iter) -> Embeddings:
-    """The embeddings of the training set from a folder, which are computed if they are not there yet.
+def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddings:
+    """Embed the training set once, without augmentation, in the precision of the run; show the progress.
 
     Args:
         run: model and data.
-        folder: made if need be; its files are mapped, not read.
-        progress: as in :func:`embed_training_set`.
+        folder: where the embeddings lie in memory-mapped files, which are made unless they are there from a former call;
+            None: in host memory.
     """
+    batches = math.ceil(run.source.num_kept / run.loader.batch_size)
+    progress = command_line.progress_bar(run.loader, desc="embedding", unit="batch", total=batches)
+    if folder is None:
+        return embed(run.model, progress, run.precision, run.device, run.num_samples)
     of = {"model": ckpt.checksum(run.checkpoint), "data": run.source.digest, "shape": [run.num_samples, run.embed_dim]}
     about_file = folder / "embeddings.json"
     about = json.loads(about_file.read_text()) if about_file.is_file() else {}
@@ -222,7 +245,7 @@ def stored_embeddings(run: FinishedRun, folder: Path, progress: Callable[[Iterab
         return Embeddings(image[:rows], text[:rows], index[:rows], about["logit_scale"])
     folder.mkdir(parents=True, exist_ok=True)
     about_file.unlink(missing_ok=True)
-    embeddings = embed_training_set(run, progress, folder)
+    embeddings = embed(run.model, progress, run.precision, run.device, run.num_samples, folder)
     about = {"of": of, "rows": len(embeddings.index), "logit_scale": embeddings.logit_scale}
     about_file.write_text(json.dumps(about) + "\n")
     return embeddings

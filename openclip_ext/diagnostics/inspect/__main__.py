@@ -2,9 +2,7 @@
 
 import argparse
 import logging
-import math
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,13 @@ from openclip_ext.data.manifest import Manifest
 from openclip_ext.data.shards import ShardSource
 from openclip_ext.data.source import Source
 from openclip_ext.diagnostics import command_line
-from openclip_ext.diagnostics.finished_run import Embeddings, FinishedRun, load_run, stored_embeddings
+from openclip_ext.diagnostics.finished_run import (
+    Embeddings,
+    FinishedRun,
+    add_run_arguments,
+    embed_training_set,
+    open_run,
+)
 from openclip_ext.diagnostics.inspect import report
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
 from openclip_ext.diagnostics.inspect.report import Inspection
@@ -37,25 +41,19 @@ def main(argv: list[str]) -> None:
     thresholds = Thresholds(**{field.name: getattr(args, field.name) for field in fields(Thresholds)})
     if bool(leave_out) != (args.write_manifest is not None):
         raise UsageError("--leave-out says what, and --write-manifest where to: give both or none")
-    if args.anchors < 2:
-        raise UsageError(f"--anchors is {args.anchors}, must be at least 2")
+    if args.anchors < 2 or args.show < 0:
+        raise UsageError(f"--anchors {args.anchors}, --show {args.show}: expected at least 2 and at least 0")
     _check_target(args.write_manifest)
-    if not args.deviations >= 0 or args.show < 0:
-        raise UsageError(f"--deviations {args.deviations:g}, --show {args.show}: expected 0 or more")
-    device = torch.device(args.device)
-    run = load_run(Path(args.run), args.checkpoint, device, args.train_data, args.workers, args.batch_size)
+    run = open_run(args)
     if run.loss.views > 1:
         raise UsageError(f"{run.loss_name} was trained on images alone: nothing is known of the captions")
     manifest = _manifest_to_change(run.source, Path(args.write_manifest)) if leave_out else None
-    folder = Path(args.output) if args.output else run.folder / "inspect"
+    folder = args.output or run.folder / "inspect"
 
-    batches = math.ceil(run.source.num_kept / run.loader.batch_size)
-    embeddings = stored_embeddings(
-        run, folder, partial(command_line.progress_bar, desc="embedding", unit="batch", total=batches)
-    )
+    embeddings = embed_training_set(run, folder)
     anchors = _draw_anchors(len(embeddings.index), args.anchors, args.seed)
-    difficulty, is_stored = log_normalizers(run.loss, embeddings, anchors, device)
-    by_row = find(embeddings, anchors, difficulty, thresholds, device)
+    difficulty, is_stored = log_normalizers(run.loss, embeddings, anchors, run.device)
+    by_row = find(embeddings, anchors, difficulty, thresholds, run.device)
     found = {name: _by_index(rows, embeddings.index.numpy(), name in PAIRS) for name, rows in by_row.items()}
     about = _about(run, embeddings, len(anchors), is_stored)
     inspection = Inspection(about, thresholds, found, report.read_samples(run.source, report.shown_indices(found)))
@@ -73,7 +71,7 @@ def main(argv: list[str]) -> None:
 
 
 def _check_target(manifest: str | None) -> None:
-    """Whether the file can be written, before the long work."""
+    """Raise UsageError unless the file can be written, before the long work."""
     if manifest is None:
         return
     if not Path(manifest).parent.is_dir():
@@ -85,7 +83,7 @@ def _check_target(manifest: str | None) -> None:
 
 
 def _categories(text: str | None) -> tuple[str, ...]:
-    """Names separated by commas; ``misfits`` is both of them."""
+    """Split names at commas; ``misfits`` is both kinds."""
     names = [name.strip() for name in (text or "").split(",") if name.strip()]
     names = [part for name in names for part in (_MISFITS if name == "misfits" else [name])]
     unknown = [name for name in names if name not in DEFINITIONS]
@@ -110,7 +108,7 @@ def _draw_anchors(rows: int, anchors: int, seed: int) -> Tensor:
 
 
 def _by_index(found: Found, index: np.ndarray, is_pair: bool) -> Found:
-    """Global indices instead of rows; of pairs the smaller one first."""
+    """Replace rows by global indices; of pairs the smaller one comes first."""
     sample = index[found.sample]
     if found.partner is None:
         return replace(found, sample=sample)
@@ -171,13 +169,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="openclip-ext inspect",
         description="Duplicates, false negatives, misfits, hard and easy samples in the training data of a run.",
     )
-    command_line.add_run_arguments(parser)
-    parser.add_argument(
-        "--output",
-        default=None,
-        metavar="FOLDER",
-        help="for what is written (default: RUN_FOLDER/inspect)",
-    )
+    add_run_arguments(parser)
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="to write to (default: RUN_FOLDER/inspect)")
     parser.add_argument(
         "--leave-out",
         default=None,
@@ -194,21 +187,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--show", type=int, default=30, help="of each category on the page (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the anchors (default: %(default)s)")
     thresholds = parser.add_argument_group("thresholds")
-    for name, text in _THRESHOLD_HELP.items():
-        default = getattr(Thresholds, name)
-        flag = "--" + name.replace("_", "-")
-        thresholds.add_argument(flag, type=type(default), default=default, help=f"{text} (default: %(default)s)")
+    for option in fields(Thresholds):
+        flag, text = "--" + option.name.replace("_", "-"), f"{option.metadata['help']} (default: %(default)s)"
+        thresholds.add_argument(flag, type=type(option.default), default=option.default, help=text)
     return parser
-
-
-_THRESHOLD_HELP = {
-    "duplicate_image": "smallest cosine similarity of duplicate images",
-    "duplicate_caption": "smallest cosine similarity of duplicate captions",
-    "false_negative_quantile": "quantile of the own pairs' similarities that a false negative reaches; 0: no such limit",
-    "deviations": "standard deviations from the median to the best similarity of a misfit",
-    "extremes": "number of the hardest samples, and of the easiest",
-    "max_pairs": "pairs of a category to list, the most similar ones; all are counted",
-}
 
 
 if __name__ == "__main__":

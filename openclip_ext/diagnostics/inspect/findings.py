@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,24 +39,22 @@ DEFINITIONS = {
 PAIRS = tuple(DEFINITIONS)[:4]
 
 
+def _threshold(default: float, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True)
 class Thresholds:
-    """What the definitions leave open.
+    """What the definitions leave open; the metadata of a field has its help, and its flag has its name."""
 
-    Attributes:
-        duplicate_image, duplicate_caption: smallest cosine similarity of duplicates.
-        false_negative_quantile: quantile of the own pairs' similarities that a false negative reaches; 0: no such limit.
-        deviations: how far below the median a misfit's best similarity lies.
-        extremes: number of the hardest and of the easiest samples.
-        max_pairs: pairs of a category that are listed, the most similar ones; all are counted.
-    """
-
-    duplicate_image: float = 0.98
-    duplicate_caption: float = 0.98
-    false_negative_quantile: float = 0.9
-    deviations: float = 3.0
-    extremes: int = 100
-    max_pairs: int = 10_000
+    duplicate_image: float = _threshold(0.98, "smallest cosine similarity of duplicate images")
+    duplicate_caption: float = _threshold(0.98, "smallest cosine similarity of duplicate captions")
+    false_negative_quantile: float = _threshold(
+        0.9, "quantile of the own pairs' similarities that a false negative reaches; 0: no such limit"
+    )
+    deviations: float = _threshold(3.0, "standard deviations from the median to the best similarity of a misfit")
+    extremes: int = _threshold(100, "number of the hardest samples, and of the easiest")
+    max_pairs: int = _threshold(10_000, "pairs of a category to list, the most similar ones; all are counted")
 
     def __post_init__(self) -> None:
         for name in ("duplicate_image", "duplicate_caption"):
@@ -63,11 +62,14 @@ class Thresholds:
                 raise ValueError(f"{name} is {getattr(self, name):g}: expected a cosine similarity, from -1 to 1")
         if not 0 <= self.false_negative_quantile <= 1:
             raise ValueError(f"false_negative_quantile is {self.false_negative_quantile:g}: expected 0 to 1")
-        if self.extremes < 0 or self.max_pairs < 1:
-            raise ValueError(f"expected extremes >= 0 and max_pairs >= 1, found {self.extremes} and {self.max_pairs}")
+        if not self.deviations >= 0 or self.extremes < 0 or self.max_pairs < 1:
+            raise ValueError(
+                f"expected deviations >= 0, extremes >= 0 and max_pairs >= 1, found {self.deviations:g}, {self.extremes} "
+                f"and {self.max_pairs}"
+            )
 
     def definition(self, category: str) -> str:
-        """A category's definition with these thresholds."""
+        """Return a category's definition with these thresholds."""
         return DEFINITIONS[category].format(best_share=round(100 * (1 - self.false_negative_quantile), 6), **vars(self))
 
 
@@ -88,7 +90,7 @@ class Found:
     value: np.ndarray
 
     def redundant(self) -> set[int]:
-        """Of pairs: samples to leave out so that none of the pairs is whole. Of two, the first in the data stays."""
+        """Return the samples to leave out so that no pair stays whole. Of two, the first in the data stays."""
         assert self.partner is not None
         left_out: set[int] = set()
         order = np.lexsort((self.sample, self.partner))
@@ -185,7 +187,7 @@ def _blocks(embeddings: Embeddings, anchors: Tensor, positive: Tensor, device: t
 def log_normalizers(
     loss: ContrastiveLoss, embeddings: Embeddings, anchors: Tensor, device: torch.device
 ) -> tuple[Tensor, bool]:
-    """How hard samples are: the mean of the log-normalizers of both sides.
+    """Measure how hard samples are: the mean of the log-normalizers of both sides.
 
     They are the stored ones of a loss that keeps one for each sample, at the temperatures that it keeps, else the exact ones
     over the whole set, at the loss's temperatures.
