@@ -1,75 +1,59 @@
-"""Count what a step of a loss sends and the memory it works in, for any number of ranks, on a machine without them.
+"""Count what a step sends and the memory it works in, for any number of ranks and any GPU, on a machine without them.
 
-There is no separate formula: the real loss runs on PyTorch's meta device, where tensors have sizes but no values, and what
-it would send to other ranks is noted instead.
+There are no formulas: the real loss and the real model run with tensors that have sizes and no values, and what the loss
+would send to other ranks is noted instead.
 """
 
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import open_clip
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.diagnostics import command_line
 from openclip_ext.training.guard import StepGuard
 
 ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND = "all-gather", "all-reduce", "reduce-scatter", "send"
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """One communication with other ranks.
-
-    Attributes:
-        kind: :data:`ALL_GATHER`, :data:`ALL_REDUCE`, :data:`REDUCE_SCATTER` or :data:`SEND` (to a neighbor).
-        size: bytes of the whole: of the gathered result, of the tensor that is reduced, or of what is sent.
-    """
-
-    kind: str
-    size: float
-
-    def sent(self, world_size: int) -> float:
-        """Bytes that each rank sends in a ring, which is the least that a rank can send for an all-gather or all-reduce."""
-        if self.kind == SEND:
-            return self.size
-        return self.size * (2 if self.kind == ALL_REDUCE else 1) * (world_size - 1) / world_size
+PRECISIONS = ("fp32", "amp", "amp_bf16")
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Result of :func:`dry_run`.
+    """What a step takes.
 
     Attributes:
-        exchanges: what is sent, in all steps that were run.
-        steps: number of steps that were run.
-        work_bytes: peak of the memory that a step allocates, forward and backward, inputs not counted.
+        exchanged: bytes by kind of communication, of the whole: of the gathered result, of the tensor that is reduced, or of
+            what is sent to a neighbor.
+        work_bytes: peak of the memory that the loss allocates, forward and backward, inputs not counted.
     """
 
-    exchanges: list[Exchange]
-    steps: int
+    exchanged: Mapping[str, float]
     work_bytes: int
 
-    def size(self, kind: str) -> float:
-        """Bytes of all exchanges of a kind, in the mean over the steps."""
-        return sum(exchange.size for exchange in self.exchanges if exchange.kind == kind) / self.steps
 
-    def sent(self, world_size: int) -> float:
-        """Bytes that each rank sends, in the mean over the steps."""
-        return sum(exchange.sent(world_size) for exchange in self.exchanges) / self.steps
+def sent_bytes(exchanged: Mapping[str, float], world_size: int) -> float:
+    """Return the bytes that each rank sends in a ring, the least there is for an all-gather or an all-reduce."""
+    share = (world_size - 1) / world_size
+    factors = {ALL_GATHER: share, REDUCE_SCATTER: share, ALL_REDUCE: 2 * share, SEND: 1.0}
+    return sum(factors[kind] * size for kind, size in exchanged.items())
 
 
 def dry_run(
     create: Callable[[], ContrastiveLoss], local_batch: int, embed_dim: int, world_size: int, steps: int = 1
 ) -> DryRun:
-    """Run training steps of a loss without values.
+    """Run training steps of a loss without values; return the mean of a step.
 
     Args:
         create: makes the loss; called as on one of ``world_size`` ranks. A few samples of per-sample state are enough.
@@ -81,8 +65,8 @@ def dry_run(
     Raises:
         ValueError: the loss does not take such a batch.
     """
-    exchanges: list[Exchange] = []
-    with _pretended_ranks(world_size, exchanges):
+    exchanged: Counter[str] = Counter()
+    with _pretended_ranks(world_size, exchanged):
         loss = create().to("meta")
         loss.start_epoch(0)
         head = loss.model_head()
@@ -96,7 +80,7 @@ def dry_run(
                 distributed.all_reduce_max(torch.empty(2, device="meta"))  # the guard's verdict
                 if head is not None:  # what the trainer does, see training/step.py
                     distributed.all_reduce_sum(torch.cat([parameter.flatten() for parameter in head.parameters()]))
-    return DryRun(exchanges, steps, memory.peak)
+    return DryRun({kind: size / steps for kind, size in exchanged.items()}, memory.peak)
 
 
 def _inputs(loss: ContrastiveLoss, local_batch: int, embed_dim: int) -> dict[str, Tensor]:
@@ -111,12 +95,12 @@ def _inputs(loss: ContrastiveLoss, local_batch: int, embed_dim: int) -> dict[str
 
 
 @contextlib.contextmanager
-def _pretended_ranks(world_size: int, exchanges: list[Exchange]) -> Iterator[None]:
+def _pretended_ranks(world_size: int, exchanged: Counter[str]) -> Iterator[None]:
     """Act as rank 0 of several, and note what would be exchanged with the others."""
 
     def note(kind: str, size: int) -> None:
         if world_size > 1:
-            exchanges.append(Exchange(kind, size))
+            exchanged[kind] += size
 
     def all_gather(tensor: Tensor) -> Tensor:
         note(ALL_GATHER, world_size * tensor.nbytes)
@@ -153,6 +137,41 @@ def _pretended_ranks(world_size: int, exchanges: list[Exchange]) -> Iterator[Non
         for name in compat.SIGLIP_EXCHANGES:
             siglip.enter_context(mock.patch(name, exchange))
         yield
+
+
+def activation_bytes(
+    model_name: str, batches: Sequence[int], precision: str = "fp32", grad_checkpointing: bool = False
+) -> list[int]:
+    """Return for each batch the peak of what both towers allocate in a forward and backward pass, with the images.
+
+    Args:
+        model_name: one of OpenCLIP's.
+        batches: numbers of images, and of texts.
+        precision: ``--precision``, one of :data:`PRECISIONS`.
+        grad_checkpointing: ``--grad-checkpointing``.
+    """
+    autocast = compat.autocast_context(precision, torch.device("cpu"))
+    with command_line.without_warnings():
+        model = open_clip.create_model(model_name, device="meta", output_dict=True)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = model.to_empty(device="cpu").train()
+        model.set_grad_checkpointing(grad_checkpointing)
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        return [_peak_of_pass(model, batch, autocast) for batch in batches]
+
+
+def _peak_of_pass(model: Any, batch: int, autocast: Callable[[], contextlib.AbstractContextManager]) -> int:
+    size = model.visual.image_size
+    images = torch.empty(batch, 3, *((size, size) if isinstance(size, int) else size))
+    texts = torch.empty(batch, model.context_length, dtype=torch.int64)
+    memory = PeakMemory()
+    with memory:
+        with autocast():
+            outputs = model(images, texts)
+        features = outputs["image_features"], outputs["text_features"]
+        torch.autograd.backward(features, [torch.empty_like(value) for value in features])
+    return memory.peak + images.nbytes
 
 
 class PeakMemory(TorchDispatchMode):

@@ -1,5 +1,6 @@
 """Load a finished run from its folder: model, loss and training data."""
 
+import argparse
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping

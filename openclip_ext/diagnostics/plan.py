@@ -2,17 +2,16 @@
 
     python -m openclip_ext.diagnostics.plan --samples 1e9 --world-size 64 --global-batch 5120 --model ViT-B-16 --loss neuclip
 
-It trains nothing and needs neither GPUs nor data. The plan is not a separate formula: it builds the real model, loss and
-manifest, without values or for few samples, and runs loss (``dry_run.py``) and model (``activations.py``) without values. It
-leaves out the memory that libraries keep for themselves.
+It trains nothing and needs neither GPUs nor data: the real model, loss and manifest are built without values or for few
+samples, and run without values (``dry_run.py``). The memory that libraries keep for themselves is left out.
 """
 
 import argparse
 import math
 import os
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,16 @@ from openclip_ext import compat
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.manifest import Manifest, Shard
 from openclip_ext.diagnostics import command_line
-from openclip_ext.diagnostics.activations import PRECISIONS, activation_bytes
 from openclip_ext.diagnostics.command_line import count
-from openclip_ext.diagnostics.dry_run import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, DryRun, Exchange, dry_run
+from openclip_ext.diagnostics.dry_run import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    PRECISIONS,
+    DryRun,
+    activation_bytes,
+    dry_run,
+    sent_bytes,
+)
 from openclip_ext.losses import registry
 from openclip_ext.losses.options import PLACEMENT_OPTIONS
 from openclip_ext.losses.registry import OPTIONS
@@ -46,19 +52,8 @@ _OPENCLIP_OPTIONS = {"local_loss": True, "gather_with_grad": True}
 
 
 @dataclass(frozen=True)
-class Setting:
-    """The training to plan.
-
-    Attributes:
-        loss: name of the loss.
-        options: for ``create_loss``.
-        model: name of an OpenCLIP model.
-        samples: ``n``.
-        global_batch: ``B``.
-        ranks_per_node: GPUs of a node.
-        samples_per_shard: of the data set; img2dataset writes 10,000.
-        precision, grad_checkpointing, accum_freq: as the flags of a training.
-    """
+class Training:
+    """The training to plan: a field is the flag of its name, ``options`` are those of ``create_loss``."""
 
     loss: str
     options: dict[str, Any]
@@ -72,61 +67,53 @@ class Setting:
     accum_freq: int = 1
 
     def create_loss(self, embed_dim: int, samples: int = _FEW_SAMPLES) -> ContrastiveLoss:
-        """The loss, with state for a few samples instead of ``n``, kept with the model."""
+        """Return the loss, with state for a few samples instead of ``n``, kept with the model."""
         more = _OPENCLIP_OPTIONS if self.loss == "openclip" else {}
         options = {name: value for name, value in self.options.items() if name not in PLACEMENT_OPTIONS}
         return registry.create_loss(self.loss, embed_dim=embed_dim, num_samples=samples, **(more | options))
 
+    def table_bytes(self, of_sample: Sequence[int], world_size: int) -> tuple[int, int]:
+        """Return the bytes of one rank's parts of all tables, on its GPU and on the host, from each table's per sample."""
+        first, end = shard_bounds(self.samples, 0, world_size)
+        on_gpu = on_host = 0
+        for size in (bytes_each * (end - first) for bytes_each in of_sample):
+            if goes_to_host(self.options.get("state_device", "auto"), self.options.get("state_dir"), size):
+                on_host += size
+            else:
+                on_gpu += size
+        return on_gpu, on_host
 
-@dataclass(frozen=True)
-class ModelSize:
-    """Size of a model.
-
-    Attributes:
-        parameters: number of parameters.
-        embed_dim: width of the embeddings.
-    """
-
-    parameters: int
-    embed_dim: int
-
-    def training_bytes(self, world_size: int) -> int:
-        """Parameters, gradients and AdamW's moments, in float32."""
-        return (_COPIES_OF_A_PARAMETER if world_size == 1 else _COPIES_WITH_DDP) * 4 * self.parameters
-
-    def gradient_exchange(self) -> Exchange:
-        """The all-reduce of DistributedDataParallel in each step."""
-        return Exchange(ALL_REDUCE, 4 * self.parameters)
-
-
-@dataclass(frozen=True)
-class LossState:
-    """Bytes of a loss's state.
-
-    Attributes:
-        replicated: on each GPU, the same on all ranks.
-        of_sample: for each table, bytes per sample.
-    """
-
-    replicated: int
-    of_sample: tuple[int, ...]
+    def manifest_bytes(self) -> int:
+        """Return the bytes of the data set's manifest, from a small one of local shards written to disk."""
+        few = [
+            Shard(
+                f"/data/{n:05d}.tar", self.samples_per_shard, n * self.samples_per_shard, 10**9, 10**18, "0" * 16, True
+            )
+            for n in range(_FEW_SHARDS)
+        ]
+        blocks = np.zeros(_FEW_SHARDS * self.samples_per_shard, np.uint32)
+        with tempfile.TemporaryDirectory() as folder:
+            Manifest(few, blocks=blocks).save(Path(folder) / "manifest.json")
+            written = sum(path.stat().st_size for path in Path(folder).iterdir())
+        return math.ceil(written / len(blocks) * self.samples)
 
 
 @dataclass(frozen=True)
-class ActivationSize:
-    """Bytes of the encoders' forward and backward pass.
+class Memory:
+    """Bytes of a GPU, and of a node's host."""
 
-    Attributes:
-        fixed: whatever the batch.
-        of_sample: for each sample of a micro-batch.
-    """
+    gpu: int
+    host: int
 
-    fixed: float
-    of_sample: float
-
-    def bytes(self, micro_batch: int) -> int:
-        """Of one micro-batch; there is never more than one at a time."""
-        return int(self.fixed + self.of_sample * micro_batch)
+    @classmethod
+    def of(cls, gpu: float | None, host: float | None) -> "Memory":
+        """Return the given GB; by default this machine's if it has a GPU, else 80 and 512."""
+        here = torch.cuda.is_available()
+        if gpu is None:
+            gpu = torch.cuda.get_device_properties(0).total_memory / 1e9 if here else 80
+        if host is None:
+            host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9 if here else 512
+        return cls(int(gpu * 1e9), int(host * 1e9))
 
 
 @dataclass(frozen=True)
@@ -140,8 +127,8 @@ class Row:
         activations: of the encoders, per GPU.
         state: state of the loss, per GPU.
         host_state: state of the loss in the memory or files of a node, all its ranks together.
-        run: what a step of the loss sends and allocates.
-        gradient: what a rank sends of the model's gradient in a step.
+        loss: what a step of the loss sends and allocates.
+        gradient: of the model, which a step reduces over the ranks.
     """
 
     world_size: int
@@ -150,267 +137,203 @@ class Row:
     activations: int
     state: int
     host_state: int
-    run: DryRun
-    gradient: float
+    loss: DryRun
+    gradient: dict[str, float]
 
     @property
     def gpu(self) -> int:
         """Bytes per GPU, as if loss and encoders were at their peak together."""
-        return self.model + self.activations + self.state + self.run.work_bytes
+        return self.model + self.activations + self.state + self.loss.work_bytes
 
 
-# --- sizes -----------------------------------------------------------------------------------------------------------
+class Plan:
+    """What a training needs.
 
+    Args:
+        training: the training.
+        world_size: number of ranks that is asked for.
+        memory: of the machines.
 
-def model_size(name: str) -> ModelSize:
-    """Size of an OpenCLIP model, built without values.
-
-    Raises:
-        ValueError: there is no such model.
-    """
-    if name not in open_clip.list_models():
-        raise ValueError(f"--model {name}: expected one of {', '.join(open_clip.list_models())}")
-    with command_line.without_warnings():
-        model = open_clip.create_model(name, device="meta")
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return ModelSize(parameters, compat.embedding_dim(name, model))
-
-
-def manifest_bytes(samples: int, samples_per_shard: int) -> int:
-    """Bytes of a data set's manifest, from a small one of local shards written to disk."""
-    few = [
-        Shard(f"/data/{number:05d}.tar", samples_per_shard, number * samples_per_shard, 10**9, 10**18, "0" * 16, True)
-        for number in range(_FEW_SHARDS)
-    ]
-    blocks = np.zeros(_FEW_SHARDS * samples_per_shard, np.uint32)
-    with tempfile.TemporaryDirectory() as folder:
-        Manifest(few, blocks=blocks).save(Path(folder) / "manifest.json")
-        written = sum(path.stat().st_size for path in Path(folder).iterdir())
-    return math.ceil(written / len(blocks) * samples)
-
-
-def loss_state(setting: Setting, embed_dim: int) -> LossState:
-    """Sizes of a loss's state, from one with few samples."""
-    loss = setting.create_loss(embed_dim)
-    of_sample = tuple(table.nbytes // table.size for table in loss.tables().values())
-    return LossState(loss.state_size().replicated, of_sample)
-
-
-def table_bytes(setting: Setting, state: LossState, world_size: int) -> tuple[int, int]:
-    """Bytes of one rank's parts of all tables: on its GPU and on the host."""
-    first, end = shard_bounds(setting.samples, 0, world_size)
-    on_gpu = on_host = 0
-    for of_sample in state.of_sample:
-        size = of_sample * (end - first)
-        if goes_to_host(setting.options.get("state_device", "auto"), setting.options.get("state_dir"), size):
-            on_host += size
-        else:
-            on_gpu += size
-    return on_gpu, on_host
-
-
-def activation_size(setting: Setting, micro_batch: int) -> ActivationSize:
-    """What the encoders take: counted for a micro-batch and for twice as many, and a straight line through both."""
-    batches = micro_batch, 2 * micro_batch
-    once, twice = activation_bytes(setting.model, batches, setting.precision, setting.grad_checkpointing)
-    return ActivationSize(2 * once - twice, (twice - once) / micro_batch)
-
-
-def plan_row(setting: Setting, model: ModelSize, activations: ActivationSize, state: LossState, world_size: int) -> Row:
-    """Needs of ``world_size`` ranks.
+    Attributes:
+        parameters, embed_dim: size of the model, and width of its embeddings.
+        replicated: bytes of the loss's state that is on each GPU, the same on all ranks.
+        of_sample: bytes of each table of the loss per sample.
+        asked: the needs of ``world_size`` ranks.
 
     Raises:
-        ValueError: the global batch cannot be divided by ``world_size``, or a rank's by ``--accum-freq``.
+        ValueError: an unknown model or loss, wrong options, or a batch that cannot be cut into ``world_size`` parts or is
+            more than all samples.
     """
-    local_batch = _part(setting.global_batch, world_size)
-    on_gpu, on_host = table_bytes(setting, state, world_size)
-    run = dry_run(
-        lambda: setting.create_loss(model.embed_dim), local_batch, model.embed_dim, world_size, _period(setting)
-    )
-    if on_host and world_size > 1:
-        per_step = [prefetch_exchange(setting.global_batch, setting.create_loss(model.embed_dim).views)]
-        run = replace(run, exchanges=run.exchanges + run.steps * per_step)
-    return Row(
-        world_size=world_size,
-        local_batch=local_batch,
-        model=model.training_bytes(world_size),
-        activations=activations.bytes(_part(local_batch, setting.accum_freq)),
-        state=state.replicated + on_gpu,
-        host_state=on_host * min(world_size, setting.ranks_per_node),
-        run=run,
-        gradient=model.gradient_exchange().sent(world_size),
-    )
+
+    def __init__(self, training: Training, world_size: int, memory: Memory) -> None:
+        if training.samples < training.global_batch:
+            raise ValueError(f"--samples {training.samples} are fewer than a --global-batch of {training.global_batch}")
+        if training.model not in open_clip.list_models():
+            raise ValueError(f"--model {training.model}: expected one of {', '.join(open_clip.list_models())}")
+        self.training, self.memory = training, memory
+        with command_line.without_warnings():
+            model = open_clip.create_model(training.model, device="meta")
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.embed_dim = compat.embedding_dim(training.model, model)
+        loss = training.create_loss(self.embed_dim)
+        self.replicated = loss.state_size().replicated
+        self.of_sample = tuple(table.nbytes // table.size for table in loss.tables().values())
+        self._views = loss.views
+        # Activations: counted for a micro-batch and for twice as many, and a straight line through both.
+        micro_batch = _part(_part(training.global_batch, world_size), training.accum_freq)
+        batches = micro_batch, 2 * micro_batch
+        once, twice = activation_bytes(training.model, batches, training.precision, training.grad_checkpointing)
+        self._fixed, self._of_image = 2 * once - twice, (twice - once) / micro_batch
+        self.asked = self.row(world_size)
+
+    def row(self, world_size: int) -> Row:
+        """Return the needs of ``world_size`` ranks.
+
+        Raises:
+            ValueError: the global batch cannot be divided by ``world_size``, or a rank's by ``--accum-freq``.
+        """
+        training = self.training
+        local_batch = _part(training.global_batch, world_size)
+        on_gpu, on_host = training.table_bytes(self.of_sample, world_size)
+        loss = dry_run(
+            lambda: training.create_loss(self.embed_dim), local_batch, self.embed_dim, world_size, self._period()
+        )
+        if on_host and world_size > 1:
+            size = loss.exchanged.get(ALL_GATHER, 0) + prefetch_bytes(training.global_batch, self._views)
+            loss = DryRun({**loss.exchanged, ALL_GATHER: size}, loss.work_bytes)
+        copies = _COPIES_OF_A_PARAMETER if world_size == 1 else _COPIES_WITH_DDP
+        return Row(
+            world_size=world_size,
+            local_batch=local_batch,
+            model=copies * 4 * self.parameters,
+            activations=self._activations(_part(local_batch, training.accum_freq)),
+            state=self.replicated + on_gpu,
+            host_state=on_host * min(world_size, training.ranks_per_node),
+            loss=loss,
+            gradient={ALL_REDUCE: 4.0 * self.parameters},
+        )
+
+    def _period(self) -> int:
+        """Return after how many steps the loss's communication repeats (AmorLIP fits its network every few)."""
+        options = self.training.options
+        parts = {part: options.get(part) for part in ("normalizer", "temperature_scheme", "views")}
+        return options.get("fit_every", registry.options_used_by(self.training.loss, **parts).get("fit_every", 1))
+
+    def _activations(self, micro_batch: int) -> int:
+        return int(self._fixed + self._of_image * micro_batch)
+
+    def warnings(self, row: Row) -> list[str]:
+        """Return what does not fit, and what to do about it."""
+        found = []
+        if row.gpu > self.memory.gpu:
+            found.append(
+                f"{row.world_size} ranks: a GPU needs {_gib(row.gpu)} GiB, it has {_gib(self.memory.gpu)}: take more "
+                f"ranks{self._smaller(row)}"
+            )
+        in_memory = 0 if self.training.options.get("state_dir") else row.host_state
+        if in_memory > self.memory.host:
+            found.append(
+                f"{row.world_size} ranks: a node's part of the per-sample state takes {_gib(in_memory)} GiB of its memory, it "
+                f"has {_gib(self.memory.host)}: take more nodes, or --state-dir with a fast local disk"
+            )
+        return found
+
+    def _smaller(self, row: Row) -> str:
+        largest = max(row.model, row.activations, row.state, row.loss.work_bytes)
+        if largest == row.activations:
+            return ", --accum-freq" + ("" if self.training.grad_checkpointing else " or --grad-checkpointing")
+        if largest == row.loss.work_bytes:
+            return " or a smaller --global-batch: the loss's work memory is the largest part"
+        if largest == row.state and self.training.options.get("state_device") == "model":
+            return " or leave out --state-device model"
+        return ""
+
+    # --- the report --------------------------------------------------------------------------------------------------
+
+    def report(self) -> Iterator[str]:
+        """Yield the plan, line by line."""
+        for part in (self._sizes, self._batches, self._communication, self._table):
+            yield from part()
+            if part != self._table:
+                yield ""
+        for warning in self.warnings(self.asked):
+            yield f"WARNING: {warning}"
+
+    def _sizes(self) -> Iterator[str]:
+        training, row = self.training, self.asked
+        yield (
+            f"{training.loss}, {training.model}, n = {training.samples:,}, global batch {training.global_batch}, "
+            f"{row.world_size} ranks, {min(row.world_size, training.ranks_per_node)} a node"
+        )
+        if training.loss == "openclip":
+            yield "with --local-loss --gather-with-grad: without them each rank works on the whole B x B matrix"
+        millions = self.parameters / 1e6
+        how = f"{training.precision}, {'with' if training.grad_checkpointing else 'without'} --grad-checkpointing"
+        yield f"manifest                   {_gib(training.manifest_bytes())} GiB, one file beside the shards"
+        yield f"model                      {_gib(row.model)} GiB a GPU ({millions:.1f} M parameters, AdamW, float32)"
+        yield f"activations                {_gib(row.activations)} GiB a GPU ({how})"
+        yield f"loss, the same everywhere  {_gib(self.replicated)} GiB a GPU"
+        if self.of_sample:
+            each = sum(self.of_sample)
+            in_all = _gib(training.samples * each)
+            on_gpu, on_host = training.table_bytes(self.of_sample, row.world_size)
+            place = training.options.get("state_dir") or "host memory"
+            yield f"loss, of each sample       {in_all} GiB in all ({each} bytes each), once over all ranks:"
+            yield f"                           {_gib(on_gpu)} GiB a GPU, {_gib(on_host)} GiB a rank in {place}"
+        yield f"loss, work memory          {_gib(row.loss.work_bytes)} GiB a GPU"
+
+    def _batches(self) -> Iterator[str]:
+        """Yield whether a step fits a GPU, which batch would, and what ``--accum-freq`` makes of it."""
+        row, available = self.asked, self.memory.gpu
+        others = row.gpu - row.activations
+        fits = "fits" if row.gpu <= available else "does not fit"
+        largest = max(0, int((available - others - self._fixed) / self._of_image))
+        yield (
+            f"a GPU needs {_gib(row.gpu)} GiB of {_gib(available)}: {fits}; with this global batch up to {largest} samples "
+            "in a pass would"
+        )
+        for accum_freq in (1, 2, 4, 8, 16, 32):
+            if row.local_batch % accum_freq:
+                break
+            micro_batch = row.local_batch // accum_freq
+            need = others + self._activations(micro_batch)
+            note = " does not fit" if need > available else ""
+            yield f"  --batch-size {micro_batch:<6} --accum-freq {accum_freq:<3} {_gib(need):>9} GiB{note}"
+
+    def _communication(self) -> Iterator[str]:
+        row = self.asked
+        yield f"each step, {row.world_size} ranks (MiB):  whole   sent by a rank"
+        whole = {f"loss, {kind}": {kind: size} for kind, size in sorted(row.loss.exchanged.items())}
+        for name, exchanged in (whole | {"model, all-reduce of gradient": row.gradient}).items():
+            size, sent = sum(exchanged.values()), sent_bytes(exchanged, row.world_size)
+            yield f"  {name:<28}{size / _MIB:>9.3f}{sent / _MIB:>11.3f}"
+
+    def _table(self) -> Iterator[str]:
+        yield "            GiB a GPU                                    GiB a node  MiB sent a step"
+        yield "ranks  batch    model   activ.    state     work      sum    on host     loss  gradient"
+        for world_size in sorted({2**power for power in range(LARGEST_WORLD.bit_length())} | {self.asked.world_size}):
+            try:
+                row = self.asked if world_size == self.asked.world_size else self.row(world_size)
+            except ValueError as error:
+                yield f"{world_size:>5}  {error}"
+                continue
+            sizes = "".join(
+                f"{_gib(size):>9}" for size in (row.model, row.activations, row.state, row.loss.work_bytes, row.gpu)
+            )
+            sent, gradient = (sent_bytes(part, world_size) / _MIB for part in (row.loss.exchanged, row.gradient))
+            notes = (" <" if row is self.asked else "") + (" does not fit" if self.warnings(row) else "")
+            yield f"{world_size:>5}{row.local_batch:>7}{sizes}{_gib(row.host_state):>11}{sent:>9.2f}{gradient:>10.2f}{notes}"
+
+
+def prefetch_bytes(global_batch: int, views: int) -> int:
+    """Return what ``loss.prefetch`` gathers, the batch's index, before a step of a loss with tables on the host."""
+    return views * global_batch * torch.int64.itemsize
 
 
 def _part(batch: int, parts: int) -> int:
     if batch % parts:
         raise ValueError(f"a batch of {batch} cannot be cut into {parts} equal parts")
     return batch // parts
-
-
-def prefetch_exchange(global_batch: int, views: int = 1) -> Exchange:
-    """The all-gather of the batch's index by ``loss.prefetch``, before a step of a loss with tables on the host."""
-    return Exchange(ALL_GATHER, views * global_batch * torch.int64.itemsize)
-
-
-def _period(setting: Setting) -> int:
-    """Number of steps after which the loss's communication repeats (AmorLIP fits its network every few)."""
-    parts = {part: setting.options.get(part) for part in ("normalizer", "temperature_scheme", "views")}
-    defaults = registry.options_used_by(setting.loss, **parts)
-    return setting.options.get("fit_every", defaults.get("fit_every", 1))
-
-
-# --- the machine -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of a GPU, and of a node's host."""
-
-    gpu: int
-    host: int
-
-    @classmethod
-    def of(cls, gpu: float | None, host: float | None) -> "Memory":
-        """The given GB; by default this machine's if it has a GPU, else 80 and 512."""
-        here = torch.cuda.is_available()
-        if gpu is None:
-            gpu = torch.cuda.get_device_properties(0).total_memory / 1e9 if here else 80
-        if host is None:
-            host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9 if here else 512
-        return cls(int(gpu * 1e9), int(host * 1e9))
-
-
-def warnings(setting: Setting, row: Row, memory: Memory) -> list[str]:
-    """What does not fit, and what to do about it."""
-    found = []
-    if row.gpu > memory.gpu:
-        found.append(
-            f"{row.world_size} ranks: a GPU needs {_gib(row.gpu)} GiB, it has {_gib(memory.gpu)}: take more "
-            f"ranks{_smaller(setting, row)}"
-        )
-    in_memory = 0 if setting.options.get("state_dir") else row.host_state
-    if in_memory > memory.host:
-        found.append(
-            f"{row.world_size} ranks: a node's part of the per-sample state takes {_gib(in_memory)} GiB of its memory, it has "
-            f"{_gib(memory.host)}: take more nodes, or --state-dir with a fast local disk"
-        )
-    return found
-
-
-def _smaller(setting: Setting, row: Row) -> str:
-    largest = max(row.model, row.activations, row.state, row.run.work_bytes)
-    if largest == row.activations:
-        return ", --accum-freq" + ("" if setting.grad_checkpointing else " or --grad-checkpointing")
-    if largest == row.run.work_bytes:
-        return " or a smaller --global-batch: the loss's work memory is the largest part"
-    if largest == row.state and setting.options.get("state_device") == "model":
-        return " or leave out --state-device model"
-    return ""
-
-
-# --- the report ------------------------------------------------------------------------------------------------------
-
-
-def report(setting: Setting, world_size: int, memory: Memory) -> Iterator[str]:
-    """The plan, line by line.
-
-    Raises:
-        ValueError: an unknown model or loss, wrong options, or a batch that cannot be cut into ``world_size`` parts or is
-            more than all samples.
-    """
-    if setting.samples < setting.global_batch:
-        raise ValueError(f"--samples {setting.samples} are fewer than a --global-batch of {setting.global_batch}")
-    model = model_size(setting.model)
-    state = loss_state(setting, model.embed_dim)
-    micro_batch = _part(_part(setting.global_batch, world_size), setting.accum_freq)
-    activations = activation_size(setting, micro_batch)
-    asked = plan_row(setting, model, activations, state, world_size)
-    yield from _sizes(setting, model, state, asked)
-    yield ""
-    yield from _batches(setting, activations, asked, memory)
-    yield ""
-    yield from _communication(asked)
-    yield ""
-    yield from _table(setting, model, activations, state, asked, memory)
-    for warning in warnings(setting, asked, memory):
-        yield f"WARNING: {warning}"
-
-
-def _sizes(setting: Setting, model: ModelSize, state: LossState, row: Row) -> Iterator[str]:
-    manifest = manifest_bytes(setting.samples, setting.samples_per_shard)
-    in_all = setting.samples * sum(state.of_sample)
-    place = setting.options.get("state_dir") or "host memory"
-    yield (
-        f"{setting.loss}, {setting.model}, n = {setting.samples:,}, global batch {setting.global_batch}, "
-        f"{row.world_size} ranks, {min(row.world_size, setting.ranks_per_node)} a node"
-    )
-    if setting.loss == "openclip":
-        yield "with --local-loss --gather-with-grad: without them each rank works on the whole B x B matrix, and needs more"
-    yield f"manifest                   {_gib(manifest)} GiB, one file beside the shards"
-    yield f"model                      {_gib(row.model)} GiB a GPU ({model.parameters / 1e6:.1f} M parameters, AdamW, float32)"
-    how = f"{setting.precision}, {'with' if setting.grad_checkpointing else 'without'} --grad-checkpointing"
-    yield f"activations                {_gib(row.activations)} GiB a GPU ({how})"
-    yield f"loss, the same everywhere  {_gib(state.replicated)} GiB a GPU"
-    if state.of_sample:
-        on_gpu, on_host = table_bytes(setting, state, row.world_size)
-        yield f"loss, of each sample       {_gib(in_all)} GiB in all ({sum(state.of_sample)} bytes each), once over all ranks:"
-        yield f"                           {_gib(on_gpu)} GiB a GPU, {_gib(on_host)} GiB a rank in {place}"
-    yield f"loss, work memory          {_gib(row.run.work_bytes)} GiB a GPU"
-
-
-def _batches(setting: Setting, activations: ActivationSize, row: Row, memory: Memory) -> Iterator[str]:
-    """Whether a step fits a GPU, which batch would, and what ``--accum-freq`` makes of it."""
-    others = row.gpu - row.activations
-    fits = "fits" if row.gpu <= memory.gpu else "does not fit"
-    largest = max(0, int((memory.gpu - others - activations.fixed) / activations.of_sample))
-    yield (
-        f"a GPU needs {_gib(row.gpu)} GiB of {_gib(memory.gpu)}: {fits}; with this global batch up to {largest} samples in a "
-        "pass would"
-    )
-    for accum_freq in (1, 2, 4, 8, 16, 32):
-        if row.local_batch % accum_freq:
-            break
-        micro_batch = row.local_batch // accum_freq
-        need = others + activations.bytes(micro_batch)
-        note = " does not fit" if need > memory.gpu else ""
-        yield f"  --batch-size {micro_batch:<6} --accum-freq {accum_freq:<3} {_gib(need):>9} GiB{note}"
-
-
-def _communication(row: Row) -> Iterator[str]:
-    yield f"each step, {row.world_size} ranks (MiB):  whole   sent by a rank"
-    for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SEND):
-        whole = row.run.size(kind)
-        if whole:
-            sent = Exchange(kind, whole).sent(row.world_size)
-            yield f"  loss, {kind:<22}{whole / _MIB:>9.3f}{sent / _MIB:>11.3f}"
-    whole = row.gradient / _ring(row.world_size)
-    yield f"  model, {'all-reduce of gradient':<21}{whole / _MIB:>9.3f}{row.gradient / _MIB:>11.3f}"
-
-
-def _ring(world_size: int) -> float:
-    return Exchange(ALL_REDUCE, 1.0).sent(world_size) or 1.0
-
-
-def _table(
-    setting: Setting, model: ModelSize, activations: ActivationSize, state: LossState, asked: Row, memory: Memory
-) -> Iterator[str]:
-    yield "            GiB a GPU                                    GiB a node  MiB sent a step"
-    yield "ranks  batch    model   activ.    state     work      sum    on host     loss  gradient"
-    worlds = {2**power for power in range(LARGEST_WORLD.bit_length())} | {asked.world_size}
-    for world_size in sorted(worlds):
-        try:
-            row = asked if world_size == asked.world_size else plan_row(setting, model, activations, state, world_size)
-        except ValueError as error:
-            yield f"{world_size:>5}  {error}"
-            continue
-        sizes = "".join(
-            f"{_gib(size):>9}" for size in (row.model, row.activations, row.state, row.run.work_bytes, row.gpu)
-        )
-        sent = f"{row.run.sent(world_size) / _MIB:>9.2f}{row.gradient / _MIB:>10.2f}"
-        notes = " <" if row is asked else ""
-        notes += " does not fit" if warnings(setting, row, memory) else ""
-        yield f"{world_size:>5}{row.local_batch:>7}{sizes}{_gib(row.host_state):>11}{sent}{notes}"
 
 
 def _gib(size: float) -> str:
@@ -424,24 +347,14 @@ def main(argv: list[str]) -> None:
     """Print a plan.
 
     Raises:
-        ValueError: as :func:`report`.
+        ValueError: as :class:`Plan`.
     """
-    args = _parser().parse_args(argv)
-    options = {name: getattr(args, name) for name in OPTIONS if hasattr(args, name)}
-    setting = Setting(
-        loss=args.loss or "openclip",
-        options=options,
-        model=args.model,
-        samples=args.samples,
-        global_batch=args.global_batch,
-        ranks_per_node=args.ranks_per_node,
-        samples_per_shard=args.samples_per_shard,
-        precision=args.precision,
-        grad_checkpointing=args.grad_checkpointing,
-        accum_freq=args.accum_freq,
-    )
+    args = vars(_parser().parse_args(argv))
+    memory = Memory.of(args.pop("gpu_memory"), args.pop("host_memory"))
+    world_size, loss = args.pop("world_size"), args.pop("loss") or "openclip"
+    options = {name: args.pop(name) for name in OPTIONS if name in args}
     add_model_configs()
-    for line in report(setting, args.world_size, Memory.of(args.gpu_memory, args.host_memory)):
+    for line in Plan(Training(loss=loss, options=options, **args), world_size, memory).report():
         print(line)
 
 

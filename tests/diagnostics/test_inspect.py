@@ -340,4 +340,4 @@ def test_only_shards_have_a_manifest_to_change(tmp_path):
     source = CsvSource(str(write_csv(tmp_path, rows=3)), "filepath", "title")
     with pytest.raises(UsageError, match="needs webdataset shards"):
         inspect._manifest_to_change(source, tmp_path / "m.json")
-    assert source.describe(source.reader().read(2)) == (str(tmp_path / "2.jpg"), "sample 2")
+    assert source.describe(source.reader()(2)) == (str(tmp_path / "2.jpg"), "sample 2")

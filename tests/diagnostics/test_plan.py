@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import open_clip
 import pytest
 import torch
@@ -21,11 +22,11 @@ from openclip_ext.diagnostics.dry_run import (
     ALL_REDUCE,
     REDUCE_SCATTER,
     SEND,
-    Exchange,
     PeakMemory,
     dry_run,
+    sent_bytes,
 )
-from openclip_ext.diagnostics.plan import Memory, Setting
+from openclip_ext.diagnostics.plan import Memory, Plan, Training
 from openclip_ext.losses import neuclip as prototypes
 from openclip_ext.losses.registry import create_loss, list_losses
 from openclip_ext.model_configs import add_model_configs
@@ -49,9 +50,14 @@ ON_HOST = {"fastclip-v2 on the host": "fastclip-v2"}
 SHARING = "neuclip-sharing"
 
 
-def setting(name: str, **changed: Any) -> Setting:
+def training(name: str, **changed: Any) -> Training:
     values = {"loss": name, "options": CASES[name], "model": MODEL, "samples": 1000, "global_batch": BATCH}
-    return Setting(**(values | changed))
+    return Training(**(values | changed))
+
+
+def planned(name: str, world_size: int = 1, memory: Memory | None = None, **changed: Any) -> Plan:
+    add_model_configs()
+    return Plan(training(name, **changed), world_size, memory or Memory(10**12, 10**12))
 
 
 def create(name: str, **more: Any) -> ContrastiveLoss:
@@ -69,46 +75,43 @@ def bytes_of(state: Any) -> int:
 # --- state -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize("name", list_losses())
 def test_state_is_that_of_the_real_loss(name, world_size, monkeypatch):
-    planned = plan.loss_state(setting(name), WIDTH)
-    on_gpu, on_host = plan.table_bytes(setting(name), planned, world_size)
+    plan = planned(name)
+    on_gpu, on_host = plan.training.table_bytes(plan.of_sample, world_size)
     monkeypatch.setattr(distributed, "world_size", lambda: world_size)
-    real = setting(name).create_loss(WIDTH, samples=1000)
-    assert planned.replicated + on_gpu == bytes_of(real.state_dict())
+    real = training(name).create_loss(plan.embed_dim, samples=1000)
+    assert plan.replicated + on_gpu == bytes_of(real.state_dict())
     assert on_host == 0
 
 
 @pytest.mark.parametrize(("device", "place"), [("model", 0), ("cpu", 1)])
 def test_tables_are_planned_where_they_would_lie(device, place, tmp_path):
-    options = {"state_device": device}
-    planned = plan.table_bytes(setting("fastclip-v2", options=options), plan.LossState(0, (8, 24)), 4)
-    assert planned[place] == 250 * 32
-    assert planned[1 - place] == 0
-    large = setting("fastclip-v2", options={}, samples=10**9)
-    assert plan.table_bytes(large, plan.LossState(0, (8, 24)), 8) == (10**9, 3 * 10**9)
-    in_file = setting("fastclip-v2", options={"state_dir": str(tmp_path)})
-    assert plan.table_bytes(in_file, plan.LossState(0, (8, 24)), 1) == (0, 32_000)
+    on_device = training("fastclip-v2", options={"state_device": device}).table_bytes((8, 24), 4)
+    assert on_device[place] == 250 * 32
+    assert on_device[1 - place] == 0
+    large = training("fastclip-v2", options={}, samples=10**9)
+    assert large.table_bytes((8, 24), 8) == (10**9, 3 * 10**9)
+    in_file = training("fastclip-v2", options={"state_dir": str(tmp_path)})
+    assert in_file.table_bytes((8, 24), 1) == (0, 32_000)
 
 
 def test_the_manifest_is_as_large_as_a_real_one(tmp_path):
-    import numpy as np
-
     shards = [
         Shard(f"/data/{n:05d}.tar", 500, n * 500, 123456789, 1795000000000000000, "d" * 16, True) for n in range(40)
     ]
     Manifest(shards, blocks=np.zeros(20_000, np.uint32)).save(tmp_path / "manifest.json")
     real = sum(path.stat().st_size for path in tmp_path.iterdir())
-    assert plan.manifest_bytes(20_000, 500) == pytest.approx(real, rel=0.05)
+    small = training("openclip", samples=20_000, samples_per_shard=500)
+    assert small.manifest_bytes() == pytest.approx(real, rel=0.05)
 
 
 def test_the_model_is_counted_as_it_is():
-    add_model_configs()
+    plan = planned("openclip")
     model = open_clip.create_model(MODEL)
-    size = plan.model_size(MODEL)
-    assert size.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert size.embed_dim == model.text_projection.shape[1]
+    assert plan.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert plan.embed_dim == model.text_projection.shape[1]
 
 
 # --- communication ---------------------------------------------------------------------------------------------------
@@ -159,43 +162,40 @@ def counted(name: str) -> list[dict[str, int]]:
 @pytest.mark.parametrize("name", list(CASES))
 def test_communication_is_what_two_ranks_send(name):
     steps = STEPS.get(name, 1)
-    planned = dry_run(lambda: create(name), BATCH // 2, WIDTH, 2, steps)
-    sizes = {kind: round(steps * planned.size(kind)) for kind in (ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND)}
+    exchanged = dry_run(lambda: create(name), BATCH // 2, WIDTH, 2, steps).exchanged
     for rank in counted(name):
-        assert {kind: size for kind, size in sizes.items() if size} == {k: v for k, v in rank.items() if v}
-    assert any(sizes.values())
+        assert {kind: round(steps * size) for kind, size in exchanged.items()} == {k: v for k, v in rank.items() if v}
+    assert exchanged
 
 
 def test_communication_of_ranks_that_share_the_prototypes(monkeypatch):
     monkeypatch.setitem(prototypes.MIN_FLOPS_TO_SHARE, "cuda", 1)  # which also stands for the meta device
-    planned = dry_run(lambda: create("neuclip"), BATCH // 2, WIDTH, 2)
+    exchanged = dry_run(lambda: create("neuclip"), BATCH // 2, WIDTH, 2).exchanged
     for kind in (ALL_GATHER, ALL_REDUCE):
-        assert planned.size(kind) == counted(SHARING)[0][kind] > counted("neuclip")[0].get(kind, 0)
+        assert exchanged[kind] == counted(SHARING)[0][kind] > counted("neuclip")[0].get(kind, 0)
 
 
 def test_ranks_with_tables_on_the_host_tell_one_another_the_index():
     for name, loss in ON_HOST.items():
-        planned = dry_run(lambda loss=loss: create(loss), BATCH // 2, WIDTH, 2).size(ALL_GATHER)
-        planned += plan.prefetch_exchange(BATCH).size
-        assert planned == counted(name)[0][ALL_GATHER] == counted(name)[1][ALL_GATHER]
+        gathered = dry_run(lambda loss=loss: create(loss), BATCH // 2, WIDTH, 2).exchanged[ALL_GATHER]
+        gathered += plan.prefetch_bytes(BATCH, views=1)
+        assert gathered == counted(name)[0][ALL_GATHER] == counted(name)[1][ALL_GATHER]
 
 
 def test_amorlip_communicates_when_it_fits():
     often = dry_run(lambda: create("amorlip", fit_every=1), 4, WIDTH, 2, 3)
     seldom = dry_run(lambda: create("amorlip", fit_every=3), 4, WIDTH, 2, 3)
-    assert often.size(ALL_GATHER) == pytest.approx(3 * seldom.size(ALL_GATHER))
+    assert often.exchanged[ALL_GATHER] == pytest.approx(3 * seldom.exchanged[ALL_GATHER])
 
 
 @pytest.mark.parametrize("name", list_losses())
 def test_one_rank_sends_nothing(name):
-    assert dry_run(lambda: create(name), BATCH, WIDTH, 1).exchanges == []
+    assert dry_run(lambda: create(name), BATCH, WIDTH, 1).exchanged == {}
 
 
 def test_what_a_rank_sends_in_a_ring():
-    assert Exchange(ALL_GATHER, 100.0).sent(4) == 75.0
-    assert Exchange(REDUCE_SCATTER, 100.0).sent(4) == 75.0
-    assert Exchange(ALL_REDUCE, 100.0).sent(4) == 150.0
-    assert Exchange(SEND, 100.0).sent(4) == 100.0
+    sizes = {ALL_GATHER: 100.0, REDUCE_SCATTER: 1000.0, ALL_REDUCE: 10_000.0, SEND: 100_000.0}
+    assert sent_bytes(sizes, 4) == 75 + 750 + 15_000 + 100_000
 
 
 # --- work memory -----------------------------------------------------------------------------------------------------
@@ -264,16 +264,11 @@ def test_what_does_not_fit_is_said(capsys):
     assert "WARNING: 64 ranks: a GPU needs" in text
     assert "does not fit" in text
     assert float(rows(text)[1][7]) == pytest.approx(32e9 / 2**30, abs=0.01)
-    gib = 2**30
-    sized = plan.plan_row(
-        setting("fastclip-v2", options={"state_device": "cpu"}, samples=10**9),
-        plan.ModelSize(1, WIDTH),
-        plan.ActivationSize(0, 1),
-        plan.LossState(0, (32,)),
-        2,
-    )
-    assert plan.warnings(setting("fastclip-v2"), sized, Memory(80 * gib, 512 * gib)) == []
-    (warning,) = plan.warnings(setting("fastclip-v2"), sized, Memory(80 * gib, 16 * gib))
+    gib, options = 2**30, {"state_device": "cpu"}
+    enough = planned("fastclip-v2", 2, Memory(80 * gib, 512 * gib), options=options, samples=10**9)
+    assert enough.warnings(enough.asked) == []
+    little = planned("fastclip-v2", 2, Memory(80 * gib, 16 * gib), options=options, samples=10**9)
+    (warning,) = little.warnings(little.asked)
     assert "29.802 GiB of its memory, it has 16.000: take more nodes, or --state-dir" in warning
 
 

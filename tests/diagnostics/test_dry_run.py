@@ -6,7 +6,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from openclip_ext import compat
-from openclip_ext.diagnostics.activations import activation_bytes
+from openclip_ext.diagnostics.dry_run import activation_bytes
 from openclip_ext.model_configs import add_model_configs
 
 BATCH = 24
