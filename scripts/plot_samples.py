@@ -8,7 +8,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from PIL import Image
 
-from openclip_ext.data.shapes import SPLITS, make_sample
+from openclip_ext.data.shapes.scene import SPLITS
+from openclip_ext.data.shapes.write import make_sample
 
 
 def plot(output: Path, split: str, seed: int, rows: int = 3, columns: int = 7) -> None:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from openclip_ext.data.eval_loader import EvalLoader, OnePass, ShardPass, SourcePass
+from openclip_ext.data.eval_loader import EvalLoader, ShardPass, SourcePass
 from openclip_ext.data.manifest import find_or_create_manifest
 from openclip_ext.data.shardlist import expand_components, expand_shards
 from openclip_ext.data.shards import ShardSource
@@ -70,7 +70,7 @@ def build_eval_loader(
         workers: Worker processes; 0 works in this process.
         pin_memory: As in ``torch.utils.data.DataLoader``.
     """
-    samples: OnePass
+    samples: ShardPass | SourcePass
     if spec.resolved_type == "webdataset":
         samples = ShardPass(expand_shards(_given(spec)), spec.image_key, spec.caption_key)
         num_samples = spec.num_samples

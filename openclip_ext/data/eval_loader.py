@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from PIL import Image
@@ -24,21 +24,6 @@ from openclip_ext.data.storage import open_url
 from openclip_ext.data.worker_signals import leave_process_group, start_workers
 
 
-class OnePass(Protocol):
-    """Samples that are read once, divided among workers."""
-
-    #: Whether the samples know their index; it then goes into the batches.
-    has_index: bool
-
-    def groups(self, worker: int, workers: int, batch_size: int) -> Iterator[tuple[str, Iterable[RawSample]]]:
-        """Yield the samples of one worker, with the name of the shard or data set that they are from."""
-        ...
-
-    def decode(self, raw: RawSample, decoder: ImageDecoder) -> tuple[DecodedImage, str]:
-        """Return image and caption, see :meth:`Source.decode`."""
-        ...
-
-
 class ShardPass:
     """The samples of shards, read as streams to their end: no manifest is needed. Workers take shards in turn."""
 
@@ -50,6 +35,7 @@ class ShardPass:
         self.decode = self._keys.decode
 
     def groups(self, worker: int, workers: int, batch_size: int) -> Iterator[tuple[str, Iterable[RawSample]]]:
+        """Yield the samples of one worker, with the name of the shard or data set that they are from."""
         for url in self._urls[worker::workers]:
             yield url, self._samples(url)
 
@@ -78,6 +64,7 @@ class SourcePass:
         self.decode = source.decode
 
     def groups(self, worker: int, workers: int, batch_size: int) -> Iterator[tuple[str, Iterable[RawSample]]]:
+        """Yield the samples of one worker, with their name in messages."""
         yield "the data set", self._samples(worker, workers, batch_size)
 
     def _samples(self, worker: int, workers: int, batch_size: int) -> Iterator[RawSample]:
@@ -112,7 +99,9 @@ def _usable(
 
 
 class _EvalDataset(IterableDataset):
-    def __init__(self, samples: OnePass, transform: Callable, tokenizer: Callable, batch_size: int) -> None:
+    def __init__(
+        self, samples: ShardPass | SourcePass, transform: Callable, tokenizer: Callable, batch_size: int
+    ) -> None:
         self._samples = samples
         self._transform = transform
         self._tokenizer = tokenizer
@@ -161,7 +150,7 @@ class EvalLoader:
 
     def __init__(
         self,
-        samples: OnePass,
+        samples: ShardPass | SourcePass,
         *,
         preprocess: Callable[[Image.Image], Tensor],
         tokenizer: Callable[[str], Tensor],

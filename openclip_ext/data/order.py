@@ -7,7 +7,7 @@ counting, without opening a file, and what another layout has seen is known to e
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,7 +27,28 @@ class EpochSequence(Protocol):
 
 
 class ShardSequence:
-    """All samples shard by shard, the shards in random order, beginning at a random sample.
+    """The samples of whole shards, one shard after the other.
+
+    Args:
+        counts: ``(num_shards,)`` samples in each shard.
+        shards: Numbers of the shards in sequence; one may come several times.
+        begin: Where the sequence begins; what comes before is at its end.
+    """
+
+    def __init__(self, counts: np.ndarray, shards: np.ndarray, begin: int = 0) -> None:
+        first_indices = np.concatenate([[0], np.cumsum(counts[:-1])]).astype(np.int64)
+        self._starts = np.concatenate([[0], np.cumsum(counts[shards])])
+        self._first_indices = first_indices[shards]
+        self._begin = begin
+
+    def indices(self, slots: np.ndarray) -> np.ndarray:
+        positions = (slots + self._begin) % self._starts[-1]
+        places = np.searchsorted(self._starts, positions, side="right") - 1
+        return self._first_indices[places] + (positions - self._starts[places])
+
+
+def shuffled_shards(counts: np.ndarray, seed: int, epoch: int) -> ShardSequence:
+    """Return all samples, the shards in random order, beginning at a random sample.
 
     The random beginning makes the samples at the end, which no batch has room for (or which a shortened epoch leaves
     out), others in each epoch, even with a single shard.
@@ -36,19 +57,14 @@ class ShardSequence:
         counts: ``(num_shards,)`` samples in each shard.
         seed, epoch: The order depends on these.
     """
-
-    def __init__(self, counts: np.ndarray, seed: int, epoch: int) -> None:
-        order = permutation(hash64(Purpose.SEQUENCE, seed, epoch, np.arange(len(counts))))
-        self._starts = np.concatenate([[0], np.cumsum(counts[order])])
-        self._first_indices = _first_indices(counts)[order]
-        self._rotation = hash_int(Purpose.ROTATION, seed, epoch) % int(self._starts[-1])
-
-    def indices(self, slots: np.ndarray) -> np.ndarray:
-        return _locate((slots + self._rotation) % self._starts[-1], self._starts, self._first_indices)
+    shards = permutation(hash64(Purpose.SEQUENCE, seed, epoch, np.arange(len(counts))))
+    return ShardSequence(counts, shards, hash_int(Purpose.ROTATION, seed, epoch) % int(counts.sum()))
 
 
-class ResampledShards:
-    """Shards drawn with replacement, each with all its samples (``--dataset-resampled``).
+def resampled_shards(
+    counts: np.ndarray, num_slots: int, seed: int, epoch: int, weights: Sequence[float] | None = None
+) -> ShardSequence:
+    """Return shards drawn with replacement, each with all its samples (``--dataset-resampled``).
 
     Args:
         counts: ``(num_shards,)`` samples in each shard.
@@ -56,26 +72,17 @@ class ResampledShards:
         seed, epoch: The draws depend on these.
         weights: ``(num_shards,)`` how often a shard is drawn relative to others; None for equally often.
     """
-
-    def __init__(
-        self, counts: np.ndarray, num_slots: int, seed: int, epoch: int, weights: Sequence[float] | None = None
-    ) -> None:
-        shares = np.cumsum(np.ones(len(counts)) if weights is None else np.asarray(weights, dtype=np.float64))
-        if not np.any(counts[np.diff(shares, prepend=0) > 0]):
-            raise ValueError("only empty shards have a chance to be drawn: check --train-data-upsampling-factors")
-        draws: list[np.ndarray] = []
-        total, per_call = 0, 1024
-        while total < num_slots:
-            numbers = np.arange(len(draws) * per_call, (len(draws) + 1) * per_call)
-            points = uniform(hash64(Purpose.RESAMPLING, seed, epoch, numbers)) * shares[-1]
-            draws.append(np.searchsorted(shares, points, side="right").clip(max=len(counts) - 1))
-            total += int(counts[draws[-1]].sum())
-        drawn = np.concatenate(draws)
-        self._starts = np.concatenate([[0], np.cumsum(counts[drawn])])
-        self._first_indices = _first_indices(counts)[drawn]
-
-    def indices(self, slots: np.ndarray) -> np.ndarray:
-        return _locate(slots, self._starts, self._first_indices)
+    shares = np.cumsum(np.ones(len(counts)) if weights is None else np.asarray(weights, dtype=np.float64))
+    if not np.any(counts[np.diff(shares, prepend=0) > 0]):
+        raise ValueError("only empty shards have a chance to be drawn: check --train-data-upsampling-factors")
+    draws: list[np.ndarray] = []
+    total, per_call = 0, 1024
+    while total < num_slots:
+        numbers = np.arange(len(draws) * per_call, (len(draws) + 1) * per_call)
+        points = uniform(hash64(Purpose.RESAMPLING, seed, epoch, numbers)) * shares[-1]
+        draws.append(np.searchsorted(shares, points, side="right").clip(max=len(counts) - 1))
+        total += int(counts[draws[-1]].sum())
+    return ShardSequence(counts, np.concatenate(draws))
 
 
 class KeptSequence:
@@ -104,15 +111,6 @@ class RowSequence:
 
     def indices(self, slots: np.ndarray) -> np.ndarray:
         return self._order[slots]
-
-
-def _first_indices(counts: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(counts[:-1])]).astype(np.int64)
-
-
-def _locate(positions: np.ndarray, starts: np.ndarray, first_indices: np.ndarray) -> np.ndarray:
-    shards = np.searchsorted(starts, positions, side="right") - 1
-    return first_indices[shards] + (positions - starts[shards])
 
 
 def shuffled_positions(length: int, window: int, seed: int, *words: int) -> Iterator[np.ndarray]:
@@ -161,6 +159,10 @@ class Layout:
     accum_freq: int
     epoch_samples: int
     shuffle_window: int
+
+    def replaced(self, entry: Mapping[str, Any]) -> "Layout":
+        """Return this layout with the entries of a checkpoint, which may have others as well, or lack some."""
+        return replace(self, **{name: int(entry[name]) for name in asdict(self) if name in entry})
 
     @property
     def global_batch(self) -> int:
@@ -268,14 +270,3 @@ def _first(parts: Iterator[np.ndarray], count: int) -> Iterator[np.ndarray]:
         part = next(parts)[:count]
         count -= len(part)
         yield part
-
-
-def layout_to_dict(layout: Layout) -> dict[str, int]:
-    """Convert to plain types, for checkpoints."""
-    return asdict(layout)
-
-
-def layout_from_dict(entry: Mapping[str, Any], default: Layout) -> Layout:
-    """Inverse of :func:`layout_to_dict`; missing entries come from ``default``."""
-    names = [item.name for item in fields(Layout)]
-    return Layout(**{name: int(entry.get(name, getattr(default, name))) for name in names})

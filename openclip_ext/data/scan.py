@@ -200,45 +200,43 @@ def _estimate_lost(
 
 
 def scan_local(
-    paths: Sequence[str], image_key: str, caption_key: str, workers: int | None = None, progress: bool = True
+    paths: Sequence[str], image_key: str, caption_key: str, workers: int | None = None
 ) -> list[ScannedShard]:
-    """Scan local shards in parallel processes.
+    """Scan local shards in parallel processes, with a bar on a terminal.
 
     Args:
         paths: The tars.
         image_key, caption_key: Fields of image and caption, as :func:`~openclip_ext.data.spec.parse_keys` takes them.
         workers: Processes; None for one per CPU core, at most 32.
-        progress: Show a bar (on a terminal).
     """
     scan = partial(scan_shard, image_key=image_key, caption_key=caption_key)
     workers = min(workers or min(available_cores(), 32), len(paths))
     if workers <= 1:
-        return list(_with_bar(map(scan, paths), len(paths), progress))
+        return list(_with_bar(map(scan, paths), len(paths)))
     # fork, as PyTorch's DataLoader does: spawn would import the training script (and torch) again in each process.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(method)) as pool:
-        return list(_with_bar(pool.map(scan, paths), len(paths), progress))
+        return list(_with_bar(pool.map(scan, paths), len(paths)))
 
 
-def _with_bar(items: Iterable, total: int, progress: bool) -> Iterator:
+def _with_bar(items: Iterable, total: int) -> Iterator:
     # disable=None: no bar where stderr is a file.
-    return iter(tqdm(items, total=total, desc="scanning shards", unit="shard", disable=None if progress else True))
+    return iter(tqdm(items, total=total, desc="scanning shards", unit="shard", disable=None))
 
 
-def count_remote(urls: Sequence[str], sizes: dict[str, int] | None = None, progress: bool = True) -> list[ScannedShard]:
+def count_remote(urls: Sequence[str], sizes: dict[str, int] | None = None) -> list[ScannedShard]:
     """Take the sample counts of remote shards from ``sizes.json`` or ``*_stats.json`` next to them; no tar is read.
 
     Args:
         urls: ``pipe:`` commands or URLs.
         sizes: Counts by file name of the tar, if known; read from next to the shards otherwise.
-        progress: Show a bar (on a terminal).
 
     Raises:
         ValueError: The count of a shard is nowhere to be found.
     """
     tables = _SizeTables(sizes)
     with ThreadPoolExecutor(32) as pool:
-        counts = list(_with_bar(pool.map(tables.count, urls), len(urls), progress))
+        counts = list(_with_bar(pool.map(tables.count, urls), len(urls)))
     unknown = [url for url, count in zip(urls, counts, strict=True) if count is None]
     if unknown:
         raise ValueError(

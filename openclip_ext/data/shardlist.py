@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from braceexpand import braceexpand
 
-from openclip_ext.data.storage import is_local, local_path
+from openclip_ext.data.storage import check_protocol, is_local, local_path
 
 _GLOB = re.compile(r"[*?\[]")
 _TAR_NAME = re.compile(r"([^\s/'\"=]+?)(\.tar(?:\.\w+)?|\.tgz)(?=$|[\s'\"?#|;&>)])")
@@ -24,7 +24,7 @@ def expand_components(shards: str | Sequence[str]) -> list[list[str]]:
         One list of shards for each ``::`` component; local ones as absolute paths.
 
     Raises:
-        ValueError: Nothing is given, or a pattern matches no file.
+        ValueError: Nothing is given, a pattern matches no file, or nothing can open a kind of URL.
     """
     texts = [shards] if isinstance(shards, str) else list(shards)
     components = [[text] if text.startswith("pipe:") and "::" not in text else text.split("::") for text in texts]
@@ -38,6 +38,7 @@ def _expand(component: str) -> list[str]:
     urls: list[str] = []
     for url in braceexpand(component):
         if not is_local(url):
+            check_protocol(url)
             urls.append(url)
             continue
         path = local_path(os.path.expandvars(url))

@@ -11,7 +11,7 @@ import numpy as np
 from openclip_ext.data import tar
 from openclip_ext.data.hashing import Purpose, hash_int
 from openclip_ext.data.manifest import Manifest
-from openclip_ext.data.order import EpochSequence, KeptSequence, ResampledShards, ShardSequence
+from openclip_ext.data.order import EpochSequence, KeptSequence, resampled_shards, shuffled_shards
 from openclip_ext.data.source import BadSampleError, DecodedImage, ImageDecoder, RawSample, Reader, SampleKeys, Source
 from openclip_ext.data.storage import open_local, open_url
 
@@ -74,11 +74,10 @@ class ShardSource(Source):
         return self.manifest.index_digest
 
     def sequence(self, seed: int, epoch: int, num_slots: int) -> EpochSequence:
-        kept: EpochSequence
         if self._resampled:
-            kept = ResampledShards(self._kept_counts, num_slots, seed, epoch, self._weights)
+            kept = resampled_shards(self._kept_counts, num_slots, seed, epoch, self._weights)
         else:
-            kept = ShardSequence(self._kept_counts, seed, epoch)
+            kept = shuffled_shards(self._kept_counts, seed, epoch)
         return KeptSequence(kept, self.manifest.left_out) if len(self.manifest.left_out) else kept
 
     def reader(self) -> Reader:

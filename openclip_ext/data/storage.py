@@ -47,12 +47,23 @@ def open_url(url: str) -> BinaryIO:
 
     Raises:
         OSError: It cannot be opened; while reading: the connection or the command failed.
-        ImportError: fsspec needs another package for this kind of URL; the message names it.
     """
     if is_local(url):
         return open_local(local_path(url), _BUFFER)
     raw = _CommandOutput(url[len(_PIPE) :]) if url.startswith(_PIPE) else _RemoteFile(url)
     return io.BufferedReader(raw, _BUFFER)
+
+
+def check_protocol(url: str) -> None:
+    """Raise ValueError where nothing can open this kind of URL; the message names the package that is missing."""
+    if is_local(url) or url.startswith(_PIPE):
+        return
+    import fsspec  # takes a tenth of a second, and only remote data need it
+
+    try:
+        fsspec.get_filesystem_class(urlparse(url).scheme)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"cannot read {url}: {error}") from error
 
 
 def read_url(url: str) -> bytes:
@@ -90,14 +101,12 @@ class _RemoteFile(io.RawIOBase):
     """A file that fsspec opened, with OSErrors for the errors of its many libraries."""
 
     def __init__(self, url: str) -> None:
-        import fsspec  # takes a tenth of a second, and only remote data need it
+        import fsspec
 
         self._url = url
         try:
             system, path = fsspec.core.url_to_fs(url)
             self._file = system.open(path, "rb", block_size=_REMOTE_BLOCK)
-        except ImportError as error:
-            raise ImportError(f"cannot read {url}: {error}") from error
         except Exception as error:
             raise self._as_os_error(error) from error
 

@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_
 from openclip_ext import distributed
 from openclip_ext.data.flip import flip_at_random
 from openclip_ext.data.hashing import Purpose, hash_int, hash_text
-from openclip_ext.data.order import EpochOrder, Layout, Segment, layout_from_dict, layout_to_dict
+from openclip_ext.data.order import EpochOrder, Layout, Segment
 from openclip_ext.data.source import (
     BadDataError,
     BadSampleError,
@@ -61,7 +61,7 @@ class TrainLoaderConfig:
         caption_aware_flip: Mirror half of the images, with 'left' and 'right' exchanged in their captions.
         draw_captions: Draw one of a sample's captions in each epoch, instead of the first.
         caption_hash: Batches have ``caption_hash``, equal for equal captions.
-        pin_memory, prefetch_factor: As in ``torch.utils.data.DataLoader``.
+        pin_memory: As in ``torch.utils.data.DataLoader``.
     """
 
     batch_size: int = flag()
@@ -81,7 +81,6 @@ class TrainLoaderConfig:
     )
     caption_hash: bool = False
     pin_memory: bool = False
-    prefetch_factor: int = 2
 
 
 class _Request(NamedTuple):
@@ -149,11 +148,8 @@ class _BatchDataset(Dataset):
         self._tokenizer = tokenizer
         self._layout = layout
         self._rank = rank
+        self._config = config
         self._seed = config.seed
-        self._views = config.views
-        self._caption_aware_flip = config.caption_aware_flip
-        self._draws = config.draw_captions
-        self._caption_hash = config.caption_hash
         self._max_bad_fraction = max_bad_fraction
         self._stream: Iterator[RawSample] = iter(())
         self._expected: _Request | None = None
@@ -175,13 +171,8 @@ class _BatchDataset(Dataset):
 
     def _open_stream(self, request: _Request) -> Iterator[RawSample]:
         """The worker's samples from a batch on. What comes before is neither read nor decoded."""
-        order = EpochOrder(
-            self._source.sequence(self._seed, request.epoch, self._layout.epoch_samples),
-            self._seed,
-            request.epoch,
-            request.seen,
-            self._layout,
-        )
+        sequence = self._source.sequence(self._seed, request.epoch, self._layout.epoch_samples)
+        order = EpochOrder(sequence, self._seed, request.epoch, request.seen, self._layout)
         worker = request.batch % self._layout.workers
         start = request.batch // self._layout.workers * self._layout.batch_size
         return _stream_shuffled(self._source, order, self._rank, worker, start)
@@ -192,15 +183,15 @@ class _BatchDataset(Dataset):
         for _ in range(self._layout.batch_size):
             index, image, caption = self._usable(next(self._stream), epoch, bad)
             pixels, text, caption = self._view(image, caption, epoch, index)
-            if self._views > 1:
-                others = [self._view(image, caption, epoch, index, view)[0] for view in range(1, self._views)]
+            if self._config.views > 1:
+                others = [self._view(image, caption, epoch, index, view)[0] for view in range(1, self._config.views)]
                 pixels = torch.stack([pixels, *others])
             images.append(pixels)
             texts.append(text)
             indices.append(index)
             captions.append(caption)
         batch = {"image": default_collate(images), "text": default_collate(texts), "index": torch.tensor(indices)}
-        if self._caption_hash:
+        if self._config.caption_hash:
             batch["caption_hash"] = torch.tensor([hash_text(caption) for caption in captions])
         return batch | ({"bad": bad} if bad else {})
 
@@ -209,7 +200,7 @@ class _BatchDataset(Dataset):
     ) -> tuple[Tensor, Tensor, str]:
         """Pixels, token ids ``(L,)`` and caption, random in (seed, epoch, index) and, for later views, their number."""
         _seed_generators(hash_int(Purpose.PIXELS, self._seed, epoch, index, *view))
-        if self._caption_aware_flip:
+        if self._config.caption_aware_flip:
             image, caption = flip_at_random(image, caption)
         return self._transform(image), self._tokenizer(caption)[0], caption
 
@@ -235,7 +226,7 @@ class _BatchDataset(Dataset):
         raise BadDataError(f"{name} has no usable sample among its {count:,}; sample {raw.index}: {reason}")
 
     def _decode(self, raw: RawSample, epoch: int) -> tuple[DecodedImage, str]:
-        draw = hash_int(Purpose.CAPTION, self._seed, epoch, raw.index) if self._draws else 0
+        draw = hash_int(Purpose.CAPTION, self._seed, epoch, raw.index) if self._config.draw_captions else 0
         return self._source.decode(raw, self._decoder, draw)
 
     def _give_up_if_hopeless(self, index: int, reason: str) -> None:
@@ -359,7 +350,6 @@ class TrainLoader:
             worker_init_fn=leave_process_group,
             pin_memory=config.pin_memory,
             persistent_workers=config.workers > 0,
-            prefetch_factor=config.prefetch_factor if config.workers > 0 else None,
             # DataLoader draws from this at the start of every pass, otherwise from the training process's generator.
             generator=torch.Generator().manual_seed(config.seed & 0x7FFFFFFF),
         )
@@ -389,16 +379,6 @@ class TrainLoader:
         return self.source.num_samples
 
     @property
-    def batch_size(self) -> int:
-        """Samples of a micro-batch on one rank."""
-        return self._layout.batch_size
-
-    @property
-    def epoch_samples(self) -> int:
-        """Samples of an epoch over all ranks, before the last incomplete global batch is dropped."""
-        return self._layout.epoch_samples
-
-    @property
     def batches_per_epoch(self) -> int:
         """Micro-batches of each rank in a whole epoch."""
         return self._layout.batches(self._layout.epoch_samples)
@@ -406,11 +386,11 @@ class TrainLoader:
     @property
     def layout(self) -> dict[str, Any]:
         """The current layout as a progress entry, without ``batches``; plain types."""
-        return layout_to_dict(self._layout) | {"seed": self.seed, "data": self.source.digest}
+        return asdict(self._layout) | {"seed": self.seed, "data": self.source.digest}
 
     def remaining_batches(self, epoch: int, progress: Progress | None = None) -> int:
         """Micro-batches that :meth:`iterate` yields on each rank."""
-        seen, start = self._parse_progress(progress)
+        seen, start = self.check_progress(progress)
         if not seen:
             return self.batches_per_epoch - start
         sequence = self.source.sequence(self.seed, epoch, self._layout.epoch_samples)
@@ -419,15 +399,15 @@ class TrainLoader:
     def extend_progress(self, progress: Progress | None, batches: int) -> list[dict[str, Any]]:
         """Progress in the epoch after ``batches`` more micro-batches on each rank; goes into a checkpoint."""
         entries = [dict(entry) for entry in progress or ()]
-        seen, done = self._parse_progress(entries)
+        seen, done = self.check_progress(entries)
         return [*entries[: len(seen)], self.layout | {"batches": done + batches}]
 
-    def check_progress(self, progress: Progress) -> None:
-        """Raise ValueError if an epoch that was begun so cannot go on with this loader."""
-        self._parse_progress(progress)
+    def check_progress(self, progress: Progress | None) -> tuple[tuple[Segment, ...], int]:
+        """Return the segments that were run in other layouts, and how many batches of the current one are done.
 
-    def _parse_progress(self, progress: Progress | None) -> tuple[tuple[Segment, ...], int]:
-        """Segments of other layouts, and how many batches of the current one are done."""
+        Raises:
+            ValueError: An epoch that was begun so cannot go on with this loader.
+        """
         segments = []
         for entry in progress or ():
             for name, own in (("seed", self.seed), ("data", self.source.digest)):
@@ -438,7 +418,7 @@ class TrainLoader:
                         f"{own}. Use the same, or begin a run of another --name with --resume and the checkpoint of a "
                         "completed epoch"
                     )
-            segments.append(Segment(layout_from_dict(entry, self._layout), int(entry["batches"])))
+            segments.append(Segment(self._layout.replaced(entry), int(entry["batches"])))
         if segments and segments[-1].layout == self._layout:
             return tuple(segments[:-1]), segments[-1].batches
         return tuple(segments), 0
@@ -461,7 +441,7 @@ class TrainLoader:
             BadDataError: Too many samples are bad, or none of a shard is usable. The ranks add up their bad samples ten
                 times an epoch (a small collective, so all of them have to go through the batches side by side).
         """
-        seen, start = self._parse_progress(progress)
+        seen, start = self.check_progress(progress)
         total = start + self.remaining_batches(epoch, progress)
         if total < start:
             raise ValueError(
@@ -496,19 +476,16 @@ class TrainLoader:
             examples = "; ".join(f"sample {index}: {reason}" for index, reason in list(self._bad.items())[:3])
             raise BadDataError(
                 f"{bad:,} bad samples in this epoch of {self._layout.epoch_samples:,}, more than the allowed "
-                f"{self.max_bad_fraction:.1%} (--max-bad-fraction). By shard: {dict(self._by_shard().most_common(5))}. "
+                f"{self.max_bad_fraction:.1%} (--max-bad-fraction). By shard: {dict(self.bad_samples().most_common(5))}. "
                 f"{examples}"
             )
 
-    def _by_shard(self) -> Counter[str]:
+    def bad_samples(self) -> Counter[str]:
+        """Return the bad samples by shard that this rank has met so far (each counted once)."""
         return Counter(self.source.group_of(index)[0] for index in self._bad)
 
-    def bad_samples(self) -> dict[str, int]:
-        """Bad samples by shard that this rank has met so far (each counted once)."""
-        return dict(self._by_shard())
-
-    def check_bad_samples(self) -> dict[str, int]:
-        """Bad samples by shard over all ranks; collective: every rank calls it at the same point.
+    def check_bad_samples(self) -> Counter[str]:
+        """Return the bad samples by shard over all ranks; collective: every rank calls it at the same point.
 
         :meth:`iterate` does so a few times an epoch.
 
@@ -517,7 +494,4 @@ class TrainLoader:
         """
         counts = distributed.all_gather_object((self._bad_this_epoch, self.bad_samples()))
         self._refuse_too_many(sum(count for count, _ in counts))
-        total: Counter[str] = Counter()
-        for _, by_shard in counts:
-            total.update(by_shard)
-        return dict(total)
+        return sum((by_shard for _, by_shard in counts), Counter())

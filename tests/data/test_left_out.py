@@ -84,9 +84,9 @@ def test_the_number_of_batches_is_that_of_the_others(data: str, fewer: str, capl
     with caplog.at_level("INFO"):
         loader = build(data, manifest=fewer)
     assert "leaves out 18 of 100 samples; no index changes" in caplog.text
-    assert (loader.num_samples, loader.epoch_samples, loader.batches_per_epoch) == (N, 82, 20)
-    assert build(data, manifest=fewer, num_samples=90).epoch_samples == 82
-    assert build(data, manifest=fewer, num_samples=40).epoch_samples == 40
+    assert (loader.num_samples, loader.layout["epoch_samples"], loader.batches_per_epoch) == (N, 82, 20)
+    assert build(data, manifest=fewer, num_samples=90).layout["epoch_samples"] == 82
+    assert build(data, manifest=fewer, num_samples=40).layout["epoch_samples"] == 40
 
 
 def test_ranks_divide_the_others(data: str, fewer: str):

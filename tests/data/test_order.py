@@ -1,6 +1,7 @@
 """Every sample once, on any layout and after any interruption; the order depends on what it should depend on."""
 
 import random
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -9,13 +10,11 @@ from openclip_ext.data.hashing import Purpose, hash64, hash_int
 from openclip_ext.data.order import (
     EpochOrder,
     Layout,
-    ResampledShards,
     RowSequence,
     Segment,
-    ShardSequence,
-    layout_from_dict,
-    layout_to_dict,
+    resampled_shards,
     shuffled_positions,
+    shuffled_shards,
 )
 
 
@@ -53,7 +52,7 @@ def test_every_sample_comes_once_on_any_layout():
         counts = random_counts(rng)
         n = int(counts.sum())
         layout = random_layout(rng, rng.choice([n, n, max(n // 2, 100)]))
-        order = EpochOrder(ShardSequence(counts, seed=case, epoch=case % 3), case, case % 3, (), layout)
+        order = EpochOrder(shuffled_shards(counts, seed=case, epoch=case % 3), case, case % 3, (), layout)
         batches = layout.epoch_samples // layout.global_batch * layout.accum_freq
         assert order.batches == batches
         parts = [run_rank(order, layout, rank, batches) for rank in range(layout.world_size)]
@@ -69,7 +68,7 @@ def test_unseen_samples_follow_on_any_other_layout():
     for case in range(40):
         counts = random_counts(rng)
         n = int(counts.sum())
-        sequence = ShardSequence(counts, seed=case, epoch=5)
+        sequence = shuffled_shards(counts, seed=case, epoch=5)
         seen: list[Segment] = []
         indices: list[np.ndarray] = []
         for part in range(4):
@@ -91,7 +90,7 @@ def test_order_is_a_function_of_seed_epoch_and_layout():
     layout = Layout(2, 2, 5, 1, 125, 50)
 
     def indices(seed: int, epoch: int, layout: Layout = layout) -> list[int]:
-        order = EpochOrder(ShardSequence(counts, seed, epoch), seed, epoch, (), layout)
+        order = EpochOrder(shuffled_shards(counts, seed, epoch), seed, epoch, (), layout)
         return run_rank(order, layout, 0, order.batches).ravel().tolist()
 
     assert indices(3, 1) == indices(3, 1)
@@ -104,7 +103,7 @@ def test_dropped_samples_differ_between_epochs():
     layout = Layout(1, 1, 16, 1, 30, 100)
     dropped = []
     for epoch in range(40):
-        order = EpochOrder(ShardSequence(np.array([30]), 0, epoch), 0, epoch, (), layout)
+        order = EpochOrder(shuffled_shards(np.array([30]), 0, epoch), 0, epoch, (), layout)
         dropped.append(set(range(30)) - set(run_rank(order, layout, 0, 1).ravel().tolist()))
     assert all(len(samples) == 14 for samples in dropped)
     assert set.intersection(*dropped) == set()
@@ -132,14 +131,14 @@ def test_shuffle_mixes_over_the_window():
 
 def test_resampled_shards_are_drawn_by_weight():
     counts = np.array([10, 20, 10])
-    sequence = ResampledShards(counts, 60_000, seed=0, epoch=0, weights=[1, 0, 3])
+    sequence = resampled_shards(counts, 60_000, seed=0, epoch=0, weights=[1, 0, 3])
     indices = sequence.indices(np.arange(60_000))
     assert not np.any((indices >= 10) & (indices < 30)), "weight 0 is never drawn"
     share = np.mean(indices >= 30)
     assert 0.72 < share < 0.78
     assert np.array_equal(np.sort(indices[:10] % 10), np.arange(10)), "a shard comes whole"
     with pytest.raises(ValueError, match="only empty shards"):
-        ResampledShards(np.array([0, 5]), 10, 0, 0, weights=[1, 0])
+        resampled_shards(np.array([0, 5]), 10, 0, 0, weights=[1, 0])
 
 
 def test_rows_are_permuted():
@@ -151,14 +150,14 @@ def test_rows_are_permuted():
 def test_progress_with_too_many_batches_is_refused():
     layout = Layout(1, 1, 4, 1, 40, 10)
     with pytest.raises(ValueError, match="11 batches were done"):
-        sequence = ShardSequence(np.array([40]), 0, 0)
+        sequence = shuffled_shards(np.array([40]), 0, 0)
         EpochOrder(sequence, 0, 0, (Segment(layout, 11),), Layout(2, 1, 4, 1, 40, 10))
 
 
 def test_layout_survives_a_checkpoint():
     layout = Layout(2, 3, 4, 5, 600, 70)
-    assert layout_from_dict(layout_to_dict(layout), Layout(1, 1, 1, 1, 1, 1)) == layout
-    assert layout_from_dict({"workers": 9}, layout) == Layout(2, 9, 4, 5, 600, 70)
+    assert Layout(1, 1, 1, 1, 1, 1).replaced(asdict(layout) | {"seed": 3}) == layout
+    assert layout.replaced({"workers": 9}) == Layout(2, 9, 4, 5, 600, 70)
 
 
 def test_hash_of_arrays_and_integers_agree():
@@ -173,7 +172,7 @@ def test_hash_of_arrays_and_integers_agree():
 
 def test_order_does_not_change_between_versions():
     """Runs are resumed with later versions of this program and of numpy."""
-    order = EpochOrder(ShardSequence(np.array([5, 7, 4]), 42, 3), 42, 3, (), Layout(1, 1, 4, 1, 16, 8))
+    order = EpochOrder(shuffled_shards(np.array([5, 7, 4]), 42, 3), 42, 3, (), Layout(1, 1, 4, 1, 16, 8))
     indices = run_rank(order, Layout(1, 1, 4, 1, 16, 8), 0, 4).ravel().tolist()
     assert hash_int(Purpose.SEQUENCE, 42, 3, 0) == 1719357129758833175
     assert indices == [15, 5, 14, 11, 0, 9, 6, 7, 10, 8, 2, 4, 1, 13, 12, 3]

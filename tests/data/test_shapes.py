@@ -10,22 +10,23 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from openclip_ext.data.shapes import (
+from openclip_ext.data.shapes.__main__ import main
+from openclip_ext.data.shapes.render import render
+from openclip_ext.data.shapes.scene import (
     COLORS,
     HELD_OUT_PAIRS,
     PAIRS,
+    RELATIONS,
     SHAPES,
     Item,
     Scene,
-    make_sample,
-    render,
+    caption_generator,
+    describe,
+    pixel_generator,
     sample_caption,
     sample_scene,
-    write_shards,
 )
-from openclip_ext.data.shapes.__main__ import main
-from openclip_ext.data.shapes.scene import RELATIONS, caption_generator, describe, pixel_generator
-from openclip_ext.data.shapes.write import RECIPE_FILE, SIZES_FILE, ShapesConfig
+from openclip_ext.data.shapes.write import RECIPE_FILE, SIZES_FILE, ShapesConfig, make_sample, write_shards
 
 
 def contents(folder):

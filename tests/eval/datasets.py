@@ -16,7 +16,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from eval.tasks import TASKS
-from openclip_ext.data.shapes import COLORS
+from openclip_ext.data.shapes.scene import COLORS
 from openclip_ext.data.shapes.write import make_sample
 
 TINY_MODEL = "tiny-vit-32"

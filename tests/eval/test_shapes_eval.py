@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from eval.shapes import ShapesEvaluator, main
-from openclip_ext.data.shapes import BACKGROUNDS, COLORS, RELATIONS, SHAPES, SIZES, TEXTURES, write_shards
-from openclip_ext.data.shapes.write import ShapesConfig
+from openclip_ext.data.shapes.scene import BACKGROUNDS, COLORS, RELATIONS, SHAPES, SIZES, TEXTURES
+from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 from openclip_ext.model_configs import add_model_configs
 
 NUM_SAMPLES = 400

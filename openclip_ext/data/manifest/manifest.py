@@ -138,7 +138,6 @@ class Manifest:
         caption_key: str = DEFAULT_CAPTION_KEY,
         sizes: dict[str, int] | None = None,
         workers: int | None = None,
-        progress: bool = True,
     ) -> "Manifest":
         """Count the samples of all shards.
 
@@ -147,7 +146,6 @@ class Manifest:
             image_key, caption_key: Fields of image and caption, alternatives separated by ``;``.
             sizes: Counts of remote shards by file name, instead of the files next to them.
             workers: Processes for local shards; None for one per core.
-            progress: Show a bar (on a terminal).
 
         Raises:
             ManifestError: A shard is given twice or cannot be read, has no sample with image and caption, or no shard
@@ -157,25 +155,19 @@ class Manifest:
         urls = expand_shards(shards)
         local = [url for url in urls if is_local(url)]
         remote = [url for url in urls if not is_local(url)]
-        found = dict(zip(local, scan.scan_local(local, image_key, caption_key, workers, progress), strict=True))
+        found = dict(zip(local, scan.scan_local(local, image_key, caption_key, workers), strict=True))
         if remote:
-            found |= zip(remote, scan.count_remote(remote, sizes, progress), strict=True)
+            found |= zip(remote, scan.count_remote(remote, sizes), strict=True)
         scans = [found[url] for url in urls]
         _refuse_unusable(scans, image_key, caption_key)
         first = 0
         for scanned in scans:
             scanned.shard.first_index = first
             first += scanned.shard.num_samples
-        blocks = None
-        if any(scanned.blocks is not None for scanned in scans):
-            empty = (np.zeros(scanned.shard.num_samples, np.uint32) for scanned in scans)
-            blocks = np.concatenate(
-                [
-                    zeros if scanned.blocks is None else scanned.blocks
-                    for scanned, zeros in zip(scans, empty, strict=True)
-                ]
-            )
-        return cls([scanned.shard for scanned in scans], image_key, caption_key, blocks)
+        blocks = [np.zeros(s.shard.num_samples, np.uint32) if s.blocks is None else s.blocks for s in scans]
+        seekable = any(scanned.shard.seekable for scanned in scans)
+        found_shards = [scanned.shard for scanned in scans]
+        return cls(found_shards, image_key, caption_key, np.concatenate(blocks) if seekable else None)
 
     def without(self, indices: Iterable[int]) -> "Manifest":
         """A manifest that leaves samples out of training, beside those that this one leaves out. No index changes.
@@ -279,7 +271,7 @@ class Manifest:
 
     # ---------------------------------------------------------------- checking
 
-    def verify(self, shards: str | Sequence[str] | None = None, progress: bool = True) -> bool:
+    def verify(self, shards: str | Sequence[str] | None = None) -> bool:
         """Check that the manifest still describes the data.
 
         A local shard that was touched or copied (same size, other modification time) is scanned again and accepted if
@@ -288,7 +280,6 @@ class Manifest:
         Args:
             shards: The training data; None to check the files of the manifest only. Local shards that were moved are
                 found by their file names, and ``url`` is updated.
-            progress: Show a bar while touched shards are scanned (on a terminal).
 
         Returns:
             Whether anything about the files was updated, so that saving again would save time.
@@ -316,7 +307,7 @@ class Manifest:
         if damaged:
             logging.warning(f"{self._blocks_path} is damaged (its hash is not the one in its name): scanning again.")
         if (touched or damaged) and not changed:
-            changed = self._rescan(touched, progress, all_offsets=damaged)
+            changed = self._rescan(touched, all_offsets=damaged)
         if changed:
             raise ManifestError(
                 f"{len(changed)} of {len(self.shards)} shards were changed after the manifest was made: "
@@ -325,11 +316,11 @@ class Manifest:
             )
         return bool(moved or touched or damaged)
 
-    def _rescan(self, touched: Sequence[Shard], progress: bool, all_offsets: bool) -> list[str]:
+    def _rescan(self, touched: Sequence[Shard], all_offsets: bool) -> list[str]:
         """Scan the touched shards, or all seekable ones to restore the offsets; returns those whose members differ."""
         shards = [shard for shard in self.shards if shard.seekable] if all_offsets else touched
         paths = [shard.url for shard in shards]
-        scans = scan.scan_local(paths, self.image_key, self.caption_key, progress=progress)
+        scans = scan.scan_local(paths, self.image_key, self.caption_key)
         changed = []
         for shard, scanned in zip(shards, scans, strict=True):
             if not _has_same_members(shard, scanned.shard):

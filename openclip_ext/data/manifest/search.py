@@ -19,10 +19,8 @@ def find_or_create_manifest(
     manifest: str | os.PathLike | None = None,
     image_key: str = DEFAULT_IMAGE_KEY,
     caption_key: str = DEFAULT_CAPTION_KEY,
-    sizes: dict[str, int] | None = None,
-    workers: int | None = None,
 ) -> Manifest:
-    """The manifest of a training run: the given one, the one next to the shards, or a new one.
+    """Return the manifest of a training run: the given one, the one next to the shards, or a new one.
 
     With several processes rank 0 looks and scans, and the others get the result. A new one is written as
     ``manifest.json`` to the shards' common folder, or as ``manifest-HASH.json`` if that name is taken by one of other
@@ -33,7 +31,7 @@ def find_or_create_manifest(
     Args:
         train_data: Shards, as in :meth:`Manifest.scan`.
         manifest: Path of the manifest to use; None to look for one.
-        image_key, caption_key, sizes, workers: As in :meth:`Manifest.scan`.
+        image_key, caption_key: As in :meth:`Manifest.scan`.
 
     Raises:
         ManifestError: On every rank, with the reason.
@@ -45,7 +43,7 @@ def find_or_create_manifest(
     failure: Exception | None = None
     if distributed.is_master():
         try:
-            found = _find_or_create(train_data, manifest, image_key, caption_key, sizes, workers)
+            found = _find_or_create(train_data, manifest, image_key, caption_key)
         except Exception as error:
             failure = error
     found, message = distributed.broadcast_object((found, None if failure is None else str(failure)))
@@ -57,12 +55,7 @@ def find_or_create_manifest(
 
 
 def _find_or_create(
-    train_data: str | Sequence[str],
-    given: str | os.PathLike | None,
-    image_key: str,
-    caption_key: str,
-    sizes: dict[str, int] | None,
-    workers: int | None,
+    train_data: str | Sequence[str], given: str | os.PathLike | None, image_key: str, caption_key: str
 ) -> Manifest:
     urls = expand_shards(train_data)
     if given is not None:
@@ -93,14 +86,14 @@ def _find_or_create(
                 _log_report(manifest)
                 return manifest
     logging.info(f"No manifest yet: counting the samples of {len(urls):,} shards.")
-    manifest = Manifest.scan(urls, image_key, caption_key, sizes, workers)
+    manifest = Manifest.scan(urls, image_key, caption_key)
     _log_report(manifest)
     _save_somewhere(manifest, free)
     return manifest
 
 
 def _places(urls: Sequence[str], image_key: str, caption_key: str) -> list[Path]:
-    """Where a manifest of these shards may lie, in order of preference."""
+    """Return where a manifest of these shards may lie, in order of preference."""
     identity = "\n".join([image_key, caption_key, *sorted(urls)])
     named = f"manifest-{hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()}.json"
     folder = common_folder(urls)
@@ -110,7 +103,7 @@ def _places(urls: Sequence[str], image_key: str, caption_key: str) -> list[Path]
 
 
 def place_beside(urls: Sequence[str], image_key: str, caption_key: str) -> Path:
-    """Where a new manifest goes beside its shards: where training looks for it, and not over one of other shards or keys.
+    """Return where a new manifest goes beside its shards: where training looks, and not over one of other shards or keys.
 
     Raises:
         ValueError: The shards are remote.
@@ -127,14 +120,14 @@ def place_beside(urls: Sequence[str], image_key: str, caption_key: str) -> Path:
 
 
 def common_folder(urls: Sequence[str]) -> Path | None:
-    """The folder that holds all shards, None if some are remote."""
+    """Return the folder that holds all shards, None if some are remote."""
     if not all(is_local(url) for url in urls):
         return None
     return Path(os.path.commonpath([os.path.dirname(url) for url in urls]))
 
 
 def _is_of(manifest: Manifest, urls: Sequence[str], image_key: str, caption_key: str) -> bool:
-    """Whether a manifest is one of exactly these shards and keys."""
+    """Return whether a manifest is one of exactly these shards and keys."""
     same_shards = {shard.url for shard in manifest.shards} == set(urls)
     return same_shards and (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
 
