@@ -13,7 +13,7 @@ from openclip_ext.training.flags import parse
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "patches").glob("*.md")])
 MODULE = "openclip_ext.training.main"
-TRAINERS = ([MODULE], ["openclip-ext", "train"])
+TRAINERS = ([MODULE], ["openclip-ext", "train"], ["scripts/slurm/train.sh"])
 
 
 def code_blocks(page, language):
