@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext import distributed
-from openclip_ext.heads import HEADS_KEY, HeadsError, build_heads, with_heads
+from openclip_ext.losses.heads import HEADS_KEY, HeadsError, build_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
 
 # Options of open_clip.create_model_and_transforms, for checkpoints that were trained with them.

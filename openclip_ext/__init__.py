@@ -12,7 +12,7 @@ from openclip_ext.version import __version__
 _HOMES = {
     "ContrastiveLoss": "openclip_ext.contrastive.loss",
     "ModelLoss": "openclip_ext.integrations.model_loss",
-    "OptionError": "openclip_ext.losses.options",
+    "OptionError": "openclip_ext.options",
     "create_loss": "openclip_ext.losses.registry",
     "list_losses": "openclip_ext.losses.registry",
     "measure": "openclip_ext.diagnostics.estimation_error",

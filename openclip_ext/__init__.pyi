@@ -6,9 +6,9 @@ from openclip_ext.data import with_index as with_index
 from openclip_ext.diagnostics.estimation_error import measure as measure
 from openclip_ext.integrations.model_loss import ModelLoss as ModelLoss
 from openclip_ext.integrations.openclip_script import register as register
-from openclip_ext.losses.options import OptionError as OptionError
 from openclip_ext.losses.registry import list_losses as list_losses
 from openclip_ext.losses.registry import register_method as register_method
+from openclip_ext.options import OptionError as OptionError
 
 __version__: str
 

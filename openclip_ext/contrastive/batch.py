@@ -5,10 +5,12 @@ Tensors with a leading dimension of 2 hold the two sides: 0 for image anchors (a
 (against the images).
 """
 
+import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +18,6 @@ from torch import Tensor
 from openclip_ext import distributed
 from openclip_ext.contrastive import log_math
 from openclip_ext.state.sharded_table import count_of_equal, mean_of_equal
-
-if TYPE_CHECKING:
-    from openclip_ext.contrastive.estimands import Estimand
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,7 @@ class LocalBatch:
         logit_scale: 0-d, with gradient.
         index: ``(B_local,)`` int64, or None where the loss needs none.
         in_range: ``(B_local,)`` bool, whether each index is one of the data set's; None without an index.
+        num_samples: size of the data set; None without an index.
         labels: ``(B_local,)`` int64, by which samples of equal captions are known; None: all captions differ.
         positives_attract: whether samples of equal labels are positives; if not, they are left out of the negatives only.
         finite: ``(B_local,)`` bool, whether all features of a sample are finite.
@@ -55,6 +55,7 @@ class LocalBatch:
     labels: Tensor | None = None
     positives_attract: bool = False
     in_range: Tensor | None = None
+    num_samples: int | None = None
 
     @cached_property
     def scale_ok(self) -> Tensor:
@@ -63,7 +64,7 @@ class LocalBatch:
         return (scale > 0) & (scale < math.inf)
 
     def detached(self) -> "LocalBatch":
-        """The same inputs without their graph, to keep them beyond the step."""
+        """Return the same inputs without their graph, to keep them beyond the step."""
         return replace(
             self,
             image=self.image.detach(),
@@ -159,12 +160,12 @@ class GatheredBatch:
         return slice(self.first, self.first + self.local_size)
 
     def sample_index(self) -> Tensor:
-        """``(B,)`` index of a batch whose loss keeps state for each sample."""
+        """Return ``(B,)`` index of a batch whose loss keeps state for each sample."""
         assert self.index is not None, "the loss declares needs_index"
         return self.index
 
     def mean(self, values: Tensor, anchors: slice = slice(None)) -> Tensor:
-        """Mean over the samples that count, along the last dimension of ``(..., B)``.
+        """Return the mean over the samples that count, along the last dimension of ``(..., B)``.
 
         Args:
             values: finite where a sample does not count.
@@ -181,7 +182,7 @@ class GatheredBatch:
         return gathered.transpose(0, 1).reshape(rows, -1)
 
     def through_positive(self, coefficients: Tensor) -> Tensor:
-        """Gradient of ``Σ_k,i coefficient_k,i·positive_k,i`` over all anchors in this process's features, ``(2, B_local, d)``.
+        """Compute the gradient of ``Σ_k,i coefficient_k,i·positive_k,i`` in this process's features, ``(2, B_local, d)``.
 
         Args:
             coefficients: ``(2, B_local)`` of this process's anchors, 0 where one does not count.
@@ -203,13 +204,15 @@ class Contrast:
         batch: the samples.
         tau: ``(2, B)`` temperatures of the anchors.
         log_sums: ``(2, B)`` ``log Σ_{j≠i} exp(s_ij/τ_i)`` over the negatives of each anchor.
-        estimand: what the log-normalizers are of, as the objective declares it.
+        batch_estimate: computes :attr:`log_estimate`; it depends on the objective what that is of.
+        of_all: computes :meth:`of_all_processes`; None where these samples are.
     """
 
     batch: GatheredBatch
     tau: Tensor
     log_sums: Tensor
-    estimand: "Estimand"
+    batch_estimate: Callable[["Contrast"], Tensor]
+    of_all: Callable[[], "Contrast"] | None = None
 
     @cached_property
     def positive_exponent(self) -> Tensor:
@@ -229,21 +232,24 @@ class Contrast:
     @cached_property
     def log_estimate(self) -> Tensor:
         """``(2, B)`` the batch's own estimate of the log-normalizers."""
-        return self.estimand.from_batch(self)
+        return self.batch_estimate(self)
 
     @cached_property
     def infonce(self) -> Tensor:
         """``(2, B)`` mini-batch InfoNCE, ``log(1 + N·g)`` with ``N`` negatives."""
         return log_math.log_add(self.log_gap_sums, 1.0)
 
+    def of_all_processes(self) -> "Contrast":
+        """Return the contrast of all processes' samples; all processes must call it, or none."""
+        return self if self.of_all is None else self.of_all()
+
 
 @torch.no_grad()
-def gather_batch(batch: LocalBatch, num_samples: int | None, gather: bool) -> GatheredBatch:
+def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
     """Gather a batch from all processes, promote it, and find the samples that count.
 
     Args:
         batch: this process's samples.
-        num_samples: size of the index space; an index outside of it does not count.
         gather: whether to take all processes' samples, or this process's own only.
     """
     world_size = distributed.world_size() if gather else 1
@@ -256,10 +262,9 @@ def gather_batch(batch: LocalBatch, num_samples: int | None, gather: bool) -> Ga
         index = None if index is None else distributed.all_gather(index)
         labels = None if labels is None else distributed.all_gather(labels)
         valid = finite_rows(features)
-    if index is not None and num_samples is not None:
-        in_range = batch.in_range
-        if world_size > 1 or in_range is None:
-            in_range = is_in_range(index, num_samples)
+    if index is not None:
+        in_range = batch.in_range if world_size == 1 else is_in_range(index, batch.num_samples)
+        assert in_range is not None, "an index comes with its range"
         valid = valid & in_range
     number = valid.sum(dtype=batch.dtype)
     ok = batch.scale_ok & (number >= 2 * batch.views)
@@ -302,17 +307,83 @@ def gather_batch(batch: LocalBatch, num_samples: int | None, gather: bool) -> Ga
 
 
 def finite_rows(features: Tensor) -> Tensor:
-    """Which samples ``(B,)`` of two sides, ``(2, B, d)``, have finite features only."""
+    """Return which samples ``(B,)`` of two sides, ``(2, B, d)``, have finite features only."""
     # NaN is passed on by the maximum, and compares as False. Much faster than isfinite and all.
     return features.abs().amax(dim=(0, 2)) < math.inf
 
 
-def is_in_range(index: Tensor, num_samples: int) -> Tensor:
-    """Which positions ``(B,)`` are in ``[0, num_samples)``."""
+def is_in_range(index: Tensor, num_samples: int | None) -> Tensor:
+    """Return which positions ``(B,)`` are in ``[0, num_samples)``."""
+    assert num_samples is not None, "a loss that needs an index knows its range"
     return index.clamp(0, num_samples - 1) == index
 
 
 def _mean_over_equal(labels: Tensor, features: Tensor, valid: Tensor) -> Tensor:
-    """Mean of ``(2, B, d)`` over the samples of each label, for each sample."""
+    """Return the mean of ``(2, B, d)`` over the samples of each label, for each sample."""
     rows = features.transpose(1, 2).flatten(0, 1)
     return mean_of_equal(labels, rows, valid).unflatten(0, (2, -1)).transpose(1, 2)
+
+
+# --- checks of a loss's inputs ---------------------------------------------------------------------------------------
+
+
+def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that computes in the precision of the tensors, whatever the caller's autocast says."""
+    device = tensor.device.type
+    if not torch.amp.is_autocast_available(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+def finite_samples(image_features: Tensor, text_features: Tensor) -> Tensor:
+    """Return which samples ``(B_local,)`` have finite features only."""
+    return finite_rows(torch.stack([image_features.detach(), text_features.detach()]))
+
+
+def check_features(image_features: Tensor, text_features: Tensor, embed_dim: int | None = None) -> None:
+    """Raise ValueError unless the features are two floating-point ``(B_local, d)`` of the same shape and type.
+
+    Args:
+        image_features, text_features: inputs.
+        embed_dim: the expected ``d``, where the loss's state fixes it.
+    """
+    shapes = tuple(image_features.shape), tuple(text_features.shape)
+    if image_features.ndim != 2 or shapes[0] != shapes[1]:
+        raise ValueError(
+            f"image and text features: expected two of shape (batch, width), found {shapes[0]} and {shapes[1]}"
+        )
+    if not shapes[0][0]:
+        raise ValueError(
+            "image and text features: found an empty batch; skip it, or drop it: drop_last=True of the DataLoader"
+        )
+    if embed_dim is not None and shapes[0][1] != embed_dim:
+        raise ValueError(
+            f"the features have width {shapes[0][1]}, the loss was created with embed_dim={embed_dim}: pass the model's"
+        )
+    for name, features in (("image", image_features), ("text", text_features)):
+        if not features.is_floating_point():
+            raise ValueError(f"{name} features: expected a floating-point type, found {features.dtype}")
+
+
+def check_logit_scale(logit_scale: Tensor | float, like: Tensor) -> Tensor:
+    """Return the logit scale as a 0-d tensor; ValueError if it has more than one element."""
+    if not isinstance(logit_scale, Tensor):
+        return torch.as_tensor(logit_scale, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    if logit_scale.numel() != 1:
+        raise ValueError(
+            f"logit_scale: expected one number (the model's, exp applied), found {tuple(logit_scale.shape)}"
+        )
+    return logit_scale.reshape(())
+
+
+def check_index(index: Tensor | None, features: Tensor) -> Tensor:
+    """Return the index as int64 on the features' device; raise ValueError unless it has one position for each sample."""
+    if index is None:
+        raise ValueError(
+            "this loss keeps state for each sample and needs index=, a (batch,) int64 tensor of positions in the data set"
+        )
+    integral = isinstance(index, Tensor) and not (index.is_floating_point() or index.is_complex())
+    if not integral or index.dtype == torch.bool or tuple(index.shape) != (len(features),):
+        found = f"{tuple(index.shape)} {index.dtype}" if isinstance(index, Tensor) else repr(type(index).__name__)
+        raise ValueError(f"index: expected int64 of shape ({len(features)},), found {found}")
+    return index.to(features.device, torch.int64, non_blocking=True)

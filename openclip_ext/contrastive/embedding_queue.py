@@ -43,37 +43,37 @@ class EmbeddingQueue(nn.Module):
         self.filled.add_(added).clamp_(max=self.capacity)
 
     def rows_of(self, batch: GatheredBatch) -> Tensor:
-        """The row that :meth:`push` will give each sample ``(B,)`` int64; −1 where it gives none."""
+        """Return the row that :meth:`push` will give each sample ``(B,)`` int64; −1 where it gives none."""
         candidates, positions, is_new = self._placement(batch)
         rows = torch.full((batch.size,), -1, device=positions.device)
         return rows.scatter_(0, candidates, torch.where(is_new, positions, -1))
 
     def _placement(self, batch: GatheredBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """The samples that may enter (those that count first, in order), their rows, and whether each of them counts."""
+        """Return the samples that may enter (those that count first), their rows, and whether each of them counts."""
         number = min(batch.size, self.capacity)
         candidates = _valid_first(batch)[:number]
         positions = (self.next + torch.arange(number, device=candidates.device)) % self.capacity
         return candidates, positions, batch.valid[candidates]
 
     def repeated(self) -> Tensor:
-        """The embeddings ``(2, capacity, d)``, the oldest first; repeated until the queue is full."""
+        """Return the embeddings ``(2, capacity, d)``, the oldest first; repeated until the queue is full."""
         position = torch.arange(self.capacity, device=self.rows.device) % self.filled.clamp(min=1)
         return self.rows[:, (self.next - self.filled + position) % self.capacity]
 
     def multiplicity(self) -> Tensor:
-        """How often :meth:`repeated` takes each row, ``(capacity,)`` int64."""
+        """Return how often :meth:`repeated` takes each row, ``(capacity,)`` int64."""
         slots = torch.arange(self.capacity, device=self.rows.device)
         filled = self.filled.clamp(min=1)
         return (slots < filled) * ((self.capacity - 1 - slots) // filled + 1)
 
 
 def repeated_batch(batch: GatheredBatch, number: int) -> Tensor:
-    """Content of a queue of ``number`` samples that has seen this batch only: ``(2, number, d)``."""
+    """Return the content of a queue of ``number`` samples that has seen this batch only: ``(2, number, d)``."""
     order = _valid_first(batch)
     filled = batch.valid.sum().clamp(min=1, max=number)
     return batch.features.flip(0)[:, order[torch.arange(number, device=order.device) % filled]]
 
 
 def _valid_first(batch: GatheredBatch) -> Tensor:
-    """Positions of the samples, those that count first, otherwise in order: ``(B,)``."""
+    """Return the positions of the samples, those that count first, otherwise in order: ``(B,)``."""
     return torch.argsort(batch.ignored.view(torch.uint8), stable=True)

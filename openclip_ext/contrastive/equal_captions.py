@@ -13,7 +13,7 @@ supervised contrastive loss (Khosla et al., NeurIPS 2020, 'out') without the pos
 Page: ``docs/equal-captions.md``.
 """
 
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -22,28 +22,11 @@ from openclip_ext import distributed
 from openclip_ext.contrastive.batch import LocalBatch
 from openclip_ext.contrastive.loop_checks import CHECKED_CALLS, can_read_values
 
-if TYPE_CHECKING:
-    from openclip_ext.contrastive.normalizer import Normalizer
-    from openclip_ext.contrastive.objectives import Objective
-
 NEGATIVE, POSITIVE = "negative", "positive"
 
 
-def refuse_equal_captions(choice: str, objective: "type[Objective]", normalizer: "type[Normalizer]") -> None:
-    """Raise ValueError if a loss of these parts cannot treat equal captions so, with the reason."""
-    if choice == NEGATIVE:
-        return
-    if normalizer.refuses_labels:
-        raise ValueError(f"equal_captions={choice}: {normalizer.refuses_labels}; use negative, or another loss")
-    if choice == POSITIVE and objective.estimand_type.includes_positive:
-        raise ValueError(
-            f"equal_captions={choice}: this loss estimates {objective.estimand_type.formula}, which has room for one positive "
-            "pair; use mask, or another loss"
-        )
-
-
 def labels_of(positives: object, batch: LocalBatch) -> Tensor:
-    """The labels ``(B_local,)`` int64, on the features' device, of ``positives``: labels, or a mask of pairs.
+    """Return the labels ``(B_local,)`` int64, on the features' device, of ``positives``: labels, or a mask of pairs.
 
     A mask is checked. Elsewhere than on the CPU that waits for the device, and so ends after two calls in training mode.
 
@@ -78,7 +61,7 @@ def _is(value: object, dtype: torch.dtype, *shape: int) -> TypeGuard[Tensor]:
 
 
 def _labels_of_mask(mask: Tensor, call: int) -> Tensor:
-    """The position ``(B,)`` of each sample's first positive, itself included."""
+    """Return the position ``(B,)`` of each sample's first positive, itself included."""
     if distributed.world_size() > 1:
         raise ValueError(
             f"positives: found a mask, and there are {distributed.world_size()} processes. A mask says nothing of the other "
@@ -92,7 +75,7 @@ def _labels_of_mask(mask: Tensor, call: int) -> Tensor:
 
 
 def _contradiction(mask: Tensor) -> str:
-    """What is wrong with a mask ``(B, B)`` that no captions can have."""
+    """Return what is wrong with a mask ``(B, B)`` that no captions can have."""
     if not mask.diagonal().all():
         return f"sample {_first(~mask.diagonal())[0]} is no positive of itself: set the mask's diagonal"
     if not mask.equal(mask.T):

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import Contrast, GatheredBatch, LocalBatch, gather_batch, is_in_range
-from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, labels_of, refuse_equal_captions
+from openclip_ext.contrastive.batch import Contrast, GatheredBatch, LocalBatch, gather_batch, without_autocast
+from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, labels_of
 from openclip_ext.contrastive.loop_checks import can_read_values
-from openclip_ext.contrastive.loss import ContrastiveLoss, without_autocast
+from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
-from openclip_ext.contrastive.objectives import Anchors, Objective, incompatibility
+from openclip_ext.contrastive.objectives import Objective
 from openclip_ext.contrastive.similarities import Similarities
 from openclip_ext.contrastive.temperature import TemperatureScheme
 
@@ -52,7 +52,7 @@ class _WithGradients(torch.autograd.Function):
 
 
 def mean_with_gradients(values: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
-    """The mean of ``values`` (without graph), 0-d, with a given gradient for each ``(tensor, gradient)``."""
+    """Return the mean of ``values`` (without graph), 0-d, with a given gradient for each ``(tensor, gradient)``."""
     tensors, gradients = zip(*pairs, strict=True)
     return _WithGradients.apply(values, len(pairs), *tensors, *gradients)
 
@@ -76,8 +76,6 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         ValueError: the parts make no loss, see :func:`incompatibility`, or cannot treat equal captions so.
     """
 
-    indices_in_range: Tensor
-
     def __init__(
         self,
         objective: Objective,
@@ -86,6 +84,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         embed_dim: int | None,
         num_samples: int | None,
         views: int = 1,
+        *,
         equal_captions: str = NEGATIVE,
     ) -> None:
         super().__init__()
@@ -93,7 +92,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         if reason is not None:
             names = ", ".join(type(part).__name__ for part in (objective, normalizer, temperature))
             raise ValueError(f"{names}: {reason}")
-        refuse_equal_captions(equal_captions, type(objective), type(normalizer))
+        if reason := _refusal_of_labels(equal_captions, type(objective), type(normalizer)):
+            raise ValueError(f"equal_captions={equal_captions}: {reason}")
         self.equal_captions = equal_captions
         self.needs_positives = equal_captions != NEGATIVE
         self.views = views
@@ -113,7 +113,6 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self.logit_scale_lr = temperature.logit_scale_lr
         self.normalizers_include_positive = objective.estimand.includes_positive
         self._last: _Report | None = None
-        self.register_buffer("indices_in_range", torch.ones((), dtype=torch.bool), persistent=False)
 
     def _check_loop(self, batch: LocalBatch) -> bool:
         backward_counts = super()._check_loop(batch)
@@ -131,75 +130,66 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         if self.needs_positives:
             labels = labels_of(outputs.get("positives"), batch)
             batch = replace(batch, labels=labels, positives_attract=self.equal_captions == POSITIVE)
-        contrast, similarities, estimate = self._estimated(batch)
-        if contrast.batch.labels is not None:
-            self._check_captions(contrast.batch.labels)
-        learns_own = self.training and self.temperature.learns_own
+        temperature, objective, normalizer = self.temperature, self.objective, self.normalizer
+        learns_own = self.training and temperature.learns_own
+        needs_tau_gradient = learns_own or temperature.learns_logit_scale
         with torch.no_grad():
+            contrast, similarities = self._contrasted(batch, gather=not normalizer.contrasts_locally)
+            estimate = normalizer.step(contrast) if self.training else normalizer.predict(contrast)
             # An estimate may be anything where a sample does not count. From here on all is finite.
             alpha = estimate.alpha.masked_fill(contrast.batch.ignored, 0)
-            anchors = Anchors(
-                tau=contrast.tau,
-                alpha=alpha,
-                log_g=contrast.log_g,
-                weight_ratio=log_math.saturating_exp(contrast.log_estimate - alpha),
-                positive=contrast.batch.positive,
-                negatives=contrast.batch.negatives,
+            weight_ratio = log_math.saturating_exp(contrast.log_estimate - alpha)
+            values = contrast.batch.mean(objective.value(contrast, alpha, weight_ratio))
+            gradients, gap = self._feature_gradients(
+                contrast, similarities, replace(estimate, alpha=alpha), weight_ratio, needs_tau_gradient
             )
-            values = contrast.batch.mean(self.objective.value(anchors))
-            needs_tau_gradient = learns_own or self.temperature.learns_logit_scale
-            gradients, local = self._feature_gradients(contrast, similarities, estimate, anchors, needs_tau_gradient)
-            self._last = _Report.of(contrast, anchors)
+            self._last = _Report.of(contrast, alpha, weight_ratio)
         pairs = [(batch.image, gradients[0]), (batch.text, gradients[1])]
-        if needs_tau_gradient:
-            tau_gradient = self.objective.tau_gradient(local)
+        if gap is not None:
+            of_anchors = (contrast.tau, alpha, weight_ratio, contrast.batch.positive)
+            tau, alpha, weight_ratio, positive = (values[..., contrast.batch.local] for values in of_anchors)
+            tau_gradient = objective.tau_gradient(tau, alpha, weight_ratio, positive, gap)
             if learns_own:
                 self._update_temperatures(contrast, tau_gradient)
-            if self.temperature.learns_logit_scale:
+            if temperature.learns_logit_scale:
                 pairs.append((batch.logit_scale, self._through_logit_scale(tau_gradient, contrast.batch)))
-        if self.training and self.temperature.solves:
-            self.temperature.solve(contrast)
+        if self.training and temperature.solves:
+            temperature.solve(contrast)
         return {
             "contrastive_loss": mean_with_gradients(values, *pairs),
             **self._regularizer(contrast, batch.logit_scale),
         }
 
-    @torch.no_grad()
-    def _estimated(self, batch: LocalBatch) -> tuple[Contrast, Similarities, Estimate]:
-        """What to contrast, and its log-normalizers; in training mode the normalizer takes its step."""
-        normalizer = self.normalizer
-        contrast, similarities = self._contrasted(batch, gather=not normalizer.contrasts_locally)
-        if not self.training:
-            return contrast, similarities, normalizer.predict(contrast)
-        if normalizer.contrasts_locally and normalizer.fit_due():
-            global_contrast, _ = self._contrasted(batch, gather=True)
-            return contrast, similarities, normalizer.step(contrast, global_contrast)
-        return contrast, similarities, normalizer.step(contrast)
-
     def _contrasted(self, local: LocalBatch, gather: bool) -> tuple[Contrast, Similarities]:
         """Gather a batch, set its temperatures, and sum over the negatives."""
-        batch = gather_batch(local, self.num_samples if self.needs_index else None, gather)
+        batch = gather_batch(local, gather)
         if batch.size < 2 * batch.views:
             raise ValueError("a contrastive loss needs at least 2 samples to contrast, found 1: raise the batch size")
+        if batch.labels is not None:
+            self._check_captions(batch.labels)
         similarities = Similarities(batch, self.temperature.temperatures(batch))
-        contrast = Contrast(batch, similarities.tau, similarities.log_sums(), self.objective.estimand)
+        of_all = None if gather else lambda: self._contrasted(local, gather=True)[0]
+        contrast = Contrast(batch, similarities.tau, similarities.log_sums(), self.objective.log_estimate, of_all)
         return contrast, similarities
 
     def _feature_gradients(
-        self, contrast: Contrast, similarities: Similarities, estimate: Estimate, anchors: Anchors, with_gap: bool
-    ) -> tuple[Tensor, Anchors]:
-        """Gradients of this process's images and texts ``(2, B_local, d)``, and its anchors, with their gap if asked for."""
+        self, contrast: Contrast, similarities: Similarities, estimate: Estimate, weight_ratio: Tensor, with_gap: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the gradients of this process's images and texts ``(2, B_local, d)``.
+
+        Also returns ``Σ_j w_ij (s_ij − s_ii)`` of its anchors, ``(2, B_local)``, if asked for.
+        """
         batch, objective = contrast.batch, self.objective
         # Of two sides, and as many processes, of whose gradients the mean is taken.
         half = 0.5 * batch.world_size
         factor = half * objective.pair_factor(contrast.tau) * batch.share
         if estimate.batch_share:
-            factor = factor * (1 + estimate.batch_share * (1 - anchors.weight_ratio))
+            factor = factor * (1 + estimate.batch_share * (1 - weight_ratio))
         # Σ_j w_ij over an anchor's negatives [NeuCLIP 4].
         log_divisor = objective.estimand.log_divisor(contrast)
-        weight_sum = log_math.saturating_exp(contrast.log_gap_sums - anchors.alpha - log_divisor)
+        weight_sum = log_math.saturating_exp(contrast.log_gap_sums - estimate.alpha - log_divisor)
         pairs = similarities.gradients(contrast.log_sums, factor * weight_sum, with_mean_similarity=with_gap)
-        in_positive = (factor * objective.positive_pair(anchors, weight_sum, contrast))[:, batch.local]
+        in_positive = (factor * objective.positive_pair(contrast, estimate.alpha, weight_sum))[:, batch.local]
         if batch.positive_means is None:
             # The common case, without another buffer of the features' size.
             own = batch.features[:, batch.local].flip(0)
@@ -207,9 +197,11 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         else:
             gradients = pairs.features.add_(batch.through_positive(in_positive))
         if estimate.feature_gradient is not None:
-            through_alpha = half * contrast.tau * (1 - anchors.weight_ratio) * batch.share
+            through_alpha = half * contrast.tau * (1 - weight_ratio) * batch.share
             gradients += estimate.feature_gradient(through_alpha[:, batch.local])
-        return gradients, _local_anchors(anchors, weight_sum, pairs.mean_similarity, contrast)
+        if pairs.mean_similarity is None:
+            return gradients, None
+        return gradients, weight_sum[:, batch.local] * (pairs.mean_similarity - batch.positive[..., batch.local])
 
     def _update_temperatures(self, contrast: Contrast, tau_gradient: Tensor) -> None:
         rho = self.temperature.rho(contrast.batch.epoch)
@@ -217,7 +209,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self.temperature.update(contrast, contrast.batch.gather_local(tau_gradient) + regularizer)
 
     def _through_logit_scale(self, tau_gradient: Tensor, batch: GatheredBatch) -> Tensor:
-        """Gradient of the logit scale from those of this process's temperatures: the mean over its share of the anchors."""
+        """Return the logit scale's gradient from those of this process's temperatures: the mean over its anchors."""
         mean = batch.mean(tau_gradient, batch.local).mean()
         return batch.world_size * mean * batch.scale_to_tau
 
@@ -238,7 +230,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     def log_normalizers(
         self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The normalizer's prediction for these samples."""
+        """Return the normalizer's prediction for these samples."""
         with without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index)
             contrast, _ = self._contrasted(batch, gather=True)
@@ -249,8 +241,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     def anchor_temperatures(
         self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
     ) -> Tensor:
-        """Temperatures ``(2, B_local)`` of these samples' anchors, from the stored state."""
-        batch = gather_batch(self._batch(image_features, text_features, logit_scale, index), None, gather=False)
+        """Return the temperatures ``(2, B_local)`` of these samples' anchors, from the stored state."""
+        batch = gather_batch(self._batch(image_features, text_features, logit_scale, index), gather=False)
         return self.temperature.temperatures(batch)
 
     def start_epoch(self, epoch: int) -> None:
@@ -265,13 +257,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         with torch.no_grad():
             self.temperature.finish_logit_scale_step(parameter, before)
 
-    def pop_nonfinite(self) -> list[tuple[int, list[int]]]:
-        """Samples left out since the last look; raises if an index was out of range."""
-        self._raise_if_out_of_range()
-        return super().pop_nonfinite()
-
     def metrics(self) -> dict[str, float]:
-        """Numbers of the last call, for the logs. Waits for the device.
+        """Return numbers of the last call, for the logs. Waits for the device.
 
         ``infonce`` is the plain mini-batch loss at the same temperatures, over the samples that were contrasted with one
         another, and ``chance`` its value for embeddings that are all equal; ``weight_mean`` is the mean of ``exp(−α)(ε+g)``,
@@ -297,47 +284,36 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             metrics |= {f"alpha_q{round(100 * q)}": value for q, value in zip(_QUANTILES, quantiles, strict=True)}
         return metrics | self.normalizer.metrics(self.epoch) | self.temperature.metrics(self.epoch)
 
-    def _raise_if_out_of_range(self) -> None:
-        if not self.indices_in_range:
-            self.indices_in_range.fill_(True)
-            raise ValueError(
-                f"an index was outside of [0, {self.num_samples}) (those samples were left out): num_samples is too small, "
-                "or the index is of another data set"
-            )
 
-    def _batch(self, *inputs: Any, **options: Any) -> LocalBatch:
-        """The checked inputs, with a checked index where the loss needs one."""
-        batch = super()._batch(*inputs, **options)
-        if not self.needs_index:
-            return replace(batch, index=None)
-        index, in_range = self.check_index(batch.index, batch.image)
-        return replace(batch, index=index, in_range=in_range)
+def incompatibility(
+    objective: type[Objective], normalizer: type[Normalizer], temperature: type[TemperatureScheme]
+) -> str | None:
+    """Return why these parts make no loss, or None if they do."""
+    for declared in ("estimand", "regularized"):
+        if not hasattr(objective, declared):
+            return f"{objective.__name__} does not declare {declared}"
+    if normalizer.estimates is not None and objective.estimand not in normalizer.estimates:
+        offered = " or ".join(estimand.formula for estimand in normalizer.estimates)
+        return f"the objective needs an estimate of {objective.estimand.formula}; this normalizer estimates {offered}"
+    if normalizer.differentiable and not objective.differentiates_alpha:
+        return "the objective takes α as a constant; this normalizer's gradient may reach the encoders"
+    if temperature.regularized and not objective.regularized:
+        return "the objective has no regularizer, and these temperatures are learned with one"
+    if normalizer.contrasts_locally and (temperature.learns_own or temperature.solves):
+        return "this normalizer's objective may stay in each process, and these temperatures come from the global batch"
+    return None
 
-    def check_index(self, index: Tensor | None, features: Tensor) -> tuple[Tensor, Tensor]:
-        """The index as int64 on the features' device, and which of it is in range.
 
-        Raises:
-            ValueError: the index has not one position for each sample; on a CPU also one out of range.
-        """
-        if index is None:
-            raise ValueError(
-                "this loss keeps state for each sample and needs index=, a (batch,) int64 tensor of positions in the data set"
-            )
-        integral = isinstance(index, Tensor) and not (index.is_floating_point() or index.is_complex())
-        if not integral or index.dtype == torch.bool or tuple(index.shape) != (len(features),):
-            found = f"{tuple(index.shape)} {index.dtype}" if isinstance(index, Tensor) else repr(type(index).__name__)
-            raise ValueError(f"index: expected int64 of shape ({len(features)},), found {found}")
-        index = index.to(features.device, torch.int64, non_blocking=True)
-        assert self.num_samples is not None, "a loss that needs an index knows its range"
-        in_range = is_in_range(index, self.num_samples)
-        if not in_range.is_cpu:
-            self.indices_in_range = self.indices_in_range.to(index.device) & in_range.all()
-        elif not in_range.all():
-            raise ValueError(
-                f"index {index[~in_range].tolist()[:5]}: expected 0 <= index < num_samples={self.num_samples}: num_samples is "
-                "too small, or the index is of another data set"
-            )
-        return index, in_range
+def _refusal_of_labels(choice: str, objective: type[Objective], normalizer: type[Normalizer]) -> str:
+    """Return why a loss of these parts cannot treat equal captions so; empty: it can."""
+    if choice != NEGATIVE and normalizer.refuses_labels:
+        return f"{normalizer.refuses_labels}; use negative, or another loss"
+    if choice == POSITIVE and objective.estimand.includes_positive:
+        return (
+            f"this loss estimates {objective.estimand.formula}, which has room for one positive pair; use mask, or another "
+            "loss"
+        )
+    return ""
 
 
 @dataclass(frozen=True)
@@ -353,38 +329,15 @@ class _Report:
     weight_ratio: Tensor
 
     @classmethod
-    def of(cls, contrast: Contrast, anchors: Anchors) -> "_Report":
-        batch = contrast.batch
-        return cls(
-            valid=batch.valid.expand(2, -1),
-            share=batch.share,
-            negatives=batch.negatives,
-            tau=anchors.tau,
-            alpha=anchors.alpha,
-            log_gap_sums=contrast.log_gap_sums,
-            weight_ratio=anchors.weight_ratio,
-        )
+    def of(cls, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> "_Report":
+        batch, gaps = contrast.batch, contrast.log_gap_sums
+        return cls(batch.valid.expand(2, -1), batch.share, batch.negatives, contrast.tau, alpha, gaps, weight_ratio)
 
     def mean(self, values: Tensor) -> float:
-        """Mean over both sides' samples that count."""
+        """Return the mean over both sides' samples that count."""
         return (values @ self.share).mean().item()
 
     def chance(self) -> float:
-        """The mean of ``log(1 + N)`` over the samples that count, each with ``N`` negatives; 0 if none has any."""
+        """Return the mean of ``log(1 + N)`` over the samples that count, each with ``N`` negatives; 0 if none has any."""
         negatives = self.negatives[self.valid[0]] if self.negatives.ndim else self.negatives
         return statistics.fmean(math.log(1 + number) for number in negatives.reshape(-1).tolist() or [0.0])
-
-
-def _local_anchors(anchors: Anchors, weight_sum: Tensor, mean_similarity: Tensor | None, contrast: Contrast) -> Anchors:
-    """The anchors of this process; with their weighted gap where the mean similarity of their negatives is given."""
-    local = contrast.batch.local
-    positive = contrast.batch.positive[..., local]
-    return Anchors(
-        tau=anchors.tau[:, local],
-        alpha=anchors.alpha[:, local],
-        log_g=anchors.log_g[:, local],
-        weight_ratio=anchors.weight_ratio[:, local],
-        positive=positive,
-        negatives=anchors.negatives if anchors.negatives.ndim == 0 else anchors.negatives[local],
-        weighted_gap=None if mean_similarity is None else weight_sum[:, local] * (mean_similarity - positive),
-    )

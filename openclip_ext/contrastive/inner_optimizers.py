@@ -32,7 +32,7 @@ class InnerAdagrad:
         self._steps = [torch.zeros(()), torch.zeros(())]  # not read, because the learning rate is constant
 
     def step(self) -> None:
-        """One step on the gradient as it is now."""
+        """Make one step on the gradient as it is now."""
         if self.parameter.is_cpu:
             # One pass over memory instead of four.
             adagrad(
@@ -76,7 +76,7 @@ class InnerAdam(nn.Module):
             buffer.zero_()
 
     def step(self, network: nn.Module, objectives: Sequence[Callable[[], Tensor]], lr: float, ok: Tensor) -> None:
-        """One step on the sum of the objectives. Their graphs exist one after the other, not all at once.
+        """Make one step on the sum of the objectives. Their graphs exist one after the other, not all at once.
 
         Args:
             network: what to update, in place.

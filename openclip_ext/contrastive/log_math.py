@@ -18,7 +18,7 @@ def max_exponent(dtype: torch.dtype) -> float:
 
 
 def saturating_exp(exponent: Tensor) -> Tensor:
-    """``exp``, bounded by :func:`max_exponent`.
+    """Return ``exp``, bounded by :func:`max_exponent`.
 
     An estimate can be so wrong that the true weight overflows. The weight then saturates and stays finite.
     """
@@ -26,19 +26,19 @@ def saturating_exp(exponent: Tensor) -> Tensor:
 
 
 def saturating_expm1(exponent: Tensor) -> Tensor:
-    """``exp − 1``, bounded as :func:`saturating_exp`."""
+    """Return ``exp − 1``, bounded as :func:`saturating_exp`."""
     return exponent.clamp(max=max_exponent(exponent.dtype)).expm1()
 
 
 def log_add(log_x: Tensor, constant: float) -> Tensor:
-    """``log(x + constant)`` for ``constant ≥ 0``."""
+    """Return ``log(x + constant)`` for ``constant ≥ 0``."""
     if constant == 0.0:
         return log_x
     return torch.logaddexp(log_x, log_x.new_full((), math.log(constant)))
 
 
 def log_mix(log_x: Tensor, log_y: Tensor, share: float) -> Tensor:
-    """``log((1 − share)·x + share·y)`` for a share in [0, 1]."""
+    """Return ``log((1 − share)·x + share·y)`` for a share in [0, 1]."""
     if share == 0.0:
         return log_x
     if share == 1.0:
@@ -62,6 +62,6 @@ def shifted_exp_(exponents: Tensor, dim: int) -> Tensor:
 
 
 def cosine_decay(start: float, end: float, epoch: int, epochs: int) -> float:
-    """Half a cosine from ``start`` at epoch 0 to ``end`` from epoch ``epochs`` on."""
+    """Return half a cosine from ``start`` at epoch 0 to ``end`` from epoch ``epochs`` on."""
     progress = min(max(epoch, 0) / epochs, 1.0)
     return end + 0.5 * (start - end) * (1 + math.cos(math.pi * progress))

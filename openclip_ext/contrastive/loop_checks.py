@@ -220,7 +220,7 @@ class LoopChecks:
 
 
 def can_read_values(tensor: Tensor) -> bool:
-    """Whether a tensor has values that Python may look at now: not while compiling, capturing, or without any."""
+    """Return whether a tensor has values that Python may look at now: not while compiling, capturing, or without any."""
     if torch.compiler.is_compiling() or tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -251,7 +251,7 @@ def _identity(parameter: nn.Parameter) -> tuple[int, int, float]:
 
 
 def _frames_to_the_caller() -> int:
-    """The ``stacklevel`` of the first caller outside of this package and of torch."""
+    """Return the ``stacklevel`` of the first caller outside of this package and of torch."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("openclip_ext", "torch"):
         frame, level = frame.f_back, level + 1

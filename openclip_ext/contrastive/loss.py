@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from openclip_ext import distributed
-from openclip_ext.contrastive.batch import LocalBatch, finite_rows
+from openclip_ext.contrastive.batch import (
+    LocalBatch,
+    check_features,
+    check_index,
+    check_logit_scale,
+    finite_samples,
+    is_in_range,
+    without_autocast,
+)
 from openclip_ext.contrastive.loop_checks import CHECKED_CALLS, LoopChecks, can_read_values
 from openclip_ext.contrastive.nonfinite import NonfiniteLog
 from openclip_ext.state.sharded_table import ShardedTable, kept_apart, sharded_key
@@ -79,6 +87,7 @@ class ContrastiveLoss(nn.Module):
     logit_scale_lr: float | None = None
     follows_autocast = False
     normalizers_include_positive = False
+    indices_in_range: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,6 +95,7 @@ class ContrastiveLoss(nn.Module):
         self.calls = 0
         self.nonfinite = NonfiniteLog()
         self._checks = LoopChecks()
+        self.register_buffer("indices_in_range", torch.ones((), dtype=torch.bool), persistent=False)
 
     def forward(
         self,
@@ -166,7 +176,7 @@ class ContrastiveLoss(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} estimates no normalizer")
 
     def get_extra_state(self) -> Tensor:
-        """Counters that steer the host, ``(epoch, calls)`` int64; part of ``state_dict``.
+        """Return the counters that steer the host, ``(epoch, calls)`` int64; part of ``state_dict``.
 
         A tensor, because safetensors stores nothing else.
         """
@@ -193,7 +203,7 @@ class ContrastiveLoss(nn.Module):
         parameter.clamp_(*_OPENCLIP_BOUNDS)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers of the last call, for the logs. Waits for the device."""
+        """Return the numbers of the last call, for the logs. Waits for the device."""
         return {}
 
     def pop_nonfinite(self) -> list[tuple[int, list[int]]]:
@@ -203,8 +213,9 @@ class ContrastiveLoss(nn.Module):
         indices says that ``logit_scale`` was not finite and positive. Waits for the device.
 
         Raises:
-            ValueError: a step came with other samples than :meth:`prefetch` was given.
+            ValueError: an index was out of range, or a step came with other samples than :meth:`prefetch` was given.
         """
+        self._raise_if_out_of_range()
         for name, table in self.tables().items():
             if bool(table.foreign):
                 table.foreign.zero_()
@@ -230,11 +241,11 @@ class ContrastiveLoss(nn.Module):
                 table.prefetch(gathered)
 
     def tables(self) -> dict[str, ShardedTable]:
-        """Tables of per-sample state, by module name."""
+        """Return the tables of per-sample state, by module name."""
         return {name: module for name, module in self.named_modules() if isinstance(module, ShardedTable)}
 
     def state_size(self) -> StateSize:
-        """Bytes of state in this process."""
+        """Return the bytes of state in this process."""
         tables = self.tables().values()
         on_host = sum(table.nbytes for table in tables if table.host is not None)
         return StateSize(
@@ -244,7 +255,7 @@ class ContrastiveLoss(nn.Module):
         )
 
     def replicated_state(self) -> dict[str, Any]:
-        """``state_dict()`` without the tables: the part that is the same in every process."""
+        """Return ``state_dict()`` without the tables: the part that is the same in every process."""
         with kept_apart(self.tables().values()):
             return self.state_dict()
 
@@ -254,20 +265,20 @@ class ContrastiveLoss(nn.Module):
             self.load_state_dict(state)
 
     def sharded_state_keys(self) -> set[str]:
-        """Keys of ``state_dict()`` that hold this process's part of a table. All other keys are the same in every process."""
+        """Return the keys of ``state_dict()`` that hold this process's part of a table; all others are the same everywhere."""
         return {sharded_key(name) for name in self.tables()}
 
     def model_head(self) -> nn.Module | None:
-        """Modules of the loss that are part of the trained model, or None.
+        """Return the modules of the loss that are part of the trained model, or None.
 
         Pass their parameters to the training's optimizer, average their gradients over the processes like the model's, and
         save them in the checkpoint's model file. They have ``kind`` and ``config``, from which they can be built again. If
-        ``evaluated``, evaluation goes through their ``image`` and ``text`` (``openclip_ext/heads.py``).
+        ``evaluated``, evaluation goes through their ``image`` and ``text`` (``openclip_ext/losses/heads.py``).
         """
         return None
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """As in ``nn.Module``; the loss takes on the precision of the state."""
+        """Restore a state, as in ``nn.Module``; the loss takes on its precision."""
         if any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in state_dict.values()):
             self.double()
         return super().load_state_dict(state_dict, *args, **options)
@@ -292,14 +303,46 @@ class ContrastiveLoss(nn.Module):
     ) -> LocalBatch:
         """Check the inputs; the state follows their device and precision."""
         check_features(image_features, text_features, self.embed_dim)
-        scale = check_logit_scale(logit_scale, image_features)
-        dtype = self._follow(image_features)
-        finite = finite_samples(image_features, text_features)
-        state = (self.epoch, self.calls, learning, self.views)
-        return LocalBatch(image_features, text_features, scale, index, finite, dtype, *state)
+        index = check_index(index, image_features) if self.needs_index else None
+        batch = LocalBatch(
+            image_features,
+            text_features,
+            check_logit_scale(logit_scale, image_features),
+            index,
+            finite=finite_samples(image_features, text_features),
+            dtype=self._follow(image_features),
+            epoch=self.epoch,
+            call=self.calls,
+            learning=learning,
+            views=self.views,
+            in_range=None if index is None else is_in_range(index, self.num_samples),
+            num_samples=self.num_samples,
+        )
+        self._note_range(batch)
+        return batch
+
+    def _note_range(self, batch: LocalBatch) -> None:
+        """Raise ValueError for an index out of range: at once on the CPU, in :meth:`_raise_if_out_of_range` elsewhere."""
+        if batch.index is None or batch.in_range is None:
+            return
+        if not batch.in_range.is_cpu:
+            self.indices_in_range = self.indices_in_range.to(batch.index.device) & batch.in_range.all()
+        elif not batch.in_range.all():
+            raise ValueError(
+                f"index {batch.index[~batch.in_range].tolist()[:5]}: expected 0 <= index < num_samples={self.num_samples}: "
+                "num_samples is too small, or the index is of another data set"
+            )
+
+    def _raise_if_out_of_range(self) -> None:
+        if not self.indices_in_range:
+            self.indices_in_range.fill_(True)
+            raise ValueError(
+                f"an index was outside of [0, {self.num_samples}) (those samples were left out): num_samples is too small, "
+                "or the index is of another data set"
+            )
 
     def _used_outputs(self, outputs: dict[str, Any]) -> set[str]:
-        """Which of the model's other outputs the loss uses."""
+        """Return which of the model's other outputs the loss uses."""
         return set()
 
     def _check_outputs(self, outputs: dict[str, Any]) -> None:
@@ -317,7 +360,7 @@ class ContrastiveLoss(nn.Module):
             return False
         self._checks.check_processes()
         self._checks.check_values(batch, self.expects_unit_norm, self.uses_logit_scale, self.initial_logit_scale)
-        if batch.index is not None and batch.in_range is not None:
+        if batch.index is not None:
             self._checks.check_index(batch.index)
         if self.keeps_state:
             self._checks.begin_call(batch.image, batch.text)
@@ -335,52 +378,3 @@ class ContrastiveLoss(nn.Module):
         else:
             names = torch.arange(len(finite), device=finite.device)
         self.nonfinite.add(self.calls, names, finite, batch.scale_ok)
-
-
-def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Context that computes in the precision of the tensors, whatever the caller's autocast says."""
-    device = tensor.device.type
-    if not torch.amp.is_autocast_available(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, enabled=False)
-
-
-def finite_samples(image_features: Tensor, text_features: Tensor) -> Tensor:
-    """Which samples ``(B_local,)`` have finite features only."""
-    return finite_rows(torch.stack([image_features.detach(), text_features.detach()]))
-
-
-def check_features(image_features: Tensor, text_features: Tensor, embed_dim: int | None = None) -> None:
-    """Raise ValueError unless the features are two floating-point ``(B_local, d)`` of the same shape and type.
-
-    Args:
-        image_features, text_features: inputs.
-        embed_dim: the expected ``d``, where the loss's state fixes it.
-    """
-    shapes = tuple(image_features.shape), tuple(text_features.shape)
-    if image_features.ndim != 2 or shapes[0] != shapes[1]:
-        raise ValueError(
-            f"image and text features: expected two of shape (batch, width), found {shapes[0]} and {shapes[1]}"
-        )
-    if not shapes[0][0]:
-        raise ValueError(
-            "image and text features: found an empty batch; skip it, or drop it: drop_last=True of the DataLoader"
-        )
-    if embed_dim is not None and shapes[0][1] != embed_dim:
-        raise ValueError(
-            f"the features have width {shapes[0][1]}, the loss was created with embed_dim={embed_dim}: pass the model's"
-        )
-    for name, features in (("image", image_features), ("text", text_features)):
-        if not features.is_floating_point():
-            raise ValueError(f"{name} features: expected a floating-point type, found {features.dtype}")
-
-
-def check_logit_scale(logit_scale: Tensor | float, like: Tensor) -> Tensor:
-    """The logit scale as a 0-d tensor; ValueError if it has more than one element."""
-    if not isinstance(logit_scale, Tensor):
-        return torch.as_tensor(logit_scale, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-    if logit_scale.numel() != 1:
-        raise ValueError(
-            f"logit_scale: expected one number (the model's, exp applied), found {tuple(logit_scale.shape)}"
-        )
-    return logit_scale.reshape(())

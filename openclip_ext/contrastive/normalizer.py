@@ -1,13 +1,17 @@
 """Interface of the estimators of the log-normalizers, and the mini-batch estimate."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from openclip_ext.contrastive.batch import Contrast
-from openclip_ext.contrastive.estimands import Estimand
+from openclip_ext.contrastive.batch import Contrast, LocalBatch, gather_batch, without_autocast
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Estimand
+from openclip_ext.contrastive.similarities import Similarities
+from openclip_ext.contrastive.temperature import global_temperatures
 
 
 @dataclass(frozen=True)
@@ -34,44 +38,35 @@ class Normalizer(nn.Module):
     the loss.
 
     Attributes:
-        estimates: the quantities that it can estimate, as types. A subclass must declare them.
+        estimates: the quantities that it can estimate; None: any, as the batch does. A subclass must declare them.
         needs_index: whether it needs ``batch.index``.
         depends_on_epoch: whether schedules of it follow the epoch.
         differentiable: whether its estimate may come with a gradient in the embeddings.
         refuses_labels: why it cannot leave out samples of equal labels; empty: it can.
-        contrasts_locally: whether the encoders' loss may contrast each process's own samples only. :meth:`step` is then told
-            the global batch where :meth:`fit_due`.
+        contrasts_locally: whether the encoders' loss may contrast each process's own samples only. :meth:`step` then learns
+            from ``contrast.of_all_processes()``, so that its state is the same everywhere.
     """
 
-    estimates: ClassVar[tuple[type[Estimand], ...]]
+    estimates: ClassVar[tuple[Estimand, ...] | None]
     needs_index: ClassVar[bool] = False
     depends_on_epoch: bool = False
     differentiable: ClassVar[bool] = False
     refuses_labels: ClassVar[str] = ""
     contrasts_locally: bool = False
 
-    def step(self, contrast: Contrast, global_contrast: Contrast | None = None) -> Estimate:
-        """Update the state with a training batch and estimate its log-normalizers.
-
-        Args:
-            contrast: the samples that the encoders' loss contrasts.
-            global_contrast: all processes' samples, only where the normalizer :attr:`contrasts_locally` and :meth:`fit_due`.
-        """
+    def step(self, contrast: Contrast) -> Estimate:
+        """Update the state with a training batch and estimate its log-normalizers."""
         return self.predict(contrast)
 
     def predict(self, contrast: Contrast) -> Estimate:
         """Estimate log-normalizers from the stored state, which stays as it is."""
         raise NotImplementedError
 
-    def fit_due(self) -> bool:
-        """Whether the next :meth:`step` learns from the global batch."""
-        return True
-
     def start_epoch(self, epoch: int) -> None:
-        """Called once when epoch ``epoch`` (from 0) begins."""
+        """Begin epoch ``epoch`` (from 0); called once for each."""
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Numbers for the logs."""
+        """Return numbers for the logs."""
         return {}
 
 
@@ -81,8 +76,39 @@ class MinibatchNormalizer(Normalizer):
     It is biased, and what OpenCLIP's loss does in effect: the baseline of every comparison.
     """
 
-    estimates = (Estimand,)
+    estimates = None
 
     def predict(self, contrast: Contrast) -> Estimate:
-        """``α`` from this batch alone."""
+        """Estimate ``α`` from this batch alone."""
         return Estimate(contrast.log_estimate)
+
+
+@torch.no_grad()
+def contrast_minibatch(batch: LocalBatch, gather: bool) -> Contrast:
+    """Contrast a batch at the model's temperature, for losses that need it only for their logs.
+
+    Args:
+        batch: this process's samples.
+        gather: whether to take all processes' samples, or this process's own only.
+    """
+    with without_autocast(batch.image):
+        gathered = gather_batch(batch, gather)
+        similarities = Similarities(gathered, global_temperatures(gathered))
+        return Contrast(gathered, similarities.tau, similarities.log_sums(), NEGATIVES_MEAN.from_batch)
+
+
+def minibatch_metrics(batch: LocalBatch) -> dict[str, float]:
+    """Return ``infonce`` and ``chance`` within this process's samples, and the temperature, as every loss reports them.
+
+    For a loss that does not contrast each sample with all others. Waits for the device.
+
+    Args:
+        batch: the last call's, detached.
+    """
+    temperature = 1 / batch.logit_scale.item()
+    metrics = {f"temperature_{name}": temperature for name in ("min", "median", "max")}
+    if len(batch.image) < 2:
+        return metrics
+    contrast = contrast_minibatch(batch, gather=False)
+    infonce = contrast.batch.mean(contrast.infonce).mean().item()
+    return metrics | {"infonce": infonce, "chance": math.log(len(batch.image))}

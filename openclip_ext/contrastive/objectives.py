@@ -2,103 +2,103 @@
 
 Every objective is ``L = ½ Σ_k mean_i value_k,i + regularizer(ρ)`` with ``α`` constant, over weights
 ``w_ij = exp((s_ij − s_ii)/τ_i − α_i)/divisor``. Objectives differ in a factor, in the positive pair and in the gradient of
-the temperature. The gradient defines an objective; its value is for the logs.
-
-An objective declares the quantity that its ``α`` estimates and whether it has a regularizer ``ρ``; :func:`incompatibility`
-checks both against a normalizer and a temperature scheme. Equation numbers in [brackets] are the papers'.
+the temperature. The gradient defines an objective; its value is for the logs. Equation numbers in [brackets] are the papers'.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
+from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast
-from openclip_ext.contrastive.estimands import Estimand, NegativesMean
-from openclip_ext.contrastive.normalizer import Normalizer
-from openclip_ext.contrastive.temperature import TemperatureScheme
 
 
-@dataclass(frozen=True)
-class Anchors:
-    """Per-anchor quantities of both sides, ``(2, N)`` each.
-
-    All are finite where a sample does not count, and so must be what an objective makes of them: a weight of 0 removes it.
+@dataclass(frozen=True, eq=False)
+class Estimand:
+    """The quantity whose logarithm ``α`` is. An estimate of one is wrong for another, so an objective declares its own.
 
     Attributes:
-        tau: temperature.
-        alpha: estimated log-normalizer.
-        log_g: log of the mean over the negatives.
-        weight_ratio: ``exp(log_estimate − α)``; 1 where α agrees with the batch.
-        positive: ``s_ii``, ``(N,)``.
-        negatives: number of negatives of each anchor, 0-d or ``(N,)``.
-        weighted_gap: ``Σ_j w_ij (s_ij − s_ii)``, or None where no temperature needs a gradient.
+        formula: for messages.
+        from_batch: the batch's own estimate of ``α``, ``(2, B)``, without ε.
+        log_divisor: log of the number by which it divides ``Σ_j exp((s_ij − s_ii)/τ_i)``; 0-d or ``(2, B)``.
+        includes_positive: whether the positive pair is one of its terms.
     """
 
-    tau: Tensor
-    alpha: Tensor
-    log_g: Tensor
-    weight_ratio: Tensor
-    positive: Tensor
-    negatives: Tensor
-    weighted_gap: Tensor | None = None
+    formula: str
+    from_batch: Callable[[Contrast], Tensor]
+    log_divisor: Callable[[Contrast], Tensor]
+    includes_positive: bool = False
 
-    def gap(self) -> Tensor:
-        """:attr:`weighted_gap`, where a temperature needs a gradient."""
-        assert self.weighted_gap is not None, "asked for only where a temperature is learned"
-        return self.weighted_gap
+
+# ε + g_i, g_i the mean of exp((s_ij − s_ii)/τ) over the negatives [NeuCLIP 9].
+NEGATIVES_MEAN = Estimand(
+    "log(ε + g), the mean over the negatives",
+    from_batch=lambda contrast: contrast.log_g,
+    log_divisor=lambda contrast: contrast.batch.log_negatives,
+)
+# Z_i·exp(−c·s_ii), the mean over all B pairs of an anchor.
+PARTITION_MEAN = Estimand(
+    "log((1 + (B−1)·g)/B), the mean over all pairs, the positive one included",
+    from_batch=lambda contrast: contrast.infonce - contrast.batch.log_pairs,
+    log_divisor=lambda contrast: contrast.batch.log_pairs,
+    includes_positive=True,
+)
 
 
 class Objective(ABC):
     """What is minimized for given log-normalizers.
 
-    A subclass declares both class attributes; a class without them cannot be part of a loss.
-
-    Args:
-        estimand: an :attr:`estimand_type`.
+    Tensors are of the anchors of both sides, ``(2, B)``. All are finite where a sample does not count, and so must be what an
+    objective makes of them: a weight of 0 removes it. ``weight_ratio`` is ``exp(batch's own estimate − α)``, 1 where ``α``
+    agrees with the batch.
 
     Attributes:
-        estimand_type: what ``α`` estimates.
-        regularized: whether it has a regularizer, so that ``ρ`` means anything.
+        estimand: what ``α`` estimates. A subclass must declare it.
+        regularized: whether it has a regularizer, so that ``ρ`` means anything. A subclass must declare it.
         differentiates_alpha: whether its derivative in ``α`` is ``τ(1 − weight_ratio)``, so that the gradient of an estimate
             may reach the encoders.
+        eps: ε, added to the estimand.
     """
 
-    estimand_type: ClassVar[type[Estimand]]
+    estimand: ClassVar[Estimand]
     regularized: ClassVar[bool]
     differentiates_alpha: ClassVar[bool] = False
+    eps: float = 0.0
 
-    def __init__(self, estimand: Estimand) -> None:
-        assert isinstance(estimand, self.estimand_type)
-        self.estimand = estimand
+    def log_estimate(self, contrast: Contrast) -> Tensor:
+        """Return the batch's own estimate of ``α``, ``(2, B)``."""
+        return log_math.log_add(self.estimand.from_batch(contrast), self.eps)
 
     def pair_factor(self, tau: Tensor) -> Tensor | float:
-        """Factor of ``w_ij`` in the derivative in ``s_ij``: one, or one for each anchor, ``(2, B)``."""
+        """Return the factor of ``w_ij`` in the derivative in ``s_ij``: one, or one for each anchor, ``(2, B)``."""
         return 1.0
 
-    def positive_pair(self, anchors: Anchors, weight_sum: Tensor, contrast: Contrast) -> Tensor:
-        """Derivative in ``s_ii`` over :meth:`pair_factor`, ``(2, B)``.
+    def positive_pair(self, contrast: Contrast, alpha: Tensor, weight_sum: Tensor) -> Tensor:
+        """Return the derivative in ``s_ii`` over :meth:`pair_factor`, ``(2, B)``.
 
-        That of a value that depends on the gaps ``s_ij − s_ii`` only.
-
-        Args:
-            anchors: of both sides.
-            weight_sum: ``Σ_j w_ij``, ``(2, B)``.
-            contrast: the samples.
+        By default that of a value that depends on the gaps ``s_ij − s_ii`` only. ``weight_sum`` is ``Σ_j w_ij``.
         """
         return -weight_sum
 
     @abstractmethod
-    def value(self, anchors: Anchors) -> Tensor:
-        """Value without the regularizer, per anchor."""
+    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+        """Return the value without the regularizer, per anchor."""
 
     @abstractmethod
-    def tau_gradient(self, anchors: Anchors) -> Tensor:
-        """Derivative in ``τ_i`` without the regularizer, per anchor."""
+    def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
+        """Return the derivative in ``τ_i`` without the regularizer, of this process's anchors ``(2, B_local)``.
+
+        Args:
+            tau, alpha, weight_ratio: ``(2, B_local)``.
+            positive: ``s_ii``, ``(B_local,)`` or ``(2, B_local)``.
+            gap: ``Σ_j w_ij (s_ij − s_ii)``, ``(2, B_local)``.
+        """
 
     def regularizer(self, rho: float) -> float:
-        """Factor of ``mean τ`` in the regularizer."""
+        """Return the factor of ``mean τ`` in the regularizer."""
         return 0.0
 
 
@@ -111,18 +111,18 @@ class Contrastive(Objective):
         eps: ε.
     """
 
-    estimand_type = NegativesMean
+    estimand = NEGATIVES_MEAN
     regularized = True
     differentiates_alpha = True
 
     def __init__(self, *, eps: float) -> None:
-        super().__init__(NegativesMean(eps))
+        self.eps = eps
 
-    def value(self, anchors: Anchors) -> Tensor:
-        return anchors.tau * (anchors.weight_ratio + anchors.alpha)
+    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+        return contrast.tau * (weight_ratio + alpha)
 
-    def tau_gradient(self, anchors: Anchors) -> Tensor:
-        return anchors.alpha + 1 - anchors.gap() / anchors.tau
+    def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
+        return alpha + 1 - gap / tau
 
     def regularizer(self, rho: float) -> float:
         return rho - 1
@@ -131,8 +131,8 @@ class Contrastive(Objective):
 class Unified(Contrastive):
     """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 12], read literally for the temperature, too."""
 
-    def tau_gradient(self, anchors: Anchors) -> Tensor:
-        return anchors.alpha + anchors.weight_ratio - anchors.gap() / anchors.tau
+    def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
+        return alpha + weight_ratio - gap / tau
 
 
 class Unscaled(Objective):
@@ -143,25 +143,5 @@ class Unscaled(Objective):
     def pair_factor(self, tau: Tensor) -> Tensor:
         return tau.reciprocal()
 
-    def tau_gradient(self, anchors: Anchors) -> Tensor:
-        return -anchors.gap() / anchors.tau.square()
-
-
-def incompatibility(
-    objective: type[Objective], normalizer: type[Normalizer], temperature: type[TemperatureScheme]
-) -> str | None:
-    """Why these parts make no loss, or None if they do."""
-    for declared in ("estimand_type", "regularized"):
-        if not hasattr(objective, declared):
-            return f"{objective.__name__} does not declare {declared}"
-    estimand = objective.estimand_type
-    if not issubclass(estimand, normalizer.estimates):
-        offered = " or ".join(kind.formula for kind in normalizer.estimates)
-        return f"the objective needs an estimate of {estimand.formula}; this normalizer estimates {offered}"
-    if normalizer.differentiable and not objective.differentiates_alpha:
-        return "the objective takes α as a constant; this normalizer's gradient may reach the encoders"
-    if temperature.regularized and not objective.regularized:
-        return "the objective has no regularizer, and these temperatures are learned with one"
-    if normalizer.contrasts_locally and (temperature.learns_own or temperature.solves):
-        return "this normalizer's objective may stay in each process, and these temperatures come from the global batch"
-    return None
+    def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
+        return -gap / tau.square()

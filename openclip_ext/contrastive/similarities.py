@@ -26,14 +26,14 @@ _ROWS, _COLUMNS = 1, 0
 
 
 def anchor_chunks(anchors: slice, width: int) -> Iterator[slice]:
-    """Parts of a range of anchors, so small that ``width`` numbers for each of them on both sides fit in a chunk."""
+    """Cut a range of anchors so small that ``width`` numbers for each of them on both sides fit in a chunk."""
     size = max(1, MAX_PAIRS // (2 * width))
     for start in range(anchors.start, anchors.stop, size):
         yield slice(start, min(start + size, anchors.stop))
 
 
 def chunk_bytes(local_size: int, size: int) -> int:
-    """What a step keeps of the similarities of so many anchors with so many samples: values and terms of both sides.
+    """Return what a step keeps of the similarities of so many anchors with so many samples: values and terms of both sides.
 
     In float32; while it computes, about two more buffers of a third of this.
     """
@@ -76,7 +76,7 @@ class Similarities:
         self._kept: list[_Chunk] = []
 
     def log_sums(self) -> Tensor:
-        """``log Σ_j exp(s_ij/τ_i)`` over the negatives of all anchors of the batch, ``(2, B)``.
+        """Return ``log Σ_j exp(s_ij/τ_i)`` over the negatives of all anchors of the batch, ``(2, B)``.
 
         Where a sample does not count, it is the log of the number of negatives, so that ``log g`` is 0. With a gathered batch
         this is one exchange of ``2·B`` scalars.
@@ -92,7 +92,7 @@ class Similarities:
         return torch.where(batch.valid, log_sums, batch.log_negatives)
 
     def gradients(self, log_sums: Tensor, coefficients: Tensor, with_mean_similarity: bool) -> PairGradients:
-        """Gradient in the embeddings of ``Σ_k,i coefficient_k,i · Σ_j softmax_j(s_ij/τ_i)·s_ij``, the softmax held.
+        """Return the gradient in the embeddings of ``Σ_k,i coefficient_k,i · Σ_j softmax_j(s_ij/τ_i)·s_ij``, the softmax held.
 
         The sum is over all anchors of the batch. The gradient is that of this process's embeddings, as anchors and as
         everybody's negatives. Call it once, after :meth:`log_sums`.
@@ -128,7 +128,7 @@ class Similarities:
         return PairGradients(features, means)
 
     def _chunks(self) -> Iterator["_Chunk"]:
-        """Chunks of the image anchors and, unless one product serves both sides, of the text anchors."""
+        """Return the chunks of the image anchors and, unless one product serves both sides, of the text anchors."""
         if self._kept:
             yield from self._kept
             return
@@ -182,14 +182,14 @@ class _Chunk:
         return self.values / self.tau[1 - self.side]
 
     def log_sum(self, dim: int) -> Tensor:
-        """Log of the sum of ``exp(s/τ)`` over the rows' or the columns' entries, τ the row's or the column's anchor's."""
+        """Return the log of the sum of ``exp(s/τ)`` over the rows' or the columns' entries, τ the anchor's."""
         terms = self._exponents(dim)
         largest = log_math.shifted_exp_(terms, dim)
         self._terms[dim] = terms, largest
         return largest + terms.sum(dim).log_()
 
     def softmax(self, dim: int, log_sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Softmax of the rows' or the columns' anchors over *all* their negatives, up to a scale for each anchor.
+        """Return the softmax of the rows' or the columns' anchors over *all* their negatives, up to a scale for each anchor.
 
         Args:
             dim: which anchors.
@@ -207,5 +207,5 @@ class _Chunk:
 
 
 def _log_add_all(log_values: list[Tensor]) -> Tensor:
-    """Log of the sum of the exponentials of equally shaped tensors."""
+    """Return the log of the sum of the exponentials of equally shaped tensors."""
     return log_values[0] if len(log_values) == 1 else torch.logsumexp(torch.stack(log_values), dim=0)

@@ -39,13 +39,7 @@ class SolvedTemperature(TemperatureScheme):
     yet hold the batch then, so no anchor meets its own pair, unless the queue is longer than the data set. The model's
     ``logit_scale`` follows where the loop calls ``finish_logit_scale_step``.
 
-    Args:
-        embed_dim: width ``d`` of the embeddings.
-        rho: ρ.
-        temperature_queue: length ``m`` of the queue.
-        solve_per_sample: solve for each anchor in every step, to the end. Without state of its own.
-        temperature: start value; None: the model's.
-        temperature_min, temperature_max: bounds.
+    Keyword arguments are the options of these names (``losses/options.json``).
     """
 
     solves = True
@@ -87,7 +81,7 @@ class SolvedTemperature(TemperatureScheme):
         self.register_buffer("divergence", torch.tensor(math.nan), persistent=False)
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """One for all anchors; with ``solve_per_sample`` each anchor's own, as soon as there is enough to solve it."""
+        """Return one for all anchors; with ``solve_per_sample`` each anchor's own, as soon as there is enough to solve it."""
         stored = self.log_tau.exp().to(batch.features.dtype)
         tau = torch.where(stored.isnan(), global_temperatures(batch), stored)
         if not self.solve_per_sample or batch.call < _STEPS_BEFORE:
@@ -108,7 +102,7 @@ class SolvedTemperature(TemperatureScheme):
         self.queue.push(batch)
 
     def _moved(self, log_tau: Tensor, batch: GatheredBatch) -> Tensor:
-        """``log τ`` after a step towards the solution, if there is enough to solve it."""
+        """Return ``log τ`` after a step towards the solution, if there is enough to solve it."""
         some = slice(0, min(batch.size, _ANCHORS))
         similarities = self._similarities(batch, some)
         divergence = partial(_mean_divergence, similarities, batch.valid[some])
@@ -124,7 +118,7 @@ class SolvedTemperature(TemperatureScheme):
         return batch.features[:, anchors] @ self.queue.rows.transpose(1, 2)
 
     def _bisect(self, divergence: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-        """``log τ`` at which the divergence, which falls with τ, is ρ; shaped as ``like``."""
+        """Return ``log τ`` at which the divergence, which falls with τ, is ρ; shaped as ``like``."""
         low, high = (torch.full_like(like, bound) for bound in self.bounds)
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
@@ -145,13 +139,13 @@ class SolvedTemperature(TemperatureScheme):
         parameter.copy_(torch.where(self.log_tau.isnan(), parameter, -self.log_tau))
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """ρ, and the divergence that the last step found, once there is one. Waits for the device."""
+        """Return ρ, and the divergence that the last step found, once there is one. Waits for the device."""
         divergence = self.divergence.item()
         return {"rho": self.target} | ({} if math.isnan(divergence) else {"divergence": divergence})
 
 
 def _divergence(similarities: Tensor, log_tau: Tensor) -> Tensor:
-    """``KL(softmax(s/τ) ‖ uniform)`` over the last dimension.
+    """Return ``KL(softmax(s/τ) ‖ uniform)`` over the last dimension.
 
     Args:
         similarities: ``(2, b, m)``.
@@ -162,5 +156,5 @@ def _divergence(similarities: Tensor, log_tau: Tensor) -> Tensor:
 
 
 def _mean_divergence(similarities: Tensor, valid: Tensor, log_tau: Tensor) -> Tensor:
-    """Mean of :func:`_divergence` over both sides of the anchors that count, 0-d."""
+    """Return the mean of :func:`_divergence` over both sides of the anchors that count, 0-d."""
     return torch.where(valid, _divergence(similarities, log_tau), 0).sum() / (2 * valid.sum().clamp(min=1))

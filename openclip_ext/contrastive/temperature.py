@@ -42,7 +42,7 @@ class TemperatureScheme(nn.Module):
     initial_logit_scale: float | None = None
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """Temperatures of the anchors in this step, before any update: ``(2, B)``."""
+        """Return the temperatures of the anchors in this step, before any update: ``(2, B)``."""
         raise NotImplementedError
 
     def update(self, contrast: Contrast, gradient: Tensor) -> None:
@@ -52,25 +52,25 @@ class TemperatureScheme(nn.Module):
         """Find the next step's temperatures from a training step's embeddings, of all processes."""
 
     def rho(self, epoch: int) -> float | None:
-        """Weight of the regularizer in an epoch; None if :attr:`regularized` is False."""
+        """Return the weight of the regularizer in an epoch; None if :attr:`regularized` is False."""
         return None
 
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
         """Bound the model's parameter ``log(1/τ)`` after the optimizer's step; ``before`` is its value before the step."""
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Numbers for the logs."""
+        """Return the numbers for the logs."""
         rho = self.rho(epoch)
         return {} if rho is None else {"rho": rho}
 
 
 def global_temperatures(batch: GatheredBatch) -> Tensor:
-    """The model's temperature for every anchor, ``(2, B)``."""
+    """Return the model's temperature for every anchor, ``(2, B)``."""
     return batch.logit_scale.reciprocal().expand(2, batch.size)
 
 
 def log_inverse(temperature: float | None) -> float | None:
-    """OpenCLIP's parameter for a temperature."""
+    """Return OpenCLIP's parameter for a temperature."""
     return None if temperature is None else -math.log(temperature)
 
 
@@ -100,7 +100,7 @@ class ConstantTemperature(TemperatureScheme):
         self.initial_logit_scale = log_inverse(temperature)
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """The same value for all anchors."""
+        """Return the same value for all anchors."""
         if self.temperature is None:
             return global_temperatures(batch)
         return torch.full_like(batch.positive, self.temperature).expand(2, batch.size)
@@ -109,10 +109,7 @@ class ConstantTemperature(TemperatureScheme):
 class UnregularizedTemperature(TemperatureScheme):
     """A single ``τ ≥ τ_0``, learned through the model's ``logit_scale``, without a regularizer.
 
-    Args:
-        temperature: start value; None: the model's.
-        temperature_min, temperature_max: bounds.
-        lr_tau: learning rate of the model's parameter; None: the encoders', with its schedule.
+    Keyword arguments are the options of these names (``losses/options.json``).
     """
 
     learns_logit_scale = True
@@ -128,7 +125,7 @@ class UnregularizedTemperature(TemperatureScheme):
         self.initial_logit_scale = log_inverse(temperature)
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """The model's temperature for all anchors."""
+        """Return the model's temperature for all anchors."""
         return global_temperatures(batch)
 
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
@@ -139,13 +136,8 @@ class UnregularizedTemperature(TemperatureScheme):
 class GlobalTemperature(UnregularizedTemperature):
     """A single learned temperature with the regularizer ``ρ`` (RGCL-g).
 
-    Args:
-        rho: ρ.
-        rho_end: ρ in the last part of the run; None: ρ.
-        rho_switch: fraction of the epochs after which ``rho_end`` is used.
-        epochs: epochs of the run.
-        slow_when_small: take a third of the learning rate while ``τ ≤ 0.03`` (not latched).
-        temperature, temperature_min, temperature_max, lr_tau: see :class:`UnregularizedTemperature`.
+    Keyword arguments are the options of these names (``losses/options.json``).
+    With ``slow_when_small`` it takes a third of the learning rate while ``τ ≤ 0.03`` (not latched).
     """
 
     regularized = True
@@ -173,7 +165,7 @@ class GlobalTemperature(UnregularizedTemperature):
         self.slow_when_small = slow_when_small
 
     def rho(self, epoch: int) -> float:
-        """ρ of an epoch."""
+        """Return ρ of an epoch."""
         return self.rho_end if epoch >= self.switch_epoch else self.first_rho
 
     @torch.no_grad()

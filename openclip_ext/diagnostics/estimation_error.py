@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.estimands import NegativesMean
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.diagnostics import command_line
@@ -227,8 +226,7 @@ def _check_embeddings(image: Tensor, text: Tensor, batch_size: int) -> None:
 
 def _eps(loss: ContrastiveLoss) -> float:
     """ε of the loss's normalizers; those that contain the positive pair, and OpenCLIP's, have none."""
-    estimand = loss.objective.estimand if isinstance(loss, GlobalContrastiveLoss) else None
-    return estimand.eps if isinstance(estimand, NegativesMean) else 0.0
+    return loss.objective.eps if isinstance(loss, GlobalContrastiveLoss) else 0.0
 
 
 def _batches(order: Tensor, anchors: int, batch_size: int) -> Iterator[tuple[Tensor, int]]:

@@ -15,7 +15,7 @@ from openclip_ext.diagnostics.curves import plot
 from openclip_ext.diagnostics.finished_run import model_settings, read_config
 from openclip_ext.export.card import CURVES, evaluations, model_card
 from openclip_ext.export.clip_model import write_clip_model
-from openclip_ext.heads import read_heads
+from openclip_ext.losses.heads import read_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training.errors import UsageError

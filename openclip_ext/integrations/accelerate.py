@@ -12,7 +12,7 @@ from openclip_ext.integrations.model_loss import ModelLoss
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, loader: DataLoader, loss: ContrastiveLoss
 ) -> tuple[nn.Module, Optimizer, DataLoader, ModelLoss]:
-    """``accelerator.prepare`` for a model and the loss that trains it. Make the schedule of the learning rate afterwards.
+    """Prepare a model and its loss, as ``accelerator.prepare`` does. Make the schedule of the learning rate afterwards.
 
     Args:
         accelerator: Does the work.

@@ -16,7 +16,7 @@ from openclip_ext.training.optimizer import LOGIT_SCALE
 
 
 def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What of a batch the model gets, and what the loss gets: ``"index"``, and ``"positives"`` where it has equal captions."""
+    """Split a batch into the model's part and the loss's: ``"index"``, and ``"positives"`` where it has equal captions."""
     for_loss = {name: batch[name] for name in (INDEX, "positives") if name in batch}
     return {name: value for name, value in batch.items() if name not in for_loss}, for_loss
 
@@ -61,7 +61,7 @@ class ModelLoss:
         training: bool = True,
         positives: Tensor | None = None,
     ) -> Tensor:
-        """The loss of a batch, 0-d.
+        """Return the loss of a batch, 0-d.
 
         Args:
             outputs: Of OpenCLIP's models (``output_dict=True``), or of a CLIP, SigLIP or dual encoder of ``transformers``.
@@ -124,7 +124,7 @@ class ModelLoss:
         self.loss.finish_logit_scale_step(self.logit_scale, self._before)
 
     def step(self, optimizer: Optimizer) -> None:
-        """``optimizer.step()`` with what comes before and after it."""
+        """Call ``optimizer.step()``, with what comes before and after it."""
         self.before_step(optimizer)
         optimizer.step()
         self.after_step()
@@ -153,7 +153,7 @@ class ModelLoss:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in all processes, in rank order, and the temperature. All processes must call it."""
+        """Return the state in all processes, in rank order, and the temperature. All processes must call it."""
         state = {name: value.cpu() for name, value in self.loss.state_dict().items()}
         return {"loss": distributed.all_gather_object(state), LOGIT_SCALE: self.logit_scale.detach().cpu().clone()}
 

@@ -37,7 +37,7 @@ def register() -> None:
 
 
 def _extended_parse_args(original: Callable) -> Callable:
-    """OpenCLIP's parser with ``--loss`` and its options, which it would take for an abbreviation of ``--loss-dist-impl``."""
+    """Return OpenCLIP's parser with ``--loss`` and its options; it would take it for a short ``--loss-dist-impl``."""
 
     @functools.wraps(original)
     def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -67,7 +67,7 @@ def _extended_parse_args(original: Callable) -> Callable:
 
 
 def _announced_epoch(original: Callable) -> Callable:
-    """OpenCLIP's epoch, announced to the loss."""
+    """Return OpenCLIP's epoch, announced to the loss."""
 
     @functools.wraps(original)
     def train_one_epoch(model: Any, data: Any, loss: Any, epoch: int, *others: Any, **options: Any) -> Any:
@@ -119,7 +119,7 @@ def _extended_create_loss(original: Callable) -> Callable:
 
 
 def _warn_of_temperature_options(loss: Any, name: str, options: dict[str, Any]) -> None:
-    """OpenCLIP's loop keeps its own start, bounds and learning rate of the model's temperature."""
+    """Warn that OpenCLIP's loop keeps its own start, bounds and learning rate of the model's temperature."""
     given = ", ".join("--" + option.replace("_", "-") for option in _MODELS_TEMPERATURE if option in options)
     if loss.learns_logit_scale and given:
         logging.warning(
@@ -129,7 +129,7 @@ def _warn_of_temperature_options(loss: Any, name: str, options: dict[str, Any]) 
 
 
 def _loss_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The options of loss ``name`` that ``args`` sets, under the names of their flags (Adam's ``eps`` is not ours)."""
+    """Return the options of loss ``name`` that ``args`` sets, under the names of their flags (Adam's ``eps`` is not ours)."""
     given = getattr(args, "loss_options", {})
 
     def value_of(option: str) -> Any:

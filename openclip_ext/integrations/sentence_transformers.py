@@ -44,7 +44,7 @@ class GlobalContrastiveLoss(nn.Module):
         self.model_loss = ModelLoss(loss, self, averages=False)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None) -> Tensor:
-        """The loss of a batch, 0-d.
+        """Return the loss of a batch, 0-d.
 
         Args:
             sentence_features: The two columns of texts, tokenized.
@@ -62,10 +62,10 @@ class GlobalContrastiveLoss(nn.Module):
         return self.model_loss(outputs, labels, training=self.model.training)
 
     def callback(self) -> LossCallback:
-        """For the trainer's ``callbacks``: epochs, the temperature's bounds, and the loss's state in checkpoints."""
+        """Return the trainer's ``callbacks``: epochs, the temperature's bounds, and the loss's state in checkpoints."""
         return LossCallback(self.model_loss)
 
     def learning_rates(self) -> dict[str, float]:
-        """For the training arguments' ``learning_rate_mapping``: the temperature's learning rate, where the loss sets it."""
+        """Return ``learning_rate_mapping`` for the training arguments: the temperature's rate, where the loss sets it."""
         rate = self.model_loss.loss.logit_scale_lr
         return {} if rate is None else {r"^logit_scale$": rate}

@@ -90,7 +90,7 @@ class ContrastiveTrainer(Trainer):
         return optimizer
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """The trainer's numbers, and beside the training loss the loss's own."""
+        """Log the trainer's numbers, and beside the training loss the loss's own."""
         if "loss" in logs:
             logs |= self.model_loss.loss.metrics()
         super().log(logs, *args, **options)

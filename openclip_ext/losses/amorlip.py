@@ -27,14 +27,12 @@ from torch import Tensor, nn
 
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast
-from openclip_ext.contrastive.estimands import Estimand, NegativesMean, PartitionMean
 from openclip_ext.contrastive.inner_optimizers import InnerAdam
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
-from openclip_ext.contrastive.objectives import Anchors, Objective, Unified
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, PARTITION_MEAN, Estimand, Objective, Unified
 from openclip_ext.contrastive.seeding import generator
 from openclip_ext.contrastive.similarities import anchor_chunks
 from openclip_ext.losses.method import Method, NormalizerPart
-from openclip_ext.losses.options import Option
 
 # After a re-initialization at an epoch's start the network needs about this many steps to become accurate again.
 _STEPS_AN_EPOCH_NEEDS = 1000
@@ -60,7 +58,7 @@ class TwoSidedMlp(nn.Module):
 
     @torch.no_grad()
     def initialize(self, random: torch.Generator | None) -> None:
-        """Start values of ``nn.Linear`` and ``nn.LayerNorm``.
+        """Set the start values of ``nn.Linear`` and ``nn.LayerNorm``.
 
         Args:
             random: a generator on the CPU, so that every device starts alike.
@@ -74,7 +72,7 @@ class TwoSidedMlp(nn.Module):
             shift.zero_()
 
     def forward(self, features: Tensor) -> Tensor:
-        """``(2, B, d)`` to ``(2, B)``."""
+        """Map ``(2, B, d)`` to ``(2, B)``."""
         hidden = features
         for layer in range(2):
             hidden = torch.relu(torch.baddbmm(self.biases[layer], hidden, self.weights[layer]))
@@ -92,22 +90,10 @@ class MlpNormalizer(Normalizer):
     predicts. Inputs are detached. With its defaults outside of ``amorlip`` (no previous network, no averaging, a fit in every
     step) this is the ablation 'MLP instead of NPN' of the NeuCLIP paper.
 
-    Args:
-        embed_dim: width ``d`` of the embeddings.
-        width_factor: ``f_d``, hidden width over ``d``.
-        normalizer_updates: ``T_λ``.
-        normalizer_lr: Adam's learning rate.
-        normalizer_objective: see :func:`amortization_objective`.
-        fit_every: ``T_online``.
-        target_every: ``T_target``.
-        ema_decay: AmorLIP's α.
-        previous_weight: ``β_T``.
-        reinitialize: start the online network anew at every epoch.
-        epochs: epochs of the run, for ``β_t = β_T − ½β_T(1 + cos(π·epoch/epochs))``.
-        seed: of the start values.
+    Keyword arguments are the options of these names (``losses/options.json``).
     """
 
-    estimates: ClassVar[tuple[type[Estimand], ...]] = (NegativesMean,)
+    estimates: ClassVar[tuple[Estimand, ...] | None] = (NEGATIVES_MEAN,)
 
     def __init__(
         self,
@@ -147,7 +133,7 @@ class MlpNormalizer(Normalizer):
         _copy(self.target, self.previous)
 
     def get_extra_state(self) -> Tensor:
-        """Steps of the epoch, 0-d int64."""
+        """Return the steps of the epoch, 0-d int64."""
         return torch.tensor(self.epoch_step)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -163,7 +149,7 @@ class MlpNormalizer(Normalizer):
         self.epoch_step = 0
 
     def beta(self, epoch: int) -> float:
-        """``β_t``, the weight of the previous epoch's target network."""
+        """Return ``β_t``, the weight of the previous epoch's target network."""
         return self.previous_weight - log_math.cosine_decay(self.previous_weight, 0.0, epoch, self.epochs)
 
     def _initialize(self, epoch: int) -> None:
@@ -181,14 +167,10 @@ class MlpNormalizer(Normalizer):
                 stacklevel=4,
             )
 
-    def fit_due(self) -> bool:
-        """Whether the next step fits the network; only then it needs the global batch."""
-        return self.epoch_step % self.fit_every == 0
-
-    def step(self, contrast: Contrast, global_contrast: Contrast | None = None) -> Estimate:
+    def step(self, contrast: Contrast) -> Estimate:
         """Fit if due, on the global batch; average the target network if due; predict."""
-        if self.fit_due():
-            self._fit(global_contrast or contrast)
+        if self.epoch_step % self.fit_every == 0:
+            self._fit(contrast.of_all_processes())
         if self.epoch_step % self.target_every == 0:
             self._average_target(contrast.batch.scale_ok)
         self.epoch_step += 1
@@ -196,11 +178,11 @@ class MlpNormalizer(Normalizer):
 
     @torch.no_grad()
     def predict(self, contrast: Contrast) -> Estimate:
-        """Prediction of the target network."""
+        """Return the prediction of the target network."""
         return Estimate(self.target(contrast.batch.features) - contrast.positive_exponent)
 
     def _log_batch_partition(self, contrast: Contrast) -> Tensor:
-        """The batch's own ``log Z`` ``(2, B)``."""
+        """Return the batch's own ``log Z`` ``(2, B)``."""
         return contrast.log_estimate + contrast.positive_exponent
 
     @torch.no_grad()
@@ -210,7 +192,7 @@ class MlpNormalizer(Normalizer):
         log_target = log_math.log_mix(log_batch, self.previous(batch.features), self.beta(batch.epoch))
 
         def objective(anchors: slice) -> Tensor:
-            """These anchors' part of the mean over all."""
+            """Return these anchors' part of the mean over all."""
             log_lambda = self.online(batch.features[:, anchors])
             others = (values[:, anchors] for values in (log_target, log_batch, contrast.tau))
             return batch.mean(amortization_objective(self.objective, log_lambda, *others), anchors).sum()
@@ -228,7 +210,7 @@ class MlpNormalizer(Normalizer):
 
 
 def amortization_objective(name: str, log_lambda: Tensor, log_target: Tensor, log_batch: Tensor, tau: Tensor) -> Tensor:
-    """What the network minimizes, per anchor.
+    """Return what the network minimizes, per anchor.
 
     Args:
         name: ``l2-log`` [10], ``kl`` and ``js`` [8], ``kl-printed`` [9, as printed], ``unified``
@@ -276,20 +258,17 @@ class Partition(Objective):
     for the temperature, too.
     """
 
-    estimand_type = PartitionMean
+    estimand = PARTITION_MEAN
     regularized = True
 
-    def __init__(self) -> None:
-        super().__init__(PartitionMean())
+    def positive_pair(self, contrast: Contrast, alpha: Tensor, weight_sum: Tensor) -> Tensor:
+        return log_math.saturating_exp(-alpha) / contrast.batch.pairs - 1
 
-    def positive_pair(self, anchors: Anchors, weight_sum: Tensor, contrast: Contrast) -> Tensor:
-        return log_math.saturating_exp(-anchors.alpha) / contrast.batch.pairs - 1
+    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+        return contrast.tau * weight_ratio - contrast.batch.positive
 
-    def value(self, anchors: Anchors) -> Tensor:
-        return anchors.tau * anchors.weight_ratio - anchors.positive
-
-    def tau_gradient(self, anchors: Anchors) -> Tensor:
-        return (anchors.positive * (1 - anchors.weight_ratio) - anchors.gap()) / anchors.tau
+    def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
+        return (positive * (1 - weight_ratio) - gap) / tau
 
     def regularizer(self, rho: float) -> float:
         return 0.5 * rho
@@ -298,13 +277,10 @@ class Partition(Objective):
 class PartitionNormalizer(MlpNormalizer):
     """The MLP of the paper: it predicts the partition function with the positive pair, and stage II may stay in a process.
 
-    Args:
-        negatives_only: fit ``Z = (1/B) Σ_{j≠i}`` and add the positive pair afterwards (Table 3).
-        gather_stage2: contrast the global batch in the second stage, too, instead of each process's own samples.
-        options: see :class:`MlpNormalizer`.
+    Keyword arguments are the options of these names (``losses/options.json``).
     """
 
-    estimates = (PartitionMean,)
+    estimates = (PARTITION_MEAN,)
     contrasts_locally = True
 
     def __init__(self, *, negatives_only: bool, gather_stage2: bool, **options: Any) -> None:
@@ -319,7 +295,7 @@ class PartitionNormalizer(MlpNormalizer):
 
     @torch.no_grad()
     def predict(self, contrast: Contrast) -> Estimate:
-        """Prediction of the target network, with the positive pair."""
+        """Return the prediction of the target network, with the positive pair."""
         alpha = super().predict(contrast).alpha
         if not self.negatives_only:
             return Estimate(alpha)
@@ -349,38 +325,6 @@ METHOD = Method(
                 "previous_weight": 0.8,
                 "reinitialize": True,
             },
-        ),
-    ),
-    options=(
-        Option(
-            "width_factor",
-            float,
-            0.5,
-            "hidden width of the MLP over the embedding's",
-            symbol="f_d",
-            exclusive_minimum=0.0,
-        ),
-        Option("fit_every", int, 1, "steps between two fits of the MLP", symbol="T_online", minimum=1),
-        Option("target_every", int, 1, "steps between two updates of the target network", symbol="T_target", minimum=1),
-        Option("ema_decay", float, 0.0, "decay of the target network", symbol="α", minimum=0.0, maximum=1.0),
-        Option(
-            "previous_weight",
-            float,
-            0.0,
-            "final weight of the previous epoch's target network in the MLP's target",
-            symbol="β_T",
-            minimum=0.0,
-            maximum=1.0,
-        ),
-        Option("reinitialize", bool, False, "re-initialize the MLP at every epoch's start (Algorithm 1, line 4)"),
-        Option(
-            "negatives_only", bool, False, "leave the positive pair out of the partition function that the MLP fits"
-        ),
-        Option(
-            "gather_stage2",
-            bool,
-            False,
-            "contrast the global batch in the second stage, not only each process's local batch",
         ),
     ),
 )

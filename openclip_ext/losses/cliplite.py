@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openclip_ext import distributed
-from openclip_ext.contrastive.batch import LocalBatch
-from openclip_ext.contrastive.loss import ContrastiveLoss, finite_samples
-from openclip_ext.contrastive.minibatch import minibatch_metrics
+from openclip_ext.contrastive.batch import LocalBatch, finite_samples
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.normalizer import minibatch_metrics
 from openclip_ext.contrastive.seeding import generator, linear
 from openclip_ext.losses.method import Method, WholeLoss
 
@@ -60,12 +60,12 @@ class Projection(nn.Module):
         self.layer_norm = nn.LayerNorm(projection_dim)
 
     def forward(self, features: Tensor) -> Tensor:
-        """``(B, embed_dim)`` unit embeddings to ``(B, projection_dim)``, with the running statistics, for evaluation."""
+        """Map unit embeddings ``(B, embed_dim)`` to ``(B, projection_dim)``, with the running statistics, for evaluation."""
         features = features.to(self.hidden.weight.dtype)
         return self._finish(features, self.hidden(features), self.running_mean, self.running_var)
 
     def project(self, features: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`forward`, with the statistics of the batch, for training.
+        """Do as :meth:`forward`, with the statistics of the batch, for training.
 
         Args:
             features: ``(B, embed_dim)``.
@@ -138,7 +138,7 @@ class ClipLiteLoss(ContrastiveLoss):
         self._last: LocalBatch | None = None
 
     def model_head(self) -> Projections:
-        """The projections: trained with the model, and evaluated."""
+        """Return the projections: trained with the model, and evaluated."""
         return self.projections
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -179,12 +179,12 @@ class ClipLiteLoss(ContrastiveLoss):
         return [projected for projected, _ in results]
 
     def metrics(self) -> dict[str, float]:
-        """``infonce`` and ``chance`` within this process's projections, and the temperature, of the last call."""
+        """Return ``infonce`` and ``chance`` within this process's projections, and the temperature, of the last call."""
         return {} if self._last is None else minibatch_metrics(self._last)
 
 
 def _next_valid(valid: Tensor) -> Tensor:
-    """``π``: for each sample the one that follows among those that count, cyclically; ``(B,)``."""
+    """Return ``π``: for each sample the one that follows among those that count, cyclically; ``(B,)``."""
     order = torch.argsort((~valid).to(torch.uint8), stable=True)
     place = valid.cumsum(dim=0) - 1
     return order[(place + 1) % valid.sum().clamp(min=1)]
@@ -192,6 +192,7 @@ def _next_valid(valid: Tensor) -> Tensor:
 
 METHOD = Method(
     name="cliplite",
+    head=Projections,
     whole=WholeLoss(
         ClipLiteLoss,
         {"temperature": 0.07},

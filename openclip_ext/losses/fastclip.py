@@ -28,11 +28,9 @@ from torch import Tensor
 
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast
-from openclip_ext.contrastive.estimands import Estimand, NegativesMean
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
-from openclip_ext.contrastive.objectives import Anchors, Contrastive, Unscaled
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Contrastive, Estimand, Unscaled
 from openclip_ext.losses.method import Method, NormalizerPart
-from openclip_ext.losses.options import Option
 from openclip_ext.state.sharded_table import ShardedTable, log_mean_of_equal
 
 
@@ -42,16 +40,11 @@ class MovingAverageNormalizer(Normalizer):
     Kept as ``log u``. A sample seen for the first time takes the batch's estimate. If an index occurs in the global batch more
     than once, all its occurrences receive the mean of the new u.
 
-    Args:
-        num_samples: size ``n`` of the index space; 8 bytes for each sample, spread over the processes.
-        state_device, state_dir: placement of the table, see :class:`ShardedTable`.
-        gamma: final γ.
-        gamma_schedule: ``constant``, or ``cosine``: from 1 at epoch 0 to ``gamma`` at ``gamma_decay_epochs``.
-        gamma_decay_epochs: ``E``; None: half of ``epochs``.
-        epochs: epochs of the run.
+    Keyword arguments are the options of these names (``losses/options.json``).
+    The table takes 8 bytes for each sample, spread over the processes.
     """
 
-    estimates: ClassVar[tuple[type[Estimand], ...]] = (NegativesMean,)
+    estimates: ClassVar[tuple[Estimand, ...] | None] = (NEGATIVES_MEAN,)
     needs_index = True
 
     def __init__(
@@ -72,13 +65,13 @@ class MovingAverageNormalizer(Normalizer):
         self.decay_epochs = gamma_decay_epochs or max(1, epochs // 2)
 
     def gamma(self, epoch: int) -> float:
-        """γ of an epoch ([opt4ml], 'Scheduler of γ')."""
+        """Return γ of an epoch ([opt4ml], 'Scheduler of γ')."""
         if not self.depends_on_epoch:
             return self.final_gamma
         return log_math.cosine_decay(1.0, self.final_gamma, epoch, self.decay_epochs)
 
     @torch.no_grad()
-    def step(self, contrast: Contrast, global_contrast: Contrast | None = None) -> Estimate:
+    def step(self, contrast: Contrast) -> Estimate:
         """Update the averages of the batch's samples; they are the estimate."""
         batch, index = contrast.batch, contrast.batch.sample_index()
         averaged = log_math.log_mix(self.stored(contrast), contrast.log_estimate, self.gamma(batch.epoch))
@@ -87,15 +80,15 @@ class MovingAverageNormalizer(Normalizer):
         return Estimate(averaged)
 
     def predict(self, contrast: Contrast) -> Estimate:
-        """The stored averages; the batch's estimate for samples never seen."""
+        """Return the stored averages; the batch's estimate for samples never seen."""
         return Estimate(self.stored(contrast))
 
     def stored(self, contrast: Contrast) -> Tensor:
-        """``log u`` ``(2, B)``; the batch's estimate for samples never seen."""
+        """Return ``log u`` ``(2, B)``; the batch's estimate for samples never seen."""
         return self.table.read(contrast.batch.sample_index(), missing=contrast.log_estimate)
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """γ of this epoch."""
+        """Return γ of this epoch."""
         return {"gamma": self.gamma(epoch)}
 
 
@@ -106,13 +99,13 @@ class Ratio(Unscaled):
         eps: ε.
     """
 
-    estimand_type = NegativesMean
+    estimand = NEGATIVES_MEAN
 
     def __init__(self, *, eps: float) -> None:
-        super().__init__(NegativesMean(eps))
+        self.eps = eps
 
-    def value(self, anchors: Anchors) -> Tensor:
-        return log_math.saturating_exp(anchors.log_g - anchors.alpha)
+    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+        return log_math.saturating_exp(contrast.log_g - alpha)
 
 
 def _version_3(name: str) -> Method:
@@ -132,33 +125,6 @@ METHODS = (
         temperature_scheme="global",
         objective=Ratio,
         parts=(NormalizerPart("moving-average", MovingAverageNormalizer, objective=Contrastive),),
-        options=(
-            Option(
-                "gamma",
-                float,
-                0.2,
-                "weight of the new estimate in the moving average",
-                symbol="γ_min",
-                minimum=0.0,
-                maximum=1.0,
-            ),
-            Option(
-                "gamma_schedule",
-                str,
-                "cosine",
-                "constant, or cosine: from 1 down to gamma over gamma_decay_epochs",
-                choices=("constant", "cosine"),
-            ),
-            Option(
-                "gamma_decay_epochs",
-                int,
-                None,
-                "epochs after which gamma has its final value; none: half of the run",
-                symbol="E",
-                minimum=1,
-                nullable=True,
-            ),
-        ),
     ),
     Method(name="fastclip-v1", normalizer="moving-average", temperature_scheme="constant"),
     Method(name="fastclip-v2", normalizer="moving-average", temperature_scheme="per-sample"),

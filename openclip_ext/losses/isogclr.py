@@ -35,13 +35,8 @@ class PerSampleTemperature(TemperatureScheme):
     so the bias correction counts epochs; in epoch 0 the moments are the gradient itself. A step uses the temperatures from
     before its update. An index that occurs in the global batch more than once learns from the mean of its gradients.
 
-    Args:
-        num_samples: size ``n`` of the index space; 24 bytes for each sample, spread over the processes.
-        state_device, state_dir: placement of the table, see :class:`ShardedTable`.
-        rho: ρ.
-        temperature: start value.
-        temperature_min, temperature_max: bounds.
-        lr_tau: learning rate, constant.
+    Keyword arguments are the options of these names (``losses/options.json``).
+    The table takes 24 bytes for each sample, spread over the processes.
     """
 
     needs_index = True
@@ -76,17 +71,17 @@ class PerSampleTemperature(TemperatureScheme):
         self.table = ShardedTable(6, num_samples, state_device, state_dir)
 
     def rho(self, epoch: int) -> float:
-        """ρ, constant."""
+        """Return ρ, constant."""
         return self.weight
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """The stored temperatures; the start value for samples never seen."""
+        """Return the stored temperatures; the start value for samples never seen."""
         stored = self.table.read(batch.sample_index(), _TEMPERATURES)
         return torch.where(batch.valid & ~torch.isnan(stored), stored, self.start)
 
     @torch.no_grad()
     def update(self, contrast: Contrast, gradient: Tensor) -> None:
-        """One Adam step of the temperatures of the batch's samples."""
+        """Make one Adam step of the temperatures of the batch's samples."""
         batch, index = contrast.batch, contrast.batch.sample_index()
         gradient = mean_of_equal(index, gradient, batch.valid).clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
         mean, square = self.table.read(index, _ALL).nan_to_num(nan=0.0)[2:].split(2)

@@ -7,7 +7,7 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import Normalizer
 from openclip_ext.contrastive.objectives import Objective
 from openclip_ext.contrastive.temperature import TemperatureScheme
-from openclip_ext.losses.options import Option
+from openclip_ext.options import Option
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,13 @@ class WholeLoss:
         build: the class. Its keyword-only arguments are its options.
         defaults: defaults of options, over those of the options themselves.
         refused: options of most losses that it does not take, with the reason.
+        parts: classes of an objective and a normalizer, from which it is built.
     """
 
     build: type[ContrastiveLoss]
     defaults: dict[str, Any] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    parts: tuple[type[Objective], type[Normalizer]] | tuple[()] = ()
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,9 @@ class Method:
         fixed: arguments of its parts that are no options.
         whole: set if it is not composed, at least not without being asked.
         two_views: the loss of this name for two views of each image, without texts; None: there is none.
+        head: class of its ``model_head()``, with the attribute ``kind``, which names it in checkpoints; None: it has none.
         parts: normalizers and temperature schemes that its file brings along.
-        options: options that its file brings along.
+        options: options that its file brings along, beside those of ``options.json``.
     """
 
     name: str
@@ -85,5 +88,6 @@ class Method:
     fixed: dict[str, Any] = field(default_factory=dict)
     whole: WholeLoss | None = None
     two_views: WholeLoss | None = None
+    head: Any = None
     parts: tuple[NormalizerPart | TemperaturePart, ...] = ()
     options: tuple[Option, ...] = ()

@@ -33,13 +33,11 @@ from openclip_ext import distributed
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast, GatheredBatch
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_batch
-from openclip_ext.contrastive.estimands import NegativesMean
 from openclip_ext.contrastive.inner_optimizers import InnerAdagrad
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
-from openclip_ext.contrastive.objectives import Unified
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Unified
 from openclip_ext.contrastive.similarities import anchor_chunks
 from openclip_ext.losses.method import Method, NormalizerPart
-from openclip_ext.losses.options import Option
 
 # Keeps the direction of a zero prototype finite.
 _SMALLEST_NORM = 1e-12
@@ -66,7 +64,7 @@ class PrototypeEstimate:
     pull: Tensor | None
 
     def feature_gradient(self, weights: Tensor, contrast: Contrast) -> Tensor:
-        """``Σ weight_k,i·∇α_k,i`` over this process's anchors in its own features; prototypes and τ held.
+        """Return ``Σ weight_k,i·∇α_k,i`` over this process's anchors in its own features; prototypes and τ held.
 
         ``∇α1_i = Σ_j p_ij (∇(e1_i·Ŵ_j) − ∇s_ii)/τ_i``.
         """
@@ -84,7 +82,7 @@ def estimate_from_prototypes(
     multiplicity: Tensor | None = None,
     left_out: Tensor | None = None,
 ) -> PrototypeEstimate:
-    """``α_i = log(ε + (1/m) Σ_j exp((cos(e_i, W_j) − s_ii)/τ_i))`` of this process's anchors [10, 11].
+    """Return ``α_i = log(ε + (1/m) Σ_j exp((cos(e_i, W_j) − s_ii)/τ_i))`` of this process's anchors [10, 11].
 
     Args:
         directions: ``(2, m, d)`` unit prototypes.
@@ -142,7 +140,7 @@ def _leave_out_(exponents: Tensor, left_out: Tensor) -> None:
 
 
 def _norms_of(prototypes: Tensor) -> Tensor:
-    """``(2, m, 1)``."""
+    """Return their lengths, ``(2, m, 1)``."""
     return torch.linalg.vector_norm(prototypes, dim=2, keepdim=True).clamp_(min=_SMALLEST_NORM)
 
 
@@ -152,20 +150,10 @@ class PrototypeNormalizer(Normalizer):
     A step with usable samples: restart when ``t mod T_r = 0`` (the first included) from the ``m`` most recent embeddings,
     ``T_u`` AdaGrad updates on the batch, prediction. Prototypes are stored unnormalized and normalized in the cosine only.
 
-    Args:
-        embed_dim: width ``d`` of the embeddings.
-        eps: ε.
-        prototypes: ``m``.
-        restart_every: ``T_r``; None: only at the first step.
-        normalizer_updates: ``T_u``; 0 leaves the restarted prototypes as they are.
-        normalizer_lr: AdaGrad's learning rate.
-        normalizer_objective: ``unified`` [12] or ``l2-log`` (section 5.2).
-        normalizer_reset: empty AdaGrad's accumulators at a restart.
-        simultaneous: predict before the updates (Algorithm 3).
-        alpha_gradient: let α's gradient reach the encoders.
+    Keyword arguments are the options of these names (``losses/options.json``).
     """
 
-    estimates = (NegativesMean,)
+    estimates = (NEGATIVES_MEAN,)
     differentiable = True
     prototypes: Tensor
     accumulator: Tensor
@@ -203,8 +191,8 @@ class PrototypeNormalizer(Normalizer):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     @torch.no_grad()
-    def step(self, contrast: Contrast, global_contrast: Contrast | None = None) -> Estimate:
-        """Restart if due, ``T_u`` updates, prediction."""
+    def step(self, contrast: Contrast) -> Estimate:
+        """Restart if due, make ``T_u`` updates, and predict."""
         self.queue.push(contrast.batch)
         self._restart_if_due(contrast.batch.ok)
         before = self._estimate(self.prototypes, contrast) if self.simultaneous else None
@@ -215,7 +203,7 @@ class PrototypeNormalizer(Normalizer):
 
     @torch.no_grad()
     def predict(self, contrast: Contrast) -> Estimate:
-        """Prediction of the stored prototypes; before the first step, of a restart from this batch."""
+        """Return the prediction of the stored prototypes; before the first step, of a restart from this batch."""
         fresh = repeated_batch(contrast.batch, self.queue.capacity)
         return self._estimate(torch.where(self.steps > 0, self.prototypes, fresh), contrast)
 
@@ -230,7 +218,7 @@ class PrototypeNormalizer(Normalizer):
 
     @torch.no_grad()
     def fit(self, contrast: Contrast) -> None:
-        """``T_u`` updates on the batch. The processes share them if that saves more than it costs."""
+        """Make ``T_u`` updates on the batch. The processes share them if that saves more than it costs."""
         batch = contrast.batch
         parts = batch.world_size if shares_prototypes(self.prototypes, batch) else 1
         size = self.queue.capacity // parts
@@ -346,7 +334,7 @@ class _Fit:
             )
 
     def update(self) -> None:
-        """One AdaGrad step."""
+        """Make one AdaGrad step."""
         norms = _norms_of(self.prototypes)
         directions = torch.div(self.prototypes, norms, out=self.directions)
         for position, anchors in enumerate(self.chunks):
@@ -369,7 +357,7 @@ class _Fit:
 
 
 def _objective_descent(name: str, log_ratio: Tensor) -> Tensor:
-    """Minus the derivative in ``α`` of what the prototypes minimize, per anchor, over :func:`_objective_factor`.
+    """Return Minus the derivative in ``α`` of what the prototypes minimize, per anchor, over :func:`_objective_factor`.
 
     ``unified``: ``τ·(exp(−α)(ε+g) + α)`` [12]; ``l2-log``: ``½(α − log(ε+g))²`` (section 5.2).
 
@@ -381,12 +369,12 @@ def _objective_descent(name: str, log_ratio: Tensor) -> Tensor:
 
 
 def _objective_factor(name: str, tau: Tensor) -> Tensor | float:
-    """The factor of what the prototypes minimize that does not depend on ``α``: ``τ``, or 1."""
+    """Return the factor of what the prototypes minimize that does not depend on ``α``: ``τ``, or 1."""
     return tau if name == "unified" else 1.0
 
 
 def shares_prototypes(prototypes: Tensor, batch: GatheredBatch) -> bool:
-    """Whether each process fits its own part of the prototypes instead of all of them.
+    """Return whether each process fits its own part of the prototypes instead of all of them.
 
     The arithmetic of an update, ``8·B·m·d`` flops, then falls to ``1/K`` (restart and estimate stay whole). In return an
     update exchanges ``4·B`` scalars, and a step ``4·m·d`` values (``docs/performance.md``). The sizes alone decide, so that
@@ -406,19 +394,4 @@ METHOD = Method(
     normalizer_defaults={"alpha_gradient": True},
     temperature_defaults={"lr_tau": 1.25e-4},
     parts=(NormalizerPart("prototypes", PrototypeNormalizer, objective=Unified),),
-    options=(
-        Option(
-            "restart_every",
-            int,
-            500,
-            "steps between two restarts of the prototypes; none: never",
-            symbol="T_r",
-            minimum=1,
-            nullable=True,
-        ),
-        Option("normalizer_reset", bool, True, "empty AdaGrad's accumulators when the prototypes restart"),
-        Option(
-            "simultaneous", bool, False, "predict with the network as it was before this step's updates (Algorithm 3)"
-        ),
-    ),
 )

@@ -20,14 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openclip_ext import distributed
-from openclip_ext.contrastive.batch import LocalBatch
+from openclip_ext.contrastive.batch import Contrast, LocalBatch
 from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, labels_of
-from openclip_ext.contrastive.estimands import PartitionMean
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.contrastive.minibatch import contrast_minibatch, minibatch_metrics
-from openclip_ext.contrastive.objectives import Anchors, Unscaled
+from openclip_ext.contrastive.normalizer import contrast_minibatch, minibatch_metrics
+from openclip_ext.contrastive.objectives import PARTITION_MEAN, Unscaled
 from openclip_ext.losses.method import Method, WholeLoss
-from openclip_ext.losses.options import Option
 
 # What a captioner outputs beside its embeddings.
 _CAPTIONS = {"logits", "labels"}
@@ -36,11 +34,9 @@ _CAPTIONS = {"logits", "labels"}
 class OpenClipLoss(ContrastiveLoss):
     """``open_clip.ClipLoss``, and ``CoCaLoss`` or ``DistillClipLoss`` for models that output what those need.
 
-    Args:
-        local_loss, gather_with_grad: as in OpenCLIP.
-        coca_caption_loss_weight, coca_contrastive_loss_weight: as in OpenCLIP, for models that output ``logits``.
-        equal_captions: ``mask`` leaves other samples of an anchor's caption out of its softmax; with ``positive`` the loss is
-            the mean of the cross-entropy over all samples of its caption.
+    Keyword arguments are the options of these names (``losses/options.json``).
+    ``mask`` leaves other samples of an anchor's caption out of its softmax; with ``positive`` the loss is the mean of the
+    cross-entropy over all samples of its caption.
     """
 
     follows_autocast = True
@@ -104,7 +100,7 @@ class OpenClipLoss(ContrastiveLoss):
         return loss(**features, **used, output_dict=True)
 
     def _with_equal_captions(self, batch: LocalBatch, features: dict[str, Tensor], outputs: dict[str, Any]) -> Tensor:
-        """``open_clip.ClipLoss`` with fewer candidates, or more targets."""
+        """Compute ``open_clip.ClipLoss`` with fewer candidates, or more targets."""
         if outputs.keys() >= _CAPTIONS or "dist_image_features" in outputs:
             raise ValueError(
                 f"equal_captions={self.equal_captions}: only for models without captions or a teacher of their own"
@@ -125,7 +121,7 @@ class OpenClipLoss(ContrastiveLoss):
         return (image + text) / 2
 
     def metrics(self) -> dict[str, float]:
-        """``infonce``, which is this loss, ``chance``, and the temperature, of the last call. Waits for the device."""
+        """Return ``infonce``, which is this loss, ``chance``, and the temperature, of the last call. Waits for the device."""
         if self._logit_scale is None:
             return {}
         temperature = 1 / self._logit_scale.item()
@@ -136,7 +132,7 @@ class OpenClipLoss(ContrastiveLoss):
     def log_normalizers(
         self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The mini-batch estimate ``log g``, which this loss in effect uses."""
+        """Return the mini-batch estimate ``log g``, which this loss in effect uses."""
         batch = self._batch(image_features, text_features, logit_scale, None)
         contrast = contrast_minibatch(batch, gather=True)
         log_g = contrast.log_g[:, contrast.batch.local]
@@ -146,13 +142,10 @@ class OpenClipLoss(ContrastiveLoss):
 class InfoNce(Unscaled):
     """``−log softmax`` of the positive pair among all pairs of its anchor: ``ClipLoss``, for given log-normalizers."""
 
-    estimand_type = PartitionMean
+    estimand = PARTITION_MEAN
 
-    def __init__(self) -> None:
-        super().__init__(PartitionMean())
-
-    def value(self, anchors: Anchors) -> Tensor:
-        return anchors.alpha + torch.log1p(anchors.negatives)
+    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+        return alpha + torch.log1p(contrast.batch.negatives)
 
 
 class SiglipLoss(ContrastiveLoss):
@@ -183,7 +176,7 @@ class SiglipLoss(ContrastiveLoss):
         return self.siglip(batch.image, batch.text, batch.logit_scale, outputs["logit_bias"], output_dict=True)
 
     def metrics(self) -> dict[str, float]:
-        """``infonce`` and ``chance`` within this process's samples, and the temperature, of the last call."""
+        """Return ``infonce`` and ``chance`` within this process's samples, and the temperature, of the last call."""
         return {} if self._last is None else minibatch_metrics(self._last)
 
 
@@ -194,29 +187,12 @@ METHODS = (
         normalizer="minibatch",
         temperature_scheme="global",
         objective=InfoNce,
-        options=(
-            Option("local_loss", bool, False, "rows of this process only", openclip_flag=True),
-            Option("gather_with_grad", bool, False, "gather the features with gradient", openclip_flag=True),
-            Option("coca_caption_loss_weight", float, 2.0, "weight of CoCa's caption loss", openclip_flag=True),
-            Option("coca_contrastive_loss_weight", float, 1.0, "weight of CoCa's contrastive loss", openclip_flag=True),
-        ),
     ),
     Method(
         name="siglip",
         whole=WholeLoss(
             SiglipLoss,
             refused={"equal_captions": "OpenCLIP's SigLIP exchanges features between processes without labels"},
-        ),
-        options=(
-            Option(
-                "loss_dist_impl",
-                str,
-                None,
-                "how SigLIP's features travel between processes",
-                choices=("bidir", "shift", "reduce", "gather"),
-                openclip_flag=True,
-                nullable=True,
-            ),
         ),
     ),
 )

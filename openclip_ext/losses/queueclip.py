@@ -24,12 +24,10 @@ from torch import Tensor
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_batch
-from openclip_ext.contrastive.estimands import NegativesMean
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
-from openclip_ext.contrastive.objectives import Unified
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Unified
 from openclip_ext.losses.method import Method, NormalizerPart
 from openclip_ext.losses.neuclip import estimate_from_prototypes
-from openclip_ext.losses.options import Option
 
 
 class QueueNormalizer(Normalizer):
@@ -38,16 +36,10 @@ class QueueNormalizer(Normalizer):
     The anchor's positive pair is in the queue, unless ``leave_own_out``. It makes the estimate too large, and so bounds the
     weights from above.
 
-    Args:
-        embed_dim: width ``d`` of the embeddings.
-        eps: ε.
-        prototypes: length ``m`` of the queue.
-        batch_weight: λ.
-        leave_own_out: average over the queue without the anchor's positive pair, as the exact normalizer does.
-        alpha_gradient: let α's gradient reach the encoders.
+    Keyword arguments are the options of these names (``losses/options.json``).
     """
 
-    estimates = (NegativesMean,)
+    estimates = (NEGATIVES_MEAN,)
     differentiable = True
     refuses_labels = (
         "the queue keeps embeddings of earlier steps without their captions, and would push equal ones apart"
@@ -73,7 +65,7 @@ class QueueNormalizer(Normalizer):
         self.queue = EmbeddingQueue(prototypes, embed_dim)
 
     @torch.no_grad()
-    def step(self, contrast: Contrast, global_contrast: Contrast | None = None) -> Estimate:
+    def step(self, contrast: Contrast) -> Estimate:
         """Add the batch to the queue, and estimate from it."""
         left_out = self.queue.rows_of(contrast.batch) if self.leave_own_out else None
         self.queue.push(contrast.batch)
@@ -111,21 +103,4 @@ METHOD = Method(
     temperature_defaults={"lr_tau": 1.25e-4},
     # Without its gradient the queue is no control variate for the batch.
     parts=(NormalizerPart("queue", QueueNormalizer, objective=Unified, defaults={"alpha_gradient": True}),),
-    options=(
-        Option(
-            "batch_weight",
-            float,
-            0.5,
-            "share of the current batch in the normalizer of the queue; bounds the weights by its inverse",
-            symbol="λ",
-            minimum=0.0,
-            maximum=1.0,
-        ),
-        Option(
-            "leave_own_out",
-            bool,
-            False,
-            "leave the anchor's positive pair out of the queue; lowers the estimation error and unbounds the weights",
-        ),
-    ),
 )

@@ -13,14 +13,15 @@ from typing import Any
 
 from openclip_ext import losses
 from openclip_ext.contrastive.equal_captions import NEGATIVE
-from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
+from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss, incompatibility
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer
-from openclip_ext.contrastive.objectives import Contrastive, Objective, incompatibility
+from openclip_ext.contrastive.objectives import Contrastive, Objective
 from openclip_ext.contrastive.solved_temperature import SolvedTemperature
 from openclip_ext.contrastive.temperature import ConstantTemperature, GlobalTemperature, UnregularizedTemperature
 from openclip_ext.losses.method import Method, NormalizerPart, TemperaturePart
-from openclip_ext.losses.options import HARD_SHARE, PLACEMENT_OPTIONS, SHARED_OPTIONS, Option, OptionError, rho_of
+from openclip_ext.losses.options import HARD_SHARE, PACKAGE_OPTIONS, PLACEMENT_OPTIONS, rho_of
+from openclip_ext.options import Option, OptionError
 
 # The parts that come with the machinery.
 _SHARED_PARTS = (
@@ -47,7 +48,7 @@ OPTIONS: dict[str, Option] = {}
 
 
 def _discover_methods() -> Iterator[Method]:
-    """The ``METHOD``, or ``METHODS``, of each file in this folder."""
+    """Return the ``METHOD``, or ``METHODS``, of each file in this folder."""
     for module in pkgutil.iter_modules(losses.__path__):
         contents = vars(importlib.import_module(f"{losses.__name__}.{module.name}"))
         yield from contents.get("METHODS", ())
@@ -80,7 +81,7 @@ def _collect_options() -> None:
         )
     ]
     of_methods = (option for method in METHODS.values() for option in method.options)
-    OPTIONS.update({option.name: option for option in (*part_options, *SHARED_OPTIONS, *of_methods)})
+    OPTIONS.update({option.name: option for option in (*part_options, *PACKAGE_OPTIONS, *of_methods)})
 
 
 METHODS.update({method.name: method for method in sorted(_discover_methods(), key=lambda method: method.name)})
@@ -103,7 +104,7 @@ def register_method(method: Method) -> None:
         raise ValueError(f"there is already a loss {method.name!r} in openclip_ext: give yours another name")
     others = {name: other for name, other in METHODS.items() if name != method.name}
     known = {option.name: option for other in others.values() for option in other.options}
-    known |= {option.name: option for option in (*SHARED_OPTIONS, HARD_SHARE)}
+    known |= {option.name: option for option in (*PACKAGE_OPTIONS, HARD_SHARE)}
     for option in method.options:
         if known.get(option.name, option) != option:
             raise ValueError(
@@ -179,7 +180,7 @@ def create_loss(
         >>> sum(terms.values()).backward()
     """
     composition, values = _checked_values(name, options)
-    return composition.build(values, _checked_sizes(composition, {"embed_dim": embed_dim, "num_samples": num_samples}))
+    return composition.create(values, _checked_sizes(composition, {"embed_dim": embed_dim, "num_samples": num_samples}))
 
 
 def check_options(name: str, **options: Any) -> ContrastiveLoss:
@@ -195,7 +196,7 @@ def check_options(name: str, **options: Any) -> ContrastiveLoss:
     placement = {option: OPTIONS[option].default for option in PLACEMENT_OPTIONS if option in values}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return composition.build(values | placement, dict.fromkeys(_REQUIREMENTS, _SMALL))
+        return composition.create(values | placement, dict.fromkeys(_REQUIREMENTS, _SMALL))
 
 
 def options_used_by(name: str, **options: Any) -> dict[str, Any]:
@@ -217,7 +218,7 @@ class _Composition:
 
     Attributes:
         title: for messages.
-        classes: a whole loss; or objective, normalizer and temperature scheme.
+        build: the loss's class; ``parts``: the classes of its objective, its normalizer and its temperature scheme, if any.
         option_defaults: over the options' own defaults.
         part_names: the options that name its parts, with their values.
         fixed: arguments that are no options.
@@ -225,37 +226,41 @@ class _Composition:
     """
 
     title: str
-    classes: tuple[type, ...]
+    build: type[ContrastiveLoss]
+    parts: tuple[type, ...]
     option_defaults: dict[str, Any]
     part_names: dict[str, Any] = field(default_factory=dict)
     fixed: dict[str, Any] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
     def keywords(self) -> set[str]:
-        """Keyword-only arguments of all classes."""
-        return set().union(*(_keywords(cls) for cls in self.classes))
+        """Return the keyword-only arguments of all classes."""
+        return set().union(*(_keywords(cls) for cls in (self.build, *self.parts)))
 
     def defaults(self) -> dict[str, Any]:
-        """The options that the classes take, with their defaults."""
+        """Return the options that the classes take, with their defaults."""
         keywords = self.keywords()
         values = {name: option.default for name, option in OPTIONS.items() if name in keywords}
         return self.part_names | values | self.option_defaults
 
-    def build(self, values: dict[str, Any], sizes: Mapping[str, int | None]) -> ContrastiveLoss:
+    def create(self, values: dict[str, Any], sizes: Mapping[str, int | None]) -> ContrastiveLoss:
         """Build the loss from values of all its options."""
+        arguments = {**values, **sizes, **self.fixed}
+
+        def build(cls: type, *parts: Any, **more: Any) -> Any:
+            return cls(
+                *parts, **more, **{name: arguments[name] for name in _keywords(cls) & arguments.keys() - more.keys()}
+            )
+
+        # The loss knows the sizes that its parts need.
+        sizes = {name: arguments[name] if name in self.keywords() else None for name in _REQUIREMENTS}
+        taken = inspect.signature(self.build).parameters
         try:
-            return self._build({**values, **sizes, **self.fixed})
+            parts = [build(part) for part in self.parts]
+            return build(self.build, *parts, **{name: size for name, size in sizes.items() if name in taken})
         except ValueError as error:
             option = str(error).partition("=")[0]  # the parts' messages begin with it
             raise (OptionError(option, str(error)) if option in values else error) from error
-
-    def _build(self, arguments: dict[str, Any]) -> ContrastiveLoss:
-        built = [cls(**{name: arguments[name] for name in _keywords(cls) & arguments.keys()}) for cls in self.classes]
-        if len(built) == 1:
-            return built[0]
-        options: dict[str, Any] = {"equal_captions": arguments["equal_captions"]}
-        options |= {name: arguments[name] if name in self.keywords() else None for name in _REQUIREMENTS}
-        return GlobalContrastiveLoss(*built, **options)
 
 
 def _compose(name: str, options: Mapping[str, Any]) -> _Composition:
@@ -276,11 +281,11 @@ def _compose(name: str, options: Mapping[str, Any]) -> _Composition:
     title = f"{method.name} with views={views}" if two_views else method.name
     if given:
         raise OptionError(given[0], f"{given[0]}=: not used by the loss {title!r}, which is not made of such parts")
-    return _Composition(title, (whole.build,), whole.defaults, refused=whole.refused)
+    return _Composition(title, whole.build, whole.parts, whole.defaults, refused=whole.refused)
 
 
 def _with_rho(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with ``rho`` for ``hard_share``."""
+    """Return the options with ``rho`` for ``hard_share``."""
     if "hard_share" not in options:
         return options
     if "rho" in options:
@@ -308,7 +313,8 @@ def _compose_parts(method: Method, options: Mapping[str, Any]) -> _Composition:
         option_defaults |= method.temperature_defaults
     return _Composition(
         title=title,
-        classes=(objective, normalizer_part.build, temperature_part.build),
+        build=GlobalContrastiveLoss,
+        parts=(objective, normalizer_part.build, temperature_part.build),
         option_defaults=option_defaults,
         part_names=names | {"equal_captions": NEGATIVE} | ({"views": 1} if method.two_views is not None else {}),
         fixed=method.fixed,
@@ -318,7 +324,7 @@ def _compose_parts(method: Method, options: Mapping[str, Any]) -> _Composition:
 def _compatible_parts(
     method: Method, title: str, normalizer: str, temperature_scheme: str
 ) -> tuple[type[Objective], NormalizerPart, TemperaturePart]:
-    """The parts with these names that go with the method's objective.
+    """Return the parts with these names that go with the method's objective.
 
     Raises:
         OptionError: there are none, with the reason.
@@ -336,7 +342,7 @@ def _compatible_parts(
 
 
 def _keywords(build: type) -> set[str]:
-    """Names of a class's keyword-only arguments, including those that it hands to its base class."""
+    """Return the names of a class's keyword-only arguments, including those that it hands to its base class."""
     names: set[str] = set()
     for cls in inspect.getmro(build):
         parameters = inspect.signature(getattr(cls, "__init__")).parameters.values()  # noqa: B009

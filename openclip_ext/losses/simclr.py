@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from openclip_ext.contrastive.batch import Contrast, LocalBatch
-from openclip_ext.contrastive.estimands import Estimand
+from openclip_ext.contrastive.batch import Contrast, LocalBatch, without_autocast
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
-from openclip_ext.contrastive.loss import ContrastiveLoss, without_autocast
+from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer, Normalizer
-from openclip_ext.contrastive.objectives import Anchors, Objective, Unscaled
+from openclip_ext.contrastive.objectives import Estimand, Objective, Unscaled
 from openclip_ext.contrastive.seeding import generator, linear
 from openclip_ext.contrastive.temperature import ConstantTemperature
 from openclip_ext.losses.method import Method, WholeLoss
@@ -54,7 +53,7 @@ class Projector(nn.Module):
         )
 
     def forward(self, features: Tensor) -> Tensor:
-        """``(B, embed_dim)`` to ``(B, projection_dim)``."""
+        """Map ``(B, embed_dim)`` to ``(B, projection_dim)``."""
         return self.layers(features)
 
 
@@ -67,11 +66,8 @@ class TwoViewLoss(ContrastiveLoss):
 
     Args:
         objective, normalizer: parts of the loss.
-        embed_dim: width of the embeddings.
         num_samples: size of the index space, where the normalizer needs the index.
-        projection_dim: width of the projector's output; None: that of the embeddings.
-        temperature: τ, constant; None: the model's.
-        seed: of the projector's start values.
+        embed_dim, projection_dim, temperature, seed: the options of these names; the temperature is constant.
     """
 
     views = 2
@@ -82,14 +78,21 @@ class TwoViewLoss(ContrastiveLoss):
         self,
         objective: Objective,
         normalizer: Normalizer,
+        num_samples: int | None = None,
+        *,
         embed_dim: int,
-        num_samples: int | None,
         projection_dim: int | None,
         temperature: float | None,
+        views: int,
         seed: int,
     ) -> None:
         super().__init__()
+        if views != 2:
+            raise ValueError(
+                f"views={views}: this loss compares two views of each image; take openclip for images and texts"
+            )
         self.embed_dim = embed_dim
+        self.num_samples = num_samples
         self.projector = Projector(embed_dim, projection_dim or embed_dim, seed)
         scheme = ConstantTemperature(temperature=temperature)
         self.contrast = GlobalContrastiveLoss(objective, normalizer, scheme, None, num_samples, views=2)
@@ -100,7 +103,7 @@ class TwoViewLoss(ContrastiveLoss):
         self.initial_logit_scale = scheme.initial_logit_scale
 
     def model_head(self) -> Projector:
-        """The projector: trained with the model, not evaluated."""
+        """Return the projector: trained with the model, not evaluated."""
         return self.projector
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -113,7 +116,7 @@ class TwoViewLoss(ContrastiveLoss):
     def log_normalizers(
         self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The normalizer's prediction for the first and for the second views."""
+        """Return the normalizer's prediction for the first and for the second views."""
         with without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index)
             pairs = _as_pairs(*self._projected(batch))
@@ -124,7 +127,7 @@ class TwoViewLoss(ContrastiveLoss):
         return False  # self.contrast does it, and would warn a second time
 
     def _projected(self, batch: LocalBatch) -> tuple[Tensor, Tensor]:
-        """The projections of both views, unit norm; NaN where an image does not count."""
+        """Return the projections of both views, unit norm; NaN where an image does not count."""
         valid = batch.finite[:, None]
         first, second = (
             torch.where(valid, self._project(torch.where(valid, view.to(batch.dtype), 0)), torch.nan)
@@ -140,10 +143,7 @@ class TwoViewLoss(ContrastiveLoss):
         super().prefetch(index.repeat(2))
 
     def _index_of_both(self, batch: LocalBatch) -> Tensor | None:
-        if not self.needs_index:
-            return None
-        index, _ = self.contrast.check_index(batch.index, batch.image)
-        return index.repeat(2)
+        return None if batch.index is None else batch.index.repeat(2)
 
     def start_epoch(self, epoch: int) -> None:
         """Begin epoch ``epoch`` (from 0)."""
@@ -151,11 +151,11 @@ class TwoViewLoss(ContrastiveLoss):
         self.contrast.start_epoch(epoch)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers of the last call; ``chance`` is the logarithm of the ``2·B − 1`` candidates. Waits for the device."""
+        """Return numbers of the last call; ``chance`` is the log of the ``2·B − 1`` candidates. Waits for the device."""
         return self.contrast.metrics()
 
     def pop_nonfinite(self) -> list[tuple[int, list[int]]]:
-        """Images left out since the last look."""
+        """Return the images left out since the last look."""
         self.contrast.pop_nonfinite()  # raises for an index out of range
         return super().pop_nonfinite()
 
@@ -164,50 +164,22 @@ def _as_pairs(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([first, second]), torch.cat([second, first])
 
 
-class CrossEntropy(Estimand):
-    """``1 + N·g``: ``α`` is the cross-entropy itself, so that the weights of the negatives are the softmax's."""
-
-    formula = "log(1 + N·g), the cross-entropy"
-
-    def from_batch(self, contrast: Contrast) -> Tensor:
-        return contrast.infonce
-
-    def log_divisor(self, contrast: Contrast) -> Tensor:
-        return torch.zeros_like(contrast.tau)
-
-
 class InfoNce(Unscaled):
-    """NT-Xent: ``log(1 + N·g)`` over the ``N`` negatives of the batch, not multiplied by τ."""
+    """NT-Xent: ``log(1 + N·g)`` over the ``N`` negatives of the batch, not multiplied by τ.
 
-    estimand_type = CrossEntropy
-
-    def __init__(self) -> None:
-        super().__init__(CrossEntropy())
-
-    def value(self, anchors: Anchors) -> Tensor:
-        return anchors.alpha
-
-
-class SimClrLoss(TwoViewLoss):
-    """The mean over all ``2·B`` views of the cross-entropy of finding the other view of the same image.
-
-    Args:
-        views: 2.
-        embed_dim, projection_dim, temperature, seed: see :class:`TwoViewLoss`.
+    ``α`` is the cross-entropy itself, so that the weights of the negatives are the softmax's.
     """
 
-    def __init__(
-        self, *, embed_dim: int, projection_dim: int | None, temperature: float | None, views: int, seed: int
-    ) -> None:
-        if views != 2:
-            raise ValueError(
-                f"views={views}: simclr compares two views of each image; take openclip for images and texts"
-            )
-        super().__init__(InfoNce(), MinibatchNormalizer(), embed_dim, None, projection_dim, temperature, seed)
+    estimand = Estimand(
+        "log(1 + N·g), the cross-entropy",
+        from_batch=lambda contrast: contrast.infonce,
+        log_divisor=lambda contrast: torch.zeros_like(contrast.tau),
+    )
+
+    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+        return alpha
 
 
-METHOD = Method(
-    name="simclr",
-    whole=WholeLoss(SimClrLoss, TWO_VIEW_DEFAULTS, TWO_VIEW_REFUSED),
-    two_views=WholeLoss(SimClrLoss, TWO_VIEW_DEFAULTS, TWO_VIEW_REFUSED),
-)
+_WHOLE = WholeLoss(TwoViewLoss, TWO_VIEW_DEFAULTS, TWO_VIEW_REFUSED, parts=(InfoNce, MinibatchNormalizer))
+
+METHOD = Method(name="simclr", head=Projector, whole=_WHOLE, two_views=_WHOLE)

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast
-from openclip_ext.contrastive.estimands import Estimand
 from openclip_ext.contrastive.normalizer import Estimate
-from openclip_ext.contrastive.objectives import Anchors, Objective
+from openclip_ext.contrastive.objectives import Estimand, Objective
 from openclip_ext.losses.fastclip import MovingAverageNormalizer
 from openclip_ext.losses.method import Method, WholeLoss
 from openclip_ext.losses.simclr import TWO_VIEW_DEFAULTS, TWO_VIEW_REFUSED, TwoViewLoss
@@ -34,34 +33,26 @@ from openclip_ext.state.sharded_table import log_mean_of_equal
 CONSTANT_GAMMA = {"gamma": 0.8, "gamma_schedule": "constant"}
 
 
-class UncenteredMean(Estimand):
-    """``u_i``, the mean of ``exp(s_ij/τ)`` over the negatives: not relative to the positive pair."""
-
-    formula = "log u, the mean of exp(s/τ) over the negatives, not relative to the positive pair"
-
-    def from_batch(self, contrast: Contrast) -> Tensor:
-        return contrast.log_sums - contrast.batch.log_negatives
-
-    def log_divisor(self, contrast: Contrast) -> Tensor:
-        return contrast.batch.log_negatives - contrast.positive_exponent
+_UNCENTERED_MEAN = Estimand(
+    "log u, the mean of exp(s/τ) over the negatives, not relative to the positive pair",
+    from_batch=lambda contrast: contrast.log_sums - contrast.batch.log_negatives,
+    log_divisor=lambda contrast: contrast.batch.log_negatives - contrast.positive_exponent,
+)
 
 
 class Decoupled(Objective):
     """``−s_ii + τ·log(ε + u)`` [opt4ml, Algorithm 34]. The attraction of the positive pair has coefficient exactly 1."""
 
-    estimand_type = UncenteredMean
+    estimand = _UNCENTERED_MEAN
     regularized = False
 
-    def __init__(self) -> None:
-        super().__init__(UncenteredMean())
-
-    def positive_pair(self, anchors: Anchors, weight_sum: Tensor, contrast: Contrast) -> Tensor:
+    def positive_pair(self, contrast: Contrast, alpha: Tensor, weight_sum: Tensor) -> Tensor:
         return -torch.ones_like(weight_sum)
 
-    def value(self, anchors: Anchors) -> Tensor:
-        return anchors.tau * anchors.alpha - anchors.positive
+    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+        return contrast.tau * alpha - contrast.batch.positive
 
-    def tau_gradient(self, anchors: Anchors) -> Tensor:
+    def tau_gradient(self, *values: Tensor) -> Tensor:
         raise NotImplementedError("SogCLR's temperature is constant")
 
 
@@ -70,19 +61,17 @@ class UncenteredMovingAverage(MovingAverageNormalizer):
 
     Each view's anchor uses the ``u`` with its own batch estimate. The stored value of an image is the mean of its views'.
 
-    Args:
-        eps: ε.
-        num_samples, gamma, ...: see :class:`MovingAverageNormalizer`.
+    Keyword arguments are the options of these names (``losses/options.json``).
     """
 
-    estimates = (UncenteredMean,)
+    estimates = (_UNCENTERED_MEAN,)
 
     def __init__(self, *, eps: float, **options: Any) -> None:
         super().__init__(**options)
         self.eps = eps
 
     @torch.no_grad()
-    def step(self, contrast: Contrast, global_contrast: Contrast | None = None) -> Estimate:
+    def step(self, contrast: Contrast) -> Estimate:
         """Update the averages of the batch's images."""
         batch, index = contrast.batch, contrast.batch.sample_index()
         averaged = log_math.log_mix(self.stored(contrast), contrast.log_estimate, self.gamma(batch.epoch))
@@ -90,50 +79,8 @@ class UncenteredMovingAverage(MovingAverageNormalizer):
         return Estimate(log_math.log_add(averaged, self.eps))
 
     def predict(self, contrast: Contrast) -> Estimate:
-        """The stored averages; the batch's estimate for images never seen."""
+        """Return the stored averages; the batch's estimate for images never seen."""
         return Estimate(log_math.log_add(self.stored(contrast), self.eps))
-
-
-class TwoViewSogClrLoss(TwoViewLoss):
-    """SogCLR on images alone: ``mean −h_i·h_i⁺ + τ·log(ε + u_i)``, with a ``u`` for each image [opt4ml, Algorithm 34].
-
-    Args:
-        views: 2.
-        eps: ε.
-        embed_dim, num_samples, projection_dim, temperature, seed: see :class:`TwoViewLoss`.
-        gamma, gamma_schedule, gamma_decay_epochs, epochs, state_device, state_dir: see :class:`MovingAverageNormalizer`.
-    """
-
-    def __init__(
-        self,
-        *,
-        embed_dim: int,
-        num_samples: int,
-        projection_dim: int | None,
-        temperature: float | None,
-        views: int,
-        seed: int,
-        eps: float,
-        gamma: float,
-        gamma_schedule: str,
-        gamma_decay_epochs: int | None,
-        epochs: int,
-        state_device: str,
-        state_dir: str | None,
-    ) -> None:
-        if views != 2:
-            raise ValueError(f"views={views}: this is SogCLR of two views of each image")
-        normalizer = UncenteredMovingAverage(
-            eps=eps,
-            num_samples=num_samples,
-            gamma=gamma,
-            gamma_schedule=gamma_schedule,
-            gamma_decay_epochs=gamma_decay_epochs,
-            epochs=epochs,
-            state_device=state_device,
-            state_dir=state_dir,
-        )
-        super().__init__(Decoupled(), normalizer, embed_dim, num_samples, projection_dim, temperature, seed)
 
 
 METHOD = Method(
@@ -141,5 +88,11 @@ METHOD = Method(
     normalizer="moving-average",
     temperature_scheme="constant",
     normalizer_defaults=CONSTANT_GAMMA,
-    two_views=WholeLoss(TwoViewSogClrLoss, TWO_VIEW_DEFAULTS | CONSTANT_GAMMA, TWO_VIEW_REFUSED),
+    # SogCLR on images alone: mean −h_i·h_i⁺ + τ·log(ε + u_i), with a u for each image [opt4ml, Algorithm 34].
+    two_views=WholeLoss(
+        TwoViewLoss,
+        TWO_VIEW_DEFAULTS | CONSTANT_GAMMA,
+        TWO_VIEW_REFUSED,
+        parts=(Decoupled, UncenteredMovingAverage),
+    ),
 )

@@ -55,7 +55,7 @@ class TemperatureNetwork(nn.Module):
         self.mean_scale = nn.Parameter(torch.ones(2, 1))
 
     def forward(self, features: Tensor, rho: float, dropout: Tensor | None) -> Tensor:
-        """``(2, B, d)`` to ``(2, B)``.
+        """Map ``(2, B, d)`` to ``(2, B)``.
 
         Args:
             features: embeddings.
@@ -77,12 +77,7 @@ class PredictedTemperature(TemperatureScheme):
     Minimizes ``Σ_k mean_i τ_k,i·stop_grad(∂objective/∂τ_k,i)`` with Adam, learning rate ``lr_tau·0.9^epoch``. A step uses the
     temperatures from before its update.
 
-    Args:
-        embed_dim: width ``d`` of the embeddings.
-        rho: ρ, positive.
-        temperature_min, temperature_max: bounds.
-        lr_tau: Adam's learning rate in epoch 0.
-        seed: of the start values and of the dropout.
+    Keyword arguments are the options of these names (``losses/options.json``).
     """
 
     depends_on_epoch = True
@@ -113,20 +108,20 @@ class PredictedTemperature(TemperatureScheme):
         self.adam = InnerAdam(self.network)
 
     def rho(self, epoch: int) -> float:
-        """ρ, constant."""
+        """Return ρ, constant."""
         return self.weight
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """Predicted from the anchors' own embeddings; with dropout in training."""
+        """Predict them from the anchors' own embeddings; with dropout in training."""
         return self._bounded(batch.features, self._dropout_factors(batch))
 
     def update(self, contrast: Contrast, gradient: Tensor) -> None:
-        """One Adam step of the network."""
+        """Make one Adam step of the network."""
         batch = contrast.batch
         dropout = self._dropout_factors(batch)
 
         def objective(anchors: slice) -> Tensor:
-            """These anchors' part of the mean over all."""
+            """Return these anchors' part of the mean over all."""
             factors = None if dropout is None else dropout[:, anchors]
             values = self._bounded(batch.features[:, anchors], factors) * gradient[:, anchors]
             return batch.mean(values, anchors).sum()
@@ -139,7 +134,7 @@ class PredictedTemperature(TemperatureScheme):
         return self.network(features, self.weight, dropout).clamp(*self.bounds)
 
     def _dropout_factors(self, batch: GatheredBatch) -> Tensor | None:
-        """The factors of dropout in this call: the same on every process, and again in the update."""
+        """Return the factors of dropout in this call: the same on every process, and again in the update."""
         if not batch.learning:
             return None
         device = batch.features.device

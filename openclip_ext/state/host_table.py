@@ -21,7 +21,7 @@ _INTEGER_OF = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def encode(values: Tensor) -> Tensor:
-    """Values as they are stored: ``-0.0`` for zero, and zero for NaN, which stands for "never written".
+    """Return the values as they are stored: ``-0.0`` for zero, and zero for NaN, which stands for "never written".
 
     Lower precisions become float32. :func:`decode` returns every other value, bit for bit.
     """
@@ -30,13 +30,13 @@ def encode(values: Tensor) -> Tensor:
 
 
 def decode(stored: Tensor, missing: Tensor | None = None) -> Tensor:
-    """Values from what is stored; ``missing``, of the same shape, or NaN where nothing was ever written."""
+    """Return the values from what is stored; ``missing``, of the same shape, or NaN where nothing was ever written."""
     never = _bits(stored) == 0
     return stored.masked_fill(never, torch.nan) if missing is None else torch.where(never, missing, stored)
 
 
 def recode(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """Stored values in another precision. A value that underflows stays written."""
+    """Return the stored values in another precision. A value that underflows stays written."""
     return stored if stored.dtype == dtype else encode(decode(stored).to(dtype))
 
 
@@ -45,7 +45,7 @@ def _bits(stored: Tensor) -> Tensor:
 
 
 def chunks(rows: int) -> list[tuple[int, int]]:
-    """Ranges of :data:`CHUNK_ROWS` rows."""
+    """Return the ranges of :data:`CHUNK_ROWS` rows."""
     return [(start, min(start + CHUNK_ROWS, rows)) for start in range(0, rows, CHUNK_ROWS)]
 
 
@@ -115,7 +115,7 @@ class HostTable:
             self._last.result()
 
     def converted(self, dtype: torch.dtype) -> "HostTable":
-        """The same numbers in another precision."""
+        """Return the same numbers in another precision."""
         rows, columns = self._stored.shape
         other = HostTable(rows, columns, dtype, self.folder)
         for start, stop in chunks(len(self._stored)):
@@ -159,12 +159,12 @@ def put(target: Tensor, rows: Tensor) -> None:
 
 
 def is_zero(rows: Tensor) -> bool:
-    """Whether stored rows on the CPU were never written. numpy tests six times as fast as torch."""
+    """Return whether stored rows on the CPU were never written. numpy tests six times as fast as torch."""
     return not _bits(rows).numpy().any()
 
 
 def _on_its_way_to_host(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory, complete once the current stream has reached this point."""
+    """Return a copy in pinned memory, complete once the current stream has reached this point."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 

@@ -19,7 +19,7 @@ _LARGEST_ON_DEVICE = 1 << 30
 
 
 def shard_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Range of indices of process ``rank``: ``⌈n/K⌉`` each, fewer at the end."""
+    """Return the range of indices of process ``rank``: ``⌈n/K⌉`` each, fewer at the end."""
     per_rank = math.ceil(num_samples / world_size)
     first = min(rank * per_rank, num_samples)
     return first, min(first + per_rank, num_samples)
@@ -96,7 +96,7 @@ class ShardedTable(nn.Module):
         return self.columns * self.size * self.dtype.itemsize
 
     def _slots(self, index: Tensor) -> Tensor:
-        """The row of each sample; −1 or :attr:`size`, which both are the last row, for those of other processes."""
+        """Return the row of each sample; −1 or :attr:`size`, which both are the last row, for those of other processes."""
         distributed.check_world_size(self.world_size)
         offset = index - self.first if self.first else index
         return offset.clamp(-1, self.size)
@@ -113,7 +113,7 @@ class ShardedTable(nn.Module):
 
     @torch.no_grad()
     def read(self, index: Tensor, columns: slice = slice(None), missing: Tensor | None = None) -> Tensor:
-        """Values of the samples ``index`` ``(B,)``, the same on every process: ``(columns, B)``, or some of the columns.
+        """Return the values of the samples ``index``, the same on every process: ``(columns, B)``, or some of the columns.
 
         Anything where an index is outside of ``[0, num_samples)``.
 
@@ -148,7 +148,7 @@ class ShardedTable(nn.Module):
         return _Fetched(index.pin_memory() if on_gpu else index, host.gather(slots, pinned=on_gpu))
 
     def _from_host(self, host: HostTable, index: Tensor) -> Tensor:
-        """Stored values of this process's samples, anything for others: ``(columns, B)``."""
+        """Return the stored values of this process's samples, anything for others: ``(columns, B)``."""
         fetched = self._fetched
         if (
             fetched is None
@@ -167,7 +167,7 @@ class ShardedTable(nn.Module):
     # --- the whole part ----------------------------------------------------------------------------------------------
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Rows ``start`` to ``stop`` of this process's part as stored, ``(stop - start, columns)`` on the CPU.
+        """Return the rows ``start`` to ``stop`` of this process's part as stored, ``(stop - start, columns)`` on the CPU.
 
         A view of the table if it is on the host.
         """
@@ -223,7 +223,7 @@ class ShardedTable(nn.Module):
 
 @contextlib.contextmanager
 def kept_apart(tables: Iterable[ShardedTable]) -> Iterator[None]:
-    """Context in which ``state_dict()`` and ``load_state_dict()`` skip these tables.
+    """Return a context in which ``state_dict()`` and ``load_state_dict()`` skip these tables.
 
     The checkpoint code streams them separately.
     """
@@ -238,19 +238,19 @@ def kept_apart(tables: Iterable[ShardedTable]) -> Iterator[None]:
 
 
 def goes_to_host(device: str, folder: str | None, size: int) -> bool:
-    """Whether a process's part of a table, ``size`` bytes in float32, goes to the host; see :class:`ShardedTable`."""
+    """Return whether a process's part of a table, ``size`` bytes in float32, goes to the host; see :class:`ShardedTable`."""
     if folder is not None and device == "model":
         raise ValueError(f"state_device=model and state_dir={folder} contradict each other: give one of them")
     return folder is not None or device == "cpu" or (device == "auto" and size > _LARGEST_ON_DEVICE)
 
 
 def sharded_key(name: str) -> str:
-    """Key of the part of the table ``name`` in the ``state_dict`` of a loss."""
+    """Return the key of the part of the table ``name`` in the ``state_dict`` of a loss."""
     return f"{name}.{_SHARD}"
 
 
 def is_sharded(key: str) -> bool:
-    """Whether a key of a loss's ``state_dict`` holds one process's part of a table."""
+    """Return whether a key of a loss's ``state_dict`` holds one process's part of a table."""
     return key.rpartition(".")[2] == _SHARD
 
 
@@ -280,7 +280,7 @@ def log_mean_of_equal(index: Tensor, log_values: Tensor, valid: Tensor) -> Tenso
 
 
 def mean_of_equal(index: Tensor, values: Tensor, valid: Tensor) -> Tensor:
-    """As :func:`log_mean_of_equal`, of the values ``(rows, B)`` themselves."""
+    """Do as :func:`log_mean_of_equal`, with the values ``(rows, B)`` themselves."""
     if _all_differ(index):
         return values
     group, size = _groups(index, valid)
@@ -291,17 +291,17 @@ def mean_of_equal(index: Tensor, values: Tensor, valid: Tensor) -> Tensor:
 
 
 def count_of_equal(index: Tensor, valid: Tensor) -> Tensor:
-    """How many samples that count have each sample's index, ``(B,)`` int64, at least 1."""
+    """Return how many samples that count have each sample's index, ``(B,)`` int64, at least 1."""
     return _groups(index, valid)[1].to(torch.int64)
 
 
 def _all_differ(index: Tensor) -> bool:
-    """Whether no index occurs twice; False on a GPU, where finding out would force a sync."""
+    """Return whether no index occurs twice; False on a GPU, where finding out would force a sync."""
     return index.is_cpu and len(torch.unique(index)) == len(index)
 
 
 def _groups(index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Each sample's group of equal indices ``(B,)``, and the number of its members that count ``(B,)``, at least 1."""
+    """Return each sample's group of equal indices ``(B,)``, and the number of its members that count ``(B,)``, at least 1."""
     group = torch.searchsorted(index.sort().values, index)
     counts = valid.double()
     size = torch.zeros_like(counts).scatter_add_(0, group, counts).gather(0, group)

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from openclip_ext.losses.options import option_from
 from openclip_ext.options import Option
 
 FILE = Path(__file__).with_name("flags.json")
-_TYPES = {known.__name__: known for known in (bool, int, float, str)}
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,5 @@ def with_method(name: str) -> tuple[FlagTable, str]:
 def from_file() -> FlagTable:
     """Return the table as it was last written."""
     content = json.loads(FILE.read_text(encoding="utf-8"))
-    groups = {title: tuple(map(_option, group)) for title, group in content["run_options"].items()}
-    return FlagTable(tuple(map(_option, content["options"])), content["defaults"], groups)
-
-
-def _option(fields: dict[str, Any]) -> Option:
-    choices = tuple(fields["choices"]) if "choices" in fields else None
-    return Option(**fields | {"type": _TYPES[fields["type"]], "choices": choices})
+    groups = {title: tuple(map(option_from, group)) for title, group in content["run_options"].items()}
+    return FlagTable(tuple(map(option_from, content["options"])), content["defaults"], groups)

@@ -10,7 +10,7 @@ from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.build import build_train_loader
 from openclip_ext.data.source import BadDataError
-from openclip_ext.heads import read_heads, with_heads
+from openclip_ext.losses.heads import read_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training import heartbeat, parallel, resume, run_folder, signals

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.train_loader import TrainLoader
-from openclip_ext.heads import HEADS_KEY, heads_entry, with_heads
+from openclip_ext.losses.heads import HEADS_KEY, heads_entry, with_heads
 from openclip_ext.options import flag
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training import parallel

@@ -22,7 +22,7 @@ from torch.nn.functional import normalize
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.batch import Contrast, LocalBatch
-from openclip_ext.contrastive.minibatch import contrast_minibatch
+from openclip_ext.contrastive.normalizer import contrast_minibatch
 from openclip_ext.losses import neuclip
 from openclip_ext.losses.neuclip import PrototypeNormalizer
 

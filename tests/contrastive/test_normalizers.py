@@ -5,9 +5,8 @@ import warnings
 import pytest
 import torch
 
-from openclip_ext.contrastive.batch import GatheredBatch, LocalBatch, gather_batch
+from openclip_ext.contrastive.batch import GatheredBatch, LocalBatch, finite_samples, gather_batch
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_batch
-from openclip_ext.contrastive.loss import finite_samples
 from openclip_ext.losses.amorlip import TwoSidedMlp
 from openclip_ext.losses.registry import create_loss
 from tests.losses.cases import WIDTH, make_steps, run_step
@@ -15,7 +14,7 @@ from tests.losses.cases import WIDTH, make_steps, run_step
 
 def _batch(images: torch.Tensor, texts: torch.Tensor) -> GatheredBatch:
     finite = finite_samples(images, texts)
-    return gather_batch(LocalBatch(images, texts, torch.tensor(10.0), None, finite, images.dtype), None, gather=False)
+    return gather_batch(LocalBatch(images, texts, torch.tensor(10.0), None, finite, images.dtype), gather=False)
 
 
 def _numbered(first: int, number: int, bad: tuple[int, ...] = ()) -> GatheredBatch:

@@ -12,7 +12,9 @@ from torch import nn
 
 from eval.features import resolve_precision
 from eval.models import ModelError, config_digest, load_model, weights_digest
-from openclip_ext.heads import HEADS, HEADS_KEY
+from openclip_ext.losses.heads import HEADS_KEY
+from openclip_ext.losses.method import Method
+from openclip_ext.losses.registry import METHODS
 from tests.eval.datasets import TINY_MODEL, tiny_checkpoint, tiny_model_config
 
 
@@ -96,6 +98,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_folder, tmp_path):
 
 
 class Heads(nn.Module):
+    kind = "test"
     evaluated = True
 
     def __init__(self, width: int):
@@ -110,7 +113,7 @@ def test_heads_in_a_checkpoint_are_part_of_the_model(tiny, tmp_path, monkeypatch
     torch.save({"state_dict": tiny.model.state_dict(), HEADS_KEY: entry}, path)
     with pytest.raises(ModelError, match="heads of the kind 'test', without which its embeddings mean nothing"):
         load_model(TINY_MODEL, path)
-    monkeypatch.setitem(HEADS, "test", lambda config: Heads(**config))
+    monkeypatch.setitem(METHODS, "test", Method("test", head=Heads))
     loaded = load_model(TINY_MODEL, path)
     image, text = torch.randn(2, 3, 32, 32), tiny.tokenizer(["one", "two"])
     with torch.no_grad():

@@ -87,7 +87,7 @@ def test_adams_eps_is_not_the_losses():
     loss = open_clip.create_loss(openclip_args(loss="amorlip", eps=1.0))
     assert isinstance(loss, GlobalContrastiveLoss)
     with_eps = open_clip.create_loss(openclip_args(loss="neuclip", loss_eps=1e-6, eps=1.0))
-    assert with_eps.objective.estimand.eps == 1e-6
+    assert with_eps.objective.eps == 1e-6
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_the_stock_parser_knows_our_losses_and_their_options():
     assert isinstance(loss, GlobalContrastiveLoss)
     assert len(loss.normalizer.prototypes[0]) == 12
     assert loss.normalizer.restart_every is None
-    assert loss.objective.estimand.eps == 1e-6
+    assert loss.objective.eps == 1e-6
 
 
 @pytest.mark.parametrize(

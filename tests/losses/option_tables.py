@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import openclip_ext
-from openclip_ext.losses.options import HARD_SHARE, Option
+from openclip_ext.losses.options import HARD_SHARE
 from openclip_ext.losses.registry import OPTIONS, list_losses, options_used_by
+from openclip_ext.options import Option
 from openclip_ext.training import flag_table
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "methods").glob("*.md"))

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast
-from openclip_ext.contrastive.estimands import Estimand, NegativesMean
-from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
+from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss, incompatibility
 from openclip_ext.contrastive.normalizer import Estimate, MinibatchNormalizer, Normalizer
-from openclip_ext.contrastive.objectives import Anchors, Objective, Unified, Unscaled, incompatibility
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Estimand, Objective, Unified, Unscaled
 from openclip_ext.contrastive.solved_temperature import SolvedTemperature
 from openclip_ext.contrastive.temperature import ConstantTemperature, GlobalTemperature
 from openclip_ext.losses import registry
@@ -21,28 +20,17 @@ from openclip_ext.losses.registry import create_loss, options_used_by
 from tests.losses.cases import SAMPLES, WIDTH, make_steps, run_step
 
 
-class NegativesSum(Estimand):
-    """``N·g``: the softmax's denominator without the positive pair."""
-
-    formula = "log(N·g), the sum over the negatives"
-
-    def from_batch(self, contrast: Contrast) -> Tensor:
-        return contrast.log_gap_sums
-
-    def log_divisor(self, contrast: Contrast) -> Tensor:
-        return torch.zeros_like(contrast.tau)
-
-
 class DecoupledContrastive(Unscaled):
     """``−s_ii/τ + log Σ_{j≠i} exp(s_ij/τ)``: InfoNCE without the positive pair in the denominator."""
 
-    estimand_type = NegativesSum
+    estimand = Estimand(
+        "log(N·g), the sum over the negatives",
+        from_batch=lambda contrast: contrast.log_gap_sums,
+        log_divisor=lambda contrast: torch.zeros_like(contrast.tau),
+    )
 
-    def __init__(self) -> None:
-        super().__init__(NegativesSum())
-
-    def value(self, anchors: Anchors) -> Tensor:
-        return anchors.alpha
+    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+        return alpha
 
 
 @pytest.fixture
@@ -85,7 +73,7 @@ def test_a_normalizer_of_another_quantity_is_refused(decoupled: str, normalizer:
 
 def test_an_objective_that_declares_nothing_is_refused() -> None:
     class Silent(Objective):
-        estimand_type = NegativesSum
+        estimand = NEGATIVES_MEAN
 
     assert incompatibility(Silent, MinibatchNormalizer, ConstantTemperature) == "Silent does not declare regularized"
 
@@ -94,7 +82,7 @@ def test_parts_put_together_by_hand_are_checked_too() -> None:
     class Sums(Normalizer):
         """Estimates another quantity than the objective needs."""
 
-        estimates = (NegativesSum,)
+        estimates = (DecoupledContrastive.estimand,)
 
         def predict(self, contrast: Contrast) -> Estimate:
             return Estimate(contrast.log_gap_sums)
@@ -170,5 +158,4 @@ def test_the_estimand_is_what_the_batch_says() -> None:
         assert isinstance(loss, GlobalContrastiveLoss)
         run_step(loss, make_steps(1)[0])
         assert loss.metrics()["weight_mean"] == pytest.approx(1.0)
-    assert NegativesMean(0.1).eps == 0.1
     assert log_math.log_add(torch.tensor(0.0), 1.0).item() == pytest.approx(0.6931472)

@@ -1,5 +1,6 @@
 """``docs/add-your-own-loss.md`` works: its files, in a copy of the tree, fail the suite until its tests are there, too."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -11,7 +12,8 @@ GUIDE = (ROOT / "docs" / "add-your-own-loss.md").read_text(encoding="utf-8")
 NEW_FILE = re.compile(r"`([\w/]+\.py)`:\n\n```python\n(.*?)```", flags=re.DOTALL)
 AT_THE_END = re.compile(r"at the end of `([\w/]+\.py)`:\n\n```python\n(.*?)```", flags=re.DOTALL)
 REPLACED = re.compile(r"`([\w/]+\.py)`:\n\n```diff\n-(.*?)\n\+(.*?)\n```", flags=re.DOTALL)
-LOSSES = ["minibatchclip", "sharedclip", "cooling", "decoupled", "bilinear"]
+COMMANDS = re.compile(r"^python (-m openclip_ext\.training\.main .*)$", flags=re.MULTILINE)
+LOSSES = ["minibatchclip", "cooling", "decoupled", "bilinear"]
 
 
 def _python(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -24,7 +26,7 @@ def _pytest(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return _python(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
 
 
-def test_a_reader_of_the_guide_adds_five_losses(tmp_path: Path) -> None:
+def test_a_reader_of_the_guide_adds_four_losses_and_one_outside_of_the_package(tmp_path: Path) -> None:
     for folder in ("openclip_ext", "tests", "eval"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -57,7 +59,13 @@ def test_a_reader_of_the_guide_adds_five_losses(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text.replace(old, new), encoding="utf-8")
     golden = _python(tmp_path, "-m", "tests.golden.test_golden", *LOSSES)
     assert golden.returncode == 0, golden.stderr
-    references = ["tests/losses/test_against_references.py", "-k", " or ".join(LOSSES)]
+    references = ["tests/losses/test_against_references.py", "-k", " or ".join([*LOSSES, "sharedclip"])]
     for arguments in ([guard, "tests/losses/test_bilinear.py"], references):
         green = _pytest(tmp_path, *arguments)
         assert green.returncode == 0, green.stdout + green.stderr
+
+    smoke, resumed = (_python(tmp_path, *command.split()) for command in COMMANDS.findall(GUIDE))
+    assert smoke.returncode == resumed.returncode == 0, smoke.stderr + resumed.stderr
+    assert len((tmp_path / "smoke" / "mine" / "metrics.jsonl").read_text().splitlines()) >= 2
+    config = json.loads((tmp_path / "smoke" / "mine" / "config.json").read_text())
+    assert config["loss"]["name"] == "sharedclip:METHOD"

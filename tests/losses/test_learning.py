@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from openclip_ext.heads import with_heads
+from openclip_ext.losses.heads import with_heads
 from openclip_ext.losses.registry import create_loss, list_losses
 
 SAMPLES, LATENT, WIDTH, BATCH, EPOCHS = 240, 10, 16, 24, 10

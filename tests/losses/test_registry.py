@@ -15,7 +15,6 @@ import torch
 import openclip_ext
 from openclip_ext.losses import registry
 from openclip_ext.losses.method import Method
-from openclip_ext.losses.options import Option, OptionError, flag_of
 from openclip_ext.losses.registry import (
     OPTIONS,
     check_options,
@@ -24,6 +23,7 @@ from openclip_ext.losses.registry import (
     options_used_by,
     register_method,
 )
+from openclip_ext.options import Option, OptionError, flag_of
 from tests.losses.cases import SAMPLES, WIDTH, make_steps, run_step
 
 COMPOSED = [name for name in list_losses() if "normalizer" in options_used_by(name)]

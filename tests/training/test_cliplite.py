@@ -10,7 +10,7 @@ import torch
 from eval.models import load_model
 from eval.shapes import evaluate
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
-from openclip_ext.heads import HEADS_KEY, ProjectedModel, read_heads
+from openclip_ext.losses.heads import HEADS_KEY, ProjectedModel, read_heads
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.options import from_flags

@@ -13,7 +13,7 @@ from eval.models import load_model
 from openclip_ext.data.build import build_train_loader
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.data.train_loader import TrainLoaderConfig
-from openclip_ext.heads import HEADS_KEY, read_heads, with_heads
+from openclip_ext.losses.heads import HEADS_KEY, read_heads, with_heads
 from openclip_ext.losses.registry import create_loss, options_used_by
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.config import views
@@ -159,7 +159,7 @@ def test_wrong_command_lines_are_refused_with_the_reason(argv, message):
 
 
 def test_wrong_inputs_are_refused_with_the_reason():
-    with pytest.raises(ValueError, match="views=1: simclr compares two views of each image"):
+    with pytest.raises(ValueError, match="views=1: this loss compares two views of each image"):
         create_loss("simclr", embed_dim=8, views=1)
     with pytest.raises(ValueError, match="views=3: expected an integer >= 1, at most 2"):
         create_loss("simclr", embed_dim=8, views=3)

@@ -21,8 +21,8 @@ from openclip_ext.diagnostics.compare.design import SEEDS, Run
 from openclip_ext.diagnostics.compare.samples import Cache, PilotData, Texts
 from openclip_ext.diagnostics.compare.space import BASELINE, Configuration, Setting
 from openclip_ext.diagnostics.finished_run import embed
-from openclip_ext.heads import with_heads
 from openclip_ext.losses import registry
+from openclip_ext.losses.heads import with_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.retrieval import ranks_of_best_match
 from openclip_ext.training.config import TrainingConfig

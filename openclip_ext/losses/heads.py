@@ -1,10 +1,9 @@
 """Modules that a loss trains with the model: in checkpoints, and, where evaluation goes through them, around a model.
 
 A checkpoint holds them under :data:`HEADS_KEY`, beside OpenCLIP's ``state_dict``, which stock OpenCLIP loads without
-them: ``{"kind": a name in HEADS, "config": plain types, "state_dict": tensors}``.
+them: ``{"kind": that of a METHOD's head, "config": plain types, "state_dict": tensors}``.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from openclip_ext.losses.cliplite import Projections
-from openclip_ext.losses.simclr import Projector
+from openclip_ext.losses.registry import METHODS
 
 HEADS_KEY = "heads"
-
-# Kind of heads -> builder from their config. A training method that keeps heads in its checkpoints adds its own here.
-HEADS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
-    Projections.kind: lambda config: Projections(**config),
-    Projector.kind: lambda config: Projector(**config),
-}
 
 
 class HeadsError(ValueError):
@@ -55,7 +47,7 @@ class ProjectedModel(nn.Module):
         return self.model.visual
 
     def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> dict[str, Tensor]:
-        """What the model returns, with projected unit embeddings."""
+        """Return what the model returns, with projected unit embeddings."""
         outputs = dict(self.model(image, text))
         for name, head in (("image_features", self.heads.image), ("text_features", self.heads.text)):
             if outputs.get(name) is not None:
@@ -63,23 +55,23 @@ class ProjectedModel(nn.Module):
         return outputs
 
     def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:
-        """``(B, 3, H, W)`` -> ``(B, d')``."""
+        """Encode ``(B, 3, H, W)`` to ``(B, d')``."""
         features = self.heads.image(self.model.encode_image(image, normalize=True))
         return F.normalize(features, dim=-1) if normalize else features
 
     def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
-        """``(B, context_length)`` -> ``(B, d')``."""
+        """Encode ``(B, context_length)`` to ``(B, d')``."""
         features = self.heads.text(self.model.encode_text(text, normalize=True))
         return F.normalize(features, dim=-1) if normalize else features
 
 
 def heads_entry(heads: nn.Module) -> dict[str, Any]:
-    """What a checkpoint holds of heads."""
+    """Return what a checkpoint holds of heads."""
     return {"kind": heads.kind, "config": heads.config, "state_dict": heads.state_dict()}
 
 
 def build_heads(entry: dict[str, Any], source: str | Path) -> nn.Module:
-    """Heads from a checkpoint's entry.
+    """Build the heads of a checkpoint's entry.
 
     Args:
         entry: as :func:`heads_entry` made it.
@@ -88,13 +80,16 @@ def build_heads(entry: dict[str, Any], source: str | Path) -> nn.Module:
     Raises:
         HeadsError: this version knows no such heads.
     """
+    # Only what is registered: a file must not name what is imported.
+    known: dict[str, Any] = {method.head.kind: method.head for method in METHODS.values() if method.head is not None}
     kind = entry.get("kind")
-    if kind not in HEADS:
+    if kind not in known:
         raise HeadsError(
-            f"{source} holds heads of the kind {kind!r}, without which its embeddings mean nothing; "
-            f"known kinds: {', '.join(HEADS) or 'none'}. Evaluate it with the version that trained it."
+            f"{source} holds heads of the kind {kind!r}, without which its embeddings mean nothing; known kinds: "
+            f"{', '.join(known)}. Evaluate it with the version that trained it; heads of a loss of your own are known after "
+            "openclip_ext.register_method"
         )
-    heads = HEADS[kind](entry["config"])
+    heads: nn.Module = known[kind](**entry["config"])
     if any(value.dtype == torch.float64 for value in entry["state_dict"].values()):
         heads.double()
     heads.load_state_dict(entry["state_dict"])
@@ -102,7 +97,7 @@ def build_heads(entry: dict[str, Any], source: str | Path) -> nn.Module:
 
 
 def read_heads(path: str | Path) -> nn.Module | None:
-    """The heads that a checkpoint file holds, or None: also for files that are not a dictionary, and for tags."""
+    """Return the heads that a checkpoint file holds, or None: also for files that are not a dictionary, and for tags."""
     path = Path(path)
     if path.suffix not in (".pt", ".pth", ".bin", ".ckpt") or not path.is_file():
         return None
@@ -116,7 +111,7 @@ def read_heads(path: str | Path) -> nn.Module | None:
 
 
 def with_heads(model: nn.Module, heads: nn.Module | None) -> nn.Module:
-    """The model that evaluations see: itself, or with the heads behind it, on its device, if they are evaluated."""
+    """Return the model that evaluations see: with the heads behind it, on its device, if they are evaluated."""
     if heads is None or not heads.evaluated:
         return model
     return ProjectedModel(model, heads.to(next(model.parameters()).device))
