@@ -34,7 +34,8 @@ def training_commands(page):
 
 
 LAUNCHES = [(page.name, launch, argv) for page in PAGES for launch, argv in training_commands(page)]
-COMMANDS = [(page, argv) for page, _, argv in LAUNCHES]
+# tests/losses/test_guide.py runs those of a reader's own loss, which has to be imported.
+COMMANDS = [(page, argv) for page, _, argv in LAUNCHES if not any(word.endswith(":METHOD") for word in argv)]
 TORCHRUN_LAUNCHES = [(page, launch[1:]) for page, launch, _ in LAUNCHES if launch[0] == "torchrun"]
 
 

@@ -64,7 +64,7 @@ def test_a_reader_of_the_guide_adds_four_losses_and_one_outside_of_the_package(t
         green = _pytest(tmp_path, *arguments)
         assert green.returncode == 0, green.stdout + green.stderr
 
-    smoke, resumed = (_python(tmp_path, *command.split()) for command in COMMANDS.findall(GUIDE))
+    smoke, resumed = (_python(tmp_path, *command.split()) for command in COMMANDS.findall(GUIDE.replace("\\\n", " ")))
     assert smoke.returncode == resumed.returncode == 0, smoke.stderr + resumed.stderr
     assert len((tmp_path / "smoke" / "mine" / "metrics.jsonl").read_text().splitlines()) >= 2
     config = json.loads((tmp_path / "smoke" / "mine" / "config.json").read_text())
