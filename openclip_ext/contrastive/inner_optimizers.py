@@ -1,55 +1,17 @@
-"""AdaGrad and Adam for the networks inside a loss.
+"""Adam for the networks inside a loss.
 
 ``torch.optim`` keeps its state outside of modules: it is in no ``state_dict`` of the loss, stays behind on ``.double()``
-and ``.to()``, and cannot skip a step without waiting for the device. These have the same formulas with tensors as state.
+and ``.to()``, and cannot skip a step without waiting for the device. This one has the same formulas with tensors as state.
 """
 
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 
-ADAGRAD_EPS = 1e-10
 ADAM_BETAS = (0.9, 0.999)
 ADAM_EPS = 1e-8
-
-
-class InnerAdagrad:
-    """``torch.optim.Adagrad`` (other settings: its defaults) of one parameter whose gradient the caller computes.
-
-    Args:
-        parameter, gradient, accumulator: ``(2, ...)``; dense within ``[0]`` and ``[1]``. A step changes the first and the
-            last in place; a zero gradient changes nothing.
-        lr: learning rate.
-    """
-
-    def __init__(self, parameter: Tensor, gradient: Tensor, accumulator: Tensor, lr: float) -> None:
-        self.parameter, self.gradient, self.accumulator = parameter, gradient, accumulator
-        self.lr = lr
-        self._parameters, self._gradients, self._accumulators = map(list, (parameter, gradient, accumulator))
-        self._steps = [torch.zeros(()), torch.zeros(())]  # not read, because the learning rate is constant
-
-    def step(self) -> None:
-        """Make one step on the gradient as it is now."""
-        if self.parameter.is_cpu:
-            # One pass over memory instead of four.
-            adagrad(
-                self._parameters,
-                self._gradients,
-                self._accumulators,
-                self._steps,
-                fused=True,
-                lr=self.lr,
-                weight_decay=0.0,
-                lr_decay=0.0,
-                eps=ADAGRAD_EPS,
-                maximize=False,
-            )
-            return
-        self.accumulator.addcmul_(self.gradient, self.gradient)
-        self.parameter.addcdiv_(self.gradient, self.accumulator.sqrt().add_(ADAGRAD_EPS), value=-self.lr)
 
 
 class InnerAdam(nn.Module):

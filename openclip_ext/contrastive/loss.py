@@ -23,7 +23,7 @@ from openclip_ext.contrastive.batch import (
 )
 from openclip_ext.contrastive.loop_checks import CHECKED_CALLS, LoopChecks, can_read_values
 from openclip_ext.contrastive.nonfinite import NonfiniteLog
-from openclip_ext.state.sharded_table import ShardedTable, kept_apart, sharded_key
+from openclip_ext.state.sharded_table import ShardedTable, kept_apart
 
 # OpenCLIP keeps the temperature in [0.01, 1].
 _OPENCLIP_BOUNDS = (0.0, math.log(100))
@@ -263,10 +263,6 @@ class ContrastiveLoss(nn.Module):
         """Restore :meth:`replicated_state`; the tables stay as they are."""
         with kept_apart(self.tables().values()):
             self.load_state_dict(state)
-
-    def sharded_state_keys(self) -> set[str]:
-        """Return the keys of ``state_dict()`` that hold this process's part of a table; all others are the same everywhere."""
-        return {sharded_key(name) for name in self.tables()}
 
     def model_head(self) -> nn.Module | None:
         """Return the modules of the loss that are part of the trained model, or None.

@@ -28,17 +28,18 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim.adagrad import adagrad
 
 from openclip_ext import distributed
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast, GatheredBatch
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_batch
-from openclip_ext.contrastive.inner_optimizers import InnerAdagrad
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Unified
 from openclip_ext.contrastive.similarities import anchor_chunks
 from openclip_ext.losses.method import Method, NormalizerPart
 
+_ADAGRAD_EPS = 1e-10
 # Keeps the direction of a zero prototype finite.
 _SMALLEST_NORM = 1e-12
 # Below this many flops an update is so short that exchanging sums costs more than the arithmetic it saves. Measured on the CPU
@@ -253,6 +254,44 @@ class PrototypeNormalizer(Normalizer):
 # --- its training ----------------------------------------------------------------------------------------------------
 
 
+class _Adagrad:
+    """``torch.optim.Adagrad`` (other settings: its defaults) of the prototypes, whose gradient the caller computes.
+
+    Its state is the caller's tensors: ``torch.optim`` keeps its own outside of modules, where ``state_dict`` misses it.
+
+    Args:
+        parameter, gradient, accumulator: ``(2, ...)``; dense within ``[0]`` and ``[1]``. A step changes the first and the
+            last in place; a zero gradient changes nothing.
+        lr: learning rate.
+    """
+
+    def __init__(self, parameter: Tensor, gradient: Tensor, accumulator: Tensor, lr: float) -> None:
+        self.parameter, self.gradient, self.accumulator = parameter, gradient, accumulator
+        self.lr = lr
+        self._parameters, self._gradients, self._accumulators = map(list, (parameter, gradient, accumulator))
+        self._steps = [torch.zeros(()), torch.zeros(())]  # not read, because the learning rate is constant
+
+    def step(self) -> None:
+        """Make one step on the gradient as it is now."""
+        if self.parameter.is_cpu:
+            # One pass over memory instead of four.
+            adagrad(
+                self._parameters,
+                self._gradients,
+                self._accumulators,
+                self._steps,
+                fused=True,
+                lr=self.lr,
+                weight_decay=0.0,
+                lr_decay=0.0,
+                eps=_ADAGRAD_EPS,
+                maximize=False,
+            )
+            return
+        self.accumulator.addcmul_(self.gradient, self.gradient)
+        self.parameter.addcdiv_(self.gradient, self.accumulator.sqrt().add_(_ADAGRAD_EPS), value=-self.lr)
+
+
 @dataclass(frozen=True)
 class _FitAnchors:
     """Some anchors of a fit, with what stays the same from one update to the next.
@@ -309,7 +348,7 @@ class _Fit:
         self.objective = objective
         # Reused in every update: on the CPU fresh memory of this size costs as much as a pass over it.
         self.directions, self.gradient = prototypes.new_empty((2, *prototypes.shape))
-        self.adagrad = InnerAdagrad(prototypes, self.gradient, accumulator, lr)
+        self.adagrad = _Adagrad(prototypes, self.gradient, accumulator, lr)
         self.chunks = list(self._chunks(contrast, number))
 
     def _chunks(self, contrast: Contrast, number: int) -> Iterator[_FitAnchors]:

@@ -244,16 +244,6 @@ def goes_to_host(device: str, folder: str | None, size: int) -> bool:
     return folder is not None or device == "cpu" or (device == "auto" and size > _LARGEST_ON_DEVICE)
 
 
-def sharded_key(name: str) -> str:
-    """Return the key of the part of the table ``name`` in the ``state_dict`` of a loss."""
-    return f"{name}.{_SHARD}"
-
-
-def is_sharded(key: str) -> bool:
-    """Return whether a key of a loss's ``state_dict`` holds one process's part of a table."""
-    return key.rpartition(".")[2] == _SHARD
-
-
 def log_mean_of_equal(index: Tensor, log_values: Tensor, valid: Tensor) -> Tensor:
     """Give all occurrences of an index the mean of their values, in log space.
 

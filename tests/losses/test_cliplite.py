@@ -176,7 +176,6 @@ def test_resumes_bitwise(dtype: torch.dtype) -> None:
         _descend(resumed, gradients)
         _descend(twin, expected_gradients)
     assert {value.dtype for value in _state(resumed).values() if value.is_floating_point()} == {dtype}
-    assert loss.sharded_state_keys() == set()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
