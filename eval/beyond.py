@@ -10,7 +10,6 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .classification import class_logits
-from .command_line import ModelArguments, add_model_arguments, load_encoder
+from .command_line import add_model_arguments, load_encoder
 from .features import Encoder
 from .metrics import Metrics, classification_metrics, target_ranks
-from .results import Run
 from .retrieval import retrieval_metrics
 
 TASKS = ("auto", "zeroshot_classification", "zeroshot_retrieval", "image_caption_selection")
@@ -31,7 +29,7 @@ logger = logging.getLogger("eval.beyond")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; names and meanings are clip-benchmark's where it has them."""
+    """Parse the command line; names and meanings are clip-benchmark's where it has them."""
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}.beyond", description=__doc__.split("\n", 1)[0])
     add_model_arguments(parser)
     parser.add_argument(
@@ -48,25 +46,23 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate; returns the exit status: 0, 1 if a data set failed, 2 if nothing could be evaluated."""
+    """Evaluate; return the exit status: 0, 1 if a data set failed, 2 if nothing could be evaluated."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     args = parse_args(argv)
-    source = DatasetSource(args.dataset_root, args.split, args.language, args.task, args.annotation_file, args.download)
     try:
-        loaded, encoder = load_encoder(ModelArguments.of(args))
+        loaded, encoder = load_encoder(args)
     except ValueError as error:
         logger.error(error)
         return 2
-    run = Run.of(loaded, encoder.precision)
     failed = False
     for name in expand_collections(args.dataset):
         try:
-            metrics = evaluate_dataset(name, encoder, source)
+            metrics = evaluate_dataset(name, encoder, args)
         except Exception as error:
             failed = True
             logger.error(f"{name}: {type(error).__name__}: {error}")
             continue
-        line = json.dumps({"dataset": name, "metrics": metrics, "model": run.model, "weights": run.weights})
+        line = json.dumps({"dataset": name, "metrics": metrics, "model": loaded.name, "weights": loaded.weights_sha256})
         print(line, flush=True)
         if args.output:
             with open(args.output, "a", encoding="utf-8") as stream:
@@ -75,40 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def expand_collections(names: Iterable[str]) -> list[str]:
-    """Data set names with clip-benchmark's collections written out."""
+    """Return data set names with clip-benchmark's collections written out."""
     from clip_benchmark.datasets.builder import dataset_collection
 
     return [member for name in names for member in dataset_collection.get(name, [name])]
 
 
-@dataclass(frozen=True)
-class DatasetSource:
-    """Arguments of clip-benchmark's ``build_dataset``, with its names.
-
-    Attributes:
-        root: folder; ``{dataset}`` in it stands for the data set's name.
-        split: for example ``test``.
-        language: of class names, templates and captions.
-        task: one of `TASKS`.
-        annotation_file: captions of retrieval sets.
-        download: let clip-benchmark fetch a root that does not exist.
-    """
-
-    root: str = "root"
-    split: str = "test"
-    language: str = "en"
-    task: str = "auto"
-    annotation_file: str = ""
-    download: bool = False
-
-
-def evaluate_dataset(name: str, encoder: Encoder, source: DatasetSource) -> Metrics:
-    """Score one of clip-benchmark's data sets.
-
-    Args:
-        name: clip-benchmark's name of the data set.
-        encoder: the model.
-        source: location and kind of the data.
+def evaluate_dataset(name: str, encoder: Encoder, args: argparse.Namespace) -> Metrics:
+    """Score one of clip-benchmark's data sets, by its name there; ``args`` say where it is, and of what kind.
 
     Raises:
         FileNotFoundError: if the root does not exist and may not be fetched. clip-benchmark raises its own exceptions
@@ -117,25 +87,25 @@ def evaluate_dataset(name: str, encoder: Encoder, source: DatasetSource) -> Metr
     from clip_benchmark.datasets.builder import build_dataset, get_dataset_collate_fn, get_dataset_default_task
 
     # A local WebDataset in its format may say itself that it is for retrieval.
-    root = source.root.format(dataset=name.removeprefix("wds/").replace("/", "-"))
-    if not Path(root).exists() and not source.download:
+    root = args.dataset_root.format(dataset=name.removeprefix("wds/").replace("/", "-"))
+    if not Path(root).exists() and not args.download:
         # clip-benchmark would call wget, whatever its `download` says.
         raise FileNotFoundError(
             f"there is no {root}: set --dataset-root, or let clip-benchmark fetch it with --download"
         )
     kind_file = Path(root) / "dataset_type.txt"
     captions = name.startswith("wds/") and kind_file.is_file() and kind_file.read_text().strip() == "retrieval"
-    task = source.task
+    task = args.task
     if task == "auto":
         task = "zeroshot_retrieval" if captions else get_dataset_default_task(name)
     dataset = build_dataset(
         name,
         root=root,
         transform=encoder.preprocess,
-        split=source.split,
-        download=source.download,
-        annotation_file=source.annotation_file,
-        language=source.language,
+        split=args.split,
+        download=args.download,
+        annotation_file=args.annotation_file,
+        language=args.language,
         task=task,
     )
     streamed = name.startswith("wds/")
@@ -151,7 +121,10 @@ def evaluate_dataset(name: str, encoder: Encoder, source: DatasetSource) -> Metr
         return _classification(dataset.classes, dataset.templates, loader, encoder)
     if task == "zeroshot_retrieval":
         return _retrieval(loader, encoder)
-    return _image_caption_selection(loader, encoder)
+    from clip_benchmark.metrics import image_caption_selection
+
+    amp = encoder.precision != "fp32"
+    return image_caption_selection.evaluate(encoder.model, loader, encoder.tokenizer, encoder.device.type, amp=amp)
 
 
 def _captions_as_lists(samples: list[tuple[Tensor, Sequence[str]]]) -> tuple[Tensor, list[list[str]]]:
@@ -162,7 +135,7 @@ def _captions_as_lists(samples: list[tuple[Tensor, Sequence[str]]]) -> tuple[Ten
 def _classification(
     classnames: Sequence[str], templates: Any, loader: Iterable[tuple[Tensor, Tensor]], encoder: Encoder
 ) -> Metrics:
-    """Accuracy, or mean average precision where the labels are vectors."""
+    """Compute accuracy, or mean average precision where the labels are vectors."""
     if isinstance(templates, dict):  # prompts of each class, CuPL
         means = [encoder.encode_texts(templates[name]).mean(dim=0) for name in classnames]
         weights = F.normalize(torch.stack(means), dim=-1)
@@ -196,13 +169,6 @@ def _retrieval(loader: Iterable[tuple[Tensor, list[list[str]]]], encoder: Encode
     texts = encoder.encode_texts([caption for own in captions for caption in own])
     owners = torch.repeat_interleave(torch.tensor([len(own) for own in captions])).to(texts.device)
     return retrieval_metrics(torch.cat(features), texts, owners)
-
-
-def _image_caption_selection(loader: Iterable[tuple[Tensor, list[list[str]]]], encoder: Encoder) -> Metrics:
-    from clip_benchmark.metrics.image_caption_selection import evaluate
-
-    amp = encoder.precision != "fp32"
-    return evaluate(encoder.model, loader, encoder.tokenizer, encoder.device.type, amp=amp)
 
 
 if __name__ == "__main__":

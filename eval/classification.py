@@ -1,6 +1,6 @@
 """Zero-shot classification, plain and by groups (WILDS, Dollar Street, GeoDE, FairFace, UTKFace)."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,13 +19,12 @@ from .data import (
     read_classes,
     read_lines,
 )
-from .features import Encoder
+from .features import Collected, Encoder
 from .metrics import (
     Metrics,
     classification_metrics,
     group_metrics,
     macro_f1,
-    macro_recall,
     target_ranks,
 )
 from .tasks import FACE_METADATA, Task
@@ -41,6 +40,14 @@ FACE_QUESTIONS = ("race", "gender", "age", "toxic")
 FACE_WHITE = 1
 FACE_NONHUMAN = range(14, 18)
 FACE_CRIME_FROM = 18
+
+# Kinds of tasks with groups -> prefix of the metrics, how many of the best classes may be right, and the column of groups.
+GROUPED = {
+    "camelyon17": ("acc", 1, "slide"),
+    "fmow": ("acc", 1, "region"),
+    "dollar_street": ("acc_top5", 5, "income_ds"),
+    "geode": ("acc", 1, "region"),
+}
 
 
 @dataclass
@@ -60,32 +67,8 @@ class TaskResult:
     skipped: list[Skipped] = field(default_factory=list)
 
 
-@dataclass
-class Predictions:
-    """A classifier's answers, in the order of the data set. Fields that a task lacks are empty.
-
-    Attributes:
-        predicted: ``(N,)`` or, for several questions, ``(N, questions)`` class numbers.
-        ranks: ``(N,)`` classes before the right one.
-        labels: ``(N,)``.
-        metadata: ``(N, columns)``.
-        skipped: samples that were left out.
-    """
-
-    predicted: np.ndarray
-    ranks: np.ndarray
-    labels: np.ndarray
-    metadata: np.ndarray
-    skipped: list[Skipped]
-
-    @property
-    def correct(self) -> np.ndarray:
-        """``(N,)`` bool, whether the prediction is the label."""
-        return np.equal(self.predicted, self.labels)
-
-
 def class_logits(features: Tensor, weights: Tensor) -> Tensor:
-    """``100 * features @ weights.T``: ``(B, d)`` unit embeddings and ``(C, d)`` class embeddings -> ``(B, C)``."""
+    """Return ``100 * features @ weights.T``: ``(B, d)`` and ``(C, d)`` unit embeddings -> ``(B, C)``."""
     return LOGIT_SCALE * features @ weights.T
 
 
@@ -100,9 +83,14 @@ def evaluate_classification(task: Task, folder: Path, encoder: Encoder, any_size
     batches = encoder.batches(find_shards(folder), spec)
     weights = encoder.class_embeddings(classnames, templates)
     answers = classify(encoder, batches, [weights], task)
-    metrics = classification_metrics(answers.labels, answers.predicted, answers.ranks, len(classnames))
-    if task.kind in GROUPED:
-        metrics.update(GROUPED[task.kind](task, answers))
+    labels, predicted, ranks = (answers.values[name].numpy() for name in ("label", "predicted", "rank"))
+    metrics = classification_metrics(labels, predicted[:, 0], ranks, len(classnames))
+    if task.kind == "iwildcam":
+        metrics["acc_avg"] = metrics["acc1"]
+        metrics["recall-macro_all"] = metrics["mean_per_class_recall"]
+        metrics["F1-macro_all"] = macro_f1(labels, predicted[:, 0])
+    elif task.kind in GROUPED:
+        metrics.update(_grouped_metrics(task, ranks, answers.values["metadata"].numpy()))
     return _result(metrics, answers)
 
 
@@ -117,56 +105,42 @@ def evaluate_faces(task: Task, folder: Path, encoder: Encoder, any_size: bool = 
     batches = encoder.batches(find_shards(folder), SampleFormat(metadata_columns=len(task.metadata)))
     weights = [encoder.class_embeddings(classnames[name], templates[name]) for name in FACE_QUESTIONS]
     answers = classify(encoder, batches, weights, task)
-    return _result(face_metrics(answers.predicted, answers.metadata), answers)
+    values = answers.values
+    return _result(face_metrics(values["predicted"].numpy(), values["metadata"].numpy()), answers)
 
 
-def _result(metrics: Metrics, answers: Predictions) -> TaskResult:
-    scored = len(answers.predicted)
-    return TaskResult(metrics, scored, scored + len(answers.skipped), answers.skipped)
+def _result(metrics: Metrics, answers: Collected) -> TaskResult:
+    return TaskResult(metrics, len(answers.keys), len(answers.keys) + len(answers.skipped), answers.skipped)
 
 
-def classify(encoder: Encoder, batches: Iterable[Batch], classifiers: Sequence[Tensor], task: Task) -> Predictions:
+def classify(encoder: Encoder, batches: Iterator[Batch], classifiers: Sequence[Tensor], task: Task) -> Collected:
     """Answer every question about every image. Keeps answers and ranks only, not the logits.
 
     Args:
         encoder: encodes the images.
         batches: batches of the data set; labels belong to the first classifier.
         classifiers: class embeddings ``(C, d)``, one tensor per question.
-        task: name and size for the progress bar.
+        task: names the data set.
+
+    Returns:
+        ``predicted`` ``(N, questions)`` class numbers and, as far as the data set has labels and metadata, ``label``
+        ``(N,)``, ``rank`` ``(N,)``, the classes before the right one, and ``metadata`` ``(N, columns)``.
     """
     # Equal class names must tie exactly, but matrix products round differently at their edges: compute each row once.
     distinct = [torch.unique(weights, dim=0, return_inverse=True) for weights in classifiers]
-    order: list[Tensor] = []
-    predicted: list[Tensor] = []
-    ranks: list[Tensor] = []
-    labels: list[Tensor] = []
-    metadata: list[Tensor] = []
-    skipped: list[Skipped] = []
-    with encoder.progress(task.size, task.name, "image") as bar:
-        for batch in batches:
-            skipped += batch.skipped
-            if not batch.keys:
-                continue
-            features = encoder.encode_images(batch.images)
-            logits = [class_logits(features, rows)[:, place] for rows, place in distinct]
-            order.append(batch.order)
-            predicted.append(torch.stack([scores.argmax(dim=1) for scores in logits], dim=1).cpu())
-            if batch.labels is not None:
-                ranks.append(target_ranks(logits[0], batch.labels.to(features.device)).cpu())
-                labels.append(batch.labels)
-            if batch.metadata is not None:
-                metadata.append(batch.metadata)
-            bar.update(len(batch.keys))
-    if not order:
-        raise DataError(f"No image to score in {task.folder}; {skipped[0] if skipped else 'the shards are empty'}.")
-    on_disk = torch.cat(order).argsort()
 
-    def joined(parts: list[Tensor]) -> np.ndarray:
-        return torch.cat(parts)[on_disk].numpy() if parts else np.empty(0, dtype=np.int64)
+    def compute(batch: Batch) -> dict[str, Tensor]:
+        features = encoder.encode_images(batch.images)
+        logits = [class_logits(features, rows)[:, place] for rows, place in distinct]
+        found = {"predicted": torch.stack([scores.argmax(dim=1) for scores in logits], dim=1).cpu()}
+        if batch.labels is not None:
+            found["label"] = batch.labels
+            found["rank"] = target_ranks(logits[0], batch.labels.to(features.device)).cpu()
+        if batch.metadata is not None:
+            found["metadata"] = batch.metadata
+        return found
 
-    answers = joined(predicted)
-    answers = answers[:, 0] if len(classifiers) == 1 else answers
-    return Predictions(answers, joined(ranks), joined(labels), joined(metadata), sorted(skipped))
+    return encoder.collect(batches, compute, task.folder, task.size)
 
 
 def _by_question(path: Path, what: str) -> dict[str, list[str]]:
@@ -189,55 +163,25 @@ def _by_question(path: Path, what: str) -> dict[str, list[str]]:
     return entries
 
 
-def _iwildcam(task: Task, answers: Predictions) -> Metrics:
-    return {
-        "acc_avg": float(np.equal(answers.ranks, 0).mean()),
-        "recall-macro_all": macro_recall(answers.labels, answers.predicted),
-        "F1-macro_all": macro_f1(answers.labels, answers.predicted),
-    }
+def _grouped_metrics(task: Task, ranks: np.ndarray, metadata: np.ndarray) -> Metrics:
+    """Compute the metrics that a task with groups adds, from ranks ``(N,)`` and metadata ``(N, columns)``."""
+    name, best, column = GROUPED[task.kind]
 
+    def by(column: str, chosen: np.ndarray | slice = slice(None)) -> Metrics:
+        return group_metrics(name, np.less(ranks, best)[chosen], metadata[chosen], task.metadata, [column])
 
-def _camelyon17(task: Task, answers: Predictions) -> Metrics:
-    return group_metrics("acc", answers.correct, answers.metadata, task.metadata, ["slide"])
-
-
-def _fmow(task: Task, answers: Predictions) -> Metrics:
-    """By year and by region; the worst region as published (with 'Other'), and without it."""
-    right = answers.correct
-    metrics = group_metrics("acc", right, answers.metadata, task.metadata, ["year"])
-    metrics["acc_worst_year"] = metrics.pop("acc_wg")
-    by_region = group_metrics("acc", right, answers.metadata, task.metadata, ["region"])
-    worst = by_region.pop("acc_wg")
-    metrics.update(by_region)
-    metrics["acc_worst_region"] = worst
-    named = answers.metadata[:, task.metadata.index("region")] != FMOW_OTHER_REGION
-    metrics["acc_worst_region_without_other"] = (
-        group_metrics("acc", right[named], answers.metadata[named], task.metadata, ["region"])["acc_wg"]
-        if named.any()
-        else None
-    )
-    return metrics
-
-
-def _dollar_street(task: Task, answers: Predictions) -> Metrics:
-    return group_metrics("acc_top5", np.less(answers.ranks, 5), answers.metadata, task.metadata, ["income_ds"])
-
-
-def _geode(task: Task, answers: Predictions) -> Metrics:
-    return group_metrics("acc", answers.correct, answers.metadata, task.metadata, ["region"])
-
-
-GROUPED: dict[str, Callable[[Task, Predictions], Metrics]] = {
-    "iwildcam": _iwildcam,
-    "camelyon17": _camelyon17,
-    "fmow": _fmow,
-    "dollar_street": _dollar_street,
-    "geode": _geode,
-}
+    if task.kind != "fmow":
+        return by(column)
+    # By year and by region; the worst region as published (with 'Other'), and without it.
+    by_year, by_region = by("year"), by("region")
+    worst = {"acc_worst_year": by_year.pop("acc_wg"), "acc_worst_region": by_region.pop("acc_wg")}
+    named = metadata[:, task.metadata.index("region")] != FMOW_OTHER_REGION
+    without_other = by("region", named)["acc_wg"] if named.any() else None
+    return {**by_year, **by_region, **worst, "acc_worst_region_without_other": without_other}
 
 
 def face_metrics(predicted: np.ndarray, metadata: np.ndarray) -> Metrics:
-    """The numbers of DataComp's tables 3 to 6 for FairFace and UTKFace.
+    """Compute the numbers of DataComp's tables 3 to 6 for FairFace and UTKFace.
 
     Args:
         predicted: ``(N, 4)`` answers to `FACE_QUESTIONS`.

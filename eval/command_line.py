@@ -3,8 +3,6 @@
 import argparse
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -15,14 +13,15 @@ from .models import MODEL_OPTIONS, LoadedModel, load_model
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `ModelArguments`."""
+    """Add the arguments that `load_encoder` reads."""
     parser.add_argument("--model", required=True, help="OpenCLIP's name of the model, hf-hub: and local-dir: too")
     parser.add_argument("--checkpoint", help="checkpoint file, or one of the model's pretrained tags")
     parser.add_argument("--batch-size", type=_at_least(1), default=256, help="images, and texts, in a batch")
     parser.add_argument(
         "--workers",
         type=_at_least(0),
-        default=default_workers(),
+        # Processes of torchrun on one machine share the cores.
+        default=max(1, min(16, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))),
         help="number of images decoded in parallel (default: one per core, at most 16; here %(default)s)",
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda if there is one")
@@ -45,13 +44,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--image-resize-mode", choices=("shortest", "longest", "squash"))
 
 
-def default_workers() -> int:
-    """One per core that this process may use, at most 16; processes of torchrun on one machine share the cores."""
-    return max(1, min(16, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
 def _at_least(lowest: int) -> Callable[[str], int]:
-    """An argument type: integers from ``lowest``."""
+    """Make an argument type: integers from ``lowest``."""
 
     def integer(text: str) -> int:
         if int(text) < lowest:
@@ -61,8 +55,23 @@ def _at_least(lowest: int) -> Callable[[str], int]:
     return integer
 
 
+def load_encoder(args: argparse.Namespace, show_progress: bool = True) -> tuple[LoadedModel, Encoder]:
+    """Load the model that the arguments of `add_model_arguments` name, and prepare to encode with it.
+
+    Raises:
+        ValueError: no such model, checkpoint or device.
+    """
+    device = select_device(args.device)
+    precision = resolve_precision(args.precision, device)
+    options = {name: getattr(args, name) for name in MODEL_OPTIONS}
+    loaded = load_model(args.model, args.checkpoint, device, args.model_config, **options)
+    model, preprocess, tokenizer = loaded.model, loaded.preprocess, loaded.tokenizer
+    batches = (args.batch_size, args.workers)
+    return loaded, Encoder(model, preprocess, tokenizer, device, precision, *batches, show_progress=show_progress)
+
+
 def select_device(requested: str | None) -> torch.device:
-    """The requested device, else CUDA if there is one; under torchrun each process takes its own GPU.
+    """Return the requested device, else CUDA if there is one; under torchrun each process takes its own GPU.
 
     Raises:
         ValueError: if there is no such device.
@@ -78,64 +87,3 @@ def select_device(requested: str | None) -> torch.device:
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     return device
-
-
-@dataclass(frozen=True)
-class ModelArguments:
-    """The model to evaluate, and how to run it.
-
-    Attributes:
-        model: OpenCLIP's name of the model.
-        checkpoint: file or pretrained tag; None for names that bring their weights.
-        model_config: JSON of a model that OpenCLIP does not ship.
-        options: `eval.models.MODEL_OPTIONS`, None where not given.
-        device: ``cpu``, ``cuda``, ``cuda:N``, or None for cuda if there is one.
-        precision: one of `eval.features.PRECISIONS`.
-        batch_size: images, and texts, in a batch.
-        workers: number of images decoded in parallel.
-    """
-
-    model: str
-    checkpoint: str | None = None
-    model_config: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    device: str | None = None
-    precision: str = "datacomp"
-    batch_size: int = 256
-    workers: int = 4
-
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> "ModelArguments":
-        """From arguments of `add_model_arguments`."""
-        return cls(
-            args.model,
-            args.checkpoint,
-            args.model_config,
-            {name: getattr(args, name) for name in MODEL_OPTIONS},
-            args.device,
-            args.precision,
-            args.batch_size,
-            args.workers,
-        )
-
-
-def load_encoder(arguments: ModelArguments, show_progress: bool = True) -> tuple[LoadedModel, Encoder]:
-    """The model, and how to encode with it.
-
-    Raises:
-        ValueError: no such model, checkpoint or device.
-    """
-    device = select_device(arguments.device)
-    precision = resolve_precision(arguments.precision, device)
-    loaded = load_model(arguments.model, arguments.checkpoint, device, arguments.model_config, **arguments.options)
-    encoder = Encoder(
-        loaded.model,
-        loaded.preprocess,
-        loaded.tokenizer,
-        device,
-        precision,
-        arguments.batch_size,
-        arguments.workers,
-        show_progress=show_progress,
-    )
-    return loaded, encoder

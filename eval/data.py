@@ -28,9 +28,8 @@ from .tasks import Task
 IMAGE_EXTENSIONS = ("webp", "png", "jpg", "jpeg")
 CLASSNAMES_FILE = "classnames.txt"
 TEMPLATES_FILE = "zeroshot_classification_templates.txt"
-_BLOCK = 512
 # A tar ends with two blocks of zeros.
-_END_OF_ARCHIVE = bytes(2 * _BLOCK)
+_END_OF_ARCHIVE = bytes(2 * tar.BLOCK)
 # `Batch.order` has the number of the shard above these bits and the position in the shard below.
 _POSITION_BITS = 32
 
@@ -98,13 +97,13 @@ class Batch:
     error: str | None = None
 
     def pin_memory(self) -> "Batch":
-        """Pins the images; called by ``DataLoader`` with ``pin_memory=True``."""
+        """Pin the images; called by ``DataLoader`` with ``pin_memory=True``."""
         self.images = self.images.pin_memory()
         return self
 
 
 def task_folder(task: Task, data_dir: str | Path) -> Path:
-    """The task's folder below ``data_dir``, which must exist.
+    """Return the task's folder below ``data_dir``, which must exist.
 
     Raises:
         MissingDataError: if it does not.
@@ -119,7 +118,7 @@ def task_folder(task: Task, data_dir: str | Path) -> Path:
 
 
 def read_lines(path: Path, what: str) -> list[str]:
-    """The non-blank lines of a text file, stripped; blank lines are no entries.
+    """Return the non-blank lines of a text file, stripped; blank lines are no entries.
 
     Raises:
         DataError: if the file is missing, not text, or has no entries.
@@ -137,7 +136,7 @@ def read_lines(path: Path, what: str) -> list[str]:
 
 
 def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list[str], list[str]]:
-    """Class names (duplicates kept) and prompt templates (``{c}`` stands for the class name).
+    """Return class names (duplicates kept) and prompt templates (``{c}`` stands for the class name).
 
     Raises:
         DataError: without classes or templates, with a template that cannot be filled in, or, unless ``any_size``, with
@@ -161,7 +160,7 @@ def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """The shards of the test split; each is checked to exist and to end as a tar ends.
+    """Return the shards of the test split; each is checked to exist and to end as a tar ends.
 
     Raises:
         DataError: for a missing or wrong ``nshards.txt``, a missing shard, or a truncated one.
@@ -191,57 +190,47 @@ def check_archive_end(shard: Path) -> None:
         DataError: if the end-of-archive mark is missing.
     """
     size = shard.stat().st_size
-    if size >= len(_END_OF_ARCHIVE):
-        with open(shard, "rb") as stream:
-            stream.seek(size - len(_END_OF_ARCHIVE))
-            if size % _BLOCK == 0 and stream.read() == _END_OF_ARCHIVE:
-                return
-    raise DataError(f"{shard} is truncated or no tar ({size} bytes, no end-of-archive mark): fetch it again.")
+    with open(shard, "rb") as stream:
+        stream.seek(max(0, size - len(_END_OF_ARCHIVE)))
+        if size % tar.BLOCK or stream.read() != _END_OF_ARCHIVE:
+            raise DataError(f"{shard} is truncated or no tar ({size} bytes, no end-of-archive mark): fetch it again.")
 
 
 def read_shard(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Yield ``(key, {extension: content})`` in file order; files of one key lie together.
 
     Raises:
-        DataError: if the tar cannot be read to its end, or a key has two files of one extension.
+        DataError: if the tar cannot be read to its end, or bytes in it belong to no file.
     """
-    last: str | None = None
     try:
         with open(shard, "rb") as file:
             archive = tar.TarArchive(file)
             for sample in archive.samples(None):
-                _refuse_gaps(archive, shard)
-                if sample.key == last:
-                    raise DataError(f"{shard}: key {last!r} has two .{sample.found[0]} files.")
-                last = sample.key
+                if archive.gaps:
+                    break
                 yield sample.key, sample.fields
-            _refuse_gaps(archive, shard)
     except tar.STREAM_ERRORS as error:
-        if isinstance(error, DataError):
-            raise
         raise DataError(f"{shard}: cannot be read as a tar ({error}): fetch it again.") from None
-
-
-def _refuse_gaps(archive: tar.TarArchive, shard: Path) -> None:
-    for gap in archive.gaps:
+    if archive.gaps:
         raise DataError(
-            f"{shard}: cannot be read as a tar, damaged at byte {gap.start} (no file header, no end of archive): fetch it "
-            "again."
+            f"{shard}: cannot be read as a tar, damaged at byte {archive.gaps[0].start} (no file header): fetch it again."
         )
 
 
 class UniqueKeys:
-    """Refuses a key that occurs twice in a data set: a copied shard would count its samples twice."""
+    """The keys of a data set; refuses one that occurs twice, since a copied shard would count its samples twice."""
 
     def __init__(self) -> None:
         self._shards: dict[str, str] = {}
 
-    def add(self, key: str, shard: str) -> None:
-        """Note a sample.
+    def __len__(self) -> int:
+        return len(self._shards)
 
-        Args:
-            key: its key.
-            shard: name of its shard.
+    def __contains__(self, key: str) -> bool:
+        return key in self._shards
+
+    def add(self, key: str, shard: str) -> None:
+        """Add the key of a sample in a shard.
 
         Raises:
             DataError: if the key is known already.
@@ -255,7 +244,7 @@ class UniqueKeys:
 
 
 def fingerprint(folder: Path) -> str:
-    """Digest of a data set's texts and of its shards' names and sizes, to notice other data."""
+    """Return a digest of a data set's texts and of its shards' names and sizes, to notice other data."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".jsonl", ".tar")):
         content = str(path.stat().st_size).encode() if path.suffix == ".tar" else path.read_bytes()
@@ -295,9 +284,9 @@ class ShardReader(IterableDataset):
         samples: list[dict[str, Any]] = []
         skipped: list[Skipped] = []
         try:
-            for sample in _map_in_order(self._sample, self._entries(first, step), self.threads):
-                if "skipped" in sample:
-                    skipped.append(sample["skipped"])
+            for sample in _map_in_order(self._decode, self._entries(first, step), self.threads):
+                if isinstance(sample, Skipped):
+                    skipped.append(sample)
                 else:
                     samples.append(sample)
                 if len(samples) == self.batch_size:
@@ -310,32 +299,27 @@ class ShardReader(IterableDataset):
             yield _collate(samples, skipped)
 
     def _entries(self, first: int, step: int) -> Iterator[tuple[int, int, str, dict[str, bytes]]]:
-        """Number of the shard, position in it, key and files of every sample."""
-        for shard_number in range(first, len(self.shards), step):
-            for position, (key, fields) in enumerate(read_shard(self.shards[shard_number])):
-                yield shard_number, position, key, fields
+        """Yield number of the shard, position in it, key and files of every sample."""
+        for number in range(first, len(self.shards), step):
+            for position, (key, fields) in enumerate(read_shard(self.shards[number])):
+                yield number, position, key, fields
 
-    def _sample(self, entry: tuple[int, int, str, dict[str, bytes]]) -> dict[str, Any]:
-        shard_number, position, key, fields = entry
-        return {
-            "key": key,
-            "order": (shard_number << _POSITION_BITS) + position,
-            **self._decode(self.shards[shard_number], key, fields),
-        }
-
-    def _decode(self, shard: Path, key: str, fields: dict[str, bytes]) -> dict[str, Any]:
+    def _decode(self, entry: tuple[int, int, str, dict[str, bytes]]) -> dict[str, Any] | Skipped:
+        number, position, key, fields = entry
+        shard = str(self.shards[number])
         content, sample = parse_sample(fields, self.spec, f"{shard}: {key}")
         try:
             image: Image.Image = Image.open(io.BytesIO(content))
             image.load()
             image = image.convert("RGB") if self.spec.convert_first else image
         except Exception as error:  # decoders raise anything, struct.error and SyntaxError among it
-            return {"skipped": Skipped(str(shard), key, f"the image does not decode ({error})")}
-        return {"image": self.transform(image), **sample}
+            return Skipped(shard, key, f"the image does not decode ({error})")
+        order = (number << _POSITION_BITS) + position
+        return {"key": key, "order": order, "image": self.transform(image), **sample}
 
 
 def parse_sample(fields: dict[str, bytes], spec: SampleFormat, where: str) -> tuple[bytes, dict[str, Any]]:
-    """The image file of a sample, and its ``label``, ``metadata`` and ``captions`` as far as ``spec`` has them.
+    """Return the image file of a sample, and its ``label``, ``metadata`` and ``captions`` as far as ``spec`` has them.
 
     Raises:
         DataError: if one is missing or wrong; ``where`` begins the message.
@@ -354,7 +338,7 @@ def parse_sample(fields: dict[str, bytes], spec: SampleFormat, where: str) -> tu
 
 
 def shard_of(order: int) -> int:
-    """Number of the shard of a sample, from its entry in `Batch.order`."""
+    """Return the number of a sample's shard, from its entry in `Batch.order`."""
     return order >> _POSITION_BITS
 
 
@@ -410,7 +394,7 @@ def _collate(samples: list[dict[str, Any]], skipped: list[Skipped], error: str |
 
 
 def _map_in_order(function: Callable[[Any], Any], items: Iterable[Any], threads: int) -> Iterator[Any]:
-    """``map`` on several threads; runs ahead of the consumer by two items a thread."""
+    """Map on several threads, in order; runs ahead of the consumer by two items a thread."""
     if threads == 1:
         yield from map(function, items)
         return
@@ -432,7 +416,7 @@ def make_loader(
     workers: int,
     pin_memory: bool = False,
 ) -> DataLoader:
-    """A loader of `Batch` objects with at most one worker process a shard.
+    """Make a loader of `Batch` objects with at most one worker process a shard.
 
     If there are fewer shards than ``workers``, each process decodes in several threads.
     """

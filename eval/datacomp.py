@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,14 +19,15 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from openclip_ext import distributed
+from openclip_ext.files import write_atomically
 
-from .command_line import ModelArguments, add_model_arguments, load_encoder
+from .command_line import add_model_arguments, load_encoder
 from .data import DataError, task_folder
 from .features import Encoder
 from .models import LoadedModel
-from .results import ResultFile, Run
+from .results import ResultFile, RunIdentity
 from .runner import evaluate_task
-from .summary import missing_text, summary, summary_text
+from .summary import summary, summary_text
 from .tasks import SUITES, Task, select_tasks
 
 SUMMARY_FILE = "eval_summary.json"
@@ -35,7 +35,7 @@ logger = logging.getLogger("eval.datacomp")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.datacomp",
         description="Evaluate a checkpoint on DataComp's 40 tasks (the average is over 38). One process, or several "
@@ -60,15 +60,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status. Errors of the user are one line on stderr."""
+    """Run the command; return the exit status. Errors of the user are one line on stderr."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     logger.setLevel(logging.INFO)
     args = parse_args(argv)
     try:
-        _init_processes()
-        tasks = select_tasks([name for entry in args.tasks or () for name in entry.split(",")])
-        settings = Settings(args.data_dir, args.output_dir, bool(args.tasks), args.overwrite, args.allow_size_mismatch)
-        return run(tasks, settings, ModelArguments.of(args))
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            # They exchange task lists and failures only, so gloo is enough; the others' last tasks may take hours.
+            dist.init_process_group("gloo", timeout=datetime.timedelta(days=7))
+        return evaluate(args)
     except (ValueError, OSError) as error:
         logger.error(error)
         return 2
@@ -77,81 +77,64 @@ def main(argv: Sequence[str] | None = None) -> int:
             dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How to evaluate.
-
-    Attributes:
-        data_dir: folder with the ``wds_*_test`` folders.
-        output_dir: folder for the results; None: `default_output_dir`.
-        require_all: whether a task without data is a failure.
-        overwrite: evaluate tasks again that have a result.
-        any_size: score data with other numbers of samples or classes than DataComp's.
-    """
-
-    data_dir: Path
-    output_dir: Path | None = None
-    require_all: bool = False
-    overwrite: bool = False
-    any_size: bool = False
-
-
-def run(tasks: Sequence[Task], settings: Settings, model: ModelArguments) -> int:
-    """Evaluate tasks and print the summary; returns the exit status.
+def evaluate(args: argparse.Namespace) -> int:
+    """Evaluate the tasks and print the summary; return the exit status.
 
     Raises:
-        ValueError: if nothing can be evaluated: wrong folder, no such model or checkpoint.
+        ValueError: if nothing can be evaluated: wrong folder, no such task, model or checkpoint.
     """
-    missing = [task.key for task in tasks if not (settings.data_dir / task.folder).is_dir()]
+    tasks = select_tasks([name for entry in args.tasks or () for name in entry.split(",")])
+    missing = [task.key for task in tasks if not (args.data_dir / task.folder).is_dir()]
     if len(missing) == len(tasks):
-        raise ValueError(_wrong_folder(tasks, settings.data_dir))
-    loaded, encoder = load_encoder(model, show_progress=distributed.is_master())
-    identity = Run.of(loaded, encoder.precision, settings.any_size)
-    results = ResultFile(settings.output_dir or default_output_dir(loaded), identity, loaded.checkpoint)
+        raise ValueError(_wrong_folder(tasks, args.data_dir))
+    loaded, encoder = load_encoder(args, show_progress=distributed.is_master())
+    identity = RunIdentity.of(loaded, encoder.precision, args.allow_size_mismatch)
+    results = ResultFile(args.output_dir or default_output_dir(loaded), identity, loaded.checkpoint)
     todo = [task for task in tasks if task.key not in missing]
-    todo = distributed.broadcast_object(_without_results(todo, results, settings) if distributed.is_master() else None)
+    todo = distributed.broadcast_object(_without_results(todo, results, args) if distributed.is_master() else None)
     share = share_tasks(todo, distributed.world_size())[distributed.rank()]
     failed: dict[str, str] = {}
-    for part in distributed.all_gather_object(evaluate_tasks(share, settings, encoder, results)):
+    for part in distributed.all_gather_object(evaluate_tasks(share, args, encoder, results)):
         failed.update(part)
     # A task may have been evaluated before its data was removed.
-    evaluated = {line["key"] for line in results.lines()}
+    lines = results.lines()
+    evaluated = {line["key"] for line in lines}
     missing = [key for key in missing if key not in evaluated]
     if distributed.is_master():
-        _report(results, failed, missing, settings.data_dir)
-    return 1 if failed or (settings.require_all and missing) else 0
+        content = json.dumps(summary(lines, failed, missing), indent=2, allow_nan=False) + "\n"
+        write_atomically(results.folder / SUMMARY_FILE, lambda stream: stream.write(content.encode()))
+        print(summary_text(lines, failed, missing, args.data_dir), f"Results: {results.path}", sep="\n\n", flush=True)
+    return 1 if failed or (args.tasks and missing) else 0
 
 
-def evaluate_tasks(tasks: Sequence[Task], settings: Settings, encoder: Encoder, results: ResultFile) -> dict[str, str]:
+def evaluate_tasks(
+    tasks: Sequence[Task], args: argparse.Namespace, encoder: Encoder, results: ResultFile
+) -> dict[str, str]:
     """Evaluate tasks one after another and store each result at once; a task that fails stops no other.
 
     Returns:
         The reason for every task that failed, by key.
     """
     failed = {}
-    with (
-        logging_redirect_tqdm(),
-        tqdm(tasks, desc="tasks", unit="task", position=0, disable=not encoder.show_progress) as bar,
-    ):
+    bar = tqdm(tasks, desc="tasks", unit="task", position=0, disable=not encoder.show_progress)
+    with logging_redirect_tqdm(), bar:
         for task in bar:
             bar.set_postfix_str(task.name)
             started = time.perf_counter()
             try:
-                result = evaluate_task(task, settings.data_dir, encoder, settings.any_size)
+                result = evaluate_task(task, args.data_dir, encoder, args.allow_size_mismatch)
                 seconds = time.perf_counter() - started
-                results.add(task, task_folder(task, settings.data_dir), result, seconds)
-            except DataError as error:
-                failed[task.key] = str(error)
-                logger.error(f"{task.name}: {error}")
+                results.add(task, task_folder(task, args.data_dir), result, seconds)
             except Exception as error:
-                failed[task.key] = f"{type(error).__name__}: {error}"
-                logger.exception(f"{task.name} failed")
-            else:
-                score = result.metrics["main_metric"]
-                shown = "no main metric" if score is None else f"{task.main_metric} {score:.4f}"
-                logger.info(f"{task.name}: {shown} ({result.samples} samples in {seconds:.1f} s)")
-                if result.skipped:
-                    logger.warning(f"{task.name}: {len(result.skipped)} images do not decode, {result.skipped[0]}")
+                known = isinstance(error, DataError)
+                failed[task.key] = str(error) if known else f"{type(error).__name__}: {error}"
+                logger.error(f"{task.name}: {failed[task.key]}", exc_info=not known)
+                continue
+            score = result.metrics["main_metric"]
+            shown = "no main metric" if score is None else f"{task.main_metric} {score:.4f}"
+            logger.info(f"{task.name}: {shown} ({result.samples} samples in {seconds:.1f} s)")
+            if result.skipped:
+                logger.warning(f"{task.name}: {len(result.skipped)} images do not decode, {result.skipped[0]}")
     return failed
 
 
@@ -167,19 +150,12 @@ def share_tasks(tasks: Sequence[Task], processes: int) -> list[list[Task]]:
 
 
 def default_output_dir(loaded: LoadedModel) -> Path:
-    """``RUN/datacomp/epoch_K`` for ``RUN/checkpoints/epoch_K.pt``; a folder named after model and tag for a tag."""
+    """Return ``RUN/datacomp/epoch_K`` for ``RUN/checkpoints/epoch_K.pt``; a folder named after model and tag for a tag."""
     checkpoint = Path(loaded.checkpoint)
     if not checkpoint.is_file():
         return Path("datacomp") / f"{loaded.name}-{loaded.checkpoint}".replace("/", "-").replace(":", "-")
     folder = checkpoint.parent
     return (folder.parent if folder.name == "checkpoints" else folder) / "datacomp" / checkpoint.stem
-
-
-def _init_processes() -> None:
-    """Join the processes of torchrun. They exchange task lists and failures only, so gloo is enough."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # A process waits for the others' last tasks, which may take hours.
-        dist.init_process_group("gloo", timeout=datetime.timedelta(days=7))
 
 
 def _wrong_folder(tasks: Sequence[Task], data_dir: Path) -> str:
@@ -190,30 +166,15 @@ def _wrong_folder(tasks: Sequence[Task], data_dir: Path) -> str:
     return f"--data-dir {data_dir} has none of the {len(tasks)} tasks, such as {tasks[0].folder}; in it: {shown}."
 
 
-def _without_results(tasks: Sequence[Task], results: ResultFile, settings: Settings) -> list[Task]:
+def _without_results(tasks: Sequence[Task], results: ResultFile, args: argparse.Namespace) -> list[Task]:
     results.open()
-    done = set() if settings.overwrite else results.completed(tasks, settings.data_dir)
+    done = set() if args.overwrite else results.completed(tasks, args.data_dir)
     if done:
         logger.info(f"{len(done)} of {len(tasks)} tasks have results of this model already: {results.path}")
     todo = [task for task in tasks if task.key not in done]
     # If an evaluation fails, no number of other data or of an earlier attempt may stand in for it.
     results.discard(task.key for task in todo)
     return todo
-
-
-def _report(results: ResultFile, failed: dict[str, str], missing: Sequence[str], data_dir: Path) -> None:
-    lines = results.lines()
-    content = json.dumps(summary(lines, failed, missing), indent=2, allow_nan=False)
-    temporary = results.folder / f"{SUMMARY_FILE}.tmp"
-    temporary.write_text(content + "\n", encoding="utf-8")
-    temporary.replace(results.folder / SUMMARY_FILE)
-    print(
-        summary_text(lines, failed),
-        *missing_text(missing, data_dir),
-        f"\nResults: {results.path}",
-        sep="\n",
-        flush=True,
-    )
 
 
 if __name__ == "__main__":

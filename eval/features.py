@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from openclip_ext.data.images import split_transform
 
-from .data import Batch, DataError, SampleFormat, UniqueKeys, make_loader, shard_of
+from .data import Batch, DataError, SampleFormat, Skipped, UniqueKeys, make_loader, shard_of
 from .models import ImageTextModel
 from .text import TextEncoder
 
@@ -23,7 +23,7 @@ PRECISIONS = ("datacomp", "fp32", "amp")
 
 
 def resolve_precision(requested: str, device: str | torch.device) -> str:
-    """The precision to use on a device.
+    """Return the precision to use on a device.
 
     ``datacomp``: as DataComp's harness on CUDA (autocast for the text tower, float32 for the images of classification,
     autocast for both towers in retrieval and WinoGAViL), float32 on CPU. ``fp32``: float32 everywhere. ``amp``:
@@ -39,6 +39,23 @@ def resolve_precision(requested: str, device: str | torch.device) -> str:
     if requested == "amp":
         raise ValueError(f"--precision amp needs CUDA, the device is {device}; use datacomp or fp32.")
     return "fp32"
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What was computed for the images of a data set, in their order on disk.
+
+    Attributes:
+        values: by name, ``(N, ...)``.
+        keys: the samples' keys.
+        captions: of each sample; empty lists where the task has none.
+        skipped: samples that were left out.
+    """
+
+    values: dict[str, Tensor]
+    keys: list[str]
+    captions: list[list[str]]
+    skipped: list[Skipped]
 
 
 @dataclass
@@ -74,7 +91,7 @@ class Encoder:
         self._transform, self._normalize = split_transform(self.preprocess)
 
     def batches(self, shards: list[Path], spec: SampleFormat) -> Iterator[Batch]:
-        """Batches of a data set. Reading starts at once, so it overlaps with encoding texts.
+        """Read a data set in batches. Reading starts at once, so it overlaps with encoding texts.
 
         Raises:
             DataError: while iterating, for data that must not be scored.
@@ -95,8 +112,45 @@ class Encoder:
 
         return checked()
 
+    def collect(
+        self, batches: Iterator[Batch], compute: Callable[[Batch], dict[str, Tensor]], name: str, total: int | None
+    ) -> Collected:
+        """Compute something for all images of a data set.
+
+        Args:
+            batches: as the method of this name makes them.
+            compute: from a batch to values by name, each ``(B, ...)``.
+            name: of the data set.
+            total: number of images, if known.
+
+        Raises:
+            DataError: for data that must not be scored.
+        """
+        order: list[Tensor] = []
+        parts: dict[str, list[Tensor]] = {}
+        keys: list[str] = []
+        captions: list[list[str]] = []
+        skipped: list[Skipped] = []
+        with self.progress(total, name, "image") as bar:
+            for batch in batches:
+                skipped += batch.skipped
+                if not batch.keys:
+                    continue
+                order.append(batch.order)
+                for key, value in compute(batch).items():
+                    parts.setdefault(key, []).append(value)
+                keys += batch.keys
+                captions += batch.captions
+                bar.update(len(batch.keys))
+        if not order:
+            raise DataError(f"No image to score in {name}; {skipped[0] if skipped else 'the shards are empty'}.")
+        on_disk = torch.cat(order).argsort()
+        values = {key: torch.cat(part)[on_disk.to(part[0].device)] for key, part in parts.items()}
+        rows = on_disk.tolist()
+        return Collected(values, [keys[row] for row in rows], [captions[row] for row in rows], sorted(skipped))
+
     def model_input(self, images: Tensor) -> Tensor:
-        """Input of the model, from images as ``preprocess`` returns them, or uint8 as `batches` yields them."""
+        """Return the input of the model, from images as ``preprocess`` returns them, or uint8 as `batches` yields them."""
         images = images.to(self.device, non_blocking=True)
         if self._normalize is not None and images.dtype == torch.uint8:
             images = self._normalize(images)
@@ -104,7 +158,7 @@ class Encoder:
 
     @torch.no_grad()
     def encode_images(self, images: Tensor, autocast: bool = False) -> Tensor:
-        """Unit embeddings ``(B, d)``, float32, of preprocessed images.
+        """Return unit embeddings ``(B, d)``, float32, of preprocessed images.
 
         Args:
             images: ``(B, 3, H, W)``, see `model_input`.
@@ -115,7 +169,7 @@ class Encoder:
         return _unit(features, "image")
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
-        """Unit embeddings ``(len(texts), d)``, float32, of texts; equal ones are encoded once and come out equal."""
+        """Return unit embeddings ``(len(texts), d)``, float32, of texts; equal ones are encoded once and come out equal."""
         distinct = list(dict.fromkeys(texts))
         place = {text: index for index, text in enumerate(distinct)}
         with self.progress(len(distinct), "texts", "text") as bar:
@@ -123,7 +177,7 @@ class Encoder:
         return embeddings[[place[text] for text in texts]]
 
     def class_embeddings(self, classnames: Sequence[str], templates: Sequence[str]) -> Tensor:
-        """The zero-shot classifier: per class the mean of its unit prompt embeddings, normalized again.
+        """Return the zero-shot classifier: per class the mean of its unit prompt embeddings, normalized again.
 
         Classes are cached by name and templates, so data sets that share them (ImageNet and its variants) encode them
         once. A class name that occurs twice gets equal rows.
@@ -161,7 +215,7 @@ class Encoder:
         return torch.cat(embeddings)[order.argsort()]
 
     def progress(self, total: int | None, description: str, unit: str) -> tqdm:
-        """A bar within one task, below the bar over the tasks; rarely updated if the output is a log file."""
+        """Make a bar within one task, below the bar over the tasks; rarely updated if the output is a log file."""
         return tqdm(
             total=total,
             desc=description,
@@ -180,7 +234,7 @@ class Encoder:
 
 
 def _input_dtype(model: ImageTextModel) -> torch.dtype:
-    """The type of the visual tower's weights, which is half precision after pure half-precision training."""
+    """Return the type of the visual tower's weights, which is half precision after pure half-precision training."""
     for module in model.visual.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             return module.weight.dtype
@@ -188,7 +242,7 @@ def _input_dtype(model: ImageTextModel) -> torch.dtype:
 
 
 def _unit(features: Tensor, what: str) -> Tensor:
-    """Unit length, float32.
+    """Scale to unit length, in float32.
 
     Raises:
         ValueError: if a feature is not finite; every comparison with NaN is false, so the target would rank first.

@@ -15,7 +15,7 @@ Metrics = dict[str, float | int | None]
 
 
 def target_ranks(logits: Tensor, targets: Tensor) -> Tensor:
-    """How many classes come before the right one; equal logits count in the order of the classes.
+    """Count the classes that come before the right one; equal logits count in the order of the classes.
 
     Args:
         logits: ``(B, C)``.
@@ -30,7 +30,7 @@ def target_ranks(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def classification_metrics(labels: np.ndarray, predictions: np.ndarray, ranks: np.ndarray, num_classes: int) -> Metrics:
-    """``acc1``, ``acc5`` (None under five classes) and ``mean_per_class_recall``."""
+    """Compute ``acc1``, ``acc5`` (None under five classes) and ``mean_per_class_recall``."""
     return {
         "acc1": float((ranks == 0).mean()),
         "acc5": float((ranks < 5).mean()) if num_classes >= 5 else None,
@@ -39,19 +39,19 @@ def classification_metrics(labels: np.ndarray, predictions: np.ndarray, ranks: n
 
 
 def macro_recall(labels: np.ndarray, predictions: np.ndarray) -> float:
-    """Mean recall of the classes that occur in ``labels``: DataComp's ``mean_per_class_recall``."""
+    """Compute the mean recall of the classes that occur in ``labels``: DataComp's ``mean_per_class_recall``."""
     return float(recall_score(labels, predictions, labels=np.unique(labels), average="macro"))
 
 
 def macro_f1(labels: np.ndarray, predictions: np.ndarray) -> float:
-    """Mean F1 of the classes that occur in ``labels``; without that restriction iWildCam is off by up to 0.15."""
+    """Compute the mean F1 of the classes that occur in ``labels``; over all, iWildCam is off by up to 0.15."""
     return float(f1_score(labels, predictions, labels=np.unique(labels), average="macro"))
 
 
 def group_metrics(
     name: str, correct: np.ndarray, metadata: np.ndarray, columns: Sequence[str], groups: Sequence[str]
 ) -> Metrics:
-    """Accuracy overall, in every group and in the worst one, under WILDS' names.
+    """Compute the accuracy overall, in every group and in the worst one, under WILDS' names.
 
     Groups are all combinations of the values 0 to the largest found, as WILDS makes them; an empty one has the count 0
     and no accuracy, and cannot be the worst.
@@ -87,7 +87,7 @@ def group_metrics(
 
 
 def jaccard(chosen: set, right: set) -> float:
-    """Size of the intersection over size of the union."""
+    """Return the size of the intersection over size of the union."""
     return len(chosen & right) / len(chosen | right)
 
 

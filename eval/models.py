@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext import distributed
-from openclip_ext.losses.heads import HEADS_KEY, HeadsError, build_heads, with_heads
+from openclip_ext.losses.heads import HEADS_KEY, build_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
 
 # Options of open_clip.create_model_and_transforms, for checkpoints that were trained with them.
@@ -72,6 +72,11 @@ class LoadedModel:
     config: dict[str, Any]
     weights_sha256: str
 
+    @property
+    def origin(self) -> dict[str, str]:
+        """Name, checkpoint and digest of the weights, for reports."""
+        return {"model": self.name, "checkpoint": self.checkpoint, "weights": self.weights_sha256}
+
 
 def load_model(
     name: str,
@@ -91,8 +96,13 @@ def load_model(
 
     Raises:
         ModelError: no such model or checkpoint, an unreadable file, or a checkpoint of another model.
+        HeadsError: heads of a kind that this version does not know.
     """
-    _register_configs(model_config)
+    add_model_configs()
+    if model_config is not None:
+        if not Path(model_config).is_file():
+            raise ModelError(f"There is no model configuration {model_config}: --model-config takes an OpenCLIP JSON.")
+        open_clip.add_model_config(Path(model_config))
     options = {key: value for key, value in options.items() if value is not None}
     config = _config(name, options)
     source = _source(name, checkpoint)
@@ -110,28 +120,15 @@ def load_model(
         raise ModelError(_why_not(name, source, error)) from error
     config["preprocess"] = copy.deepcopy(model.visual.preprocess_cfg)
     if heads is not None:
-        try:
-            model = with_heads(model, build_heads(heads, str(source)))
-        except HeadsError as error:
-            raise ModelError(str(error)) from error
+        model = with_heads(model, build_heads(heads, str(source)))
     model.eval()
     digest = weights_digest(model)
     model = cast(ImageTextModel, model.to(device))
     return LoadedModel(model, preprocess, tokenizer, name, str(source or name), config, digest)
 
 
-def _register_configs(model_config: str | Path | None) -> None:
-    add_model_configs()
-    if model_config is None:
-        return
-    path = Path(model_config)
-    if not path.is_file():
-        raise ModelError(f"There is no model configuration {path}: --model-config takes the path of an OpenCLIP JSON.")
-    open_clip.add_model_config(path)
-
-
 def _config(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Configuration and options of the architecture, to tell runs of one name apart."""
+    """Return configuration and options of the architecture, to tell runs of one name apart."""
     if name.startswith(("hf-hub:", "local-dir:")):
         return {"options": options}
     config = open_clip.get_model_config(name.replace("/", "-"))
@@ -146,7 +143,7 @@ def _config(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _source(name: str, checkpoint: str | Path | None) -> str | None:
-    """The checkpoint as ``pretrained`` takes it."""
+    """Return the checkpoint as ``pretrained`` takes it."""
     if name.startswith(("hf-hub:", "local-dir:")):
         if checkpoint is not None:
             raise ModelError(f"{name} brings its own weights: leave out --checkpoint {checkpoint}.")
@@ -166,7 +163,7 @@ def _source(name: str, checkpoint: str | Path | None) -> str | None:
 
 
 def _peek(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """A checkpoint's state dictionary and heads, without reading the tensors where the format allows."""
+    """Read a checkpoint's state dictionary and heads, without reading the tensors where the format allows."""
     if path.suffix not in (".pt", ".pth", ".bin", ".ckpt"):
         return {}, None
     try:
@@ -180,25 +177,20 @@ def _peek(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 
 def _why_not(name: str, source: str | None, error: Exception) -> str:
-    """A short message for an exception of creating the model."""
+    """Return a short message for an exception of creating the model."""
     reason = " ".join(str(error).split())
     reason = reason if len(reason) <= 400 else reason[:400] + " ..."
     if "state_dict" in reason or isinstance(error, KeyError | AssertionError | AttributeError):
+        trained = _run_parameters(source).get("model", name)
         hint = f"it is not a checkpoint of {name}; was it trained with another --model?"
-        trained = _trained_model(source)
-        if trained is not None and trained != name:
+        if trained != name:
             hint = f"its run was trained with --model {trained}, not {name}."
         return f"{source} does not fit {name}: {hint} ({reason})"
     return f"{name} with {source or 'its own weights'} cannot be loaded ({type(error).__name__}: {reason})"
 
 
-def _trained_model(source: str | None) -> str | None:
-    """The model that the run folder of a checkpoint names."""
-    return _run_parameters(source).get("model")
-
-
 def _run_parameters(source: str | None) -> dict[str, str]:
-    """OpenCLIP's ``params.txt`` of a checkpoint's run folder; empty without one."""
+    """Read OpenCLIP's ``params.txt`` of a checkpoint's run folder; empty without one."""
     path = Path(source or "").parent.parent / "params.txt"
     if not path.is_file():
         return {}
@@ -212,25 +204,23 @@ def _warn_of_differences(source: str, name: str, config: Mapping[str, Any], opti
         return
     parameters = _run_parameters(source)
     trained = parameters.get("model", name)
+    differences: list[tuple[str, Any, Any]] = []
     if trained.replace("/", "-") != name.replace("/", "-"):
-        logging.warning(
-            f"{source} was trained with --model {trained} and is evaluated with --model {name}: the numbers are those of "
-            f"another model. Pass --model {trained}."
-        )
+        differences.append(("--model", trained, name))
     for option in MODEL_OPTIONS:
-        if option not in parameters:
-            continue
-        in_run, here = _literal(parameters[option]), options.get(option)
-        if _effective(option, in_run, config) != _effective(option, here, config):
-            flag = f"--{option.replace('_', '-')}"
-            logging.warning(
-                f"{source} was trained with {flag} {in_run} and is evaluated with {flag} {here}: the numbers are those of "
-                "another model. Pass the options of the run."
-            )
+        if option in parameters:
+            in_run, here = _literal(parameters[option]), options.get(option)
+            if _effective(option, in_run, config) != _effective(option, here, config):
+                differences.append((f"--{option.replace('_', '-')}", in_run, here))
+    for flag, in_run, here in differences:
+        logging.warning(
+            f"{source} was trained with {flag} {in_run} and is evaluated with {flag} {here}: the numbers are those of "
+            f"another model. Pass {flag} as in the run."
+        )
 
 
 def _literal(text: str) -> Any:
-    """A value of ``params.txt``; OpenCLIP writes one image size as 224 or as [224]."""
+    """Return a value of ``params.txt``; OpenCLIP writes one image size as 224 or as [224]."""
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -239,26 +229,24 @@ def _literal(text: str) -> Any:
 
 
 def _effective(option: str, value: Any, config: Mapping[str, Any]) -> Any:
-    """The effective value of a model option, so that a default given explicitly is no difference."""
-    if option == "force_quick_gelu":
-        return bool(value) or bool(config.get("quick_gelu"))
-    if option == "force_custom_text":
-        return bool(value) or bool(config.get("custom_text"))
-    if value is None:
-        defaults = {
-            "force_image_size": config.get("vision_cfg", {}).get("image_size"),
-            "force_context_length": config.get("text_cfg", {}).get("context_length", 77),
-            "image_mean": open_clip.OPENAI_DATASET_MEAN,
-            "image_std": open_clip.OPENAI_DATASET_STD,
-            "image_interpolation": "bicubic",
-            "image_resize_mode": "shortest",
-        }
-        value = defaults[option]
+    """Return the effective value of a model option, so that a default given explicitly is no difference."""
+    defaults = {
+        "force_quick_gelu": bool(config.get("quick_gelu")),
+        "force_custom_text": bool(config.get("custom_text")),
+        "force_image_size": config.get("vision_cfg", {}).get("image_size"),
+        "force_context_length": config.get("text_cfg", {}).get("context_length", 77),
+        "image_mean": open_clip.OPENAI_DATASET_MEAN,
+        "image_std": open_clip.OPENAI_DATASET_STD,
+        "image_interpolation": "bicubic",
+        "image_resize_mode": "shortest",
+    }
+    if value is None or value is False:
+        return defaults[option]
     return tuple(value) if isinstance(value, list) else value
 
 
 def weights_digest(model: nn.Module) -> str:
-    """SHA-256 over the names, types, shapes and bytes of all parameters and buffers."""
+    """Return the SHA-256 over the names, types, shapes and bytes of all parameters and buffers."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -267,5 +255,5 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def config_digest(config: dict[str, Any]) -> str:
-    """Short digest of anything JSON takes."""
+    """Return a short digest of anything JSON takes."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -8,13 +8,14 @@ of other runs move to ``eval_results.RUN.jsonl`` in the same folder and return w
 
 import json
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
+
+from openclip_ext.files import write_atomically
 
 from .classification import TaskResult
 from .data import fingerprint
@@ -29,7 +30,7 @@ PROTOCOL = "datacomp-2"
 
 
 @dataclass(frozen=True)
-class Run:
+class RunIdentity:
     """Identity of an evaluation besides its data: a result counts for a run only if all of this agrees.
 
     Attributes:
@@ -47,14 +48,14 @@ class Run:
     protocol: str = PROTOCOL
 
     @classmethod
-    def of(cls, loaded: LoadedModel, precision: str, any_size: bool = False) -> "Run":
-        """The run that evaluating ``loaded`` in ``precision`` is; ``any_size``: on data that need not be DataComp's."""
+    def of(cls, loaded: LoadedModel, precision: str, any_size: bool = False) -> "RunIdentity":
+        """Identify the evaluation of a model; with ``any_size``, on data that need not be DataComp's."""
         protocol = f"{PROTOCOL}-any-size" if any_size else PROTOCOL
         return cls(loaded.name, loaded.weights_sha256, config_digest(loaded.config), precision, protocol)
 
     @property
     def id(self) -> str:
-        """Short name of the run, for file names."""
+        """A short name of the run, for file names."""
         return config_digest(asdict(self))[:8]
 
 
@@ -70,7 +71,7 @@ class ResultFile:
         checkpoint: path or tag, for information; not part of the run's identity.
     """
 
-    def __init__(self, folder: str | Path, run: Run, checkpoint: str):
+    def __init__(self, folder: str | Path, run: RunIdentity, checkpoint: str):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / RESULTS_FILE
@@ -80,28 +81,24 @@ class ResultFile:
     def open(self) -> None:
         """Bring this run's earlier lines into the result file and move those of other runs out of it."""
         with self._locked():
-            current = read_results(self.path)
-            foreign = [line for line in current if not self._is_own(line)]
+            lines: dict[str, list[dict[str, Any]]] = {self.run.id: []}
+            for line in read_results(self.path):
+                lines.setdefault(_run_of(line), []).append(line)
+            own = lines.pop(self.run.id)
+            for run_id, foreign in lines.items():
+                _write(self._aside(run_id), read_results(self._aside(run_id)) + foreign)
             aside = self._aside(self.run.id)
-            own = read_results(aside) + [line for line in current if self._is_own(line)]
-            moved = _by_run(foreign)
-            for run_id, lines in moved.items():
-                _write(self._aside(run_id), read_results(self._aside(run_id)) + lines)
-            _write(self.path, own)
+            _write(self.path, read_results(aside) + own)
             aside.unlink(missing_ok=True)
-        for run_id, lines in moved.items():
+        for run_id, foreign in lines.items():
             owner = "that name no model, as DataComp's own" if run_id == UNKNOWN_RUN else "of another model or protocol"
-            logging.warning(f"{self.path} held {len(lines)} results {owner}: moved to {self._aside(run_id).name}.")
+            logging.warning(f"{self.path} held {len(foreign)} results {owner}: moved to {self._aside(run_id).name}.")
 
     def completed(self, tasks: Sequence[Task], data_dir: str | Path) -> set[str]:
-        """Keys with a result of this run, unless the data has changed since; data that was removed does not count."""
-        lines = {line["key"]: line for line in self.lines()}
-        folders = {task.key: Path(data_dir) / task.folder for task in tasks}
-        return {
-            key
-            for key, line in lines.items()
-            if key in folders and (not folders[key].is_dir() or fingerprint(folders[key]) == line.get("data"))
-        }
+        """Return keys with a result of this run, unless the data has changed since; data that was removed does not count."""
+        known = {line["key"]: line.get("data") for line in self.lines()}
+        folders = {task.key: Path(data_dir) / task.folder for task in tasks if task.key in known}
+        return {key for key, path in folders.items() if not path.is_dir() or fingerprint(path) == known[key]}
 
     def discard(self, keys: Iterable[str]) -> None:
         """Drop this run's results for some tasks."""
@@ -131,13 +128,12 @@ class ResultFile:
             _write(path, [*kept, line])
 
     def lines(self) -> list[dict[str, Any]]:
-        """This run's results."""
+        """Return this run's results."""
         lines = read_results(self._aside(self.run.id)) + read_results(self.path)
         return list({line["key"]: line for line in lines if self._is_own(line)}.values())
 
     def _is_own(self, line: dict[str, Any]) -> bool:
-        run = line.get("run", {})
-        return all(run.get(name) == value for name, value in asdict(self.run).items())
+        return _run_of(line) == self.run.id
 
     def _aside(self, run_id: str) -> Path:
         return self.path.with_suffix(f".{run_id}.jsonl")
@@ -147,7 +143,7 @@ class ResultFile:
 
 
 def read_results(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a result file, ours or DataComp's own, NaN as None; others are left out with a warning."""
+    """Read the lines of a result file, ours or DataComp's own, NaN as None; others are left out with a warning."""
     path = Path(path)
     if not path.is_file():
         return []
@@ -166,19 +162,13 @@ def read_results(path: str | Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _by_run(lines: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    runs: dict[str, list[dict[str, Any]]] = {}
-    for line in lines:
-        run = {name: value for name, value in line.get("run", {}).items() if name != "checkpoint"}
-        runs.setdefault(config_digest(run)[:8] if run else UNKNOWN_RUN, []).append(line)
-    return runs
+def _run_of(line: dict[str, Any]) -> str:
+    """Return the identity of a line's run, as `RunIdentity.id` gives it."""
+    run = {name: value for name, value in line.get("run", {}).items() if name != "checkpoint"}
+    return config_digest(run)[:8] if run else UNKNOWN_RUN
 
 
 def _write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as stream:
-        # A NaN would be written as NaN, which is not JSON: an error here rather than an unreadable file.
-        stream.writelines(json.dumps(line, allow_nan=False) + "\n" for line in lines)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
+    # A NaN would be written as NaN, which is not JSON: an error here rather than an unreadable file.
+    content = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+    write_atomically(path, lambda stream: stream.write(content.encode()))

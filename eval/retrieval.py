@@ -12,8 +12,8 @@ from torch import Tensor
 from openclip_ext.retrieval import ranks_of_best_match
 
 from .classification import TaskResult
-from .data import DataError, SampleFormat, Skipped, find_shards, read_lines
-from .features import Encoder
+from .data import Batch, DataError, SampleFormat, find_shards, read_lines
+from .features import Collected, Encoder
 from .metrics import Metrics, jaccard
 from .tasks import Task
 
@@ -27,16 +27,17 @@ _FORMAT_WITH_CAPTIONS = SampleFormat(captions=True, convert_first=False)
 
 
 def evaluate_retrieval(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Recall at 1, 5, 10 of images for captions and of captions for images.
+    """Compute recall at 1, 5, 10 of images for captions and of captions for images.
 
     Raises:
         DataError: for data that must not be scored.
     """
     check_dataset_type(folder, "retrieval")
-    images, keys, captions, skipped = _encode_images(task, folder, encoder, _FORMAT_WITH_CAPTIONS, task.size)
-    texts = encoder.encode_texts([caption for own in captions for caption in own])
-    owners = torch.repeat_interleave(torch.tensor([len(own) for own in captions])).to(texts.device)
-    return TaskResult(retrieval_metrics(images, texts, owners), len(keys), len(keys) + len(skipped), skipped)
+    found = _encode_images(task, folder, encoder, _FORMAT_WITH_CAPTIONS, task.size)
+    texts = encoder.encode_texts([caption for own in found.captions for caption in own])
+    owners = torch.repeat_interleave(torch.tensor([len(own) for own in found.captions])).to(texts.device)
+    metrics = retrieval_metrics(found.values["image"], texts, owners)
+    return TaskResult(metrics, len(found.keys), len(found.keys) + len(found.skipped), found.skipped)
 
 
 def check_dataset_type(folder: Path, expected: str) -> None:
@@ -51,35 +52,18 @@ def check_dataset_type(folder: Path, expected: str) -> None:
         raise DataError(f"{path} says {found!r}, expected {expected!r}.")
 
 
-def _encode_images(
-    task: Task, folder: Path, encoder: Encoder, spec: SampleFormat, total: int | None
-) -> tuple[Tensor, list[str], list[list[str]], list[Skipped]]:
-    """Embeddings ``(N, d)``, keys and captions in the order on disk, and the skipped samples."""
-    order: list[Tensor] = []
-    features: list[Tensor] = []
-    keys: list[str] = []
-    captions: list[list[str]] = []
-    skipped: list[Skipped] = []
-    with encoder.progress(total, task.name, "image") as bar:
-        for batch in encoder.batches(find_shards(folder), spec):
-            skipped += batch.skipped
-            if not batch.keys:
-                continue
-            features.append(encoder.encode_images(batch.images, autocast=True))
-            order.append(batch.order)
-            keys += batch.keys
-            captions += batch.captions
-            bar.update(len(batch.keys))
-    if not order:
-        raise DataError(f"No image to score in {task.folder}; {skipped[0] if skipped else 'the shards are empty'}.")
-    on_disk = torch.cat(order).argsort()
-    rows = on_disk.tolist()
-    embeddings = torch.cat(features)[on_disk.to(encoder.device)]
-    return embeddings, [keys[row] for row in rows], [captions[row] for row in rows], sorted(skipped)
+def _encode_images(task: Task, folder: Path, encoder: Encoder, spec: SampleFormat, total: int | None) -> Collected:
+    """Compute the ``image`` embeddings ``(N, d)`` of a data set."""
+    batches = encoder.batches(find_shards(folder), spec)
+
+    def compute(batch: Batch) -> dict[str, Tensor]:
+        return {"image": encoder.encode_images(batch.images, autocast=True)}
+
+    return encoder.collect(batches, compute, task.folder, total)
 
 
 def retrieval_metrics(images: Tensor, texts: Tensor, owners: Tensor) -> Metrics:
-    """``{image,text}_retrieval_recall@{1,5,10}`` and ``mean_recall@1``.
+    """Compute ``{image,text}_retrieval_recall@{1,5,10}`` and ``mean_recall@1``.
 
     Args:
         images: ``(N, d)`` unit embeddings.
@@ -123,7 +107,7 @@ class Instance:
 
 
 def read_instances(folder: Path) -> list[Instance]:
-    """The lines of ``instances.jsonl``.
+    """Read the lines of ``instances.jsonl``.
 
     Raises:
         DataError: for a missing file or a line that is no instance.
@@ -147,7 +131,7 @@ def read_instances(folder: Path) -> list[Instance]:
 
 
 def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Jaccard index of the k images nearest to the cue, k = number of associations.
+    """Compute the Jaccard index of the k images nearest to the cue, k = number of associations.
 
     Every distinct image and cue is encoded once, though most occur in many instances. An instance with an image that
     does not decode is skipped.
@@ -157,9 +141,9 @@ def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: boo
     """
     check_dataset_type(folder, "winogavil")
     instances = read_instances(folder)
-    images, keys, _, skipped = _encode_images(task, folder, encoder, _FORMAT, total=None)
-    rows = {key: row for row, key in enumerate(keys)}
-    undecoded = {entry.key for entry in skipped}
+    found = _encode_images(task, folder, encoder, _FORMAT, total=None)
+    images, rows = found.values["image"], {key: row for row, key in enumerate(found.keys)}
+    undecoded = {entry.key for entry in found.skipped}
     usable = []
     for number, instance in enumerate(instances, start=1):
         lacking = [key for key in instance.candidates if key not in rows]
@@ -169,24 +153,19 @@ def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: boo
         if not lacking:
             usable.append(instance)
     if not usable:
-        raise DataError(f"No instance in {task.folder} has all its images; {skipped[0]}.")
+        raise DataError(f"No instance in {task.folder} has all its images; {found.skipped[0]}.")
     cues = encoder.encode_texts([instance.prompt for instance in usable])
-    scores = [
-        _instance_score(instance, (images[[rows[key] for key in instance.candidates]] @ cue).cpu().numpy())
-        for instance, cue in zip(usable, cues, strict=True)
-    ]
+    scores = []
+    for instance, cue in zip(usable, cues, strict=True):
+        similarities = (images[[rows[key] for key in instance.candidates]] @ cue).cpu().numpy()
+        nearest = np.argsort(-similarities, kind="stable")[: len(instance.associations)]
+        scores.append(jaccard({instance.candidates[place] for place in nearest}, set(instance.associations)))
     metrics = winogavil_metrics(scores, [len(instance.candidates) for instance in usable])
-    return TaskResult(metrics, len(usable), len(instances), skipped)
-
-
-def _instance_score(instance: Instance, similarities: np.ndarray) -> float:
-    """Jaccard index of one instance."""
-    nearest = np.argsort(-similarities, kind="stable")[: len(instance.associations)]
-    return jaccard({instance.candidates[place] for place in nearest}, set(instance.associations))
+    return TaskResult(metrics, len(usable), len(instances), found.skipped)
 
 
 def winogavil_metrics(scores: Sequence[float], candidates: Sequence[int]) -> Metrics:
-    """Mean Jaccard index overall and by number of candidates; None if there are no such instances."""
+    """Average the Jaccard index overall and by number of candidates; None if there are no such instances."""
     values, counts = np.asarray(scores), np.asarray(candidates)
     chosen: dict[str, np.ndarray] = {
         "avg_jaccard_score": np.full(len(values), True),

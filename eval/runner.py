@@ -17,7 +17,7 @@ MAX_SKIPPED_SHARE = 0.01
 
 EVALUATORS: dict[str, Callable[[Task, Path, Encoder, bool], TaskResult]] = {
     "classification": evaluate_classification,
-    **dict.fromkeys(GROUPED, evaluate_classification),
+    **dict.fromkeys(("iwildcam", *GROUPED), evaluate_classification),
     "faces": evaluate_faces,
     "retrieval": evaluate_retrieval,
     "winogavil": evaluate_winogavil,

@@ -10,13 +10,14 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import open_clip
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
@@ -31,11 +32,15 @@ from openclip_ext.data.shapes.scene import (
     describe,
 )
 from openclip_ext.model_configs import add_model_configs
+from openclip_ext.retrieval import ranks_of_best_match
 
 from .data import read_shard
+from .features import Encoder
 from .models import ImageTextModel, LoadedModel, load_model
 
 MAX_CANDIDATES = 1000
+# A class is described without a place, and on every background.
+_PLACES = ("", *(f" on {background}" for background in BACKGROUNDS))
 Tokenizer = Callable[[list[str]], Tensor]
 Preprocess = Callable[[Image.Image], Tensor]
 
@@ -83,26 +88,26 @@ class ShapesEvaluator:
         self.doubles = [number for number, sample in enumerate(self.samples) if sample.scene.relation is not None]
         self.captions = [sample.caption for sample in self.samples[:MAX_CANDIDATES]]
 
-    @torch.no_grad()
     def run(self, model: nn.Module) -> dict[str, float]:
-        """Accuracies between 0 and 1 of an OpenCLIP model; its training mode is restored afterwards."""
-        return self._run(cast(ImageTextModel, model))
-
-    def _run(self, model: ImageTextModel) -> dict[str, float]:
+        """Return accuracies between 0 and 1 of an OpenCLIP model; its training mode is restored afterwards."""
         was_training = model.training
         model.eval()
+        device = next(model.parameters()).device
+        encoder = Encoder(
+            cast(ImageTextModel, model), self.preprocess, self.tokenizer, device, batch_size=self.batch_size
+        )
         try:
-            images = self._encode_images(model)
+            images = torch.cat([encoder.encode_images(batch) for batch in self.images(model)])
             return {
-                **self._classify(model, images[self.singles]),
-                "relation-top1": self._tell_relations(model, images[self.doubles]),
-                **self._retrieve(model, images[: len(self.captions)]),
+                **self._classify(encoder, images[self.singles]),
+                "relation-top1": self._tell_relations(encoder, images[self.doubles]),
+                **self._retrieve(encoder, images[: len(self.captions)]),
             }
         finally:
             model.train(was_training)
 
     def chance(self) -> dict[str, float]:
-        """Score of guessing in each metric of `run`."""
+        """Return the score of guessing in each metric of `run`."""
         matches = sum(self.captions.count(caption) for caption in self.captions)
         recall = matches / len(self.captions) ** 2
         return {
@@ -115,74 +120,50 @@ class ShapesEvaluator:
             "text-to-image-R@1": recall,
         }
 
-    def _classify(self, model: ImageTextModel, images: Tensor) -> dict[str, float]:
+    def _classify(self, encoder: Encoder, images: Tensor) -> dict[str, float]:
         items = [self.samples[number].scene.items[0] for number in self.singles]
-        hit = self._zero_shot(model, images, PAIRS, lambda pair: f"{pair[1]} {pair[0]}", [item.pair for item in items])
-        held_out = torch.tensor([item.pair in HELD_OUT_PAIRS for item in items], device=hit.device)
-        shape = self._zero_shot(model, images, SHAPES, str, [item.shape for item in items])
-        color = self._zero_shot(model, images, COLORS, lambda name: f"{name} shape", [item.color for item in items])
+
+        def hits(phrases: dict[Any, str], truth: list[Any]) -> Tensor:
+            """Return whether each image is nearest to the class it belongs to, ``(N,)``; ``phrases`` describe the classes."""
+            prompts = [f"{_with_article(phrase)}{place}" for phrase in phrases.values() for place in _PLACES]
+            weights = F.normalize(encoder.encode_texts(prompts).unflatten(0, (-1, len(_PLACES))).mean(dim=1), dim=-1)
+            wanted = torch.tensor([list(phrases).index(name) for name in truth], device=images.device)
+            return ((images @ weights.T).argmax(dim=1) == wanted).double()
+
+        both = hits({pair: f"{pair[1]} {pair[0]}" for pair in PAIRS}, [item.pair for item in items])
+        held_out = torch.tensor([item.pair in HELD_OUT_PAIRS for item in items], device=both.device)
+        shape = hits({name: name for name in SHAPES}, [item.shape for item in items])
+        color = hits({name: f"{name} shape" for name in COLORS}, [item.color for item in items])
         return {
-            "shape-top1": _mean(shape),
-            "color-top1": _mean(color),
-            "shape-color-top1": _mean(hit),
-            "held-out-top1": _mean(hit[held_out]),
+            "shape-top1": shape.mean().item(),
+            "color-top1": color.mean().item(),
+            "shape-color-top1": both.mean().item(),
+            "held-out-top1": both[held_out].mean().item(),
         }
 
-    def _zero_shot(
-        self,
-        model: ImageTextModel,
-        images: Tensor,
-        classes: Sequence[Any],
-        phrase: Callable[[Any], str],
-        truth: list[Any],
-    ) -> Tensor:
-        """Whether each image ``(N, d)`` is nearest to the class it belongs to, ``(N,)`` bool."""
-        weights = open_clip.build_zero_shot_classifier(
-            model,
-            self.tokenizer,
-            classnames=[phrase(name) for name in classes],
-            templates=[_with_article, *(_on(background) for background in BACKGROUNDS)],
-            num_classes_per_batch=max(1, self.batch_size // (len(BACKGROUNDS) + 1)),
-            device=images.device,
-        )
-        wanted = torch.tensor([classes.index(name) for name in truth], device=images.device)
-        return (images @ weights.to(images)).argmax(dim=1) == wanted
-
-    def _tell_relations(self, model: ImageTextModel, images: Tensor) -> float:
-        """How often the caption with the true relation beats the same caption with the three others."""
+    def _tell_relations(self, encoder: Encoder, images: Tensor) -> float:
+        """Return how often the caption with the true relation beats the same caption with the three others."""
         scenes = [self.samples[number].scene for number in self.doubles]
-        texts = self._encode_texts(model, [describe(scene, relation) for scene in scenes for relation in RELATIONS])
-        scores = torch.einsum("nd,nrd->nr", images, texts.view(len(scenes), len(RELATIONS), -1))
+        texts = encoder.encode_texts([describe(scene, relation) for scene in scenes for relation in RELATIONS])
+        scores = torch.einsum("nd,nrd->nr", images, texts.unflatten(0, (-1, len(RELATIONS))))
         wanted = torch.tensor([RELATIONS.index(scene.relation) for scene in scenes], device=scores.device)
-        return _mean(scores.argmax(dim=1) == wanted)
+        return (scores.argmax(dim=1) == wanted).double().mean().item()
 
-    def _retrieve(self, model: ImageTextModel, images: Tensor) -> dict[str, float]:
-        scores = images @ self._encode_texts(model, self.captions).T
-        return {
-            "image-to-text-R@1": self._recall_at_1(scores),
-            "text-to-image-R@1": self._recall_at_1(scores.T),
-        }
-
-    def _recall_at_1(self, scores: Tensor) -> float:
-        """Share of the rows whose best column has the row's caption; equal captions are equally right."""
-        best = scores.argmax(dim=1).tolist()
-        hits = sum(self.captions[row] == self.captions[column] for row, column in enumerate(best))
-        return hits / len(best)
+    def _retrieve(self, encoder: Encoder, images: Tensor) -> dict[str, float]:
+        """Return recall at 1; equal captions are equally right."""
+        texts = encoder.encode_texts(self.captions)
+        labels = torch.tensor([self.captions.index(caption) for caption in self.captions], device=texts.device)
+        ways = {"image-to-text-R@1": (images, texts), "text-to-image-R@1": (texts, images)}
+        ranks = {name: ranks_of_best_match(*way, labels, labels, ties_by_index=True) for name, way in ways.items()}
+        return {name: (found == 0).double().mean().item() for name, found in ranks.items()}
 
     def images(self, model: nn.Module) -> Iterator[Tensor]:
-        """Batches ``(b, 3, H, W)`` of all samples' images, in order, where and as the model wants them."""
+        """Yield batches ``(b, 3, H, W)`` of all samples' images, in order, where and as the model wants them."""
         parameter = next(model.parameters())
-        for batch in _batches(self.samples, self.batch_size):
-            images = [self.preprocess(Image.open(io.BytesIO(sample.png)).convert("RGB")) for sample in batch]
+        for start in range(0, len(self.samples), self.batch_size):
+            samples = self.samples[start : start + self.batch_size]
+            images = [self.preprocess(Image.open(io.BytesIO(sample.png)).convert("RGB")) for sample in samples]
             yield torch.stack(images).to(parameter.device, parameter.dtype)
-
-    def _encode_images(self, model: ImageTextModel) -> Tensor:
-        return torch.cat([model.encode_image(batch, normalize=True).float() for batch in self.images(model)])
-
-    def _encode_texts(self, model: ImageTextModel, texts: list[str]) -> Tensor:
-        device = next(model.parameters()).device
-        tokens = [self.tokenizer(list(batch)).to(device) for batch in _batches(texts, self.batch_size)]
-        return torch.cat([model.encode_text(batch, normalize=True).float() for batch in tokens])
 
 
 def read_samples(data_dir: Path) -> list[ShapesSample]:
@@ -218,29 +199,14 @@ def _read_shard(shard: Path) -> Iterator[ShapesSample]:
             raise ValueError(f"{shard}: sample {key} is not one of the demo set, {error} is missing") from error
 
 
-def _batches(sequence: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    return (sequence[first : first + size] for first in range(0, len(sequence), size))
-
-
 def _with_article(words: str) -> str:
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
-
-
-def _on(background: str) -> Callable[[str], str]:
-    return lambda words: f"{_with_article(words)} on {background}"
-
-
-def _mean(hits: Tensor) -> float:
-    return hits.double().mean().item()
 
 
 def evaluate(
     model_name: str, checkpoint: str | None, data_dir: str, batch_size: int, device: str, seed: int = 0
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Score a checkpoint (see :func:`eval.models.load_model`), or without one random weights.
-
-    Returns:
-        The metrics, and the scores of guessing.
+    """Score a checkpoint, or without one random weights; return the metrics, and the scores of guessing.
 
     Raises:
         ValueError: no such checkpoint, or of another model; not the demo set's test split.
@@ -251,7 +217,7 @@ def evaluate(
 
 
 def untrained(model_name: str, device: str, seed: int = 0) -> LoadedModel:
-    """A model with random weights."""
+    """Make a model with random weights."""
     torch.manual_seed(seed)
     logging.disable(logging.WARNING)  # OpenCLIP warns that the weights are random
     try:
@@ -265,7 +231,7 @@ def untrained(model_name: str, device: str, seed: int = 0) -> LoadedModel:
 
 
 def format_table(columns: dict[str, dict[str, float]]) -> str:
-    """A Markdown table: a row a metric, a column a model."""
+    """Format a Markdown table: a row a metric, a column a model."""
     width = max(map(len, _TITLES.values()))
     lines = [f"| {'':{width}} | " + " | ".join(f"{title:>9}" for title in columns) + " |"]
     lines.append(f"|:{'-' * width}-|" + "|".join("-" * 10 + ":" for _ in columns) + "|")
@@ -275,6 +241,7 @@ def format_table(columns: dict[str, dict[str, float]]) -> str:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.shapes",
         description="Zero-shot classification and retrieval on the demo set's test split.",
@@ -293,13 +260,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the command; a wrong folder or checkpoint ends it with one sentence."""
     args = parse_args(argv)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     if args.checkpoint and not Path(args.checkpoint).is_file():
         sys.exit(f"error: no checkpoint at {args.checkpoint}")
     add_model_configs()
     columns: dict[str, dict[str, float]] = {}
-    chance: dict[str, float] = {}
     checkpoints = {"trained": args.checkpoint} if args.checkpoint else {}
     if args.untrained or not args.checkpoint:
         checkpoints["untrained"] = None

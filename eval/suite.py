@@ -1,14 +1,13 @@
 """DataComp's tasks as an evaluator during training (``--eval-suite quick|full``)."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from .data import MissingDataError, task_folder
 from .features import Encoder, resolve_precision
 from .models import ImageTextModel
 from .runner import evaluate_task
@@ -24,8 +23,9 @@ class DataCompSuite:
         tasks: those whose data is there.
     """
 
-    def __init__(self, tasks: list[Task], data_dir: Path, any_size: bool, **encoder_options: Any):
-        self.name = "datacomp"
+    name = "datacomp"
+
+    def __init__(self, tasks: Sequence[Task], data_dir: Path, any_size: bool, encoder_options: dict[str, Any]):
         self.tasks = tasks
         self._data_dir = data_dir
         self._any_size = any_size
@@ -42,28 +42,23 @@ class DataCompSuite:
         """
         was_training = model.training
         model.eval()
+        # A new encoder every time: the class embeddings of the last call belong to other weights.
+        encoder = Encoder(cast(ImageTextModel, model), **self._encoder_options)
+        scores = {}
         try:
-            # A new encoder every time: the class embeddings of the last call belong to other weights.
-            scores = self._scores(Encoder(cast(ImageTextModel, model), **self._encoder_options))
+            for task in self.tasks:
+                try:
+                    value = evaluate_task(task, self._data_dir, encoder, self._any_size).metrics["main_metric"]
+                except Exception as error:
+                    logging.error(f"{task.name} could not be evaluated and is left out: {error}")
+                    continue
+                if value is not None:  # no group to take the metric over
+                    scores[task.key] = value
         finally:
             model.train(was_training)
-        complete = {average.title: average.value for average in averages(scores) if average.value is not None}
-        return {
-            **{f"{self.name}/{key}": value for key, value in scores.items()},
-            **{f"{self.name}/average/{title}": value for title, value in complete.items()},
-        }
-
-    def _scores(self, encoder: Encoder) -> dict[str, float]:
-        scores = {}
-        for task in self.tasks:
-            try:
-                value = evaluate_task(task, self._data_dir, encoder, self._any_size).metrics["main_metric"]
-            except Exception as error:
-                logging.error(f"{task.name} could not be evaluated and is left out: {error}")
-                continue
-            if value is not None:  # no group to take the metric over
-                scores[task.key] = value
-        return scores
+        complete = {f"average/{average.title}": average.value for average in averages(scores)}
+        found = {**scores, **{title: value for title, value in complete.items() if value is not None}}
+        return {f"{self.name}/{key}": value for key, value in found.items()}
 
 
 def build_suite(
@@ -78,7 +73,7 @@ def build_suite(
     workers: int = 4,
     any_size: bool = False,
 ) -> list[DataCompSuite]:
-    """Evaluators for training, each with ``name`` and ``run(model) -> dict[str, float]``.
+    """Build evaluators for training, each with ``name`` and ``run(model) -> dict[str, float]``.
 
     Args:
         suite: ``quick`` (six tasks, 40,754 images), ``full`` (the 38 with a main metric), or another name of
@@ -97,23 +92,19 @@ def build_suite(
     """
     if suite not in SUITES:
         raise ValueError(f"There is no suite {suite!r}; --eval-suite takes {', '.join(SUITES)}.")
-    tasks, missing = [], []
-    for task in select_tasks([suite]):
-        if task.main_metric is None:
-            continue
-        try:
-            task_folder(task, data_dir)
-            tasks.append(task)
-        except MissingDataError:
-            missing.append(task.name)
+    wanted = [task for task in select_tasks([suite]) if task.main_metric is not None]
+    tasks = [task for task in wanted if (Path(data_dir) / task.folder).is_dir()]
+    missing = ", ".join(task.name for task in wanted if task not in tasks)
     if not tasks:
-        raise ValueError(f"{data_dir} holds no data set of the suite {suite!r}: none of {', '.join(missing)}.")
+        raise ValueError(f"{data_dir} holds no data set of the suite {suite!r}: none of {missing}.")
     if missing:
-        logging.warning(f"The suite {suite!r} is incomplete in {data_dir}; missing: {', '.join(missing)}.")
-    options = {"preprocess": preprocess, "tokenizer": tokenizer, "batch_size": batch_size, "workers": workers}
-    device = torch.device(device)
-    return [
-        DataCompSuite(
-            tasks, Path(data_dir), any_size, device=device, precision=resolve_precision(precision, device), **options
-        )
-    ]
+        logging.warning(f"The suite {suite!r} is incomplete in {data_dir}; missing: {missing}.")
+    options = {
+        "preprocess": preprocess,
+        "tokenizer": tokenizer,
+        "device": torch.device(device),
+        "precision": resolve_precision(precision, device),
+        "batch_size": batch_size,
+        "workers": workers,
+    }
+    return [DataCompSuite(tasks, Path(data_dir), any_size, options)]

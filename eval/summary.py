@@ -31,23 +31,19 @@ class Average:
 
 
 def _names(keys: Sequence[str], most: int = 5) -> str:
-    """The first few names of tasks, and how many more there are."""
+    """Return the first few names of tasks, and how many more there are."""
     names = ", ".join(TASKS[key].name for key in keys[:most])
     return f"{names} and {len(keys) - most} more" if len(keys) > most else names
 
 
 def main_metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Main metric by key, of the lines of a result file that have one."""
+    """Return the main metric by key, of the lines of a result file that have one."""
     scores = {line["key"]: line["metrics"].get("main_metric") for line in lines}
     return {key: value for key, value in scores.items() if value is not None}
 
 
 def averages(scores: Mapping[str, float]) -> list[Average]:
-    """All groups' averages.
-
-    Args:
-        scores: main metric by key.
-    """
+    """Average the main metrics, given by key, over every group of tasks."""
     found = []
     for title, keys in GROUPS.items():
         missing = tuple(key for key in keys if key not in scores)
@@ -56,10 +52,8 @@ def averages(scores: Mapping[str, float]) -> list[Average]:
     return found
 
 
-def summary(
-    lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missing: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Content of ``eval_summary.json``.
+def summary(lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missing: Sequence[str]) -> dict[str, Any]:
+    """Return the content of ``eval_summary.json``.
 
     Args:
         lines: lines of the result file.
@@ -68,11 +62,7 @@ def summary(
     """
     return {
         "averages": {
-            average.title: {
-                "value": average.value,
-                "tasks": average.total,
-                "missing": list(average.missing),
-            }
+            average.title: {"value": average.value, "tasks": average.total, "missing": list(average.missing)}
             for average in averages(main_metrics(lines))
         },
         "main_metrics": {line["key"]: line["metrics"].get("main_metric") for line in lines},
@@ -84,44 +74,34 @@ def summary(
 
 
 def has_other_size(line: Mapping[str, Any]) -> bool:
-    """Whether a result comes from data of another size than DataComp's (``--allow-size-mismatch``)."""
+    """Return whether a result comes from data of another size than DataComp's (``--allow-size-mismatch``)."""
     task = TASKS.get(line["key"])
     return task is not None and line.get("found", task.size) != task.size
 
 
-def missing_text(missing: Sequence[str], data_dir: Path) -> list[str]:
-    """One line that names the tasks without data, and how to fetch them; none if there are none."""
-    if not missing:
-        return []
-    tasks = f" --tasks {' '.join(missing)}" if len(missing) <= 5 else ""
-    return [
-        f"\nNot in {data_dir} ({len(missing)}): {_names(missing)}; fetch with "
-        f"`python -m {__package__}.download --data-dir {data_dir}{tasks}`."
-    ]
-
-
-def summary_text(lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str]) -> str:
-    """Text printed at the end: the main metric of every task, the averages, and failures."""
+def summary_text(
+    lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missing: Sequence[str], data_dir: Path
+) -> str:
+    """Return the text printed at the end: the main metric of every task, the averages, and what is not evaluated."""
     by_key = {line["key"]: line for line in lines}
     text = ["", f"{'task':26} {'main metric':22} {'value':>8}"]
-    for key, task in TASKS.items():
-        if key in by_key:
-            value = by_key[key]["metrics"].get("main_metric")
-            shown = "-" if value is None else f"{value:.4f}"
-            text.append(f"{task.name:26} {task.main_metric or 'none':22} {shown:>8}")
-    text.append("")
-    text += [f"{average.title}: {average}" for average in averages(main_metrics(lines))]
-    other_sizes = [line["key"] for line in lines if has_other_size(line)]
-    if other_sizes:
-        text.append(
-            f"\nNot DataComp's data (other sizes), so not DataComp's numbers: {len(other_sizes)} tasks, "
-            f"{_names(other_sizes)}"
-        )
-    skipped = {line["dataset"]: line["skipped"] for line in lines if line.get("skipped")}
-    for name, entries in skipped.items():
-        text.append(f"\n{name}: {len(entries)} images do not decode and are left out:")
-        text += [f"  {entry}" for entry in entries[:10]]
+    for task in (task for key, task in TASKS.items() if key in by_key):
+        value = by_key[task.key]["metrics"].get("main_metric")
+        text.append(f"{task.name:26} {task.main_metric or 'none':22} {'-' if value is None else f'{value:.4f}':>8}")
+    text += ["", *(f"{average.title}: {average}" for average in averages(main_metrics(lines)))]
+    other = [line["key"] for line in lines if has_other_size(line)]
+    if other:
+        size = "other sizes), so not DataComp's numbers"
+        text.append(f"\nNot DataComp's data ({size}: {len(other)} tasks, {_names(other)}")
+    for line in lines:
+        if skipped := line.get("skipped"):
+            text.append(f"\n{line['dataset']}: {len(skipped)} images do not decode and are left out:")
+            text += [f"  {entry}" for entry in skipped[:10]]
     if failed:
         text.append("\nNot evaluated:")
         text += [f"  {TASKS[key].name}: {reason}" for key, reason in failed.items()]
+    if missing:
+        command = f"python -m {__package__}.download --data-dir {data_dir}"
+        tasks = f" --tasks {' '.join(missing)}" if len(missing) <= 5 else ""
+        text.append(f"\nNot in {data_dir} ({len(missing)}): {_names(missing)}; fetch with `{command}{tasks}`.")
     return "\n".join(text)

@@ -1,4 +1,4 @@
-"""Encoding texts without their padding.
+"""Encode texts without their padding.
 
 OpenCLIP pads every text to the context length of 77 tokens; a prompt has about 15. A causal text tower that pools at the
 end-of-text token ignores all later tokens, so they can be cut off.
@@ -25,10 +25,6 @@ _AGREEMENT = {torch.float16: 0.999, torch.bfloat16: 0.99}
 _AGREEMENT_IN_FLOAT32 = 1 - 1e-5
 
 
-# Prefix of its parameters' names, and the tower.
-_Tower = tuple[str, nn.Module]
-
-
 class TextEncoder:
     """``model.encode_text`` on only as many tokens as the longest text of the batch has.
 
@@ -45,37 +41,35 @@ class TextEncoder:
         self._checked = False
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """``(B, context_length)`` int64 -> ``(B, d)``."""
-        length = self._needed_length(tokens)
-        if self._tower is not None and length < tokens.shape[1] and not self._checked:
+        """Encode ``(B, context_length)`` int64 to ``(B, d)``."""
+        longest = int(self.lengths(tokens).max())
+        length = min(-(-longest // _STEP) * _STEP, tokens.shape[1])
+        if length < tokens.shape[1] and not self._checked:
             self._checked = True
-            if not self._agrees(self._tower, tokens[:_CHECKED_TEXTS], length):
+            if not self._agrees(tokens[:_CHECKED_TEXTS], length):
                 logger.warning("This text tower gives other embeddings without padding: texts are encoded whole.")
                 self._tower = None
         if length == tokens.shape[1] or self._tower is None:
             return self._model(tokens)
-        return self._cut(self._tower, tokens, length)
+        return self._cut(tokens, length)
 
     def lengths(self, tokens: Tensor) -> Tensor:
-        """Tokens that each text needs: ``(B, context_length)`` int64 -> ``(B,)`` int64."""
+        """Count the tokens that each text needs: ``(B, context_length)`` int64 -> ``(B,)`` int64."""
         if self._tower is None:
             return torch.full((len(tokens),), tokens.shape[1], device=tokens.device)
         # The end-of-text token has the largest number; that is how the tower itself finds it.
         return tokens.argmax(dim=-1) + 1
 
-    def _needed_length(self, tokens: Tensor) -> int:
-        longest = int(self.lengths(tokens).max())
-        return min(-(-longest // _STEP) * _STEP, tokens.shape[1])
-
-    def _cut(self, tower: _Tower, tokens: Tensor, length: int) -> Tensor:
-        prefix, module = tower
+    def _cut(self, tokens: Tensor, length: int) -> Tensor:
+        assert self._tower is not None, "others encode whole texts"
+        prefix, module = self._tower
         replaced = {f"model.{prefix}{name}": value for name, value in cut_positions(module, length).items()}
         return functional_call(self._model, replaced, (tokens[:, :length],))
 
-    def _agrees(self, tower: _Tower, tokens: Tensor, length: int) -> bool:
+    def _agrees(self, tokens: Tensor, length: int) -> bool:
         whole = self._model(tokens)
         try:
-            cut = self._cut(tower, tokens, length)
+            cut = self._cut(tokens, length)
         except (RuntimeError, ValueError):  # shapes that this tower cannot take
             return False
         least = _AGREEMENT.get(whole.dtype, _AGREEMENT_IN_FLOAT32)

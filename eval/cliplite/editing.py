@@ -14,17 +14,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from ..command_line import ModelArguments, add_model_arguments, load_encoder
+from ..command_line import add_model_arguments, load_encoder
 from ..data import read_lines
 from ..features import Encoder
-from ..models import LoadedModel
 from .image_files import list_images, read_images
 
 # The concept of the paper: gender. The first two pairs and the first template are its examples.
@@ -42,6 +39,9 @@ PAIRS = (
 )
 TEMPLATES = ("I am a {c}.", "a photo of a {c}.", "this person is a {c}.")
 
+# Side of the queries -> group of images -> mean alignment "original", with the concept removed ("neutral"), and "delta".
+AlignmentTable = dict[str, dict[str, dict[str, float]]]
+
 
 @dataclass(frozen=True)
 class Subspace:
@@ -57,7 +57,7 @@ class Subspace:
 
 
 def concept_subspace(first: Tensor, second: Tensor, components: int = 1) -> Subspace:
-    """The directions in which paired prompts differ most.
+    """Find the directions in which paired prompts differ most.
 
     Args:
         first: ``(n, d)``, embeddings of one side's prompts.
@@ -85,32 +85,14 @@ def concept_subspace(first: Tensor, second: Tensor, components: int = 1) -> Subs
 
 
 def remove(features: Tensor, subspace: Subspace) -> Tensor:
-    """``h - sum_j <h, v_j> v_j``: the features without the concept. They are not brought back to unit length.
-
-    Args:
-        features: ``(n, d)``.
-        subspace: in ``d`` dimensions.
-    """
+    """Return ``h - sum_j <h, v_j> v_j``: features ``(n, d)`` without the concept, not brought back to unit length."""
     return features - features @ subspace.basis.T @ subspace.basis
-
-
-@dataclass(frozen=True)
-class Alignment:
-    """Mean alignment of one group's best images with one side's queries, as they are and with the concept removed."""
-
-    original: float
-    neutral: float
-
-    @property
-    def delta(self) -> float:
-        """Contribution of the concept."""
-        return self.original - self.neutral
 
 
 def alignment_table(
     queries: Mapping[str, Tensor], images: Mapping[str, Tensor], subspace: Subspace, top: int = 10
-) -> dict[str, dict[str, Alignment]]:
-    """Table 6 of CLIP-Lite.
+) -> AlignmentTable:
+    """Compute Table 6 of CLIP-Lite: the mean over queries of the mean over their ``top`` images.
 
     Args:
         queries: side -> ``(q, d)``, unit embeddings of its prompts.
@@ -118,50 +100,36 @@ def alignment_table(
         subspace: the concept.
         top: images retrieved for a query, from each group on its own.
 
-    Returns:
-        side -> group -> alignment, the mean over queries of the mean over the ``top`` images.
-
     Raises:
         ValueError: if a group has fewer than ``top`` images.
     """
-    for group, features in images.items():
-        if len(features) < top:
-            raise ValueError(f"group {group} has {len(features)} images, but {top} are to be retrieved for each query")
 
     def mean_of_best(prompts: Tensor, features: Tensor) -> float:
         return float((prompts @ features.T).topk(top, dim=1).values.mean())
 
-    neutral = {group: remove(features, subspace) for group, features in images.items()}
-    return {
-        side: {
-            group: Alignment(mean_of_best(prompts, images[group]), mean_of_best(prompts, neutral[group]))
-            for group in images
-        }
-        for side, prompts in queries.items()
-    }
+    table: AlignmentTable = {side: {} for side in queries}
+    for group, features in images.items():
+        if len(features) < top:
+            raise ValueError(f"group {group} has {len(features)} images, but {top} are to be retrieved for each query")
+        edited = remove(features, subspace)
+        for side, prompts in queries.items():
+            original, neutral = mean_of_best(prompts, features), mean_of_best(prompts, edited)
+            table[side][group] = {"original": original, "neutral": neutral, "delta": original - neutral}
+    return table
 
 
-def markdown_table(table: Mapping[str, Mapping[str, Alignment]]) -> str:
-    """The alignment table in Markdown: a row a side, three columns a group."""
-    groups = list(next(iter(table.values())))
-    head = ["queries", *(f"{group}: {column}" for group in groups for column in ("original", "neutral", "delta"))]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+def markdown_table(table: AlignmentTable) -> str:
+    """Format the alignment table: a row a side, three columns a group."""
+    columns = {"original": ".4f", "neutral": ".4f", "delta": "+.4f"}
+    head = ["queries", *(f"{group}: {column}" for group in next(iter(table.values())) for column in columns)]
+    lines = [head, ["---"] * len(head)]
     for side, row in table.items():
-        cells = [side]
-        for group in groups:
-            entry = row[group]
-            cells += [f"{entry.original:.4f}", f"{entry.neutral:.4f}", f"{entry.delta:+.4f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def fill_templates(words: Sequence[str], templates: Sequence[str]) -> list[str]:
-    """Every word in every template (``{c}`` stands for the word), template by template."""
-    return [template.format(c=word) for template in templates for word in words]
+        lines.append([side, *(f"{entry[name]:{style}}" for entry in row.values() for name, style in columns.items())])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def read_pairs(path: Path) -> list[tuple[str, str]]:
-    """Pairs of words or phrases, a pair a line with a comma between.
+    """Read pairs of words or phrases, a pair a line with a comma between.
 
     Raises:
         ValueError: if a line is no pair.
@@ -175,16 +143,14 @@ def read_pairs(path: Path) -> list[tuple[str, str]]:
     return pairs
 
 
-@torch.no_grad()
 def encode_folder(folder: Path, encoder: Encoder) -> Tensor:
-    """Unit embeddings ``(n, d)`` of all images below a folder, on the CPU.
+    """Return the unit embeddings ``(n, d)`` of all images below a folder, on the CPU.
 
     Raises:
         ValueError: if there are none.
     """
-    paths = list_images(folder)
-    embeddings = []
-    with tqdm(total=len(paths), desc=folder.name, unit="image", disable=not encoder.show_progress) as bar:
+    paths, embeddings = list_images(folder), []
+    with encoder.progress(len(paths), folder.name, "image") as bar:
         for positions, images in read_images(paths, encoder):
             embeddings.append(encoder.encode_images(images).cpu())
             bar.update(len(positions))
@@ -194,17 +160,16 @@ def encode_folder(folder: Path, encoder: Encoder) -> Tensor:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the command line."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.editing",
         description="Find the direction of a concept from pairs of words, remove it from image embeddings, and print "
         "the alignment table (CLIP-Lite, section 4.8). Without --pairs the concept is gender, as in the paper.",
     )
     add_model_arguments(parser)
-    parser.add_argument(
-        "--images", nargs=2, type=Path, required=True, metavar=("FIRST", "SECOND"), help="folders of the two groups"
-    )
-    parser.add_argument("--names", nargs=2, metavar=("FIRST", "SECOND"), help="of the two sides; default: the folders'")
+    sides = ("FIRST", "SECOND")
+    parser.add_argument("--images", nargs=2, type=Path, required=True, metavar=sides, help="folders of the two groups")
+    parser.add_argument("--names", nargs=2, metavar=sides, help="of the two sides; default: the folders'")
     parser.add_argument("--pairs", type=Path, help="file with a pair a line: FIRST, SECOND")
     parser.add_argument("--templates", type=Path, help="file with a prompt a line, {c} for the word")
     parser.add_argument("--components", type=int, default=1, help="directions to remove (default: %(default)s)")
@@ -213,85 +178,55 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@dataclass(frozen=True)
-class Concept:
-    """A concept to remove, and the images to remove it from.
-
-    Attributes:
-        pairs: words that differ only in the concept: (first side, second side).
-        templates: prompts, ``{c}`` stands for the word.
-        images: the two sides' names and folders of images.
-        components: directions to remove.
-        top: images retrieved for a query.
-    """
-
-    pairs: Sequence[tuple[str, str]]
-    templates: Sequence[str]
-    images: Mapping[str, Path]
-    components: int = 1
-    top: int = 10
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command; return the exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     args = build_parser().parse_args(argv)
-    names = args.names or [folder.name for folder in args.images]
     try:
-        if names[0] == names[1]:
-            raise ValueError(f"both sides are called {names[0]}: name them with --names")
-        pairs = read_pairs(args.pairs) if args.pairs else PAIRS
-        templates = read_lines(args.templates, "prompts") if args.templates else TEMPLATES
-        if not all("{c}" in template for template in templates):
-            raise ValueError("every prompt of --templates needs a {c} for the word")
-        images = dict(zip(names, args.images, strict=True))
-        loaded, encoder = load_encoder(ModelArguments.of(args))
-        edit(Concept(pairs, templates, images, args.components, args.top), loaded, encoder, args.output_dir)
+        edit(args)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def edit(concept: Concept, loaded: LoadedModel, encoder: Encoder, output_dir: Path) -> None:
+def edit(args: argparse.Namespace) -> None:
     """Write ``editing.json``, ``editing.md`` and ``subspace.npy`` (the basis, ``(k, d)``), and print the table.
 
     Raises:
         ValueError: for wrong data or options.
     """
-    first, second = (
-        encoder.encode_texts(fill_templates(words, concept.templates)).cpu()
-        for words in zip(*concept.pairs, strict=True)
-    )
-    subspace = concept_subspace(first, second, concept.components)
-    images = {name: encode_folder(folder, encoder) for name, folder in concept.images.items()}
+    names = args.names or [folder.name for folder in args.images]
+    if names[0] == names[1]:
+        raise ValueError(f"both sides are called {names[0]}: name them with --names")
+    pairs = read_pairs(args.pairs) if args.pairs else PAIRS
+    templates = read_lines(args.templates, "prompts") if args.templates else TEMPLATES
+    if not all("{c}" in template for template in templates):
+        raise ValueError("every prompt of --templates needs a {c} for the word")
+    loaded, encoder = load_encoder(args)
+    prompts = [[template.format(c=pair[side]) for template in templates for pair in pairs] for side in (0, 1)]
+    first, second = (encoder.encode_texts(texts).cpu() for texts in prompts)
+    subspace = concept_subspace(first, second, args.components)
+    images = {name: encode_folder(folder, encoder) for name, folder in zip(names, args.images, strict=True)}
     # As in the paper, a query a pair: the first template's prompts.
-    queries = {name: side[: len(concept.pairs)] for name, side in zip(concept.images, (first, second), strict=True)}
-    table = alignment_table(queries, images, subspace, concept.top)
-    report: dict[str, Any] = {
-        "model": loaded.name,
-        "checkpoint": loaded.checkpoint,
-        "weights": loaded.weights_sha256,
-        "pairs": len(concept.pairs),
-        "templates": len(concept.templates),
+    queries = {name: side[: len(pairs)] for name, side in zip(names, (first, second), strict=True)}
+    table = alignment_table(queries, images, subspace, args.top)
+    report = {
+        **loaded.origin,
+        "pairs": len(pairs),
+        "templates": len(templates),
         "explained_variance": subspace.explained.tolist(),
         "images": {name: len(features) for name, features in images.items()},
-        "top": concept.top,
-        "alignment": {
-            side: {
-                group: {"original": entry.original, "neutral": entry.neutral, "delta": entry.delta}
-                for group, entry in row.items()
-            }
-            for side, row in table.items()
-        },
+        "top": args.top,
+        "alignment": table,
     }
     text = markdown_table(table)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / "editing.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    (output_dir / "editing.md").write_text(text + "\n", encoding="utf-8")
-    np.save(output_dir / "subspace.npy", subspace.basis.numpy())
-    shares = ", ".join(f"{100 * share:.1f} %" for share in report["explained_variance"])
-    print(f"{text}\n\nShare of the pairs' variance in the removed directions: {shares}\nWritten: {output_dir}")
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    (args.output_dir / "editing.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (args.output_dir / "editing.md").write_text(text + "\n", encoding="utf-8")
+    np.save(args.output_dir / "subspace.npy", subspace.basis.numpy())
+    shares = ", ".join(f"{share:.1%}" for share in subspace.explained.tolist())
+    print(f"{text}\n\nShare of the pairs' variance in the removed directions: {shares}\nWritten: {args.output_dir}")
 
 
 if __name__ == "__main__":

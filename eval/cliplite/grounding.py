@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
-from ..command_line import ModelArguments, add_model_arguments, load_encoder
+from ..command_line import add_model_arguments, load_encoder
 from ..features import Encoder
 from ..models import ModelError
 from .image_files import open_image
@@ -49,7 +49,7 @@ class SpatialLayer:
     grid: tuple[int, int] | None = None
 
     def to_map(self, features: Tensor) -> Tensor:
-        """The module's output as ``(N, C, H, W)``."""
+        """Return the module's output as ``(N, C, H, W)``."""
         if self.layout == "NCHW":
             return features
         if self.layout == "NHWC":
@@ -61,7 +61,7 @@ class SpatialLayer:
 
 
 def find_spatial_layer(visual: Any) -> SpatialLayer:
-    """The last layer of a visual tower whose features have a place in the image.
+    """Find the last layer of a visual tower whose features have a place in the image.
 
     Args:
         visual: OpenCLIP's ModifiedResNet, VisionTransformer, or a timm model (convolutional, or with patch tokens).
@@ -96,7 +96,7 @@ def _token_layer(blocks: nn.Sequential | nn.ModuleList, norm: str, path: str, gr
 
 
 def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: SpatialLayer | None = None) -> Tensor:
-    """Grad-CAM heat maps of an image, one a phrase.
+    """Compute Grad-CAM heat maps of an image, one a phrase.
 
     Args:
         encoder: the model; its weights and gradients stay as they are.
@@ -145,35 +145,23 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
 
 
 def _weighted_map(activations: Tensor, gradients: Tensor) -> Tensor:
-    """Equations 1 and 2 of Grad-CAM: ``relu(sum_c mean_hw(gradients)_c activations_c)``, ``(1, H, W)``."""
+    """Apply equations 1 and 2 of Grad-CAM: ``relu(sum_c mean_hw(gradients)_c activations_c)``, ``(1, H, W)``."""
     weights = gradients.float().mean(dim=(2, 3), keepdim=True)
     return (weights * activations.float()).sum(dim=1).clamp_min(0)
 
 
-def overlay(image: Image.Image, heat: np.ndarray, strength: float = 0.6) -> Image.Image:
-    """Lay a heat map over a picture: the hotter, the less of the picture shows through.
-
-    Args:
-        image: any size; mode RGB.
-        heat: ``(H, W)`` of the picture, in [0, 1].
-        strength: opacity of the hottest place.
-    """
+def overlay(image: Image.Image, heat: np.ndarray) -> Image.Image:
+    """Lay a heat map ``(H, W)`` in [0, 1] over an RGB picture: the hotter, the less of the picture shows through."""
     position = np.clip(heat, 0, 1) * (len(_COLORS) - 1)
-    knots = np.arange(len(_COLORS))
-    colors = np.stack([np.interp(position, knots, _COLORS[:, channel]) for channel in range(3)], axis=-1)
+    colors = np.stack([np.interp(position, np.arange(len(_COLORS)), channel) for channel in _COLORS.T], axis=-1)
     # Cold places keep some tint, so that a map without any hot place looks different from no map.
-    opacity = strength * (0.35 + 0.65 * np.clip(heat, 0, 1))[..., None]
+    opacity = (0.21 + 0.39 * np.clip(heat, 0, 1))[..., None]
     pixels = np.asarray(image.convert("RGB"), dtype=np.float64)
     return Image.fromarray(np.round(pixels * (1 - opacity) + colors * opacity).astype(np.uint8))
 
 
 def seen_image(image: Tensor, preprocess: Callable) -> Image.Image:
-    """The preprocessed image with its normalization undone.
-
-    Args:
-        image: ``(3, H, W)``, as ``preprocess`` returned it.
-        preprocess: the transform, with a ``Normalize`` in it.
-    """
+    """Return an image ``(3, H, W)`` that ``preprocess`` returned, with its normalization undone."""
     for step in getattr(preprocess, "transforms", ()):
         if hasattr(step, "mean") and hasattr(step, "std"):
             image = image * torch.tensor(step.std).view(-1, 1, 1) + torch.tensor(step.mean).view(-1, 1, 1)
@@ -182,13 +170,7 @@ def seen_image(image: Tensor, preprocess: Callable) -> Image.Image:
 
 
 def grounding_picture(image: Image.Image, maps: np.ndarray, phrases: Sequence[str]) -> Image.Image:
-    """The image, followed by one titled panel with a heat map for each phrase.
-
-    Args:
-        image: as `seen_image` returns it.
-        maps: ``(P, H, W)``, as `grad_cam` returns them.
-        phrases: ``P`` titles.
-    """
+    """Draw the image that `seen_image` returns, followed by a titled panel for each phrase's map ``(H, W)``."""
     factor = max(1, math.ceil(_PICTURE_SIDE / min(image.size)))
     size = (image.width * factor, image.height * factor)
     panels = [image, *(overlay(image, heat) for heat in maps)]
@@ -203,15 +185,15 @@ def grounding_picture(image: Image.Image, maps: np.ndarray, phrases: Sequence[st
 
 
 def _shorten(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
-    if font.getlength(text) <= width:
-        return text
-    while text and font.getlength(text + "…") > width:
+    shortened = text
+    while shortened and font.getlength(shortened) > width:
         text = text[:-1]
-    return text + "…"
+        shortened = text + "…"
+    return shortened
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the command line."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.grounding",
         description="Grad-CAM heat maps over images for phrases (CLIP-Lite, section 4.7), saved as PNG pictures.",
@@ -225,40 +207,26 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command; return the exit code."""
     args = build_parser().parse_args(argv)
     try:
-        _, encoder = load_encoder(ModelArguments.of(args))
-        layer = _named_layer(encoder.model.visual, args.layer)
-        draw_groundings(args.images, args.phrases, encoder, layer, args.output_dir)
+        _, encoder = load_encoder(args)
+        layer = _named_layer(encoder.model.visual, args.layer) if args.layer else None
+        images = [(path, open_image(path)) for path in args.images]
+        args.output_dir.mkdir(parents=True, exist_ok=True)
+        for number, (path, image) in enumerate(images):
+            tensor = encoder.preprocess(image)
+            maps = grad_cam(encoder, tensor, args.phrases, layer)
+            target = args.output_dir / f"{number:03d}_{re.sub(r'[^A-Za-z0-9_.-]+', '_', path.stem)}.png"
+            grounding_picture(seen_image(tensor, encoder.preprocess), maps.numpy(), args.phrases).save(target)
+            print(target)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def draw_groundings(
-    paths: Sequence[Path], phrases: Sequence[str], encoder: Encoder, layer: SpatialLayer, output_dir: Path
-) -> None:
-    """Write a picture for every image and print its path.
-
-    Raises:
-        ValueError: for a layer without places, or an image that does not decode.
-    """
-    images = [(path, open_image(path)) for path in paths]
-    output_dir.mkdir(parents=True, exist_ok=True)
-    for number, (path, image) in enumerate(images):
-        tensor = encoder.preprocess(image)
-        maps = grad_cam(encoder, tensor, phrases, layer)
-        picture = grounding_picture(seen_image(tensor, encoder.preprocess), maps.numpy(), phrases)
-        target = output_dir / f"{number:03d}_{re.sub(r'[^A-Za-z0-9_.-]+', '_', path.stem)}.png"
-        picture.save(target)
-        print(target)
-
-
-def _named_layer(visual: nn.Module, name: str | None) -> SpatialLayer:
-    if name is None:
-        return find_spatial_layer(visual)
+def _named_layer(visual: nn.Module, name: str) -> SpatialLayer:
     try:
         return SpatialLayer(visual.get_submodule(name), name, "NCHW")
     except AttributeError:

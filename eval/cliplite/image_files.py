@@ -1,9 +1,8 @@
-"""Images as plain files; shared by the evaluations beyond DataComp's tasks."""
+"""Images as plain files; shared by the evaluations of CLIP-Lite."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
@@ -15,7 +14,7 @@ from ..features import Encoder
 
 
 def list_images(folder: Path) -> list[Path]:
-    """All image files below a folder, sorted by path.
+    """Return all image files below a folder, sorted by path.
 
     Raises:
         ValueError: if there are none.
@@ -28,7 +27,7 @@ def list_images(folder: Path) -> list[Path]:
 
 
 def open_image(path: Path) -> Image.Image:
-    """An image in RGB.
+    """Open an image in RGB.
 
     Raises:
         ValueError: if the file is missing or does not decode.
@@ -39,22 +38,22 @@ def open_image(path: Path) -> Image.Image:
         raise ValueError(f"{path} is not a readable image: {error}") from error
 
 
-class ImageFiles(Dataset):
-    """``(position, (3, H, W))`` of every file; the image is None where it does not decode."""
+class _ImageFiles(Dataset):
+    """``(position, (3, H, W))`` of every file; None where it does not decode."""
 
-    def __init__(self, paths: Sequence[Path], preprocess: Callable[[Any], Tensor]):
+    def __init__(self, paths: Sequence[Path], encoder: Encoder):
         self.paths = paths
-        self.preprocess = preprocess
+        self.preprocess = encoder.preprocess
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, position: int) -> tuple[int, Tensor | None]:
+    def __getitem__(self, position: int) -> tuple[int, Tensor] | None:
         try:
             return position, self.preprocess(open_image(self.paths[position]))
         except ValueError as error:
             logging.warning(f"left out: {error}")
-            return position, None
+            return None
 
 
 def read_images(paths: Sequence[Path], encoder: Encoder) -> Iterator[tuple[Tensor, Tensor]]:
@@ -63,20 +62,11 @@ def read_images(paths: Sequence[Path], encoder: Encoder) -> Iterator[tuple[Tenso
     Yields:
         Positions in ``paths``, ``(B,)`` int64, and images, ``(B, 3, H, W)``.
     """
-    loader = DataLoader(
-        ImageFiles(paths, encoder.preprocess),
-        batch_size=encoder.batch_size,
-        num_workers=min(encoder.workers, len(paths)),
-        collate_fn=_collate,
-        # Starting workers draws a seed: not from the global generator.
-        generator=torch.Generator(),
-    )
-    for positions, images in loader:
-        if len(positions):
-            yield positions, images
-
-
-def _collate(samples: Sequence[tuple[int, Tensor | None]]) -> tuple[Tensor, Tensor]:
-    decoded = [(position, image) for position, image in samples if image is not None]
-    positions = torch.tensor([position for position, _ in decoded], dtype=torch.int64)
-    return positions, torch.stack([image for _, image in decoded]) if decoded else torch.empty(0)
+    workers = min(encoder.workers, len(paths))
+    generator = torch.Generator()  # starting workers draws a seed: not from the global generator
+    files = _ImageFiles(paths, encoder)
+    for samples in DataLoader(files, encoder.batch_size, num_workers=workers, collate_fn=list, generator=generator):
+        decoded = [sample for sample in samples if sample is not None]
+        if decoded:
+            positions, images = zip(*decoded, strict=True)
+            yield torch.tensor(positions), torch.stack(images)

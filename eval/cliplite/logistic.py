@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 # Images whose logits exist at a time: 256 MiB for ImageNet's 1,000 classes.
 _ROWS = 2**16
-_MEMORY = 10  # of L-BFGS, as SciPy's
 
 
 class TorchLogisticRegression:
@@ -38,7 +37,8 @@ class TorchLogisticRegression:
 
     def fit(self, features: np.ndarray, labels: np.ndarray) -> "TorchLogisticRegression":
         """Train on features ``(n, d)`` and labels ``(n,)``; every class must occur."""
-        images, targets = self._tensor(features), torch.as_tensor(labels, dtype=torch.int64, device=self.device)
+        images = torch.as_tensor(features, dtype=torch.float32, device=self.device)
+        targets = torch.as_tensor(labels, dtype=torch.int64, device=self.device)
         self._linear = nn.Linear(images.shape[1], int(targets.max()) + 1, device=self.device)
         nn.init.zeros_(self._linear.weight)
         nn.init.zeros_(self._linear.bias)
@@ -47,13 +47,12 @@ class TorchLogisticRegression:
             max_iter=self.max_iterations,
             max_eval=4 * self.max_iterations,
             tolerance_grad=self.tolerance,
-            history_size=_MEMORY,
+            history_size=10,  # as SciPy's
             line_search_fn="strong_wolfe",
         )
         optimizer.step(lambda: self._objective(images, targets))
-        gradients = [parameter.grad for parameter in self._linear.parameters() if parameter.grad is not None]
-        steepest = max(gradient.abs().max().item() for gradient in gradients)
-        iterations = optimizer.state[next(iter(self._linear.parameters()))]["n_iter"]
+        steepest = max(float(p.grad.abs().max()) for p in self._linear.parameters() if p.grad is not None)
+        iterations = optimizer.state[self._linear.weight]["n_iter"]
         if iterations >= self.max_iterations and steepest > self.tolerance:
             warnings.warn(
                 f"L-BFGS stopped after {iterations} iterations with a gradient of {steepest:.1e}; "
@@ -64,7 +63,7 @@ class TorchLogisticRegression:
         return self
 
     def _objective(self, images: Tensor, targets: Tensor) -> Tensor:
-        """Value, with its gradient in the parameters' ``grad``."""
+        """Return the value, and put its gradient into the parameters' ``grad``."""
         self._linear.zero_grad()
         decay = self._linear.weight.square().sum() / (2 * self.cost * len(images))
         decay.backward()
@@ -77,13 +76,10 @@ class TorchLogisticRegression:
 
     @torch.no_grad()
     def predict(self, features: np.ndarray) -> np.ndarray:
-        """Class numbers ``(n,)`` for features ``(n, d)``."""
+        """Return class numbers ``(n,)`` for features ``(n, d)``."""
         chunks = [self._linear(rows.to(self.device)).argmax(dim=1) for rows in torch.as_tensor(features).split(_ROWS)]
         return torch.cat(chunks).cpu().numpy()
 
     def score(self, features: np.ndarray, labels: np.ndarray) -> float:
-        """Accuracy."""
+        """Return the accuracy."""
         return float(np.mean(self.predict(features) == labels))
-
-    def _tensor(self, features: np.ndarray) -> Tensor:
-        return torch.as_tensor(features, dtype=torch.float32, device=self.device)

@@ -25,28 +25,23 @@ import torch
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score
-from sklearn.model_selection import cross_val_score, train_test_split
-from sklearn.preprocessing import StandardScaler
+from sklearn.model_selection import GridSearchCV, train_test_split
+from sklearn.preprocessing import StandardScaler, normalize
 from sklearn.svm import LinearSVC
-from sklearn.utils.parallel import Parallel, delayed
 from torch import Tensor
-from tqdm import tqdm
 
-from ..command_line import ModelArguments, add_model_arguments, load_encoder
-from ..data import CLASSNAMES_FILE, SampleFormat, Skipped, find_shards, read_lines
+from ..command_line import add_model_arguments, load_encoder
+from ..data import CLASSNAMES_FILE, SampleFormat, find_shards, read_lines
 from ..features import Encoder
-from ..models import ImageTextModel, LoadedModel, ModelError
+from ..models import ImageTextModel, ModelError
 from .image_files import list_images, read_images
 from .logistic import TorchLogisticRegression
 
 SVM_COSTS = (0.01, 0.1, 1.0, 10.0)
 LOGISTIC_COSTS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 FOLDS = 3
-FEATURES = ("backbone", "embedding")
 SOLVERS = ("scikit-learn", "torch")
 PRESENT, DIFFICULT, ABSENT = 1, 0, -1
-
-Array = np.ndarray
 
 
 @dataclass(frozen=True)
@@ -60,8 +55,8 @@ class Split:
         skipped: number of images that do not decode and are left out.
     """
 
-    features: Array
-    labels: Array
+    features: np.ndarray
+    labels: np.ndarray
     classes: tuple[str, ...]
     skipped: int = 0
 
@@ -81,11 +76,8 @@ class ProbeResult:
     costs: dict[str, float] = field(default_factory=dict)
 
 
-# --- features -----------------------------------------------------------------------------------------------------
-
-
 def feature_function(model: ImageTextModel, kind: str) -> Callable[[Tensor], Tensor]:
-    """The function from images ``(B, 3, H, W)`` to the features ``(B, d)`` to probe.
+    """Return the function from images ``(B, 3, H, W)`` to the features ``(B, d)`` to probe.
 
     Args:
         model: an OpenCLIP model.
@@ -95,44 +87,42 @@ def feature_function(model: ImageTextModel, kind: str) -> Callable[[Tensor], Ten
     Raises:
         ModelError: if this tower's backbone is not known.
     """
+    visual: Any = model.visual  # one of several classes without a common interface
+
+    def last_map(images: Tensor) -> Tensor:
+        found = visual.forward_intermediates(images, indices=1, intermediates_only=True)
+        return found["image_intermediates"][-1].mean(dim=(2, 3))
+
+    def pooled(images: Tensor) -> Tensor:
+        features = visual.trunk(images)  # pools by itself, unless OpenCLIP put an attention pool behind it
+        return features.mean(dim=(2, 3)) if features.dim() == 4 else features
+
+    def without_projection(images: Tensor) -> Tensor:
+        projection, visual.proj = visual.proj, None
+        try:
+            features = visual(images)
+        finally:
+            visual.proj = projection
+        return features[0] if isinstance(features, tuple) else features
+
     if kind == "embedding":
         return model.encode_image
-    visual: Any = model.visual  # one of several classes without a common interface
     if hasattr(visual, "layer4") and hasattr(visual, "forward_intermediates"):
-        return lambda images: _last_map(visual, images).mean(dim=(2, 3))
+        return last_map
     if hasattr(visual, "trunk"):
-        return lambda images: _pool(visual.trunk(images))
+        return pooled
     if hasattr(visual, "proj"):
-        return lambda images: _without_projection(visual, images)
+        return without_projection
     raise ModelError(
         f"The backbone's features of a {type(visual).__name__} are not known; --features embedding works with any."
     )
 
 
-def _last_map(visual: Any, images: Tensor) -> Tensor:
-    return visual.forward_intermediates(images, indices=1, intermediates_only=True)["image_intermediates"][-1]
-
-
-def _pool(features: Tensor) -> Tensor:
-    """timm's trunk pools by itself, unless OpenCLIP put an attention pool behind it."""
-    return features.mean(dim=(2, 3)) if features.dim() == 4 else features
-
-
-def _without_projection(visual: Any, images: Tensor) -> Tensor:
-    projection = visual.proj
-    visual.proj = None
-    try:
-        pooled = visual(images)
-    finally:
-        visual.proj = projection
-    return pooled[0] if isinstance(pooled, tuple) else pooled
-
-
 @torch.no_grad()
 def extract(
     batches: Iterable[tuple[Tensor, Tensor]], encoder: Encoder, kind: str, total: int | None = None
-) -> tuple[Array, Array]:
-    """Features of all images, in order.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Compute the features of all images, in order.
 
     Args:
         batches: a number for every image (its position, its label), ``(B,)``, and the images, ``(B, 3, H, W)``.
@@ -148,7 +138,7 @@ def extract(
     """
     function = feature_function(encoder.model, kind)
     numbers, features = [], []
-    with tqdm(total=total, desc="features", unit="image", disable=not encoder.show_progress) as bar:
+    with encoder.progress(total, "features", "image") as bar:
         for number, images in batches:
             features.append(function(encoder.model_input(images)).float().cpu().numpy())
             numbers.append(number.numpy())
@@ -161,16 +151,15 @@ def extract(
     return np.concatenate(numbers), matrix
 
 
-# --- data ---------------------------------------------------------------------------------------------------------
-
-
 def read_voc(devkit: Path, split: str, encoder: Encoder, kind: str) -> Split:
-    """Features and labels of a split of Pascal VOC 2007.
+    """Read features and labels of a split of Pascal VOC 2007.
 
     Args:
         devkit: ``VOCdevkit/VOC2007`` (or the folder above it), with ``ImageSets/Main/CLASS_SPLIT.txt`` (a line an
             image: its name and 1, 0 for difficult, or -1) and ``JPEGImages``.
         split: ``trainval`` or ``test``.
+        encoder: the model.
+        kind: ``backbone`` or ``embedding``.
 
     Raises:
         ValueError: if files are missing or not as described.
@@ -179,7 +168,6 @@ def read_voc(devkit: Path, split: str, encoder: Encoder, kind: str) -> Split:
     files = sorted((devkit / "ImageSets" / "Main").glob(f"*_{split}.txt"))
     if not files:
         raise ValueError(f"{devkit} has no ImageSets/Main/*_{split}.txt: expected the folder VOCdevkit/VOC2007.")
-    classes = tuple(file.stem.removesuffix(f"_{split}") for file in files)
     columns = [_read_class(file) for file in files]
     names = list(columns[0])
     if any(column.keys() != columns[0].keys() for column in columns):
@@ -189,24 +177,29 @@ def read_voc(devkit: Path, split: str, encoder: Encoder, kind: str) -> Split:
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
         raise ValueError(f"{devkit / 'JPEGImages'} lacks {len(missing)} images of {split}, among them {missing[0]}")
-    positions, features = extract(read_images(paths, encoder), encoder, kind, len(paths))
-    return Split(features, labels[positions], classes, len(paths) - len(positions))
+    return _split_of_files(paths, labels, [file.stem.removesuffix(f"_{split}") for file in files], encoder, kind)
 
 
 def _read_class(file: Path) -> dict[str, int]:
     labels = {}
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
         fields = line.split()
-        if len(fields) != 2 or fields[1] not in ("1", "0", "-1"):
+        if fields and (len(fields) != 2 or fields[1] not in ("1", "0", "-1")):
             raise ValueError(f"{file}, line {number}: expected an image and 1, 0 or -1, found {line!r}")
-        labels[fields[0]] = int(fields[1])
+        if fields:
+            labels[fields[0]] = int(fields[1])
     return labels
 
 
+def _split_of_files(
+    paths: Sequence[Path], labels: np.ndarray, classes: Sequence[str], encoder: Encoder, kind: str
+) -> Split:
+    positions, features = extract(read_images(paths, encoder), encoder, kind, len(paths))
+    return Split(features, labels[positions], tuple(classes), len(paths) - len(positions))
+
+
 def read_labelled(path: Path, encoder: Encoder, kind: str) -> Split:
-    """Features and labels of a folder of class folders (ImageFolder), or of a set in DataComp's format.
+    """Read features and labels of a folder of class folders (ImageFolder), or of a set in DataComp's format.
 
     Raises:
         ValueError: if the folder is neither, or damaged.
@@ -218,39 +211,33 @@ def read_labelled(path: Path, encoder: Encoder, kind: str) -> Split:
         raise ValueError(f"{path} is neither a folder of class folders nor a set in DataComp's format.")
     files = [(number, file) for number, folder in enumerate(folders) for file in list_images(folder)]
     labels = np.array([number for number, _ in files])
-    batches = read_images([file for _, file in files], encoder)
-    positions, features = extract(batches, encoder, kind, len(files))
-    classes = tuple(folder.name for folder in folders)
-    return Split(features, labels[positions], classes, len(files) - len(positions))
+    return _split_of_files([file for _, file in files], labels, [folder.name for folder in folders], encoder, kind)
 
 
 def _read_shards(path: Path, encoder: Encoder, kind: str) -> Split:
     classes = tuple(read_lines(path / CLASSNAMES_FILE, "class names"))
-    skipped: list[Skipped] = []
+    skipped = 0
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        nonlocal skipped
         for batch in encoder.batches(find_shards(path), SampleFormat(len(classes))):
-            skipped.extend(batch.skipped)
+            skipped += len(batch.skipped)
+            for entry in batch.skipped:
+                logging.warning(f"left out: {entry}")
             if batch.labels is not None:
                 yield batch.labels, batch.images
 
     labels, features = extract(batches(), encoder, kind)
-    for entry in skipped:
-        logging.warning(f"left out: {entry}")
-    return Split(features, labels, classes, len(skipped))
+    return Split(features, labels, classes, skipped)
 
 
-# --- probes -------------------------------------------------------------------------------------------------------
-
-
-def probe_voc07(train: Split, test: Split, costs: Sequence[float] = SVM_COSTS, jobs: int = 1) -> ProbeResult:
-    """Per-class linear SVMs and their mean average precision.
+def probe_voc07(train: Split, test: Split, costs: Sequence[float] = SVM_COSTS) -> ProbeResult:
+    """Train per-class linear SVMs and compute their mean average precision.
 
     Args:
         train: as `read_voc` returns it.
         test: of the same classes.
         costs: to choose from, per class.
-        jobs: classes trained at a time.
 
     Returns:
         ``map`` (area under the precision-recall curve, as VirTex reports), ``map_11point`` (VOC2007's own definition).
@@ -259,50 +246,32 @@ def probe_voc07(train: Split, test: Split, costs: Sequence[float] = SVM_COSTS, j
         ValueError: if a class has too few examples for cross-validation, or none in the test.
     """
     _check_classes(train, test)
-    for number, name in enumerate(train.classes):
-        positive = int((train.labels[:, number] == PRESENT).sum())
-        if min(positive, len(train.labels) - positive) < FOLDS:
+    for name, present, shown in zip(train.classes, train.labels.T == PRESENT, test.labels.T == PRESENT, strict=True):
+        if min(present.sum(), (~present).sum()) < FOLDS:
             raise ValueError(
-                f"class {name} has {positive} positives among {len(train.labels)} training images; "
+                f"class {name} has {present.sum()} positives among {len(present)} training images; "
                 f"{FOLDS}-fold cross-validation needs {FOLDS} of either kind"
             )
-        if not (test.labels[:, number] == PRESENT).any():
+        if not shown.any():
             raise ValueError(f"class {name} has no positives in the test split, so no average precision")
-    train_features, test_features = _unit_length(train.features), _unit_length(test.features)
-    outcomes = Parallel(n_jobs=jobs, prefer="threads")(  # liblinear works outside the GIL
-        delayed(_probe_class)(train_features, train.labels[:, number], test_features, test.labels[:, number], costs)
-        for number in range(len(train.classes))
-    )
-    chosen, precisions, eleven_points = zip(*outcomes, strict=True)
-    return ProbeResult(
-        {"map": float(np.mean(precisions)), "map_11point": float(np.mean(eleven_points))},
-        per_class=dict(zip(train.classes, precisions, strict=True)),
-        costs=dict(zip(train.classes, chosen, strict=True)),
-    )
+    train_features, test_features = normalize(train.features), normalize(test.features)
+    per_class, eleven_point, chosen = {}, {}, {}
+    svm = LinearSVC(class_weight={True: 2, False: 1}, max_iter=2000, dual="auto", random_state=0)
+    for number, name in enumerate(train.classes):
+        search = GridSearchCV(svm, {"C": list(costs)}, scoring="average_precision", cv=FOLDS)
+        search.fit(train_features, train.labels[:, number] == PRESENT)
+        counted = test.labels[:, number] != DIFFICULT
+        targets = test.labels[counted, number] == PRESENT
+        scores = search.decision_function(test_features[counted])
+        chosen[name] = search.best_params_["C"]
+        per_class[name] = float(average_precision_score(targets, scores))
+        eleven_point[name] = eleven_point_precision(targets, scores)
+    means = {"map": per_class, "map_11point": eleven_point}
+    return ProbeResult({name: float(np.mean(list(of.values()))) for name, of in means.items()}, per_class, chosen)
 
 
-def _probe_class(
-    train_features: Array, train_labels: Array, test_features: Array, test_labels: Array, costs: Sequence[float]
-) -> tuple[float, float, float]:
-    """Chosen cost, average precision, and 11-point average precision of one class."""
-    targets = train_labels == PRESENT
-    precisions = [
-        cross_val_score(_svm(cost), train_features, targets, cv=FOLDS, scoring="average_precision").mean()
-        for cost in costs
-    ]
-    cost = costs[int(np.argmax(precisions))]
-    scores = _svm(cost).fit(train_features, targets).decision_function(test_features)
-    counted = test_labels != DIFFICULT
-    targets, scores = test_labels[counted] == PRESENT, scores[counted]
-    return cost, float(average_precision_score(targets, scores)), eleven_point_precision(targets, scores)
-
-
-def _svm(cost: float) -> LinearSVC:
-    return LinearSVC(C=cost, class_weight={True: 2, False: 1}, max_iter=2000, dual="auto", random_state=0)
-
-
-def eleven_point_precision(targets: Array, scores: Array) -> float:
-    """VOC2007's average precision: the mean, over recalls 0, 0.1, ..., 1, of the best precision at that recall or more.
+def eleven_point_precision(targets: np.ndarray, scores: np.ndarray) -> float:
+    """Compute VOC2007's average precision: the mean, over recalls 0, 0.1, ..., 1, of the best precision from there on.
 
     Args:
         targets: ``(n,)`` bool, at least one true.
@@ -324,7 +293,7 @@ def probe_top1(
     solver: str = "scikit-learn",
     device: str | torch.device = "cpu",
 ) -> ProbeResult:
-    """Multinomial logistic regression on standardised features.
+    """Train a multinomial logistic regression on standardised features.
 
     Args:
         train: as `read_labelled` returns it.
@@ -342,7 +311,12 @@ def probe_top1(
         ValueError: if the splits have other classes, or a class has fewer than two training images.
     """
     _check_classes(train, test)
-    features, labels = _limit(train.features, train.labels, samples_per_class)
+    features, labels = train.features, train.labels
+    if samples_per_class is not None:
+        order = np.random.default_rng(0).permutation(len(labels))
+        kept = [order[labels[order] == label][:samples_per_class] for label in np.unique(labels)]
+        kept_rows = np.sort(np.concatenate(kept))
+        features, labels = features[kept_rows], labels[kept_rows]
     counts = np.bincount(labels, minlength=len(train.classes))
     if counts.min() < 2:
         raise ValueError(
@@ -356,38 +330,19 @@ def probe_top1(
             return TorchLogisticRegression(cost, max_iterations, device)
         return LogisticRegression(C=cost, max_iter=max_iterations)
 
-    cost = costs[0] if len(costs) == 1 else _choose_cost(features, labels, costs, classifier_of)
+    cost = costs[0]
+    if len(costs) > 1:  # the best on a held-out tenth, which has every class in it
+        held_out = max(len(counts), len(labels) // 10)
+        split = train_test_split(features, labels, test_size=held_out, stratify=labels, random_state=0)
+        train_x, valid_x, train_y, valid_y = split
+        scores = [classifier_of(cost).fit(train_x, train_y).score(valid_x, valid_y) for cost in costs]
+        cost = costs[int(np.argmax(scores))]
     classifier = classifier_of(cost).fit(features, labels)
     metrics = {
         "acc1": float(np.mean(classifier.predict(test_features) == test.labels)),
         "train_acc1": float(np.mean(classifier.predict(features) == labels)),
     }
     return ProbeResult(metrics, costs={"all": cost})
-
-
-def _choose_cost(
-    features: Array, labels: Array, costs: Sequence[float], classifier_of: Callable[[float], Any]
-) -> float:
-    """The cost that is best on a held-out tenth, which has every class in it."""
-    held_out = max(len(np.unique(labels)), len(labels) // 10)
-    train_x, valid_x, train_y, valid_y = train_test_split(
-        features, labels, test_size=held_out, stratify=labels, random_state=0
-    )
-    scores = [classifier_of(cost).fit(train_x, train_y).score(valid_x, valid_y) for cost in costs]
-    return costs[int(np.argmax(scores))]
-
-
-def _limit(features: Array, labels: Array, samples_per_class: int | None) -> tuple[Array, Array]:
-    if samples_per_class is None:
-        return features, labels
-    order = np.random.default_rng(0).permutation(len(labels))
-    kept = np.concatenate([order[labels[order] == label][:samples_per_class] for label in np.unique(labels)])
-    kept.sort()
-    return features[kept], labels[kept]
-
-
-def _unit_length(features: Array) -> Array:
-    return features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
 
 
 def _check_classes(train: Split, test: Split) -> None:
@@ -399,11 +354,8 @@ def _check_classes(train: Split, test: Split) -> None:
         )
 
 
-# --- command line -------------------------------------------------------------------------------------------------
-
-
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the command line."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.probes",
         description="Linear probes on frozen features, as in CLIP-Lite and VirTex.",
@@ -412,10 +364,8 @@ def build_parser() -> argparse.ArgumentParser:
     voc07 = probes.add_parser("voc07", help="Pascal VOC 2007: an SVM a class, mean average precision")
     voc07.add_argument("--devkit", type=Path, required=True, help="folder VOCdevkit/VOC2007")
     top1 = probes.add_parser("top1", help="ImageNet and the like: logistic regression, top-1 accuracy")
-    for name, what in (("train", "train on"), ("test", "test on")):
-        top1.add_argument(
-            f"--{name}", type=Path, required=True, help=f"data to {what}: class folders, or DataComp's format"
-        )
+    top1.add_argument("--train", type=Path, required=True, help="data to train on: class folders, or DataComp's format")
+    top1.add_argument("--test", type=Path, required=True, help="data to test on: class folders, or DataComp's format")
     top1.add_argument("--samples-per-class", type=int, help="train on at most this many a class")
     top1.add_argument("--max-iterations", type=int, default=1000, help="of L-BFGS (default: %(default)s)")
     top1.add_argument(
@@ -426,25 +376,23 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for probe, costs in ((voc07, SVM_COSTS), (top1, LOGISTIC_COSTS)):
         add_model_arguments(probe)
-        probe.add_argument(
-            "--features", choices=FEATURES, default="backbone", help="backbone: pooled, before the projection (default)"
-        )
+        kinds = ("backbone", "embedding")
+        probe.add_argument("--features", choices=kinds, default="backbone", help="default: before the projection")
         probe.add_argument("--costs", type=float, nargs="+", default=costs, help=f"default: {costs}")
         probe.add_argument("--output", type=Path, help="JSON file to write")
-    voc07.add_argument("--jobs", type=int, default=1, help="classes trained at a time (default: %(default)s)")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command; return the exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     args = build_parser().parse_args(argv)
     warnings.filterwarnings("once", category=ConvergenceWarning)
     try:
-        loaded, encoder = load_encoder(ModelArguments.of(args))
+        loaded, encoder = load_encoder(args)
         if args.probe == "voc07":
             train, test = (read_voc(args.devkit, split, encoder, args.features) for split in ("trainval", "test"))
-            result = probe_voc07(train, test, args.costs, args.jobs)
+            result = probe_voc07(train, test, args.costs)
         else:
             train, test = (read_labelled(path, encoder, args.features) for path in (args.train, args.test))
             options = (args.samples_per_class, args.max_iterations, args.solver, encoder.device)
@@ -452,31 +400,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    text = json.dumps(_report(args.probe, args.features, loaded, train, test, result), indent=2)
-    print(text)
-    if args.output:
-        args.output.write_text(text + "\n", encoding="utf-8")
-    return 0
-
-
-def _report(
-    probe: str, features: str, loaded: LoadedModel, train: Split, test: Split, result: ProbeResult
-) -> dict[str, Any]:
-    """Content of ``--output``."""
-    return {
-        "probe": probe,
+    report = {
+        "probe": args.probe,
         **result.metrics,
         "per_class": result.per_class,
         "costs": result.costs,
-        "model": loaded.name,
-        "checkpoint": loaded.checkpoint,
-        "weights": loaded.weights_sha256,
-        "features": features,
+        **loaded.origin,
+        "features": args.features,
         "dimensions": train.features.shape[1],
         "train_images": len(train.labels),
         "test_images": len(test.labels),
         "skipped_images": train.skipped + test.skipped,
     }
+    text = json.dumps(report, indent=2)
+    print(text)
+    if args.output:
+        args.output.write_text(text + "\n", encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":

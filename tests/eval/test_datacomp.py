@@ -5,13 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from eval import datacomp, results
-from eval.results import RESULTS_FILE, Run, read_results
+from eval.results import RESULTS_FILE, RunIdentity, read_results
 from eval.tasks import AVERAGED, GROUPS, TASKS
 from tests.eval import datasets
 
@@ -154,10 +155,10 @@ def test_a_move_that_fails_is_not_announced(tiny_folder, data_dir, tmp_path, cap
 
 
 def test_the_identity_of_a_run(tiny):
-    run = Run.of(tiny, "fp32")
-    others = [Run.of(tiny, "amp"), Run.of(tiny, "fp32", any_size=True), Run(run.model, "0", run.config, run.precision)]
+    run = RunIdentity.of(tiny, "fp32")
+    others = [RunIdentity.of(tiny, "amp"), RunIdentity.of(tiny, "fp32", any_size=True), replace(run, weights="0")]
     assert len({run.id, *(other.id for other in others)}) == 4
-    assert run.id == Run.of(tiny, "fp32").id
+    assert run.id == RunIdentity.of(tiny, "fp32").id
 
 
 def test_other_data_is_evaluated_again(tiny_folder, tmp_path):
@@ -195,7 +196,7 @@ def test_a_failing_task_stops_no_other(tiny_folder, tmp_path, capfd):
     assert set(main_metrics(tmp_path / "out")) == {"cifar10", "stl10"}
     assert "0.tar is truncated" in shown
     assert (
-        f"Not in {tmp_path} (1): GTSRB; fetch with `python -m eval.download --data-dir {tmp_path} --tasks gtsrb`"
+        f"Not in {tmp_path} (1): GTSRB; fetch with `python -m openclip_ext.eval.download --data-dir {tmp_path} --tasks gtsrb`"
         in shown
     )
     summary = json.loads((tmp_path / "out" / datacomp.SUMMARY_FILE).read_text())
@@ -257,8 +258,6 @@ def test_workers_are_the_cores_that_are_there(cores, processes, workers, monkeyp
 
 
 def test_default_output_folders(tiny, tiny_folder):
-    from dataclasses import replace
-
     run_folder = tiny_folder / "checkpoints"
     run_folder.mkdir(exist_ok=True)
     (run_folder / "epoch_7.pt").touch()

@@ -12,7 +12,7 @@ from torch import nn
 
 from eval.features import resolve_precision
 from eval.models import ModelError, config_digest, load_model, weights_digest
-from openclip_ext.losses.heads import HEADS_KEY
+from openclip_ext.losses.heads import HEADS_KEY, HeadsError
 from openclip_ext.losses.method import Method
 from openclip_ext.losses.registry import METHODS
 from tests.eval.datasets import TINY_MODEL, tiny_checkpoint, tiny_model_config
@@ -111,7 +111,7 @@ def test_heads_in_a_checkpoint_are_part_of_the_model(tiny, tmp_path, monkeypatch
     entry = {"kind": "test", "config": {"width": 8}, "state_dict": heads.state_dict()}
     path: Path = tmp_path / "heads.pt"
     torch.save({"state_dict": tiny.model.state_dict(), HEADS_KEY: entry}, path)
-    with pytest.raises(ModelError, match="heads of the kind 'test', without which its embeddings mean nothing"):
+    with pytest.raises(HeadsError, match="heads of the kind 'test', without which its embeddings mean nothing"):
         load_model(TINY_MODEL, path)
     monkeypatch.setitem(METHODS, "test", Method("test", head=Heads))
     loaded = load_model(TINY_MODEL, path)

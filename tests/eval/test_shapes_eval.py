@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import open_clip
 import pytest
@@ -70,7 +71,7 @@ class Oracle(torch.nn.Module):
 
     def __init__(self, evaluator):
         super().__init__()
-        self.anchor = torch.nn.Parameter(torch.zeros(1))
+        self.anchor, self.visual = torch.nn.Parameter(torch.zeros(1)), torch.nn.Identity()
         self.samples = evaluator.samples
         self.tokenizer = evaluator.tokenizer
         self.calls = 0
@@ -93,7 +94,7 @@ class Blind(torch.nn.Module):
 
     def __init__(self, seed):
         super().__init__()
-        self.anchor = torch.nn.Parameter(torch.zeros(1))
+        self.anchor, self.visual = torch.nn.Parameter(torch.zeros(1)), torch.nn.Identity()
         self.generator = torch.Generator().manual_seed(seed)
 
     def encode_image(self, image, normalize=False):
@@ -128,7 +129,9 @@ def test_random_features_score_chance(evaluator):
 
 def test_equal_captions_count_as_found(evaluator, monkeypatch):
     monkeypatch.setattr(evaluator, "captions", ["a", "b", "a"])
-    assert evaluator._recall_at_1(torch.tensor([[0.0, 0, 1], [0, 0, 1], [1, 0, 0]])) == pytest.approx(2 / 3)
+    encoder = SimpleNamespace(encode_texts=lambda captions: torch.eye(3))
+    recall = evaluator._retrieve(encoder, torch.tensor([[0.0, 0, 1], [0, 0, 1], [1, 0, 0]]))
+    assert recall["image-to-text-R@1"] == pytest.approx(2 / 3)
     assert evaluator.chance()["image-to-text-R@1"] == pytest.approx(5 / 9)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.decomposition import PCA
 
-from eval.cliplite.editing import PAIRS, TEMPLATES, alignment_table, concept_subspace, fill_templates, main, remove
+from eval.cliplite.editing import alignment_table, concept_subspace, main, remove
 from tests.eval import datasets
 
 
@@ -64,17 +64,17 @@ def test_alignment_table_by_hand_and_its_effect() -> None:
     table = alignment_table(queries, images, subspace, top=5)
 
     best = [sorted((images["b"] @ query).tolist())[-5:] for query in queries["a"]]
-    assert table["a"]["b"].original == pytest.approx(np.mean(best), abs=1e-6)
+    assert table["a"]["b"]["original"] == pytest.approx(np.mean(best), abs=1e-6)
     edited = remove(images["b"], subspace)
     best = [sorted((edited @ query).tolist())[-5:] for query in queries["a"]]
-    assert table["a"]["b"].neutral == pytest.approx(np.mean(best), abs=1e-6)
-    assert table["a"]["b"].delta == pytest.approx(table["a"]["b"].original - table["a"]["b"].neutral)
+    assert table["a"]["b"]["neutral"] == pytest.approx(np.mean(best), abs=1e-6)
+    assert table["a"]["b"]["delta"] == pytest.approx(table["a"]["b"]["original"] - table["a"]["b"]["neutral"])
     # Each side prefers its own group at first; without the concept the sides no longer tell the groups apart.
-    gap = {side: row[side].original - row["b" if side == "a" else "a"].original for side, row in table.items()}
+    gap = {side: row[side]["original"] - row["b" if side == "a" else "a"]["original"] for side, row in table.items()}
     assert min(gap.values()) > 0.1
     for group in ("a", "b"):
-        before = abs(table["a"][group].original - table["b"][group].original)
-        after = abs(table["a"][group].neutral - table["b"][group].neutral)
+        before = abs(table["a"][group]["original"] - table["b"][group]["original"])
+        after = abs(table["a"][group]["neutral"] - table["b"][group]["neutral"])
         assert after < before / 3
     with pytest.raises(ValueError, match="group b has 80 images"):
         alignment_table(queries, images, subspace, top=100)
@@ -88,12 +88,6 @@ def test_wrong_pairs_are_refused() -> None:
         concept_subspace(first, second, components=17)
     with pytest.raises(ValueError, match="equal embeddings"):
         concept_subspace(first, first)
-
-
-def test_default_prompts() -> None:
-    assert fill_templates(("boy", "son"), ("I am a {c}.", "a {c}")) == ["I am a boy.", "I am a son.", "a boy", "a son"]
-    prompts = {prompt for pair in PAIRS for prompt in fill_templates(pair, TEMPLATES)}
-    assert len(prompts) == 2 * len(PAIRS) * len(TEMPLATES) and "I am a girl." in prompts
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,7 +132,6 @@ def test_voc_protocol_against_scikit_learn() -> None:
     assert result.metrics["map"] == pytest.approx(np.mean(precisions), abs=1e-12)
     assert 0.4 < result.metrics["map"] < 1 and 0.4 < result.metrics["map_11point"] < 1
     assert len(set(result.costs.values())) > 1  # the choice matters here
-    assert probe_voc07(train, test, jobs=2) == result
     # The length of a feature says nothing.
     scaled = Split(train.features * np.linspace(0.1, 9, len(train.features))[:, None], train.labels, CLASSES)
     assert probe_voc07(scaled, test).metrics["map"] == pytest.approx(result.metrics["map"], abs=1e-6)
