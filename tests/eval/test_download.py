@@ -41,6 +41,7 @@ DIGITS = "mnist"  # ten classes, as the fixtures have
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """A hub with MNIST in DataComp's format, 3 shards, and files that nobody needs."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # whatever the environment says
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # no waiting between attempts
     origin = datasets.make_task(tmp_path / "hub", DIGITS, shards=3)
     (origin / "README.md").write_text("MIT")
