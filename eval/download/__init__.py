@@ -1,0 +1,1 @@
+"""Fetching DataComp's evaluation sets, and checking them: ``python -m eval.download``."""
