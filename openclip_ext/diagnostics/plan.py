@@ -210,7 +210,7 @@ class Plan:
             state=self.replicated + on_gpu,
             host_state=on_host * min(world_size, training.ranks_per_node),
             loss=loss,
-            gradient={ALL_REDUCE: 4.0 * self.parameters},
+            gradient={ALL_REDUCE: 4.0 * self.parameters} if world_size > 1 else {},
         )
 
     def _period(self) -> int:
