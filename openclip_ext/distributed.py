@@ -125,12 +125,12 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def broadcast_object(value: Any, source: int = 0) -> Any:
-    """Give every rank the (picklable) value of rank ``source``."""
+def broadcast_object(value: Any) -> Any:
+    """Give every rank the (picklable) value of rank 0."""
     if world_size() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=source, group=_control_group())
+    dist.broadcast_object_list(box, src=0, group=_control_group())
     return box[0]
 
 

@@ -4,7 +4,7 @@ import logging
 import os
 import platform
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ _LEFT = b"left"
 
 
 @contextmanager
-def watched(patience: float | None, interval: float = INTERVAL) -> Iterator[None]:
+def watched(patience: float | None) -> Iterator[None]:
     """Let each rank beat, also while it evaluates or saves for hours, and watch the others.
 
     A rank that does not beat for ``patience`` is stopped, or its node is gone. Whoever notices names it in the log and ends
@@ -27,16 +27,15 @@ def watched(patience: float | None, interval: float = INTERVAL) -> Iterator[None
 
     Args:
         patience: seconds; None: watch nobody.
-        interval: seconds between two beats.
     """
     if patience is None or distributed.world_size() == 1:
         yield
         return
-    heartbeat = _Heartbeat(_store(), distributed.rank(), distributed.world_size(), max(1, round(patience / interval)))
+    heartbeat = _Heartbeat(_store(), distributed.rank(), distributed.world_size(), max(1, round(patience / INTERVAL)))
     ended = threading.Event()
 
     def beat() -> None:
-        while not ended.wait(interval):
+        while not ended.wait(INTERVAL):
             try:
                 missing = heartbeat.beat()
             except RuntimeError:
@@ -103,10 +102,10 @@ def _store() -> Any:
     return store.clone() if hasattr(store, "clone") else store
 
 
-def _end(missing: list[str], patience: float, leave: Callable[[int], Any] = os._exit) -> None:
+def _end(missing: list[str], patience: float) -> None:
     logging.critical(
         f"Not heard of for {patience:g} s: {', '.join(missing)}. Rank {distributed.rank()} ends; --resume latest goes on from "
         "the last checkpoint."
     )
     logging.shutdown()
-    leave(EXIT_STATUS)
+    os._exit(EXIT_STATUS)
