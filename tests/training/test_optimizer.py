@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from openclip_ext.training.optimizer import SCALE, ScheduleConfig, create_schedule, logit_scale_lr, schedule_rate
-from tests.training.runs import command, make_shards, run
+from tests.training.runs import command, run
 
 
 def test_a_short_run_takes_a_larger_rate() -> None:
@@ -20,9 +20,8 @@ def test_a_short_run_takes_a_larger_rate() -> None:
     assert logit_scale_lr(None, 2_750) is None
 
 
-def _distance_of_tau(folder: Path, *more: str) -> float:
+def _distance_of_tau(shards: str, folder: Path, *more: str) -> float:
     """How far one epoch of six steps moves the temperature, when a hundred epochs are planned."""
-    shards = make_shards(folder / "shards")
     argv = command(shards, folder, "run", "neuclip", "--prototypes", "24", *more)
     argv[argv.index("--epochs") + 1] = "100"
     run(argv, stop_after=6)
@@ -30,9 +29,9 @@ def _distance_of_tau(folder: Path, *more: str) -> float:
     return abs(lines[-1]["temperature_median"] - lines[0]["temperature_median"])
 
 
-def test_a_given_rate_stays(tmp_path: Path) -> None:
-    given = _distance_of_tau(tmp_path / "given", "--lr-tau", "1.25e-4")
-    chosen = _distance_of_tau(tmp_path / "chosen")
+def test_a_given_rate_stays(shards: str, tmp_path: Path) -> None:
+    given = _distance_of_tau(shards, tmp_path / "given", "--lr-tau", "1.25e-4")
+    chosen = _distance_of_tau(shards, tmp_path / "chosen")
     assert 4 * given == pytest.approx(chosen, rel=0.2)
 
 
