@@ -18,13 +18,7 @@ from openclip_ext.training.errors import UsageError
 from openclip_ext.training.flags import parse
 from openclip_ext.training.model import load_pretrained_heads
 from openclip_ext.training.optimizer import OptimizerConfig, create_optimizer
-from tests.training.runs import command, make_shards, run
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    add_model_configs()
-    return make_shards(tmp_path_factory.mktemp("shards"))
+from tests.training.runs import command, run
 
 
 @pytest.fixture(scope="module")

@@ -21,15 +21,9 @@ from openclip_ext.training.errors import UsageError
 from openclip_ext.training.flags import parse
 from openclip_ext.training.model import train_image_tower_only
 from openclip_ext.training.step import encode_views
-from tests.training.runs import command, make_shards, run
+from tests.training.runs import command, run
 
 LOSSES = {"simclr": [], "sogclr": ["--views", "2"]}
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    add_model_configs()
-    return make_shards(tmp_path_factory.mktemp("shards"))
 
 
 def noise(image):
