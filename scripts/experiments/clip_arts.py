@@ -10,7 +10,6 @@ A caption is the clip art's folders and its title (``animals birds: pollo``). Le
 drew, pictures that are equal when made small, and one that Pillow takes for an attack by its size.
 """
 
-import argparse
 import html
 import json
 import sys
@@ -28,6 +27,7 @@ from scripts.experiments.pairs import (
     SPLITS,
     Pair,
     png_on_white,
+    program,
     seeded_order,
     whole_folder,
     write_names,
@@ -113,24 +113,16 @@ def make(source: Path, output: Path, config: ClipArtsConfig) -> None:
         (folder / RECIPE).write_text(json.dumps(recipe, indent=1) + "\n")
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.experiments.clip_arts",
-        description=__doc__.splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
+def main(argv: list[str] | None = None) -> None:
+    """Run the program."""
+    parser = program(__doc__, "clip_arts")
     parser.add_argument("--source", type=Path, default=SOURCE, help="the package's folder png")
     parser.add_argument("--output", type=Path, required=True, help="folder to make, outside of the repository")
     parser.add_argument("--num-val", type=int, default=700, help="pairs to tune on")
     parser.add_argument("--num-test", type=int, default=700, help="pairs to report")
     parser.add_argument("--image-size", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0, help="of the split and the order")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    args = vars(parse_args(argv))
+    args = vars(parser.parse_args(argv))
     source, output = args.pop("source"), args.pop("output")
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # some drawings are large
     try:

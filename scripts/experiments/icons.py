@@ -13,7 +13,6 @@ Equal arguments and an equal collection give equal bytes; a smaller ``--num-trai
 What is in the data, and the licenses: docs/experiments/icons.md.
 """
 
-import argparse
 import io
 import json
 import multiprocessing
@@ -39,6 +38,7 @@ from scripts.experiments.pairs import (
     Pair,
     batched,
     png_on_white,
+    program,
     seeded_order,
     whole_folder,
     write_names,
@@ -292,20 +292,6 @@ def take(pool: list[Icon], number: int, size: int, executor: ProcessPoolExecutor
     raise ValueError(f"asked for {number} pairs, the sets have {taken}: ask for fewer, or for a smaller --min-authors")
 
 
-def pairs_of(drawn: Iterable[tuple[Icon, bytes]], sets: dict[str, dict[str, Any]], counts: Counter) -> Iterator[Pair]:
-    """Samples to write; ``counts`` becomes the number of pairs of each set."""
-    for icon, png in drawn:
-        counts[icon.prefix] += 1
-        license_ = sets[icon.prefix]["license"]
-        described = {
-            "set": icon.prefix,
-            "icon": icon.name,
-            "name": icon.canonical,
-            "license": license_.get("spdx", license_["title"]),
-        }
-        yield Pair(png, icon.caption, described)
-
-
 def make(package: Path, output: Path, config: IconsConfig, workers: int) -> None:
     """Write the data set.
 
@@ -315,41 +301,45 @@ def make(package: Path, output: Path, config: IconsConfig, workers: int) -> None
     sets, icons = read_collection(package)
     splits = assign_splits(sets, icons, config)
     pools = choose(icons, sets, splits, config)
-    counts: dict[str, Counter] = {split: Counter() for split in SPLITS}
+    counts: Counter[str] = Counter()
     with (
         whole_folder(output) as folder,
         ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as executor,
     ):
         classes = write_names(folder, (icon.canonical for pool in pools.values() for icon in pool))
-        for split in SPLITS:
+
+        def pairs_of(split: str) -> Iterator[Pair]:
             number = config.count(split)
-            drawn = tqdm(take(pools[split], number, config.image_size, executor), split, number, unit="img")
-            write_shards(folder / split, pairs_of(drawn, sets, counts[split]), classes)
-        table = {prefix: _describe(sets[prefix], split, counts[split][prefix]) for prefix, split in splits.items()}
+            drawn = take(pools[split], number, config.image_size, executor)
+            for icon, png in tqdm(drawn, split, number, unit="img"):
+                counts[icon.prefix] += 1
+                license_ = sets[icon.prefix]["license"]
+                described = {"set": icon.prefix, "icon": icon.name, "name": icon.canonical}
+                described["license"] = license_.get("spdx", license_["title"])
+                yield Pair(png, icon.caption, described)
+
+        for split in SPLITS:
+            write_shards(folder / split, pairs_of(split), classes)
+        table = {
+            prefix: {
+                "title": sets[prefix]["name"],
+                "split": split,
+                "pairs": counts[prefix],
+                "category": sets[prefix].get("category"),
+                "author": sets[prefix]["author"],
+                "license": sets[prefix]["license"],
+            }
+            for prefix, split in splits.items()
+        }
         (folder / "sets.json").write_text(json.dumps(table, indent=1) + "\n")
         version = json.loads((package / "package.json").read_text())["version"]
         recipe = {**asdict(config), "collection": f"{PACKAGE} {version}"}
         (folder / RECIPE).write_text(json.dumps(recipe, indent=1) + "\n")
 
 
-def _describe(info: dict[str, Any], split: str, pairs: int) -> dict[str, Any]:
-    return {
-        "title": info["name"],
-        "split": split,
-        "pairs": pairs,
-        "category": info.get("category"),
-        "author": info["author"],
-        "license": info["license"],
-    }
-
-
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.experiments.icons",
-        description=__doc__.splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
+def main(argv: list[str] | None = None) -> None:
+    """Run the program."""
+    parser = program(__doc__, "icons")
     parser.add_argument(
         "--cache", type=Path, required=True, help="folder for the collection, outside of the repository"
     )
@@ -369,11 +359,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--test-sets", nargs="*", default=[], metavar="PREFIX", help="likewise")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of held-out sets and icons")
     parser.add_argument("--workers", type=int, default=2, help="processes that render")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    args = vars(parse_args(argv))
+    args = vars(parser.parse_args(argv))
     cache, output, workers = args.pop("cache"), args.pop("output"), args.pop("workers")
     config = IconsConfig(**args | {key: tuple(args[key]) for key in ("val_sets", "test_sets")})
     try:

@@ -1,12 +1,13 @@
 """What the makers of image-text shards have in common: a seeded order, whole folders only, and the shards themselves.
 
-A folder of theirs holds what :mod:`scripts.experiments.run_grid` and ``openclip-ext compare`` read::
+A folder of theirs holds what :mod:`openclip_ext.experiments.grid` and ``openclip-ext compare`` read::
 
     train/, val/, test/   WebDataset shards (png, txt, json, cls)
     names.txt             the canonical names, one a line; ``cls`` is the line number, from 0
     recipe.json           the arguments that the bytes follow from
 """
 
+import argparse
 import hashlib
 import io
 import json
@@ -39,6 +40,16 @@ class Pair:
     png: bytes
     caption: str
     described: dict[str, Any]
+
+
+def program(doc: str, name: str) -> argparse.ArgumentParser:
+    """Return the command line of a maker, described by its module's first line."""
+    return argparse.ArgumentParser(
+        prog=f"python -m scripts.experiments.{name}",
+        description=doc.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def seeded_order(seed: int) -> Callable[[str], bytes]:

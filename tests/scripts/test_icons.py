@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from openclip_ext.data import manifest
 from scripts.experiments import icons
-from scripts.experiments.icons import IconsConfig, assign_splits, canonical_name, group_sets, read_collection, take
+from scripts.experiments.icons import IconsConfig, assign_splits, canonical_name, group_sets, read_collection
 
 NAMES = ("home", "arrow-left", "star", "cloud", "bell")
 
@@ -117,10 +116,6 @@ def test_whole_sets_are_held_out_by_a_seeded_choice(tmp_path: Path):
     assert assign_splits(sets, found, IconsConfig(100, 10, 10, min_authors=2, seed=1)) != splits
     with pytest.raises(ValueError, match="not enough sets"):
         assign_splits(sets, found, IconsConfig(100, 1000, 10))
-
-
-def test_an_unknown_set_is_named(package: Path):
-    sets, found = read_collection(package)
     with pytest.raises(ValueError, match="noto: no such set"):
         assign_splits(sets, found, IconsConfig(1, test_sets=("noto",)))
 
@@ -160,12 +155,6 @@ def test_equal_arguments_give_equal_bytes_and_fewer_pairs_a_prefix(package: Path
     assert read(fewer / "test") == read(first / "test")
 
 
-def test_the_manifest_reads_the_shards(package: Path, tmp_path: Path):
-    output = make(package, tmp_path / "out")
-    manifest.main([f"{output}/train/*.tar", "--output", str(tmp_path / "manifest.json")])
-    assert json.loads((tmp_path / "manifest.json").read_text())["num_samples"] == 11
-
-
 def test_drawings_are_square_and_black_on_white(package: Path):
     _, found = read_collection(package)
     (wide,) = [icon for icon in found if icon.name == "home-2-outline"]
@@ -192,28 +181,7 @@ def test_too_few_icons_are_an_error(package: Path, tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_exists_is_left_alone(package: Path, tmp_path: Path):
-    with pytest.raises(ValueError, match="exists"):
-        make(package, tmp_path)
-
-
-def test_what_cannot_be_drawn_is_passed_over(monkeypatch: pytest.MonkeyPatch, package: Path):
-    class InThisProcess:
-        map = staticmethod(map)
-
-    monkeypatch.setattr(icons, "_render_many", lambda part, size: [b"png" if size else None for _ in part])
-    _, found = read_collection(package)
-    assert [icon for icon, _ in take(found, 3, 1, InThisProcess())] == found[:3]
-    with pytest.raises(ValueError, match="have 0"):
-        list(take(found, 3, 0, InThisProcess()))
-
-
 def test_missing_npm_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(icons.shutil, "which", lambda program: None)
     with pytest.raises(SystemExit, match="npm is missing"):
         icons.fetch(tmp_path)
-
-
-def test_an_unpacked_collection_is_not_fetched_again(monkeypatch: pytest.MonkeyPatch, package: Path):
-    monkeypatch.setattr(icons.shutil, "which", lambda program: None)
-    assert icons.fetch(package.parent) == package

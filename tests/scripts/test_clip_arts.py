@@ -82,15 +82,6 @@ def read_texts(folder: Path) -> list[str]:
         return [tar.extractfile(member).read().decode() for member in tar if member.name.endswith(".txt")]
 
 
-def test_cls_is_the_line_of_the_name(source: Path, tmp_path: Path):
-    clip_arts.make(source, tmp_path / "out", SMALL)
-    names = (tmp_path / "out/names.txt").read_text().splitlines()
-    with tarfile.open(tmp_path / "out/train/00000.tar") as tar:
-        content = {member.name: tar.extractfile(member).read() for member in tar}
-    for key in {name.split(".")[0] for name in content}:
-        assert names[int(content[f"{key}.cls"])] == json.loads(content[f"{key}.json"])["name"]
-
-
 def test_a_missing_package_is_said(tmp_path: Path):
     with pytest.raises(SystemExit, match="has 0 pictures, 1400 to hold out: install openclipart-png"):
         clip_arts.main(["--source", str(tmp_path / "none"), "--output", str(tmp_path / "out")])

@@ -1,6 +1,6 @@
 """The report as one HTML page without external resources: tables, and learning curves as inline SVG."""
 
-from openclip_ext.diagnostics.compare.report import Report, lines, tables
+from openclip_ext.experiments.compare.report import Report, lines, tables
 from openclip_ext.pages import charts
 from openclip_ext.pages.charts import Curve, line_chart
 from openclip_ext.pages.rendering import render_page

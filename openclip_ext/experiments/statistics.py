@@ -2,6 +2,7 @@
 
 import functools
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,35 +15,29 @@ _Z = 1.959963984540054  # of the normal distribution
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of paired differences with 95 % intervals.
+    """Mean of paired differences over seeds and samples, with its 95 % interval.
 
     Attributes:
         mean: over seeds and samples.
         low, high: covers other seeds and other validation samples of the same kind.
-        seeds_low, seeds_high: covers other seeds on these validation samples: Student's t.
         seeds: number of pairs.
     """
 
     mean: float
     low: float
     high: float
-    seeds_low: float
-    seeds_high: float
     seeds: int
 
-    @property
-    def is_positive(self) -> bool:
-        """With confidence."""
-        return self.low > 0
 
-    @property
-    def is_clear(self) -> bool:
-        """Whether the interval leaves out 0."""
-        return self.low > 0 or self.high < 0
+def seeds_interval(differences: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean of two or more seeds' differences, by Student's t."""
+    mean = statistics.fmean(differences)
+    half = student_t(len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
+    return mean - half, mean + half
 
 
 def paired_difference(first: Tensor, second: Tensor, groups: Sequence[int]) -> Difference | None:
-    """The difference of two losses' scores on the same samples with the same seeds.
+    """Compute the difference of two losses' scores on the same samples with the same seeds.
 
     The two sources of chance are added as independent ones, both by Student's t: the seeds, and the samples in groups, since
     samples of equal captions are right or wrong together.
@@ -60,19 +55,18 @@ def paired_difference(first: Tensor, second: Tensor, groups: Sequence[int]) -> D
     count = int(place.max()) + 1
     if seeds < 2 or count < 2:
         return None
-    of_seed = difference.mean(dim=1)
-    mean = float(of_seed.mean())
-    seed_half = student_t(seeds - 1) * float(of_seed.std()) / math.sqrt(seeds)
+    mean = float(difference.mean())
+    low, high = seeds_interval(difference.mean(dim=1).tolist())
     centered = difference.mean(dim=0) - mean
     sums = torch.zeros(count, dtype=torch.float64).index_add_(0, place, centered)
     sample_half = student_t(count - 1) * math.sqrt(float(sums.square().sum()) * count / (count - 1)) / samples
-    half = math.hypot(seed_half, sample_half)
-    return Difference(mean, mean - half, mean + half, mean - seed_half, mean + seed_half, seeds)
+    half = math.hypot((high - low) / 2, sample_half)
+    return Difference(mean, mean - half, mean + half, seeds)
 
 
 @functools.cache
 def student_t(freedom: int) -> float:
-    """The half-width of the central 95 % of Student's t distribution with so many degrees of freedom, by bisection."""
+    """Return the half-width of the central 95 % of Student's t with so many degrees of freedom, by bisection."""
     if freedom > 1000:
         return _Z
     low, high = 0.0, 1e6
@@ -83,7 +77,7 @@ def student_t(freedom: int) -> float:
 
 
 def _t_central(value: float, freedom: int) -> float:
-    """P(|T| < value), by the finite sums for whole degrees of freedom (Abramowitz and Stegun 26.7.3, 26.7.4)."""
+    """Return P(|T| < value), by the finite sums for whole degrees of freedom (Abramowitz and Stegun 26.7.3, 26.7.4)."""
     angle = math.atan(value / math.sqrt(freedom))
     cosine = math.cos(angle)
     term = cosine if freedom % 2 else 1.0

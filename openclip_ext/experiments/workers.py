@@ -1,66 +1,26 @@
-"""Many runs at a time, each in a process of its own, one a GPU or core; finished ones are appended to a file.
+"""Many runs at a time, each in a process of its own, one a GPU or core.
 
 A process is a fork of a server that has imported everything, so that it starts at once. A run that is killed or fails costs
 nothing but itself.
 """
 
 import contextlib
-import fcntl
-import json
 import multiprocessing
 import signal
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from openclip_ext.experiments.results import ResultsFile
+from openclip_ext.experiments.runs import Results, Run
 from openclip_ext.machine import available_cores
 
 _POLL_SECONDS = 0.3
 # What a process runs: ``task(device, seen)``, where ``seen`` takes the samples of each step.
 Task = Callable[[torch.device, Callable[[int], None]], dict[str, Any]]
-
-
-class ResultsFile:
-    """Lines of finished runs by id. One process at a time may have it open.
-
-    Raises:
-        ValueError: another process has it open, or a line is no result.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another process is writing to {path}: wait for it, or give another --output") from None
-        content = path.read_bytes()
-        self._file.truncate(content.rfind(b"\n") + 1)  # a line that was cut off
-        self.lines: dict[str, dict[str, Any]] = {}
-        for number, line in enumerate(content[: content.rfind(b"\n") + 1].decode().splitlines(), start=1):
-            try:
-                result = json.loads(line)
-                self.lines[result["id"]] = result
-            except (json.JSONDecodeError, KeyError, TypeError):
-                raise ValueError(
-                    f"{path}, line {number}: not the result of a run; remove the line or the file"
-                ) from None
-
-    def add(self, result: dict[str, Any]) -> None:
-        """Append a line."""
-        self.lines[result["id"]] = result
-        self._file.write(json.dumps(result) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Let others write."""
-        self._file.close()
 
 
 class _UnderWay(NamedTuple):
@@ -94,6 +54,7 @@ class Workers:
 
     @property
     def has_room(self) -> bool:
+        """Whether another task can start."""
         return len(self._under_way) < self.processes
 
     def start(self, name: str, task: Task) -> None:
@@ -107,7 +68,7 @@ class Workers:
         self._under_way[name] = _UnderWay(process, receiver, slot)
 
     def finished(self) -> list[tuple[str, dict[str, Any] | None, str]]:
-        """Name, result and failure of tasks that have ended; waits a moment for one."""
+        """Return name, result and failure of tasks that have ended; wait a moment for one."""
         wait([entry.connection for entry in self._under_way.values()], _POLL_SECONDS)
         found = []
         for name, entry in list(self._under_way.items()):
@@ -119,7 +80,7 @@ class Workers:
         return found
 
     def _read(self, entry: _UnderWay) -> tuple[dict[str, Any] | None, str] | None:
-        """Count the steps that a task reports; its result and failure if it has ended."""
+        """Count the samples that a task reports; return its result and failure if it has ended."""
         try:
             while entry.connection.poll():
                 message = entry.connection.recv()
@@ -139,7 +100,7 @@ class Workers:
         self._under_way.clear()
 
     def run(self, tasks: Sequence[Task]) -> list[dict[str, Any]]:
-        """Results of tasks, in order.
+        """Return the results of tasks, in order.
 
         Raises:
             ValueError: one has failed.
@@ -160,8 +121,58 @@ class Workers:
         return [results[number] for number in sorted(results)]
 
 
+class Execution:
+    """Executes the runs of a plan that results extend, and keeps their rows.
+
+    Args:
+        workers: execute them; the caller stops them.
+        results: where rows go.
+        task: what to do for a run.
+
+    Attributes:
+        failed: rows that stand for runs that failed in this call, with the message under ``failed``. They are not written:
+            the next call tries these runs again.
+    """
+
+    def __init__(self, workers: Workers, results: ResultsFile, task: Callable[[Run], Task]) -> None:
+        self.workers, self.results, self._task = workers, results, task
+        self.failed: dict[str, dict[str, Any]] = {}
+
+    @property
+    def known(self) -> Results:
+        """Rows of the runs that have ended, well or not."""
+        return {**self.results.rows, **self.failed}
+
+    def work_off(
+        self,
+        pending: Callable[[Results], Sequence[Run]],
+        ended: Callable[[dict[str, Any]], None],
+        goes_on: Callable[[], bool] = lambda: True,
+    ) -> bool:
+        """Execute runs until none is left; return False if ``goes_on`` ended it before that.
+
+        Args:
+            pending: the runs that can start, given the rows of those that have ended.
+            ended: is told of each row.
+            goes_on: is asked several times a second.
+        """
+        while goes_on():
+            for run in pending(self.known):
+                if self.workers.has_room and run.id not in self.workers.under_way:
+                    self.workers.start(run.id, self._task(run))
+            if not self.workers.under_way:
+                return True
+            for name, row, failure in self.workers.finished():
+                if row is None:
+                    row = self.failed[name] = {"id": name, "val": {"mean": -1.0}, "failed": failure}
+                else:
+                    self.results.add(row)
+                ended(row)
+        return False
+
+
 def default_processes() -> int:
-    """One a GPU, or without one, one a core."""
+    """Return one a GPU, or without one, one a core."""
     return torch.cuda.device_count() or available_cores()
 
 
@@ -174,25 +185,10 @@ def _work(sender: Connection, slot: int, processes: int, task: Task) -> None:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(max(1, available_cores() // processes))
-
-    def seen(count: int) -> None:
-        sender.send(count)  # fails, and ends this process, when the program is gone
-
     try:
-        sender.send((task(device, seen), ""))
+        # Sending fails, and ends this process, when the program is gone.
+        sender.send((task(device, sender.send), ""))
     except Exception as error:
         known = isinstance(error, ValueError | FileNotFoundError)
         with contextlib.suppress(OSError):  # the program is gone
             sender.send((None, str(error) if known else traceback.format_exc()))
-
-
-class Deadline:
-    """When to stop: so many minutes after ``started``, a time of ``time.monotonic()``."""
-
-    def __init__(self, minutes: float, started: float) -> None:
-        self._end = started + 60 * minutes
-
-    @property
-    def left(self) -> float:
-        """Seconds."""
-        return self._end - time.monotonic()

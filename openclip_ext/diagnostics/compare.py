@@ -1,9 +1,9 @@
-"""``python -m openclip_ext.diagnostics.compare``."""
+"""``python -m openclip_ext.diagnostics.compare``: the program of :mod:`openclip_ext.experiments.compare`."""
 
 import signal
 
 from openclip_ext.diagnostics import command_line
-from openclip_ext.diagnostics.compare.command import main
+from openclip_ext.experiments.compare.comparison import main
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -1,0 +1,326 @@
+"""Decoded data for many short runs: images once in a memory-mapped file, texts once as tokens.
+
+Training goes through the ordinary loader, whose order and pixels depend on the seed alone. A training set that does not fit
+into the cache is read from its files.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from openclip_ext.data.build import build_source, build_train_loader
+from openclip_ext.data.source import (
+    BadDataError,
+    BadSampleError,
+    ImageDecoder,
+    RawSample,
+    Source,
+    decode_image,
+)
+from openclip_ext.data.spec import DataSpec
+from openclip_ext.data.train_loader import TrainLoader, TrainLoaderConfig
+from openclip_ext.text_tower import find_causal_tower, shrink
+
+# Stored images are at most this many times as large as the model's: the training's random crops lose nothing visible.
+_LARGEST = 2
+_PIXELS, _TABLE = "pixels.bin", "samples.json"
+# Samples by which the size of the rest is judged.
+_PROBE = 100
+
+
+class DoesNotFit(Exception):
+    """The decoded images are larger than the cache may be."""
+
+
+def digest(content: Any) -> str:
+    """Return a name for any content that JSON can hold."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Decoded samples in a folder.
+
+    Attributes:
+        folder: where they are.
+        rows: which of them are meant, in order.
+    """
+
+    folder: Path
+    rows: tuple[int, ...]
+
+    @classmethod
+    def open(cls, folder: Path) -> "Cache":
+        """Return all samples of a folder."""
+        table = json.loads((folder / _TABLE).read_text())
+        return cls(folder, tuple(range(len(table["captions"]))))
+
+    def part(self, positions: Sequence[int]) -> "Cache":
+        """Return some of these samples."""
+        return replace(self, rows=tuple(self.rows[position] for position in positions))
+
+    @cached_property
+    def _table(self) -> dict[str, Any]:
+        return json.loads((self.folder / _TABLE).read_text())
+
+    @cached_property
+    def _pixels(self) -> np.ndarray:
+        return np.memmap(self.folder / _PIXELS, np.uint8, "r")
+
+    @property
+    def digest(self) -> str:
+        """Identifies the samples."""
+        return digest([self._table["digest"], self.rows])
+
+    def captions(self) -> list[str]:
+        """Return the samples' captions."""
+        return [self._table["captions"][row] for row in self.rows]
+
+    def classes(self) -> list[int] | None:
+        """Return the samples' classes; None where nobody said them."""
+        classes = self._table["classes"]
+        return None if classes is None else [classes[row] for row in self.rows]
+
+    def pixels(self, position: int) -> np.ndarray:
+        """Return a sample's image: ``(H, W, 3)`` uint8."""
+        row = self.rows[position]
+        height, width = self._table["shapes"][row]
+        end = self._table["ends"][row]
+        return self._pixels[end - 3 * height * width : end].reshape(height, width, 3)
+
+    def image(self, position: int) -> Image.Image:
+        """Return a sample's image."""
+        return Image.fromarray(self.pixels(position))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self.folder, "rows": self.rows}
+
+
+def write_cache(
+    spec: DataSpec,
+    folder: Path,
+    image_size: int,
+    limit: float = float("inf"),
+    classes: int | None = None,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> Cache:
+    """Decode a data set into a folder, once: a finished one is opened.
+
+    Args:
+        spec: the data set.
+        folder: where to.
+        image_size: side of the model's images.
+        limit: bytes that the images may take.
+        classes: number of classes, to read each sample's from its member ``cls``; None: do not.
+        progress: wraps the samples, to show how far it is.
+
+    Raises:
+        DoesNotFit: the images are larger than the limit.
+        BadDataError: more samples than ``--max-bad-fraction`` cannot be read.
+        ValueError: a class is missing or out of range.
+    """
+    if (folder / _TABLE).exists():
+        return Cache.open(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    source = build_source(spec, str)  # type: ignore[arg-type]
+    asked = source.num_kept  # a manifest may leave samples out
+    indices: list[int] = []
+    captions: list[str] = []
+    shapes: list[tuple[int, ...]] = []
+    ends: list[int] = []
+    content = hashlib.blake2b(digest_size=8)
+    with (folder / _PIXELS).open("wb") as file:
+        for index, image, caption in _decoded(source, progress):
+            pixels = _shrunk(image, _LARGEST * image_size)
+            data = pixels.tobytes()
+            file.write(data)
+            content.update(data)
+            ends.append((ends[-1] if ends else 0) + len(data))
+            captions.append(caption)
+            shapes.append(pixels.shape[:2])
+            indices.append(index)
+            if len(ends) in (_PROBE, asked) and (expected := ends[-1] / len(ends) * asked) > limit:
+                raise DoesNotFit(
+                    f"{spec.source}: its images would take {expected / 2**30:.2g} GiB decoded, --cache allows "
+                    f"{limit / 2**30:.2g}"
+                )
+    bad = asked - len(captions)
+    if bad > spec.max_bad_fraction * asked:
+        raise BadDataError(
+            f"{bad:,} of the {asked:,} samples of {spec.source} have no image or no caption that can be read, "
+            f"more than the allowed {spec.max_bad_fraction:.1%} (--max-bad-fraction)"
+        )
+    labels = None if classes is None else _read_classes(spec, classes, indices)
+    table = {"captions": captions, "shapes": shapes, "ends": ends, "classes": labels}
+    table["digest"] = digest([content.hexdigest(), captions, labels])
+    (folder / f"{_TABLE}.partial").write_text(json.dumps(table))
+    (folder / f"{_TABLE}.partial").rename(folder / _TABLE)
+    return Cache.open(folder)
+
+
+def _decoded(
+    source: Source, progress: Callable[[Iterable[int]], Iterable[int]]
+) -> Iterator[tuple[int, Image.Image, str]]:
+    """Yield index, image and caption of the samples that can be read."""
+    read = source.reader()
+    for index in progress(range(source.num_samples)):
+        if not source.is_left_out(index):
+            try:
+                image, caption = source.decode(read(index), decode_image)
+            except BadSampleError:
+                continue
+            assert isinstance(image, Image.Image)
+            yield index, image, caption
+
+
+def _shrunk(image: Image.Image, side: int) -> np.ndarray:
+    """Return ``(H, W, 3)`` uint8, made smaller where the image's shorter side is longer than ``side``."""
+    shorter = min(image.size)
+    if shorter > side:
+        width, height = (max(1, round(length * side / shorter)) for length in image.size)
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+    return np.asarray(image)
+
+
+def _read_classes(spec: DataSpec, count: int, indices: Sequence[int]) -> list[int]:
+    if spec.resolved_type != "webdataset":
+        raise ValueError("--classes needs shards with a member cls for each sample: CSV has none")
+    read = build_source(replace(spec, caption_key="cls"), str).reader()  # type: ignore[arg-type]
+    classes = []
+    for index in indices:
+        text = read(index).fields.get("cls", b"").decode().strip()
+        if not text.isdigit() or int(text) >= count:
+            raise ValueError(
+                f"sample {index} of {spec.source} has the class {text!r}: expected in its member cls a line number of the "
+                f"--classes file, from 0 to {count - 1}"
+            )
+        classes.append(int(text))
+    return classes
+
+
+def remove_others(parent: Path, kept: Sequence[Path]) -> None:
+    """Remove caches of data that have changed since; folders that are no caches stay."""
+    for pixels in parent.glob(f"*/{_PIXELS}"):
+        if pixels.parent not in kept:
+            shutil.rmtree(pixels.parent, ignore_errors=True)
+
+
+class _CachedSource(Source):
+    """A cache as the training loader's source; the index of a sample is its position."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._captions = cache.captions()
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._captions)
+
+    @property
+    def digest(self) -> str:
+        return self._cache.digest
+
+    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[Image.Image, str]:
+        return self._cache.image(raw.index), self._captions[raw.index]
+
+    def group_of(self, index: int) -> tuple[str, int, int]:
+        return str(self._cache.folder), 0, self.num_samples
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """All texts that runs can meet, tokenized once; only the tokens and positions that occur are numbered.
+
+    Attributes:
+        texts: each once.
+        numbers: ``(len(texts), L)`` places in the vocabulary.
+        vocabulary: the tokenizer's tokens that occur, in order.
+        length: positions up to the longest text's end.
+    """
+
+    texts: tuple[str, ...]
+    numbers: np.ndarray
+    vocabulary: np.ndarray
+    length: int
+
+    @classmethod
+    def of(cls, texts: Iterable[str], tokenizer: Callable) -> "Tokens":
+        """Tokenize texts."""
+        unique = tuple(dict.fromkeys(texts))
+        tokens = tokenizer(list(unique)).numpy()
+        # To the last token that is not 0: among the others 0 is a token, too ("!").
+        length = int(np.nonzero(tokens)[1].max(initial=0)) + 1
+        vocabulary, numbers = np.unique(tokens, return_inverse=True)
+        return cls(unique, numbers.reshape(tokens.shape).astype(np.int32), vocabulary, length)
+
+
+class KnownTexts:
+    """A tokenizer that looks texts up, and makes the model's text tower as small as they allow.
+
+    Args:
+        tokens: of all texts; None: any text may come, and tokenizer and model stay as they are.
+        tokenizer: the model's.
+        model: changed in place, where its text tower is causal and trained as a whole, see :func:`shrink`.
+    """
+
+    def __init__(self, tokens: Tokens | None, tokenizer: Callable, model: nn.Module) -> None:
+        self._tokenizer = tokenizer
+        self._place: dict[str, int] = {}
+        if tokens is None:
+            return
+        self._place = {text: place for place, text in enumerate(tokens.texts)}
+        self._rows = torch.from_numpy(tokens.numbers.astype(np.int64))
+        tower = find_causal_tower(model)
+        if tower is not None and all(parameter.requires_grad for parameter in model.parameters()):
+            self._rows = self._rows[:, : tokens.length].contiguous()
+            shrink(tower[1], torch.from_numpy(tokens.vocabulary), tokens.length)
+        else:
+            self._rows = torch.from_numpy(tokens.vocabulary)[self._rows]
+
+    def __call__(self, texts: str | Sequence[str]) -> Tensor:
+        """Return the tokens ``(N, L)``."""
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        return self._rows[[self._place[text] for text in texts]] if self._place else self._tokenizer(texts)
+
+
+@dataclass(frozen=True)
+class PilotData:
+    """What runs train on and are scored on.
+
+    Attributes:
+        train: decoded training samples, or where to read them from.
+        num_samples: size of the index space.
+        val: samples that choose among settings.
+        test: samples that give the reported numbers.
+        names: of the classes, or empty.
+        tokens: of all texts; None where the training's are not in memory.
+        digest: identifies all of it.
+    """
+
+    train: Cache | DataSpec
+    num_samples: int
+    val: Cache
+    test: Cache
+    names: tuple[str, ...]
+    tokens: Tokens | None
+    digest: str
+
+    def loader(
+        self, config: TrainLoaderConfig, preprocess: Callable, tokenizer: Callable, epoch_samples: int
+    ) -> TrainLoader:
+        """Return the ordinary training loader over these samples."""
+        if isinstance(self.train, DataSpec):
+            spec = replace(self.train, num_samples=epoch_samples)
+            return build_train_loader(spec, config, preprocess=preprocess, tokenizer=tokenizer)
+        source = _CachedSource(self.train)
+        return TrainLoader(source, config, preprocess=preprocess, tokenizer=tokenizer, epoch_samples=epoch_samples)

@@ -1,0 +1,318 @@
+"""What ``openclip-ext compare`` does: read the data, plan, execute the runs, and report."""
+
+import argparse
+import json
+import math
+import shlex
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from openclip_ext.data.source import BadDataError
+from openclip_ext.diagnostics import command_line
+from openclip_ext.experiments.cache import DoesNotFit, PilotData, digest, remove_others
+from openclip_ext.experiments.compare import page, report, space
+from openclip_ext.experiments.compare.config import CompareConfig, parse
+from openclip_ext.experiments.compare.data import DataPreparation, cache_folder
+from openclip_ext.experiments.compare.pilot import ComparePilot, versions
+from openclip_ext.experiments.compare.plan import CONTENDERS, SEEDS, Costs, Design, add_seed, equal_epochs, make_design
+from openclip_ext.experiments.pilot import CURVE_POINTS, warmup_steps
+from openclip_ext.experiments.results import ResultsFile
+from openclip_ext.experiments.runs import Contest, Run
+from openclip_ext.experiments.workers import Execution, Workers
+from openclip_ext.losses.registry import OPTIONS
+from openclip_ext.training.config import TrainingConfig
+
+# Of --minutes: kept for runs that are slower than their pace was, used to measure the pace, and the most for one loss.
+_RESERVE, _PACE_SHARE, _PACE_SECONDS = 0.1, 0.05, 6.0
+_REPORT_SECONDS = 2.0
+# Of plan.json and runs.jsonl; folders of another one are refused.
+_PLAN_FORMAT = 2
+# What the final command line says itself.
+_REPLACED_FLAGS = ("--lr", "--epochs", "--warmup")
+_OTHER = "the folder {} holds a comparison with other {}: give another --output, or remove the folder"
+
+
+def main(argv: list[str]) -> None:
+    """Compare losses and write the report.
+
+    Raises:
+        ValueError: a wrong command line, or data that do not fit it.
+        SystemExit: with 130 after a signal and a report of what is finished.
+    """
+    started = time.monotonic() - time.process_time()  # with the imports before
+    config, training = parse(argv)
+    results = ResultsFile(config.output / "runs.jsonl")  # first: nobody else may write to the cache, either
+    try:
+        refuse_other_flags(config, training)  # before the data are decoded
+        preparation = DataPreparation(config, training)
+        comparison = Comparison(config, training, preparation.prepare(), results, started + 60 * config.minutes)
+        remove_others(cache_folder(config.output), preparation.folders)  # now that these are known to be meant
+        stopped = comparison.run()
+        comparison.write_report(preparation.notes)
+    except (BadDataError, DoesNotFit) as error:
+        raise ValueError(str(error)) from error
+    finally:
+        results.close()
+    if stopped:
+        print("stopped; the same command goes on from here")
+        raise SystemExit(130)
+
+
+class Comparison:
+    """The comparison of one output folder.
+
+    Args:
+        config: what was asked.
+        training: the training's configuration.
+        data: what to train on and to score with.
+        results: finished runs, of this comparison and of others.
+        deadline: when to stop, a time of ``time.monotonic()``.
+
+    Raises:
+        ValueError: the folder holds a comparison with other data.
+    """
+
+    def __init__(
+        self, config: CompareConfig, training: TrainingConfig, data: PilotData, results: ResultsFile, deadline: float
+    ) -> None:
+        self.config, self.results, self.deadline = config, results, deadline
+        self.flags = _digest_of_flags(config, training)
+        self.context = digest([self.flags, data.digest])
+        self.pilot = ComparePilot(training, data, config.loss_options, config.population, config.anchors)
+        self.candidates = {loss: space.candidates(loss, config.loss_options) for loss in config.losses}
+        self.workers = Workers(config.processes, __name__)
+        self.execution = Execution(self.workers, results, lambda run: partial(self.pilot.run, run))
+        self.plan = _read_plan(config.output)
+        if self.plan is not None and self.plan["context"] != self.context:
+            raise ValueError(_OTHER.format(config.output, "data"))
+
+    @property
+    def _seconds_left(self) -> float:
+        return self.deadline - time.monotonic() - _REPORT_SECONDS
+
+    @property
+    def design(self) -> Design:
+        """The size of the comparison, as planned."""
+        assert self.plan is not None
+        return Design(**self.plan["design"])
+
+    @property
+    def contest(self) -> Contest:
+        """Which runs there are, as planned."""
+        design = self.design
+        families = {
+            loss: [self._make_run(loss, place, design.samples) for place in range(design.tried)]
+            for loss in self.config.losses
+        }
+        return Contest(families, design.seeds, design.finalists, CONTENDERS)
+
+    def _make_run(self, loss: str, candidate: int, samples: int) -> Run:
+        options, factor = self.candidates[loss][candidate]
+        training, batch = self.pilot.config, self.pilot.batch
+        epochs, epoch_samples = equal_epochs(samples, batch, self.pilot.data.num_samples)
+        return Run(
+            data=self.context,
+            model=training.model.name,
+            schedule="compare",
+            batch_size=batch,
+            epochs=epochs,
+            epoch_samples=epoch_samples,
+            lr=training.optimizer.lr * factor,
+            seed=SEEDS[0],
+            family=loss,
+            setting={"loss": loss, "options": options},
+        )
+
+    def run(self) -> bool:
+        """Work until all is finished, the time is over or a signal comes; return whether one came."""
+        try:
+            if self.plan is None:
+                self._make_plan()
+            while self._work() and self._add_seed():
+                pass
+        except KeyboardInterrupt:
+            return True
+        finally:
+            self.workers.stop()
+        return False
+
+    # --- planning ---------------------------------------------------------------------------------------------------
+
+    def _write_plan(self, **content: Any) -> None:
+        self.plan = {**(self.plan or {}), **content}
+        path = _plan_path(self.config.output)
+        partial_path = path.with_suffix(".partial")
+        partial_path.write_text(json.dumps(self.plan, indent=2) + "\n")
+        partial_path.rename(path)
+
+    @property
+    def _most_samples(self) -> int:
+        """That ``--epochs`` allow: whole batches of each epoch."""
+        return self.pilot.config.length.epochs * (self.pilot.data.num_samples // self.pilot.batch * self.pilot.batch)
+
+    def _make_plan(self) -> None:
+        """Measure how wrong a batch is and how fast the runs are, and plan what fits."""
+        losses, processes = self.config.losses, self.config.processes
+        repeats = math.ceil(len(losses) / processes) * processes
+        turns = [losses[number % len(losses)] for number in range(repeats)]
+        seconds = min(_PACE_SECONDS, 60 * self.config.minutes * _PACE_SHARE * processes / len(turns))
+        runs = [self._make_run(loss, 0, 10_000 * self.pilot.batch) for loss in turns]
+        judge: Any = partial(self.pilot.judge_batch, self._make_run(space.BASELINE, 0, self.pilot.batch))
+        judged, *paces = self.workers.run([judge, *(partial(self.pilot.measure_pace, run, seconds) for run in runs)])
+        per_sample = {
+            loss: statistics.fmean(pace["per_sample"] for pace in paces if pace["loss"] == loss) for loss in losses
+        }
+        scoring = statistics.fmean(pace["scoring"] for pace in paces)
+        building = statistics.fmean(pace["building"] for pace in paces)
+        # The runs of the first seed, about half of all, have their normalizers measured.
+        costs = Costs(per_sample, building + (1 + CURVE_POINTS) * scoring + judged["seconds"] / 2)
+        design = make_design(
+            losses,
+            costs,
+            self._seconds_left * (1 - _RESERVE),
+            processes,
+            self.pilot.batch,
+            self._most_samples,
+            most_tried=min(map(len, self.candidates.values())),
+        )
+        self._write_plan(
+            flags=self.flags,
+            context=self.context,
+            minutes=self.config.minutes,
+            design=asdict(design),
+            costs=asdict(costs),
+            judged=judged,
+        )
+
+    def _add_seed(self) -> bool:
+        """Plan another seed, if the time that is left allows it."""
+        seconds: dict[str, list[float]] = {loss: [] for loss in self.config.losses}
+        for row in self.results.rows.values():
+            if row.get("data") == self.context:
+                seconds[row["family"]].append(row["all_seconds"])
+        if not all(seconds.values()):
+            return False
+        slowest = max(statistics.fmean(values) for values in seconds.values())
+        left = self._seconds_left * (1 - _RESERVE)
+        design = add_seed(self.design, self.config.losses, slowest, left, self.config.processes)
+        if design is not None:
+            self._write_plan(design=asdict(design))
+        return design is not None
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    def _work(self) -> bool:
+        """Execute what is left of the plan; return False if the time is over before that."""
+        contest, rows = self.contest, self.results.rows
+        finished = [rows[run.id] for run in contest.decided(rows) if run.id in rows]
+        before = sum(row["steps"] for row in finished) * self.pilot.batch - self.workers.samples
+        total = self.design.runs(self.config.losses) * self.design.samples
+        with command_line.progress_bar(
+            total=total, initial=before + self.workers.samples, unit="sample", unit_scale=True, smoothing=0.05
+        ) as bar:
+
+            def goes_on() -> bool:
+                bar.update(before + self.workers.samples - bar.n)
+                return self._seconds_left > 0
+
+            def ended(row: Mapping[str, Any]) -> None:
+                bar.set_postfix_str(f"{len(rows)} runs finished", refresh=False)
+                if "failed" in row:
+                    tqdm.write(f"a run failed: {row['failed'].strip().splitlines()[-1]}")
+
+            return self.execution.work_off(contest.pending, ended, goes_on)
+
+    # --- reporting --------------------------------------------------------------------------------------------------
+
+    def write_report(self, notes: list[str]) -> None:
+        """Write the report of what is finished, and say where it is."""
+        if self.plan is None:
+            print("nothing is finished yet: there is no report")
+            return
+        found = report.make_report(
+            contest=self.contest,
+            results=self.execution.known,
+            planned_runs=self.design.runs(self.config.losses),
+            judged=self.plan["judged"],
+            about=report.About(
+                data=self.config.shards,
+                model=self.pilot.config.model.name,
+                batch=self.pilot.batch,
+                num_samples=self.pilot.data.num_samples,
+                notes=tuple(notes),
+                processes=self.config.processes,
+                minutes=self.plan["minutes"],
+                most_epochs=self._most_samples / self.pilot.data.num_samples,
+            ),
+            captions=self.pilot.data.test.captions(),
+            command_line=self.command_line,
+        )
+        for name, text in (
+            ("report.json", json.dumps(asdict(found), indent=2) + "\n"),
+            ("report.md", report.markdown(found)),
+            ("report.html", page.render(found)),
+        ):
+            (self.config.output / name).write_text(text, encoding="utf-8")
+        print(found.text_of_judgement)
+        print(found.sentence)
+        print(f"report: {self.config.output / 'report.html'}, report.md, report.json")
+
+    def command_line(self, row: Mapping[str, Any]) -> str:
+        """Return the training command line of a run."""
+        ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        for flag in _REPLACED_FLAGS:
+            ours.add_argument(flag)
+        _, kept = ours.parse_known_args(list(self.config.training))
+        words = ["openclip-ext", "train", "--train-data", self.config.shards]
+        words += ["--val-data", self.config.val] if self.config.val else []
+        words += [*kept, "--loss", row["family"]]
+        for name, value in row["setting"]["options"].items():
+            option = OPTIONS[name]
+            if option.type is bool:
+                words.append(option.flag if value else option.flag.replace("--", "--no-", 1))
+            else:
+                words += [option.flag, "none" if value is None else f"{value}"]
+        epochs, samples = row["epochs"], row["epoch_samples"]
+        warmup = warmup_steps(self.pilot.config.schedule.warmup, epochs * (samples // self.pilot.batch))
+        words += ["--lr", f"{row['lr']:g}", "--warmup", str(warmup), "--epochs", str(epochs)]
+        return shlex.join([*words, "--train-num-samples", str(samples)])
+
+
+# --- what the folder belongs to --------------------------------------------------------------------------------------
+
+
+def refuse_other_flags(config: CompareConfig, training: TrainingConfig) -> None:
+    """Raise ValueError if the output folder holds a comparison with other flags; nothing is read or written for that."""
+    plan = _read_plan(config.output)
+    if plan is not None and plan.get("flags") != _digest_of_flags(config, training):
+        raise ValueError(_OTHER.format(config.output, "flags or versions"))
+
+
+def _plan_path(output: Path) -> Path:
+    return output / "plan.json"
+
+
+def _read_plan(output: Path) -> dict[str, Any] | None:
+    path = _plan_path(output)
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): remove it to plan anew") from error
+
+
+def _digest_of_flags(config: CompareConfig, training: TrainingConfig) -> str:
+    """Return a digest of all that decides the runs but the data."""
+    parts: list[Any] = [
+        *(training.model, training.loading, training.optimizer, training.schedule, training.step, training.length)
+    ]
+    about = [[asdict(part) for part in parts], dict(config.loss_options), config.losses]
+    return digest([_PLAN_FORMAT, *about, config.anchors, config.population, versions()])

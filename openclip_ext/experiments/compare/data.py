@@ -1,0 +1,169 @@
+"""The data of a comparison: decoded, divided, and checked."""
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openclip_ext.data.build import build_source, build_train_loader
+from openclip_ext.data.shardlist import expand_shards
+from openclip_ext.data.spec import DataSpec
+from openclip_ext.diagnostics import command_line
+from openclip_ext.experiments.cache import Cache, DoesNotFit, PilotData, Tokens, digest, write_cache
+from openclip_ext.experiments.compare.config import CompareConfig
+from openclip_ext.training.config import TrainingConfig
+
+_HELD_OUT, _MOST_VALIDATION, _FEWEST_VALIDATION = 0.1, 5_000, 20
+
+
+class DataPreparation:
+    """Decodes the data of a comparison, and divides them.
+
+    Args:
+        config: what was asked.
+        training: the training's configuration.
+
+    Attributes:
+        notes: what to know about the data.
+        folders: of decoded data sets.
+    """
+
+    def __init__(self, config: CompareConfig, training: TrainingConfig) -> None:
+        self._config, self._training = config, training
+        self.notes: list[str] = []
+        self.folders: list[Path] = []
+
+    def prepare(self) -> PilotData:
+        """Return the data.
+
+        Raises:
+            ValueError: they do not fit the command line.
+            DoesNotFit: the validation samples are larger than ``--cache``.
+            BadDataError: too many samples cannot be read.
+        """
+        config, training = self._config, self._training
+        names = _class_names(config.classes)
+        train, held_out = self._decode(len(names) or None)
+        val, test = (held_out.part(part) for part in divide(len(held_out.rows), 0.5))
+        if len(set(test.captions())) < 2:
+            raise ValueError(
+                "the validation samples have one caption only, so that nothing can be retrieved: give others with --val"
+            )
+        tokens = None
+        if isinstance(train, Cache):
+            num_samples, identity = len(train.rows), train.digest
+            texts = itertools.chain(train.captions(), held_out.captions(), names)
+            tokens = Tokens.of(texts, training.model.tokenizer())
+        else:
+            num_samples, identity = self._streamed(train)
+        batch = training.loading.batch_size * training.loading.accum_freq
+        if num_samples < 2 * batch:
+            raise ValueError(f"{num_samples:,} training samples are too few for batches of {batch}: lower --batch-size")
+        identity = digest([identity, held_out.digest, names])
+        return PilotData(train, num_samples, val, test, tuple(names), tokens, identity)
+
+    def _decode(self, classes: int | None) -> tuple[Cache | DataSpec, Cache]:
+        """Return the training samples, or where to read them where they are too large, and the validation samples."""
+        config, spec = self._config, self._training.data
+        assert spec is not None, "the command line gives the shards"
+        if config.val is None:
+            try:
+                whole = self._decoded(spec, classes)
+            except DoesNotFit as error:
+                raise ValueError(f"{error}; give more, or validation data with --val") from None
+            held, rest = divide(len(whole.rows), _HELD_OUT)
+            self.notes.append(
+                f"{len(held):,} samples drawn from {config.shards} and not trained on; with near-duplicates among the "
+                "training samples the scores are too high for all losses"
+            )
+            return whole.part(rest), whole.part(held)
+        train: Cache | DataSpec = spec
+        with contextlib.suppress(DoesNotFit):
+            train = self._decoded(spec, None)
+        held_out = self._decoded(replace(spec, source=config.val, manifest=None, num_samples=None), classes)
+        held_out = held_out.part(divide(len(held_out.rows), 1.0)[0])
+        different = len(set(held_out.captions()))
+        with_captions = "" if different == len(held_out.rows) else f" with {different:,} different captions"
+        self.notes.append(f"{len(held_out.rows):,} validation samples of {config.val}{with_captions}")
+        return train, held_out
+
+    def _decoded(self, spec: DataSpec, classes: int | None) -> Cache:
+        image_size = _image_size(self._training)
+        folder = cache_folder(self._config.output) / digest([asdict(spec), _files(spec), image_size, classes])
+        self.folders.append(folder)
+        progress = partial(command_line.progress_bar, desc="decoding", unit="sample", leave=False)
+        return write_cache(spec, folder, image_size, self._config.cache * 2**30, classes, progress)
+
+    def _streamed(self, spec: DataSpec) -> tuple[int, str]:
+        """Return number and digest of training samples that each run reads from their files."""
+        loader = build_train_loader(spec, self._training.loading, preprocess=str, tokenizer=str)  # type: ignore[arg-type]
+        if loader.source.num_kept < loader.num_samples:
+            raise ValueError(
+                f"the manifest leaves samples out, and the others do not fit into --cache {self._config.cache:g}: give more"
+            )
+        self.notes.append("the training images are larger than --cache and are decoded again for each run")
+        return loader.num_samples, loader.source.digest
+
+
+def cache_folder(output: Path) -> Path:
+    """Return where the decoded data of a comparison are."""
+    return output / "cache"
+
+
+def divide(count: int, share: float, most: int = _MOST_VALIDATION) -> tuple[list[int], list[int]]:
+    """Return the positions of a seeded part of so many samples, and of the rest, both in order.
+
+    Raises:
+        ValueError: the part is too small to say anything.
+    """
+    size = min(round(count * share), most)
+    if size < _FEWEST_VALIDATION:
+        raise ValueError(
+            f"{size} of {count} samples are too few to score with, {_FEWEST_VALIDATION} are the least, and validation samples "
+            "are halved: give at least 40 with --val, or without it 400 samples"
+        )
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+    return sorted(order[:size]), sorted(order[size:])
+
+
+def _files(spec: DataSpec) -> list[Sequence[Any]]:
+    """Return the names of a data set's files; of local ones also size and time of change."""
+    files = [spec.manifest] if spec.manifest else []
+    if spec.resolved_type == "webdataset":
+        assert spec.source is not None
+        files += expand_shards(spec.source)
+    elif spec.resolved_type == "csv":
+        source: Any = build_source(spec, preprocess=str)  # type: ignore[arg-type]
+        files += source.files()
+    found: list[Sequence[Any]] = []
+    for file in files:
+        try:
+            status = Path(file).stat()
+            found.append((file, status.st_size, status.st_mtime_ns))
+        except (OSError, ValueError):  # not a local file, or none at all
+            found.append((file,))
+    return found
+
+
+def _class_names(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        names = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--classes {path} cannot be read: {error}") from error
+    if len(names) < 2:
+        raise ValueError(f"--classes {path} has {len(names)} lines: expected the name of a class on each of at least 2")
+    return names
+
+
+def _image_size(training: TrainingConfig) -> int:
+    with command_line.without_warnings():
+        model, _, _ = replace(training.model, pretrained=None, pretrained_image=False).create(torch.device("cpu"))
+    size = model.visual.image_size
+    return max(size) if isinstance(size, tuple | list) else size

@@ -1,0 +1,200 @@
+"""The runs of a comparison: trained as the training program does, scored by retrieval, their normalizers measured."""
+
+import resource
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import open_clip
+import torch
+from torch import Tensor
+
+from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
+from openclip_ext.diagnostics import estimation_error
+from openclip_ext.diagnostics.finished_run import embed
+from openclip_ext.experiments.cache import Cache
+from openclip_ext.experiments.compare.plan import SEEDS
+from openclip_ext.experiments.compare.space import BASELINE
+from openclip_ext.experiments.pilot import Pilot, PilotRun
+from openclip_ext.experiments.runs import Run
+from openclip_ext.losses import registry
+from openclip_ext.retrieval import ranks_of_best_match
+from openclip_ext.version import __version__
+
+IMAGE_TO_TEXT, TEXT_TO_IMAGE, ZERO_SHOT = "image_to_text_R@1", "text_to_image_R@1", "zero_shot"
+RETRIEVAL = (IMAGE_TO_TEXT, TEXT_TO_IMAGE)
+# Batches, at least, that exact normalizers are taken over.
+_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class ComparePilot(Pilot):
+    """What all runs share.
+
+    Attributes:
+        loss_options: given for all losses that use them.
+        population, anchors: samples that normalizers are compared over, and how many of them are compared.
+    """
+
+    loss_options: Mapping[str, Any]
+    population: int
+    anchors: int
+
+    def run(self, run: Run, device: torch.device, seen: Callable[[int], None]) -> dict[str, Any]:
+        """Train and score a run; return its row.
+
+        Args:
+            run: which.
+            device: where to.
+            seen: is told of the samples of each step.
+        """
+        start = time.perf_counter()
+        training = PilotRun(self, run, device)
+        curve = training.train(seen, lambda: recall(ranks(training, self.data.test)))
+        row = {
+            "id": run.id,
+            **asdict(run),
+            "steps": training.steps,
+            "seconds": training.seconds,
+            "temperature": training.temperature(),
+            "state_bytes": sum(asdict(training.loss.state_size()).values()),
+            "memory_bytes": _peak_memory(device),
+            "val": {"mean": mean_reciprocal_rank(ranks(training, self.data.val))},
+            "curve": curve,
+            "hits": {name: pack(of) for name, of in ranks(training, self.data.test, self.data.names).items()},
+        }
+        normalizers = self.normalizer_errors(training) if run.seed == SEEDS[0] else None
+        row |= {} if normalizers is None else {"normalizers": normalizers}
+        return row | {"all_seconds": time.perf_counter() - start}
+
+    def measure_pace(
+        self, run: Run, seconds: float, device: torch.device, seen: Callable[[int], None]
+    ) -> dict[str, Any]:
+        """Return the seconds for each sample of a run that is given up after some seconds, and of what is around it."""
+        start = time.perf_counter()
+        training = PilotRun(self, run, device)
+        building = time.perf_counter() - start
+        first, now, step = 0.0, 0.0, 1
+        for step in training.run_steps():
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            now = time.perf_counter()
+            if step == 1:  # it is slower than the rest
+                first = now
+            elif now - first > seconds:
+                break
+        pace = (now - first) / max(1, step - 1) / self.batch
+        scoring = time.perf_counter()
+        ranks(training, self.data.val)
+        scored = time.perf_counter()
+        return {"loss": run.family, "per_sample": pace, "building": building, "scoring": scored - scoring}
+
+    def judge_batch(self, run: Run, device: torch.device, seen: Callable[[int], None]) -> dict[str, Any]:
+        """Return how wrong a batch is about its normalizers, with the model as it starts."""
+        start = time.perf_counter()
+        found = self.normalizer_errors(PilotRun(self, run, device))
+        if found is None:
+            raise ValueError("the model's embeddings are not finite before the first step")
+        return found | {"seconds": time.perf_counter() - start}
+
+    def normalizer_errors(self, training: PilotRun) -> dict[str, Any] | None:
+        """Return the errors of the loss's and of the batch's log-normalizers, against those over many training samples.
+
+        None if the model has diverged. Model and loss stay in evaluation mode.
+        """
+        # Against itself a batch makes no error.
+        most = min(max(self.population, _BATCHES * self.batch), self.data.num_samples)
+        samples = most // self.batch * self.batch
+        training.model.eval()
+        training.loss.eval()
+        loading = replace(self.config.loading, seed=0, caption_hash=training.loss.needs_positives)
+        loader = self.data.loader(loading, training.built.preprocess_val, training.texts, samples)
+        found = embed(training.model, loader.iterate(0), self.config.step.precision, training.device, samples)
+        if not all(bool(side.isfinite().all()) for side in (found.image, found.text)):
+            return None
+        measure = partial(
+            estimation_error.measure,
+            image=found.image,
+            text=found.text,
+            logit_scale=found.logit_scale,
+            batch_size=self.batch,
+            index=found.index,
+            anchors=self.anchors,
+            device=training.device,
+        )
+        own = measure(training.loss) if isinstance(training.loss, GlobalContrastiveLoss) else None
+        # The loss's own temperatures, which may be one for each sample. A normalizer with the positive pair is another one.
+        comparable = own is not None and not training.loss.normalizers_include_positive
+        of_batch = own if own is not None and comparable else measure(registry.create_loss(BASELINE))
+        errors = {"batch": asdict(of_batch.minibatch), "samples": of_batch.samples}
+        errors["temperature"] = training.temperature()
+        if own is not None and own.estimator is not None:
+            errors |= {"own": asdict(own.estimator), "own_batch": asdict(own.minibatch)}
+        return errors
+
+
+def ranks(training: PilotRun, samples: Cache, names: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """Compute ranks in retrieval either way, where any sample of the same caption is right, and in zero-shot classification.
+
+    Args:
+        training: the run.
+        samples: what to score on.
+        names: of the classes; empty: do not classify.
+
+    Returns:
+        ``(N,)`` by metric: each sample's rank of what is right, from 0.
+    """
+    captions, classes = samples.captions(), samples.classes()
+    number = {caption: place for place, caption in enumerate(dict.fromkeys(captions))}
+    with training.evaluating() as model:
+
+        def pixels(rows: Any) -> Tensor:
+            return torch.stack([training.built.preprocess_val(samples.image(row)) for row in rows])
+
+        image = training.encode_images(model, pixels, len(captions))
+        text = training.encode_texts(model, list(number))  # of each caption, once
+        prompts = training.encode_texts(model, names) if names and classes is not None else None
+    same = torch.tensor([number[caption] for caption in captions], device=image.device)
+    numbers = torch.arange(len(number), device=image.device)
+    found = {
+        IMAGE_TO_TEXT: ranks_of_best_match(image, text, same, numbers),
+        TEXT_TO_IMAGE: ranks_of_best_match(text, image, numbers, same)[same],
+    }
+    if prompts is not None:
+        right, every = torch.tensor(classes, device=image.device), torch.arange(len(names), device=image.device)
+        found[ZERO_SHOT] = ranks_of_best_match(image, prompts, right, every)
+    return {name: of.cpu() for name, of in found.items()}
+
+
+def recall(found: Mapping[str, Tensor]) -> float:
+    """Return R@1, the mean of both directions."""
+    return float(sum((found[name] == 0).double().mean() for name in RETRIEVAL) / 2)
+
+
+def mean_reciprocal_rank(found: Mapping[str, Tensor]) -> float:
+    """Return the mean of both directions. It tells two models apart with fewer samples than R@1."""
+    return float(sum((1 + found[name]).reciprocal().mean() for name in RETRIEVAL) / 2)
+
+
+def pack(of: Tensor) -> str:
+    """Return a digit for each sample: whether what is right comes first."""
+    return "".join("1" if value == 0 else "0" for value in of.tolist())
+
+
+def unpack(digits: str) -> Tensor:
+    """Return what :func:`pack` keeps: ``(N,)`` float64 of 0 and 1."""
+    return torch.tensor([float(digit) for digit in digits], dtype=torch.float64)
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Return what tensors took of the GPU's memory; without a GPU, the process's resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def versions() -> dict[str, str]:
+    """Return what else the numbers may depend on."""
+    return {"torch": torch.__version__, "open_clip": open_clip.__version__, "openclip_ext": __version__}

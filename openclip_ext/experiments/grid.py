@@ -1,0 +1,308 @@
+"""Train a grid of losses on icons or clip arts, equally tuned, and append one JSON line for each finished run.
+
+    python -m openclip_ext.experiments.grid GRID.json --data icons-11k --results runs.jsonl [--workers 2]
+
+The data are a folder as ``scripts.experiments.pairs`` describes it. For each schedule and family of losses the queue holds
+every setting of the family with the first seed, then the best setting with the other seeds. "Best" is by the score on
+``val/``; ``test/`` is of other sets and decides nothing. All families must have equally many settings. Equal seeds have the
+same start weights, order and augmentation. Finished runs are skipped and a killed call loses only the runs under way: call it
+again.
+
+A setting: ``loss`` and ``options`` for ``create_loss``, and optionally
+``temperature`` and ``lr_tau``: of the model's logit scale, for OpenCLIP's own loss, which has no such options (0: constant),
+``captions``: ``name`` to train on the canonical names, which are often equal, instead of the captions.
+"""
+
+import argparse
+import hashlib
+import itertools
+import json
+import math
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import torch
+from torch import Tensor, nn
+
+import openclip_ext
+from openclip_ext.data.spec import DataSpec
+from openclip_ext.experiments import cache
+from openclip_ext.experiments.cache import Cache, PilotData, Tokens
+from openclip_ext.experiments.pilot import Pilot, PilotRun, loss_config
+from openclip_ext.experiments.results import ResultsFile
+from openclip_ext.experiments.runs import Contest, Results, Run
+from openclip_ext.experiments.workers import Execution, Workers
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.retrieval import ranks_of_best_match
+from openclip_ext.training import flags
+from openclip_ext.training.config import training_config
+from openclip_ext.training.loss import LossConfig
+from openclip_ext.training.step import Batch
+
+METRICS = ("name", "image-to-text", "text-to-image")
+_SHIFT = 2  # random shift of the stored images in pixels, each way
+_IMAGE_SIZE = 32  # of the demo models, at least; stored images may be twice as large
+# Of all runs; the learning rate and the length are the grid's.
+_FLAGS = "--precision fp32 --wd 0.2 --beta1 0.9 --beta2 0.999 --eps 1e-8 --warmup 100 --workers 0 --logs none"
+
+
+def contests(grid: Mapping[str, Any], data: str) -> dict[str, Contest]:
+    """Return what a grid file asks for, by schedule.
+
+    Args:
+        grid: the parsed file: ``model``, ``schedules``, ``families``, ``seeds``.
+        data: digest of the data.
+
+    Raises:
+        ValueError: families with different numbers of settings.
+    """
+    sizes = {family: len(settings) for family, settings in grid["families"].items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"families must have equally many settings, or the tuning is not equal: found {sizes}")
+    if grid.get("lr_factors"):
+        raise ValueError("lr_factors are no longer tried: add a schedule for each learning rate")
+    return {
+        schedule: Contest(
+            {
+                family: [
+                    Run(data, grid["model"], schedule, **length, seed=grid["seeds"][0], family=family, setting=setting)
+                    for setting in settings
+                ]
+                for family, settings in grid["families"].items()
+            },
+            grid["seeds"],
+        )
+        for schedule, length in grid["schedules"].items()
+    }
+
+
+def pending(grid: Mapping[str, Any], data: str, results: Results) -> list[Run]:
+    """Return the runs that can start now, schedule by schedule."""
+    return [run for contest in contests(grid, data).values() for run in contest.pending(results)]
+
+
+def data_digest(data: Path) -> str:
+    """Return a name for what the data were made from."""
+    return hashlib.sha256((data / "recipe.json").read_bytes()).hexdigest()[:12]
+
+
+def load_data(data: Path, model: str) -> PilotData:
+    """Decode the splits into ``data/cache``, once, and tokenize their texts and names."""
+    names = tuple((data / "names.txt").read_text().splitlines())
+    train, val, test = (
+        cache.write_cache(DataSpec(f"{data}/{split}/*.tar"), data / "cache" / split, _IMAGE_SIZE, classes=len(names))
+        for split in ("train", "val", "test")
+    )
+    texts = itertools.chain(names, train.captions(), val.captions(), test.captions())
+    tokens = Tokens.of(texts, open_clip.get_tokenizer(model))
+    return PilotData(train, len(train.rows), val, test, names, tokens, data_digest(data))
+
+
+def classes_of(samples: Cache) -> Tensor:
+    """Return the numbers ``(N,)`` of the samples' names."""
+    classes = samples.classes()
+    assert classes is not None, "load_data reads them"
+    return torch.tensor(classes)
+
+
+@dataclass(frozen=True)
+class GridPilot(Pilot):
+    """What the runs of a grid share. Unlike in training, a loss keeps its default seed, and a learned temperature its rate."""
+
+    def loader(self, training: PilotRun, run: Run) -> "ShiftedImages":
+        train = self.data.train
+        assert isinstance(train, Cache)
+        texts = train.captions()
+        if run.setting.get("captions") == "name":
+            texts = [self.data.names[number] for number in classes_of(train)]
+        return ShiftedImages(train, training.texts(texts), run.seed, self.batch)
+
+    def loss_config(self, run: Run) -> LossConfig:
+        return loss_config(run, epochs=run.epochs)
+
+    def logit_scale_lr(self, training: PilotRun, run: Run) -> float | None:
+        return run.setting.get("lr_tau", training.loss.logit_scale_lr)
+
+    def normalize(self, training: PilotRun) -> Callable[[Tensor], Tensor]:
+        return partial(averaged, visual=training.model.visual)
+
+    def prepare(self, training: PilotRun, run: Run) -> None:
+        super().prepare(training, run)
+        if "temperature" in run.setting:
+            nn.init.constant_(training.model.logit_scale, -math.log(run.setting["temperature"]))
+        if self.logit_scale_lr(training, run) == 0:
+            training.model.logit_scale.requires_grad_(False)
+
+
+class ShiftedImages:
+    """Training batches of images of one size, shifted at random (white comes in).
+
+    Args:
+        samples: the training set.
+        texts: ``(N, L)`` their tokens.
+        seed: of order and shifts, the same for all losses.
+        batch_size: samples of a batch; the last, incomplete one is left out.
+    """
+
+    def __init__(self, samples: Cache, texts: Tensor, seed: int, batch_size: int) -> None:
+        self._samples, self._texts, self._batch_size = samples, texts, batch_size
+        self._labels = texts.unique(dim=0, return_inverse=True)[1]
+        self._random = torch.Generator().manual_seed(seed)
+
+    def iterate(self, epoch: int) -> Iterator[Batch]:
+        """Yield batches; epochs must come in order."""
+        order = torch.randperm(len(self._labels), generator=self._random)
+        for rows in order.split(self._batch_size)[: len(order) // self._batch_size]:
+            shifts = torch.randint(-_SHIFT, _SHIFT + 1, (len(rows), 2), generator=self._random)
+            yield {
+                "image": shifted(stored_images(self._samples, rows.tolist()), shifts),
+                "text": self._texts[rows],
+                "index": rows,
+                "caption_hash": self._labels[rows],
+            }
+
+
+def stored_images(samples: Cache, rows: Sequence[int]) -> Tensor:
+    """Return images ``(B, 3, S, S)`` uint8 as they are stored."""
+    return torch.from_numpy(np.stack([samples.pixels(row) for row in rows])).permute(0, 3, 1, 2).contiguous()
+
+
+def shifted(images: Tensor, shifts: Tensor) -> Tensor:
+    """Return images shifted by ``(B, 2)`` pixels, at most two each way."""
+    size = images.shape[-1]
+    padded = nn.functional.pad(images, [_SHIFT] * 4, value=255)
+    places = (_SHIFT + shifts).tolist()
+    return torch.stack([one[:, y : y + size, x : x + size] for (y, x), one in zip(places, padded, strict=True)])
+
+
+def averaged(images: Tensor, visual: Any) -> Tensor:
+    """Return the model's input: stored images ``(B, 3, S, S)`` made smaller by averaging, and normalized.
+
+    Raises:
+        ValueError: the stored size is no multiple of the model's.
+    """
+    wanted = max(visual.image_size) if isinstance(visual.image_size, tuple) else visual.image_size
+    factor, rest = divmod(images.shape[-1], wanted)
+    if rest:
+        raise ValueError(f"images of {images.shape[-1]} pixels: expected a multiple of {wanted}")
+    mean, std = (
+        images.new_tensor(value, dtype=torch.float32).view(3, 1, 1) for value in (visual.image_mean, visual.image_std)
+    )
+    return (nn.functional.avg_pool2d(images.float(), factor) / 255 - mean) / std
+
+
+def score(training: PilotRun, samples: Cache, names: Sequence[str]) -> dict[str, float]:
+    """Return top-1 of images among the split's names, R@1 either way (any sample of the same name is right), their mean."""
+    present, labels = classes_of(samples).unique(return_inverse=True)
+    with training.evaluating() as model:
+        images = training.encode_images(
+            model, lambda rows: averaged(stored_images(samples, rows), training.model.visual), len(labels)
+        )
+        texts = training.encode_texts(model, samples.captions())
+        prompts = training.encode_texts(model, [names[number] for number in present])
+    labels = labels.to(images.device)
+    ranks = {
+        "name": ranks_of_best_match(images, prompts, labels, torch.arange(len(prompts), device=images.device), True),
+        "image-to-text": ranks_of_best_match(images, texts, labels, labels, True),
+        "text-to-image": ranks_of_best_match(texts, images, labels, labels, True),
+    }
+    values = {metric: float((ranks[metric] < 1).double().mean()) for metric in METRICS}
+    return values | {"mean": statistics.fmean(values.values())}
+
+
+def train(data: PilotData, run: Run, device: torch.device, seen: Callable[[int], None]) -> dict[str, Any]:
+    """Train and score one run; returns its row."""
+    torch.set_num_threads(1)
+    start, start_cpu = time.perf_counter(), time.process_time()
+    argv = ["--train-data", "unused.tar", "--model", run.model, "--batch-size", str(run.batch_size)]
+    config = training_config(*flags.parse([*argv, *_FLAGS.split()]), device)
+    training = PilotRun(GridPilot(config, data), run, device)
+    curve = training.train(seen, lambda: score(training, data.val, data.names)["mean"])
+    return {
+        "id": run.id,
+        **asdict(run),
+        "val": score(training, data.val, data.names),
+        "test": score(training, data.test, data.names),
+        "curve": curve,
+        "temperature": math.exp(-training.model.logit_scale.item()),
+        "seconds": round(time.perf_counter() - start, 1),
+        "cpu_seconds": round(time.process_time() - start_cpu, 1),
+        "environment": environment(),
+    }
+
+
+def environment() -> dict[str, str]:
+    """Return what else the numbers may depend on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "open_clip": open_clip.__version__,
+        "openclip_ext": openclip_ext.__version__,
+    }
+
+
+def run_all(grid: Mapping[str, Any], data: Path, path: Path, workers: int) -> list[str]:
+    """Work on the queue until it is empty; returns why runs failed."""
+    add_model_configs()
+    results = ResultsFile(path)
+    loaded = load_data(data, grid["model"])
+    pool = Workers(workers, "openclip_ext.experiments.pilot")
+    execution = Execution(pool, results, lambda run: partial(train, loaded, run))
+
+    def report(row: Mapping[str, Any]) -> None:
+        print(f"{describe(row)}; {len(results.rows)} runs finished", flush=True)
+
+    try:
+        execution.work_off(lambda known: pending(grid, loaded.digest, known), report)
+    finally:
+        pool.stop()
+        results.close()
+    return [row["failed"] for row in execution.failed.values()]
+
+
+def describe(row: Mapping[str, Any]) -> str:
+    """Return a row in a line."""
+    if "failed" in row:
+        return f"run {row['id']} failed: {row['failed'].strip()}"
+    setting = {key: value for key, value in row["setting"].items() if key != "loss"}
+    return (
+        f"{row['schedule']}, {row['family']} {json.dumps(setting)}, lr {row['lr']:g}, seed {row['seed']}: "
+        f"val {row['val']['mean']:.4f}, test {row['test']['mean']:.4f}, τ {row['temperature']:.3f}, {row['seconds']:.0f} s"
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the program."""
+    parser = argparse.ArgumentParser(
+        prog="python -m openclip_ext.experiments.grid", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument("grid", type=Path, help="JSON: model, schedules, families, seeds")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder that scripts.experiments.icons or .clip_arts made"
+    )
+    parser.add_argument("--results", type=Path, required=True, help="file of finished runs; lines are appended")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time, each on one core or GPU")
+    args = parser.parse_args(argv)
+    try:
+        failures = run_all(json.loads(args.grid.read_text()), args.data, args.results, args.workers)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    if failures:
+        sys.exit(f"{len(failures)} runs failed; the same command tries them again")
+
+
+if __name__ == "__main__":
+    main()

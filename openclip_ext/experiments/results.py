@@ -1,0 +1,54 @@
+"""The file of finished runs: a JSON line each, appended by one program at a time."""
+
+import fcntl
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def read_results(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the rows by id; none if there is no file. A last line that was cut off does not count.
+
+    Raises:
+        ValueError: another line is no row.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    rows: dict[str, dict[str, Any]] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith("\n"):
+            break
+        try:
+            row = json.loads(line)
+            rows[row["id"]] = row
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise ValueError(f"{path}, line {number}: not the result of a run; remove the line or the file") from None
+    return rows
+
+
+class ResultsFile:
+    """The rows of finished runs by id, and the file that they are appended to.
+
+    Raises:
+        ValueError: another process has it open, or a line is no row.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is writing to {path}: wait for it, or choose another place") from None
+        self._file.truncate(path.read_bytes().rfind(b"\n") + 1)  # a line that was cut off
+        self.rows = read_results(path)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Append a row."""
+        self.rows[row["id"]] = dict(row)
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Let others write."""
+        self._file.close()

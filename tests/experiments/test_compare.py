@@ -1,0 +1,617 @@
+"""``compare``: what is tried, plans that fit the time, the sentence, and whole comparisons on a tiny set."""
+
+import io
+import json
+import shlex
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from PIL import Image
+
+from openclip_ext.data.manifest import Manifest
+from openclip_ext.experiments.cache import KnownTexts, Tokens, remove_others
+from openclip_ext.experiments.compare import comparison, plan, space
+from openclip_ext.experiments.compare.comparison import Comparison, main
+from openclip_ext.experiments.compare.config import parse
+from openclip_ext.experiments.compare.data import DataPreparation, divide
+from openclip_ext.experiments.compare.pilot import RETRIEVAL, ComparePilot, recall
+from openclip_ext.experiments.compare.plan import MOST_SEEDS, Costs, Design, add_seed, equal_epochs, make_design
+from openclip_ext.experiments.compare.report import About, LossResult, chance, conclude, judgement
+from openclip_ext.experiments.compare.space import BASELINE, DEFAULT_LOSSES, candidates, setting_words
+from openclip_ext.experiments.pilot import PilotRun, warmup_steps
+from openclip_ext.experiments.results import ResultsFile
+from openclip_ext.experiments.runs import Run
+from openclip_ext.experiments.statistics import Difference
+from openclip_ext.experiments.workers import Workers
+from openclip_ext.losses import registry
+from openclip_ext.retrieval import ranks_of_best_match
+from openclip_ext.training import flags
+from tests.data.shards import write_tar
+
+COSTS = Costs(per_sample={BASELINE: 1e-3, "neuclip": 2e-3}, per_run=3.0)
+LOSSES = (BASELINE, "neuclip")
+CPU = torch.device("cpu")
+
+
+# --- what is tried ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", DEFAULT_LOSSES)
+def test_candidates_can_be_built_and_take_settings_before_rates(loss):
+    found = candidates(loss, {})
+    for options, _ in found:
+        registry.create_loss(loss, embed_dim=8, num_samples=100, **options)
+    assert len({json.dumps(one) for one in found}) == len(found) >= 9
+    assert [options for options, _ in found[:4]] == space.settings(loss, {})[0][:4]
+    assert [factor for _, factor in found[:4]] == [1.0] * 4
+    assert {factor for _, factor in found[4:6]} == {0.5, 2.0}
+
+
+def test_short_runs_get_what_they_need_unless_the_user_says():
+    remembers, published = (space.settings("fastclip", {})[0][place] for place in (0, 5))
+    assert (remembers["gamma"], remembers["gamma_schedule"]) == (0.8, "constant")
+    assert setting_words("fastclip", remembers) == "τ solved, ρ 4, γ 0.8"
+    assert published == {}
+    assert space.settings("amorlip", {})[0][0]["reinitialize"] is False
+    assert space.settings("fastclip", {"gamma": 0.5})[0][0]["gamma"] == 0.5
+    assert space.settings("queueclip", {})[0][0] == {"temperature_scheme": "solved", "rho": 4.0}
+
+
+def test_settings_in_words():
+    words = [setting_words(BASELINE, one) for one in space.settings(BASELINE, {})[0]]
+    assert words[:4] == ["τ learned", "τ learned, from 0.03", "τ constant, 0.1", "τ constant, 0.05"]
+    assert setting_words("queueclip", {"rho": 5.0, "rho_end": None}) == "τ learned, ρ 5"
+    assert setting_words("sogclr", {}) == "τ constant"
+
+
+@pytest.mark.parametrize(
+    ("loss", "scheme"), [("sogclr", "constant"), ("isogclr", "per-sample"), ("tempnet", "predicted")]
+)
+def test_losses_known_for_their_temperature_keep_its_scheme(loss, scheme):
+    for options in space.settings(loss, {})[0]:
+        assert options.get("temperature_scheme", space.own_scheme(loss)) == scheme
+
+
+# --- the plan --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("minutes", [1.5, 5, 30, 300])
+@pytest.mark.parametrize("processes", [1, 2, 8])
+def test_the_plan_fits_the_time_and_uses_it(minutes, processes):
+    design = make_design(LOSSES, COSTS, 60 * minutes, processes, batch=16, most_samples=10**9, most_tried=18)
+    runs = design.runs(LOSSES)
+    seconds = runs * (COSTS.per_run + design.samples / 2 * sum(COSTS.per_sample.values()))
+    available = 60 * minutes * processes
+    assert 0.9 * available < seconds <= available
+    assert design.samples % 16 == 0 and design.samples >= 20 * 16
+
+
+def test_more_time_tries_more_in_longer_runs():
+    found = [make_design(LOSSES, COSTS, seconds, 2, 64, 10**9, 18) for seconds in (100, 400, 1500, 10_000)]
+    assert [design.tried for design in found] == [2, 2, 3, 4]
+    assert all(design.samples >= {2: 20, 3: 1500, 4: 2500}[design.tried] * 64 for design in found)
+    whole = make_design(LOSSES, COSTS, 10**6, 2, 16, most_samples=3200, most_tried=18)
+    assert (whole.tried, whole.samples) == (9, 3200)  # no longer than --epochs: all candidates
+
+
+def test_a_loss_of_one_candidate_has_one_finalist():
+    design = make_design(LOSSES, COSTS, 3000, 2, 64, 10**9, most_tried=1)
+    assert (design.tried, design.finalists, design.runs(LOSSES)) == (1, 1, 3 * len(LOSSES))
+
+
+def test_the_plan_is_for_the_costliest_losses_that_may_go_on():
+    losses = (BASELINE, "a", "b", "c", "d")
+    costs = Costs(dict(zip(losses, (1e-3, 1e-3, 5e-3, 4e-3, 2e-3), strict=True)), per_run=3.0)
+    design = make_design(losses, costs, 3600, 2, 64, 10**9, most_tried=18)
+    assert (design.tried, design.runs_a_seed(losses), design.runs(losses)) == (2, 6, 5 * 2 + 2 * 6)
+    dearest = 22 * 3.0 + design.samples * (2 * 13e-3 + 2 * 2 * (1e-3 + 5e-3 + 4e-3))
+    assert 0.99 * 7200 < dearest <= 7200
+
+
+def test_too_short_a_time_is_refused():
+    with pytest.raises(ValueError, match=r"too short: 0\.1 minutes, .* more --minutes, fewer --losses"):
+        make_design(LOSSES, COSTS, 6, 2, 16, 10**9, 18)
+
+
+def test_another_seed_if_the_time_allows():
+    design = Design(tried=4, finalists=2, samples=320)
+    seconds = 10.0 * 2 * len(LOSSES) / 2
+    assert add_seed(design, LOSSES, 10.0, seconds - 1, processes=2) is None
+    more = add_seed(design, LOSSES, 10.0, seconds, processes=2)
+    assert more is not None and more.seeds == (0, 1, 2, 3)
+    assert add_seed(replace(design, seeds=tuple(range(MOST_SEEDS))), LOSSES, 10.0, 1e6, processes=2) is None
+
+
+def test_a_run_is_cut_into_equal_epochs():
+    assert equal_epochs(1000, 10, 400) == (3, 330)
+    assert equal_epochs(400, 10, 400) == (1, 400)
+    assert equal_epochs(100, 10, 405) == (1, 100)
+    # 25 epochs of 3 steps; 26 would have 2 steps each.
+    assert equal_epochs(19_660, 256, 1000) == (25, 768)
+    # Whole epochs of whole batches are made as they were asked.
+    assert equal_epochs(32 * 768, 256, 1000) == (32, 768)
+
+
+def test_the_warmup_is_at_most_a_tenth():
+    assert [warmup_steps(10_000, 200), warmup_steps(5, 200)] == [20, 5]
+
+
+# --- the sentence ----------------------------------------------------------------------------------------------------
+
+
+def result(loss: str, score: float, half: float | None = None, gain: float | None = None) -> LossResult:
+    gain = score - 0.3 if gain is None else gain
+    difference = None if half is None else Difference(gain, gain - half, gain + half, 3)
+    return LossResult(
+        loss, "τ learned", 1e-3, {"R@1": score}, (score,), gain, difference, None, 0.05, 0.1, 1, 1, (), None, "train"
+    )
+
+
+def about(batch: int) -> About:
+    return About("", "", batch, 1, (), 1, 30.0, 32)
+
+
+def gap(mean: float, half: float) -> Difference:
+    return Difference(mean, mean - half, mean + half, 3)
+
+
+def test_the_sentence_names_the_best_and_its_equals():
+    found = [result("queueclip", 0.341, 0.009), result("neuclip", 0.339, 0.009), result("openclip", 0.3)]
+    sentence, recommended = conclude(
+        found, about(128), 8.0, {"neuclip": gap(0.002, 0.01), "openclip": gap(0.041, 0.009)}
+    )
+    assert sentence == (
+        "queueclip, +4.1 (3.2 to 5.0) R@1 over openclip at batch 128; no difference between queueclip and neuclip."
+    )
+    assert recommended == "queueclip"
+
+
+def test_the_sentence_says_when_nothing_beats_openclip():
+    found = [result("neuclip", 0.302, 0.007), result("openclip", 0.3), result("amorlip", 0.2, 0.05)]
+    sentence, recommended = conclude(found, about(64), 8.0, {})
+    assert sentence == (
+        "Nothing beats openclip with confidence at batch 64: neuclip comes nearest, +0.2 (−0.5 to 0.9) R@1; worse: amorlip. "
+        "Take openclip with its best setting."
+    )
+    assert recommended == "openclip"
+
+
+def test_the_sentence_says_when_the_runs_leave_a_gain_open():
+    found = [result("neuclip", 0.305, 0.02), result("openclip", 0.3)]
+    sentence, recommended = conclude(found, about(64), 2.8, {})
+    assert sentence.startswith(
+        "Nothing beats openclip with confidence at batch 64: neuclip comes nearest, +0.5 (−1.5 to 2.5)"
+    )
+    assert (
+        "Runs of 2.8 epochs leave open what longer ones bring: with another --output and --minutes 60 they have about 6."
+        in sentence
+    )
+    nearly = conclude(found, about(64), 20.0, {})[0]
+    assert "--minutes 48 they have about 32." in nearly  # no longer than --epochs
+    assert recommended == "openclip"
+    assert "leave open" not in conclude(found, about(64), 32.0, {})[0]  # as long as --epochs allows
+
+
+def test_a_sure_gain_comes_before_a_larger_unsure_one():
+    found = [result("amorlip", 0.36, 0.08), result("neuclip", 0.34, 0.01), result("openclip", 0.3)]
+    sentence, recommended = conclude(found, about(64), 8.0, {"neuclip": gap(0, 0), "amorlip": gap(-0.02, 0.08)})
+    assert recommended == "neuclip"
+    assert sentence.endswith("no difference between neuclip and amorlip.")
+
+
+@pytest.mark.parametrize(
+    "found", [[], [result("openclip", 0.3)], [result("neuclip", 0.3, 0.1)], [result("neuclip", 0.3)]]
+)
+def test_without_pairs_there_is_no_result(found):
+    sentence, recommended = conclude(found, about(64), 8.0, {})
+    assert sentence.startswith("No result yet")
+    assert recommended is None
+
+
+def test_runs_that_failed_are_no_result_either():
+    sentence, recommended = conclude([result("openclip", 0.3)], about(64), 8.0, {}, failures=6)
+    assert sentence.startswith("No result: 6 runs failed, for the reasons below")
+    assert recommended is None
+
+
+def test_factors_are_rounded_and_have_no_exponents():
+    error = {"factor": 2.94, "factor_low": 1.006, "factor_high": 171.3}
+    words = judgement({"temperature": 0.07, "batch": error, "samples": 9984}, 32, "Before training")
+    assert "misjudges its normalizer by a factor of 2.9 (90 %: 1 to 170), against 9,984 training samples" in words
+
+
+@pytest.mark.parametrize("groups", [[0, 1, 2, 3], [0, 0, 1, 2], [0, 0, 0, 0]])
+def test_guessing_finds_any_sample_of_an_equal_caption(groups):
+    random = torch.Generator().manual_seed(0)
+    captions = torch.tensor(groups)
+    numbers = captions.unique()
+    found = []
+    for _ in range(1500):  # as runs are scored
+        image, text = (torch.randn(count, 3, generator=random) for count in (len(groups), len(numbers)))
+        image, text = (torch.nn.functional.normalize(part, dim=1) for part in (image, text))
+        ranks = {
+            RETRIEVAL[0]: ranks_of_best_match(image, text, captions, numbers),
+            RETRIEVAL[1]: ranks_of_best_match(text, image, numbers, captions)[captions],
+        }
+        found.append(recall(ranks))
+    assert chance(groups) == pytest.approx(statistics.fmean(found), abs=0.03)
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_halves_are_disjoint_and_seeded():
+    first, rest = divide(100, 0.5)
+    assert len(first) == 50
+    assert sorted(first + rest) == list(range(100))
+    assert divide(100, 0.5) == (first, rest)
+    with pytest.raises(ValueError, match="10 of 100 samples are too few"):
+        divide(100, 0.1)
+
+
+def test_texts_are_those_of_the_tokenizer():
+    tokenizer = open_clip.get_tokenizer("demo-vit")
+    captions = ["see a !~ b and c", "red"]
+    tokens = Tokens.of(captions, tokenizer)
+    # Token 0 is OpenCLIP's padding, and also "!" inside of a text.
+    assert (tokenizer(captions)[0] == 0).nonzero()[0] < tokenizer(captions)[0].argmax()
+    assert tokens.length == int(tokenizer(captions)[0].argmax()) + 1
+    other = torch.nn.Linear(1, 1)  # no text tower of OpenCLIP's kind
+    assert torch.equal(KnownTexts(tokens, tokenizer, other)(captions), tokenizer(captions))
+    assert torch.equal(KnownTexts(None, tokenizer, other)("red"), tokenizer(["red"]))
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "black": (0, 0, 0), "white": (255, 255, 255)}
+
+
+def two_colors(number: int) -> list[tuple[str, bytes]]:
+    names = list(COLORS)
+    upper, lower = number * 7 % 5, number * 3 // 5 % 5
+    pixels = np.zeros((16, 16, 3), np.uint8)
+    pixels[:8], pixels[8:] = COLORS[names[upper]], COLORS[names[lower]]
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    content = {
+        "png": buffer.getvalue(),
+        "txt": f"{names[upper]} over {names[lower]}".encode(),
+        "cls": str(upper).encode(),
+    }
+    return [(f"{number:06d}.{field}", data) for field, data in content.items()]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    for split, count in {"train": 80, "val": 60}.items():
+        write_tar(tmp_path / split / "00000.tar", [member for n in range(count) for member in two_colors(n)])
+    (tmp_path / "names.txt").write_text("".join(f"{name}\n" for name in COLORS))
+    return tmp_path
+
+
+def arguments(data: Path, *more: str) -> list[str]:
+    shards = str(data / "train" / "00000.tar")
+    flags = "--model demo-vit --batch-size 8 --precision fp32 --lr 1e-3 --epochs 1 --minutes 10 --processes 2"
+    sizes = "--population 32 --anchors 16 --losses openclip,queueclip"
+    return [shards, *flags.split(), *sizes.split(), "--output", str(data / "out"), *more]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--losses", "openclip"], "expected openclip and at least one other"),
+        (["--losses", "neuclip,fastclip"], "expected openclip and at least one other"),
+        (["--losses", "openclip,neuclipp"], "unknown loss 'neuclipp'.*neuclip"),
+        (["--losses", "openclip,simclr"], "compares two views"),
+        (["--losses", "openclip,sogclr", "--views", "2"], "sogclr compares two views"),
+        (["--loss", "neuclip"], "--losses says which"),
+        (["--rho", "5"], "--rho has no effect on compare, which searches over it"),
+        (["--fit-every", "5"], "--fit-every: not used by any of"),
+        (["--save-frequency", "3"], "--save-frequency has no effect on compare"),
+        (["--resume", "x.pt"], "--resume has no effect on compare"),
+        (["--minutes", "0"], "--minutes is 0, must be positive"),
+        (["--batch-size", "0"], "--batch-size is 0, must be at least 2"),
+        (["--lr", "nan"], "--lr is nan, must be positive"),
+        (["--normalizer", "mlp"], "makes one loss of those that are compared"),
+        (["--equal-captions", "mask"], "queueclip with these options: .*the queue keeps"),
+        (["--temperature-min", "0.5", "--temperature-max", "0.2"], "--temperature-min: temperature_m"),
+        (
+            ["--leave-own-out", "--prototypes", "1"],
+            "queueclip with these options: leave_own_out=True: needs prototypes",
+        ),
+        (["--recipe", "cc3m"], "--recipe has the settings of one loss"),
+        (["--lr-scheduler", "cosin"], "unknown --lr-scheduler"),
+    ],
+)
+def test_flags_that_mean_nothing_are_refused(data, more, message):
+    with pytest.raises(ValueError, match=message):
+        parse(arguments(data, *more))
+
+
+def test_training_flags_before_the_shards_are_refused(data):
+    shards, *rest = arguments(data)
+    with pytest.raises(ValueError, match="--model stands before SHARDS"):
+        parse([*rest[:2], shards, *rest[2:]])
+    assert parse(["--minutes", "3", "--leave-own-out", shards, *rest])[0].shards == shards
+
+
+def test_settings_that_the_bounds_of_the_temperature_rule_out_are_left_out(data):
+    options = parse(arguments(data, "--temperature-min", "0.04"))[0].loss_options
+    kept, refusals = space.settings("openclip", options)
+    assert 0.03 not in [one.get("temperature") for one in kept if one.get("temperature_scheme") == "global"]
+    assert len(kept) == len(space.settings("openclip", {})[0]) - 1
+    assert "temperature=0.03 is smaller than temperature_min=0.04" in refusals[0]
+
+
+def test_options_of_the_solved_temperature_reach_it(data):
+    """No loss uses them by default, but every loss is tried with a solved temperature."""
+    options = parse(arguments(data, "--temperature-queue", "512"))[0].loss_options
+    found, _ = space.settings("queueclip", options)
+    assert {one.get("temperature_scheme"): one.get("temperature_queue") for one in found} == {
+        "solved": 512,
+        "constant": None,
+        None: None,
+    }
+
+
+def test_the_help_leaves_out_what_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    shown = capsys.readouterr().out
+    assert "--prototypes" in shown and "--losses" in shown
+    assert not {"--loss", "--rho", "--hard-share", "--temperature", "--views"} & {
+        word.strip("[],") for word in shown.split()
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--val", "missing.tar"], "missing.tar"),
+        (["--classes", "missing.txt"], "--classes missing.txt cannot be read"),
+        (["--batch-size", "50"], "72 training samples are too few for batches of 50"),
+        (["--cache", "1e-6"], "--cache allows"),
+    ],
+)
+def test_data_that_do_not_fit_are_refused(data, more, message):
+    if "50" in more:  # a held-out part of 8 would be refused first
+        more = [*more, "--val", str(data / "val" / "00000.tar"), "--batch-size", "50"]
+        message = "80 training samples are too few for batches of 50"
+    if "--cache" in more or "--classes" in more:
+        write_tar(data / "train" / "00000.tar", [member for n in range(300) for member in two_colors(n)])
+    with pytest.raises(ValueError, match=message):
+        main(arguments(data, *more))
+
+
+def test_more_bad_samples_than_training_allows_are_refused(data):
+    members = [member for n in range(300) for member in two_colors(n) if n % 10 or not member[0].endswith("txt")]
+    write_tar(data / "train" / "00000.tar", members)
+    with pytest.raises(
+        ValueError, match=r"30 of the 300 samples .* more than the allowed 5\.0% \(--max-bad-fraction\)"
+    ):
+        main(arguments(data, "--val", str(data / "val" / "00000.tar")))
+
+
+def with_val(data: Path, *more: str) -> list[str]:
+    return arguments(data, "--val", str(data / "val" / "00000.tar"), *more)
+
+
+def prepare(argv: list[str]) -> tuple[ComparePilot, DataPreparation]:
+    config, training = parse(argv)
+    preparation = DataPreparation(config, training)
+    options = config.loss_options, config.population, config.anchors
+    return ComparePilot(training, preparation.prepare(), *options), preparation
+
+
+def make_run(loss: str, samples: int = 80, lr: float = 1e-3, seed: int = 0, candidate: int = 0) -> Run:
+    setting = {"loss": loss, "options": candidates(loss, {})[candidate][0]}
+    return Run("", "demo-vit", "", 8, 1, lr, seed, loss, setting, samples)
+
+
+def execute(pilot: ComparePilot, run: Run) -> dict[str, Any]:
+    return pilot.run(run, CPU, lambda samples: None)
+
+
+def test_a_manifest_may_leave_samples_out(data):
+    """Those are not bad samples; read from the shards again and again, they would shorten the runs unseen."""
+    Manifest.scan(str(data / "train" / "00000.tar"), progress=False).without(range(0, 80, 16)).save(data / "fewer.json")
+    argv = with_val(data, "--manifest", str(data / "fewer.json"))
+    assert prepare(argv)[0].data.num_samples == 75
+    with pytest.raises(ValueError, match="leaves samples out"):
+        prepare([*argv, "--cache", str(50_000 / 2**30), "--output", str(data / "other")])
+
+
+def test_validation_samples_of_one_caption_are_refused(data):
+    same = [(name, b"a dot" if name.endswith("txt") else content) for n in range(40) for name, content in two_colors(n)]
+    write_tar(data / "val" / "00000.tar", same)
+    with pytest.raises(ValueError, match="one caption only"):
+        main(arguments(data, "--val", str(data / "val" / "00000.tar")))
+
+
+def test_a_batch_is_not_judged_against_itself(data):
+    pilot, _ = prepare(with_val(data, "--population", "8"))
+    assert pilot.judge_batch(make_run(BASELINE, 8), CPU, lambda samples: None)["samples"] == 64
+
+
+@pytest.mark.parametrize(("loss", "same"), [("isogclr", True), ("queueclip", True), ("amorlip", False)])
+def test_the_batch_is_judged_at_the_losss_own_temperatures(data, loss, same):
+    """Unless the loss's normalizers are others, with the positive pair."""
+    pilot, _ = prepare(with_val(data, "--losses", f"openclip,{loss}"))
+    found = execute(pilot, make_run(loss))["normalizers"]
+    assert (found["batch"] == found["own_batch"]) == same
+
+
+def test_a_run_that_diverged_is_scored(data):
+    pilot, _ = prepare(with_val(data))
+    row = execute(pilot, make_run(BASELINE, lr=1e12))
+    assert "normalizers" not in row
+    assert row["val"]["mean"] < 0.1  # everything comes last
+    assert set(row["hits"][RETRIEVAL[0]]) == {"0"}
+
+
+def test_data_that_have_changed_are_decoded_again(data):
+    argv = with_val(data)
+    before = prepare(argv)[0].data
+    assert prepare(argv)[0].data.digest == before.digest
+    change_shards(data)
+    after = prepare(argv)[0].data
+    assert (before.num_samples, after.num_samples) == (80, 90)
+    assert after.test.classes() is None
+    assert prepare([*argv, "--classes", str(data / "names.txt")])[0].data.test.classes() is not None
+
+
+def change_shards(data: Path) -> None:
+    write_tar(data / "train" / "00000.tar", [member for n in range(90) for member in two_colors(n)])
+    (data / "train" / "00000.tar").with_name("manifest.json").unlink(missing_ok=True)
+
+
+def test_images_of_a_csv_file_that_have_changed_are_decoded_again(data):
+    (data / "images").mkdir()
+    for number in range(60):
+        (data / "images" / f"{number}.png").write_bytes(two_colors(number)[0][1])
+    rows = [f"{data}/images/{number}.png\t{two_colors(number)[1][1].decode()}" for number in range(60)]
+    (data / "val.csv").write_text("\n".join(["filepath\ttitle", *rows]) + "\n")
+    argv = [*arguments(data, "--val", str(data / "val.csv")), "--dataset-type", "csv"]
+    argv[0] = str(data / "val.csv")
+
+    def decoded() -> set[str]:
+        return {folder.name for folder in prepare(argv)[1].folders}
+
+    before = decoded()
+    assert decoded() == before
+    (data / "images" / "7.png").write_bytes(two_colors(8)[0][1])
+    assert not decoded() & before
+
+
+def test_caches_of_other_data_are_removed_but_nothing_else(data):
+    for folder, file in {"old": "pixels.bin", "of somebody": "letter.txt", "kept": "pixels.bin"}.items():
+        (data / "cache" / folder).mkdir(parents=True)
+        (data / "cache" / folder / file).write_text("")
+    remove_others(data / "cache", [data / "cache" / "kept"])
+    assert sorted(folder.name for folder in (data / "cache").iterdir()) == ["kept", "of somebody"]
+
+
+def test_two_comparisons_do_not_share_a_folder(data):
+    """Not even while they decode."""
+    results = ResultsFile(data / "out" / "runs.jsonl")
+    with pytest.raises(ValueError, match="another process is writing"):
+        main(arguments(data))
+    assert not (data / "out" / "cache").exists()
+    results.close()
+
+
+def test_a_class_that_has_no_name_is_refused(data):
+    (data / "names.txt").write_text("red\ngreen\n")
+    val = str(data / "val" / "00000.tar")
+    with pytest.raises(ValueError, match=r"has the class '\d': expected .* from 0 to 1"):
+        main(arguments(data, "--val", val, "--classes", str(data / "names.txt")))
+
+
+TIMES = {"step_seconds", "memory_bytes", "curves", "command"}
+
+
+def lasting(path: Path) -> dict[str, Any]:
+    """A report without what differs between two measurements."""
+    content = json.loads(path.read_text())
+    content["results"] = [{key: one[key] for key in one.keys() - TIMES} for one in content["results"]]
+    return content
+
+
+def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
+    """Interrupted, gone on with, and repeated."""
+    monkeypatch.setattr(plan, "_TRIED", ((3, 0),))
+    monkeypatch.setattr(plan, "MOST_SEEDS", 4)
+    monkeypatch.setattr(comparison, "_PACE_SECONDS", 0.1)
+    more = ["--val", str(data / "val" / "00000.tar"), "--classes", str(data / "names.txt")]
+    argv, out = arguments(data, *more), data / "out"
+
+    with monkeypatch.context() as patch:
+        finished = Workers.finished
+
+        def stop_after_two(workers: Workers) -> Any:
+            if (out / "runs.jsonl").read_bytes().count(b"\n") >= 2:
+                raise KeyboardInterrupt
+            return finished(workers)
+
+        patch.setattr(Workers, "finished", stop_after_two)
+        with pytest.raises(SystemExit, match="130"):
+            main(argv)
+    assert "No result yet" in capsys.readouterr().out
+    assert json.loads((out / "report.json").read_text())["unfinished"] == 12
+    first = (out / "runs.jsonl").read_text().splitlines()
+
+    main(argv)
+    printed, lines = capsys.readouterr().out, (out / "runs.jsonl").read_text().splitlines()
+    assert lines[: len(first)] == first
+    assert len(lines) == 2 * (3 + 3 * 2)
+    written = lasting(out / "report.json")
+    assert "your batch of 8 misjudges its normalizer by a factor of" in printed
+    assert written["sentence"] in printed
+    assert written["unfinished"] == 0
+    assert sorted(one["loss"] for one in written["results"]) == ["openclip", "queueclip"]
+    assert all(len(one["each_seed"]) == 4 and "zero_shot" in one["scores"] for one in written["results"])
+    page = (out / "report.html").read_text()
+    assert page.count("<svg") == 2
+    assert "http" not in page.replace("http://www.w3.org/", "")  # SVG's namespaces
+    assert "| queueclip |" in (out / "report.md").read_text()
+
+    (out / "runs.jsonl").write_text("".join(f"{line}\n" for line in lines[:-2]) + lines[-2][:50])
+    main(argv)
+    assert lasting(out / "report.json") == written
+    assert len((out / "runs.jsonl").read_text().splitlines()) == len(lines)
+
+    # A refused command removes nothing.
+    caches = set((out / "cache").iterdir())
+    with pytest.raises(ValueError, match="comparison with other flags or versions"):
+        main([*argv, "--wd", "0.1"])
+    assert set((out / "cache").iterdir()) == caches
+    change_shards(data)
+    with pytest.raises(ValueError, match="comparison with other data"):
+        main(argv)
+    assert set((out / "cache").iterdir()) > caches
+
+
+def test_the_recommended_command_line_trains_that_configuration(data):
+    config, training = parse(with_val(data, "--warmup", "3", "--wd", "0.1"))
+    results = ResultsFile(data / "runs.jsonl")
+    found = Comparison(config, training, DataPreparation(config, training).prepare(), results, 0.0)
+    results.close()
+    run = make_run(BASELINE, 48, candidate=4)
+    row = execute(found.pilot, run)
+    words = shlex.split(found.command_line(row))
+    assert words[:2] == ["openclip-ext", "train"]
+    args, choice = flags.parse(words[2:])
+    assert (choice.name, choice.options["temperature_scheme"]) == ("openclip", "solved")
+    assert (args.lr, args.wd, args.warmup, args.epochs, args.train_num_samples) == (1e-3, 0.1, 0, 1, 48)
+    assert args.model == "demo-vit"
+    for loss in DEFAULT_LOSSES:
+        setting = make_run(loss).setting
+        words = shlex.split(found.command_line({**row, "family": loss, "setting": setting}))
+        assert flags.parse(words[2:])[1].options.items() >= setting["options"].items()
+    again = execute(found.pilot, run)
+    assert all(again[key] == row[key] for key in ("hits", "temperature", "normalizers"))
+
+
+def test_losses_see_the_same_samples_from_the_same_start(data):
+    pilot, _ = prepare(with_val(data))
+    seen: dict[str, list[Any]] = {}
+    for loss in ("openclip", "queueclip"):
+        training = PilotRun(pilot, make_run(loss, 48, seed=1), CPU)
+        seen[loss] = [training.model.text_projection.sum().item()]
+        for batch in training.loader.iterate(0):
+            seen[loss] += [batch["index"].tolist(), batch["image"].sum().item()]
+    assert seen["openclip"] == seen["queueclip"]
+    assert len(seen["openclip"]) == 1 + 2 * 6
+
+
+def test_training_images_beyond_the_cache_are_read_from_their_shards(data):
+    streamed, preparation = prepare(with_val(data, "--cache", str(50_000 / 2**30)))
+    assert "decoded again for each run" in preparation.notes[-1]
+    assert streamed.data.num_samples == 80
+    assert execute(streamed, make_run("queueclip", 48))["steps"] == 6

@@ -1,0 +1,53 @@
+"""Intervals of paired differences: as scipy's, and that they cover what they say."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from openclip_ext.experiments.statistics import paired_difference, seeds_interval, student_t
+
+
+@pytest.mark.parametrize("freedom", range(1, 12))
+def test_students_t_is_scipys(freedom):
+    assert student_t(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-9)
+
+
+def test_the_seeds_interval_is_scipys():
+    first, second = np.random.default_rng(0).random((2, 4))
+    expected = stats.ttest_rel(first, second).confidence_interval()
+    assert seeds_interval(list(first - second)) == pytest.approx((expected.low, expected.high))
+
+
+def test_the_interval_covers_seeds_and_samples():
+    random = np.random.default_rng(1)
+    covered = 0
+    for _ in range(400):
+        of_seed, of_sample = random.normal(0, 0.02, (3, 1)), random.normal(0, 0.3, (1, 200))
+        difference = 0.05 + of_seed + of_sample + random.normal(0, 0.3, (3, 200))
+        found = paired_difference(torch.tensor(difference), torch.zeros(3, 200), range(200))
+        covered += found.low <= 0.05 <= found.high
+    assert covered >= 0.94 * 400
+
+
+def test_samples_of_one_caption_count_as_one():
+    values = torch.randn(2, 40, dtype=torch.float64)
+    alone = paired_difference(values, torch.zeros_like(values), range(40))
+    twice = paired_difference(values.repeat(1, 2), torch.zeros(2, 80), [*range(40), *range(40)])
+    assert (twice.low, twice.high) == pytest.approx((alone.low, alone.high))
+
+
+def test_the_interval_covers_few_captions():
+    random = np.random.default_rng(2)
+    groups = np.arange(200) % 4
+    covered = 0
+    for _ in range(400):
+        difference = 0.05 + random.normal(0, 0.3, 4)[groups] + random.normal(0, 0.1, (3, 200))
+        found = paired_difference(torch.tensor(difference), torch.zeros(3, 200), groups.tolist())
+        covered += found.low <= 0.05 <= found.high
+    assert covered >= 0.93 * 400
+
+
+def test_one_seed_or_one_caption_has_no_interval():
+    assert paired_difference(torch.ones(1, 4), torch.zeros(1, 4), range(4)) is None
+    assert paired_difference(torch.ones(3, 4), torch.zeros(3, 4), [0] * 4) is None
