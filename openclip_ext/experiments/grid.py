@@ -45,7 +45,7 @@ from openclip_ext.model_configs import add_model_configs
 from openclip_ext.retrieval import ranks_of_best_match
 from openclip_ext.training import flags
 from openclip_ext.training.config import training_config
-from openclip_ext.training.loss import LossConfig
+from openclip_ext.training.model import LossConfig
 from openclip_ext.training.step import Batch
 
 METRICS = ("name", "image-to-text", "text-to-image")

@@ -18,8 +18,14 @@ from openclip_ext.heads import with_heads
 from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.config import TrainingConfig
-from openclip_ext.training.loss import LossConfig, build_loss, load_pretrained_heads
-from openclip_ext.training.model import BuiltModel, build_model, prepare_for
+from openclip_ext.training.model import (
+    BuiltModel,
+    LossConfig,
+    build_loss,
+    build_model,
+    load_pretrained_heads,
+    prepare_for,
+)
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, logit_scale_lr
 from openclip_ext.training.step import Batch, TrainStep
 

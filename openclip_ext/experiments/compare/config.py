@@ -12,10 +12,10 @@ import torch
 from openclip_ext.experiments.compare import space
 from openclip_ext.experiments.compare.space import BASELINE
 from openclip_ext.experiments.workers import default_processes
-from openclip_ext.losses import registry, table
+from openclip_ext.losses import registry
 from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training import flags
+from openclip_ext.training import flag_table, flags
 from openclip_ext.training.checks import check
 from openclip_ext.training.config import TrainingConfig, training_config
 from openclip_ext.training.errors import UsageError
@@ -155,5 +155,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--anchors", type=int, default=1000, help=f"whose normalizers are judged{_DEFAULT}")
     add("--population", type=int, default=10_000, help=f"training samples that they are judged by{_DEFAULT}")
     group = parser.add_argument_group("options of the losses, for all that use them")
-    add_loss_flags(group, table.from_registry(), hidden={"loss", "normalizer", "views", *space.SEARCHED_OPTIONS})
+    add_loss_flags(group, flag_table.of_losses(), hidden={"loss", "normalizer", "views", *space.SEARCHED_OPTIONS})
     return parser
