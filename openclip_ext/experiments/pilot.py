@@ -14,8 +14,8 @@ from torch import Tensor
 from openclip_ext.diagnostics.command_line import without_warnings
 from openclip_ext.experiments.cache import KnownTexts, PilotData
 from openclip_ext.experiments.runs import Run
-from openclip_ext.heads import with_heads
 from openclip_ext.losses import registry
+from openclip_ext.losses.heads import with_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.config import TrainingConfig
 from openclip_ext.training.model import (
