@@ -23,7 +23,7 @@ from eval.data import (
     read_shard,
     task_folder,
 )
-from eval.download.verify import BROKEN, verify_set
+from eval.download import BROKEN, check_set
 from eval.runner import MAX_SKIPPED, evaluate_task
 from eval.tasks import FLICKR, TASKS
 from tests.eval import datasets
@@ -268,8 +268,8 @@ def test_a_copied_shard_is_no_score(folder, workers, make_encoder):
     message = r"key 's0000000' occurs twice, in .*0\.tar and in .*2\.tar"
     with pytest.raises(DataError, match=message):
         evaluate_task(CIFAR, folder.parent, make_encoder(workers=workers), any_size=True)
-    verdict = verify_set(folder.parent, CIFAR, any_size=True)
-    assert verdict.status == BROKEN and re.search(message, verdict.problems[0])
+    state, problems = check_set(folder.parent, CIFAR, any_size=True)
+    assert state == BROKEN and re.search(message, problems[0])
 
 
 def test_a_key_that_comes_back_in_a_shard_is_no_score(folder, make_encoder):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from eval import download
 from eval.cliplite import editing, grounding, probes
-from eval.download import __main__ as download
 from eval.report import __main__ as report
 
 ROOT = Path(__file__).parents[2]

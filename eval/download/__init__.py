@@ -1,1 +1,0 @@
-"""Fetching DataComp's evaluation sets, and checking them: ``python -m eval.download``."""
