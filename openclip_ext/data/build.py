@@ -2,14 +2,14 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
-from openclip_ext.data.eval_loader import EvalLoader, ShardPass, SourcePass
+from openclip_ext.data.eval_loader import EvalLoader, ShardStreams
 from openclip_ext.data.manifest import find_or_create_manifest
 from openclip_ext.data.shardlist import expand_components, expand_shards
 from openclip_ext.data.shards import ShardSource
-from openclip_ext.data.source import ImageDecoder, Source, decode_image
+from openclip_ext.data.source import ImageDecoder, SampleKeys, Source, decode_image
 from openclip_ext.data.spec import DataSpec
+from openclip_ext.data.synthetic import SyntheticSource
 from openclip_ext.data.train_loader import Tokenizer, TrainLoader, TrainLoaderConfig, Transform
 
 _SYNTHETIC_SAMPLES = 100  # OpenCLIP's default
@@ -23,14 +23,7 @@ def build_train_loader(
     tokenizer: Tokenizer,
     decoder: ImageDecoder = decode_image,
 ) -> TrainLoader:
-    """Build the training loader; with several processes, every rank calls this.
-
-    Args:
-        spec: The data set.
-        config: Batch size, workers, seed, ...
-        preprocess: From an RGB image to a tensor, as ``open_clip.create_model_and_transforms`` returns it.
-        tokenizer: From a caption to token ids of shape ``(1, L)``, as OpenCLIP's.
-        decoder: Of image files, if not Pillow's: see :mod:`openclip_ext.data.images`.
+    """Build the training loader; with several processes, every rank calls this. See :class:`TrainLoader`.
 
     Raises:
         ValueError: Something is wrong with the arguments or the data; says what, and what to do.
@@ -40,7 +33,14 @@ def build_train_loader(
     if (spec.resampled or spec.upsampling_factors is not None) and kind != "webdataset":
         raise ValueError(f"--dataset-resampled and --train-data-upsampling-factors need webdataset shards, not {kind}")
     source = build_source(spec, preprocess)
-    epoch_samples = spec.num_samples if spec.resampled else _at_most_all(spec.num_samples, source)
+    epoch_samples = spec.num_samples
+    if epoch_samples is not None and epoch_samples > source.num_kept and not spec.resampled:
+        # Commands often name a round number, or the size of another download.
+        logging.warning(
+            f"--train-num-samples {epoch_samples:,} is more than the {source.num_kept:,} samples of the data set: an "
+            "epoch is the data set"
+        )
+        epoch_samples = source.num_kept
     return TrainLoader(
         source,
         config,
@@ -59,7 +59,6 @@ def build_eval_loader(
     tokenizer: Tokenizer,
     batch_size: int,
     workers: int = 0,
-    pin_memory: bool = False,
 ) -> EvalLoader:
     """Build the loader of validation data, for one rank. Shards need no manifest: they are read to their end.
 
@@ -68,15 +67,14 @@ def build_eval_loader(
         preprocess, tokenizer: As in :func:`build_train_loader`.
         batch_size: Samples of a batch; the last one may be smaller.
         workers: Worker processes; 0 works in this process.
-        pin_memory: As in ``torch.utils.data.DataLoader``.
     """
-    samples: ShardPass | SourcePass
+    samples: ShardStreams | Source
     if spec.resolved_type == "webdataset":
-        samples = ShardPass(expand_shards(_given(spec)), spec.image_key, spec.caption_key)
+        samples = ShardStreams(expand_shards(_given(spec)), SampleKeys(spec.image_key, spec.caption_key))
         num_samples = spec.num_samples
     else:
-        source = build_source(spec, preprocess)
-        samples, num_samples = SourcePass(source), source.num_samples
+        samples = build_source(spec, preprocess)
+        num_samples = samples.num_samples
     return EvalLoader(
         samples,
         preprocess=preprocess,
@@ -84,26 +82,33 @@ def build_eval_loader(
         batch_size=batch_size,
         workers=workers,
         num_samples=num_samples,
-        pin_memory=pin_memory,
     )
 
 
 def build_source(spec: DataSpec, preprocess: Transform) -> Source:
     """Return the samples of a data set by index; find or make the manifest of shards.
 
-    Args:
-        spec: The data set.
-        preprocess: As in :func:`build_train_loader`; synthetic images are as large as it takes them.
+    Synthetic images are as large as ``preprocess`` takes them.
 
     Raises:
         ValueError: Something is wrong with the data; says what, and what to do.
     """
     kind = spec.resolved_type
     if kind == "synthetic":
-        return _synthetic_source(preprocess, _SYNTHETIC_SAMPLES if spec.num_samples is None else spec.num_samples)
+        # As OpenCLIP: as large as the crop that the transform begins with.
+        size = getattr(getattr(preprocess, "transforms", [None])[0], "size", 224)
+        num_samples = _SYNTHETIC_SAMPLES if spec.num_samples is None else spec.num_samples
+        return SyntheticSource(num_samples, (size, size) if isinstance(size, int) else (size[-1], size[-2]))
+    given = _given(spec)
     if kind == "csv":
-        return _csv_source(spec)
-    manifest = find_or_create_manifest(_given(spec), spec.manifest, spec.image_key, spec.caption_key)
+        # pandas takes half a second to import and only CSV files need it.
+        from openclip_ext.data.csv import CsvSource
+
+        paths = [given] if isinstance(given, str) else given
+        if len(paths) != 1:
+            raise ValueError(f"expected one CSV file, got {list(paths)}")
+        return CsvSource(paths[0], spec.csv_image_key, spec.csv_caption_key, spec.csv_separator)
+    manifest = find_or_create_manifest(given, spec.manifest, spec.image_key, spec.caption_key)
     weights = _shard_weights(spec, [shard.url for shard in manifest.shards])
     return ShardSource(manifest, spec.image_key, spec.caption_key, spec.resampled, weights)
 
@@ -111,37 +116,6 @@ def build_source(spec: DataSpec, preprocess: Transform) -> Source:
 def _given(spec: DataSpec) -> str | Sequence[str]:
     assert spec.source is not None  # resolved_type has refused it
     return spec.source
-
-
-def _at_most_all(epoch_samples: int | None, source: Source) -> int | None:
-    """Cut at the size of the data set: commands often name a round number, or the size of another download."""
-    if epoch_samples is None or epoch_samples <= source.num_kept:
-        return epoch_samples
-    logging.warning(
-        f"--train-num-samples {epoch_samples:,} is more than the {source.num_kept:,} samples of the data set: an "
-        "epoch is the data set"
-    )
-    return source.num_kept
-
-
-def _csv_source(spec: DataSpec) -> Source:
-    # pandas takes half a second to import and only CSV files need it.
-    from openclip_ext.data.csv import CsvSource
-
-    path = _given(spec)
-    if not isinstance(path, str):
-        if len(path) != 1:
-            raise ValueError(f"expected one CSV file, got {list(path)}")
-        path = path[0]
-    return CsvSource(path, spec.csv_image_key, spec.csv_caption_key, spec.csv_separator)
-
-
-def _synthetic_source(preprocess: Any, num_samples: int) -> Source:
-    from openclip_ext.data.synthetic import SyntheticSource
-
-    # As OpenCLIP: as large as the crop that the transform begins with.
-    size = getattr(getattr(preprocess, "transforms", [None])[0], "size", 224)
-    return SyntheticSource(num_samples, (size, size) if isinstance(size, int) else (size[-1], size[-2]))
 
 
 def _shard_weights(spec: DataSpec, urls: Sequence[str]) -> list[float] | None:

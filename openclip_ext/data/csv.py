@@ -19,22 +19,13 @@ class _Texts:
         self.data = b"".join(encoded)
         self.ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
 
-    def __len__(self) -> int:
-        return len(self.ends)
-
     def __getitem__(self, row: int) -> str:
         begin = self.ends[row - 1] if row else 0
         return self.data[begin : self.ends[row]].decode("utf-8")
 
 
 class CsvSource(Source):
-    """Rows of a CSV file.
-
-    Args:
-        path: The file, read with pandas.
-        image_column: Column with paths of images, as seen from the working directory.
-        caption_column: Column with captions. An empty or blank one is a missing one.
-        separator: Between columns.
+    """Rows of a CSV file; paths of images are as seen from the working directory, a blank caption is a missing one.
 
     Raises:
         FileNotFoundError: The file is not there.
@@ -65,25 +56,15 @@ class CsvSource(Source):
         self._captions = _Texts(table[caption_column].tolist())
         missing = (table[image_column] == "") | (table[caption_column].str.strip() == "")
         self._missing = np.flatnonzero(missing)
-
-    @property
-    def num_samples(self) -> int:
-        return len(self._images)
-
-    @property
-    def digest(self) -> str:
         content = hashlib.blake2b(digest_size=8)
         for texts in (self._images, self._captions):
             content.update(texts.data)
             content.update(texts.ends.tobytes())
-        return content.hexdigest()
-
-    @property
-    def index_digest(self) -> str:
+        super().__init__(len(table), content.hexdigest())
         content = hashlib.blake2b(self._captions.data, digest_size=8)
-        for row in range(self.num_samples):
-            content.update(f"\0{os.path.basename(self._images[row])}".encode())
-        return content.hexdigest()
+        for name in table[image_column]:
+            content.update(f"\0{os.path.basename(name)}".encode())
+        self.index_digest = content.hexdigest()
 
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
         path, caption = self.describe(raw)
@@ -97,7 +78,7 @@ class CsvSource(Source):
 
     def files(self) -> list[str]:
         """The CSV file and the images that it names."""
-        return [self._path, *(self._images[row] for row in range(len(self._images)))]
+        return [self._path, *(self._images[row] for row in range(self.num_samples))]
 
     def describe(self, raw: RawSample) -> tuple[str, str]:
         return self._images[raw.index], self._captions[raw.index]

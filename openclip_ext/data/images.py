@@ -29,16 +29,12 @@ _END_OF_JPEG = b"\xff\xd9"
 
 @dataclass(frozen=True)
 class ImagePipeline:
-    """The way of an image, in three parts.
+    """The way of an image, in three parts."""
 
-    Attributes:
-        decode: from a file's content to an RGB image, in a worker.
-        transform: from that to ``(3, H, W)``, in a worker: uint8 where ``normalize`` follows.
-        normalize: from a batch of these, on its device, to float32; None if the transform has done it.
-    """
-
+    # In a worker: from a file's content to an RGB image, and from that to (3, H, W), uint8 where ``normalize`` follows.
     decode: Callable[[bytes | BinaryIO], DecodedImage]
     transform: Callable[[Any], Tensor]
+    # From a batch of these, on its device, to float32; None if the transform has done it.
     normalize: Callable[[Tensor], Tensor] | None
 
 
@@ -70,9 +66,6 @@ def split_transform(
 
     Both parts together do the same operations on the same values. Workers send a quarter of the bytes, and the arithmetic
     runs on the model's device, once per batch instead of once per image.
-
-    Args:
-        transform: PIL image -> ``(3, H, W)``.
 
     Returns:
         PIL image -> ``(3, H, W)`` uint8, and ``(B, 3, H, W)`` uint8 -> float32. For any other transform, the transform

@@ -1,14 +1,14 @@
 """The order of samples: a pure function of (seed, epoch, layout) and of the part of the epoch that was seen before.
 
-An epoch is a *sequence* of slots, one sample each (:class:`ShardSequence`, :class:`RowSequence`). A *layout* cuts
+An epoch is a *sequence* of slots, one sample each (:func:`shuffled_shards`, :func:`shuffled_rows`). A *layout* cuts
 the slots into contiguous pieces, one for each worker of each rank, of whole batches, and a worker shuffles its
 piece within a window. Everything is integers that are computed, not drawn: where a run stopped is found again by
 counting, without opening a file, and what another layout has seen is known to every worker.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,59 +18,39 @@ from openclip_ext.data.hashing import Purpose, hash64, hash_int, permutation, un
 _SHUFFLE_BLOCK = 1 << 18
 
 
-class EpochSequence(Protocol):
-    """An epoch's samples in sequence."""
-
-    def indices(self, slots: np.ndarray) -> np.ndarray:
-        """Global indices of the samples in these slots, ``int64``."""
-        ...
+# An epoch's samples in sequence: from slots to the global indices of the samples in them, both int64 arrays.
+EpochSequence = Callable[[np.ndarray], np.ndarray]
 
 
-class ShardSequence:
-    """The samples of whole shards, one shard after the other.
+def _shard_sequence(counts: np.ndarray, shards: np.ndarray, begin: int = 0) -> EpochSequence:
+    """Return the samples of whole shards, one shard after the other, from the sample ``begin`` on and around."""
+    first_indices = np.concatenate([[0], np.cumsum(counts[:-1])]).astype(np.int64)[shards]
+    starts = np.concatenate([[0], np.cumsum(counts[shards])])
 
-    Args:
-        counts: ``(num_shards,)`` samples in each shard.
-        shards: Numbers of the shards in sequence; one may come several times.
-        begin: Where the sequence begins; what comes before is at its end.
-    """
+    def indices(slots: np.ndarray) -> np.ndarray:
+        positions = (slots + begin) % starts[-1]
+        places = np.searchsorted(starts, positions, side="right") - 1
+        return first_indices[places] + (positions - starts[places])
 
-    def __init__(self, counts: np.ndarray, shards: np.ndarray, begin: int = 0) -> None:
-        first_indices = np.concatenate([[0], np.cumsum(counts[:-1])]).astype(np.int64)
-        self._starts = np.concatenate([[0], np.cumsum(counts[shards])])
-        self._first_indices = first_indices[shards]
-        self._begin = begin
-
-    def indices(self, slots: np.ndarray) -> np.ndarray:
-        positions = (slots + self._begin) % self._starts[-1]
-        places = np.searchsorted(self._starts, positions, side="right") - 1
-        return self._first_indices[places] + (positions - self._starts[places])
+    return indices
 
 
-def shuffled_shards(counts: np.ndarray, seed: int, epoch: int) -> ShardSequence:
+def shuffled_shards(counts: np.ndarray, seed: int, epoch: int) -> EpochSequence:
     """Return all samples, the shards in random order, beginning at a random sample.
 
     The random beginning makes the samples at the end, which no batch has room for (or which a shortened epoch leaves
-    out), others in each epoch, even with a single shard.
-
-    Args:
-        counts: ``(num_shards,)`` samples in each shard.
-        seed, epoch: The order depends on these.
+    out), others in each epoch, even with a single shard. ``counts`` are the samples in each shard.
     """
     shards = permutation(hash64(Purpose.SEQUENCE, seed, epoch, np.arange(len(counts))))
-    return ShardSequence(counts, shards, hash_int(Purpose.ROTATION, seed, epoch) % int(counts.sum()))
+    return _shard_sequence(counts, shards, hash_int(Purpose.ROTATION, seed, epoch) % int(counts.sum()))
 
 
 def resampled_shards(
     counts: np.ndarray, num_slots: int, seed: int, epoch: int, weights: Sequence[float] | None = None
-) -> ShardSequence:
+) -> EpochSequence:
     """Return shards drawn with replacement, each with all its samples (``--dataset-resampled``).
 
-    Args:
-        counts: ``(num_shards,)`` samples in each shard.
-        num_slots: Minimum number of samples to draw.
-        seed, epoch: The draws depend on these.
-        weights: ``(num_shards,)`` how often a shard is drawn relative to others; None for equally often.
+    At least ``num_slots`` samples are drawn. ``weights`` say how often a shard is drawn relative to others; None: equally.
     """
     shares = np.cumsum(np.ones(len(counts)) if weights is None else np.asarray(weights, dtype=np.float64))
     if not np.any(counts[np.diff(shares, prepend=0) > 0]):
@@ -82,35 +62,26 @@ def resampled_shards(
         points = uniform(hash64(Purpose.RESAMPLING, seed, epoch, numbers)) * shares[-1]
         draws.append(np.searchsorted(shares, points, side="right").clip(max=len(counts) - 1))
         total += int(counts[draws[-1]].sum())
-    return ShardSequence(counts, np.concatenate(draws))
+    return _shard_sequence(counts, np.concatenate(draws))
 
 
-class KeptSequence:
-    """A sequence without some samples.
+def kept_samples(sequence: EpochSequence, left_out: np.ndarray) -> EpochSequence:
+    """Return a sequence of kept samples, which numbers them through, with their indices among all.
 
-    Args:
-        sequence: Of the kept samples, numbered through.
-        left_out: ``(k,)`` ascending indices of the others.
+    ``left_out`` ``(k,)`` are the ascending indices of the others.
     """
+    kept_before = left_out - np.arange(len(left_out))
 
-    def __init__(self, sequence: EpochSequence, left_out: np.ndarray) -> None:
-        self._sequence = sequence
-        # How many samples are kept before each one that is left out.
-        self._kept_before = left_out - np.arange(len(left_out))
+    def indices(slots: np.ndarray) -> np.ndarray:
+        numbers = sequence(slots)
+        return numbers + np.searchsorted(kept_before, numbers, side="right")
 
-    def indices(self, slots: np.ndarray) -> np.ndarray:
-        numbers = self._sequence.indices(slots)
-        return numbers + np.searchsorted(self._kept_before, numbers, side="right")
+    return indices
 
 
-class RowSequence:
-    """Samples that can be read in any order: a random permutation of all."""
-
-    def __init__(self, num_samples: int, seed: int, epoch: int) -> None:
-        self._order = permutation(hash64(Purpose.SEQUENCE, seed, epoch, np.arange(num_samples)))
-
-    def indices(self, slots: np.ndarray) -> np.ndarray:
-        return self._order[slots]
+def shuffled_rows(num_samples: int, seed: int, epoch: int) -> EpochSequence:
+    """Return a random permutation of samples that can be read in any order."""
+    return permutation(hash64(Purpose.SEQUENCE, seed, epoch, np.arange(num_samples))).__getitem__
 
 
 def shuffled_positions(length: int, window: int, seed: int, *words: int) -> Iterator[np.ndarray]:
@@ -120,10 +91,7 @@ def shuffled_positions(length: int, window: int, seed: int, *words: int) -> Iter
     sequence in order therefore never has to hold more than ``window`` samples (half of that on average) to hand
     them out in this order.
 
-    Args:
-        length: Number of positions.
-        window: 0 leaves the order as it is.
-        seed, words: The shuffle depends on these.
+    A window of 0 leaves the order as it is.
 
     Yields:
         ``int64`` arrays that together hold every position once.
@@ -142,23 +110,14 @@ def shuffled_positions(length: int, window: int, seed: int, *words: int) -> Iter
 
 @dataclass(frozen=True)
 class Layout:
-    """How an epoch is divided among ranks and workers.
-
-    Attributes:
-        world_size: Ranks.
-        workers: Data loader workers of each rank, at least 1 (the training process itself counts as one).
-        batch_size: Samples of a micro-batch.
-        accum_freq: Micro-batches of an optimizer step; incomplete steps are dropped.
-        epoch_samples: Slots of the epoch that are used.
-        shuffle_window: Number of samples that a worker shuffles over (:func:`shuffled_positions`).
-    """
+    """How an epoch is divided among ranks and workers."""
 
     world_size: int
-    workers: int
-    batch_size: int
-    accum_freq: int
-    epoch_samples: int
-    shuffle_window: int
+    workers: int  # of each rank, at least 1 (the training process itself counts as one)
+    batch_size: int  # samples of a micro-batch
+    accum_freq: int  # micro-batches of an optimizer step; incomplete steps are dropped
+    epoch_samples: int  # slots of the epoch that are used
+    shuffle_window: int  # samples that a worker shuffles over (shuffled_positions)
 
     def replaced(self, entry: Mapping[str, Any]) -> "Layout":
         """Return this layout with the entries of a checkpoint, which may have others as well, or lack some."""
@@ -200,7 +159,7 @@ class EpochOrder:
         sequence: The epoch's samples.
         seed, epoch: The shuffles depend on these.
         seen: The segments that were run in other layouts, in order.
-        layout: The layout to go on in.
+        layout: The layout to go on in: each rank gets ``batches`` micro-batches.
 
     Raises:
         ValueError: A segment has more batches than there were samples for.
@@ -212,17 +171,9 @@ class EpochOrder:
         self._epoch = epoch
         self._layout = layout
         self._segment = len(seen)
-        self._slots: np.ndarray | None = None
-        self._num_slots = layout.epoch_samples
-        if seen:
-            mask = self._seen_slots(seen)
-            self._slots = np.flatnonzero(~mask[: layout.epoch_samples])
-            self._num_slots = len(self._slots)
-
-    @property
-    def batches(self) -> int:
-        """Micro-batches of each rank."""
-        return self._layout.batches(self._num_slots)
+        self._slots = np.flatnonzero(~self._seen_slots(seen)[: layout.epoch_samples]) if seen else None
+        self._num_slots = layout.epoch_samples if self._slots is None else len(self._slots)
+        self.batches = layout.batches(self._num_slots)
 
     def piece_length(self, rank: int, worker: int) -> int:
         """Samples of a worker's piece."""
@@ -232,7 +183,7 @@ class EpochOrder:
     def piece_indices(self, rank: int, worker: int, positions: np.ndarray) -> np.ndarray:
         """Global indices of the samples at these positions of a worker's piece."""
         slots = positions + self._layout.piece(self._num_slots, rank, worker)[0]
-        return self._sequence.indices(slots if self._slots is None else self._slots[slots])
+        return self._sequence(slots if self._slots is None else self._slots[slots])
 
     def shuffled(self, rank: int, worker: int) -> Iterator[np.ndarray]:
         """The positions of a worker's piece in the order in which it hands them out, in parts."""
@@ -258,15 +209,10 @@ class EpochOrder:
             for rank in range(layout.world_size):
                 for worker in range(layout.workers):
                     done = layout.worker_batches(segment.batches, worker) * layout.batch_size
+                    begin = layout.piece(len(slots), rank, worker)[0]
                     parts = self._shuffled(layout, len(slots), number, rank, worker)
-                    positions = np.concatenate([*_first(parts, done), np.empty(0, np.int64)])
-                    mask[slots[positions + layout.piece(len(slots), rank, worker)[0]]] = True
+                    while done > 0:
+                        positions = next(parts)[:done]
+                        mask[slots[positions + begin]] = True
+                        done -= len(positions)
         return mask
-
-
-def _first(parts: Iterator[np.ndarray], count: int) -> Iterator[np.ndarray]:
-    """The first ``count`` elements."""
-    while count > 0:
-        part = next(parts)[:count]
-        count -= len(part)
-        yield part

@@ -32,49 +32,29 @@ _HEADER_MARK = b"ustar"
 
 
 class Problems(TypedDict, total=False):
-    """What is wrong with a shard; empty for a good one.
+    """What is wrong with a shard; empty for a good one."""
 
-    Attributes:
-        without_image, without_caption: Samples that lack one.
-        bad: Samples that lack either.
-        bad_positions: Their positions, if they are few.
-        duplicate_keys: Samples whose key has occurred before.
-        gaps: ``[start, end]`` bytes without a readable header, the first few.
-        lost: Samples in the gaps, estimated.
-        error: Why the shard could not be read to its end.
-    """
-
-    without_image: int
+    without_image: int  # samples that lack one
     without_caption: int
-    bad: int
-    bad_positions: list[int]
-    duplicate_keys: int
-    gaps: list[list[int]]
-    lost: int
-    error: str
+    bad: int  # samples that lack either
+    bad_positions: list[int]  # theirs, if they are few
+    duplicate_keys: int  # samples whose key has occurred before
+    gaps: list[list[int]]  # [start, end] bytes without a readable header, the first few
+    lost: int  # samples in the gaps, estimated
+    error: str  # why the shard could not be read to its end
 
 
 @dataclass
 class Shard:
-    """One shard of a data set.
+    """One shard of a data set."""
 
-    Attributes:
-        url: Absolute path, URL or ``pipe:`` command.
-        num_samples: Samples in it, bad ones included: each has an index.
-        first_index: Index of its first sample.
-        size, mtime_ns: Of the local file when it was scanned; None if remote.
-        digest: Hash of the names and sizes of its members; None if remote.
-        seekable: Whether samples can be reached by offset (a local, uncompressed tar).
-        problems: What is wrong with it.
-    """
-
-    url: str
-    num_samples: int
+    url: str  # absolute path, URL or ``pipe:`` command
+    num_samples: int  # bad ones included: each has an index
     first_index: int = 0
-    size: int | None = None
+    size: int | None = None  # of the local file when it was scanned; None if remote
     mtime_ns: int | None = None
-    digest: str | None = None
-    seekable: bool = False
+    digest: str | None = None  # hash of the names and sizes of its members; None if remote
+    seekable: bool = False  # whether samples can be reached by offset (a local, uncompressed tar)
     problems: Problems = field(default_factory=Problems)
 
     @property
@@ -85,18 +65,13 @@ class Shard:
 
 @dataclass
 class ScannedShard:
-    """Result of scanning one shard.
+    """Result of scanning one shard."""
 
-    Attributes:
-        shard: The shard; its first index is not known yet.
-        blocks: ``(num_samples,)`` uint32, the length of each sample in 512-byte blocks, headers included; None where
-            samples cannot be reached by offset (compressed or remote).
-        fields: How many samples have each field.
-    """
-
-    shard: Shard
+    shard: Shard  # its first index is not known yet
+    # (num_samples,) uint32, the length of each sample in 512-byte blocks, headers included; None where samples cannot be
+    # reached by offset (compressed or remote).
     blocks: np.ndarray | None = None
-    fields: dict[str, int] = field(default_factory=dict)
+    fields: dict[str, int] = field(default_factory=dict)  # how many samples have each field
 
 
 def scan_shard(path: str, image_key: str = DEFAULT_IMAGE_KEY, caption_key: str = DEFAULT_CAPTION_KEY) -> ScannedShard:
@@ -122,23 +97,6 @@ def scan_shard(path: str, image_key: str = DEFAULT_IMAGE_KEY, caption_key: str =
     return result
 
 
-class _ReadableMembers:
-    """The members of an archive up to its end or the first error, which is kept."""
-
-    def __init__(self, archive: tar.TarArchive) -> None:
-        self._archive = archive
-        self.end = 0
-        self.error: str | None = None
-
-    def __iter__(self) -> Iterator[tar.Member]:
-        try:
-            for member in self._archive.members():
-                self.end = member.end
-                yield member
-        except tar.STREAM_ERRORS as error:
-            self.error = str(error) or type(error).__name__
-
-
 def _scan_archive(path: str, archive: tar.TarArchive, image_fields: set[str], caption_fields: set[str]) -> ScannedShard:
     digest = hashlib.blake2b(digest_size=16)
     keys: set[str] = set()
@@ -146,8 +104,18 @@ def _scan_archive(path: str, archive: tar.TarArchive, image_fields: set[str], ca
     counts: Counter[str] = Counter()
     extents: list[tuple[int, int, int]] = []  # first byte, end, bytes of its members
     bad: list[int] = []
-    members = _ReadableMembers(archive)
-    for position, sample in enumerate(tar.group_samples(members)):
+    end, problem = 0, None
+
+    def readable_members() -> Iterator[tar.Member]:
+        nonlocal end, problem
+        try:
+            for member in archive.members():
+                end = member.end
+                yield member
+        except tar.STREAM_ERRORS as error:
+            problem = str(error) or type(error).__name__
+
+    for position, sample in enumerate(tar.group_samples(readable_members())):
         for member in sample.members:
             digest.update(f"{member.name}\0{member.size}\0".encode())
         lacks_image, lacks_caption = image_fields.isdisjoint(sample.found), caption_fields.isdisjoint(sample.found)
@@ -163,12 +131,12 @@ def _scan_archive(path: str, archive: tar.TarArchive, image_fields: set[str], ca
         problems["bad_positions"] = bad
     if archive.gaps:
         problems["gaps"] = [list(gap) for gap in archive.gaps[:_MAX_GAPS]]
-    if members.error is not None:
-        problems["error"] = members.error
+    if problem is not None:
+        problems["error"] = problem
     blocks = None
     if not archive.is_compressed:
         # Whatever lies between two samples (folders, hidden files) belongs to the one before, and the first begins at 0.
-        bounds = [0, *(start for start, _, _ in extents[1:]), members.end] if extents else [0]
+        bounds = [0, *(start for start, _, _ in extents[1:]), end] if extents else [0]
         blocks = (np.diff(np.array(bounds, dtype=np.int64)) // tar.BLOCK).astype(np.uint32)
     shard = Shard(path, len(extents), digest=digest.hexdigest(), seekable=blocks is not None, problems=problems)
     return ScannedShard(shard, blocks, dict(fields))
@@ -177,11 +145,8 @@ def _scan_archive(path: str, archive: tar.TarArchive, image_fields: set[str], ca
 def _estimate_lost(
     archive: tar.TarArchive, extents: Sequence[tuple[int, int, int]], bad: Sequence[int], num_fields: int
 ) -> int:
-    """Estimate how many samples the gaps held, from their size and from the headers in them: the larger, rounded up.
-
-    A gap between two members of one sample holds no other sample. The missing parts of incomplete samples beside a gap
-    are taken off first.
-    """
+    """Estimate how many samples the gaps held, from their size and from the headers in them: the larger, rounded up."""
+    # A gap between two members of one sample holds no other sample.
     starts = [start for start, _, _ in extents]
     between: dict[int, list[tar.Gap]] = {}  # by the number of samples before them
     for gap in archive.gaps:
@@ -192,6 +157,7 @@ def _estimate_lost(
     mean_fields = num_fields / len(extents) if extents else 1
     lost = 0
     for before, gaps in between.items():
+        # The missing parts of incomplete samples beside a gap are taken off first.
         lacking = [max(0, mean_size - extents[i][2]) for i in (before - 1, before) if i in bad]
         room = sum(gap.end - gap.start for gap in gaps) - sum(lacking)
         headers = sum(archive.count_in_gap(gap, _HEADER_MARK) for gap in gaps)
@@ -202,13 +168,7 @@ def _estimate_lost(
 def scan_local(
     paths: Sequence[str], image_key: str, caption_key: str, workers: int | None = None
 ) -> list[ScannedShard]:
-    """Scan local shards in parallel processes, with a bar on a terminal.
-
-    Args:
-        paths: The tars.
-        image_key, caption_key: Fields of image and caption, as :func:`~openclip_ext.data.spec.parse_keys` takes them.
-        workers: Processes; None for one per CPU core, at most 32.
-    """
+    """Scan local shards in parallel processes, one per CPU core and at most 32 by default, with a bar on a terminal."""
     scan = partial(scan_shard, image_key=image_key, caption_key=caption_key)
     workers = min(workers or min(available_cores(), 32), len(paths))
     if workers <= 1:
@@ -225,11 +185,8 @@ def _with_bar(items: Iterable, total: int) -> Iterator:
 
 
 def count_remote(urls: Sequence[str], sizes: dict[str, int] | None = None) -> list[ScannedShard]:
-    """Take the sample counts of remote shards from ``sizes.json`` or ``*_stats.json`` next to them; no tar is read.
-
-    Args:
-        urls: ``pipe:`` commands or URLs.
-        sizes: Counts by file name of the tar, if known; read from next to the shards otherwise.
+    """Take the sample counts of remote shards from ``sizes`` by file name, or from ``sizes.json`` or ``*_stats.json``
+    next to them; no tar is read.
 
     Raises:
         ValueError: The count of a shard is nowhere to be found.

@@ -11,7 +11,7 @@ import numpy as np
 from openclip_ext.data import tar
 from openclip_ext.data.hashing import Purpose, hash_int
 from openclip_ext.data.manifest import Manifest
-from openclip_ext.data.order import EpochSequence, KeptSequence, resampled_shards, shuffled_shards
+from openclip_ext.data.order import EpochSequence, kept_samples, resampled_shards, shuffled_shards
 from openclip_ext.data.source import BadSampleError, DecodedImage, ImageDecoder, RawSample, Reader, SampleKeys, Source
 from openclip_ext.data.storage import open_local, open_url
 
@@ -23,13 +23,9 @@ _STREAM_ATTEMPTS = 3
 
 
 class ShardSource(Source):
-    """The samples of a manifest.
+    """The samples of a verified manifest.
 
-    Args:
-        manifest: Shards and sample counts, verified.
-        image_key, caption_key: Fields of image and caption, alternatives separated by ``;``.
-        resampled: Draw shards with replacement instead of taking each once an epoch.
-        weights: ``(num_shards,)`` relative frequencies for ``resampled``.
+    With ``resampled``, shards are drawn with replacement by their ``weights`` instead of taken once an epoch.
     """
 
     sequential = True
@@ -43,6 +39,9 @@ class ShardSource(Source):
         resampled: bool = False,
         weights: Sequence[float] | None = None,
     ) -> None:
+        super().__init__(manifest.num_samples, manifest.digest)
+        self.num_kept -= len(manifest.left_out)
+        self.index_digest = manifest.index_digest
         self.manifest = manifest
         self.keys = SampleKeys(image_key, caption_key)
         self._manifest_knows_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
@@ -52,33 +51,17 @@ class ShardSource(Source):
         bounds = np.append(self._first_indices, manifest.num_samples)
         self._kept_counts = np.diff(bounds - np.searchsorted(manifest.left_out, bounds))
 
-    @property
-    def num_samples(self) -> int:
-        return self.manifest.num_samples
-
-    @property
-    def num_kept(self) -> int:
-        return self.num_samples - len(self.manifest.left_out)
-
     def is_left_out(self, index: int) -> bool:
         left_out = self.manifest.left_out
         place = np.searchsorted(left_out, index)
         return bool(place < len(left_out) and left_out[place] == index)
-
-    @property
-    def digest(self) -> str:
-        return self.manifest.digest
-
-    @property
-    def index_digest(self) -> str | None:
-        return self.manifest.index_digest
 
     def sequence(self, seed: int, epoch: int, num_slots: int) -> EpochSequence:
         if self._resampled:
             kept = resampled_shards(self._kept_counts, num_slots, seed, epoch, self._weights)
         else:
             kept = shuffled_shards(self._kept_counts, seed, epoch)
-        return KeptSequence(kept, self.manifest.left_out) if len(self.manifest.left_out) else kept
+        return kept_samples(kept, self.manifest.left_out) if len(self.manifest.left_out) else kept
 
     def reader(self) -> Reader:
         return _ShardReader(self).read
@@ -121,11 +104,7 @@ class ShardSource(Source):
         yield from (shard.first_index + position for position in positions if shard.first_index + position != index)
 
     def open_shard(self, number: int) -> "_OffsetShard | _StreamedShard":
-        """Open one shard, to read its samples by position.
-
-        Raises:
-            OSError: It is gone, or was changed after the manifest was made.
-        """
+        """Open one shard, to read its samples by position; OSError if it is gone or was changed since its scan."""
         shard = self.manifest.shards[number]
         if shard.is_local:
             self.manifest.check_unchanged(number)

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from openclip_ext.data.hashing import Purpose, hash_int
-from openclip_ext.data.order import EpochSequence, RowSequence
+from openclip_ext.data.order import EpochSequence, shuffled_rows
 from openclip_ext.data.spec import Key, parse_keys
 
 # RGB: Pillow's, or (3, H, W) uint8.
@@ -37,21 +37,13 @@ class BadSampleError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RawSample:
-    """A sample as read.
-
-    Attributes:
-        index: Global index.
-        fields: Content of its fields, where decoding needs it.
-        found: Names of all fields of the sample, for messages.
-        key: Its name in its shard.
-        problem: Why the sample could not be read; None if it could.
-    """
+    """A sample as read, with its global index."""
 
     index: int
-    fields: dict[str, bytes] = field(default_factory=dict)
-    found: Sequence[str] = ()
-    key: str = ""
-    problem: str | None = None
+    fields: dict[str, bytes] = field(default_factory=dict)  # content, where decoding needs it
+    found: Sequence[str] = ()  # names of all fields of the sample, for messages
+    key: str = ""  # its name in its shard
+    problem: str | None = None  # why the sample could not be read; None if it could
 
 
 # Reads samples one after the other, fast if their indices ascend; never raises for a bad one. Belongs to one process.
@@ -63,40 +55,31 @@ class Source(ABC):
 
     A subclass says how many samples there are, how to decode one, and where it lies. One that is read shard by shard
     overrides ``sequence`` and ``reader``, too.
+
+    Attributes:
+        num_samples: Size of the index space.
+        num_kept: Samples that are trained on; the others keep their index.
+        digest: Identifies the data set; a run resumes in mid-epoch only on the same one.
+        index_digest: Identifies the samples with their indices, wherever they lie and whichever are left out; None: unknown.
+        sequential: Whether samples should be read in ascending order and shuffled in memory (tars), not at random.
+        several_captions: Whether its samples may have several captions.
     """
 
-    #: Whether samples should be read in ascending order and shuffled in memory (tars), not at random.
-    sequential: bool = False
-    #: Whether its samples may have several captions.
-    several_captions: bool = False
+    sequential = False
+    several_captions = False
 
-    @property
-    @abstractmethod
-    def num_samples(self) -> int:
-        """Size of the index space."""
-
-    @property
-    def num_kept(self) -> int:
-        """Samples that are trained on; the others keep their index."""
-        return self.num_samples
+    def __init__(self, num_samples: int, digest: str) -> None:
+        self.num_samples = self.num_kept = num_samples
+        self.digest = digest
+        self.index_digest: str | None = digest
 
     def is_left_out(self, index: int) -> bool:
         """Return whether a sample is not trained on."""
         return False
 
-    @property
-    @abstractmethod
-    def digest(self) -> str:
-        """Identifies the data set; a run resumes in mid-epoch only on the same one."""
-
-    @property
-    def index_digest(self) -> str | None:
-        """Identifies the samples with their indices, wherever they lie and whichever are left out; None: unknown."""
-        return self.digest
-
     def sequence(self, seed: int, epoch: int, num_slots: int) -> EpochSequence:
         """Return the sequence of an epoch's samples; the first ``num_slots`` are used."""
-        return RowSequence(self.num_samples, seed, epoch)
+        return shuffled_rows(self.num_samples, seed, epoch)
 
     def reader(self) -> Reader:
         """Return a new reader."""
@@ -149,28 +132,17 @@ def decode_image(data: bytes | BinaryIO) -> Image.Image:
         image: Image.Image = Image.open(io.BytesIO(data) if isinstance(data, bytes) else data)
         image.load()
         if image.mode.startswith("I"):
-            image = _to_8_bits(image)
+            # ``convert`` would clip at 255 and turn the image white. Keep the upper byte, as Pillow does for 16-bit colors.
+            values = np.asarray(image).astype(np.int64).clip(0, 65535)
+            image = Image.fromarray((values >> 8).astype(np.uint8))
         return image if image.mode == "RGB" else image.convert("RGB")
     # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, DecompressionBombError and others.
     except Exception as error:
         raise BadSampleError(f"the image does not decode: {type(error).__name__}: {error}") from error
 
 
-def _to_8_bits(image: Image.Image) -> Image.Image:
-    """Keep the upper byte, as Pillow does for 16-bit colors; ``convert`` would clip at 255 and turn the image white."""
-    values = np.asarray(image).astype(np.int64).clip(0, 65535)
-    return Image.fromarray((values >> 8).astype(np.uint8))
-
-
 class SampleKeys:
-    """Where image and caption lie in the samples of shards.
-
-    Args:
-        image_key, caption_key: Alternatives in order of preference, see :func:`~openclip_ext.data.spec.parse_keys`.
-
-    Attributes:
-        fields: All fields that they name.
-    """
+    """Where image and caption lie in the samples of shards, see :func:`~openclip_ext.data.spec.parse_keys`."""
 
     def __init__(self, image_key: str, caption_key: str) -> None:
         self._images = parse_keys(image_key, allow_json=False)
@@ -178,17 +150,7 @@ class SampleKeys:
         self.fields = frozenset(key.field for key in (*self._images, *self._captions))
 
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
-        """Return image and caption of a sample.
-
-        Args:
-            raw: The sample.
-            decoder: Of the image file.
-            draw: 0 for the first caption of the first field; other numbers choose, modulo, among the captions of all
-                fields.
-
-        Raises:
-            BadSampleError: It lacks one of them or does not decode; the message names the fields that were found.
-        """
+        """Do as :meth:`Source.decode`; a ``draw`` other than 0 chooses among the captions of all fields."""
         if raw.problem is not None:
             raise BadSampleError(raw.problem)
         image_key = _choose(raw, self._images, "image")

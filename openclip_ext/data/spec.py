@@ -42,39 +42,23 @@ def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
 
 @dataclass(frozen=True)
 class DataSpec:
-    """A data set and the size of its epochs. Flags of the command line are given in brackets.
+    """A data set and the size of its epochs. ``dest`` is the flag of a field that is not its name."""
 
-    Attributes:
-        source: Shards (see :func:`openclip_ext.data.shardlist.expand_components`) or a CSV file; None if synthetic
-            (``--train-data``, ``--val-data``).
-        dataset_type: ``webdataset``, ``csv``, ``synthetic``, or ``auto``: by the ending of the path
-            (``--dataset-type``).
-        num_samples: Samples of an epoch; None for all (``--train-num-samples``, ``--val-num-samples``). A synthetic
-            data set has as many, 100 by default.
-        image_key: Fields of a shard that hold the image, alternatives separated by ``;`` (``--image-key``).
-        caption_key: Fields that hold the caption, or ``json:ENTRY`` (``--caption-key``).
-        csv_separator: Between the columns of a CSV file (``--csv-separator``).
-        csv_image_key, csv_caption_key: Columns with the image paths and the captions (``--csv-img-key``,
-            ``--csv-caption-key``).
-        manifest: Path of the manifest, which may leave samples out; None to find or make one (``--manifest``).
-        resampled: Draw shards with replacement (``--dataset-resampled``).
-        upsampling_factors: How often each ``::`` component of ``source`` is drawn relative to the others: "1::2", or a
-            list (``--train-data-upsampling-factors``). Needs ``resampled``.
-        max_bad_fraction: The run stops when more of the samples than this are bad (``--max-bad-fraction``).
-    """
-
+    # Shards (see openclip_ext.data.shardlist.expand_components) or a CSV file; None if synthetic (--train-data, --val-data).
     source: str | Sequence[str] | None = flag(None, dest="train_data")
-    dataset_type: str = flag("auto")
+    dataset_type: str = flag("auto")  # "webdataset", "csv", "synthetic", or "auto": by the ending of the path
+    # Samples of an epoch, None for all (--train-num-samples, --val-num-samples); of a synthetic data set the size, or 100.
     num_samples: int | None = flag(None, dest="train_num_samples")
     image_key: str = flag(DEFAULT_IMAGE_KEY, "extensions of the images in the shards")
     caption_key: str = flag(DEFAULT_CAPTION_KEY, "extension of the captions, or json:FIELD for a field of the metadata")
     csv_separator: str = flag("\t")
-    csv_image_key: str = flag("filepath", dest="csv_img_key")
+    csv_image_key: str = flag("filepath", dest="csv_img_key")  # column with the paths of the images
     csv_caption_key: str = flag("title")
     manifest: str | os.PathLike[str] | None = flag(
         None, "manifest of the training shards; it may leave samples out (default: found next to them, or made)"
     )
-    resampled: bool = flag(False, dest="dataset_resampled")
+    resampled: bool = flag(False, dest="dataset_resampled")  # draw shards with replacement
+    # How often each ``::`` component of ``source`` is drawn relative to the others: "1::2", or a list.
     upsampling_factors: str | Sequence[float] | None = flag(
         None, dest="train_data_upsampling_factors", needs="dataset_resampled"
     )

@@ -8,29 +8,16 @@ CAPTION = "Dummy caption"
 
 
 class SyntheticSource(Source):
-    """The same sample ``num_samples`` times.
-
-    Args:
-        num_samples: Size of the data set.
-        image_size: Width and height in pixels.
-    """
+    """The same sample ``num_samples`` times; ``image_size`` is width and height in pixels."""
 
     def __init__(self, num_samples: int = 100, image_size: tuple[int, int] = (224, 224)) -> None:
         if num_samples < 1:
             raise ValueError(f"a synthetic data set needs at least 1 sample, got {num_samples}")
-        self._num_samples = num_samples
+        super().__init__(num_samples, f"synthetic-{num_samples}-{image_size[0]}x{image_size[1]}")
         self._image = Image.new("RGB", image_size)
-
-    @property
-    def num_samples(self) -> int:
-        return self._num_samples
-
-    @property
-    def digest(self) -> str:
-        return f"synthetic-{self._num_samples}-{self._image.width}x{self._image.height}"
 
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
         return self._image, CAPTION
 
     def group_of(self, index: int) -> tuple[str, int, int]:
-        return "synthetic", 0, self._num_samples
+        return "synthetic", 0, self.num_samples

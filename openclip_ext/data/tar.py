@@ -79,19 +79,12 @@ class Gap(NamedTuple):
 
 
 class TarSample(NamedTuple):
-    """One sample of a tar.
+    """One sample of a tar."""
 
-    Attributes:
-        key: The part of the name that its members share.
-        members: Its members, in order.
-        found: The field of each member.
-        fields: The content of those fields that were asked for.
-    """
-
-    key: str
+    key: str  # the part of the name that its members share
     members: list[Member]
-    found: list[str]
-    fields: dict[str, bytes]
+    found: list[str]  # the field of each member
+    fields: dict[str, bytes]  # the content of those that were asked for
 
     @property
     def start(self) -> int:
@@ -113,11 +106,7 @@ def _padded(size: int) -> int:
 
 
 def _number(field: bytes) -> int:
-    """Return a number of a tar header: octal text, or base 256 if it begins with 0x80 (GNU, sizes from 8 GiB on).
-
-    Raises:
-        ValueError: It is neither, or negative.
-    """
+    """Return a number of a tar header: octal text, or base 256 if it begins with 0x80 (GNU, sizes from 8 GiB on)."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     text = field.partition(b"\0")[0].strip()
@@ -160,17 +149,14 @@ def _pax_records(data: bytes) -> dict[str, str]:
 
 
 def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]:
-    """Walk over the members of an uncompressed tar without touching their data.
+    """Yield the complete members of an uncompressed tar, in order, without touching their data.
 
     After a damaged header it goes on at the next valid one, which is searched for block by block, as GNU tar does.
 
     Args:
-        read_at: ``read_at(offset, length)`` returns at most ``length`` bytes; offsets ascend.
+        read_at: Reads the file.
         end: Size of the file in bytes; ``sys.maxsize`` if unknown.
         gaps: Receives what is skipped, each gap before the member that follows it is yielded.
-
-    Yields:
-        The complete members, in order.
 
     Raises:
         TarError: The file ends without the end-of-archive mark; the last gap then reaches to its end.
@@ -264,11 +250,7 @@ def _member_name(header: bytes) -> str:
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Split a member's name into the key of its sample and the field.
-
-    Returns:
-        ``(key, field)``, or None where WebDataset skips the member (no dot, hidden, ``__metadata__``).
-    """
+    """Split a member's name into the key of its sample and the field; None where WebDataset skips the member."""
     folder, slash, file = name.rpartition("/")
     base, dot, field = file.partition(".")
     if not base or not dot or (name.startswith("__") and _METADATA.match(name)):
@@ -281,13 +263,7 @@ def group_samples(
 ) -> Iterator[TarSample]:
     """Group members into samples. A field that occurs again begins a new sample, also under the same key.
 
-    Args:
-        members: In the order of the tar.
-        wanted: Fields whose content is read; None for all.
-        read_at: Reads it; not needed if none is wanted.
-
-    Raises:
-        TarError: The file ends in a wanted field.
+    The content of the wanted fields (None: of all) is read with ``read_at``; TarError if the file ends in one.
     """
     sample: TarSample | None = None
     for member in members:
@@ -311,11 +287,7 @@ def group_samples(
 
 
 def read_sample(data: bytes, wanted: frozenset[str]) -> TarSample:
-    """Read one sample from the bytes between its first header and the next sample's.
-
-    Args:
-        data: The sample's part of the tar.
-        wanted: Fields whose content is returned.
+    """Read one sample, with the content of the wanted fields, from the bytes between its first header and the next sample's.
 
     Raises:
         TarError: The bytes are not one sample: the file was changed or cut.
@@ -366,11 +338,7 @@ class TarArchive:
             self._read_at = _forward(file)
 
     def members(self) -> Iterator[Member]:
-        """Yield the members that are complete.
-
-        Raises:
-            STREAM_ERRORS: The file is broken or ends too soon.
-        """
+        """Yield the members that are complete; one of :data:`STREAM_ERRORS` if the file is broken or ends too soon."""
         return iter_members(self._read_at, self._end, self.gaps)
 
     def samples(self, wanted: frozenset[str] | None) -> Iterator[TarSample]:

@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +39,6 @@ Transform = Callable[[Any], Tensor]
 Tokenizer = Callable[[str], Tensor]
 Progress = Sequence[Mapping[str, Any]]
 
-DEFAULT_SHUFFLE_WINDOW = 10_000
 _MAX_LOGGED = 20
 # Candidates tried for one bad sample between two looks at whether the data as a whole are too bad.
 _PATIENCE = 1000
@@ -47,31 +46,18 @@ _PATIENCE = 1000
 
 @dataclass(frozen=True)
 class TrainLoaderConfig:
-    """Configuration of :class:`TrainLoader`.
+    """Configuration of :class:`TrainLoader`."""
 
-    Attributes:
-        batch_size: Samples of a micro-batch on one rank.
-        accum_freq: Micro-batches of an optimizer step.
-        workers: Worker processes of each rank; 0 works in the training process.
-        seed: Order, pixels and replacements depend on it.
-        rank, world_size: None for those of ``torch.distributed``.
-        shuffle_window: Number of samples that a worker shuffles over (it holds about half as many in memory).
-        views: Augmented views of each image; with 2 or more, ``image`` is ``(batch_size, views, ...)``. The text is the
-            first view's.
-        caption_aware_flip: Mirror half of the images, with 'left' and 'right' exchanged in their captions.
-        draw_captions: Draw one of a sample's captions in each epoch, instead of the first.
-        caption_hash: Batches have ``caption_hash``, equal for equal captions.
-        pin_memory: As in ``torch.utils.data.DataLoader``.
-    """
-
-    batch_size: int = flag()
-    accum_freq: int = flag(1, minimum=1)
-    workers: int = flag(0)
-    seed: int = flag(0)
-    rank: int | None = None
+    batch_size: int = flag()  # samples of a micro-batch on one rank
+    accum_freq: int = flag(1, minimum=1)  # micro-batches of an optimizer step
+    workers: int = flag(0)  # processes of each rank; 0 works in the training process
+    seed: int = flag(0)  # order, pixels and replacements depend on it
+    rank: int | None = None  # None for those of torch.distributed
     world_size: int | None = None
-    shuffle_window: int = DEFAULT_SHUFFLE_WINDOW
-    views: int = 1
+    shuffle_window: int = 10_000  # samples that a worker shuffles over; it holds about half as many in memory
+    views: int = (
+        1  # of each image; with 2 or more, ``image`` is (batch_size, views, ...). The text is the first view's.
+    )
     caption_aware_flip: bool = flag(
         False, "mirror half of the images, with 'left' and 'right' exchanged in their captions"
     )
@@ -79,7 +65,7 @@ class TrainLoaderConfig:
         False,
         "draw one of a sample's captions in each epoch: of all that --caption-key names, and of lists in json",
     )
-    caption_hash: bool = False
+    caption_hash: bool = False  # batches have ``caption_hash``, equal for equal captions
     pin_memory: bool = False
 
 
@@ -128,33 +114,22 @@ def _seed_generators(bits: int) -> None:
     np.random.seed(bits & 0xFFFFFFFF)
 
 
+@dataclass(eq=False)
 class _BatchDataset(Dataset):
     """Makes batches on request; each worker has an instance, which reads one stream of samples at a time."""
 
-    def __init__(
-        self,
-        source: Source,
-        config: TrainLoaderConfig,
-        decoder: ImageDecoder,
-        transform: Transform,
-        tokenizer: Tokenizer,
-        layout: Layout,
-        rank: int,
-        max_bad_fraction: float,
-    ) -> None:
-        self._source = source
-        self._decoder = decoder
-        self._transform = transform
-        self._tokenizer = tokenizer
-        self._layout = layout
-        self._rank = rank
-        self._config = config
-        self._seed = config.seed
-        self._max_bad_fraction = max_bad_fraction
-        self._stream: Iterator[RawSample] = iter(())
-        self._expected: _Request | None = None
-        self._spare_reader: Reader | None = None
-        self._bad: dict[int, str] = {}
+    _source: Source
+    _config: TrainLoaderConfig
+    _decoder: ImageDecoder
+    _transform: Transform
+    _tokenizer: Tokenizer
+    _layout: Layout
+    _rank: int
+    _max_bad_fraction: float
+    _stream: Iterator[RawSample] = field(default_factory=lambda: iter(()))
+    _expected: _Request | None = None
+    _spare_reader: Reader | None = None
+    _bad: dict[int, str] = field(default_factory=dict)
 
     def __getitem__(self, request: _Request) -> dict[str, Any]:
         try:
@@ -171,8 +146,9 @@ class _BatchDataset(Dataset):
 
     def _open_stream(self, request: _Request) -> Iterator[RawSample]:
         """The worker's samples from a batch on. What comes before is neither read nor decoded."""
-        sequence = self._source.sequence(self._seed, request.epoch, self._layout.epoch_samples)
-        order = EpochOrder(sequence, self._seed, request.epoch, request.seen, self._layout)
+        seed = self._config.seed
+        sequence = self._source.sequence(seed, request.epoch, self._layout.epoch_samples)
+        order = EpochOrder(sequence, seed, request.epoch, request.seen, self._layout)
         worker = request.batch % self._layout.workers
         start = request.batch // self._layout.workers * self._layout.batch_size
         return _stream_shuffled(self._source, order, self._rank, worker, start)
@@ -199,7 +175,7 @@ class _BatchDataset(Dataset):
         self, image: DecodedImage, caption: str, epoch: int, index: int, *view: int
     ) -> tuple[Tensor, Tensor, str]:
         """Pixels, token ids ``(L,)`` and caption, random in (seed, epoch, index) and, for later views, their number."""
-        _seed_generators(hash_int(Purpose.PIXELS, self._seed, epoch, index, *view))
+        _seed_generators(hash_int(Purpose.PIXELS, self._config.seed, epoch, index, *view))
         if self._config.caption_aware_flip:
             image, caption = flip_at_random(image, caption)
         return self._transform(image), self._tokenizer(caption)[0], caption
@@ -213,9 +189,12 @@ class _BatchDataset(Dataset):
         bad.append((raw.index, reason))
         self._bad[raw.index] = reason
         self._spare_reader = self._spare_reader or self._source.reader()
-        for tried, candidate in enumerate(self._source.replacements(raw.index, self._seed, epoch), start=1):
-            if tried % _PATIENCE == 0:
-                self._give_up_if_hopeless(raw.index, reason)
+        for tried, candidate in enumerate(self._source.replacements(raw.index, self._config.seed, epoch), start=1):
+            if tried % _PATIENCE == 0 and len(self._bad) > self._max_bad_fraction * self._source.num_samples:
+                raise BadDataError(
+                    f"{len(self._bad):,} bad samples, more than the allowed {self._max_bad_fraction:.1%} "
+                    f"(--max-bad-fraction) of {self._source.num_samples:,}; sample {raw.index}: {reason}"
+                )
             if candidate in self._bad:
                 continue
             try:
@@ -226,16 +205,8 @@ class _BatchDataset(Dataset):
         raise BadDataError(f"{name} has no usable sample among its {count:,}; sample {raw.index}: {reason}")
 
     def _decode(self, raw: RawSample, epoch: int) -> tuple[DecodedImage, str]:
-        draw = hash_int(Purpose.CAPTION, self._seed, epoch, raw.index) if self._config.draw_captions else 0
+        draw = hash_int(Purpose.CAPTION, self._config.seed, epoch, raw.index) if self._config.draw_captions else 0
         return self._source.decode(raw, self._decoder, draw)
-
-    def _give_up_if_hopeless(self, index: int, reason: str) -> None:
-        """Do not try the rest of a large file when the samples that failed are too many already."""
-        if len(self._bad) > self._max_bad_fraction * self._source.num_samples:
-            raise BadDataError(
-                f"{len(self._bad):,} bad samples, more than the allowed {self._max_bad_fraction:.1%} "
-                f"(--max-bad-fraction) of {self._source.num_samples:,}; sample {index}: {reason}"
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         # Streams and open files stay in the process they belong to.
@@ -243,22 +214,14 @@ class _BatchDataset(Dataset):
 
 
 def _stream_shuffled(source: Source, order: EpochOrder, rank: int, worker: int, start: int) -> Iterator[RawSample]:
-    """The samples of one worker in order, from the ``start``-th on.
+    """Yield the samples of one worker in order, from the ``start``-th on; holds at most as many as the shuffle's window.
 
-    Samples before ``start`` are not read; shards with nothing else in them are not opened. Holds as many raw samples
-    as the shuffle has to look ahead, at most its window.
+    Samples before ``start`` are not read; shards with nothing else in them are not opened.
     """
     skipped = np.zeros(order.piece_length(rank, worker) if start else 0, dtype=bool)
-    upcoming = _skip(order.shuffled(rank, worker), start, skipped)
-    if not source.sequential:
-        reader = source.reader()
-        for positions in upcoming:
-            for index in order.piece_indices(rank, worker, positions).tolist():
-                yield reader(index)
-        return
     waiting: dict[int, RawSample] = {}
     ahead: Iterator[tuple[int, RawSample]] | None = None
-    for positions in upcoming:
+    for positions in _skip(order.shuffled(rank, worker), start, skipped):
         # The first part of `upcoming` comes when all skipped positions are marked.
         ahead = ahead or _read_in_sequence(source, order, rank, worker, skipped)
         for position in positions.tolist():
@@ -448,12 +411,14 @@ class TrainLoader:
                 f"cannot resume: the checkpoint says {start} batches of the epoch are done, it has {total}"
             )
         self._bad_this_epoch = 0
+        is_shared = self._layout.world_size == distributed.world_size() > 1
         self._requests.epoch, self._requests.seen, self._requests.batches = epoch, seen, range(start, total)
         for number, batch in enumerate(start_workers(self._loader), start=start):
             if "error" in batch:
                 raise BadDataError(batch["error"])
             self._count_bad(batch.pop("bad", ()))
-            if self._asks_other_ranks_at(number, total):
+            # Ten times an epoch and at its end, after the same batches on each rank.
+            if is_shared and (number + 1 == total or (number + 1) % max(1, self.batches_per_epoch // 10) == 0):
                 self.check_bad_samples()
             yield batch
 
@@ -464,12 +429,6 @@ class TrainLoader:
             self._bad[index] = reason
         self._bad_this_epoch += len(bad)
         self._refuse_too_many(self._bad_this_epoch)
-
-    def _asks_other_ranks_at(self, batch: int, total: int) -> bool:
-        """Whether to add up bad samples over the ranks: ten times an epoch and at its end, after the same batches on each."""
-        if self._layout.world_size == 1 or self._layout.world_size != distributed.world_size():
-            return False
-        return batch + 1 == total or (batch + 1) % max(1, self.batches_per_epoch // 10) == 0
 
     def _refuse_too_many(self, bad: int) -> None:
         if bad > self.max_bad_fraction * self._layout.epoch_samples:

@@ -1,6 +1,5 @@
 """Signals to the process group do not end the workers of a DataLoader."""
 
-import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -9,21 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 # What torchrun, SLURM and a terminal send to the whole process group; the training process answers with a checkpoint.
-_TO_THE_GROUP = {
-    number for name in ("SIGINT", "SIGTERM", "SIGUSR1") if (number := getattr(signal, name, None)) is not None
-}
-
-
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_THE_GROUP)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+_TO_THE_GROUP = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 
 
 def start_workers(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -31,8 +16,11 @@ def start_workers(loader: DataLoader[Any]) -> Iterator[Any]:
 
     A new worker is in the group until it ran :func:`leave_process_group`. It inherits that signals are held until then.
     """
-    with _signals_held():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_THE_GROUP)
+    try:
         return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def leave_process_group(worker: int) -> None:
@@ -41,9 +29,7 @@ def leave_process_group(worker: int) -> None:
     The training process needs its workers for the steps until it has saved a checkpoint. It ends them itself, and they
     end by themselves when it is gone.
     """
-    if hasattr(os, "setpgid"):
-        os.setpgid(0, 0)
-    if hasattr(signal, "pthread_sigmask"):
-        while pending := signal.sigpending() & _TO_THE_GROUP:
-            signal.sigwait(pending)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_THE_GROUP)
+    os.setpgid(0, 0)
+    while pending := signal.sigpending() & _TO_THE_GROUP:
+        signal.sigwait(pending)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_THE_GROUP)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from openclip_ext import compat
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.build import build_source
-from openclip_ext.data.eval_loader import EvalLoader, SourcePass
+from openclip_ext.data.eval_loader import EvalLoader
 from openclip_ext.data.source import Source
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.diagnostics import command_line
@@ -146,7 +146,7 @@ def load_run(
         spec = replace(spec, source=train_data, manifest=spec.manifest if is_there else None)
     source = _training_data(spec, preprocess)
     loader = EvalLoader(
-        SourcePass(source),
+        source,
         preprocess=preprocess,
         tokenizer=settings.tokenizer(),
         batch_size=batch_size or flags["batch_size"],

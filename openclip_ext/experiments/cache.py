@@ -221,14 +221,7 @@ class _CachedSource(Source):
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._captions = cache.captions()
-
-    @property
-    def num_samples(self) -> int:
-        return len(self._captions)
-
-    @property
-    def digest(self) -> str:
-        return self._cache.digest
+        super().__init__(len(self._captions), cache.digest)
 
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[Image.Image, str]:
         return self._cache.image(raw.index), self._captions[raw.index]

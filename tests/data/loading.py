@@ -34,13 +34,14 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
     return spec, {name: value for name, value in options.items() if name not in spec_names}
 
 
-def build(data: str | Sequence[str], **options: Any) -> TrainLoader:
+def build(
+    data: str | Sequence[str] | None, preprocess: Any = preprocess, tokenizer: Any = tokenize, **options: Any
+) -> TrainLoader:
     """A loader of one rank with a small batch and window, unless the options say otherwise."""
     spec, config = split_options(options)
     defaults = {"batch_size": 4, "seed": 7, "rank": 0, "world_size": 1, "shuffle_window": 25}
-    return build_train_loader(
-        DataSpec(data, **spec), TrainLoaderConfig(**defaults | config), preprocess=preprocess, tokenizer=tokenize
-    )
+    config = TrainLoaderConfig(**defaults | config)
+    return build_train_loader(DataSpec(data, **spec), config, preprocess=preprocess, tokenizer=tokenizer)
 
 
 def by_index(batches: list[dict[str, Tensor]]) -> dict[int, Tensor]:

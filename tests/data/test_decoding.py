@@ -27,13 +27,6 @@ def test_16_bit_gray_images_are_scaled(image_format: str):
     assert np.array_equal(np.asarray(decoded), np.repeat((RAMP >> 8)[..., None], 3, axis=2))
 
 
-def test_8_bit_images_stay_as_they_are():
-    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    assert np.array_equal(np.asarray(decode_image(encode(Image.fromarray(pixels), "PNG"))), pixels)
-    gray = Image.fromarray(pixels[..., 0])
-    assert np.array_equal(np.asarray(decode_image(encode(gray, "PNG")))[..., 2], pixels[..., 0])
-
-
 def test_the_exif_orientation_is_not_applied():
     """As in OpenCLIP: webdataset's "pilrgb" and its CSV data set take the pixels as they are stored."""
     import webdataset

@@ -151,8 +151,3 @@ def test_the_loader_gives_the_same_samples(tmp_path):
         assert torch.equal(pil["text"], torchvision["text"])
         assert pil["image"].shape == (4, 2, 3, SIZE, SIZE) and pil["image"].dtype == torch.uint8
         assert (pil["image"].int() - torchvision["image"].int()).abs().float().mean() < 1
-
-
-def test_an_unknown_backend_is_refused():
-    with pytest.raises(ValueError, match="unknown image backend 'cv2': expected one of pil, torchvision"):
-        image_pipeline(lambda image: image, "cv2")

@@ -7,7 +7,7 @@ import pytest
 
 from openclip_ext.data import with_index
 from openclip_ext.data.build import build_source
-from openclip_ext.data.eval_loader import EvalLoader, SourcePass
+from openclip_ext.data.eval_loader import EvalLoader
 from openclip_ext.data.manifest import Manifest, ManifestError
 from openclip_ext.data.spec import DataSpec
 from tests.data.loading import assert_equal, build, by_index, indices, preprocess, tokenize
@@ -46,19 +46,13 @@ def test_the_manifest_keeps_its_indices_and_says_who_is_left_out(data: str, fewe
     assert json.loads((tmp_path / "m.json").read_text())["version"] == 1, "older programs read it"
 
 
-def test_wrong_indices_are_refused(data: str, fewer: str, tmp_path: Path):
+def test_wrong_indices_are_refused(data: str):
     manifest = Manifest.scan(data)
     for wrong in (-1, N):
         with pytest.raises(ManifestError, match=f"cannot leave out sample {wrong}: the indices are 0 to 99"):
             manifest.without([4, wrong])
     with pytest.raises(ManifestError, match="all 100 samples would be left out"):
         manifest.without(range(N))
-    content = json.loads(Path(fewer).read_text())
-    for text in ("3-", "x", "7-200"):
-        changed = {key: value for key, value in content.items() if key != "checksum"} | {"left_out": text}
-        (tmp_path / "m.json").write_text(json.dumps(changed))
-        with pytest.raises(ManifestError):
-            Manifest.load(tmp_path / "m.json")
 
 
 def test_an_epoch_has_exactly_the_others_at_their_indices_with_their_pixels(data: str, fewer: str):
@@ -74,12 +68,6 @@ def test_an_epoch_has_exactly_the_others_at_their_indices_with_their_pixels(data
     assert all((whole[index] == pixels).all() for index, pixels in by_index(batches).items())
 
 
-@pytest.mark.parametrize("options", [{"workers": 2}, {"resampled": True, "num_samples": 300}])
-def test_no_sample_that_is_left_out_is_drawn(data: str, fewer: str, options: dict):
-    for epoch in range(3):
-        assert set(indices(list(build(data, manifest=fewer, **options).iterate(epoch)))) <= set(KEPT)
-
-
 def test_the_number_of_batches_is_that_of_the_others(data: str, fewer: str, caplog: pytest.LogCaptureFixture):
     with caplog.at_level("INFO"):
         loader = build(data, manifest=fewer)
@@ -87,13 +75,9 @@ def test_the_number_of_batches_is_that_of_the_others(data: str, fewer: str, capl
     assert (loader.num_samples, loader.layout["epoch_samples"], loader.batches_per_epoch) == (N, 82, 20)
     assert build(data, manifest=fewer, num_samples=90).layout["epoch_samples"] == 82
     assert build(data, manifest=fewer, num_samples=40).layout["epoch_samples"] == 40
-
-
-def test_ranks_divide_the_others(data: str, fewer: str):
-    parts = [indices(list(build(data, manifest=fewer, world_size=2, rank=rank).iterate(2))) for rank in range(2)]
-    assert len(parts[0]) == len(parts[1]) == 40
-    both = sorted(parts[0] + parts[1])
-    assert set(both) <= set(KEPT) and len(set(both)) >= 79  # sample 50's replacement may come twice
+    for options in ({"workers": 2}, {"resampled": True, "num_samples": 300}, {"world_size": 2, "rank": 1}):
+        for epoch in range(2):
+            assert set(indices(list(build(data, manifest=fewer, **options).iterate(epoch)))) <= set(KEPT)
 
 
 def test_resuming_is_exact_with_the_same_manifest_and_refused_with_another(data: str, fewer: str):
@@ -111,9 +95,7 @@ def test_resuming_is_exact_with_the_same_manifest_and_refused_with_another(data:
 def test_other_readers_leave_them_out_too(data: str, fewer: str):
     source = build_source(DataSpec(data, manifest=fewer), preprocess)
     for workers in (0, 2):
-        loader = EvalLoader(
-            SourcePass(source), preprocess=preprocess, tokenizer=tokenize, batch_size=8, workers=workers
-        )
+        loader = EvalLoader(source, preprocess=preprocess, tokenizer=tokenize, batch_size=8, workers=workers)
         assert sorted(indices(list(loader))) == [index for index in KEPT if index != 50]
 
     import webdataset

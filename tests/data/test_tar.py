@@ -47,6 +47,11 @@ def members_of(path: Path) -> list[tar.Member]:
     return list(tar.iter_members(lambda offset, length: data[offset : offset + length], len(data), []))
 
 
+def streamed(path: Path, wanted: frozenset[str] = ALL_FIELDS) -> list[dict[str, bytes]]:
+    with open(path, "rb") as stream:
+        return [sample.fields for sample in tar.TarArchive(stream).samples(wanted)]
+
+
 def samples_of(path: Path, wanted: frozenset[str] = ALL_FIELDS) -> list[dict[str, bytes]]:
     """Samples by the offsets of a scan."""
     scan = scan_shard(str(path))
@@ -54,11 +59,6 @@ def samples_of(path: Path, wanted: frozenset[str] = ALL_FIELDS) -> list[dict[str
     data = path.read_bytes()
     starts = [0, *ends[:-1].tolist()]
     return [tar.read_sample(data[start:end], wanted).fields for start, end in zip(starts, ends.tolist(), strict=True)]
-
-
-def streamed(path: Path, wanted: frozenset[str] = ALL_FIELDS) -> list[dict[str, bytes]]:
-    with open(path, "rb") as stream:
-        return [sample.fields for sample in tar.TarArchive(stream).samples(wanted)]
 
 
 @pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -109,28 +109,6 @@ def test_sizes_beyond_octal_are_read():
     assert (member.size, member.data) == (info.size, len(pax))
 
 
-def test_only_wanted_fields_are_read(tmp_path: Path):
-    path = write_tar(tmp_path / "0.tar", sample_members(0))
-    data = path.read_bytes()
-    sample = tar.read_sample(data[: scan_shard(str(path)).blocks[0] * tar.BLOCK], frozenset({"txt"}))
-    assert (sample.key, sample.fields, sample.found) == ("000000", {"txt": b"sample 0"}, ["jpg", "txt", "json"])
-
-
-def test_every_cut_is_noticed(tmp_path: Path):
-    """A tar cut at any block counts the members before the cut, and says that it is cut."""
-    path = write_tar(tmp_path / "0.tar", [*sample_members(0), *sample_members(1), *sample_members(2)])
-    whole = path.read_bytes()
-    end = members_of(path)[-1].end
-    starts = np.cumsum(scan_shard(str(path)).blocks)[:2] * tar.BLOCK
-    for cut in range(0, end + 1, 256):
-        path.write_bytes(whole[:cut])
-        scan = scan_shard(str(path))
-        assert "error" in scan.shard.problems
-        complete = int(np.searchsorted([*starts, end], cut, side="right"))
-        assert complete <= scan.shard.num_samples <= complete + 1
-        assert scan.shard.num_samples - scan.shard.problems.get("bad", 0) in (complete, scan.shard.num_samples)
-
-
 def test_a_damaged_header_costs_its_member_alone(tmp_path: Path):
     """One flipped bit, anywhere in a header; reading goes on at the next one, by offset and as a stream."""
     path = write_tar(tmp_path / "0.tar", [member for number in range(4) for member in sample_members(number)])
@@ -159,12 +137,6 @@ def test_a_damaged_header_costs_its_member_alone(tmp_path: Path):
     assert "no tar header at byte 0" in scan.shard.problems["error"]
 
 
-def with_checksum(header: bytearray) -> bytes:
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
-    return bytes(header)
-
-
 HOSTILE_SIZES = {
     "negative octal": b"-0000001000\0",
     "signed octal": b"+0000001000\0",
@@ -184,34 +156,16 @@ def test_sizes_that_cannot_be(tmp_path: Path, size: bytes, kind: bytes):
     data = bytearray(path.read_bytes())
     victim = members_of(path)[3].start
     header = data[victim : victim + tar.BLOCK]
-    header[124:136], header[156:157] = size, kind
-    data[victim : victim + tar.BLOCK] = with_checksum(header)
+    header[124:136], header[156:157], header[148:156] = size, kind, b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    data[victim : victim + tar.BLOCK] = header
     path.write_bytes(data)
     scan = scan_shard(str(path))
     assert (scan.shard.num_samples, scan.shard.problems["bad"]) == (3, 1)
-    assert [sorted(fields) for fields in samples_of(path)] == [
-        ["jpg", "json", "txt"],
-        ["json", "txt"],
-        ["jpg", "json", "txt"],
-    ]
-    with open(path, "rb") as stream:
-        assert [sample.fields for sample in tar.TarArchive(stream).samples(ALL_FIELDS)] == samples_of(path)
+    assert [len(fields) for fields in samples_of(path)] == [3, 2, 3]
+    assert streamed(path) == samples_of(path)
     with contextlib.suppress(tar.TarError):  # nobody knows how long a pipe will be
         assert len(list(tar.TarArchive(Pipe(path.read_bytes())).samples(ALL_FIELDS))) == 3
-
-
-@pytest.mark.parametrize(
-    "records", [b"13 size=-512\n", b"29 size=99999999999999999999\n", b"-5 a=b\n", b"0 a=b\n", b"x"]
-)
-def test_pax_records_that_cannot_be(tmp_path: Path, records: bytes):
-    extension = tarfile.TarInfo("pax")
-    extension.type, extension.size = tarfile.XHDTYPE, len(records)
-    path = write_tar(tmp_path / "0.tar", [member for number in range(2) for member in sample_members(number)])
-    header = extension.tobuf(tarfile.USTAR_FORMAT) + records + bytes(-len(records) % tar.BLOCK)
-    path.write_bytes(header + path.read_bytes())
-    scan = scan_shard(str(path))
-    assert scan.shard.num_samples == 2
-    assert scan.shard.problems["gaps"] == [[0, 1024]]
 
 
 @pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
@@ -225,19 +179,6 @@ def test_compressed_tars_are_streams(tmp_path: Path, mode: str):
     assert "error" in scan_shard(str(path)).shard.problems
 
 
-def test_every_cut_of_a_stream_is_noticed(tmp_path: Path):
-    """A broken connection must not look like the end of the shard, or samples would be lost silently."""
-    path = write_tar(tmp_path / "0.tar", [*sample_members(0), *sample_members(1)])
-    whole = path.read_bytes()
-    expected, end = streamed(path), members_of(path)[-1].end
-    for cut in range(0, end + 1, 256):
-        for stream in (io.BytesIO(whole[:cut]), Pipe(whole[:cut])):
-            received = []
-            with pytest.raises((tar.TarError, EOFError)):
-                received.extend(sample.fields for sample in tar.TarArchive(stream).samples(ALL_FIELDS))
-            assert received in (expected[:0], expected[:1])
-
-
 def test_a_sample_of_two_keys_is_refused(tmp_path: Path):
     """Offsets of another file of the same size: an image and a caption that do not belong together."""
     path = write_tar(tmp_path / "0.tar", [("a.jpg", b"1"), ("a.txt", b"2"), ("b.jpg", b"3"), ("b.txt", b"4")])
@@ -245,3 +186,37 @@ def test_a_sample_of_two_keys_is_refused(tmp_path: Path):
     for begin, message in ((half, r"expected one sample, found 2 \(a, b\)"), (100, "found 0")):
         with pytest.raises(tar.TarError, match=message):
             tar.read_sample(data[begin : begin + 2 * half], ALL_FIELDS)
+
+
+@pytest.mark.parametrize(
+    "records", [b"13 size=-512\n", b"29 size=99999999999999999999\n", b"-5 a=b\n", b"0 a=b\n", b"x"]
+)
+def test_pax_records_that_cannot_be(tmp_path: Path, records: bytes):
+    extension = tarfile.TarInfo("pax")
+    extension.type, extension.size = tarfile.XHDTYPE, len(records)
+    path = write_tar(tmp_path / "0.tar", [*sample_members(0), *sample_members(1)])
+    header = extension.tobuf(tarfile.USTAR_FORMAT) + records + bytes(-len(records) % tar.BLOCK)
+    path.write_bytes(header + path.read_bytes())
+    shard = scan_shard(str(path)).shard
+    assert (shard.num_samples, shard.problems["gaps"]) == (2, [[0, 1024]])
+
+
+def test_every_cut_is_noticed(tmp_path: Path):
+    """A tar cut at any block counts the members before the cut, and says that it is cut; as a stream, too.
+
+    A broken connection must not look like the end of the shard, or samples would be lost silently.
+    """
+    path = write_tar(tmp_path / "0.tar", [*sample_members(0), *sample_members(1), *sample_members(2)])
+    whole, expected, end = path.read_bytes(), streamed(path), members_of(path)[-1].end
+    ends = [*(np.cumsum(scan_shard(str(path)).blocks)[:2] * tar.BLOCK), end]
+    for cut in range(0, end + 1, 256):
+        path.write_bytes(whole[:cut])
+        shard = scan_shard(str(path)).shard
+        complete = int(np.searchsorted(ends, cut, side="right"))
+        assert "error" in shard.problems and complete <= shard.num_samples <= complete + 1
+        assert shard.num_samples - shard.problems.get("bad", 0) in (complete, shard.num_samples)
+        for stream in (io.BytesIO(whole[:cut]), Pipe(whole[:cut])):
+            received = []
+            with pytest.raises((tar.TarError, EOFError)):
+                received.extend(sample.fields for sample in tar.TarArchive(stream).samples(ALL_FIELDS))
+            assert received == expected[: len(received)] and len(received) in (complete, complete - 1)

@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
         wrote = write_shards(args.output, config, args.workers)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    shards = len(config.shard_names())
+    shards = len(config.shards())
     print(f"{args.output}: {config.num_samples} samples in {shards} shards, {'written' if wrote else 'already there'}")
 
 

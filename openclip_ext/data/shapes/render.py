@@ -175,10 +175,6 @@ def _water(generator: np.random.Generator) -> Array:
     return _plain_ground((104, 166, 210), generator) + 12.0 * waves[..., None]
 
 
-def _snow(generator: np.random.Generator) -> Array:
-    return _plain_ground((226, 232, 238), generator)
-
-
 def _brick(generator: np.random.Generator) -> Array:
     height, width = 5.0, 10.0
     points = _fine(slice(0, IMAGE_SIZE))
@@ -198,7 +194,7 @@ _BACKGROUNDS: dict[str, Callable[[np.random.Generator], Array]] = {
     "grass": _grass,
     "sand": _sand,
     "water": _water,
-    "snow": _snow,
+    "snow": lambda generator: _plain_ground((226, 232, 238), generator),
     "brick": _brick,
     "stone": _stone,
 }

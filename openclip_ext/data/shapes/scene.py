@@ -39,8 +39,7 @@ _KEEP_WORD = 0.5
 _KEEP_RELATION = 0.75
 _KEEP_NOUN = 0.9
 
-# Scene, pixels and caption draw from streams of their own: a change in one leaves the others as they were.
-_SCENE_STREAM, _PIXEL_STREAM, _CAPTION_STREAM = range(3)
+_STREAMS = ("scene", "pixels", "caption")
 
 
 @dataclass(frozen=True)
@@ -76,36 +75,22 @@ class Scene:
         return cls(items, attributes["background"], attributes["relation"])
 
 
-def scene_generator(seed: int, split: str, index: int) -> np.random.Generator:
-    """Random numbers for what the scene contains."""
-    return _generator(seed, split, index, _SCENE_STREAM)
+def generator_of(stream: str, seed: int, split: str, index: int) -> np.random.Generator:
+    """Return the random numbers of a sample for its "scene", its "pixels" or its "caption".
 
+    Each has its own stream: a change in one leaves the others as they were.
 
-def pixel_generator(seed: int, split: str, index: int) -> np.random.Generator:
-    """Random numbers for where things are and how they are drawn."""
-    return _generator(seed, split, index, _PIXEL_STREAM)
-
-
-def caption_generator(seed: int, split: str, index: int) -> np.random.Generator:
-    """Random numbers for the wording."""
-    return _generator(seed, split, index, _CAPTION_STREAM)
-
-
-def _generator(seed: int, split: str, index: int, stream: int) -> np.random.Generator:
+    Raises:
+        ValueError: Unknown split.
+    """
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")
-    return np.random.default_rng([seed, SPLITS.index(split), index, stream])
+    return np.random.default_rng([seed, SPLITS.index(split), index, _STREAMS.index(stream)])
 
 
 def sample_scene(seed: int, split: str, index: int) -> Scene:
-    """The scene of sample ``index``.
-
-    Pairs of shape and color are uniform: over the 64 seen ones in ``train``, over all 80 in ``test``.
-
-    Raises:
-        ValueError: unknown split.
-    """
-    generator = scene_generator(seed, split, index)
+    """Return the scene of a sample; pairs of shape and color are uniform, 64 in ``train``, all 80 in ``test``."""
+    generator = generator_of("scene", seed, split, index)
     pairs = _SEEN_PAIRS if split == "train" else PAIRS
     count = 2 if generator.random() < _TWO_ITEMS else 1
     # Without replacement: two items that look alike could not be told apart by any caption.

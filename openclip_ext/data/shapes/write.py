@@ -5,8 +5,8 @@ import json
 import multiprocessing
 import tarfile
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from openclip_ext.data.shapes.render import render
-from openclip_ext.data.shapes.scene import caption_generator, pixel_generator, sample_caption, sample_scene
+from openclip_ext.data.shapes.scene import generator_of, sample_caption, sample_scene
 from openclip_ext.files import write_atomically
 from openclip_ext.machine import available_cores
 
@@ -54,30 +54,25 @@ class ShapesConfig:
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
 
-    def shard_ranges(self) -> list[range]:
-        """Indices of the samples of each shard, in order."""
-        step = self.samples_per_shard
-        return [range(first, min(first + step, self.num_samples)) for first in range(0, self.num_samples, step)]
-
-    def shard_names(self) -> list[str]:
-        return [f"{number:05d}.tar" for number in range(len(self.shard_ranges()))]
+    def shards(self) -> dict[str, range]:
+        """Return the indices of the samples of each shard, by its name."""
+        firsts = range(0, self.num_samples, self.samples_per_shard)
+        ranges = (range(first, min(first + self.samples_per_shard, self.num_samples)) for first in firsts)
+        return {f"{number:05d}.tar": indices for number, indices in enumerate(ranges)}
 
 
 def make_sample(seed: int, split: str, index: int) -> Sample:
-    """Sample ``index`` of a split, encoded: nothing but the three arguments decides its bytes.
+    """Return sample ``index`` of a split, encoded: nothing but the three arguments decides its bytes.
 
     The ``json`` member holds the scene (see :class:`~openclip_ext.data.shapes.scene.Scene`), the caption with no word left
     out as ``complete_caption``, and where the sample comes from.
-
-    Raises:
-        ValueError: unknown split.
     """
     scene = sample_scene(seed, split, index)
     buffer = io.BytesIO()
-    Image.fromarray(render(scene, pixel_generator(seed, split, index))).save(buffer, format="PNG")
+    Image.fromarray(render(scene, generator_of("pixels", seed, split, index))).save(buffer, format="PNG")
     attributes = {
         **scene.attributes(),
-        "complete_caption": sample_caption(scene, caption_generator(seed, split, index), complete=True),
+        "complete_caption": sample_caption(scene, generator_of("caption", seed, split, index), complete=True),
         "seed": seed,
         "split": split,
         "index": index,
@@ -85,7 +80,7 @@ def make_sample(seed: int, split: str, index: int) -> Sample:
     return Sample(
         key=f"{index:08d}",
         png=buffer.getvalue(),
-        txt=sample_caption(scene, caption_generator(seed, split, index)).encode(),
+        txt=sample_caption(scene, generator_of("caption", seed, split, index)).encode(),
         json=json.dumps(attributes).encode(),
     )
 
@@ -111,8 +106,8 @@ def write_shards(output: str | Path, config: ShapesConfig, workers: int | None =
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     _claim(folder, config)
-    names, ranges = config.shard_names(), config.shard_ranges()
-    missing = [(folder / name, span) for name, span in zip(names, ranges, strict=True) if not (folder / name).exists()]
+    shards = config.shards()
+    missing = [(folder / name, span) for name, span in shards.items() if not (folder / name).exists()]
     if not missing and (folder / SIZES_FILE).exists():
         return False
     for leftover in folder.glob(".*.partial"):
@@ -121,8 +116,7 @@ def write_shards(output: str | Path, config: ShapesConfig, workers: int | None =
     with tqdm(total=config.num_samples, initial=done, unit="img", desc=str(folder), disable=not progress) as bar:
         for count in _write_all(missing, config, workers or available_cores()):
             bar.update(count)
-    sizes = {name: len(span) for name, span in zip(names, ranges, strict=True)}
-    _write_json(folder / SIZES_FILE, sizes)
+    _write_json(folder / SIZES_FILE, {name: len(span) for name, span in shards.items()})
     return True
 
 
@@ -142,27 +136,22 @@ def _claim(folder: Path, config: ShapesConfig) -> None:
 
 def _write_all(shards: list[tuple[Path, range]], config: ShapesConfig, workers: int) -> Iterator[int]:
     """Write the shards and yield the number of samples of each as it is finished."""
+    write = partial(_write_shard, config)
     if workers == 1 or len(shards) < 2:
-        for path, span in shards:
-            yield _write_shard(path, span, config.seed, config.split)
+        yield from map(write, shards)
         return
     # Not forked: the progress bar has a thread, and the caller may have more.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(shards)), mp_context=context) as pool:
-        jobs = [pool.submit(_write_shard, path, span, config.seed, config.split) for path, span in shards]
-        try:
-            for job in as_completed(jobs):
-                yield job.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    with context.Pool(min(workers, len(shards))) as pool:
+        yield from pool.imap_unordered(write, shards)
 
 
-def _write_shard(path: Path, span: range, seed: int, split: str) -> int:
+def _write_shard(config: ShapesConfig, shard: tuple[Path, range]) -> int:
+    path, span = shard
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for index in span:
-            sample = make_sample(seed, split, index)
+            sample = make_sample(config.seed, config.split, index)
             for extension, content in (("png", sample.png), ("txt", sample.txt), ("json", sample.json)):
                 member = tarfile.TarInfo(f"{sample.key}.{extension}")  # owner and time are zero: equal bytes every time
                 member.size = len(content)

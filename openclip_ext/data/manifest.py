@@ -1,10 +1,19 @@
-"""The manifest itself: made, stored, loaded, verified."""
+"""The manifest: the number of samples in each shard, and so the index of every sample.
 
+The index of a sample is the first index of its shard plus its position in the tar. It is dense, unique, stable, and
+known before training starts, independent of the keys in the tar. The command line::
+
+    openclip-ext manifest 'data/{00000..00099}.tar' [--output PATH]
+"""
+
+import argparse
+import contextlib
 import copy
 import hashlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,49 +58,32 @@ class _ManifestFile:
     checksum: str | None = None
 
 
-def _shard_to_json(shard: Shard, folder: str) -> dict[str, Any]:
-    """Return the entry of a shard in a manifest in ``folder``; the name of a local one below it is relative."""
-    entry = {"name": shard.url, **vars(shard)}
-    if shard.is_local and os.path.commonpath([folder, shard.url]) == folder:
-        entry["name"] = Path(os.path.relpath(shard.url, folder)).as_posix()
-    left_out = {"url"} | (set() if shard.problems else {"problems"})
-    if shard.size is None:
-        left_out |= {"size", "mtime_ns", "digest", "seekable"}
-    return {name: value for name, value in entry.items() if name not in left_out}
-
-
-def _shard_from_json(entry: dict[str, Any], folder: str, where: str) -> Shard:
-    """Return the shard of such an entry; ValueError if a type in it is wrong."""
-    name = read_as(str, entry.get("name"), f"{where}.name")
-    url = os.path.normpath(os.path.join(folder, name)) if is_local(name) else name
-    return read_as(Shard, {key: value for key, value in entry.items() if key != "name"} | {"url": url}, where)
-
-
 class Manifest:
     """Shards with their sample counts and first indices.
 
     Args:
         shards: In the order of their indices.
         image_key, caption_key: The fields that the samples were checked for.
+        left_out: ``(k,)`` int64, ascending indices of samples that keep their index and are not trained on.
         blocks: ``(num_samples,)`` uint32, lengths of the samples in 512-byte blocks (0 in shards that are not
             seekable), or None if unknown: readers then walk over the headers of a shard when they open it.
-        left_out: ``(k,)`` int64, ascending indices of samples that keep their index and are not trained on.
     """
+
+    _blocks_path: str | None = None
 
     def __init__(
         self,
         shards: Sequence[Shard],
         image_key: str = DEFAULT_IMAGE_KEY,
         caption_key: str = DEFAULT_CAPTION_KEY,
-        blocks: np.ndarray | None = None,
         left_out: np.ndarray | None = None,
+        blocks: np.ndarray | None = None,
     ) -> None:
         self.shards = list(shards)
         self.image_key = image_key
         self.caption_key = caption_key
-        self._blocks = blocks
-        self._blocks_path: str | None = None
         self.left_out = np.empty(0, np.int64) if left_out is None else left_out
+        self._blocks = blocks
 
     @property
     def num_samples(self) -> int:
@@ -108,11 +100,6 @@ class Manifest:
     def num_lost(self) -> int:
         """Samples that damaged shards have lost, estimated; they have no index. More, if a shard ends too soon."""
         return sum(shard.problems.get("lost", 0) for shard in self.shards)
-
-    @property
-    def ends_too_soon(self) -> bool:
-        """Whether some shard could not be read to its end: how much it has lost is unknown."""
-        return any("error" in shard.problems for shard in self.shards)
 
     @property
     def digest(self) -> str:
@@ -164,10 +151,10 @@ class Manifest:
         for scanned in scans:
             scanned.shard.first_index = first
             first += scanned.shard.num_samples
-        blocks = [np.zeros(s.shard.num_samples, np.uint32) if s.blocks is None else s.blocks for s in scans]
-        seekable = any(scanned.shard.seekable for scanned in scans)
-        found_shards = [scanned.shard for scanned in scans]
-        return cls(found_shards, image_key, caption_key, np.concatenate(blocks) if seekable else None)
+        manifest = cls([scanned.shard for scanned in scans], image_key, caption_key)
+        if any(shard.seekable for shard in manifest.shards):
+            manifest._set_blocks(scans)
+        return manifest
 
     def without(self, indices: Iterable[int]) -> "Manifest":
         """A manifest that leaves samples out of training, beside those that this one leaves out. No index changes.
@@ -197,9 +184,10 @@ class Manifest:
             OSError: The folder cannot be written to.
         """
         path = Path(path).absolute()
+        left_out = _format_ranges(self.left_out)
         content: dict[str, Any] = {
             "format": FORMAT,
-            "version": VERSION_WITH_LEFT_OUT if len(self.left_out) else VERSION,
+            "version": VERSION_WITH_LEFT_OUT if left_out else VERSION,
             "image_key": self.image_key,
             "caption_key": self.caption_key,
             "num_samples": self.num_samples,
@@ -207,17 +195,15 @@ class Manifest:
         blocks = self._load_blocks()
         if blocks is not None:
             # The hash in the name ties the two files together: a save killed half-way leaves the old pair whole.
-            name = f"{path.stem}.{_blocks_hash(blocks)}.npy"
-            if self._blocks_path != str(path.parent / name):
-                write_atomically(path.parent / name, lambda file: np.save(file, blocks))
-            content["offsets"] = name
-            self._blocks_path = str(path.parent / name)
-        if len(self.left_out):
-            content["left_out"] = _format_ranges(self.left_out)
+            content["offsets"] = f"{path.stem}.{_blocks_hash(blocks)}.npy"
+            offsets = path.parent / content["offsets"]
+            if self._blocks_path != str(offsets):
+                write_atomically(offsets, lambda file: np.save(file, blocks))
+            self._blocks_path = str(offsets)
+        content |= {"left_out": left_out} if left_out else {}
         content["shards"] = [_shard_to_json(shard, str(path.parent)) for shard in self.shards]
         content["checksum"] = _checksum(content)
-        text = json.dumps(content, indent=1) + "\n"
-        write_atomically(path, lambda file: file.write(text.encode()))
+        write_atomically(path, lambda file: file.write((json.dumps(content, indent=1) + "\n").encode()))
         for old in path.parent.glob(f"{path.stem}.{'[0-9a-f]' * 12}.npy"):
             if old.name != content.get("offsets"):
                 old.unlink(missing_ok=True)
@@ -246,28 +232,18 @@ class Manifest:
                 raise ValueError("its content does not match its checksum")
             file = read_as(_ManifestFile, content, "the manifest")
             shards = [_shard_from_json(e, str(path.parent), f"shards[{i}]") for i, e in enumerate(file.shards)]
-            manifest = cls(shards, file.image_key, file.caption_key)
-            manifest._check_indices(file.num_samples)
-            manifest.left_out = _parse_ranges(file.left_out, file.num_samples)
+            _check_indices(shards, file.num_samples)
+            left_out = _parse_ranges(file.left_out, file.num_samples)
         except ManifestError:
             raise
         except (ValueError, RecursionError) as error:
             if FORMAT.encode() not in text:
                 raise ManifestError(f"{path} is no manifest: {error}") from error
             raise DamagedManifestError(f"the manifest {path} is damaged: {error}") from error
-        offsets = path.parent / file.offsets if file.offsets else None
-        if offsets is not None and offsets.is_file():
-            manifest._blocks_path = str(offsets)
+        manifest = cls(shards, file.image_key, file.caption_key, left_out)
+        if file.offsets and (path.parent / file.offsets).is_file():
+            manifest._blocks_path = str(path.parent / file.offsets)
         return manifest
-
-    def _check_indices(self, num_samples: int) -> None:
-        expected = 0
-        for shard in self.shards:
-            if shard.first_index != expected or shard.num_samples < 0:
-                raise ValueError(f"{shard.url} begins at {shard.first_index}, expected {expected}")
-            expected += shard.num_samples
-        if expected != num_samples or not expected:
-            raise ValueError(f"num_samples is {num_samples}, the shards have {expected}")
 
     # ---------------------------------------------------------------- checking
 
@@ -317,19 +293,16 @@ class Manifest:
         return bool(moved or touched or damaged)
 
     def _rescan(self, touched: Sequence[Shard], all_offsets: bool) -> list[str]:
-        """Scan the touched shards, or all seekable ones to restore the offsets; returns those whose members differ."""
+        """Scan the touched shards, or all seekable ones to restore the offsets; return those whose members differ."""
         shards = [shard for shard in self.shards if shard.seekable] if all_offsets else touched
-        paths = [shard.url for shard in shards]
-        scans = scan.scan_local(paths, self.image_key, self.caption_key)
+        scans = scan.scan_local([shard.url for shard in shards], self.image_key, self.caption_key)
         changed = []
         for shard, scanned in zip(shards, scans, strict=True):
             if not _has_same_members(shard, scanned.shard):
                 changed.append(f"{shard.url} ({scanned.shard.num_samples:,} samples, were {shard.num_samples:,})")
-            shard.mtime_ns = scanned.shard.mtime_ns
+            shard.mtime_ns, scanned.shard.first_index = scanned.shard.mtime_ns, shard.first_index
         if all_offsets and not changed:
-            self._blocks, self._blocks_path = np.zeros(self.num_samples, np.uint32), None
-            for shard, scanned in zip(shards, scans, strict=True):
-                self._blocks[shard.first_index : shard.first_index + shard.num_samples] = scanned.blocks
+            self._set_blocks(scans)
         return changed
 
     def _match(self, urls: Sequence[str]) -> bool:
@@ -390,19 +363,21 @@ class Manifest:
         np.cumsum(blocks, out=offsets[1:])
         return offsets * tar.BLOCK
 
-    def _load_blocks(self) -> np.ndarray | None:
-        if self._blocks is None and self._blocks_path is not None:
-            self._blocks = self._read_blocks(self._blocks_path)
-        return self._blocks
+    def _set_blocks(self, scans: Iterable[ScannedShard]) -> None:
+        self._blocks, self._blocks_path = np.zeros(self.num_samples, np.uint32), None
+        for scanned in scans:
+            if scanned.blocks is not None:
+                first = scanned.shard.first_index
+                self._blocks[first : first + scanned.shard.num_samples] = scanned.blocks
 
-    def _read_blocks(self, path: str) -> np.ndarray | None:
-        """Map the file of the offsets; None if it is gone, or is not one of this manifest."""
-        try:
-            blocks = np.load(path, mmap_mode="r")
-        except (OSError, ValueError, EOFError):
-            return None
-        fits = blocks.shape == (self.num_samples,) and blocks.dtype == np.uint32
-        return blocks if fits else None
+    def _load_blocks(self) -> np.ndarray | None:
+        """Map the file of the offsets, if there is one; None if it is gone, or is not one of this manifest."""
+        if self._blocks is None and self._blocks_path is not None:
+            with contextlib.suppress(OSError, ValueError, EOFError):
+                blocks = np.load(self._blocks_path, mmap_mode="r")
+                if blocks.shape == (self.num_samples,) and blocks.dtype == np.uint32:
+                    self._blocks = blocks
+        return self._blocks
 
     def _offsets_are_damaged(self) -> bool:
         if self._blocks_path is None or not os.path.exists(self._blocks_path):
@@ -412,8 +387,7 @@ class Manifest:
 
     def __getstate__(self) -> dict[str, Any]:
         # A process that gets a copy maps the file itself; the lengths travel only if they were never saved.
-        saved = self._blocks_path is not None
-        return self.__dict__ | ({"_blocks": None} if saved else {})
+        return self.__dict__ | ({} if self._blocks_path is None else {"_blocks": None})
 
     def report(self) -> Iterator[str]:
         """One line for each shard with problems."""
@@ -424,17 +398,45 @@ class Manifest:
                 yield f"{shard.url}: empty"
 
 
+def _shard_to_json(shard: Shard, folder: str) -> dict[str, Any]:
+    """Return the entry of a shard in a manifest in ``folder``; the name of a local one below it is relative."""
+    entry = {"name": shard.url, **vars(shard)}
+    if shard.is_local and os.path.commonpath([folder, shard.url]) == folder:
+        entry["name"] = Path(os.path.relpath(shard.url, folder)).as_posix()
+    left_out = {"url"} | (set() if shard.problems else {"problems"})
+    if shard.size is None:
+        left_out |= {"size", "mtime_ns", "digest", "seekable"}
+    return {name: value for name, value in entry.items() if name not in left_out}
+
+
+def _shard_from_json(entry: dict[str, Any], folder: str, where: str) -> Shard:
+    name = read_as(str, entry.pop("name", None), f"{where}.name")
+    url = os.path.normpath(os.path.join(folder, name)) if is_local(name) else name
+    return read_as(Shard, entry | {"url": url}, where)
+
+
+def _check_indices(shards: Sequence[Shard], num_samples: int) -> None:
+    expected = 0
+    for shard in shards:
+        if shard.first_index != expected or shard.num_samples < 0:
+            raise ValueError(f"{shard.url} begins at {shard.first_index}, expected {expected}")
+        expected += shard.num_samples
+    if expected != num_samples or not expected:
+        raise ValueError(f"num_samples is {num_samples}, the shards have {expected}")
+
+
 def _has_same_members(first: Shard, second: Shard) -> bool:
     return (first.digest, first.num_samples) == (second.digest, second.num_samples)
 
 
 def _describe(problems: Problems) -> Iterator[str]:
-    if "without_image" in problems:
-        yield f"{problems['without_image']:,} samples without image"
-    if "without_caption" in problems:
-        yield f"{problems['without_caption']:,} samples without caption"
-    if "duplicate_keys" in problems:
-        yield f"{problems['duplicate_keys']:,} keys that occur again"
+    for name, text in (
+        ("without_image", "samples without image"),
+        ("without_caption", "samples without caption"),
+        ("duplicate_keys", "keys that occur again"),
+    ):
+        if name in problems:
+            yield f"{problems[name]:,} {text}"  # type: ignore[literal-required]
     if "bad_positions" in problems:
         yield f"at positions {problems['bad_positions']}"
     if "gaps" in problems:
@@ -501,3 +503,213 @@ def _checksum(content: dict[str, Any]) -> str:
     """Hash of all of a manifest's JSON but the checksum itself."""
     rest = {name: value for name, value in content.items() if name != "checksum"}
     return hashlib.blake2b(json.dumps(rest, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+# -------------------------------------------------------------------- finding one for a run
+
+
+def find_or_create_manifest(
+    train_data: str | Sequence[str],
+    manifest: str | os.PathLike | None = None,
+    image_key: str = DEFAULT_IMAGE_KEY,
+    caption_key: str = DEFAULT_CAPTION_KEY,
+) -> Manifest:
+    """Return the manifest of a training run: the given one, the one next to the shards, or a new one.
+
+    With several processes rank 0 looks and scans, and the others get the result. A new one is written as
+    ``manifest.json`` to the shards' common folder, or as ``manifest-HASH.json`` if that name is taken by one of other
+    shards; where the folder cannot be written to, to the user's cache folder. One that was
+    found but no longer fits its shards is an error, not a reason to scan again: the indices in a checkpoint would
+    silently mean other samples.
+
+    Args:
+        train_data: Shards, as in :meth:`Manifest.scan`.
+        manifest: Path of the manifest to use; None to look for one.
+        image_key, caption_key: As in :meth:`Manifest.scan`.
+
+    Raises:
+        ManifestError: On every rank, with the reason.
+    """
+    # The manifest's own command line does without torch.
+    from openclip_ext import distributed
+
+    found: Manifest | None = None
+    failure: Exception | None = None
+    if distributed.is_master():
+        try:
+            urls = expand_shards(train_data)
+            found = _find_or_create(urls, image_key, caption_key) if manifest is None else _load_given(manifest, urls)
+            _log_report(found)
+        except Exception as error:
+            failure = error
+    found, message = distributed.broadcast_object((found, None if failure is None else str(failure)))
+    if failure is not None:
+        raise failure
+    if message is not None:
+        raise ManifestError(message)
+    return found
+
+
+def _load_given(path: str | os.PathLike, urls: Sequence[str]) -> Manifest:
+    try:
+        manifest = Manifest.load(path)
+    except DamagedManifestError as error:
+        raise ManifestError(f"{error}. Make it again: python -m openclip_ext.data.manifest SHARDS") from error
+    manifest.verify(urls)
+    return manifest
+
+
+def _find_or_create(urls: Sequence[str], image_key: str, caption_key: str) -> Manifest:
+    free = []
+    for path in _places(urls, image_key, caption_key):
+        try:
+            manifest = _load_if_of(path, urls, image_key, caption_key)
+        except FileNotFoundError:
+            free.append(path)
+            continue
+        except DamagedManifestError as error:
+            logging.warning(f"{error}. It is made again.")
+            free.append(path)
+            continue
+        if manifest is not None:
+            if manifest.verify():
+                _save_somewhere(manifest, [path])
+            logging.info(f"Using the manifest {path}: {manifest.num_samples:,} samples in {len(urls):,} shards.")
+            return manifest
+    logging.info(f"No manifest yet: counting the samples of {len(urls):,} shards.")
+    manifest = Manifest.scan(urls, image_key, caption_key)
+    _save_somewhere(manifest, free)
+    return manifest
+
+
+def _places(urls: Sequence[str], image_key: str, caption_key: str) -> list[Path]:
+    """Return where a manifest of these shards may lie, in order of preference; the last is the user's cache."""
+    identity = "\n".join([image_key, caption_key, *sorted(urls)])
+    named = f"manifest-{hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()}.json"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "openclip_ext" / named
+    if not all(map(is_local, urls)):
+        return [cache]
+    folder = Path(os.path.commonpath([os.path.dirname(url) for url in urls]))
+    return [folder / "manifest.json", folder / named, cache]
+
+
+def _load_if_of(path: Path, urls: Sequence[str], image_key: str, caption_key: str) -> Manifest | None:
+    """Return the manifest at ``path`` if it is one of exactly these shards and keys, None if the file is somebody else's.
+
+    Raises:
+        FileNotFoundError, DamagedManifestError: A new manifest may be written there.
+    """
+    try:
+        manifest = Manifest.load(path)
+    except (FileNotFoundError, DamagedManifestError):
+        raise
+    except (OSError, ManifestError):
+        return None
+    same_shards = {shard.url for shard in manifest.shards} == set(urls)
+    return manifest if same_shards and (manifest.image_key, manifest.caption_key) == (image_key, caption_key) else None
+
+
+def _save_somewhere(manifest: Manifest, places: Sequence[Path]) -> None:
+    for path in places:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            manifest.save(path)
+        except OSError as error:
+            logging.debug(f"Cannot write the manifest {path}: {error}")
+            continue
+        logging.info(f"Wrote the manifest {path}.")
+        return
+    logging.warning("The manifest could not be written anywhere: the shards will be scanned again next time.")
+
+
+def _log_report(manifest: Manifest) -> None:
+    report = list(manifest.report())
+    for line in report[:20]:
+        logging.warning(line)
+    if report[20:]:
+        logging.warning(f"... and {len(report) - 20} more shards with problems")
+    if len(manifest.left_out):
+        logging.info(
+            f"The manifest leaves out {len(manifest.left_out):,} of {manifest.num_samples:,} samples; no index changes."
+        )
+
+
+# -------------------------------------------------------------------- command line
+
+
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="openclip-ext manifest", description="Count the samples of shards, and so fix the index of every sample."
+    )
+    parser.add_argument(
+        "shards", nargs="+", help="paths, globs, brace notation, pipe: commands or URLs; also joined by ::"
+    )
+    parser.add_argument(
+        "--output",
+        help="where to write (default: manifest.json in the shards' common folder, manifest-HASH.json if that name is "
+        "taken by one of other shards)",
+    )
+    parser.add_argument("--workers", type=int, help="processes (default: one per core)")
+    parser.add_argument(
+        "--image-key", default=DEFAULT_IMAGE_KEY, help="fields that hold the image (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--caption-key",
+        default=DEFAULT_CAPTION_KEY,
+        help="fields that hold the caption, or json:ENTRY (default: %(default)s)",
+    )
+    parser.add_argument("--sizes", help='JSON file {"00000.tar": count, ...} for remote shards')
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    args = _parse_arguments(argv)
+    try:
+        sizes = json.loads(Path(args.sizes).read_bytes()) if args.sizes else None
+        urls = expand_shards(args.shards)
+        output = Path(args.output) if args.output else _place_beside(urls, args.image_key, args.caption_key)
+        _refuse_other_file(output)
+        manifest = Manifest.scan(urls, args.image_key, args.caption_key, sizes, args.workers)
+        manifest.save(output)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for line in manifest.report():
+        print(line)
+    n, bad, lost = manifest.num_samples, manifest.num_bad, ""
+    if manifest.num_lost:
+        ends_too_soon = any("error" in shard.problems for shard in manifest.shards)
+        lost = f", {'at least' if ends_too_soon else 'about'} {manifest.num_lost:,} more lost in damaged shards"
+    print(f"{n:,} samples in {len(urls):,} shards, {bad:,} ({bad / n:.2%}) without image or caption{lost}: {output}")
+    return 0
+
+
+def _place_beside(urls: Sequence[str], image_key: str, caption_key: str) -> Path:
+    """Return where a new manifest goes beside its shards: where training looks, and not over one of other shards or keys.
+
+    Raises:
+        ValueError: The shards are remote.
+    """
+    places = _places(urls, image_key, caption_key)
+    if len(places) == 1:
+        raise ValueError("the shards are remote: say with --output where to write the manifest")
+    try:
+        return places[0] if _load_if_of(places[0], urls, image_key, caption_key) is not None else places[1]
+    except (FileNotFoundError, DamagedManifestError):
+        return places[0]
+
+
+def _refuse_other_file(path: Path) -> None:
+    """Raise ValueError rather than overwrite a file that is no manifest, such as a shard."""
+    if not path.exists():
+        return
+    if path.is_file():
+        with path.open("rb") as file:
+            if FORMAT.encode() in file.read(4096):  # a damaged one may be replaced
+                return
+    raise ValueError(f"{path} is there and no manifest: give another --output")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

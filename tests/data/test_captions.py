@@ -1,0 +1,126 @@
+"""What a caption says in an epoch: sides that change places with a mirrored image, draws of one of several, hashes."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+from openclip_ext.data.flip import exchange_sides
+from openclip_ext.data.hashing import hash_text
+from openclip_ext.data.source import BadSampleError, RawSample, SampleKeys, decode_image
+from tests.data.loading import build
+from tests.data.shards import image_bytes, write_shards
+
+SAMPLES, OTHERS = 24, 5
+SEVERAL = {"caption_key": "txt;json:captions", "draw_captions": True}
+
+
+def captions_of(number: int) -> list[str]:
+    return [f"{number} is left of it", *(f"{number} in other words {other}" for other in range(OTHERS))]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Samples with a text and five more captions in a list, as COCO's; PNG, so that mirroring twice is the same picture."""
+    members = {
+        number: [
+            (f"{number:06d}.png", image_bytes(number, image_format="PNG")),
+            (f"{number:06d}.txt", captions_of(number)[0].encode()),
+            (f"{number:06d}.json", json.dumps({"captions": captions_of(number)[1:]}).encode()),
+        ]
+        for number in range(SAMPLES)
+    }
+    return write_shards(tmp_path_factory.mktemp("captions"), [12, 12], members)
+
+
+def pixels(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image.resize((24, 24), Image.Resampling.NEAREST)))
+
+
+def tokens(caption: str) -> torch.Tensor:
+    return torch.tensor([[*caption.encode().ljust(40, b"\0")]])
+
+
+def samples_of(shards: list[str], epoch: int = 0, skip: int = 0, **options: Any) -> dict[int, tuple[str, list]]:
+    """Caption and pixels of each sample of an epoch."""
+    loader = build(shards, preprocess=pixels, tokenizer=tokens, **{"seed": 3} | options)
+    return {
+        index: (bytes(text).decode().rstrip("\0"), image)
+        for batch in loader.iterate(epoch, loader.extend_progress(None, skip))
+        for index, text, image in zip(*(batch[name].tolist() for name in ("index", "text", "image")), strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("caption", "expected"),
+    [
+        ("a cat left of a dog on the right", "a cat right of a dog on the left"),
+        ("Left turn, RIGHT turn; the left-hand side.", "Right turn, LEFT turn; the right-hand side."),
+        ("leftover copyright, upright and bright", "leftover copyright, upright and bright"),
+        ("", ""),
+    ],
+)
+def test_words_change_places(caption: str, expected: str):
+    assert exchange_sides(caption) == expected
+    assert exchange_sides(expected) == caption
+
+
+def test_half_of_the_pairs_are_mirrored_as_a_whole(shards: list[str]):
+    mirrored = 0
+    for index, (caption, image) in samples_of(shards, caption_aware_flip=True).items():
+        original = decode_image(image_bytes(index, image_format="PNG"))
+        if caption == f"{index} is right of it":
+            original = ImageOps.mirror(original)
+            mirrored += 1
+        else:
+            assert caption == f"{index} is left of it"
+        assert image == pixels(original).tolist()
+    assert 4 <= mirrored <= SAMPLES - 4
+
+
+@pytest.mark.parametrize("options", [{"caption_aware_flip": True}, SEVERAL], ids=["flip", "draw"])
+def test_captions_depend_on_seed_epoch_and_index_alone(shards: list[str], options: dict[str, Any]):
+    whole = samples_of(shards, 1, **options)
+    assert whole == samples_of(shards, 1, workers=2, batch_size=3, **options)
+    rest = samples_of(shards, 1, skip=4, **options)
+    assert len(rest) == SAMPLES - 16 and rest == {index: whole[index] for index in rest}
+    assert whole != samples_of(shards, 1, **options, seed=4)
+    assert whole != samples_of(shards, 2, **options)
+
+
+def test_the_first_caption_counts_unless_one_of_all_is_drawn(shards: list[str]):
+    for key, first in (("txt;json:captions", 0), ("json:captions", 1)):
+        found = samples_of(shards, caption_key=key)
+        assert {index: caption for index, (caption, _) in found.items()} == {
+            number: captions_of(number)[first] for number in range(SAMPLES)
+        }
+    epochs = [samples_of(shards, epoch, **SEVERAL) for epoch in range(45)]
+    for number in range(SAMPLES):
+        assert {epoch[number][0] for epoch in epochs} == set(captions_of(number))
+
+
+def test_a_hash_is_of_what_the_caption_says_now(shards: list[str]):
+    assert hash_text("a cat") == -6711169336525982361, "the same in every version"
+    loader = build(shards, preprocess=pixels, tokenizer=tokens, caption_hash=True, caption_aware_flip=True)
+    for batch in loader.iterate(0):
+        said = [bytes(text).decode().rstrip("\0") for text in batch["text"].tolist()]
+        assert batch["caption_hash"].dtype == torch.int64
+        assert batch["caption_hash"].tolist() == [hash_text(caption) for caption in said]
+    assert next(build(shards, preprocess=pixels, tokenizer=tokens).iterate(0)).keys() == {"image", "text", "index"}
+
+
+@pytest.mark.parametrize(
+    "content", [{"captions": []}, {"captions": ["a", 1]}, {"captions": {"a": "b"}}, {"other": "a"}]
+)
+def test_what_is_no_list_of_texts_is_a_bad_sample(content: dict):
+    sample = RawSample(0, {"jpg": image_bytes(0), "json": json.dumps(content).encode()})
+    with pytest.raises(BadSampleError, match="or a list of texts"):
+        SampleKeys("jpg", "json:captions").decode(sample, decode_image)
+
+
+def test_draws_from_data_of_one_caption_are_refused():
+    with pytest.raises(ValueError, match="--draw-captions is for shards"):
+        build(None, dataset_type="synthetic", draw_captions=True)
