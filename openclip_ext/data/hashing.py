@@ -7,14 +7,11 @@ version.
 
 import hashlib
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
 _MASK = (1 << 64) - 1
-_INCREMENT_INT = 0x9E3779B97F4A7C15
-_MULTIPLIER_INTS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_INCREMENT = np.uint64(_INCREMENT_INT)
-_MULTIPLIERS = (np.uint64(_MULTIPLIER_INTS[0]), np.uint64(_MULTIPLIER_INTS[1]))
 
 
 class Purpose(IntEnum):
@@ -29,13 +26,6 @@ class Purpose(IntEnum):
     CAPTION = 7
 
 
-def _scramble(x: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014), a bijection of 64-bit words."""
-    x = (x ^ (x >> np.uint64(30))) * _MULTIPLIERS[0]
-    x = (x ^ (x >> np.uint64(27))) * _MULTIPLIERS[1]
-    return x ^ (x >> np.uint64(31))
-
-
 def hash64(purpose: Purpose, *words: int | np.ndarray) -> np.ndarray:
     """Hash integers to 64 random bits.
 
@@ -46,31 +36,31 @@ def hash64(purpose: Purpose, *words: int | np.ndarray) -> np.ndarray:
     Returns:
         ``uint64`` array of the broadcast shape, at least 1-d.
     """
-    state = np.full(1, int(purpose), dtype=np.uint64)
-    for word in words:
-        word = word.astype(np.uint64) if isinstance(word, np.ndarray) else np.uint64(int(word) & _MASK)
-        state = _scramble((state ^ word) + _INCREMENT)
-    return _scramble(state)
+    unsigned = (word.astype(np.uint64) if isinstance(word, np.ndarray) else int(word) & _MASK for word in words)
+    return _hash(np.full(1, int(purpose), dtype=np.uint64), *unsigned)
 
 
 def hash_int(purpose: Purpose, *words: int) -> int:
     """:func:`hash64` of integers alone, as an integer: the same number without the cost of arrays."""
-    state = int(purpose)
+    return _hash(int(purpose), *(word & _MASK for word in words))
+
+
+def _hash(state: Any, *words: Any) -> Any:
     for word in words:
-        state = _scramble_int((state ^ (word & _MASK)) + _INCREMENT_INT)
-    return _scramble_int(state)
+        state = _scramble(((state ^ word) + 0x9E3779B97F4A7C15) & _MASK)
+    return _scramble(state)
+
+
+def _scramble(x: Any) -> Any:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014), a bijection of 64-bit words, of an integer or an array."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
 
 
 def hash_text(text: str) -> int:
     """64 bits of a text as a signed integer, the same in every process and version."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-
-
-def _scramble_int(x: int) -> int:
-    x &= _MASK
-    x = ((x ^ (x >> 30)) * _MULTIPLIER_INTS[0]) & _MASK
-    x = ((x ^ (x >> 27)) * _MULTIPLIER_INTS[1]) & _MASK
-    return x ^ (x >> 31)
 
 
 def uniform(bits: np.ndarray) -> np.ndarray:

@@ -430,13 +430,12 @@ def _has_same_members(first: Shard, second: Shard) -> bool:
 
 
 def _describe(problems: Problems) -> Iterator[str]:
-    for name, text in (
-        ("without_image", "samples without image"),
-        ("without_caption", "samples without caption"),
-        ("duplicate_keys", "keys that occur again"),
-    ):
-        if name in problems:
-            yield f"{problems[name]:,} {text}"  # type: ignore[literal-required]
+    if "without_image" in problems:
+        yield f"{problems['without_image']:,} samples without image"
+    if "without_caption" in problems:
+        yield f"{problems['without_caption']:,} samples without caption"
+    if "duplicate_keys" in problems:
+        yield f"{problems['duplicate_keys']:,} keys that occur again"
     if "bad_positions" in problems:
         yield f"at positions {problems['bad_positions']}"
     if "gaps" in problems:
@@ -520,12 +519,7 @@ def find_or_create_manifest(
     ``manifest.json`` to the shards' common folder, or as ``manifest-HASH.json`` if that name is taken by one of other
     shards; where the folder cannot be written to, to the user's cache folder. One that was
     found but no longer fits its shards is an error, not a reason to scan again: the indices in a checkpoint would
-    silently mean other samples.
-
-    Args:
-        train_data: Shards, as in :meth:`Manifest.scan`.
-        manifest: Path of the manifest to use; None to look for one.
-        image_key, caption_key: As in :meth:`Manifest.scan`.
+    silently mean other samples. For the arguments, see :meth:`Manifest.scan`.
 
     Raises:
         ManifestError: On every rank, with the reason.

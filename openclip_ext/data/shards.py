@@ -91,17 +91,13 @@ class ShardSource(Source):
         return self.manifest.num_bad + self.manifest.num_lost, where
 
     def replacements(self, index: int, seed: int, epoch: int) -> Iterator[int]:
-        return (other for other in self._others(index, seed, epoch) if not self.is_left_out(other))
-
-    def _others(self, index: int, seed: int, epoch: int) -> Iterator[int]:
         shard = self.manifest.shards[self.shard_number(index)]
-        if shard.seekable:
-            yield from super().replacements(index, seed, epoch)
-            return
-        head = min(_STREAM_HEAD, shard.num_samples)
+        head = shard.num_samples if shard.seekable else min(_STREAM_HEAD, shard.num_samples)
         offset = hash_int(Purpose.REPLACEMENT, seed, epoch, index) % head
-        positions = chain(((offset + step) % head for step in range(head)), range(head, shard.num_samples))
-        yield from (shard.first_index + position for position in positions if shard.first_index + position != index)
+        for position in chain(range(offset, head), range(offset), range(head, shard.num_samples)):
+            other = shard.first_index + position
+            if other != index and not self.is_left_out(other):
+                yield other
 
     def open_shard(self, number: int) -> "_OffsetShard | _StreamedShard":
         """Open one shard, to read its samples by position; OSError if it is gone or was changed since its scan."""

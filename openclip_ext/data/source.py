@@ -9,6 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -111,13 +112,11 @@ class Source(ABC):
         return 0, ""
 
     def replacements(self, index: int, seed: int, epoch: int) -> Iterator[int]:
-        """Yield candidates to replace a bad sample: all others of its shard, starting at a random one."""
+        """Return candidates to replace a bad sample: all others of its shard, starting at a random one."""
         _, first, count = self.group_of(index)
         offset = hash_int(Purpose.REPLACEMENT, seed, epoch, index) % count
-        for step in range(count):
-            candidate = first + (offset + step) % count
-            if candidate != index:
-                yield candidate
+        others = chain(range(first + offset, first + count), range(first, first + offset))
+        return (other for other in others if other != index)
 
 
 def decode_image(data: bytes | BinaryIO) -> Image.Image:
