@@ -122,20 +122,21 @@ def _pretended_ranks(world_size: int, exchanged: Counter[str]) -> Iterator[None]
         received = tuple(tensor * 1 for tensor in tensors)
         return received if len(received) > 1 else received[0]
 
-    ours: dict[str, Any] = {
-        "world_size": lambda: world_size,
-        "rank": lambda: 0,
-        "all_gather": all_gather,
-        "all_reduce_sum": all_reduce,
-        "all_reduce_max": all_reduce,
-    }
-    with (
-        mock.patch.multiple(distributed, **ours),
+    patches = [
+        mock.patch.multiple(
+            distributed,
+            world_size=lambda: world_size,
+            rank=lambda: 0,
+            all_gather=all_gather,
+            all_reduce_sum=all_reduce,
+            all_reduce_max=all_reduce,
+        ),
         mock.patch("torch.distributed.nn.all_gather", gather_with_gradient),
-        contextlib.ExitStack() as siglip,
-    ):
-        for name in compat.SIGLIP_EXCHANGES:
-            siglip.enter_context(mock.patch(name, exchange))
+        *(mock.patch(name, exchange) for name in compat.SIGLIP_EXCHANGES),
+    ]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
         yield
 
 
@@ -184,22 +185,16 @@ class PeakMemory(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        before = {id(value.untyped_storage()) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
+        given = {id(value.untyped_storage()) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
         results = func(*args, **(kwargs or {}))
-        for value in tree_leaves(results):
-            if isinstance(value, Tensor):
-                self._see(value.untyped_storage(), before)
+        for storage in (value.untyped_storage() for value in tree_leaves(results) if isinstance(value, Tensor)):
+            key, size = id(storage), storage.nbytes()
+            if key not in self._known and key not in given:  # no view of what was there before
+                self._known.add(key)
+                self._now += size
+                self.peak = max(self.peak, self._now)
+                weakref.finalize(storage, self._forget, key, size)
         return results
-
-    def _see(self, storage: torch.UntypedStorage, before: set[int]) -> None:
-        key = id(storage)
-        if key in self._known or key in before:  # or a view of what was there before
-            return
-        size = storage.nbytes()
-        self._known.add(key)
-        self._now += size
-        self.peak = max(self.peak, self._now)
-        weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:
         self._known.discard(key)

@@ -301,8 +301,8 @@ def main(argv: list[str]) -> None:
         device=args.device,
     )
     print(table(run.loss_name, result))
-    if run.num_samples > result.samples:
-        print(f"{run.num_samples - result.samples:,} samples are left out by the manifest or do not decode")
+    if run.source.num_samples > result.samples:
+        print(f"{run.source.num_samples - result.samples:,} samples are left out by the manifest or do not decode")
     if args.json:
         about = {"run": str(run.folder), "checkpoint": run.checkpoint.name, "loss": run.loss_name, "step": run.step}
         Path(args.json).write_text(json.dumps(about | asdict(result), indent=2) + "\n")

@@ -3,7 +3,7 @@
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,6 @@ class FinishedRun:
         model: in evaluation mode.
         source: the training data.
         loader: one pass over them with the evaluation's preprocessing.
-        num_samples: size ``n`` of the index space.
         embed_dim: width of the embeddings.
         global_batch: samples of an optimizer step.
         device: where model and loss are.
@@ -57,7 +56,6 @@ class FinishedRun:
     model: nn.Module
     source: Source
     loader: EvalLoader
-    num_samples: int
     embed_dim: int
     global_batch: int
     device: torch.device
@@ -85,35 +83,24 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", default="latest", help="name of a file in its checkpoints/, or latest (default: %(default)s)"
     )
+    parser.add_argument("--train-data", help="the training data, where they are no longer where they were")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=command_line.device, default=default, help="default: %(default)s")
+    parser.add_argument("--workers", type=int, help="processes that read images (default: the run's)")
     parser.add_argument(
-        "--train-data", default=None, help="the training data, where they are no longer where they were"
-    )
-    parser.add_argument(
-        "--device",
-        type=command_line.device,
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="default: %(default)s",
-    )
-    parser.add_argument("--workers", type=int, default=None, help="processes that read images (default: the run's)")
-    parser.add_argument(
-        "--batch-size",
-        type=command_line.count,
-        default=None,
-        help="images embedded at a time (default: the run's --batch-size)",
+        "--batch-size", type=command_line.count, help="images embedded at a time (default: the run's --batch-size)"
     )
 
 
 def open_run(args: argparse.Namespace) -> FinishedRun:
     """Load the run that the arguments of :func:`add_run_arguments` name."""
-    return load_run(
-        args.run, args.checkpoint, torch.device(args.device), args.train_data, args.workers, args.batch_size
-    )
+    return load_run(args.run, args.checkpoint, args.device, args.train_data, args.workers, args.batch_size)
 
 
 def load_run(
     folder: Path,
     checkpoint: str = "latest",
-    device: torch.device | None = None,
+    device: torch.device | str = "cpu",
     train_data: str | None = None,
     workers: int | None = None,
     batch_size: int | None = None,
@@ -123,7 +110,7 @@ def load_run(
     Args:
         folder: ``LOGS/NAME``.
         checkpoint: name of a file in its ``checkpoints/``, or ``latest``.
-        device: where to; None: the CPU.
+        device: where to.
         train_data: instead of the run's ``--train-data``.
         workers, batch_size: of the loader; None: the run's.
 
@@ -131,7 +118,7 @@ def load_run(
         UsageError: there is no such run or checkpoint, its state is missing, or the training data are gone or others.
     """
     add_model_configs()
-    device = device or torch.device("cpu")
+    device = torch.device(device)
     config = read_config(folder)
     loaded = _read_checkpoint(folder / "checkpoints", checkpoint)
     flags = config["flags"]
@@ -144,7 +131,12 @@ def load_run(
         # A manifest says which samples are left out, also where the shards have moved.
         is_there = spec.manifest is not None and Path(spec.manifest).is_file()
         spec = replace(spec, source=train_data, manifest=spec.manifest if is_there else None)
-    source = _training_data(spec, preprocess)
+    try:
+        source = build_source(spec, preprocess)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"cannot read the run's training data: {error}. If they have moved, say where to with --train-data"
+        ) from error
     loader = EvalLoader(
         source,
         preprocess=preprocess,
@@ -153,11 +145,11 @@ def load_run(
         workers=flags["workers"] if workers is None else workers,
         num_samples=source.num_samples,
     )
-    assert loaded.shared is not None and loader.num_samples is not None  # both were checked
+    assert loaded.shared is not None  # _read_checkpoint refuses that
     identity = loaded.shared["identity"]
-    if loader.num_samples != identity["num_samples"]:
+    if source.num_samples != identity["num_samples"]:
         raise UsageError(
-            f"{spec.source} has {loader.num_samples:,} samples, the run was trained on {identity['num_samples']:,}: give "
+            f"{spec.source} has {source.num_samples:,} samples, the run was trained on {identity['num_samples']:,}: give "
             "its training data with --train-data"
         )
     trained_on, found = identity.get("data"), source.index_digest
@@ -165,7 +157,7 @@ def load_run(
         raise UsageError(f"{spec.source} is not what {loaded.path} was trained on: give that with --train-data")
     width = compat.embedding_dim(settings.name, model)
     options = {name: value for name, value in config["loss"]["options"].items() if name not in PLACEMENT_OPTIONS}
-    loss = registry.create_loss(config["loss"]["name"], embed_dim=width, num_samples=loader.num_samples, **options)
+    loss = registry.create_loss(config["loss"]["name"], embed_dim=width, num_samples=source.num_samples, **options)
     ckpt.restore_loss(loaded, loss)
     return FinishedRun(
         folder=folder,
@@ -177,7 +169,6 @@ def load_run(
         model=model.eval(),
         source=source,
         loader=loader,
-        num_samples=loader.num_samples,
         embed_dim=width,
         global_batch=identity["global_batch"],
         device=device,
@@ -202,8 +193,7 @@ def embed(
     """
     autocast = compat.autocast_context(precision, device)
     input_dtype = open_clip.get_input_dtype(precision)
-    index = _table(folder, "index", rows, 1, torch.int64)[:, 0]
-    tables: list[Tensor] = []
+    tables: tuple[Tensor, ...] = ()
     count = 0
     for batch in batches:
         with autocast():
@@ -212,14 +202,13 @@ def embed(
             )
         # On the host: the embeddings of a large training set do not fit beside the model.
         features = output["image_features"], output["text_features"]
-        tables = tables or [
-            _table(folder, side, rows, len(of_side[0]), torch.float32)
-            for side, of_side in zip(("image", "text"), features, strict=True)
-        ]
+        tables = tables or _tables(folder, rows, features[0].shape[1])
         here = slice(count, count + len(batch["index"]))
-        tables[0][here], tables[1][here], index[here] = *features, batch["index"]
+        for table, values in zip(tables, (*features, batch["index"]), strict=True):
+            table[here] = values
         count = here.stop
-    return Embeddings(tables[0][:count], tables[1][:count], index[:count], output["logit_scale"].item())
+    image, text, index = (table[:count] for table in tables)
+    return Embeddings(image, text, index, output["logit_scale"].item())
 
 
 def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddings:
@@ -233,33 +222,36 @@ def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddin
     batches = math.ceil(run.source.num_kept / run.loader.batch_size)
     progress = command_line.progress_bar(run.loader, desc="embedding", unit="batch", total=batches)
     if folder is None:
-        return embed(run.model, progress, run.precision, run.device, run.num_samples)
-    of = {"model": ckpt.checksum(run.checkpoint), "data": run.source.digest, "shape": [run.num_samples, run.embed_dim]}
+        return embed(run.model, progress, run.precision, run.device, run.source.num_samples)
+    shape = [run.source.num_samples, run.embed_dim]
+    of = {"model": ckpt.checksum(run.checkpoint), "data": run.source.digest, "shape": shape}
     about_file = folder / "embeddings.json"
     about = json.loads(about_file.read_text()) if about_file.is_file() else {}
     if about.get("of") == of:
-        rows = about["rows"]
-        image, text = (
-            _table(folder, side, run.num_samples, run.embed_dim, torch.float32) for side in ("image", "text")
-        )
-        index = _table(folder, "index", run.num_samples, 1, torch.int64)[:, 0]
-        return Embeddings(image[:rows], text[:rows], index[:rows], about["logit_scale"])
+        image, text, index = (table[: about["rows"]] for table in _tables(folder, *shape))
+        return Embeddings(image, text, index, about["logit_scale"])
     folder.mkdir(parents=True, exist_ok=True)
     about_file.unlink(missing_ok=True)
-    embeddings = embed(run.model, progress, run.precision, run.device, run.num_samples, folder)
+    embeddings = embed(run.model, progress, run.precision, run.device, run.source.num_samples, folder)
     about = {"of": of, "rows": len(embeddings.index), "logit_scale": embeddings.logit_scale}
     about_file.write_text(json.dumps(about) + "\n")
     return embeddings
 
 
-def _table(folder: Path | None, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    if folder is None:
-        return torch.empty(rows, columns, dtype=dtype)
-    return torch.from_file(str(folder / name), shared=True, size=rows * columns, dtype=dtype).view(rows, columns)
+def _tables(folder: Path | None, rows: int, width: int) -> tuple[Tensor, ...]:
+    """Return tables for images, texts and index, in files of the folder or in memory."""
+
+    def table(name: str, size: int, dtype: torch.dtype) -> Tensor:
+        if folder is None:
+            return torch.empty(size, dtype=dtype)
+        return torch.from_file(str(folder / name), shared=True, size=size, dtype=dtype)
+
+    image, text = (table(side, rows * width, torch.float32).view(rows, width) for side in ("image", "text"))
+    return image, text, table("index", rows, torch.int64)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A run's ``config.json``; UsageError if there is none."""
+    """Return a run's ``config.json``; UsageError if there is none."""
     path = folder / "config.json"
     try:
         return json.loads(path.read_text())
@@ -281,17 +273,8 @@ def _read_checkpoint(folder: Path, name: str) -> Checkpoint:
 
 
 def model_settings(flags: Mapping[str, Any]) -> ModelConfig:
-    """How to build the run's model without its weights, which the checkpoint has."""
+    """Return how to build the run's model without its weights, which the checkpoint has."""
     settings = model_config(flags)
     # A tag also says how its images are normalized; a file that the run started from may be gone.
     tagged = bool(settings.pretrained) and bool(open_clip.get_pretrained_cfg(settings.name, settings.pretrained))
     return replace(settings, pretrained=settings.pretrained if tagged else None, pretrained_image=False)
-
-
-def _training_data(spec: DataSpec, preprocess: Callable) -> Source:
-    try:
-        return build_source(spec, preprocess)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"cannot read the run's training data: {error}. If they have moved, say where to with --train-data"
-        ) from error

@@ -85,13 +85,9 @@ class Training:
 
     def manifest_bytes(self) -> int:
         """Return the bytes of the data set's manifest, from a small one of local shards written to disk."""
-        few = [
-            Shard(
-                f"/data/{n:05d}.tar", self.samples_per_shard, n * self.samples_per_shard, 10**9, 10**18, "0" * 16, True
-            )
-            for n in range(_FEW_SHARDS)
-        ]
-        blocks = np.zeros(_FEW_SHARDS * self.samples_per_shard, np.uint32)
+        each = self.samples_per_shard
+        few = [Shard(f"/data/{n:05d}.tar", each, n * each, 10**9, 10**18, "0" * 16, True) for n in range(_FEW_SHARDS)]
+        blocks = np.zeros(_FEW_SHARDS * each, np.uint32)
         with tempfile.TemporaryDirectory() as folder:
             Manifest(few, blocks=blocks).save(Path(folder) / "manifest.json")
             written = sum(path.stat().st_size for path in Path(folder).iterdir())
@@ -108,12 +104,11 @@ class Memory:
     @classmethod
     def of(cls, gpu: float | None, host: float | None) -> "Memory":
         """Return the given GB; by default this machine's if it has a GPU, else 80 and 512."""
-        here = torch.cuda.is_available()
-        if gpu is None:
-            gpu = torch.cuda.get_device_properties(0).total_memory / 1e9 if here else 80
-        if host is None:
-            host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9 if here else 512
-        return cls(int(gpu * 1e9), int(host * 1e9))
+        here = (80.0, 512.0)
+        if torch.cuda.is_available():
+            host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            here = torch.cuda.get_device_properties(0).total_memory / 1e9, host_bytes / 1e9
+        return cls(int((gpu or here[0]) * 1e9), int((host or here[1]) * 1e9))
 
 
 @dataclass(frozen=True)
@@ -206,7 +201,7 @@ class Plan:
             world_size=world_size,
             local_batch=local_batch,
             model=copies * 4 * self.parameters,
-            activations=self._activations(_part(local_batch, training.accum_freq)),
+            activations=int(self._fixed + self._of_image * _part(local_batch, training.accum_freq)),
             state=self.replicated + on_gpu,
             host_state=on_host * min(world_size, training.ranks_per_node),
             loss=loss,
@@ -218,9 +213,6 @@ class Plan:
         options = self.training.options
         parts = {part: options.get(part) for part in ("normalizer", "temperature_scheme", "views")}
         return options.get("fit_every", registry.options_used_by(self.training.loss, **parts).get("fit_every", 1))
-
-    def _activations(self, micro_batch: int) -> int:
-        return int(self._fixed + self._of_image * micro_batch)
 
     def warnings(self, row: Row) -> list[str]:
         """Return what does not fit, and what to do about it."""
@@ -252,10 +244,7 @@ class Plan:
 
     def report(self) -> Iterator[str]:
         """Yield the plan, line by line."""
-        for part in (self._sizes, self._batches, self._communication, self._table):
-            yield from part()
-            if part != self._table:
-                yield ""
+        yield from [*self._sizes(), "", *self._batches(), "", *self._communication(), "", *self._table()]
         for warning in self.warnings(self.asked):
             yield f"WARNING: {warning}"
 
@@ -266,7 +255,10 @@ class Plan:
             f"{row.world_size} ranks, {min(row.world_size, training.ranks_per_node)} a node"
         )
         if training.loss == "openclip":
-            yield "with --local-loss --gather-with-grad: without them each rank works on the whole B x B matrix"
+            yield (
+                "with --local-loss --gather-with-grad: without them each rank works on the whole B x B matrix, and needs "
+                "more"
+            )
         millions = self.parameters / 1e6
         how = f"{training.precision}, {'with' if training.grad_checkpointing else 'without'} --grad-checkpointing"
         yield f"manifest                   {_gib(training.manifest_bytes())} GiB, one file beside the shards"
@@ -296,15 +288,15 @@ class Plan:
             if row.local_batch % accum_freq:
                 break
             micro_batch = row.local_batch // accum_freq
-            need = others + self._activations(micro_batch)
+            need = others + int(self._fixed + self._of_image * micro_batch)
             note = " does not fit" if need > available else ""
             yield f"  --batch-size {micro_batch:<6} --accum-freq {accum_freq:<3} {_gib(need):>9} GiB{note}"
 
     def _communication(self) -> Iterator[str]:
         row = self.asked
         yield f"each step, {row.world_size} ranks (MiB):  whole   sent by a rank"
-        whole = {f"loss, {kind}": {kind: size} for kind, size in sorted(row.loss.exchanged.items())}
-        for name, exchanged in (whole | {"model, all-reduce of gradient": row.gradient}).items():
+        rows = {f"loss, {kind}": {kind: size} for kind, size in sorted(row.loss.exchanged.items())}
+        for name, exchanged in (rows | {"model, all-reduce of gradient": row.gradient}).items():
             size, sent = sum(exchanged.values()), sent_bytes(exchanged, row.world_size)
             yield f"  {name:<28}{size / _MIB:>9.3f}{sent / _MIB:>11.3f}"
 

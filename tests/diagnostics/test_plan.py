@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import open_clip
 import pytest
 import torch
 import torch.distributed as dist
@@ -107,13 +106,6 @@ def test_the_manifest_is_as_large_as_a_real_one(tmp_path):
     assert small.manifest_bytes() == pytest.approx(real, rel=0.05)
 
 
-def test_the_model_is_counted_as_it_is():
-    plan = planned("openclip")
-    model = open_clip.create_model(MODEL)
-    assert plan.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert plan.embed_dim == model.text_projection.shape[1]
-
-
 # --- communication ---------------------------------------------------------------------------------------------------
 
 
@@ -180,12 +172,6 @@ def test_ranks_with_tables_on_the_host_tell_one_another_the_index():
         gathered = dry_run(lambda loss=loss: create(loss), BATCH // 2, WIDTH, 2).exchanged[ALL_GATHER]
         gathered += plan.prefetch_bytes(BATCH, views=1)
         assert gathered == counted(name)[0][ALL_GATHER] == counted(name)[1][ALL_GATHER]
-
-
-def test_amorlip_communicates_when_it_fits():
-    often = dry_run(lambda: create("amorlip", fit_every=1), 4, WIDTH, 2, 3)
-    seldom = dry_run(lambda: create("amorlip", fit_every=3), 4, WIDTH, 2, 3)
-    assert often.exchanged[ALL_GATHER] == pytest.approx(3 * seldom.exchanged[ALL_GATHER])
 
 
 @pytest.mark.parametrize("name", list_losses())
@@ -294,7 +280,7 @@ def test_the_plan_says_which_batch_fits(capsys):
     plan.main([*command, "64"])
     text = capsys.readouterr().out
     assert "does not fit; with this global batch up to" in text
-    assert "with --local-loss --gather-with-grad: " in text
+    assert "works on the whole B x B matrix, and needs more" in text
     largest = int(text.partition("up to ")[2].split()[0])
     assert 512 <= largest < 4096
     for line in (line for line in text.splitlines() if line.startswith("  --batch-size")):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from openclip_ext.data.manifest import Manifest
 from openclip_ext.data.shards import ShardSource
@@ -25,7 +24,6 @@ from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found,
 from openclip_ext.diagnostics.inspect.report import Inspection
 from openclip_ext.training.errors import UsageError
 
-DEFAULT_ANCHORS = 100_000
 _MISFITS = ("misfit-captions", "misfit-images")
 
 
@@ -37,21 +35,20 @@ def main(argv: list[str]) -> None:
             argument is wrong.
     """
     args = _parser().parse_args(argv)
-    leave_out = _categories(args.leave_out)
     thresholds = Thresholds(**{field.name: getattr(args, field.name) for field in fields(Thresholds)})
-    if bool(leave_out) != (args.write_manifest is not None):
+    if bool(args.leave_out) != (args.write_manifest is not None):
         raise UsageError("--leave-out says what, and --write-manifest where to: give both or none")
     if args.anchors < 2 or args.show < 0:
         raise UsageError(f"--anchors {args.anchors}, --show {args.show}: expected at least 2 and at least 0")
-    _check_target(args.write_manifest)
     run = open_run(args)
     if run.loss.views > 1:
         raise UsageError(f"{run.loss_name} was trained on images alone: nothing is known of the captions")
-    manifest = _manifest_to_change(run.source, Path(args.write_manifest)) if leave_out else None
+    manifest = _manifest_to_change(run.source, args.write_manifest) if args.leave_out else None
     folder = args.output or run.folder / "inspect"
 
     embeddings = embed_training_set(run, folder)
-    anchors = _draw_anchors(len(embeddings.index), args.anchors, args.seed)
+    order = torch.randperm(len(embeddings.index), generator=torch.Generator().manual_seed(args.seed))
+    anchors = order[: args.anchors].sort().values
     difficulty, is_stored = log_normalizers(run.loss, embeddings, anchors, run.device)
     by_row = find(embeddings, anchors, difficulty, thresholds, run.device)
     found = {name: _by_index(rows, embeddings.index.numpy(), name in PAIRS) for name, rows in by_row.items()}
@@ -62,37 +59,32 @@ def main(argv: list[str]) -> None:
     report.write_json(folder / "found.json", inspection)
     report.write_csv(folder / "found.csv", inspection)
 
-    print(_table(about, found))
+    for name, value in about.items():
+        print(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}")
+    for name, category in found.items():
+        print(f"{name:<{max(map(len, found))}}  {category.count:>12,}")
     print(f"{folder / 'index.html'} shows them; found.json and found.csv list them.")
     if manifest is not None:
-        changed = manifest.without(_to_leave_out(found, leave_out))
+        changed = manifest.without(_to_leave_out(found, args.leave_out))
         changed.save(args.write_manifest)
         print(_about_manifest(args.write_manifest, manifest, changed, run.global_batch))
 
 
-def _check_target(manifest: str | None) -> None:
-    """Raise UsageError unless the file can be written, before the long work."""
-    if manifest is None:
-        return
-    if not Path(manifest).parent.is_dir():
-        raise UsageError(f"--write-manifest {manifest}: there is no folder {Path(manifest).parent}")
-    if Path(manifest).is_dir():
-        raise UsageError(
-            f"--write-manifest {manifest} is a folder: give a file, such as {Path(manifest) / 'fewer.json'}"
-        )
-
-
-def _categories(text: str | None) -> tuple[str, ...]:
+def _categories(text: str) -> list[str]:
     """Split names at commas; ``misfits`` is both kinds."""
-    names = [name.strip() for name in (text or "").split(",") if name.strip()]
-    names = [part for name in names for part in (_MISFITS if name == "misfits" else [name])]
-    unknown = [name for name in names if name not in DEFINITIONS]
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in {*DEFINITIONS, "misfits"}]
     if unknown:
-        raise UsageError(f"--leave-out {unknown[0]}: expected some of {', '.join(DEFINITIONS)}, misfits")
-    return tuple(dict.fromkeys(names))
+        raise argparse.ArgumentTypeError(f"{unknown[0]}: expected some of {', '.join(DEFINITIONS)}, misfits")
+    return [part for name in names for part in (_MISFITS if name == "misfits" else [name])]
 
 
 def _manifest_to_change(source: Source, target: Path) -> Manifest:
+    """Return the run's manifest; UsageError, before the long work, if the changed one cannot be written."""
+    if not target.parent.is_dir():
+        raise UsageError(f"--write-manifest {target}: there is no folder {target.parent}")
+    if target.is_dir():
+        raise UsageError(f"--write-manifest {target} is a folder: give a file, such as {target / 'fewer.json'}")
     if not isinstance(source, ShardSource):
         raise UsageError(
             "--write-manifest needs webdataset shards: of other data, take the rows in found.csv out yourself"
@@ -100,11 +92,6 @@ def _manifest_to_change(source: Source, target: Path) -> Manifest:
     if target.is_file() and not len(Manifest.load(target).left_out):
         raise UsageError(f"{target} is a manifest of all samples, which other runs may use: choose another name")
     return source.manifest
-
-
-def _draw_anchors(rows: int, anchors: int, seed: int) -> Tensor:
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
-    return order[:anchors].sort().values
 
 
 def _by_index(found: Found, index: np.ndarray, is_pair: bool) -> Found:
@@ -126,21 +113,14 @@ def _about(run: FinishedRun, embeddings: Embeddings, anchors: int, is_stored: bo
         "checkpoint": run.checkpoint.name,
         "loss": run.loss_name,
         "samples": rows,
-        "left out by the manifest": run.num_samples - run.source.num_kept,
+        "left out by the manifest": run.source.num_samples - run.source.num_kept,
         "bad": run.source.num_kept - rows,
         "looked at": looked_at,
         "log-normalizers": "stored by the loss" if is_stored else f"exact, over {rows:,} samples",
     }
 
 
-def _table(about: dict[str, str | int], found: dict[str, Found]) -> str:
-    lines = [f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}" for name, value in about.items()]
-    width = max(map(len, found))
-    lines += [f"{name:<{width}}  {category.count:>12,}" for name, category in found.items()]
-    return "\n".join(lines)
-
-
-def _to_leave_out(found: dict[str, Found], names: tuple[str, ...]) -> set[int]:
+def _to_leave_out(found: dict[str, Found], names: list[str]) -> set[int]:
     chosen: set[int] = set()
     for name in names:
         category = found[name]
@@ -153,7 +133,7 @@ def _to_leave_out(found: dict[str, Found], names: tuple[str, ...]) -> set[int]:
     return chosen
 
 
-def _about_manifest(path: str, before: Manifest, after: Manifest, global_batch: int) -> str:
+def _about_manifest(path: Path, before: Manifest, after: Manifest, global_batch: int) -> str:
     kept = [manifest.num_samples - len(manifest.left_out) for manifest in (before, after)]
     batches = [f"{samples // global_batch:,}" for samples in kept]
     return (
@@ -173,15 +153,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="to write to (default: RUN_FOLDER/inspect)")
     parser.add_argument(
         "--leave-out",
-        default=None,
+        type=_categories,
+        default=[],
         metavar="NAMES",
         help=f"categories, separated by commas: {', '.join(DEFINITIONS)}, misfits. Of a pair, the first sample stays",
     )
-    parser.add_argument("--write-manifest", default=None, metavar="PATH", help="a manifest without them, to go on with")
+    parser.add_argument("--write-manifest", type=Path, metavar="PATH", help="a manifest without them, to go on with")
     parser.add_argument(
         "--anchors",
         type=int,
-        default=DEFAULT_ANCHORS,
+        default=100_000,
         help="samples to look at, drawn at random; each is compared with all (default: %(default)s)",
     )
     parser.add_argument("--show", type=int, default=30, help="of each category on the page (default: %(default)s)")

@@ -5,7 +5,7 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,11 @@ from openclip_ext.diagnostics.inspect.findings import Found, Thresholds
 from openclip_ext.pages.rendering import render_page
 
 _THUMBNAIL = 112  # pixels
-_COLUMNS = ("category", "value", "index", "shard", "key", "caption")
-_PARTNER_COLUMNS = ("other_index", "other_shard", "other_key", "other_caption")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample as people know it.
-
-    Attributes:
-        index: global index.
-        shard, key: where it lies.
-        caption: its caption.
-    """
+    """A sample as people know it: its global index, its shard and key in that, and its caption."""
 
     index: int
     shard: str
@@ -83,7 +75,7 @@ def write_json(path: Path, inspection: Inspection) -> None:
         name: {
             "definition": inspection.thresholds.definition(name),
             "count": found.count,
-            "found": [[*map(int, entry[:-1]), float(entry[-1])] for entry in _entries(found)],
+            "found": list(_entries(found)),
         }
         for name, found in inspection.found.items()
     }
@@ -91,7 +83,7 @@ def write_json(path: Path, inspection: Inspection) -> None:
         **inspection.about,
         "thresholds": asdict(inspection.thresholds),
         "categories": categories,
-        "listed": {sample.index: [sample.shard, sample.key, sample.caption] for sample in inspection.samples.values()},
+        "listed": {index: astuple(sample)[1:] for index, sample in inspection.samples.items()},
     }
     path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -100,13 +92,12 @@ def write_csv(path: Path, inspection: Inspection) -> None:
     """Write one line for each sample or pair that is listed."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(_COLUMNS + _PARTNER_COLUMNS)
+        columns = [field.name for field in fields(Sample)]
+        writer.writerow(["category", "value", *columns, *(f"other_{column}" for column in columns)])
         for name, found in inspection.found.items():
             for *members, value in _entries(found):
-                samples = [inspection.samples[int(index)] for index in members]
-                writer.writerow(
-                    [name, f"{value:.6g}", *(field for sample in samples for field in asdict(sample).values())]
-                )
+                texts = [text for index in members for text in astuple(inspection.samples[index])]
+                writer.writerow([name, f"{value:.6g}", *texts])
 
 
 def _entries(found: Found) -> Iterable[tuple[Any, ...]]:
