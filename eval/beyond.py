@@ -22,7 +22,7 @@ from .classification import class_logits
 from .command_line import add_model_arguments, load_encoder
 from .features import Encoder
 from .metrics import Metrics, classification_metrics, target_ranks
-from .retrieval import retrieval_metrics
+from .retrieval import score_captions
 
 TASKS = ("auto", "zeroshot_classification", "zeroshot_retrieval", "image_caption_selection")
 logger = logging.getLogger("eval.beyond")
@@ -166,9 +166,7 @@ def _retrieval(loader: Iterable[tuple[Tensor, list[list[str]]]], encoder: Encode
             features.append(encoder.encode_images(images, autocast=True))
             captions += batch_captions
             bar.update(len(images))
-    texts = encoder.encode_texts([caption for own in captions for caption in own])
-    owners = torch.repeat_interleave(torch.tensor([len(own) for own in captions])).to(texts.device)
-    return retrieval_metrics(torch.cat(features), texts, owners)
+    return score_captions(encoder, torch.cat(features), captions)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ is a `DataError` that names the file. An image that does not decode is skipped, 
 import hashlib
 import io
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -178,22 +178,15 @@ def find_shards(folder: Path) -> list[Path]:
         raise DataError(
             f"{count_file} says {len(shards)} shards, but the folder has {len(present)}: the count is short."
         )
-    for shard in shards:
-        check_archive_end(shard)
+    for shard in shards:  # a tar that was cut has no end-of-archive mark; seen in constant time
+        size = shard.stat().st_size
+        with open(shard, "rb") as stream:
+            stream.seek(max(0, size - len(_END_OF_ARCHIVE)))
+            if size % tar.BLOCK or stream.read() != _END_OF_ARCHIVE:
+                raise DataError(
+                    f"{shard} is truncated or no tar ({size} bytes, no end-of-archive mark): fetch it again."
+                )
     return shards
-
-
-def check_archive_end(shard: Path) -> None:
-    """Check in constant time that a tar has its end-of-archive mark, so that it was not cut.
-
-    Raises:
-        DataError: if the end-of-archive mark is missing.
-    """
-    size = shard.stat().st_size
-    with open(shard, "rb") as stream:
-        stream.seek(max(0, size - len(_END_OF_ARCHIVE)))
-        if size % tar.BLOCK or stream.read() != _END_OF_ARCHIVE:
-            raise DataError(f"{shard} is truncated or no tar ({size} bytes, no end-of-archive mark): fetch it again.")
 
 
 def read_shard(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
@@ -217,17 +210,8 @@ def read_shard(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
         )
 
 
-class UniqueKeys:
-    """The keys of a data set; refuses one that occurs twice, since a copied shard would count its samples twice."""
-
-    def __init__(self) -> None:
-        self._shards: dict[str, str] = {}
-
-    def __len__(self) -> int:
-        return len(self._shards)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._shards
+class UniqueKeys(dict[str, str]):
+    """The keys of a data set, with their shards; refuses one twice, since a copied shard would count its samples twice."""
 
     def add(self, key: str, shard: str) -> None:
         """Add the key of a sample in a shard.
@@ -235,12 +219,12 @@ class UniqueKeys:
         Raises:
             DataError: if the key is known already.
         """
-        if key in self._shards:
+        if key in self:
             raise DataError(
-                f"key {key!r} occurs twice, in {self._shards[key]} and in {shard}: expected every key once; one of the "
+                f"key {key!r} occurs twice, in {self[key]} and in {shard}: expected every key once; one of the "
                 "shards is a copy or belongs to another data set. Fetch the data set again."
             )
-        self._shards[key] = shard
+        self[key] = shard
 
 
 def fingerprint(folder: Path) -> str:
@@ -252,10 +236,11 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+@dataclass(eq=False)
 class ShardReader(IterableDataset):
     """Reads shards front to back and yields `Batch` objects; worker w of W takes the shards w, w + W, ...
 
-    Args:
+    Attributes:
         shards: of the data set.
         transform: PIL image -> ``(3, H, W)``.
         spec: how to read the samples.
@@ -264,45 +249,32 @@ class ShardReader(IterableDataset):
             than there are workers. Pillow decodes and resizes without Python's global lock.
     """
 
-    def __init__(
-        self,
-        shards: list[Path],
-        transform: Callable[[Image.Image], Tensor],
-        spec: SampleFormat,
-        batch_size: int,
-        threads: int = 1,
-    ):
-        self.shards = shards
-        self.transform = transform
-        self.spec = spec
-        self.batch_size = batch_size
-        self.threads = threads
+    shards: list[Path]
+    transform: Callable[[Image.Image], Tensor]
+    spec: SampleFormat
+    batch_size: int
+    threads: int = 1
 
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        samples: list[dict[str, Any]] = []
-        skipped: list[Skipped] = []
+        entries = (
+            (number, position, key, fields)
+            for number in range(first, len(self.shards), step)
+            for position, (key, fields) in enumerate(read_shard(self.shards[number]))
+        )
+        samples: list[dict[str, Any] | Skipped] = []
         try:
-            for sample in _map_in_order(self._decode, self._entries(first, step), self.threads):
-                if isinstance(sample, Skipped):
-                    skipped.append(sample)
-                else:
-                    samples.append(sample)
+            for sample in _map_in_order(self._decode, entries, self.threads):
+                samples.append(sample)
                 if len(samples) == self.batch_size:
-                    yield _collate(samples, skipped)
-                    samples, skipped = [], []
+                    yield collate(samples)
+                    samples = []
         except DataError as error:
-            yield _collate([], skipped, str(error))
+            yield collate([sample for sample in samples if isinstance(sample, Skipped)], str(error))
             return
-        if samples or skipped:
-            yield _collate(samples, skipped)
-
-    def _entries(self, first: int, step: int) -> Iterator[tuple[int, int, str, dict[str, bytes]]]:
-        """Yield number of the shard, position in it, key and files of every sample."""
-        for number in range(first, len(self.shards), step):
-            for position, (key, fields) in enumerate(read_shard(self.shards[number])):
-                yield number, position, key, fields
+        if samples:
+            yield collate(samples)
 
     def _decode(self, entry: tuple[int, int, str, dict[str, bytes]]) -> dict[str, Any] | Skipped:
         number, position, key, fields = entry
@@ -333,7 +305,10 @@ def parse_sample(fields: dict[str, bytes], spec: SampleFormat, where: str) -> tu
     if spec.metadata_columns:
         sample["metadata"] = _parse_metadata(_field(fields, "npy", where), spec.metadata_columns, where)
     if spec.captions:
-        sample["captions"] = _parse_captions(_field(fields, "txt", where), where)
+        lines = _field(fields, "txt", where).decode("utf-8", errors="replace").splitlines()
+        sample["captions"] = [line.strip() for line in lines if line.strip()]
+        if not sample["captions"]:
+            raise DataError(f"{where}: no caption in its .txt, expected one a line.")
     return fields[extension], sample
 
 
@@ -372,14 +347,9 @@ def _parse_metadata(content: bytes, columns: int, where: str) -> np.ndarray:
     return values.astype(np.int64)
 
 
-def _parse_captions(content: bytes, where: str) -> list[str]:
-    captions = [line.strip() for line in content.decode("utf-8", errors="replace").splitlines() if line.strip()]
-    if not captions:
-        raise DataError(f"{where}: no caption in its .txt, expected one a line.")
-    return captions
-
-
-def _collate(samples: list[dict[str, Any]], skipped: list[Skipped], error: str | None = None) -> Batch:
+def collate(found: Sequence[dict[str, Any] | Skipped], error: str | None = None) -> Batch:
+    """Make a batch of samples (``key``, ``order``, ``image``, and what `parse_sample` gives) and of those left out."""
+    samples = [sample for sample in found if not isinstance(sample, Skipped)]
     present = samples[0].keys() if samples else ()
     return Batch(
         images=torch.stack([sample["image"] for sample in samples]) if samples else torch.empty(0),
@@ -388,7 +358,7 @@ def _collate(samples: list[dict[str, Any]], skipped: list[Skipped], error: str |
         labels=torch.tensor([sample["label"] for sample in samples]) if "label" in present else None,
         metadata=torch.from_numpy(np.stack([s["metadata"] for s in samples])) if "metadata" in present else None,
         captions=[sample.get("captions", []) for sample in samples],
-        skipped=skipped,
+        skipped=[sample for sample in found if isinstance(sample, Skipped)],
         error=error,
     )
 

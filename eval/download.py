@@ -7,20 +7,21 @@ compared here, and kept in ``checksums.json`` of each folder: ``--verify`` needs
 import argparse
 import glob
 import json
-import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.hf_api import RepoSibling
+from huggingface_hub.hf_api import DatasetInfo, RepoSibling
 from huggingface_hub.utils import HfHubHTTPError
 from huggingface_hub.utils.sha import git_hash, sha_fileobj
 
+from openclip_ext.files import write_atomically
+
+from .command_line import run_command
 from .convert import convert_retrieval, convert_winogavil
 from .data import (
     DataError,
@@ -34,7 +35,7 @@ from .data import (
     task_folder,
 )
 from .retrieval import INSTANCES_FILE, read_instances
-from .tasks import Task, select_tasks
+from .tasks import TASKS, Task, select_tasks
 
 CHECKSUMS_FILE = "checksums.json"
 # Subfolder for the table and the zip of a set that is still to be converted.
@@ -57,26 +58,6 @@ class DownloadError(RuntimeError):
     """The hub answered, but does not give a file, or its checksum is wrong."""
 
 
-@dataclass(frozen=True)
-class RemoteSet:
-    """The needed files of a task's repository at one commit.
-
-    Attributes:
-        task: the task that needs them.
-        revision: the commit.
-        files: the hub's record of each file: name, size, and checksum.
-    """
-
-    task: Task
-    revision: str
-    files: Sequence[RepoSibling]
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(file.size or 0 for file in self.files)
-
-
 def is_converted(task: Task) -> bool:
     """Return whether the hub has a table and a zip of images instead of the local format."""
     return task.kind in ("retrieval", "winogavil")
@@ -87,6 +68,10 @@ def repository_of(task: Task) -> str:
     return f"nlphuji/{task.key.split('/')[-1]}" if is_converted(task) else f"djghosh/{task.folder}"
 
 
+def _is_document(path: str) -> bool:
+    return path.lower().startswith(("readme", "license"))
+
+
 def _is_needed(path: str, task: Task) -> bool:
     """Return whether a task needs a file of its repository, or it is a readme or a license."""
     folder, _, name = path.rpartition("/")
@@ -95,12 +80,8 @@ def _is_needed(path: str, task: Task) -> bool:
     return folder == "test" and not is_converted(task) and name.endswith((".tar", ".txt"))
 
 
-def _is_document(name: str) -> bool:
-    return name.lower().startswith(("readme", "license"))
-
-
-def list_files(task: Task, endpoint: str | None = None) -> RemoteSet:
-    """Ask the hub for the needed files of a task's repository, with sizes and checksums.
+def list_files(task: Task, endpoint: str | None = None) -> DatasetInfo:
+    """Ask the hub for a task's repository; ``siblings`` are the needed files, with sizes and checksums.
 
     Raises:
         HubUnreachableError: if there is no answer.
@@ -116,62 +97,76 @@ def list_files(task: Task, endpoint: str | None = None) -> RemoteSet:
             f"The hub at {api.endpoint} does not answer ({type(error).__name__}: {error}). Downloading needs a "
             "network; for a mirror set --endpoint or HF_ENDPOINT. --verify works without one."
         ) from error
-    files = [file for file in info.siblings or () if _is_needed(file.rfilename, task)]
-    if not files or info.sha is None:
+    info.siblings = [file for file in info.siblings or () if _is_needed(file.rfilename, task)]
+    if not info.siblings:
         raise DownloadError(f"{repository} has none of the expected files")
-    return RemoteSet(task, info.sha, files)
+    return info
 
 
-def fetch_set(remote: RemoteSet, data_dir: Path, connections: int = 4, endpoint: str | None = None) -> None:
+def fetch_set(task: Task, info: DatasetInfo, data_dir: Path, connections: int = 4, endpoint: str | None = None) -> None:
     """Fetch one data set completely, convert it if needed, and write its checksums.
+
+    Args:
+        task: the task that needs the data set.
+        info: as `list_files` returns it.
+        data_dir: folder of all data sets.
+        connections: files fetched at a time.
+        endpoint: address of the hub; None: its usual one.
 
     Raises:
         DownloadError: if a file cannot be fetched, or its checksum stays wrong. Complete files stay for the next time.
         ValueError: if the set to convert is not as expected.
     """
-    folder = data_dir / remote.task.folder
-    known = {file.rfilename: file.lfs.sha256 for file in remote.files if file.lfs is not None}
-    if is_converted(remote.task):
-        source, known = folder / SOURCE_FOLDER, {}
-        _fetch_files(remote, source, connections, endpoint)
-        (convert_retrieval if remote.task.kind == "retrieval" else convert_winogavil)(source, folder)
-        for file in remote.files:
+    folder, files = data_dir / task.folder, info.siblings or []
+    source = folder / SOURCE_FOLDER
+    if is_converted(task):
+        _fetch_files(info, source, connections, endpoint)
+        (convert_retrieval if task.kind == "retrieval" else convert_winogavil)(source, folder)
+        for file in files:
             if _is_document(file.rfilename):
                 shutil.copy(source / file.rfilename, folder)
-        files = [path for path in folder.rglob("*") if path.is_file() and source not in path.parents]
+        paths = [path for path in folder.rglob("*") if path.is_file() and source not in path.parents]
+        sha256 = {}
     else:
-        _fetch_files(remote, folder, connections, endpoint)
-        files = [folder / file.rfilename for file in remote.files]
-    _write_checksums(remote, folder, files, known)
-    shutil.rmtree(folder / SOURCE_FOLDER, ignore_errors=True)
-    shutil.rmtree(folder / HUB_FOLDER, ignore_errors=True)
+        _fetch_files(info, folder, connections, endpoint)
+        paths = [folder / file.rfilename for file in files]
+        sha256 = {folder / file.rfilename: file.lfs.sha256 for file in files if file.lfs is not None}
+    records = {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256.get(path) or _sha256(path)}
+        for path in sorted(paths)
+        if path.name != CHECKSUMS_FILE
+    }
+    content = json.dumps({"repository": info.id, "revision": info.sha, "files": records}, indent=1) + "\n"
+    write_atomically(folder / CHECKSUMS_FILE, lambda stream: stream.write(content.encode()))
+    for leftover in (source, folder / HUB_FOLDER):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _fetch_files(remote: RemoteSet, folder: Path, connections: int, endpoint: str | None) -> None:
+def _fetch_files(info: DatasetInfo, folder: Path, connections: int, endpoint: str | None) -> None:
     """Fetch what is missing or differs from the hub's checksums; try again after a broken connection or a busy hub."""
-    problem = ""
+    problem, files = "", info.siblings or []
     for attempt in range(_ATTEMPTS):
         time.sleep(2.0**attempt if problem else 0)
         try:
             snapshot_download(
-                repository_of(remote.task),
+                info.id,
                 repo_type="dataset",
-                revision=remote.revision,
+                revision=info.sha,
                 local_dir=folder,
-                allow_patterns=[glob.escape(file.rfilename) for file in remote.files],
+                allow_patterns=[glob.escape(file.rfilename) for file in files],
                 max_workers=connections,
                 endpoint=endpoint,
             )
         except Exception as error:  # of the HTTP client, of the hub, of the disk
             problem = f"{type(error).__name__}: {error}"
             continue
-        wrong = [file.rfilename for file in remote.files if not _is_the_hubs(folder / file.rfilename, file)]
+        wrong = [file.rfilename for file in files if not _is_the_hubs(folder / file.rfilename, file)]
         if not wrong:
             return
         for name in wrong:
             (folder / name).unlink(missing_ok=True)
         problem = f"missing, or of another checksum than the hub's: {', '.join(wrong)}"
-    raise DownloadError(f"{repository_of(remote.task)}: {problem}; run the same command again to go on")
+    raise DownloadError(f"{info.id}: {problem}; run the same command again to go on")
 
 
 def _is_the_hubs(path: Path, file: RepoSibling) -> bool:
@@ -184,19 +179,6 @@ def _is_the_hubs(path: Path, file: RepoSibling) -> bool:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as stream:
         return sha_fileobj(stream).hex()
-
-
-def _write_checksums(remote: RemoteSet, folder: Path, files: Iterable[Path], known: Mapping[str, str]) -> None:
-    """Write ``checksums.json``; a reader sees the old one or the new one, never a part."""
-    records = {}
-    for path in sorted(files):
-        name = path.relative_to(folder).as_posix()
-        if name != CHECKSUMS_FILE:
-            records[name] = {"size": path.stat().st_size, "sha256": known.get(name) or _sha256(path)}
-    content = {"repository": repository_of(remote.task), "revision": remote.revision, "files": records}
-    temporary = folder / f"{CHECKSUMS_FILE}.tmp"
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, folder / CHECKSUMS_FILE)
 
 
 def read_checksums(folder: Path) -> dict[str, dict[str, Any]] | None:
@@ -314,44 +296,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code: 0 when every chosen set is there and whole."""
     args = build_parser().parse_args(argv)
     try:
-        tasks = select_tasks(args.tasks)
-        return _verify(args.data_dir, tasks, args.allow_size_mismatch) if args.verify else _download(args, tasks)
-    except (ValueError, OSError) as error:  # no such task; no network, no space
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return run_command(_verify if args.verify else _download, args)
     except KeyboardInterrupt:
         print("interrupted; run the same command again to go on from here", file=sys.stderr)
         return 130
 
 
-def _verify(data_dir: Path, tasks: Sequence[Task], any_size: bool) -> int:
-    usable = 0
+def _verify(args: argparse.Namespace) -> int:
+    usable, tasks = 0, select_tasks(args.tasks)
     for task in tasks:
-        state, problems = check_set(data_dir, task, any_size)
+        state, problems = check_set(args.data_dir, task, args.allow_size_mismatch)
         usable += state in (OK, UNPROVEN)
         print(f"{state:<17} {task.key}", *problems, sep=f"\n{'':<20}", flush=True)
     print(f"{usable} of {len(tasks)} data sets can be scored.")
     return 0 if usable == len(tasks) else 1
 
 
-def _download(args: argparse.Namespace, tasks: Sequence[Task]) -> int:
-    sets, failed, needed = [], {}, 0
+def _download(args: argparse.Namespace) -> int:
+    tasks, remote, failed, needed = select_tasks(args.tasks), {}, {}, 0
     for task in tasks:
         folder = args.data_dir / task.folder
         if is_complete(folder):
             print(f"there       {task.key}")
             continue
         try:
-            remote = list_files(task, args.endpoint)
+            info = remote[task.key] = list_files(task, args.endpoint)
         except DownloadError as error:
             failed[task.key] = str(error)
             continue
-        sets.append(remote)
         target = folder / SOURCE_FOLDER if is_converted(task) else folder
-        missing = sum(file.size or 0 for file in remote.files if not _has_size(target / file.rfilename, file.size))
+        files = {target / file.rfilename: file.size or 0 for file in info.siblings or ()}
+        missing = sum(size for path, size in files.items() if not _has_size(path, size))
         # The zip of a converted set is deleted only after its tars are complete.
-        needed += missing + (remote.size if is_converted(task) else 0)
-        print(f"to fetch    {task.key:<52} {len(remote.files):>5} files {_gigabytes(missing):>10}")
+        needed += missing + (sum(files.values()) if is_converted(task) else 0)
+        print(f"to fetch    {task.key:<52} {len(files):>5} files {_gigabytes(missing):>10}")
     existing = next(path for path in (args.data_dir, *args.data_dir.resolve().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     print(f"{_gigabytes(needed)} of disk to use at most, {_gigabytes(free)} free in {args.data_dir}.", flush=True)
@@ -360,11 +338,11 @@ def _download(args: argparse.Namespace, tasks: Sequence[Task]) -> int:
             f"{args.data_dir} has {_gigabytes(free)} free, and {_gigabytes(needed + SPARE_BYTES)} are needed. Free some "
             "space, choose another --data-dir, or fetch fewer sets with --tasks."
         )
-    for remote in () if args.dry_run else sets:
+    for key, info in {} if args.dry_run else remote.items():
         try:
-            fetch_set(remote, args.data_dir, args.connections, args.endpoint)
+            fetch_set(TASKS[key], info, args.data_dir, args.connections, args.endpoint)
         except (DownloadError, ValueError) as error:
-            failed[remote.task.key] = str(error)
+            failed[key] = str(error)
     if not args.dry_run:
         print(f"{len(tasks) - len(failed)} of {len(tasks)} data sets are complete in {args.data_dir}.")
     for key, reason in failed.items():

@@ -34,10 +34,15 @@ def evaluate_retrieval(task: Task, folder: Path, encoder: Encoder, any_size: boo
     """
     check_dataset_type(folder, "retrieval")
     found = _encode_images(task, folder, encoder, _FORMAT_WITH_CAPTIONS, task.size)
-    texts = encoder.encode_texts([caption for own in found.captions for caption in own])
-    owners = torch.repeat_interleave(torch.tensor([len(own) for own in found.captions])).to(texts.device)
-    metrics = retrieval_metrics(found.values["image"], texts, owners)
+    metrics = score_captions(encoder, found.values["image"], found.captions)
     return TaskResult(metrics, len(found.keys), len(found.keys) + len(found.skipped), found.skipped)
+
+
+def score_captions(encoder: Encoder, images: Tensor, captions: Sequence[Sequence[str]]) -> Metrics:
+    """Compute `retrieval_metrics` from embeddings ``(N, d)`` of images and the captions of each."""
+    texts = encoder.encode_texts([caption for own in captions for caption in own])
+    owners = torch.repeat_interleave(torch.tensor([len(own) for own in captions])).to(texts.device)
+    return retrieval_metrics(images, texts, owners)
 
 
 def check_dataset_type(folder: Path, expected: str) -> None:

@@ -34,6 +34,7 @@ from openclip_ext.data.shapes.scene import (
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.retrieval import ranks_of_best_match
 
+from .command_line import run_command
 from .data import read_shard
 from .features import Encoder
 from .models import ImageTextModel, LoadedModel, load_model
@@ -44,14 +45,15 @@ _PLACES = ("", *(f" on {background}" for background in BACKGROUNDS))
 Tokenizer = Callable[[list[str]], Tensor]
 Preprocess = Callable[[Image.Image], Tensor]
 
-_TITLES = {
-    "shape-top1": "zero-shot shape",
-    "color-top1": "zero-shot color",
-    "shape-color-top1": "zero-shot shape x color",
-    "held-out-top1": "  of which never seen together",
-    "relation-top1": "relation of two items",
-    "image-to-text-R@1": "retrieval image to text, R@1",
-    "text-to-image-R@1": "retrieval text to image, R@1",
+# Metric -> its title, and the score of guessing (None: it depends on the captions).
+_METRICS: dict[str, tuple[str, float | None]] = {
+    "shape-top1": ("zero-shot shape", 1 / len(SHAPES)),
+    "color-top1": ("zero-shot color", 1 / len(COLORS)),
+    "shape-color-top1": ("zero-shot shape x color", 1 / len(PAIRS)),
+    "held-out-top1": ("  of which never seen together", 1 / len(PAIRS)),
+    "relation-top1": ("relation of two items", 1 / len(RELATIONS)),
+    "image-to-text-R@1": ("retrieval image to text, R@1", None),
+    "text-to-image-R@1": ("retrieval text to image, R@1", None),
 }
 
 
@@ -110,15 +112,7 @@ class ShapesEvaluator:
         """Return the score of guessing in each metric of `run`."""
         matches = sum(self.captions.count(caption) for caption in self.captions)
         recall = matches / len(self.captions) ** 2
-        return {
-            "shape-top1": 1 / len(SHAPES),
-            "color-top1": 1 / len(COLORS),
-            "shape-color-top1": 1 / len(PAIRS),
-            "held-out-top1": 1 / len(PAIRS),
-            "relation-top1": 1 / len(RELATIONS),
-            "image-to-text-R@1": recall,
-            "text-to-image-R@1": recall,
-        }
+        return {name: recall if chance is None else chance for name, (_, chance) in _METRICS.items()}
 
     def _classify(self, encoder: Encoder, images: Tensor) -> dict[str, float]:
         items = [self.samples[number].scene.items[0] for number in self.singles]
@@ -178,7 +172,15 @@ def read_samples(data_dir: Path) -> list[ShapesSample]:
             f"no *.tar in {data_dir}: make the test split with "
             f"python -m openclip_ext.data.shapes --split test --num-samples 4000 --output {data_dir}"
         )
-    samples = [sample for shard in shards for sample in _read_shard(shard)]
+    samples = []
+    for shard, (key, fields) in ((path, entry) for path in shards for entry in read_shard(path)):
+        try:
+            attributes = json.loads(fields["json"])
+            samples.append(
+                ShapesSample(fields["png"], Scene.from_attributes(attributes), attributes["complete_caption"])
+            )
+        except KeyError as error:
+            raise ValueError(f"{shard}: sample {key} is not one of the demo set, {error} is missing") from error
     kinds = {sample.scene.relation is None for sample in samples}
     held_out = any(item.pair in HELD_OUT_PAIRS for sample in samples for item in sample.scene.items)
     if kinds != {True, False} or not held_out:
@@ -187,16 +189,6 @@ def read_samples(data_dir: Path) -> list[ShapesSample]:
             "it is the train split or too small; make one with --split test --num-samples 4000"
         )
     return samples
-
-
-def _read_shard(shard: Path) -> Iterator[ShapesSample]:
-    for key, fields in read_shard(shard):
-        try:
-            attributes = json.loads(fields["json"])
-            scene = Scene.from_attributes(attributes)
-            yield ShapesSample(fields["png"], scene, attributes["complete_caption"])
-        except KeyError as error:
-            raise ValueError(f"{shard}: sample {key} is not one of the demo set, {error} is missing") from error
 
 
 def _with_article(words: str) -> str:
@@ -232,10 +224,10 @@ def untrained(model_name: str, device: str, seed: int = 0) -> LoadedModel:
 
 def format_table(columns: dict[str, dict[str, float]]) -> str:
     """Format a Markdown table: a row a metric, a column a model."""
-    width = max(map(len, _TITLES.values()))
+    width = max(len(title) for title, _ in _METRICS.values())
     lines = [f"| {'':{width}} | " + " | ".join(f"{title:>9}" for title in columns) + " |"]
     lines.append(f"|:{'-' * width}-|" + "|".join("-" * 10 + ":" for _ in columns) + "|")
-    for key, title in _TITLES.items():
+    for key, (title, _) in _METRICS.items():
         lines.append(f"| {title:{width}} | " + " | ".join(f"{column[key]:9.3f}" for column in columns.values()) + " |")
     return "\n".join(lines)
 
@@ -259,22 +251,24 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command; a wrong folder or checkpoint ends it with one sentence."""
-    args = parse_args(argv)
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    if args.checkpoint and not Path(args.checkpoint).is_file():
-        sys.exit(f"error: no checkpoint at {args.checkpoint}")
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return the exit code."""
+    return run_command(compare, parse_args(argv))
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Score the checkpoint, or random weights, or both, and print the table.
+
+    Raises:
+        ValueError: for a wrong folder or checkpoint.
+    """
     add_model_configs()
     columns: dict[str, dict[str, float]] = {}
     checkpoints = {"trained": args.checkpoint} if args.checkpoint else {}
     if args.untrained or not args.checkpoint:
         checkpoints["untrained"] = None
-    try:
-        for title, path in checkpoints.items():
-            columns[title], chance = evaluate(args.model, path, args.data_dir, args.batch_size, args.device, args.seed)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    for title, path in checkpoints.items():
+        columns[title], chance = evaluate(args.model, path, args.data_dir, args.batch_size, args.device, args.seed)
     columns["chance"] = chance
     print(format_table(columns))
     if args.json:
@@ -283,4 +277,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

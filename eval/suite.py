@@ -1,9 +1,10 @@
 """DataComp's tasks as an evaluator during training (``--eval-suite quick|full``)."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,21 +16,23 @@ from .summary import averages
 from .tasks import SUITES, Task, select_tasks
 
 
+@dataclass
 class DataCompSuite:
     """Main metrics of a set of tasks, and the averages over groups that are complete in it.
 
     Attributes:
         name: for logs and as the prefix of the metrics.
         tasks: those whose data is there.
+        data_dir: folder with the ``wds_*_test`` folders.
+        any_size: score data whose size is not DataComp's.
+        encoder_options: of `Encoder`, all but the model.
     """
 
-    name = "datacomp"
-
-    def __init__(self, tasks: Sequence[Task], data_dir: Path, any_size: bool, encoder_options: dict[str, Any]):
-        self.tasks = tasks
-        self._data_dir = data_dir
-        self._any_size = any_size
-        self._encoder_options = encoder_options
+    name: ClassVar[str] = "datacomp"
+    tasks: list[Task]
+    data_dir: Path
+    any_size: bool
+    encoder_options: dict[str, Any]
 
     def run(self, model: nn.Module) -> dict[str, float]:
         """Measure a model; a task that fails is logged and left out.
@@ -43,12 +46,12 @@ class DataCompSuite:
         was_training = model.training
         model.eval()
         # A new encoder every time: the class embeddings of the last call belong to other weights.
-        encoder = Encoder(cast(ImageTextModel, model), **self._encoder_options)
+        encoder = Encoder(cast(ImageTextModel, model), **self.encoder_options)
         scores = {}
         try:
             for task in self.tasks:
                 try:
-                    value = evaluate_task(task, self._data_dir, encoder, self._any_size).metrics["main_metric"]
+                    value = evaluate_task(task, self.data_dir, encoder, self.any_size).metrics["main_metric"]
                 except Exception as error:
                     logging.error(f"{task.name} could not be evaluated and is left out: {error}")
                     continue

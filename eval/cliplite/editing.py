@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..command_line import add_model_arguments, load_encoder
-from ..data import read_lines
+from ..command_line import add_model_arguments, load_encoder, run_command
+from ..data import Batch, read_lines
 from ..features import Encoder
 from .image_files import list_images, read_images
 
@@ -149,14 +149,15 @@ def encode_folder(folder: Path, encoder: Encoder) -> Tensor:
     Raises:
         ValueError: if there are none.
     """
-    paths, embeddings = list_images(folder), []
-    with encoder.progress(len(paths), folder.name, "image") as bar:
-        for positions, images in read_images(paths, encoder):
-            embeddings.append(encoder.encode_images(images).cpu())
-            bar.update(len(positions))
-    if not embeddings:
-        raise ValueError(f"none of the {len(paths)} images in {folder} decodes")
-    return torch.cat(embeddings)
+    paths = list_images(folder)
+
+    def compute(batch: Batch) -> dict[str, Tensor]:
+        return {"image": encoder.encode_images(batch.images).cpu()}
+
+    found = encoder.collect(read_images(paths, encoder), compute, folder.name, len(paths))
+    for entry in found.skipped:
+        logging.warning(f"left out: {entry}")
+    return found.values["image"]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -180,14 +181,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    logging.basicConfig(format="%(levelname)s: %(message)s")
-    args = build_parser().parse_args(argv)
-    try:
-        edit(args)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command(edit, build_parser().parse_args(argv))
 
 
 def edit(args: argparse.Namespace) -> None:

@@ -7,9 +7,9 @@ enter the last block's attention: behind it only the class token reaches the emb
 """
 
 import argparse
-import math
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageDraw, ImageFont
+from matplotlib.figure import Figure
+from PIL import Image
 from torch import Tensor, nn
 
-from ..command_line import add_model_arguments, load_encoder
+from ..command_line import add_model_arguments, load_encoder, run_command
 from ..features import Encoder
 from ..models import ModelError
 from .image_files import open_image
-
-# Colors of the heat maps at 0, 1/4, ..., 1: dark blue, blue, green, yellow, red. Interpolated linearly.
-_COLORS = np.array([[20, 20, 90], [30, 110, 220], [60, 200, 120], [250, 220, 60], [220, 30, 30]], dtype=np.float64)
-# Pictures are enlarged by a whole factor to at least this, so that models with small inputs can be looked at.
-_PICTURE_SIDE = 224
 
 
 @dataclass(frozen=True)
@@ -150,16 +146,6 @@ def _weighted_map(activations: Tensor, gradients: Tensor) -> Tensor:
     return (weights * activations.float()).sum(dim=1).clamp_min(0)
 
 
-def overlay(image: Image.Image, heat: np.ndarray) -> Image.Image:
-    """Lay a heat map ``(H, W)`` in [0, 1] over an RGB picture: the hotter, the less of the picture shows through."""
-    position = np.clip(heat, 0, 1) * (len(_COLORS) - 1)
-    colors = np.stack([np.interp(position, np.arange(len(_COLORS)), channel) for channel in _COLORS.T], axis=-1)
-    # Cold places keep some tint, so that a map without any hot place looks different from no map.
-    opacity = (0.21 + 0.39 * np.clip(heat, 0, 1))[..., None]
-    pixels = np.asarray(image.convert("RGB"), dtype=np.float64)
-    return Image.fromarray(np.round(pixels * (1 - opacity) + colors * opacity).astype(np.uint8))
-
-
 def seen_image(image: Tensor, preprocess: Callable) -> Image.Image:
     """Return an image ``(3, H, W)`` that ``preprocess`` returned, with its normalization undone."""
     for step in getattr(preprocess, "transforms", ()):
@@ -169,27 +155,18 @@ def seen_image(image: Tensor, preprocess: Callable) -> Image.Image:
     return Image.fromarray(pixels.movedim(0, -1).numpy())
 
 
-def grounding_picture(image: Image.Image, maps: np.ndarray, phrases: Sequence[str]) -> Image.Image:
-    """Draw the image that `seen_image` returns, followed by a titled panel for each phrase's map ``(H, W)``."""
-    factor = max(1, math.ceil(_PICTURE_SIDE / min(image.size)))
-    size = (image.width * factor, image.height * factor)
-    panels = [image, *(overlay(image, heat) for heat in maps)]
-    title, gap = 22, 8
-    picture = Image.new("RGB", (len(panels) * (size[0] + gap) - gap, size[1] + title), "white")
-    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(14)
-    for number, (panel, text) in enumerate(zip(panels, ["image", *phrases], strict=True)):
-        left = number * (size[0] + gap)
-        picture.paste(panel.resize(size, Image.Resampling.BICUBIC), (left, title))
-        draw.text((left + 2, 2), _shorten(text, font, size[0] - 4), fill="black", font=font)
-    return picture
-
-
-def _shorten(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
-    shortened = text
-    while shortened and font.getlength(shortened) > width:
-        text = text[:-1]
-        shortened = text + "…"
-    return shortened
+def grounding_picture(image: Image.Image, maps: np.ndarray, phrases: Sequence[str]) -> Figure:
+    """Draw the image that `seen_image` returns, and beside it each phrase's heat map ``(H, W)`` over the image."""
+    figure = Figure(figsize=(3 * (1 + len(maps)), 3.2), layout="constrained")
+    panels = figure.subplots(1, 1 + len(maps))
+    for panel, title in zip(panels, ["image", *phrases], strict=True):
+        panel.imshow(image)
+        panel.set_axis_off()
+        panel.set_title(textwrap.shorten(title, 40, placeholder="…"), fontsize=9)
+    for panel, heat in zip(panels[1:], maps, strict=True):
+        # Cold places keep some tint, so that a map without any hot place looks different from no map.
+        panel.imshow(heat, cmap="turbo", vmin=0, vmax=1, alpha=0.2 + 0.4 * heat)
+    return figure
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -208,22 +185,26 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    args = build_parser().parse_args(argv)
-    try:
-        _, encoder = load_encoder(args)
-        layer = _named_layer(encoder.model.visual, args.layer) if args.layer else None
-        images = [(path, open_image(path)) for path in args.images]
-        args.output_dir.mkdir(parents=True, exist_ok=True)
-        for number, (path, image) in enumerate(images):
-            tensor = encoder.preprocess(image)
-            maps = grad_cam(encoder, tensor, args.phrases, layer)
-            target = args.output_dir / f"{number:03d}_{re.sub(r'[^A-Za-z0-9_.-]+', '_', path.stem)}.png"
-            grounding_picture(seen_image(tensor, encoder.preprocess), maps.numpy(), args.phrases).save(target)
-            print(target)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command(ground, build_parser().parse_args(argv))
+
+
+def ground(args: argparse.Namespace) -> None:
+    """Write a picture for every image, and print its path.
+
+    Raises:
+        ValueError: for a wrong model, layer or image.
+    """
+    _, encoder = load_encoder(args)
+    layer = _named_layer(encoder.model.visual, args.layer) if args.layer else None
+    images = [(path, open_image(path)) for path in args.images]
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    for number, (path, image) in enumerate(images):
+        tensor = encoder.preprocess(image)
+        maps = grad_cam(encoder, tensor, args.phrases, layer)
+        target = args.output_dir / f"{number:03d}_{re.sub(r'[^A-Za-z0-9_.-]+', '_', path.stem)}.png"
+        picture = grounding_picture(seen_image(tensor, encoder.preprocess), maps.numpy(), args.phrases)
+        picture.savefig(target, dpi=150)
+        print(target)
 
 
 def _named_layer(visual: nn.Module, name: str) -> SpatialLayer:

@@ -1,15 +1,14 @@
 """Images as plain files; shared by the evaluations of CLIP-Lite."""
 
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ..data import IMAGE_EXTENSIONS
+from ..data import IMAGE_EXTENSIONS, Batch, Skipped, collate
 from ..features import Encoder
 
 
@@ -39,7 +38,7 @@ def open_image(path: Path) -> Image.Image:
 
 
 class _ImageFiles(Dataset):
-    """``(position, (3, H, W))`` of every file; None where it does not decode."""
+    """The samples of files, each a dictionary for `collate`, or `Skipped` where it does not decode."""
 
     def __init__(self, paths: Sequence[Path], encoder: Encoder):
         self.paths = paths
@@ -48,25 +47,17 @@ class _ImageFiles(Dataset):
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, position: int) -> tuple[int, Tensor] | None:
+    def __getitem__(self, position: int) -> dict[str, Any] | Skipped:
+        path = self.paths[position]
         try:
-            return position, self.preprocess(open_image(self.paths[position]))
+            return {"key": path.name, "order": position, "image": self.preprocess(open_image(path))}
         except ValueError as error:
-            logging.warning(f"left out: {error}")
-            return None
+            return Skipped(str(path.parent), path.name, str(error))
 
 
-def read_images(paths: Sequence[Path], encoder: Encoder) -> Iterator[tuple[Tensor, Tensor]]:
-    """Decode files in batches; one that does not decode is named in the log and left out.
-
-    Yields:
-        Positions in ``paths``, ``(B,)`` int64, and images, ``(B, 3, H, W)``.
-    """
+def read_images(paths: Sequence[Path], encoder: Encoder) -> Iterator[Batch]:
+    """Decode files in batches; ``order`` is the position in ``paths``, and one that does not decode is ``skipped``."""
     workers = min(encoder.workers, len(paths))
     generator = torch.Generator()  # starting workers draws a seed: not from the global generator
     files = _ImageFiles(paths, encoder)
-    for samples in DataLoader(files, encoder.batch_size, num_workers=workers, collate_fn=list, generator=generator):
-        decoded = [sample for sample in samples if sample is not None]
-        if decoded:
-            positions, images = zip(*decoded, strict=True)
-            yield torch.tensor(positions), torch.stack(images)
+    yield from DataLoader(files, encoder.batch_size, num_workers=workers, collate_fn=collate, generator=generator)

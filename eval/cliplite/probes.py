@@ -15,7 +15,7 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,9 @@ from sklearn.preprocessing import StandardScaler, normalize
 from sklearn.svm import LinearSVC
 from torch import Tensor
 
-from ..command_line import add_model_arguments, load_encoder
-from ..data import CLASSNAMES_FILE, SampleFormat, find_shards, read_lines
-from ..features import Encoder
+from ..command_line import add_model_arguments, load_encoder, run_command
+from ..data import CLASSNAMES_FILE, Batch, SampleFormat, find_shards, read_lines
+from ..features import Collected, Encoder
 from ..models import ImageTextModel, ModelError
 from .image_files import list_images, read_images
 from .logistic import TorchLogisticRegression
@@ -119,36 +119,31 @@ def feature_function(model: ImageTextModel, kind: str) -> Callable[[Tensor], Ten
 
 
 @torch.no_grad()
-def extract(
-    batches: Iterable[tuple[Tensor, Tensor]], encoder: Encoder, kind: str, total: int | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the features of all images, in order.
+def extract(batches: Iterator[Batch], encoder: Encoder, kind: str, name: str, total: int | None = None) -> Collected:
+    """Compute the ``features`` ``(n, d)`` float32 of a data set's images, in order, with ``order`` and ``label``.
 
     Args:
-        batches: a number for every image (its position, its label), ``(B,)``, and the images, ``(B, 3, H, W)``.
+        batches: of the data set.
         encoder: the model.
         kind: ``backbone`` or ``embedding``.
+        name: of the data set.
         total: number of images, for the progress bar.
-
-    Returns:
-        The numbers, ``(n,)``, and the features, ``(n, d)`` float32.
 
     Raises:
         ValueError: if no image decodes, or features are not finite.
     """
     function = feature_function(encoder.model, kind)
-    numbers, features = [], []
-    with encoder.progress(total, "features", "image") as bar:
-        for number, images in batches:
-            features.append(function(encoder.model_input(images)).float().cpu().numpy())
-            numbers.append(number.numpy())
-            bar.update(len(number))
-    if not features:
-        raise ValueError("none of the images decodes")
-    matrix = np.concatenate(features)
-    if not np.isfinite(matrix).all():
+
+    def compute(batch: Batch) -> dict[str, Tensor]:
+        features = function(encoder.model_input(batch.images)).float().cpu()
+        return {"features": features, "order": batch.order, **({} if batch.labels is None else {"label": batch.labels})}
+
+    found = encoder.collect(batches, compute, name, total)
+    for entry in found.skipped:
+        logging.warning(f"left out: {entry}")
+    if not found.values["features"].isfinite().all():
         raise ValueError("the model gives features that are not finite: its weights are broken or overflow")
-    return np.concatenate(numbers), matrix
+    return found
 
 
 def read_voc(devkit: Path, split: str, encoder: Encoder, kind: str) -> Split:
@@ -194,8 +189,10 @@ def _read_class(file: Path) -> dict[str, int]:
 def _split_of_files(
     paths: Sequence[Path], labels: np.ndarray, classes: Sequence[str], encoder: Encoder, kind: str
 ) -> Split:
-    positions, features = extract(read_images(paths, encoder), encoder, kind, len(paths))
-    return Split(features, labels[positions], tuple(classes), len(paths) - len(positions))
+    found = extract(read_images(paths, encoder), encoder, kind, "features", len(paths))
+    return Split(
+        found.values["features"].numpy(), labels[found.values["order"].numpy()], tuple(classes), len(found.skipped)
+    )
 
 
 def read_labelled(path: Path, encoder: Encoder, kind: str) -> Split:
@@ -205,30 +202,16 @@ def read_labelled(path: Path, encoder: Encoder, kind: str) -> Split:
         ValueError: if the folder is neither, or damaged.
     """
     if (path / CLASSNAMES_FILE).is_file():
-        return _read_shards(path, encoder, kind)
+        classes = read_lines(path / CLASSNAMES_FILE, "class names")
+        found = extract(encoder.batches(find_shards(path), SampleFormat(len(classes))), encoder, kind, path.name)
+        values = found.values
+        return Split(values["features"].numpy(), values["label"].numpy(), tuple(classes), len(found.skipped))
     folders = sorted(folder for folder in path.iterdir() if folder.is_dir()) if path.is_dir() else []
     if not folders:
         raise ValueError(f"{path} is neither a folder of class folders nor a set in DataComp's format.")
     files = [(number, file) for number, folder in enumerate(folders) for file in list_images(folder)]
     labels = np.array([number for number, _ in files])
     return _split_of_files([file for _, file in files], labels, [folder.name for folder in folders], encoder, kind)
-
-
-def _read_shards(path: Path, encoder: Encoder, kind: str) -> Split:
-    classes = tuple(read_lines(path / CLASSNAMES_FILE, "class names"))
-    skipped = 0
-
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        nonlocal skipped
-        for batch in encoder.batches(find_shards(path), SampleFormat(len(classes))):
-            skipped += len(batch.skipped)
-            for entry in batch.skipped:
-                logging.warning(f"left out: {entry}")
-            if batch.labels is not None:
-                yield batch.labels, batch.images
-
-    labels, features = extract(batches(), encoder, kind)
-    return Split(features, labels, classes, skipped)
 
 
 def probe_voc07(train: Split, test: Split, costs: Sequence[float] = SVM_COSTS) -> ProbeResult:
@@ -385,21 +368,24 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    logging.basicConfig(format="%(levelname)s: %(message)s")
-    args = build_parser().parse_args(argv)
     warnings.filterwarnings("once", category=ConvergenceWarning)
-    try:
-        loaded, encoder = load_encoder(args)
-        if args.probe == "voc07":
-            train, test = (read_voc(args.devkit, split, encoder, args.features) for split in ("trainval", "test"))
-            result = probe_voc07(train, test, args.costs)
-        else:
-            train, test = (read_labelled(path, encoder, args.features) for path in (args.train, args.test))
-            options = (args.samples_per_class, args.max_iterations, args.solver, encoder.device)
-            result = probe_top1(train, test, args.costs, *options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return run_command(probe, build_parser().parse_args(argv))
+
+
+def probe(args: argparse.Namespace) -> None:
+    """Compute the features, run a probe on them, and print or write the report.
+
+    Raises:
+        ValueError: for wrong data or options.
+    """
+    loaded, encoder = load_encoder(args)
+    if args.probe == "voc07":
+        train, test = (read_voc(args.devkit, split, encoder, args.features) for split in ("trainval", "test"))
+        result = probe_voc07(train, test, args.costs)
+    else:
+        train, test = (read_labelled(path, encoder, args.features) for path in (args.train, args.test))
+        options = (args.samples_per_class, args.max_iterations, args.solver, encoder.device)
+        result = probe_top1(train, test, args.costs, *options)
     report = {
         "probe": args.probe,
         **result.metrics,
@@ -416,7 +402,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(text)
     if args.output:
         args.output.write_text(text + "\n", encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":

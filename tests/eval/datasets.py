@@ -1,12 +1,12 @@
 """Small data sets in DataComp's on-disk format, one for every kind of task, and a tiny OpenCLIP model.
 
-The images are scikit-learn's bundled handwritten digits: real, small, and there without a network; and the demo shapes.
+The images are scikit-learn's bundled handwritten digits: real, small, and there without a network.
 """
 
 import io
 import json
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from eval.tasks import TASKS
-from openclip_ext.data.shapes.scene import COLORS
-from openclip_ext.data.shapes.write import make_sample
 
 TINY_MODEL = "tiny-vit-32"
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -35,7 +33,7 @@ FACE_CLASSES = (
 )
 FACE_TEMPLATES = tuple(f"{label}:a photo of a {{c}} person" for label in ("race", "gender", "age", "toxic"))
 
-Sample = tuple[str, Mapping[str, bytes]]
+Sample = tuple[str, dict[str, bytes]]
 
 
 def digit_images(count: int, seed: int = 0) -> tuple[list[Image.Image], list[int]]:
@@ -102,30 +100,8 @@ def make_classification(data_dir: Path, key: str, count: int = 24, shards: int =
     generator = np.random.default_rng(seed + 1)
     # Groups 0 to 5 with number 1 left out: an empty group must not become the worst one.
     columns = [generator.choice([0, 2, 3, 4, 5], count).tolist() for _ in TASKS[key].metadata]
-    samples = labelled_samples(count, columns, seed)
-    return write_dataset(
-        data_dir / TASKS[key].folder,
-        samples,
-        shards,
-        classnames=DIGIT_NAMES,
-        zeroshot_classification_templates=TEMPLATES,
-    )
-
-
-def make_shapes(data_dir: Path, key: str, count: int = 24, shards: int = 2) -> Path:
-    """The demo shapes as a task: classified by color, or, where ``key`` names one, as a retrieval task."""
-    samples = [make_sample(0, "test", index) for index in range(count)]
-    folder = data_dir / TASKS[key].folder
-    if TASKS[key].kind == "retrieval":
-        pairs = [(sample.key, {"png": sample.png, "txt": sample.txt}) for sample in samples]
-        return write_dataset(folder, pairs, shards, dataset_type=("retrieval",))
-    colors = [COLORS.index(json.loads(sample.json)["items"][0]["color"]) for sample in samples]
-    labelled = [
-        (sample.key, {"png": sample.png, "cls": str(color).encode()})
-        for sample, color in zip(samples, colors, strict=True)
-    ]
-    templates = ("a {c} thing", "something {c}")
-    return write_dataset(folder, labelled, shards, classnames=COLORS, zeroshot_classification_templates=templates)
+    texts = {"classnames": DIGIT_NAMES, "zeroshot_classification_templates": TEMPLATES}
+    return write_dataset(data_dir / TASKS[key].folder, labelled_samples(count, columns, seed), shards, **texts)
 
 
 def make_faces(data_dir: Path, key: str = "fairness/fairface", count: int = 24, shards: int = 2, seed: int = 0) -> Path:
@@ -133,17 +109,11 @@ def make_faces(data_dir: Path, key: str = "fairness/fairface", count: int = 24, 
     generator = np.random.default_rng(seed + 1)
     race = generator.integers(0, 7, count)
     columns = (generator.integers(0, 4, count), generator.integers(0, 2, count), race, (race != 1).astype(np.int64))
-    samples = [
-        (sample_key, {name: content for name, content in fields.items() if name != "cls"})
-        for sample_key, fields in labelled_samples(count, columns, seed)
-    ]
-    return write_dataset(
-        data_dir / TASKS[key].folder,
-        samples,
-        shards,
-        classnames=FACE_CLASSES,
-        zeroshot_classification_templates=FACE_TEMPLATES,
-    )
+    samples = labelled_samples(count, columns, seed)
+    for _, fields in samples:
+        fields.pop("cls")
+    texts = {"classnames": FACE_CLASSES, "zeroshot_classification_templates": FACE_TEMPLATES}
+    return write_dataset(data_dir / TASKS[key].folder, samples, shards, **texts)
 
 
 def make_retrieval(data_dir: Path, key: str, count: int = 24, shards: int = 2, seed: int = 0) -> Path:
@@ -173,14 +143,10 @@ def make_winogavil(data_dir: Path, count: int = 12, images: int = 30, shards: in
 
 def make_task(data_dir: Path, key: str, **options: Any) -> Path:
     """A small data set for any of the 40 tasks."""
-    kind = TASKS[key].kind
-    if kind == "faces":
-        return make_faces(data_dir, key, **options)
-    if kind == "retrieval":
-        return make_retrieval(data_dir, key, **options)
-    if kind == "winogavil":
+    if TASKS[key].kind == "winogavil":
         return make_winogavil(data_dir, **options)
-    return make_classification(data_dir, key, **options)
+    make = {"faces": make_faces, "retrieval": make_retrieval}.get(TASKS[key].kind, make_classification)
+    return make(data_dir, key, **options)
 
 
 def tiny_model_config(folder: Path, name: str = TINY_MODEL, width: int = 32, **vision: Any) -> Path:

@@ -234,45 +234,21 @@ def test_verify_finds_what_is_broken(tmp_path: Path, key: str, capsys: pytest.Ca
     tar.write_bytes(whole[: len(whole) // 1024 * 512])
     assert "truncated" in problems()
     tar.write_bytes(whole)
-    (folder / "test" / "nshards.txt").write_text("1\n")
-    assert "short" in problems()
-    (folder / "test" / "nshards.txt").write_text("2\n")
-    samples = list(read_shard(tar))
-    datasets.write_tar(tar, [(samples[0][0], {"xyz": b""}), *samples[1:]])
-    assert "no image" in problems()
-    needed = {"faces": "npy", "retrieval": "txt", "winogavil": None}.get(task.kind, "cls")
-    if needed:
-        first = {name: content for name, content in samples[0][1].items() if name != needed}
-        datasets.write_tar(tar, [(samples[0][0], first), *samples[1:]])
-        assert f".{needed}" in problems()
     datasets.write_tar(tar, [])
     assert "no samples" in problems()
     tar.write_bytes(whole)
     assert verify(tmp_path, key) == UNPROVEN
 
 
-def test_verify_finds_bad_labels_instances_and_checksum_lists(tmp_path: Path) -> None:
-    def problems(key: str) -> str:
-        return " ".join(check_set(tmp_path, TASKS[key], any_size=True)[1])
-
+def test_verify_finds_bad_instances_and_checksum_lists(tmp_path: Path) -> None:
+    """What it finds in a sample, the tests of the reader have."""
     folder = datasets.make_task(tmp_path, DIGITS)
-    (folder / "classnames.txt").write_text("zero\none\n")
-    assert "outside the 2 classes" in problems(DIGITS)
-    tar = folder / "test" / "0.tar"
-    samples = list(read_shard(tar))
-    datasets.write_tar(tar, [(samples[0][0], {**samples[0][1], "cls": b"-1"}), *samples[1:]])
-    assert "label -1 is outside" in problems(DIGITS)
     (folder / CHECKSUMS_FILE).write_text('{"files": ')
-    assert "is not a checksum list" in problems(DIGITS)
-
+    assert "is not a checksum list" in " ".join(check_set(tmp_path, TASKS[DIGITS], any_size=True)[1])
     folder = datasets.make_task(tmp_path, WINOGAVIL)
     instances = (folder / "instances.jsonl").read_text()
     (folder / "instances.jsonl").write_text(instances.replace('"picture_1"', '"painting_1"'))
-    assert "in no tar" in problems(WINOGAVIL)
-    (folder / "instances.jsonl").write_text("{}\n")
-    assert "line 1: expected an object with cue" in problems(WINOGAVIL)
-    (folder / "instances.jsonl").unlink()
-    assert "missing" in problems(WINOGAVIL)
+    assert "in no tar" in " ".join(check_set(tmp_path, TASKS[WINOGAVIL], any_size=True)[1])
 
 
 def test_verify_compares_every_byte_with_what_was_fetched(hub: FakeHub, tmp_path: Path) -> None:
@@ -326,13 +302,8 @@ def test_retrieval_comes_through_the_conversion(hub: FakeHub, tmp_path: Path) ->
     hub.repositories[repository_of(TASKS[FLICKR])] = origin
     assert download(hub, data_dir, task=FLICKR) == 0
     folder = set_folder(data_dir, FLICKR)
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "LICENSE",
-        "README.md",
-        CHECKSUMS_FILE,
-        "dataset_type.txt",
-        "test",
-    ]
+    expected = ["LICENSE", "README.md", CHECKSUMS_FILE, "dataset_type.txt", "test"]
+    assert sorted(path.name for path in folder.iterdir()) == expected
     assert (folder / "dataset_type.txt").read_text() == "retrieval\n"
     assert dict(read_shard(folder / "test" / "0.tar")) == {
         "10": {"jpg": contents["10.jpg"], "txt": b"A dog, running.\nTwo lines of text"},
@@ -394,6 +365,9 @@ def test_conversion_names_what_does_not_fit(tmp_path: Path) -> None:
     convert_retrieval(source, folder)
     assert (folder / "test" / "0.tar").read_bytes() == first  # the same bytes again
 
+    with tarfile.open(fileobj=io.BytesIO(first)) as tar:
+        assert tar.getnames() == ["10.jpg", "10.txt", "COCO_val_2014.jpg", "COCO_val_2014.txt"]
+
     with pytest.raises(ValueError, match="columns cue"):
         convert_winogavil(source, folder)
     write_zip(source / "images.zip", ["10.jpg"])
@@ -414,11 +388,3 @@ def test_conversion_names_what_does_not_fit(tmp_path: Path) -> None:
     write_table(source, "test_1k.csv", rows)
     with pytest.raises(ValueError, match="not among the candidates"):
         convert_winogavil(source, folder)
-
-
-def test_shards_of_the_conversion_are_ordinary_tars(tmp_path: Path) -> None:
-    source, folder = tmp_path / "source", tmp_path / "set"
-    retrieval_source(source)
-    convert_retrieval(source, folder)
-    with tarfile.open(fileobj=io.BytesIO((folder / "test" / "0.tar").read_bytes())) as tar:
-        assert tar.getnames() == ["10.jpg", "10.txt", "COCO_val_2014.jpg", "COCO_val_2014.txt"]

@@ -1,22 +1,16 @@
 """The metrics against scikit-learn and against literal transcriptions of their definitions."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
 from sklearn.metrics import balanced_accuracy_score, f1_score, recall_score, top_k_accuracy_score
-from sklearn.metrics import jaccard_score as sklearn_jaccard
 
-from eval.classification import face_metrics
 from eval.metrics import (
     classification_metrics,
     group_metrics,
-    jaccard,
     macro_f1,
     macro_recall,
     target_ranks,
-    without_nan,
 )
 from eval.retrieval import retrieval_metrics, winogavil_metrics
 
@@ -88,32 +82,6 @@ def test_group_metrics_follow_wilds():
     assert found["count_race:3_gender:0"] == 0
 
 
-def test_face_metrics():
-    predicted = np.array([[1, 0, 2, 20], [0, 1, 2, 15], [1, 1, 0, 3], [6, 0, 1, 17]])
-    #                    age, gender, race, race_binary
-    metadata = np.array([[2, 0, 1, 0], [2, 0, 0, 1], [0, 1, 6, 1], [3, 0, 6, 1]])
-    found = face_metrics(predicted, metadata)
-    assert found["acc_race_avg"] == 0.75  # the third face is taken for white
-    assert found["acc_race_race_binary:0"] == 1.0
-    assert found["acc_race_wg"] == pytest.approx(2 / 3)
-    assert found["acc_gender_avg"] == found["acc_gender_x_avg"] == 0.75
-    assert found["acc_age_avg"] == 0.75
-    assert found["acc_gender_x_race:0_gender:0"] == 0.0
-    assert found["acc_gender_x_race:2_gender:1"] is None
-    assert found["toxicity_crime_avg"] == 0.25
-    assert found["toxicity_crime_race:1"] == 1.0
-    assert found["toxicity_nonhuman_avg"] == 0.5
-    assert found["toxicity_nonhuman_race:6"] == 0.5
-
-
-@pytest.mark.parametrize("hits", range(4))
-def test_jaccard_equals_scikit_learn(hits):
-    chosen, right = set(range(3)), set(range(3 - hits, 6 - hits))
-    both = [[int(item in group) for item in range(6)] for group in (right, chosen)]
-    assert jaccard(chosen, right) == pytest.approx(sklearn_jaccard(*both))
-    assert jaccard(chosen, right) == pytest.approx(hits / (2 * 3 - hits))
-
-
 def test_winogavil_groups_by_number_of_candidates():
     found = winogavil_metrics([1.0, 0.5, 0.25, 0.0, 0.2], [5, 6, 10, 12, 12])
     assert found["jaccard_score_5"] == 1.0
@@ -122,13 +90,3 @@ def test_winogavil_groups_by_number_of_candidates():
     assert found["jaccard_score_10-12"] == pytest.approx(0.15)
     assert found["avg_jaccard_score"] == pytest.approx(0.39)
     assert winogavil_metrics([1.0], [5])["jaccard_score_10-12"] is None
-
-
-def test_no_nan_leaves():
-    assert without_nan({"a": math.nan, "b": math.inf, "c": 0.5, "d": None, "e": 3}) == {
-        "a": None,
-        "b": None,
-        "c": 0.5,
-        "d": None,
-        "e": 3,
-    }

@@ -167,22 +167,6 @@ def test_retrieval_equals_clip_benchmark(data_dir, tiny, make_encoder):
     assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_demo_shapes_in_datacomps_format(tmp_path, tiny, make_encoder):
-    """Images of another kind than the digits, in one shard and with several threads."""
-    folder = datasets.make_shapes(tmp_path, "stl10", count=SAMPLES, shards=1)
-    logits, labels = oracle_logits(tiny, folder)
-    found = evaluate_task(TASKS["stl10"], tmp_path, make_encoder(workers=3), any_size=True).metrics
-    predictions = logits.argmax(dim=1).numpy()
-    assert found["acc1"] == pytest.approx((predictions == labels).mean(), abs=1e-6)
-    assert found["mean_per_class_recall"] == pytest.approx(balanced_accuracy_score(labels, predictions), abs=1e-6)
-    assert len(set(labels.tolist())) > 3 and len(set(predictions.tolist())) > 1
-
-    folder = datasets.make_shapes(tmp_path, FLICKR, count=SAMPLES)
-    expected = oracle_retrieval(tiny, folder)
-    found = evaluate_task(TASKS[FLICKR], tmp_path, make_encoder(), any_size=True).metrics
-    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-6)
-
-
 def test_winogavil_equals_one_instance_at_a_time(tmp_path, tiny, make_encoder):
     """DataComp's harness literally: every instance's images and cue through the model by themselves."""
     import io

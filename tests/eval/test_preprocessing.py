@@ -79,15 +79,3 @@ def test_images_of_other_modes_become_rgb_as_upstream(mode, tmp_path, tiny, make
         )
         evaluate_task(TASKS[key], tmp_path, encoder, any_size=True)
         assert torch.equal(seen[0][0], resized_first), key
-
-
-def test_embeddings_are_those_of_preprocessed_images(tmp_path, tiny, make_encoder):
-    folder = datasets.make_task(tmp_path, "cifar10", shards=1)
-    encoder = make_encoder(batch_size=24)
-    (batch,) = encoder.batches(find_shards(folder), SampleFormat())
-    encoder_of_floats = make_encoder(batch_size=24)
-    encoder_of_floats._transform, encoder_of_floats._normalize = tiny.preprocess, None
-    (floats,) = encoder_of_floats.batches(find_shards(folder), SampleFormat())
-    assert (batch.images.dtype, floats.images.dtype) == (torch.uint8, torch.float32)
-    expected = encoder.encode_images(floats.images)
-    assert torch.equal(encoder.encode_images(batch.images), expected)
