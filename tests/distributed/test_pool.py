@@ -57,11 +57,6 @@ def test_results_come_in_the_order_of_ranks_from_the_same_processes():
     assert len({os.getpid(), *(result["process"] for result in first)}) == 3
 
 
-def test_a_rank_that_is_done_waits_for_the_other():
-    for _ in range(20):
-        assert len(set(two_ranks().run(os.getpid))) == 2
-
-
 def test_without_a_group_a_rank_is_a_program_that_torchrun_starts(monkeypatch, tmp_path):
     monkeypatch.setenv("OF_THE_TEST", "1")
     monkeypatch.chdir(tmp_path)

@@ -1,14 +1,12 @@
 """FSDP2 over two processes trains as DDP does: every loss, every way to compute a step; and checkpoints go both ways."""
 
 import functools
-import json
 from pathlib import Path
 
 import open_clip
 import pytest
 import torch
 
-from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.parallel import blocks_of
 from tests.distributed import sharding_cases
 from tests.distributed.pool import two_ranks
@@ -19,8 +17,10 @@ from tests.training.runs import (
     differences,
     final_state,
     make_shards,
+    results_of,
     run,
     run_on_two_ranks,
+    stock_model,
 )
 
 # The order of additions is all that differs; AdaGrad and Adam amplify it where a gradient is nearly zero.
@@ -154,27 +154,13 @@ def test_sharded_and_replicated_runs_agree(trainings, name):
 
 
 def test_stock_openclip_loads_and_the_evaluation_was_of_the_checkpoint(trainings):
-    add_model_configs()
-    path = trainings / "fsdp" / "checkpoints" / "epoch_2.pt"
-    model = open_clip.create_model("demo-vit", pretrained=str(path))
-    saved = torch.load(path, weights_only=True)["state_dict"]
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, saved[name]), name
-    results = [
-        [json.loads(line) for line in (trainings / run / "checkpoints" / "results.jsonl").read_text().splitlines()]
-        for run in ("fsdp", "ddp")
-    ]
+    stock_model(trainings / "fsdp" / "checkpoints" / "epoch_2.pt")
+    results = [results_of(trainings / run) for run in ("fsdp", "ddp")]
     for sharded, replicated in zip(*results, strict=True):
         assert sharded["clip_val_loss"] == pytest.approx(replicated["clip_val_loss"], rel=1e-4)
 
 
 def test_a_single_process_has_nobody_to_share_with(trainings, tmp_path, caplog):
-    assert (
-        run(
-            command(
-                str(trainings / "shards" / "00000.tar"), tmp_path, "alone", "openclip", "--fsdp", "--batch-size", "4"
-            )
-        )
-        == 0
-    )
+    shard = str(trainings / "shards" / "00000.tar")
+    assert run(command(shard, tmp_path, "alone", "openclip", "--fsdp", "--batch-size", "4")) == 0
     assert "--fsdp does nothing in a single process" in caplog.text

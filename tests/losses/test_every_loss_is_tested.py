@@ -1,11 +1,13 @@
-"""No loss without its tests: these fail for a new loss until it has them (docs/add-your-own-loss.md)."""
+"""No loss without its tests: these fail for a new loss until it has them (docs/add-your-own-loss.md).
+
+The tests in two processes, sharded, and of resuming take every loss of the registry (tests/training/{tiny,runs}.py).
+"""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 
 from openclip_ext.losses.registry import METHODS
-from tests.distributed.covered import RESUMED_LOSSES, SHARDED_LOSSES, TWO_PROCESS_CASES, TWO_PROCESS_LOSSES
 from tests.losses.cases import CASES
 
 # Losses that are not composed of parts have a test file of their own.
@@ -34,18 +36,6 @@ def test_every_other_loss_has_a_reference_case_or_a_test_file() -> None:
     missing = WHOLE - _with_reference() - OWN_TESTS.keys()
     assert not missing, f"add a case to tests/losses/cases.py, or a test file to OWN_TESTS, for: {sorted(missing)}"
     assert [file for file in OWN_TESTS.values() if not Path(__file__).with_name(file).is_file()] == []
-
-
-def test_every_case_runs_in_two_processes() -> None:
-    assert not CASES.keys() - TWO_PROCESS_CASES
-    for trained in (TWO_PROCESS_LOSSES, SHARDED_LOSSES):
-        covered = trained | {name for name in METHODS if _twins(name) & trained}
-        assert not METHODS.keys() - covered, f"not trained in two processes: {sorted(METHODS.keys() - covered)}"
-
-
-def test_every_loss_is_resumed() -> None:
-    missing = METHODS.keys() - RESUMED_LOSSES
-    assert not missing, f"not resumed by tests/training/test_resume.py: {sorted(missing)}"
 
 
 def test_every_loss_has_golden_values() -> None:

@@ -10,7 +10,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from scripts.experiments import clip_arts
-from scripts.experiments.clip_arts import ClipArtsConfig, read_pairs, read_title
+from scripts.experiments.clip_arts import ClipArtsConfig, read_pairs
 from scripts.experiments.pairs import RECIPE, SPLITS
 
 SMALL = ClipArtsConfig(num_val=1, num_test=2, image_size=8)
@@ -59,13 +59,6 @@ def test_pictures_are_padded_to_a_white_square(source: Path):
     assert frog.described == {"name": "frog", "file": "animals/frog-2.png"}
 
 
-def test_too_large_a_picture_has_no_title(source: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4)  # Pillow refuses more than twice as many
-    assert read_title(source / "animals/frog-2.png") is None
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    assert read_title(source / "animals/frog-2.png") == ""
-
-
 def test_the_splits_are_disjoint_and_equal_on_every_call(source: Path, tmp_path: Path):
     for name in ("first", "again"):
         clip_arts.main(["--source", str(source), "--output", str(tmp_path / name), "--num-val", "1", "--num-test", "2"])
@@ -86,8 +79,3 @@ def test_a_missing_package_is_said(tmp_path: Path):
     with pytest.raises(SystemExit, match="has 0 pictures, 1400 to hold out: install openclipart-png"):
         clip_arts.main(["--source", str(tmp_path / "none"), "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
-
-
-def test_an_existing_folder_is_left_alone(source: Path, tmp_path: Path):
-    with pytest.raises(ValueError, match="exists"):
-        clip_arts.make(source, source, SMALL)

@@ -179,9 +179,3 @@ def test_too_few_icons_are_an_error(package: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="asked for 50 pairs, the sets have 11"):
         make(package, tmp_path / "out", IconsConfig(**{**vars(SMALL), "num_train": 50}))
     assert not (tmp_path / "out").exists()
-
-
-def test_missing_npm_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(icons.shutil, "which", lambda program: None)
-    with pytest.raises(SystemExit, match="npm is missing"):
-        icons.fetch(tmp_path)

@@ -106,13 +106,21 @@ class Program:
 
     def wait(self) -> list[int | None]:
         """Wait for the end and return the exit statuses; fails after the patience, with all processes killed."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not self.has_ended():
-            if time.monotonic() > deadline:
-                self.kill()
-                raise AssertionError(f"no end after {PATIENCE_SECONDS} s")
-            time.sleep(0.01)
+        try:
+            wait_until(self.has_ended)
+        except AssertionError:
+            self.kill()
+            raise
         return self.statuses()
+
+    def wait_for_step(self, run_folder: Path, count: int) -> None:
+        """Wait until the run has logged so many steps; fails where the program ends before."""
+        log = run_folder / "metrics.jsonl"
+        wait_until(lambda: not self._runs() or (log.is_file() and log.read_text().count("\n") >= count))
+        assert self._runs(), self.text()[-3000:]
+
+    def _runs(self) -> bool:
+        return set(self.statuses()) == {None}
 
     def kill(self) -> None:
         """Kill all processes at once, and wait for them."""
@@ -129,6 +137,14 @@ class Program:
         """Return the program's own words for why it did not go on; None without any, or with a traceback."""
         found = re.search(r"^error: .*", self.text(), flags=re.MULTILINE)
         return found and found.group()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
+    """Wait until the condition holds; fails after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"still waiting after {seconds} s"
+        time.sleep(0.005)
 
 
 def send_kill(pid: int) -> None:

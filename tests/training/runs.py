@@ -6,8 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import open_clip
 import torch
+from torch import nn
 
+from openclip_ext import model_configs
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 from openclip_ext.losses.registry import list_losses
 from openclip_ext.training import signals, trainer
@@ -32,6 +35,9 @@ _FLAGS = {
 LOSS_FLAGS = {loss: _FLAGS.get(loss, []) for loss in list_losses()}
 
 
+_MODEL = ["--model", "demo-vit", "--precision", "fp32", "--device", "cpu", "--batch-size", "16", "--workers", "0"]
+
+
 def make_shards(folder: Path) -> str:
     """Write the demo shards and return OpenCLIP's ``--train-data`` for them."""
     write_shards(folder, ShapesConfig(NUM_SAMPLES, 0, "train", SAMPLES_PER_SHARD), workers=1, progress=False)
@@ -42,9 +48,13 @@ def make_shards(folder: Path) -> str:
 def command(shards: str, logs: Path, name: str, loss: str, *more: str) -> list[str]:
     """A run of 2 epochs of 5 steps with a global batch of 16."""
     run = ["--train-data", shards, "--logs", str(logs), "--name", name, "--loss", loss, "--epochs", "2", "--seed", "3"]
-    model = ["--model", "demo-vit", "--precision", "fp32", "--device", "cpu", "--force-patch-dropout", "0.2"]
-    training = ["--batch-size", "16", "--lr", "1e-3", "--warmup", "3", "--log-every-n-steps", "1", "--workers", "0"]
-    return [*run, *model, *training, *LOSS_FLAGS[loss], *more]
+    training = ["--lr", "1e-3", "--warmup", "3", "--log-every-n-steps", "1", "--force-patch-dropout", "0.2"]
+    return [*run, *_MODEL, *training, *LOSS_FLAGS[loss], *more]
+
+
+def evaluation(logs: Path, name: str, *more: str) -> list[str]:
+    """Return the command of a run that only evaluates."""
+    return [*_MODEL, "--logs", str(logs), "--name", name, *more]
 
 
 @contextmanager
@@ -84,12 +94,26 @@ def run_on_two_ranks(runs: list[dict]) -> None:
         assert statuses == [planned.get("status", 0)] * 2, planned
 
 
+def metrics_of(folder: Path) -> list[dict]:
+    """Return the lines of a run's ``metrics.jsonl``; none without the file."""
+    log = folder / "metrics.jsonl"
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
+
+
+def results_of(folder: Path) -> list[dict]:
+    """Return the lines of a run's ``results.jsonl``, one an evaluation."""
+    return [json.loads(line) for line in (folder / "checkpoints" / "results.jsonl").read_text().splitlines()]
+
+
 def losses_of(folder: Path) -> list[tuple[int, float, float]]:
     """Step, loss and InfoNCE of every logged step."""
-    if not (folder / "metrics.jsonl").is_file():
-        return []
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"], line["infonce"]) for line in lines if "loss" in line]
+    return [(line["step"], line["loss"], line["infonce"]) for line in metrics_of(folder) if "loss" in line]
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    """Compare two finished runs bit for bit: every logged loss, the model file, and the state of all ranks."""
+    assert losses_of(found) == losses_of(expected)
+    assert differences(final_state(found), final_state(expected)) == []
 
 
 def final_state(folder: Path) -> dict:
@@ -106,6 +130,17 @@ def final_state(folder: Path) -> dict:
         file.name: torch.from_numpy(np.load(file)) for file in sorted(model_file.with_suffix(".state").glob("*/*.npy"))
     }
     return {"model": content, **state, **tables}
+
+
+def stock_model(checkpoint: Path) -> nn.Module:
+    """Return the model that stock OpenCLIP loads from a run's checkpoint; its weights must be the file's, bit for bit."""
+    # Added last, this wins over a configuration of the same name that another test made known.
+    open_clip.add_model_config(Path(model_configs.__file__).parent)
+    model = open_clip.create_model("demo-vit", pretrained=str(checkpoint))
+    saved = torch.load(checkpoint, weights_only=True)["state_dict"]
+    saved = {name.removeprefix("module."): value for name, value in saved.items()}
+    assert differences(dict(model.state_dict()), saved) == []
+    return model
 
 
 def differences(first, second, path: str = "") -> list[str]:

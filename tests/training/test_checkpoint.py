@@ -202,17 +202,6 @@ def test_what_is_no_file_of_torch_is_named_so(tmp_path, content):
         ckpt.read(path, mmap=True)
 
 
-def test_nothing_is_resumed_where_no_checkpoint_can_be_read(tmp_path):
-    for epoch in (1, 2):
-        flip(save(tmp_path, Position(epoch, 10 * epoch)))
-    before = contents(tmp_path)
-    with pytest.raises(
-        UsageError, match=r"none of the checkpoints in .* can be read.*epoch_1\.pt.*epoch_2\.pt|epoch_2.*epoch_1"
-    ):
-        ckpt.scan(tmp_path)
-    assert contents(tmp_path) == before
-
-
 def test_a_checkpoint_that_cannot_be_read_is_set_aside(tmp_path):
     path = save(tmp_path, Position(1, 10))
     for _ in range(2):
@@ -298,22 +287,6 @@ def test_weights_load_with_and_without_ddps_prefix(prefix):
     assert torch.equal(source.weight, target.weight)
     with pytest.raises(UsageError, match=r"epoch_1\.pt is of another model"):
         ckpt.load_model(torch.nn.Linear(3, 2), source.state_dict(), Path("epoch_1.pt"))
-
-
-def test_only_the_newest_checkpoint_in_mid_epoch_is_kept(tmp_path):
-    whole = save(tmp_path, Position(1, 10))
-    save(tmp_path, Position(1, 12, 2, PROGRESS))
-    newest = save(tmp_path, Position(1, 14, 4, PROGRESS))
-    ckpt.remove_older_mid_epoch(tmp_path, kept=newest)
-    assert sorted(path.name for path in tmp_path.glob("*.pt")) == [whole.name, newest.name]
-    assert not (tmp_path / "epoch_1_step_12.state").exists()
-
-
-def test_logs_are_cut_to_the_checkpoint_and_unfinished_lines_go(tmp_path):
-    log = tmp_path / "metrics.jsonl"
-    log.write_bytes(b'{"step": 1}\n12\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo\xff\0\0')
-    json_lines.truncate(log, lambda line: line["step"] < 3)
-    assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 def test_broken_lines_of_a_log_go_with_a_warning(tmp_path, caplog):

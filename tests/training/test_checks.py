@@ -3,15 +3,13 @@
 import subprocess
 import sys
 
-import open_clip
 import pytest
 
-from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import run as program
 from openclip_ext.training.errors import UsageError
-from tests.training.runs import command, run
+from tests.training.runs import command, evaluation, run
 
-MISTAKES = {
+MISTAKES: dict[str, tuple[list[str], str]] = {
     "model": (["--model", "ViT-B/33"], r"unknown model --model ViT-B/33; did you mean ViT-B-32\?"),
     "tag": (
         ["--model", "RN50", "--pretrained", "cc13m"],
@@ -26,10 +24,18 @@ MISTAKES = {
     "lamp": (["--opt", "timm/lamp", "--lr", "1"], r"unknown optimizer --opt 'timm/lamp'.*did you mean timm/lamb\?"),
     "one-beta": (["--opt", "timm/lamb", "--lr", "1", "--beta1", "0.9"], "both --beta1 and --beta2"),
     "schedule": (["--lr-scheduler", "cos"], "unknown --lr-scheduler 'cos'; known: cosine"),
+    "optimizer": (["--opt", "sgd"], "unknown optimizer"),
     "cooldown": (["--lr-scheduler", "const-cooldown"], "needs --epochs-cooldown"),
     "epochs": (["--epochs", "0"], "--epochs 0: expected an integer >= 1; to evaluate only"),
     "augmentation": (["--aug-cfg", "foo=3"], "--aug-cfg: got an unexpected keyword argument 'foo'"),
     "temperature": (["--temperature", "14"], r"--temperature 14: expected at most 1.*give --temperature 0\.07143"),
+    "data": (["--train-data", "nowhere/{00000..00003}.tar"], "nowhere"),
+    "batch": (["--batch-size", "100"], "too few samples"),
+    "resampled": (["--dataset-resampled"], "--dataset-resampled draws samples with replacement"),
+    "resume": (["--resume", "no/such/epoch_1.pt"], "does not exist"),
+    "report": (["--report-to", "paper"], "--report-to paper"),
+    "suite": (["--eval-suite", "quick", "--eval-data-dir", "/nothing"], "nothing"),
+    "best": (["--keep-best", "top1"], "--keep-best needs an evaluation"),
     "trace": (["--trace"], "--trace is for evaluation only"),
     "patience": (["--rank-patience", "0"], "--rank-patience: '0': expected a number > 0"),
     "skipped": (["--max-skipped-steps", "0"], "--max-skipped-steps: '0': expected an integer >= 1"),
@@ -55,42 +61,34 @@ def test_wandb_that_is_missing_is_told(shards, tmp_path, monkeypatch):
         run(command(shards, tmp_path, "run", "openclip", "--report-to", "wandb"))
 
 
-def test_lock_text_says_what_it_needs(shards, tmp_path):
-    argv = command(shards, tmp_path, "run", "openclip", "--lock-text", "--epochs", "1")
-    with pytest.raises(UsageError, match="--lock-text needs --lock-text-freeze-layer-norm"):
-        run(argv)
-    assert run([*argv, "--name", "both", "--lock-text-freeze-layer-norm"]) == 0
+RESNET = ["--model", "demo-resnet", "--force-patch-dropout", "0"]
+LOCKED = ["--lock-image", "--lock-text", "--lock-text-freeze-layer-norm", "--temperature-scheme", "constant"]
 
 
-def test_groups_that_a_model_does_not_have_cannot_stay_unlocked(shards, tmp_path):
-    flags = [
-        "--model",
-        "demo-resnet",
-        "--force-patch-dropout",
-        "0",
-        "--lock-image",
-        "--lock-image-unlocked-groups",
-        "99",
-    ]
-    with pytest.raises(UsageError, match="--lock-image-unlocked-groups 99 is not possible for this model"):
-        run(command(shards, tmp_path, "run", "openclip", *flags))
+@pytest.mark.parametrize(
+    ("loss", "flags", "message"),
+    [
+        ("openclip", ["--lock-text"], "--lock-text needs --lock-text-freeze-layer-norm"),
+        (
+            "openclip",
+            [*RESNET, "--lock-image", "--lock-image-unlocked-groups", "99"],
+            "--lock-image-unlocked-groups 99 is not possible for this model",
+        ),
+        ("queueclip", [*RESNET, *LOCKED], "nothing is left to train"),
+        ("openclip", ["--model-ema-decay", "0.9", "--loss", "cliplite"], "would not average"),
+        ("siglip", ["--equal-captions", "mask"], "--equal-captions: not used by the loss 'siglip'.*without labels"),
+        ("queueclip", ["--equal-captions", "mask"], "--equal-captions mask: the queue keeps"),
+        ("amorlip", ["--equal-captions", "positive"], "room for one positive pair"),
+    ],
+)
+def test_what_the_model_or_the_loss_cannot_do_is_told(shards, tmp_path, loss, flags, message):
+    with pytest.raises(UsageError, match=message):
+        run(command(shards, tmp_path, "run", loss, *flags))
 
 
-def test_a_run_that_trains_nothing_is_refused(shards, tmp_path):
-    flags = ["--model", "demo-resnet", "--force-patch-dropout", "0", "--lock-image", "--lock-text"]
-    with pytest.raises(UsageError, match="nothing is left to train"):
-        run(
-            command(
-                shards,
-                tmp_path,
-                "run",
-                "queueclip",
-                *flags,
-                "--temperature-scheme",
-                "constant",
-                "--lock-text-freeze-layer-norm",
-            )
-        )
+def test_nothing_to_do_is_an_error(tmp_path):
+    with pytest.raises(UsageError, match="nothing to do"):
+        run(evaluation(tmp_path, "idle"))
 
 
 def test_lamb_needs_no_eps(shards, tmp_path):
@@ -145,8 +143,3 @@ def test_the_program_prints_a_sentence(tmp_path, argv, message):
     assert "importing PyTorch and OpenCLIP" in first
     assert last.startswith(message)
     assert "Traceback" not in result.stderr
-
-
-def test_every_model_of_openclip_is_known():
-    add_model_configs()
-    assert {"ViT-B-32", "RN50", "demo-vit", "demo-resnet"} <= set(open_clip.list_models())

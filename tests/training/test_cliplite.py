@@ -1,6 +1,5 @@
 """A loss with modules of its own that belong to the model: trained, saved, and part of every evaluation."""
 
-import json
 import logging
 
 import open_clip
@@ -10,7 +9,7 @@ import torch
 from eval.models import load_model
 from eval.shapes import evaluate
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
-from openclip_ext.losses.heads import HEADS_KEY, ProjectedModel, read_heads
+from openclip_ext.losses.heads import ProjectedModel, read_heads
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.options import from_flags
@@ -18,7 +17,7 @@ from openclip_ext.training.errors import UsageError
 from openclip_ext.training.flags import parse
 from openclip_ext.training.model import load_pretrained_heads
 from openclip_ext.training.optimizer import OptimizerConfig, create_optimizer
-from tests.training.runs import command, run
+from tests.training.runs import command, evaluation, results_of, run
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +32,6 @@ def checkpoint(finished):
     return finished / "checkpoints" / "epoch_2.pt"
 
 
-def results_of(folder):
-    lines = (folder / "checkpoints" / "results.jsonl").read_text().splitlines()
-    numbers = {name: value for name, value in json.loads(lines[-1]).items() if "_R@" in name or "rank" in name}
-    assert len(numbers) == 10
-    return numbers
-
-
 def test_projections_and_scale_are_trained(checkpoint):
     trained = read_heads(checkpoint).state_dict()
     start = create_loss("cliplite", embed_dim=64, seed=3).projections.state_dict()
@@ -48,25 +40,21 @@ def test_projections_and_scale_are_trained(checkpoint):
     assert torch.load(checkpoint, weights_only=True)["state_dict"]["logit_scale"] != pytest.approx(2.6593, abs=1e-4)
 
 
-def test_stock_openclip_loads_the_model(checkpoint):
-    content = torch.load(checkpoint, weights_only=True)
-    assert HEADS_KEY in content
-    model = open_clip.create_model("demo-vit", pretrained=str(checkpoint))
-    assert model.state_dict().keys() == content["state_dict"].keys()
-    assert all(torch.equal(value, content["state_dict"][name]) for name, value in model.state_dict().items())
+def numbers_of(folder):
+    numbers = {name: value for name, value in results_of(folder)[-1].items() if "_R@" in name or "rank" in name}
+    assert len(numbers) == 10
+    return numbers
 
 
 def test_validation_goes_through_the_projections_also_after_reloading(finished, checkpoint, shards, tmp_path):
-    during = results_of(finished)
-    common = ["--model", "demo-vit", "--precision", "fp32", "--device", "cpu", "--batch-size", "16", "--workers", "0"]
-    common += ["--val-data", shards, "--logs", str(tmp_path), "--name"]
-    assert run([*common, "resumed", "--resume", str(checkpoint)]) == 0
-    assert run([*common, "pretrained", "--pretrained", str(checkpoint)]) == 0
-    assert results_of(tmp_path / "resumed") == results_of(tmp_path / "pretrained") == during
+    during = numbers_of(finished)
+    for flag in ("--resume", "--pretrained"):
+        assert run(evaluation(tmp_path, flag, "--val-data", shards, flag, str(checkpoint))) == 0
+        assert numbers_of(tmp_path / flag) == during
     bare = tmp_path / "bare.pt"
     torch.save({"state_dict": torch.load(checkpoint, weights_only=True)["state_dict"]}, bare)
-    assert run([*common, "bare", "--pretrained", str(bare)]) == 0
-    assert results_of(tmp_path / "bare") != during
+    assert run(evaluation(tmp_path, "bare", "--val-data", shards, "--pretrained", str(bare))) == 0
+    assert numbers_of(tmp_path / "bare") != during
 
 
 def test_the_harness_goes_through_the_projections(checkpoint, tmp_path):

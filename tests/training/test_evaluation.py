@@ -1,6 +1,5 @@
 """Validation: OpenCLIP's numbers, in chunks; ImageNet: scikit-learn's; evaluators that fail cost only their numbers."""
 
-import json
 import logging
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from openclip_ext.training import imagenet
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import ScheduledEvaluator, Validation, retrieval_metrics, run_evaluators
 from openclip_ext.training.step import StepSettings
-from tests.training.runs import command, make_shards, run
+from tests.training.runs import command, evaluation, results_of, run
 
 
 def unit_rows(count: int, width: int, seed: int) -> torch.Tensor:
@@ -146,16 +145,6 @@ def scores_of(model: nn.Module, preprocess, folder: Path, classes: list[str], en
     return model.encode_image(images, normalize=True) @ torch.stack(columns, dim=1)
 
 
-def results(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "checkpoints" / "results.jsonl").read_text().splitlines()]
-
-
-def evaluate_only(logs: Path, *flags: str) -> dict[str, float]:
-    argv = ["--model", "demo-vit", "--device", "cpu", "--precision", "fp32", "--workers", "0"]
-    assert run([*argv, "--batch-size", "4", "--logs", str(logs), "--name", "run", *flags]) == 0
-    return results(logs / "run")[-1]
-
-
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
     """An untrained model, its transform and its weights in a file."""
@@ -183,22 +172,20 @@ def test_imagenet_accuracies_equal_scikit_learns(flag, name, ending, pretrained,
         (folder / str(label)).mkdir(parents=True, exist_ok=True)
         for path in (pictures / placeholder).iterdir():
             path.rename(folder / str(label) / f"{placeholder}-{path.name}")
-    metrics = evaluate_only(
-        tmp_path / "logs", "--pretrained", str(weights), flag, str(folder if name == "imagenet" else folder.parent)
-    )
+    path = folder if name == "imagenet" else folder.parent
+    assert run(evaluation(tmp_path / "logs", "run", "--pretrained", str(weights), flag, str(path))) == 0
+    (metrics,) = results_of(tmp_path / "logs" / "run")
     for k in (1, 5):
         expected = top_k_accuracy_score(targets, scores.numpy(), k=k, labels=range(1000))
         assert metrics[f"{name}-zeroshot-val-top{k}"] == pytest.approx(expected, abs=1e-12)
         assert 0 < expected < 1
 
 
-def test_imagenet_is_measured_every_so_many_epochs_and_at_the_end(two_templates, tmp_path):
+def test_imagenet_is_measured_every_so_many_epochs_and_at_the_end(shards, two_templates, tmp_path):
     pictures = write_pictures(tmp_path / "pictures", ["0", "7", "999"])
-    argv = command(
-        make_shards(tmp_path / "shards"), tmp_path / "logs", "run", "openclip", "--imagenet-val", str(pictures)
-    )
-    assert run([*argv, "--epochs", "3", "--zeroshot-frequency", "2"]) == 0
-    found = {line["epoch"]: line.get("imagenet-zeroshot-val-top5") for line in results(tmp_path / "logs" / "run")}
+    more = ["--imagenet-val", str(pictures), "--epochs", "3", "--zeroshot-frequency", "2"]
+    assert run(command(shards, tmp_path / "logs", "run", "openclip", *more)) == 0
+    found = {line["epoch"]: line.get("imagenet-zeroshot-val-top5") for line in results_of(tmp_path / "logs" / "run")}
     assert list(found) == [2, 3]
     assert all(0 <= value <= 1 for value in found.values())
 

@@ -127,23 +127,31 @@ def files_of(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def check(case: SoakCase, runs: Runs, logs: Path, torchrun: bool) -> None:
+def check_drawn(case: SoakCase, runs: Runs, logs: Path, torchrun: bool) -> None:
     """All losses take turns, on 1 and on 2 ranks."""
     rng, losses = case.random(), list_losses()
     loss, ranks = losses[case.number % len(losses)], 1 + (case.number + case.number // len(losses)) % 2
+    check(runs, logs, loss, ranks, [drawn(rng, ranks, torchrun) for _ in range(3)], torchrun)
+
+
+def check(runs: Runs, logs: Path, loss: str, ranks: int, kills: Sequence[Kill], torchrun: bool = False) -> None:
     more = () if torchrun else ("--model", SMALL_MODEL)
     whole = runs.uninterrupted(loss, ranks, *more)
-    kills = [drawn(rng, ranks, torchrun) for _ in range(3)]
     Victim(runs.argv(logs, loss, ranks, *more), ranks, torchrun, logs).go_on(kills)
     assert differing(logs / "run", whole) == [], kills
     assert files_of(logs / "run" / "checkpoints") == files_of(whole / "checkpoints"), kills
 
 
+@pytest.mark.parametrize("steps", [3, 7])
+def test_a_run_killed_after_a_step_goes_on_at_its_last_save(steps: int, runs: Runs, tmp_path: Path) -> None:
+    check(runs, tmp_path, "fastclip", 1, [Kill("step", steps, 0.0, "all", 0)])
+
+
 @pytest.mark.soak(2)
 def test_killed_runs_end_as_uninterrupted_ones(soak_case: SoakCase, runs: Runs, tmp_path: Path) -> None:
-    check(soak_case, runs, tmp_path, torchrun=False)
+    check_drawn(soak_case, runs, tmp_path, torchrun=False)
 
 
 @pytest.mark.soak(0)
 def test_runs_killed_under_torchrun_do_too(soak_case: SoakCase, runs: Runs, tmp_path: Path) -> None:
-    check(soak_case, runs, tmp_path, torchrun=True)
+    check_drawn(soak_case, runs, tmp_path, torchrun=True)

@@ -1,13 +1,12 @@
 """The learning rate of the temperature, where none was given."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from openclip_ext.training.optimizer import SCALE, ScheduleConfig, create_schedule, logit_scale_lr, schedule_rate
-from tests.training.runs import command, run
+from tests.training.runs import command, metrics_of, run
 
 
 def test_a_short_run_takes_a_larger_rate() -> None:
@@ -25,7 +24,7 @@ def _distance_of_tau(shards: str, folder: Path, *more: str) -> float:
     argv = command(shards, folder, "run", "neuclip", "--prototypes", "24", *more)
     argv[argv.index("--epochs") + 1] = "100"
     run(argv, stop_after=6)
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(folder / "run")
     return abs(lines[-1]["temperature_median"] - lines[0]["temperature_median"])
 
 

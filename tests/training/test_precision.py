@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,7 +17,7 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training.optimizer import create_optimizer
 from openclip_ext.training.step import StepSettings, TrainStep
 from tests.losses.cases import CASES, make_steps, run_step
-from tests.training.runs import command, run
+from tests.training.runs import command, metrics_of, run
 from tests.training.tiny import (
     LOSSES,
     OPTIMIZER,
@@ -232,7 +231,7 @@ def test_precisions_from_the_command_line(shards, tmp_path, precision, monkeypat
     ]
     assert run(command(shards, tmp_path, "run", "neuclip", *more, "--epochs", "1")) == 0
     assert len(compiled) == 1
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(5))
     assert lines[-1]["infonce"] == pytest.approx(lines[-1]["chance"], abs=0.5)  # five steps do not go astray
     saved = torch.load(tmp_path / "run" / "checkpoints" / "epoch_1.pt", weights_only=True)

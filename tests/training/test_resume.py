@@ -6,9 +6,8 @@ import torch
 from tests.training.runs import (
     EXIT_AFTER_SIGTERM,
     LOSS_FLAGS,
+    assert_same_run,
     command,
-    differences,
-    final_state,
     losses_of,
     run,
     run_on_two_ranks,
@@ -18,12 +17,6 @@ from tests.training.runs import (
 # views, captions that follow the flip).
 CASES = [(loss, "0") for loss in LOSS_FLAGS] + [(loss, "2") for loss in ("openclip", "fastclip", "simclr", "cliplite")]
 STOP_IN_EPOCH = {0: 3, 1: 8}  # optimizer steps into a run of 2 x 5
-
-
-def assert_same_run(resumed, uninterrupted):
-    assert losses_of(resumed) == losses_of(uninterrupted)
-    assert len(losses_of(resumed)) == 10
-    assert differences(final_state(resumed), final_state(uninterrupted)) == []
 
 
 @pytest.mark.parametrize(("loss", "workers"), CASES)

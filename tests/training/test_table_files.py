@@ -158,19 +158,3 @@ def test_a_loss_with_other_tables_is_refused(tmp_path):
     path = save(tmp_path, TableLoss(), 1)
     with pytest.raises(UsageError, match=r"state of \['average'\], this run's loss keeps \[\]"):
         ckpt.restore_loss(ckpt.read(path), ContrastiveLoss())
-
-
-def test_a_disk_that_fills_up_with_a_table_fails_the_save_alone(tmp_path, monkeypatch):
-    save(tmp_path, TableLoss(), 1)
-    loss = TableLoss()
-
-    def full(table, file):
-        file.write(b"x" * 1000)
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ckpt, "write_table", full)
-        with pytest.raises(OSError, match=r"cannot write rank_0000.average.npy .*No space left"):
-            save(tmp_path, loss, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch_1.pt", "epoch_1.state"]
-    assert ckpt.read(save(tmp_path, loss, 3)).position.step == 3
