@@ -13,8 +13,8 @@ from tests.distributed.pool import two_ranks
 from tests.distributed.sharding_cases import CASES, REPLICATED, RESUMED, SHARDED
 from tests.training.runs import (
     EXIT_AFTER_SIGTERM,
+    assert_same_run,
     command,
-    differences,
     final_state,
     make_shards,
     results_of,
@@ -22,6 +22,7 @@ from tests.training.runs import (
     run_on_two_ranks,
     stock_model,
 )
+from tests.training.tiny import assert_close, tensors
 
 # The order of additions is all that differs; AdaGrad and Adam amplify it where a gradient is nearly zero.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-6}
@@ -33,24 +34,11 @@ def trained(name: str) -> list[dict]:
     return two_ranks().run(sharding_cases.trained, name)
 
 
-def assert_same(actual: dict, expected: dict, tolerance: float) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            actual[name],
-            value,
-            rtol=0,
-            atol=tolerance,
-            equal_nan=True,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_spread_parameters_train_as_replicas(name):
     """Values, parameters, optimizer and loss state after three steps, under the names and shapes of a whole model."""
     results = trained(name)[0]
-    assert_same(results[SHARDED], results[REPLICATED], TOLERANCE[CASES[name].dtype])
+    assert_close(results[SHARDED], results[REPLICATED], rtol=0, atol=TOLERANCE[CASES[name].dtype])
 
 
 def test_the_comparison_sees_a_difference():
@@ -70,9 +58,9 @@ def test_all_processes_skip_a_step_that_overflows():
 def test_a_run_goes_on_the_same_or_the_other_way(name):
     expected = trained(name)[0][SHARDED]
     resumed, _ = two_ranks().run(sharding_cases.resumed_both_ways, name)
-    assert_same(resumed[SHARDED, SHARDED], expected, 0.0)
+    assert_close(resumed[SHARDED, SHARDED], expected, rtol=0, atol=0)
     for switch in ((SHARDED, REPLICATED), (REPLICATED, SHARDED)):
-        assert_same(resumed[switch], expected, TOLERANCE[CASES[name].dtype])
+        assert_close(resumed[switch], expected, rtol=0, atol=TOLERANCE[CASES[name].dtype])
 
 
 def test_only_the_master_holds_the_whole_model():
@@ -131,17 +119,7 @@ def trainings(tmp_path_factory) -> Path:
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(trainings):
-    assert differences(final_state(trainings / "resumed"), final_state(trainings / "fsdp")) == []
-
-
-def assert_close_states(actual, expected, path=""):
-    if isinstance(expected, torch.Tensor):
-        torch.testing.assert_close(
-            actual, expected, rtol=1e-4, atol=1e-5, equal_nan=True, msg=lambda text: f"{path}: {text}"
-        )
-    elif isinstance(expected, dict):
-        for key in expected:
-            assert_close_states(actual[key], expected[key], f"{path}/{key}")
+    assert_same_run(trainings / "resumed", trainings / "fsdp")
 
 
 @pytest.mark.parametrize("name", ["fsdp", "to-fsdp", "to-ddp"])
@@ -150,7 +128,7 @@ def test_sharded_and_replicated_runs_agree(trainings, name):
     for state in (found, expected):
         model = state["model"]["state_dict"]
         state["model"]["state_dict"] = {key.removeprefix("module."): value for key, value in model.items()}
-    assert_close_states(found, expected)
+    assert_close(tensors(found), tensors(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_stock_openclip_loads_and_the_evaluation_was_of_the_checkpoint(trainings):

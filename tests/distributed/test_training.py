@@ -3,12 +3,12 @@
 import functools
 
 import pytest
-import torch
 from torch import Tensor
 
 from tests.distributed import training_cases
 from tests.distributed.pool import two_ranks
 from tests.distributed.training_cases import BLOCK_CASES, CASES, run_in_blocks
+from tests.training.tiny import assert_close
 
 TOLERANCE = 1e-9
 
@@ -17,17 +17,10 @@ one_process = functools.cache(training_cases.run)
 
 def assert_equal_runs(found: dict[str, Tensor], expected: dict[str, Tensor], sharded: bool) -> None:
     assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        if sharded and found[name].shape != value.shape:
-            continue  # a rank's slice of per-sample state; tests/distributed/test_losses.py compares those
-        torch.testing.assert_close(
-            found[name],
-            value,
-            rtol=TOLERANCE,
-            atol=TOLERANCE,
-            equal_nan=True,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
+    if sharded:  # a rank's slice of per-sample state; tests/distributed/test_losses.py compares those
+        whole = [name for name, value in expected.items() if found[name].shape == value.shape]
+        found, expected = ({name: state[name] for name in whole} for state in (found, expected))
+    assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,5 +1,6 @@
 """A CLIP so small that every loss can take some steps in a moment, in all the ways that training can be asked to compute."""
 
+import functools
 from typing import Any
 
 import torch
@@ -81,3 +82,11 @@ def tensors(state: Any, prefix: str = "") -> dict[str, Tensor]:
         return {prefix: state.detach().clone()}
     items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
     return {name: value for key, item in items for name, value in tensors(item, f"{prefix}.{key}").items()}
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float, atol: float) -> None:
+    """Compare tensors by name; NaN equals NaN."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        told = functools.partial("{}: {}".format, name)
+        torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, equal_nan=True, msg=told)
