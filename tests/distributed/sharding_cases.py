@@ -2,57 +2,45 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from open_clip.model import convert_weights_to_lp
 from torch import Tensor, nn
 
-from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training import parallel
 from openclip_ext.training.errors import UsageError
-from openclip_ext.training.optimizer import OptimizerConfig, create_optimizer
-from openclip_ext.training.step import StepSettings, TrainStep
 from tests.training.tiny import (
     BATCH,
+    BFLOAT16,
+    CPU,
+    FLOAT16,
     LOSSES,
     OPTIMIZER,
     WIDTH,
-    parts_of,
-    prepare,
+    TinyTraining,
+    Way,
     tensors,
     tiny_batch,
-    tiny_loss,
     tiny_model,
 )
 
 STEPS = 3
 REPLICATED, SHARDED = "replicated", "sharded"
-BACKEND = "eager"
-CPU = torch.device("cpu")
-BFLOAT16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
-FLOAT16 = functools.partial(torch.autocast, "cpu", torch.float16)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A way to train."""
+class Case(NamedTuple):
+    """A loss and how its steps are computed."""
 
     loss: str
-    tower: str = "vit"
-    micro_batches: int = 1
-    clip: float | None = None
-    checkpointing: bool = False
-    compiled: bool = False
-    dtype: torch.dtype = torch.float64
-    autocast: Callable[[], AbstractContextManager] = contextlib.nullcontext
-    scale: float | None = None
-    optimizer: OptimizerConfig = OPTIMIZER
-    reshard: bool = True
+    way: Way
+
+
+def _case(loss: str, dtype: torch.dtype = torch.float64, **way: Any) -> Case:
+    return Case(loss, Way(dtype=dtype, **way))
 
 
 LOOKAHEAD = replace(
@@ -60,27 +48,27 @@ LOOKAHEAD = replace(
 )
 
 CASES = {
-    **{loss: Case(loss) for loss in LOSSES},
+    **{loss: _case(loss) for loss in LOSSES},
     **{
-        f"{loss}-accumulated-clipped-checkpointed": Case(loss, micro_batches=2, clip=0.05, checkpointing=True)
+        f"{loss}-accumulated-clipped-checkpointed": _case(loss, micro_batches=2, clip=0.05, checkpointing=True)
         for loss in LOSSES
     },
     # One loss of each kind: what they get of an autocast model does not depend on where its parameters lie.
     **{
-        f"{loss}-amp_bf16": Case(loss, dtype=torch.float32, autocast=BFLOAT16)
+        f"{loss}-amp_bf16": _case(loss, dtype=torch.float32, autocast=BFLOAT16)
         for loss in ("openclip", "siglip", "fastclip-v2", "neuclip", "simclr", "cliplite")
     },
-    "fastclip-amp": Case("fastclip", dtype=torch.float32, autocast=BFLOAT16, scale=2.0**8, clip=0.05),
+    "fastclip-amp": _case("fastclip", dtype=torch.float32, autocast=BFLOAT16, scale=2.0**8, clip=0.05),
     # Too large at first, as the GradScaler's start often is: all ranks must skip a step where one finds an infinity.
-    "amorlip-amp-overflow": Case("amorlip", dtype=torch.float32, autocast=FLOAT16, scale=2.0**10),
-    "neuclip-pure_bf16": Case("neuclip", dtype=torch.bfloat16),
-    "neuclip-compiled": Case("neuclip", compiled=True),
-    "neuclip-compiled-checkpointed": Case("neuclip", compiled=True, checkpointing=True),
-    "neuclip-no-reshard": Case("neuclip", reshard=False, micro_batches=2),
-    "fastclip-resnet": Case("fastclip", tower="resnet", clip=0.05),
-    "cliplite-lookahead": Case("cliplite", optimizer=LOOKAHEAD, clip=0.05),
+    "amorlip-amp-overflow": _case("amorlip", dtype=torch.float32, autocast=FLOAT16, scale=2.0**10),
+    "neuclip-pure_bf16": _case("neuclip", dtype=torch.bfloat16),
+    "neuclip-compiled": _case("neuclip", compiled=True),
+    "neuclip-compiled-checkpointed": _case("neuclip", compiled=True, checkpointing=True),
+    "neuclip-no-reshard": _case("neuclip", reshard=False, micro_batches=2),
+    "fastclip-resnet": _case("fastclip", tower="resnet", clip=0.05),
+    "cliplite-lookahead": _case("cliplite", optimizer=LOOKAHEAD, clip=0.05),
     **{
-        f"fastclip-{name}": Case("fastclip", optimizer=replace(OPTIMIZER, name=f"timm/{name}", momentum=0.9))
+        f"fastclip-{name}": _case("fastclip", optimizer=replace(OPTIMIZER, name=f"timm/{name}", momentum=0.9))
         for name in ("adamw", "sgd", "momentum", "lion")
     },
 }
@@ -89,50 +77,24 @@ CASES = {
 RESUMED = ["openclip", "siglip", "fastclip", "neuclip", "cliplite-lookahead", "neuclip-pure_bf16"]
 
 
-class Run:
-    """A few steps of a case on this rank's part of fixed batches."""
+class Run(TinyTraining):
+    """A few steps of a case."""
 
     def __init__(self, case: Case, sharded: bool, keep_whole: bool = False) -> None:
-        self.case, self.sharded = case, sharded
-        model = tiny_model(case.tower).to(case.dtype)
-        if case.checkpointing:
-            model.set_grad_checkpointing()
-        self.loss: ContrastiveLoss = tiny_loss(case.loss)
-        prepare(model, self.loss)
-        if case.dtype == torch.float64:
-            self.loss.double()
-        self.model: nn.Module
-        if sharded:
-            self.model = parallel.ShardedDataParallel(model, CPU, case.reshard, case.compiled, keep_whole)
-        else:
-            self.model = parallel.replicate(model, CPU)
-        self.optimizer = create_optimizer(self.model, case.optimizer, self.loss.logit_scale_lr, self.loss.model_head())
-        scaler = None if case.scale is None else torch.amp.GradScaler("cpu", init_scale=case.scale)
-        settings = StepSettings(CPU, case.dtype, case.autocast, case.clip)
-        # As ``training/main.py`` does; a sharded model has compiled its blocks.
-        stepped = torch.compile(self.model, backend=BACKEND) if case.compiled and not sharded else self.model
-        self.step = TrainStep(stepped, self.loss, self.optimizer, settings, scaler)
+        super().__init__(case.loss, replace(case.way, sharded=sharded), keep_whole)
         self.values: list[Tensor] = []
 
     def steps(self, first: int = 0, last: int = STEPS) -> "Run":
         """Take the steps ``first`` to ``last``."""
-        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.model.train()
-        for number in range(first, last):
-            batch = tiny_batch(number, self.loss.views, size=32 if self.case.tower == "resnet" else 16)
-            own = parts_of(batch, world_size)[rank]
-            terms = self.step(parts_of(own, self.case.micro_batches))
-            self.values.append(sum(terms.values()))
+        self.values += [sum(self.take(number).values()) for number in range(first, last)]
         return self
 
     def result(self) -> dict[str, Tensor]:
-        """All tensors of the run, under the names of a model without wrappers; parameters on the master only."""
-        model = {name.removeprefix("module."): value for name, value in self.model.state_dict().items()}
-        optimizer = parallel.optimizer_state_dict(self.model, self.optimizer)
-        state = {"model": model, "optimizer": optimizer, "loss": self.loss.state_dict(), "values": self.values}
-        if self.step.scaler is not None:
-            state["scale"] = torch.tensor(self.step.scaler.get_scale())
-        return tensors(state)
+        """Return all tensors of the run, the values of its steps and the scaler's scale."""
+        scaler = self.step.scaler
+        scale = {} if scaler is None else {"scale": torch.tensor(scaler.get_scale())}
+        return self.state() | tensors({"values": self.values} | scale)
 
 
 def resumed(case: Case, before_sharded: bool, after_sharded: bool) -> dict[str, Tensor]:
@@ -142,7 +104,7 @@ def resumed(case: Case, before_sharded: bool, after_sharded: bool) -> dict[str, 
     # Every process reads the master's file.
     torch.distributed.broadcast_object_list(states)
     after = Run(case, after_sharded)
-    model = after.model if after.sharded else after.model.module
+    model = after.model if after_sharded else after.model.module
     model.load_state_dict({name.removeprefix("module."): value for name, value in states[0].items()})
     parallel.load_optimizer_state_dict(after.model, after.optimizer, states[1])
     after.loss.load_state_dict(before.loss.state_dict())
@@ -187,7 +149,7 @@ def refused() -> list[str]:
 @contextlib.contextmanager
 def _compiler() -> Iterator[None]:
     """What is compared is how the blocks are compiled, not the compiler."""
-    compile_module = functools.partialmethod(nn.Module.compile, backend=BACKEND)
+    compile_module = functools.partialmethod(nn.Module.compile, backend="eager")
     # main() switches this off where gradient checkpointing asks for it.
     with mock.patch.object(nn.Module, "compile", compile_module), torch._dynamo.config.patch(optimize_ddp=False):
         yield

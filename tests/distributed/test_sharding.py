@@ -38,7 +38,7 @@ def trained(name: str) -> list[dict]:
 def test_spread_parameters_train_as_replicas(name):
     """Values, parameters, optimizer and loss state after three steps, under the names and shapes of a whole model."""
     results = trained(name)[0]
-    assert_close(results[SHARDED], results[REPLICATED], rtol=0, atol=TOLERANCE[CASES[name].dtype])
+    assert_close(results[SHARDED], results[REPLICATED], rtol=0, atol=TOLERANCE[CASES[name].way.dtype])
 
 
 def test_the_comparison_sees_a_difference():
@@ -50,7 +50,7 @@ def test_the_comparison_sees_a_difference():
 
 def test_all_processes_skip_a_step_that_overflows():
     result = trained("amorlip-amp-overflow")[0][SHARDED]
-    assert result[".scale"] == CASES["amorlip-amp-overflow"].scale / 4  # halved twice
+    assert result[".scale"] == CASES["amorlip-amp-overflow"].way.scale / 4  # halved twice
     assert result[".optimizer.state.0.step"] == 1
 
 
@@ -60,7 +60,7 @@ def test_a_run_goes_on_the_same_or_the_other_way(name):
     resumed, _ = two_ranks().run(sharding_cases.resumed_both_ways, name)
     assert_close(resumed[SHARDED, SHARDED], expected, rtol=0, atol=0)
     for switch in ((SHARDED, REPLICATED), (REPLICATED, SHARDED)):
-        assert_close(resumed[switch], expected, rtol=0, atol=TOLERANCE[CASES[name].dtype])
+        assert_close(resumed[switch], expected, rtol=0, atol=TOLERANCE[CASES[name].way.dtype])
 
 
 def test_only_the_master_holds_the_whole_model():

@@ -19,6 +19,9 @@ from openclip_ext.training.step import StepSettings, TrainStep
 from tests.losses.cases import CASES, make_steps, run_step
 from tests.training.runs import command, metrics_of, run
 from tests.training.tiny import (
+    BFLOAT16,
+    CPU,
+    FLOAT16,
     LOSSES,
     OPTIMIZER,
     parts_of,
@@ -28,8 +31,6 @@ from tests.training.tiny import (
     tiny_loss,
     tiny_model,
 )
-
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,6 @@ class Way:
     micro_batches: int = 1
     device: torch.device = CPU
 
-
-BFLOAT16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
-FLOAT16 = functools.partial(torch.autocast, "cpu", torch.float16)
 
 # bfloat16 has 8 significant bits and float16 11: a rounding is off by 0.2 % or 0.02 % on average, and some tens of them lie
 # between a weight and its gradient. Where nothing is rounded, the order of additions is all that differs.

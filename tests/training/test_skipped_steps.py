@@ -11,8 +11,8 @@ from openclip_ext.training.step import TrainStep
 from openclip_ext.training.trainer import TrainingDiverged
 from tests.distributed.pool import two_ranks
 from tests.training.runs import EXIT_AFTER_SIGTERM, command, losses_of, run
-from tests.training.skipped_cases import FLOAT16, Run, Way, all_nan, changed, different
-from tests.training.tiny import LOSSES, tiny_batch
+from tests.training.skipped_cases import all_nan, changed, different
+from tests.training.tiny import FLOAT16, LOSSES, TinyTraining, Way, tiny_batch
 
 WAYS = {
     "plain": Way(),
@@ -54,7 +54,7 @@ def test_a_batch_without_a_valid_sample_changes_nothing(name, way):
 
 def test_gradients_that_overflow_are_skipped_and_the_scale_falls():
     """No sample is to blame: the whole batch is named, and the scaler does what it is for."""
-    run = Run("neuclip", Way(scale=2.0**40, autocast=FLOAT16))
+    run = TinyTraining("neuclip", Way(scale=2.0**40, autocast=FLOAT16))
     before = run.state()
     run.take(0)
     assert different(before, run.state()) == []
@@ -65,7 +65,7 @@ def test_gradients_that_overflow_are_skipped_and_the_scale_falls():
 
 def test_the_guard_changes_nothing_in_good_steps():
     """The way on the device rounds as the way on the host."""
-    runs = [Run("neuclip", Way(tower="resnet", on_device=on_device)) for on_device in (False, True)]
+    runs = [TinyTraining("neuclip", Way(tower="resnet", on_device=on_device)) for on_device in (False, True)]
     for item in runs:
         for number in range(3):
             item.take(number)
@@ -74,7 +74,7 @@ def test_the_guard_changes_nothing_in_good_steps():
 
 
 def test_a_gpu_is_asked_some_steps_later():
-    run = Run("openclip", Way())
+    run = TinyTraining("openclip", Way())
     run.take(0, all_nan)
     pending = run.step.guard._pending
     pending[0].is_on_host = False  # as of a GPU

@@ -1,18 +1,28 @@
 """A CLIP so small that every loss can take some steps in a moment, in all the ways that training can be asked to compute."""
 
+import contextlib
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from open_clip.model import CLIP
 from torch import Tensor, nn
 
+from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses import registry
+from openclip_ext.training import parallel
+from openclip_ext.training.guard import StepGuard
 from openclip_ext.training.model import train_image_tower_only
-from openclip_ext.training.optimizer import OptimizerConfig
-from openclip_ext.training.step import Batch
+from openclip_ext.training.optimizer import OptimizerConfig, create_optimizer
+from openclip_ext.training.step import Batch, StepSettings, TrainStep
 
+CPU = torch.device("cpu")
+BFLOAT16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+FLOAT16 = functools.partial(torch.autocast, "cpu", torch.float16)
 BATCH, SAMPLES, WIDTH = 8, 40, 16
 IMAGE, CONTEXT, VOCABULARY = 16, 6, 50
 
@@ -74,6 +84,84 @@ def parts_of(batch: Batch, count: int) -> list[Batch]:
 
 
 OPTIMIZER = OptimizerConfig(name="adamw", lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.98, eps=1e-6)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the steps of a training are computed, in one process or several.
+
+    Attributes:
+        tower: ``vit`` or ``resnet``.
+        dtype: of the images and the parameters; with float64, of the loss's state, too.
+        scale: where a GradScaler starts; None: there is none.
+        on_device: whether the guard decides without the host, as on a GPU.
+        sharded: whether several processes spread the parameters (FSDP2), or replicate them (DDP).
+        reshard: whether sharded parameters are freed between forward and backward.
+    """
+
+    tower: str = "vit"
+    micro_batches: int = 1
+    clip: float | None = None
+    checkpointing: bool = False
+    compiled: bool = False
+    dtype: torch.dtype = torch.float32
+    autocast: Callable[[], AbstractContextManager] = contextlib.nullcontext
+    scale: float | None = None
+    optimizer: OptimizerConfig = OPTIMIZER
+    on_device: bool = False
+    sharded: bool = False
+    reshard: bool = True
+
+
+class TinyTraining:
+    """A model, a loss and an optimizer, whose steps take this rank's part of fixed batches.
+
+    Args:
+        name: of the loss.
+        way: how the steps are computed.
+        keep_whole: whether the master keeps a whole model of a sharded one, to evaluate it.
+    """
+
+    def __init__(self, name: str, way: Way, keep_whole: bool = False) -> None:
+        self.way, self.loss = way, tiny_loss(name)
+        model = tiny_model(way.tower).to(way.dtype)
+        if way.checkpointing:
+            model.set_grad_checkpointing()
+        prepare(model, self.loss)
+        if way.dtype == torch.float64:
+            self.loss.double()
+        self.model: nn.Module = model
+        if distributed.world_size() > 1 and way.sharded:
+            self.model = parallel.ShardedDataParallel(model, CPU, way.reshard, way.compiled, keep_whole)
+        elif distributed.world_size() > 1:
+            self.model = parallel.replicate(model, CPU)
+        self.optimizer = create_optimizer(self.model, way.optimizer, self.loss.logit_scale_lr, self.loss.model_head())
+        scaler = None if way.scale is None else torch.amp.GradScaler("cpu", init_scale=way.scale)
+        # As the training does; a sharded model has compiled its blocks.
+        stepped = torch.compile(self.model, backend="eager") if way.compiled and not way.sharded else self.model
+        settings = StepSettings(CPU, way.dtype, way.autocast, way.clip)
+        self.step = TrainStep(stepped, self.loss, self.optimizer, settings, scaler)
+        if way.on_device:
+            self.step.guard = StepGuard(self.model, self.loss, on_host=False)
+        self.model.train()
+
+    def batch(self, number: int) -> Batch:
+        """Return the whole batch of a step."""
+        return tiny_batch(number, self.loss.views, size=32 if self.way.tower == "resnet" else IMAGE)
+
+    def take(self, number: int, spoil: Callable[[Batch], None] | None = None) -> dict[str, Tensor]:
+        """Take a step and return the loss's terms; ``spoil`` changes the whole batch before."""
+        batch = self.batch(number)
+        if spoil is not None:
+            spoil(batch)
+        own = parts_of(batch, distributed.world_size())[distributed.rank()]
+        return self.step(parts_of(own, self.way.micro_batches), number)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all tensors, under the names of a model without wrappers; a sharded model's on the master only."""
+        model = {name.removeprefix("module."): value for name, value in self.model.state_dict().items()}
+        optimizer = parallel.optimizer_state_dict(self.model, self.optimizer)
+        return tensors({"model": model, "optimizer": optimizer, "loss": self.loss.state_dict()})
 
 
 def tensors(state: Any, prefix: str = "") -> dict[str, Tensor]:
