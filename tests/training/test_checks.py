@@ -29,13 +29,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "epochs": (["--epochs", "0"], "--epochs 0: expected an integer >= 1; to evaluate only"),
     "augmentation": (["--aug-cfg", "foo=3"], "--aug-cfg: got an unexpected keyword argument 'foo'"),
     "temperature": (["--temperature", "14"], r"--temperature 14: expected at most 1.*give --temperature 0\.07143"),
-    "data": (["--train-data", "nowhere/{00000..00003}.tar"], "nowhere"),
-    "batch": (["--batch-size", "100"], "too few samples"),
-    "resampled": (["--dataset-resampled"], "--dataset-resampled draws samples with replacement"),
-    "resume": (["--resume", "no/such/epoch_1.pt"], "does not exist"),
     "report": (["--report-to", "paper"], "--report-to paper"),
-    "suite": (["--eval-suite", "quick", "--eval-data-dir", "/nothing"], "nothing"),
-    "best": (["--keep-best", "top1"], "--keep-best needs an evaluation"),
     "trace": (["--trace"], "--trace is for evaluation only"),
     "patience": (["--rank-patience", "0"], "--rank-patience: '0': expected a number > 0"),
     "skipped": (["--max-skipped-steps", "0"], "--max-skipped-steps: '0': expected an integer >= 1"),
@@ -79,10 +73,16 @@ LOCKED = ["--lock-image", "--lock-text", "--lock-text-freeze-layer-norm", "--tem
         ("siglip", ["--equal-captions", "mask"], "--equal-captions: not used by the loss 'siglip'.*without labels"),
         ("queueclip", ["--equal-captions", "mask"], "--equal-captions mask: the queue keeps"),
         ("amorlip", ["--equal-captions", "positive"], "room for one positive pair"),
+        ("fastclip", ["--train-data", "nowhere/{00000..00003}.tar"], "nowhere"),
+        ("fastclip", ["--batch-size", "100"], "too few samples"),
+        ("fastclip", ["--dataset-resampled"], "--dataset-resampled draws samples with replacement"),
+        ("fastclip", ["--resume", "no/such/epoch_1.pt"], "does not exist"),
+        ("openclip", ["--eval-suite", "quick", "--eval-data-dir", "/nothing"], "nothing"),
+        ("openclip", ["--keep-best", "top1"], "--keep-best needs an evaluation"),
     ],
 )
-def test_what_the_model_or_the_loss_cannot_do_is_told(shards, tmp_path, loss, flags, message):
-    with pytest.raises(UsageError, match=message):
+def test_what_the_model_the_loss_or_the_data_cannot_do_is_told(shards, tmp_path, loss, flags, message):
+    with pytest.raises(ValueError, match=message):
         run(command(shards, tmp_path, "run", loss, *flags))
 
 
