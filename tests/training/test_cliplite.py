@@ -48,9 +48,9 @@ def numbers_of(folder):
 
 def test_validation_goes_through_the_projections_also_after_reloading(finished, checkpoint, shards, tmp_path):
     during = numbers_of(finished)
-    for flag in ("--resume", "--pretrained"):
-        assert run(evaluation(tmp_path, flag, "--val-data", shards, flag, str(checkpoint))) == 0
-        assert numbers_of(tmp_path / flag) == during
+    for name in ("resume", "pretrained"):
+        assert run(evaluation(tmp_path, name, "--val-data", shards, f"--{name}", str(checkpoint))) == 0
+        assert numbers_of(tmp_path / name) == during
     bare = tmp_path / "bare.pt"
     torch.save({"state_dict": torch.load(checkpoint, weights_only=True)["state_dict"]}, bare)
     assert run(evaluation(tmp_path, "bare", "--val-data", shards, "--pretrained", str(bare))) == 0
@@ -61,7 +61,8 @@ def test_the_harness_goes_through_the_projections(checkpoint, tmp_path):
     loaded = load_model("demo-vit", checkpoint)
     assert isinstance(loaded.model, ProjectedModel)
     images, texts = torch.randn(5, 3, 32, 32), loaded.tokenizer(["left", "right"])
-    heads, plain = read_heads(checkpoint).eval(), open_clip.create_model("demo-vit", pretrained=str(checkpoint)).eval()
+    heads = read_heads(checkpoint).eval()
+    plain = open_clip.create_model("demo-vit", pretrained=str(checkpoint), output_dict=True).eval()
     with torch.no_grad():
         embeddings = loaded.model.encode_image(images, normalize=True)
         expected = heads.image(plain.encode_image(images, normalize=True))
