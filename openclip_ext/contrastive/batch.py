@@ -6,10 +6,10 @@ Tensors with a leading dimension of 2 hold the two sides: 0 for image anchors (a
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +18,22 @@ from torch import Tensor
 from openclip_ext import distributed
 from openclip_ext.contrastive import log_math
 from openclip_ext.state.sharded_table import count_of_equal, mean_of_equal
+
+
+def _computed_once(compute: Callable[[Any], Any]) -> Any:
+    """Make a property that is computed at its first use.
+
+    ``functools.cached_property`` does so, too, but holds a lock before Python 3.12, which ``torch.compile`` cannot trace.
+    """
+    kept = "_" + compute.__name__
+
+    @functools.wraps(compute)
+    def get(self: Any) -> Any:
+        if kept not in self.__dict__:
+            self.__dict__[kept] = compute(self)
+        return self.__dict__[kept]
+
+    return property(get)
 
 
 @dataclass(frozen=True)
@@ -57,7 +73,7 @@ class LocalBatch:
     in_range: Tensor | None = None
     num_samples: int | None = None
 
-    @cached_property
+    @_computed_once
     def scale_ok(self) -> Tensor:
         """0-d bool, whether the logit scale is finite and positive."""
         scale = self.logit_scale.detach().to(self.dtype)
@@ -129,27 +145,27 @@ class GatheredBatch:
         """Number of samples, those that do not count included."""
         return self.features.shape[1]
 
-    @cached_property
+    @_computed_once
     def pairs(self) -> Tensor:
         """Number of pairs of each anchor, its negatives and the positive one: as :attr:`negatives`."""
         return self.negatives + 1
 
-    @cached_property
+    @_computed_once
     def log_negatives(self) -> Tensor:
         """Logarithm of :attr:`negatives`."""
         return self.negatives.log()
 
-    @cached_property
+    @_computed_once
     def log_pairs(self) -> Tensor:
         """Logarithm of :attr:`pairs`."""
         return self.pairs.log()
 
-    @cached_property
+    @_computed_once
     def share(self) -> Tensor:
         """``(B,)``, each sample's share in the mean over those that count: 0, or one over :attr:`count`."""
         return self.valid / self.count
 
-    @cached_property
+    @_computed_once
     def scale_to_tau(self) -> Tensor:
         """0-d derivative of ``τ = 1/logit_scale``; 0 where no sample counts."""
         return -(self.ok / self.logit_scale.square())
@@ -214,27 +230,27 @@ class Contrast:
     batch_estimate: Callable[["Contrast"], Tensor]
     of_all: Callable[[], "Contrast"] | None = None
 
-    @cached_property
+    @_computed_once
     def positive_exponent(self) -> Tensor:
         """``(2, B)`` ``s_ii/τ_i``."""
         return self.batch.positive / self.tau
 
-    @cached_property
+    @_computed_once
     def log_gap_sums(self) -> Tensor:
         """``(2, B)`` ``log Σ_{j≠i} exp((s_ij − s_ii)/τ_i)``."""
         return self.log_sums - self.positive_exponent
 
-    @cached_property
+    @_computed_once
     def log_g(self) -> Tensor:
         """``(2, B)`` log of the mean of ``exp((s_ij − s_ii)/τ_i)`` over the negatives; 0 where a sample does not count."""
         return self.log_gap_sums - self.batch.log_negatives
 
-    @cached_property
+    @_computed_once
     def log_estimate(self) -> Tensor:
         """``(2, B)`` the batch's own estimate of the log-normalizers."""
         return self.batch_estimate(self)
 
-    @cached_property
+    @_computed_once
     def infonce(self) -> Tensor:
         """``(2, B)`` mini-batch InfoNCE, ``log(1 + N·g)`` with ``N`` negatives."""
         return log_math.log_add(self.log_gap_sums, 1.0)

@@ -370,7 +370,7 @@ class ContrastiveLoss(nn.Module):
     def _note_nonfinite(self, batch: LocalBatch, index: Tensor | None) -> None:
         finite = batch.finite
         if isinstance(index, Tensor) and index.shape == finite.shape and not index.is_floating_point():
-            names = index.to(finite.device, torch.int64)
+            names = index.to(finite.device, torch.int64, non_blocking=True)
         else:
             names = torch.arange(len(finite), device=finite.device)
         self.nonfinite.add(self.calls, names, finite, batch.scale_ok)
