@@ -7,10 +7,11 @@ flags. A field without a help text is one of OpenCLIP's flags, which OpenCLIP's 
 
 import dataclasses
 import math
+import operator
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -126,34 +127,20 @@ class Option:
         except (TypeError, ValueError):
             raise wrong from None
 
+    def _bounds(self) -> list[tuple[float, str, Callable[[float, float], bool]]]:
+        """Return each bound with its text, and what holds for a value inside of it."""
+        bounds = ((getattr(self, name), text, holds) for name, (text, holds) in _BOUNDS.items())
+        return [bound for bound in bounds if bound[0] is not None]
+
     def _out_of_range(self, value: Any) -> bool:
         if self.type not in (int, float):
             return False
-        inside = math.isfinite(value)
-        if self.minimum is not None:
-            inside = inside and value >= self.minimum
-        if self.exclusive_minimum is not None:
-            inside = inside and value > self.exclusive_minimum
-        if self.maximum is not None:
-            inside = inside and value <= self.maximum
-        if self.exclusive_maximum is not None:
-            inside = inside and value < self.exclusive_maximum
-        return not inside
+        return not (math.isfinite(value) and all(holds(value, bound) for bound, _, holds in self._bounds()))
 
     def accepted(self) -> str:
-        """The accepted values in words."""
-        text = _TYPE_NAMES[self.type]
-        if self.minimum is not None:
-            text += f" >= {self.minimum:g}"
-        if self.exclusive_minimum is not None:
-            text += f" > {self.exclusive_minimum:g}"
-        if self.maximum is not None:
-            text += f", at most {self.maximum:g}"
-        if self.exclusive_maximum is not None:
-            text += f", below {self.exclusive_maximum:g}"
-        if self.cure:
-            text += f"; {self.cure}"
-        return text
+        """Return the accepted values in words."""
+        text = _TYPE_NAMES[self.type] + "".join(text.format(bound) for bound, text, _ in self._bounds())
+        return f"{text}; {self.cure}" if self.cure else text
 
 
 def flag_of(name: str) -> str:
@@ -163,6 +150,12 @@ def flag_of(name: str) -> str:
 
 # Flags that are not the option's name with hyphens.
 _OTHER_FLAGS: dict[str, str] = {}
+_BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "minimum": (" >= {:g}", operator.ge),
+    "exclusive_minimum": (" > {:g}", operator.gt),
+    "maximum": (", at most {:g}", operator.le),
+    "exclusive_maximum": (", below {:g}", operator.lt),
+}
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a string"}
 
 

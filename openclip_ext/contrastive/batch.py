@@ -5,7 +5,6 @@ Tensors with a leading dimension of 2 hold the two sides: 0 for image anchors (a
 (against the images).
 """
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -340,66 +339,6 @@ def _mean_over_equal(labels: Tensor, features: Tensor, valid: Tensor) -> Tensor:
     return mean_of_equal(labels, rows, valid).unflatten(0, (2, -1)).transpose(1, 2)
 
 
-# --- checks of a loss's inputs ---------------------------------------------------------------------------------------
-
-
-def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that computes in the precision of the tensors, whatever the caller's autocast says."""
-    device = tensor.device.type
-    if not torch.amp.is_autocast_available(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, enabled=False)
-
-
 def finite_samples(image_features: Tensor, text_features: Tensor) -> Tensor:
     """Return which samples ``(B_local,)`` have finite features only."""
     return finite_rows(torch.stack([image_features.detach(), text_features.detach()]))
-
-
-def check_features(image_features: Tensor, text_features: Tensor, embed_dim: int | None = None) -> None:
-    """Raise ValueError unless the features are two floating-point ``(B_local, d)`` of the same shape and type.
-
-    Args:
-        image_features, text_features: inputs.
-        embed_dim: the expected ``d``, where the loss's state fixes it.
-    """
-    shapes = tuple(image_features.shape), tuple(text_features.shape)
-    if image_features.ndim != 2 or shapes[0] != shapes[1]:
-        raise ValueError(
-            f"image and text features: expected two of shape (batch, width), found {shapes[0]} and {shapes[1]}"
-        )
-    if not shapes[0][0]:
-        raise ValueError(
-            "image and text features: found an empty batch; skip it, or drop it: drop_last=True of the DataLoader"
-        )
-    if embed_dim is not None and shapes[0][1] != embed_dim:
-        raise ValueError(
-            f"the features have width {shapes[0][1]}, the loss was created with embed_dim={embed_dim}: pass the model's"
-        )
-    for name, features in (("image", image_features), ("text", text_features)):
-        if not features.is_floating_point():
-            raise ValueError(f"{name} features: expected a floating-point type, found {features.dtype}")
-
-
-def check_logit_scale(logit_scale: Tensor | float, like: Tensor) -> Tensor:
-    """Return the logit scale as a 0-d tensor; ValueError if it has more than one element."""
-    if not isinstance(logit_scale, Tensor):
-        return torch.as_tensor(logit_scale, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-    if logit_scale.numel() != 1:
-        raise ValueError(
-            f"logit_scale: expected one number (the model's, exp applied), found {tuple(logit_scale.shape)}"
-        )
-    return logit_scale.reshape(())
-
-
-def check_index(index: Tensor | None, features: Tensor) -> Tensor:
-    """Return the index as int64 on the features' device; raise ValueError unless it has one position for each sample."""
-    if index is None:
-        raise ValueError(
-            "this loss keeps state for each sample and needs index=, a (batch,) int64 tensor of positions in the data set"
-        )
-    integral = isinstance(index, Tensor) and not (index.is_floating_point() or index.is_complex())
-    if not integral or index.dtype == torch.bool or tuple(index.shape) != (len(features),):
-        found = f"{tuple(index.shape)} {index.dtype}" if isinstance(index, Tensor) else repr(type(index).__name__)
-        raise ValueError(f"index: expected int64 of shape ({len(features)},), found {found}")
-    return index.to(features.device, torch.int64, non_blocking=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.batch import LocalBatch
-from openclip_ext.contrastive.loop_checks import CHECKED_CALLS, can_read_values
+from openclip_ext.contrastive.checks import CHECKED_CALLS, can_read_values
 
 NEGATIVE, POSITIVE = "negative", "positive"
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import Contrast, GatheredBatch, LocalBatch, gather_batch, without_autocast
+from openclip_ext.contrastive.batch import Contrast, LocalBatch, gather_batch
+from openclip_ext.contrastive.checks import can_read_values, without_autocast
 from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, labels_of
-from openclip_ext.contrastive.loop_checks import can_read_values
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import Objective
@@ -150,9 +150,13 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             tau, alpha, weight_ratio, positive = (values[..., contrast.batch.local] for values in of_anchors)
             tau_gradient = objective.tau_gradient(tau, alpha, weight_ratio, positive, gap)
             if learns_own:
-                self._update_temperatures(contrast, tau_gradient)
+                rho = temperature.rho(batch.epoch)
+                regularizer = 0.0 if rho is None else objective.regularizer(rho)
+                temperature.update(contrast, contrast.batch.gather_local(tau_gradient) + regularizer)
             if temperature.learns_logit_scale:
-                pairs.append((batch.logit_scale, self._through_logit_scale(tau_gradient, contrast.batch)))
+                # The mean over this process's anchors.
+                mean = contrast.batch.mean(tau_gradient, contrast.batch.local).mean()
+                pairs.append((batch.logit_scale, contrast.batch.world_size * mean * contrast.batch.scale_to_tau))
         if self.training and temperature.solves:
             temperature.solve(contrast)
         return {
@@ -165,8 +169,6 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         batch = gather_batch(local, gather)
         if batch.size < 2 * batch.views:
             raise ValueError("a contrastive loss needs at least 2 samples to contrast, found 1: raise the batch size")
-        if batch.labels is not None:
-            self._check_captions(batch.labels)
         similarities = Similarities(batch, self.temperature.temperatures(batch))
         of_all = None if gather else lambda: self._contrasted(local, gather=True)[0]
         contrast = Contrast(batch, similarities.tau, similarities.log_sums(), self.objective.log_estimate, of_all)
@@ -188,30 +190,20 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         # Σ_j w_ij over an anchor's negatives [NeuCLIP 4].
         log_divisor = objective.estimand.log_divisor(contrast)
         weight_sum = log_math.saturating_exp(contrast.log_gap_sums - estimate.alpha - log_divisor)
-        pairs = similarities.gradients(contrast.log_sums, factor * weight_sum, with_mean_similarity=with_gap)
+        gradients, mean_similarity = similarities.gradients(contrast.log_sums, factor * weight_sum, with_gap)
         in_positive = (factor * objective.positive_pair(contrast, estimate.alpha, weight_sum))[:, batch.local]
         if batch.positive_means is None:
             # The common case, without another buffer of the features' size.
             own = batch.features[:, batch.local].flip(0)
-            gradients = pairs.features.addcmul_(in_positive.sum(dim=0)[:, None], own)
+            gradients.addcmul_(in_positive.sum(dim=0)[:, None], own)
         else:
-            gradients = pairs.features.add_(batch.through_positive(in_positive))
+            gradients.add_(batch.through_positive(in_positive))
         if estimate.feature_gradient is not None:
             through_alpha = half * contrast.tau * (1 - weight_ratio) * batch.share
             gradients += estimate.feature_gradient(through_alpha[:, batch.local])
-        if pairs.mean_similarity is None:
+        if mean_similarity is None:
             return gradients, None
-        return gradients, weight_sum[:, batch.local] * (pairs.mean_similarity - batch.positive[..., batch.local])
-
-    def _update_temperatures(self, contrast: Contrast, tau_gradient: Tensor) -> None:
-        rho = self.temperature.rho(contrast.batch.epoch)
-        regularizer = 0.0 if rho is None else self.objective.regularizer(rho)
-        self.temperature.update(contrast, contrast.batch.gather_local(tau_gradient) + regularizer)
-
-    def _through_logit_scale(self, tau_gradient: Tensor, batch: GatheredBatch) -> Tensor:
-        """Return the logit scale's gradient from those of this process's temperatures: the mean over its anchors."""
-        mean = batch.mean(tau_gradient, batch.local).mean()
-        return batch.world_size * mean * batch.scale_to_tau
+        return gradients, weight_sum[:, batch.local] * (mean_similarity - batch.positive[..., batch.local])
 
     def _regularizer(self, contrast: Contrast, logit_scale: Tensor) -> dict[str, Tensor]:
         batch = contrast.batch
@@ -269,10 +261,11 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             return {}
         last = self._last
         alpha, tau = last.alpha[last.valid], last.tau[last.valid]
+        infonce = log_math.log_add(last.log_gap_sums, 1.0)
         metrics = {
-            "infonce": last.mean(log_math.log_add(last.log_gap_sums, 1.0)),
+            "infonce": (infonce @ last.share).mean().item(),
             "chance": last.chance(),
-            "weight_mean": last.mean(last.weight_ratio),
+            "weight_mean": (last.weight_ratio @ last.share).mean().item(),
         }
         if len(tau):
             metrics |= {
@@ -332,10 +325,6 @@ class _Report:
     def of(cls, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> "_Report":
         batch, gaps = contrast.batch, contrast.log_gap_sums
         return cls(batch.valid.expand(2, -1), batch.share, batch.negatives, contrast.tau, alpha, gaps, weight_ratio)
-
-    def mean(self, values: Tensor) -> float:
-        """Return the mean over both sides' samples that count."""
-        return (values @ self.share).mean().item()
 
     def chance(self) -> float:
         """Return the mean of ``log(1 + N)`` over the samples that count, each with ``N`` negatives; 0 if none has any."""

@@ -12,17 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from openclip_ext import distributed
-from openclip_ext.contrastive.batch import (
-    LocalBatch,
-    check_features,
-    check_index,
-    check_logit_scale,
-    finite_samples,
-    is_in_range,
-    without_autocast,
-)
-from openclip_ext.contrastive.loop_checks import CHECKED_CALLS, LoopChecks, can_read_values
-from openclip_ext.contrastive.nonfinite import NonfiniteLog
+from openclip_ext.contrastive import checks
+from openclip_ext.contrastive.batch import LocalBatch, finite_samples, is_in_range
 from openclip_ext.state.sharded_table import ShardedTable, kept_apart
 
 # OpenCLIP keeps the temperature in [0.01, 1].
@@ -93,8 +84,8 @@ class ContrastiveLoss(nn.Module):
         super().__init__()
         self.epoch = 0
         self.calls = 0
-        self.nonfinite = NonfiniteLog()
-        self._checks = LoopChecks()
+        self.nonfinite = checks.NonfiniteLog()
+        self._checks = checks.LoopChecks()
         self.register_buffer("indices_in_range", torch.ones((), dtype=torch.bool), persistent=False)
 
     def forward(
@@ -135,16 +126,19 @@ class ContrastiveLoss(nn.Module):
                 it), processes that do not know of each other, two calls in an optimizer step, a call without gradients, an
                 epoch that was not announced, outputs that the loss does not use.
         """
-        with contextlib.nullcontext() if self.follows_autocast else without_autocast(image_features):
+        with contextlib.nullcontext() if self.follows_autocast else checks.without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index, learning=self.training)
-            checked = self.training and not (torch.compiler.is_compiling() or image_features.is_meta)
-            if checked:
+            watched = self.training and not (torch.compiler.is_compiling() or image_features.is_meta)
+            if watched:
                 self._check_outputs(outputs)
-                checked = self._check_loop(batch)
+                watched = self._check_loop(batch)
             terms = self._terms(batch, {"logit_bias": logit_bias, **outputs})
-            if checked:
+            if watched:
                 self._checks.finish_call(terms.values())
-            self._note_nonfinite(batch, index)
+            names = batch.index
+            if names is None and isinstance(index, Tensor) and index.shape == batch.finite.shape:
+                names = None if index.is_floating_point() else index
+            self.nonfinite.add(self.calls, names, batch.finite, batch.scale_ok)
         self.calls += self.training
         return terms if output_dict else functools.reduce(torch.add, terms.values())
 
@@ -298,12 +292,12 @@ class ContrastiveLoss(nn.Module):
         learning: bool = False,
     ) -> LocalBatch:
         """Check the inputs; the state follows their device and precision."""
-        check_features(image_features, text_features, self.embed_dim)
-        index = check_index(index, image_features) if self.needs_index else None
+        checks.check_features(image_features, text_features, self.embed_dim)
+        index = checks.check_index(index, image_features) if self.needs_index else None
         batch = LocalBatch(
             image_features,
             text_features,
-            check_logit_scale(logit_scale, image_features),
+            checks.check_logit_scale(logit_scale, image_features),
             index,
             finite=finite_samples(image_features, text_features),
             dtype=self._follow(image_features),
@@ -314,18 +308,17 @@ class ContrastiveLoss(nn.Module):
             in_range=None if index is None else is_in_range(index, self.num_samples),
             num_samples=self.num_samples,
         )
-        self._note_range(batch)
+        if batch.index is not None and batch.in_range is not None:
+            self._note_range(batch.index, batch.in_range)
         return batch
 
-    def _note_range(self, batch: LocalBatch) -> None:
+    def _note_range(self, index: Tensor, in_range: Tensor) -> None:
         """Raise ValueError for an index out of range: at once on the CPU, in :meth:`_raise_if_out_of_range` elsewhere."""
-        if batch.index is None or batch.in_range is None:
-            return
-        if not batch.in_range.is_cpu:
-            self.indices_in_range = self.indices_in_range.to(batch.index.device) & batch.in_range.all()
-        elif not batch.in_range.all():
+        if not index.is_cpu or torch.compiler.is_compiling():
+            self.indices_in_range = self.indices_in_range.to(index.device) & in_range.all()
+        elif not in_range.all():
             raise ValueError(
-                f"index {batch.index[~batch.in_range].tolist()[:5]}: expected 0 <= index < num_samples={self.num_samples}: "
+                f"index {index[~in_range].tolist()[:5]}: expected 0 <= index < num_samples={self.num_samples}: "
                 "num_samples is too small, or the index is of another data set"
             )
 
@@ -342,17 +335,19 @@ class ContrastiveLoss(nn.Module):
         return set()
 
     def _check_outputs(self, outputs: dict[str, Any]) -> None:
+        """Warn of outputs of the model that the loss does not use."""
         given = {name for name, value in outputs.items() if value is not None}
-        self._checks.check_outputs(given - self._used_outputs(outputs), type(self).__name__)
+        if unused := ", ".join(f"{name}=" for name in sorted(given - self._used_outputs(outputs))):
+            self._checks.warn("outputs", loss=type(self).__name__, names=unused)
 
     def _check_loop(self, batch: LocalBatch) -> bool:
-        """Look for mistakes of the training loop; whether the call's backward pass is to be noticed, too."""
+        """Look for mistakes of the training loop; return whether the call's backward pass is to be noticed, too."""
         if self.depends_on_epoch:
             samples = len(batch.image) // batch.views * distributed.world_size()
             self._checks.check_epoch(self.epoch, samples, self.num_samples)
-        if self.keeps_state:
-            self._checks.check_gradients()
-        if self.calls >= CHECKED_CALLS or not can_read_values(batch.image):
+        if self.keeps_state and not torch.is_grad_enabled():
+            self._checks.warn("no gradient")
+        if self.calls >= checks.CHECKED_CALLS or not checks.can_read_values(batch.image):
             return False
         self._checks.check_processes()
         self._checks.check_values(batch, self.expects_unit_norm, self.uses_logit_scale, self.initial_logit_scale)
@@ -361,16 +356,3 @@ class ContrastiveLoss(nn.Module):
         if self.keeps_state:
             self._checks.begin_call(batch.image, batch.text)
         return self.keeps_state
-
-    def _check_captions(self, labels: Tensor) -> None:
-        """Look at the labels of all processes' captions, in the first calls."""
-        if can_read_values(labels) and self.training and self.calls < CHECKED_CALLS:
-            self._checks.check_captions(labels)
-
-    def _note_nonfinite(self, batch: LocalBatch, index: Tensor | None) -> None:
-        finite = batch.finite
-        if isinstance(index, Tensor) and index.shape == finite.shape and not index.is_floating_point():
-            names = index.to(finite.device, torch.int64, non_blocking=True)
-        else:
-            names = torch.arange(len(finite), device=finite.device)
-        self.nonfinite.add(self.calls, names, finite, batch.scale_ok)

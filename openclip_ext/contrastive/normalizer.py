@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from openclip_ext.contrastive.batch import Contrast, LocalBatch, gather_batch, without_autocast
+from openclip_ext.contrastive.batch import Contrast, LocalBatch, gather_batch
+from openclip_ext.contrastive.checks import without_autocast
 from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Estimand
 from openclip_ext.contrastive.similarities import Similarities
 from openclip_ext.contrastive.temperature import global_temperatures

@@ -40,19 +40,6 @@ def chunk_bytes(local_size: int, size: int) -> int:
     return 3 * 4 * min(local_size * size, max(MAX_PAIRS, size))
 
 
-@dataclass(frozen=True)
-class PairGradients:
-    """Gradients of this process's samples.
-
-    Attributes:
-        features: ``(2, B_local, d)``, in the images and texts.
-        mean_similarity: ``(2, B_local)``, of the anchors with their negatives, by softmax; None if not asked for.
-    """
-
-    features: Tensor
-    mean_similarity: Tensor | None
-
-
 class Similarities:
     """Similarities of a batch at given temperatures.
 
@@ -87,20 +74,27 @@ class Similarities:
             parts[chunk.side].append(chunk.log_sum(_ROWS))
             if self.all_local:
                 parts[1].append(chunk.log_sum(_COLUMNS))
-        texts = [_log_add_all(parts[1])] if self.all_local else parts[1]
+        texts = parts[1]
+        if self.all_local and len(texts) > 1:
+            texts = [torch.logsumexp(torch.stack(texts), dim=0)]
         log_sums = batch.gather_local(torch.cat([*parts[0], *texts]).view(2, -1))
         return torch.where(batch.valid, log_sums, batch.log_negatives)
 
-    def gradients(self, log_sums: Tensor, coefficients: Tensor, with_mean_similarity: bool) -> PairGradients:
+    def gradients(
+        self, log_sums: Tensor, coefficients: Tensor, with_mean_similarity: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the gradient in the embeddings of ``Σ_k,i coefficient_k,i · Σ_j softmax_j(s_ij/τ_i)·s_ij``, the softmax held.
 
-        The sum is over all anchors of the batch. The gradient is that of this process's embeddings, as anchors and as
-        everybody's negatives. Call it once, after :meth:`log_sums`.
+        The sum is over all anchors of the batch. Call it once, after :meth:`log_sums`.
 
         Args:
             log_sums: what that returned.
             coefficients: ``(2, B)``, 0 where an anchor does not count.
             with_mean_similarity: whether to return it.
+
+        Returns:
+            The gradient in this process's images and texts, ``(2, B_local, d)``, as anchors and as everybody's negatives; and
+            the mean similarity of its anchors with their negatives by softmax, ``(2, B_local)``, or None.
         """
         batch = self.batch
         features = torch.empty_like(batch.features[:, batch.local])
@@ -125,7 +119,7 @@ class Similarities:
             if self.all_local:
                 features[other].addmm_(weights.T, batch.features[side, chunk.anchors], beta=0 if first else 1)
         self._kept.clear()
-        return PairGradients(features, means)
+        return features, means
 
     def _chunks(self) -> Iterator["_Chunk"]:
         """Return the chunks of the image anchors and, unless one product serves both sides, of the text anchors."""
@@ -204,8 +198,3 @@ class _Chunk:
             return terms, (largest - log_sum).exp_()
         terms = log_math.exp_(self._exponents(dim).sub_(log_sum.unsqueeze(dim)))
         return terms, torch.ones_like(log_sum)
-
-
-def _log_add_all(log_values: list[Tensor]) -> Tensor:
-    """Return the log of the sum of the exponentials of equally shaped tensors."""
-    return log_values[0] if len(log_values) == 1 else torch.logsumexp(torch.stack(log_values), dim=0)

@@ -80,12 +80,6 @@ def check_bounds(lower: float, upper: float) -> None:
         raise ValueError(f"temperature_min={lower} is larger than temperature_max={upper}")
 
 
-@torch.no_grad()
-def clamp_temperature_(parameter: Tensor, lower: float, upper: float) -> None:
-    """Keep ``τ = exp(−parameter)`` within the bounds."""
-    parameter.clamp_(-math.log(upper), -math.log(lower))
-
-
 class ConstantTemperature(TemperatureScheme):
     """``τ`` fixed.
 
@@ -128,9 +122,11 @@ class UnregularizedTemperature(TemperatureScheme):
         """Return the model's temperature for all anchors."""
         return global_temperatures(batch)
 
+    @torch.no_grad()
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
         """Keep the temperature within its bounds."""
-        clamp_temperature_(parameter, *self.bounds)
+        lower, upper = self.bounds
+        parameter.clamp_(-math.log(upper), -math.log(lower))
 
 
 class GlobalTemperature(UnregularizedTemperature):

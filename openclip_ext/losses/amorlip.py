@@ -85,10 +85,8 @@ class TwoSidedMlp(nn.Module):
 class MlpNormalizer(Normalizer):
     """``α_i = log λ(e_i) − s_ii/τ_i`` with an MLP ``λ``, its target network, and last epoch's (AmorLIP, Algorithm 1).
 
-    Every ``T_online`` steps: ``T_λ`` Adam updates towards ``Z_comb = β_t·λ_prev(e) + (1−β_t)·Z`` [AmorLIP 12], ``Z`` the
-    batch's own. Every ``T_target`` steps: ``target ← ema_decay·target + (1−ema_decay)·online`` [11]. The target network
-    predicts. Inputs are detached. With its defaults outside of ``amorlip`` (no previous network, no averaging, a fit in every
-    step) this is the ablation 'MLP instead of NPN' of the NeuCLIP paper.
+    The target network predicts. Inputs are detached. With its defaults outside of ``amorlip`` (no previous network, no
+    averaging, a fit in every step) this is the ablation 'MLP instead of NPN' of the NeuCLIP paper.
 
     Keyword arguments are the options of these names (``losses/options.json``).
     """

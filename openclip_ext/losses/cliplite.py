@@ -146,15 +146,11 @@ class ClipLiteLoss(ContrastiveLoss):
             raise ValueError(
                 "CLIP-Lite needs at least 2 samples, one of them a negative, found 1: raise the batch size"
             )
-        images, texts, scale = (tensor.to(batch.dtype) for tensor in (batch.image, batch.text, batch.logit_scale))
-        return {"contrastive_loss": self._value(images, texts, scale, batch.finite)}
-
-    def _value(self, images: Tensor, texts: Tensor, scale: Tensor, finite: Tensor) -> Tensor:
-        scale_ok = torch.isfinite(scale) & (scale > 0)
+        finite, scale_ok = batch.finite, batch.scale_ok
         ok = scale_ok & (finite.sum() >= 2)
         valid = finite & ok
-        scale = torch.where(scale_ok, scale, 1)
-        features = [torch.where(valid[:, None], side, 0) for side in (images, texts)]
+        scale = torch.where(scale_ok, batch.logit_scale.to(batch.dtype), 1)
+        features = [torch.where(valid[:, None], side.to(batch.dtype), 0) for side in (batch.image, batch.text)]
         image, text = (functional.normalize(side, dim=1) for side in self._projected(features, valid, ok))
         positive = scale * (image * text).sum(dim=1)
         negative = scale * (image * text[_next_valid(valid)]).sum(dim=1)
@@ -162,7 +158,7 @@ class ClipLiteLoss(ContrastiveLoss):
         image, text = image.detach(), text.detach()
         counted = valid & finite_samples(image, text)
         self._last = LocalBatch(image, text, scale.detach(), index=None, finite=counted, dtype=image.dtype)
-        return torch.where(valid, terms, 0).sum() / valid.sum().clamp(min=2)
+        return {"contrastive_loss": torch.where(valid, terms, 0).sum() / valid.sum().clamp(min=2)}
 
     def _projected(self, features: list[Tensor], valid: Tensor, ok: Tensor) -> list[Tensor]:
         sides = (self.projections.image, self.projections.text)

@@ -3,13 +3,14 @@
 import difflib
 import importlib
 import inspect
+import itertools
 import os
 import pkgutil
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from openclip_ext import losses
 from openclip_ext.contrastive.equal_captions import NEGATIVE
@@ -22,6 +23,8 @@ from openclip_ext.contrastive.temperature import ConstantTemperature, GlobalTemp
 from openclip_ext.losses.method import Method, NormalizerPart, TemperaturePart
 from openclip_ext.losses.options import HARD_SHARE, PACKAGE_OPTIONS, PLACEMENT_OPTIONS, rho_of
 from openclip_ext.options import Option, OptionError
+
+Part = TypeVar("Part", NormalizerPart, TemperaturePart)
 
 # The parts that come with the machinery.
 _SHARED_PARTS = (
@@ -56,32 +59,21 @@ def _discover_methods() -> Iterator[Method]:
             yield contents["METHOD"]
 
 
-def normalizers() -> list[NormalizerPart]:
-    """Return the normalizers that losses can be composed of."""
-    return [part for part in _parts() if isinstance(part, NormalizerPart)]
-
-
-def temperature_schemes() -> list[TemperaturePart]:
-    """Return the temperature schemes that losses can be composed of."""
-    return [part for part in _parts() if isinstance(part, TemperaturePart)]
-
-
-def _parts() -> Iterator[NormalizerPart | TemperaturePart]:
-    yield from _SHARED_PARTS
-    for method in METHODS.values():
-        yield from method.parts
+def _parts(kind: type[Part], name: str | None = None) -> list[Part]:
+    """Return the normalizers or the temperature schemes that losses can be composed of; those of a name, if it is given."""
+    parts = itertools.chain(_SHARED_PARTS, *(method.parts for method in METHODS.values()))
+    return [part for part in parts if isinstance(part, kind) and name in (None, part.name)]
 
 
 def _collect_options() -> None:
-    part_options = [
-        Option(name, str, None, help_text, choices=tuple(dict.fromkeys(part.name for part in parts)), nullable=True)
-        for name, help_text, parts in (
-            ("normalizer", "estimator of the log-normalizers (default: the loss's own)", normalizers()),
-            ("temperature_scheme", "where the temperature comes from (default: the loss's own)", temperature_schemes()),
-        )
-    ]
+    for name, help_text, parts in (
+        ("normalizer", "estimator of the log-normalizers (default: the loss's own)", _parts(NormalizerPart)),
+        ("temperature_scheme", "where the temperature comes from (default: the loss's own)", _parts(TemperaturePart)),
+    ):
+        choices = tuple(dict.fromkeys(part.name for part in parts))
+        OPTIONS[name] = Option(name, str, None, help_text, choices=choices, nullable=True)
     of_methods = (option for method in METHODS.values() for option in method.options)
-    OPTIONS.update({option.name: option for option in (*part_options, *PACKAGE_OPTIONS, *of_methods)})
+    OPTIONS.update({option.name: option for option in (*PACKAGE_OPTIONS, *of_methods)})
 
 
 METHODS.update({method.name: method for method in sorted(_discover_methods(), key=lambda method: method.name)})
@@ -180,7 +172,14 @@ def create_loss(
         >>> sum(terms.values()).backward()
     """
     composition, values = _checked_values(name, options)
-    return composition.create(values, _checked_sizes(composition, {"embed_dim": embed_dim, "num_samples": num_samples}))
+    sizes = {"embed_dim": embed_dim, "num_samples": num_samples}
+    for size in sorted(composition.keywords() & sizes.keys()):
+        value = sizes[size]
+        if value is None:
+            raise ValueError(f"the loss {composition.title!r} needs {size}=, {_REQUIREMENTS[size]}")
+        if isinstance(value, bool) or int(value) != value or value < 1:
+            raise ValueError(f"{size}={value!r}: expected a positive integer, {_REQUIREMENTS[size]}")
+    return composition.create(values, sizes)
 
 
 def check_options(name: str, **options: Any) -> ContrastiveLoss:
@@ -330,9 +329,9 @@ def _compatible_parts(
         OptionError: there are none, with the reason.
     """
     reason = None
-    for normalizer_part in (part for part in normalizers() if part.name == normalizer):
+    for normalizer_part in _parts(NormalizerPart, normalizer):
         objective = method.objective or normalizer_part.objective
-        for temperature_part in (part for part in temperature_schemes() if part.name == temperature_scheme):
+        for temperature_part in _parts(TemperaturePart, temperature_scheme):
             reason = incompatibility(objective, normalizer_part.build, temperature_part.build)
             if reason is None:
                 return objective, normalizer_part, temperature_part
@@ -394,14 +393,3 @@ def _check_temperature(temperature: float, values: dict[str, Any]) -> None:
             f"temperature={temperature:g} is smaller than temperature_min={smallest:g}: it could not start there; "
             "change one",
         )
-
-
-def _checked_sizes(composition: _Composition, sizes: Mapping[str, int | None]) -> Mapping[str, int | None]:
-    """Return the sizes; raise ValueError unless those that the loss needs are positive integers."""
-    for name in sorted(composition.keywords() & _REQUIREMENTS.keys()):
-        value = sizes[name]
-        if value is None:
-            raise ValueError(f"the loss {composition.title!r} needs {name}=, {_REQUIREMENTS[name]}")
-        if isinstance(value, bool) or int(value) != value or value < 1:
-            raise ValueError(f"{name}={value!r}: expected a positive integer, {_REQUIREMENTS[name]}")
-    return sizes

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from openclip_ext.contrastive.batch import Contrast, LocalBatch, without_autocast
+from openclip_ext.contrastive.batch import Contrast, LocalBatch
+from openclip_ext.contrastive.checks import without_autocast
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer, Normalizer

@@ -37,11 +37,7 @@ _GRAPH_TENSORS = 4
 
 
 class TemperatureNetwork(nn.Module):
-    """``τ = (a·(w·q) + b − c·mean(q))/ρ`` for both sides: one network each, evaluated together.
-
-    ``x = dropout(sigmoid(Linear e))``, ``w = softmax(x P̂ᵀ / exp φ)``, ``q = sigmoid(x P̂ᵀ)`` with 256 prototypes, rows
-    normalized.
-    """
+    """The network of the equations above for both sides: one each, evaluated together."""
 
     def __init__(self, embed_dim: int, random: torch.Generator | None) -> None:
         super().__init__()
@@ -72,10 +68,9 @@ class TemperatureNetwork(nn.Module):
 
 
 class PredictedTemperature(TemperatureScheme):
-    """TempNet: ``τ_k,i`` from the anchor's own embedding, which is detached.
+    """TempNet: ``τ_k,i`` from the anchor's own embedding; trained by Adam with the learning rate ``lr_tau·0.9^epoch``.
 
-    Minimizes ``Σ_k mean_i τ_k,i·stop_grad(∂objective/∂τ_k,i)`` with Adam, learning rate ``lr_tau·0.9^epoch``. A step uses the
-    temperatures from before its update.
+    A step uses the temperatures from before its update.
 
     Keyword arguments are the options of these names (``losses/options.json``).
     """

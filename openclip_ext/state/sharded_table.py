@@ -286,8 +286,8 @@ def count_of_equal(index: Tensor, valid: Tensor) -> Tensor:
 
 
 def _all_differ(index: Tensor) -> bool:
-    """Return whether no index occurs twice; False on a GPU, where finding out would force a sync."""
-    return index.is_cpu and len(torch.unique(index)) == len(index)
+    """Return whether no index occurs twice; False on a GPU, where finding out would force a sync, and while compiling."""
+    return index.is_cpu and not torch.compiler.is_compiling() and len(torch.unique(index)) == len(index)
 
 
 def _groups(index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:

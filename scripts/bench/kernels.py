@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from openclip_ext.contrastive.loop_checks import CHECKED_CALLS
+from openclip_ext.contrastive.checks import CHECKED_CALLS
 
 DEVICES = ("cpu", "meta")
 # Some losses fit their networks in every other step.

@@ -1,6 +1,7 @@
 """Parts of the estimators that the comparison with the references does not show."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -30,31 +31,25 @@ def _contents(queue: EmbeddingQueue) -> list[float]:
     return images[:, 0].tolist()
 
 
-def test_queue_keeps_the_most_recent_in_order_and_repeats_what_is_there() -> None:
-    queue = EmbeddingQueue(5, 2)
-    queue.push(_numbered(1, 2))
-    assert _contents(queue) == [1, 2, 1, 2, 1]
-    queue.push(_numbered(3, 2))
-    assert _contents(queue) == [1, 2, 3, 4, 1]
-    queue.push(_numbered(5, 2))
-    assert _contents(queue) == [2, 3, 4, 5, 6]
-    queue.push(_numbered(7, 5))
-    assert _contents(queue) == [7, 8, 9, 10, 11]
-
-
-def test_queue_takes_the_first_samples_of_a_large_batch() -> None:
-    queue = EmbeddingQueue(3, 2)
-    queue.push(_numbered(1, 7))
-    queue.push(_numbered(11, 7))
-    assert _contents(queue) == [11, 12, 13]
-
-
-def test_queue_passes_over_bad_samples() -> None:
-    queue = EmbeddingQueue(4, 2)
-    queue.push(_numbered(1, 4, bad=(1,)))
-    assert _contents(queue) == [1, 3, 4, 1]
-    queue.push(_numbered(5, 6, bad=(0, 2, 3, 5)))
-    assert _contents(queue) == [3, 4, 6, 9]
+@pytest.mark.parametrize(
+    ("capacity", "batches", "contents"),
+    [
+        (5, [(1, 2)], [1, 2, 1, 2, 1]),
+        (5, [(1, 2), (3, 2)], [1, 2, 3, 4, 1]),
+        (5, [(1, 2), (3, 2), (5, 2)], [2, 3, 4, 5, 6]),
+        (5, [(1, 2), (3, 2), (5, 2), (7, 5)], [7, 8, 9, 10, 11]),
+        (3, [(1, 7), (11, 7)], [11, 12, 13]),  # the first of a large batch
+        (4, [(1, 4, (1,))], [1, 3, 4, 1]),  # without bad samples
+        (4, [(1, 4, (1,)), (5, 6, (0, 2, 3, 5))], [3, 4, 6, 9]),
+    ],
+)
+def test_queue_keeps_the_most_recent_in_order_and_repeats_what_is_there(
+    capacity: int, batches: list[Any], contents: list[float]
+) -> None:
+    queue = EmbeddingQueue(capacity, 2)
+    for batch in batches:
+        queue.push(_numbered(*batch))
+    assert _contents(queue) == contents
 
 
 @pytest.mark.parametrize("pushes", [[2], [2, 2], [2, 2, 2], [7], [5, 1]])
@@ -99,11 +94,6 @@ def test_queue_bounds_the_weights() -> None:
             batch = create_loss("queueclip", embed_dim=WIDTH, normalizer="minibatch")
             estimate = torch.stack(batch.log_normalizers(step.images, step.texts, torch.tensor(100.0)))
             assert ((estimate - alpha).exp() <= bound * (1 + 1e-6)).all()
-
-
-def test_a_queue_of_one_cannot_leave_it_out() -> None:
-    with pytest.raises(ValueError, match="leave_own_out=True: needs prototypes >= 2"):
-        create_loss("queueclip", embed_dim=WIDTH, prototypes=1, leave_own_out=True)
 
 
 def test_prototypes_learn_the_normalizers_of_a_fixed_batch() -> None:

@@ -4,13 +4,14 @@ import copy
 import math
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from openclip_ext.contrastive.loop_checks import CHECKED_CALLS
+from openclip_ext.contrastive.checks import CHECKED_CALLS
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.integrations.model_loss import ModelLoss
 from openclip_ext.losses.registry import create_loss, list_losses
@@ -120,34 +121,75 @@ def test_losses_without_state_may_be_called_twice_in_a_step(name: str) -> None:
         loss(**model(images, texts), index=index).backward()
 
 
-def test_the_checks_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked, unchecked = _create("neuclip"), _create("neuclip")
-    results = []
-    for loss in (checked, unchecked):
-        model, _, optimizer = _start("neuclip")
-        for images, texts, index in _batches(4):
-            optimizer.zero_grad()
-            loss(**model(images, texts), index=index).backward()
-            optimizer.step()
-        results.append([parameter.grad for parameter in model.parameters()])
-        monkeypatch.setattr(ContrastiveLoss, "_check_loop", lambda self, batch: False)
-    pairs = zip(*results, strict=True)
-    assert all(torch.equal(first, second) for first, second in pairs if first is not None)
-    assert all(torch.equal(*pair) for pair in zip(checked.buffers(), unchecked.buffers(), strict=True))
+# --- warnings --------------------------------------------------------------------------------------------------------
+
+
+def _call(loss: ContrastiveLoss, scale: float = 14.0, **changed: Any) -> Tensor:
+    """A call with a batch of 6 samples, from an announced epoch unless it says ``announced=False``."""
+    images, texts, index = next(_batches(1))
+    if changed.pop("announced", True):
+        loss.start_epoch(0)
+    inputs = {"image_features": images, "text_features": texts, "index": index} | changed
+    return loss(**inputs, logit_scale=torch.tensor(scale))
+
+
+def _long(name: str) -> dict[str, Tensor]:
+    """Features of which those of one side have another length."""
+    images, texts = _features()
+    return {name: 3 * {"image_features": images, "text_features": texts}[name]}
+
+
+_CAPTIONS = {"labels": torch.zeros(6, 3, dtype=torch.int64), "logits": torch.zeros(6, 3, 5)}
+_EXP = r"logit_scale: found %s, .*pass model\.logit_scale\.exp\(\)"
+_NOT_UNIT = r"found rows of length 1 to 3, expected 1\. .*functional\.normalize"
+_NO_EPOCH = r"start_epoch\(\) was not called.*at the start of each epoch, from 0"
+_SAME_INDEX = r"index: \d+ of \d+ samples of the batch have the index 3, and share"
+_START = r"found 14, and the loss was created with temperature=0\.03.*start its parameter at loss\.initial"
+
+
+@pytest.mark.parametrize(
+    ("names", "changed", "message"),
+    [
+        ("openclip siglip neuclip", _long("image_features"), _NOT_UNIT),
+        ("openclip siglip neuclip", _long("text_features"), _NOT_UNIT),
+        ("openclip neuclip cliplite", {"scale": 2.66}, _EXP % 2.66),
+        ("openclip neuclip cliplite", {"scale": 4.6}, _EXP % 4.6),
+        ("fastclip isogclr sogclr-views", {"index": torch.tensor([3, 0, 3, 3, 9, 3])}, _SAME_INDEX),
+        ("fastclip fastclip-v2 tempnet amorlip sogclr-views-cosine", {"announced": False}, _NO_EPOCH),
+        ("neuclip simclr", _CAPTIONS, "does not use labels=, logits=: "),
+        ("openclip", {"labels": _CAPTIONS["labels"]}, "does not use labels=: "),
+    ],
+)
+def test_a_mistake_is_told_once(names: str, changed: dict[str, Any], message: str) -> None:
+    for name in names.split():
+        loss = _create(name).requires_grad_(False)
+        changed = {"logit_bias": torch.tensor(-10.0)} | changed
+        with pytest.warns(UserWarning, match=message):
+            _call(loss, **changed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _call(loss, **changed)
+
+
+@pytest.mark.usefixtures("silent")
+def test_what_is_no_mistake() -> None:
+    images, texts = _features()
+    for index, rows in (([3, 0, 3, 3, 9, 1], 6), ([3, 3, 3], 3)):
+        inputs = {"image_features": images[:rows], "text_features": texts[:rows]}
+        _call(_create("sogclr"), index=torch.tensor(index), **inputs)
+    for name in ("isogclr", "simclr", "sogclr-views"):  # whose temperature is another one
+        _call(_create(name), scale=2.0)
+    _call(create_loss("neuclip", embed_dim=WIDTH, prototypes=4, temperature=0.5), scale=2.0)
+    for name in ("cliplite", "simclr"):  # their projections take any length
+        _call(_create(name), image_features=5 * images)
+    _call(_create("openclip"), **_CAPTIONS)
+    _call(_create("neuclip"), logit_bias=torch.tensor(1.0), labels=None)
+    images[2] = float("nan")  # reported in another way
+    for dtype in (torch.float16, torch.bfloat16):
+        _call(_create("neuclip"), image_features=images.to(dtype), text_features=texts.to(dtype))
 
 
 # --- the epoch -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["fastclip", "fastclip-v2", "tempnet", "amorlip", "sogclr-views-cosine"])
-def test_an_epoch_that_was_not_announced(name: str) -> None:
-    loss = _create(name).requires_grad_(False)
-    images, texts, index = next(_batches(1))
-    with pytest.warns(UserWarning, match=r"start_epoch\(\) was not called.*at the start of each epoch, from 0"):
-        loss(images, texts, torch.tensor(14.0), index=index)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loss(images, texts, torch.tensor(14.0), index=index)
 
 
 @pytest.mark.parametrize("name", ["fastclip", "sogclr-views-cosine"])
@@ -181,44 +223,6 @@ def test_a_constant_schedule_and_a_restored_epoch_need_no_announcement() -> None
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["openclip", "siglip", "neuclip"])
-@pytest.mark.parametrize("side", [0, 1])
-def test_features_of_another_length(name: str, side: int) -> None:
-    features = list(_features())
-    features[side] = 3 * features[side]
-    loss = _create(name)
-    with pytest.warns(UserWarning, match=r"found rows of length 1 to 3, expected 1\. .*functional\.normalize"):
-        loss(*features, torch.tensor(14.0), logit_bias=torch.tensor(-10.0))
-
-
-@pytest.mark.usefixtures("silent")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rounded_features_are_no_mistake(dtype: torch.dtype) -> None:
-    images, texts = _features()
-    images[2] = float("nan")  # reported in another way
-    _create("neuclip")(images.to(dtype), texts.to(dtype), torch.tensor(14.0))
-    for name in ("cliplite", "simclr"):  # their projections take any length
-        _create(name)(5 * texts, texts, torch.tensor(14.0))
-
-
-@pytest.mark.parametrize("scale", [2.66, 4.6])
-@pytest.mark.parametrize("name", ["openclip", "neuclip", "cliplite"])
-def test_a_scale_that_was_not_exponentiated(name: str, scale: float) -> None:
-    with pytest.warns(UserWarning, match=rf"logit_scale: found {scale}, .*pass model\.logit_scale\.exp\(\)"):
-        _create(name)(*_features(), torch.tensor(scale))
-
-
-@pytest.mark.usefixtures("silent")
-def test_a_small_scale_that_was_asked_for_or_is_not_used() -> None:
-    images, texts, index = next(_batches(1))
-    create_loss("neuclip", embed_dim=WIDTH, prototypes=4, temperature=0.5)(images, texts, torch.tensor(2.0))
-    _create("isogclr").start_epoch(0)
-    for name in ("isogclr", "simclr", "sogclr-views"):
-        loss = _create(name)
-        loss.start_epoch(0)
-        loss(images, texts, torch.tensor(2.0), index=index)
-
-
 @pytest.mark.parametrize("name", ["openclip", "neuclip", "cliplite", "simclr"])
 @pytest.mark.parametrize("scale", [-2.66, 0.0, math.inf, math.nan])
 def test_a_scale_that_is_no_positive_number(name: str, scale: float) -> None:
@@ -238,32 +242,14 @@ def test_a_scale_that_turns_negative_later_is_reported() -> None:
 
 def test_a_temperature_at_which_the_model_does_not_start() -> None:
     loss = create_loss("neuclip", embed_dim=WIDTH, temperature=0.03)
-    message = (
-        r"logit_scale: found 14, and the loss was created with temperature=0\.03.*start its parameter at loss\.initial"
-    )
-    with pytest.warns(UserWarning, match=message):
-        loss(*_features(), torch.tensor(14.0))
+    with pytest.warns(UserWarning, match=_START):
+        _call(loss)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         resumed = create_loss("neuclip", embed_dim=WIDTH, temperature=0.03)
         resumed.load_state_dict(loss.state_dict())
-        resumed(*_features(), torch.tensor(14.0))
-        fresh = create_loss("neuclip", embed_dim=WIDTH, temperature=0.03)
-        fresh(*_features(), torch.tensor(1 / 0.03))
-
-
-@pytest.mark.parametrize("name", ["fastclip", "isogclr", "sogclr-views"])
-def test_an_index_that_most_samples_have(name: str) -> None:
-    loss = _create(name)
-    loss.start_epoch(0)
-    with pytest.warns(UserWarning, match=r"index: \d+ of \d+ samples of the batch have the index 3, and share"):
-        loss(*_features(), torch.tensor(14.0), index=torch.tensor([3, 0, 3, 3, 9, 3]))
-
-
-@pytest.mark.usefixtures("silent")
-def test_an_index_that_some_samples_have() -> None:
-    for rows, index in ((6, [3, 0, 3, 3, 9, 1]), (3, [3, 3, 3])):
-        _create("sogclr")(*(side[:rows] for side in _features()), torch.tensor(14.0), index=torch.tensor(index))
+        _call(resumed)
+        _call(create_loss("neuclip", embed_dim=WIDTH, temperature=0.03), scale=1 / 0.03)
 
 
 def test_values_are_read_in_the_first_calls_only() -> None:
@@ -343,24 +329,3 @@ def test_trainers_that_do_not_connect_their_processes_are_refused(monkeypatch: p
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"2 processes were started.*use_cpu=True"):
         model_loss.check_loop(accumulation=1, repeats=False)
-
-
-# --- outputs ---------------------------------------------------------------------------------------------------------
-
-
-def test_outputs_that_are_not_used_are_named() -> None:
-    captions = {"labels": torch.zeros(6, 3, dtype=torch.int64), "logits": torch.zeros(6, 3, 5)}
-    for name, given, named in (
-        ("neuclip", captions, "labels=, logits="),
-        ("openclip", {"labels": captions["labels"]}, "labels="),
-        ("simclr", captions, "labels=, logits="),
-    ):
-        with pytest.warns(UserWarning, match=f"does not use {named}: "):
-            _create(name)(*_features(), torch.tensor(14.0), **given)
-
-
-@pytest.mark.usefixtures("silent")
-def test_outputs_that_are_used_or_empty() -> None:
-    captions = {"labels": torch.zeros(6, 3, dtype=torch.int64), "logits": torch.zeros(6, 3, 5)}
-    _create("openclip")(*_features(), torch.tensor(14.0), **captions)
-    _create("neuclip")(*_features(), torch.tensor(14.0), logit_bias=torch.tensor(1.0), labels=None)

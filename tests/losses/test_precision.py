@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from openclip_ext.contrastive.loop_checks import CHECKED_CALLS
-from tests.losses.cases import CASES, Step, make_steps, run_step
+from openclip_ext.contrastive.checks import CHECKED_CALLS
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.losses.registry import create_loss
+from tests.losses.cases import CASES, WIDTH, Step, make_steps, run_step
 from tests.references.contrastive import equal_captions
 
 # With an untrained network at τ = 0.01 AmorLIP's true weights are beyond float32; they saturate (see the test below). And
@@ -86,10 +88,14 @@ def test_double_features_make_the_state_double(name: str) -> None:
         assert types <= {torch.float64}
 
 
-@pytest.mark.parametrize("name", CASES)
+def _create(name: str) -> ContrastiveLoss:
+    return CASES[name].create() if name in CASES else create_loss(name, embed_dim=WIDTH)
+
+
+@pytest.mark.parametrize("name", [*CASES, "cliplite"])
 def test_nothing_waits_for_the_device(name: str) -> None:
     """On the meta device a tensor has no values: whatever looks at one, or has a shape that depends on one, raises."""
-    loss = CASES[name].create().to("meta")
+    loss = _create(name).to("meta")
     for epoch in range(3):
         loss.start_epoch(epoch)
         images, texts = (torch.zeros(6, 8, device="meta", requires_grad=True) for _ in range(2))
@@ -102,11 +108,11 @@ def test_nothing_waits_for_the_device(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "cliplite"])
 def test_gpu_does_the_same_without_waiting(name: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    on_cpu, on_gpu = CASES[name].create().double(), CASES[name].create().double().cuda()
+    on_cpu, on_gpu = _create(name).double(), _create(name).double().cuda()
     for number, step in enumerate(make_steps(4)):
         on_cpu.start_epoch(step.epoch)
         on_gpu.start_epoch(step.epoch)
@@ -115,12 +121,13 @@ def test_gpu_does_the_same_without_waiting(name: str) -> None:
         for loss, device in ((on_cpu, "cpu"), (on_gpu, "cuda")):
             leaves = [value.to(device).clone().requires_grad_() for value in inputs]
             index = torch.tensor(step.index, device=device)
+            parameters = list(loss.parameters()) if loss.model_head() is not None else []
             torch.cuda.synchronize()
             # The first calls look for mistakes of the loop, and wait for it.
             torch.cuda.set_sync_debug_mode("error" if number >= CHECKED_CALLS else "default")
             try:
                 value = loss(*leaves, index=index)
-                gradients = torch.autograd.grad(value, leaves, allow_unused=True)
+                gradients = torch.autograd.grad(value, (*leaves, *parameters), allow_unused=True)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             results.append([value, *(gradient for gradient in gradients if gradient is not None)])
@@ -128,3 +135,12 @@ def test_gpu_does_the_same_without_waiting(name: str) -> None:
             return  # dropout's random numbers differ between devices
         for actual, expected in zip(results[1], results[0], strict=True):
             torch.testing.assert_close(actual.cpu(), expected, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["openclip", "siglip", "fastclip", "sogclr", "isogclr", "queueclip", "cliplite"])
+def test_a_training_call_compiles_to_one_graph(name: str) -> None:
+    step = make_steps(1)[0]
+    plain, compiled = (create_loss(name, embed_dim=WIDTH, num_samples=20).double() for _ in range(2))
+    inputs = step.images, step.texts, torch.tensor(step.logit_scale), torch.tensor(-10.0), torch.tensor(step.index)
+    value = torch.compile(compiled, backend="eager", fullgraph=True)(*inputs)
+    torch.testing.assert_close(value, plain(*inputs), rtol=1e-9, atol=1e-9)

@@ -44,6 +44,7 @@ def test_every_loss_works_with_its_defaults(name: str) -> None:
     metrics = loss.metrics()
     assert {"infonce", "chance", "temperature_min", "temperature_median", "temperature_max"} <= metrics.keys()
     assert all(isinstance(value, float) for value in metrics.values())
+    assert loss.normalizers_include_positive == (name == "amorlip")
     assert metrics["chance"] == pytest.approx(math.log({1: 6, 2: 11}[loss.views]))
 
 
@@ -59,21 +60,12 @@ def test_infonce_is_openclips_loss(name: str) -> None:
     assert loss.metrics()["infonce"] == pytest.approx(expected.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", list_losses())
-def test_every_option_of_a_loss_is_in_the_table_and_taken(name: str) -> None:
-    options = options_used_by(name)
-    assert options.keys() <= OPTIONS.keys()
-    sizes = {"embed_dim": WIDTH, "num_samples": SAMPLES}
-    create_loss(name, **sizes, **options)
-    for option, value in options.items():
-        assert OPTIONS[option].check(value) == value
-
-
-def test_every_option_is_used_by_some_loss() -> None:
-    used: set[str] = set()
+def test_every_option_of_a_loss_is_in_the_table_and_every_one_is_used() -> None:
+    used = options_used_by("neuclip", normalizer="mlp", temperature_scheme="solved").keys()
     for name in list_losses():
-        used |= options_used_by(name).keys()
-    used |= options_used_by("neuclip", normalizer="mlp", temperature_scheme="solved").keys()
+        options = options_used_by(name)
+        create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options)
+        used |= options.keys()
     assert used == OPTIONS.keys()
 
 
@@ -100,7 +92,6 @@ def test_unknown_loss_lists_the_names() -> None:
             "local_loss=: not used by the loss 'openclip",
         ),
         ("siglip", {"temperature_scheme": "constant"}, "temperature_scheme=: not used by the loss 'siglip'"),
-        ("sogclr", {"rho": 1.0}, "rho=: not used"),
         ("fastclip-v0", {"rho": 1.0}, "rho=: not used"),
         ("amorlip", {"eps": 1e-8}, "eps=: not used"),
         ("amorlip", {"nonsense": 1}, "nonsense=: not used"),
@@ -111,13 +102,10 @@ def test_unknown_loss_lists_the_names() -> None:
         ),
         ("fastclip", {"temperature_scheme": "local"}, "temperature_scheme='local': expected one of constant, global"),
         ("fastclip", {"gamma": 1.5}, r"gamma=1.5: expected a number >= 0, at most 1"),
-        ("fastclip", {"gamma": "much"}, r"gamma='much': expected a number"),
         ("fastclip", {"rho": float("nan")}, r"rho=nan: expected a number"),
-        ("fastclip", {"rho": float("inf")}, "rho=inf: expected a number"),
         ("neuclip", {"rho": -5, "temperature_scheme": "solved"}, "rho=-5: a solved temperature .* never negative"),
         ("neuclip", {"normalizer_lr": "inf"}, "normalizer_lr='inf': expected a number"),
         ("fastclip", {"temperature": 14.3}, r"temperature=14.3: expected at most 1, .* give temperature=0\.06993"),
-        ("sogclr", {"temperature": 14.3}, "temperature=14.3: expected at most 1"),
         (
             "fastclip",
             {"temperature": 0.5, "temperature_max": 0.2},
@@ -132,7 +120,6 @@ def test_unknown_loss_lists_the_names() -> None:
         ("amorlip", {"rho_switch": 0.3, "rho_end": None}, "rho_switch=: no effect without rho_end="),
         ("fastclip", {"eps": None}, r"eps=None: expected a number >= 0"),
         ("neuclip", {"prototypes": 0}, r"prototypes=0: expected an integer >= 1"),
-        ("neuclip", {"prototypes": 1.5}, r"prototypes=1.5: expected an integer"),
         ("neuclip", {"alpha_gradient": 1}, "alpha_gradient=1: expected True or False"),
         ("neuclip", {"prototypes": True}, "prototypes=True: expected an integer"),
         ("neuclip", {"temperature": 0.0}, "temperature=0.0: expected a number > 0"),
@@ -140,7 +127,6 @@ def test_unknown_loss_lists_the_names() -> None:
         ("fastclip", {"temperature_min": 0.5, "temperature_max": 0.1}, "temperature_min=0.5 is larger than"),
         ("isogclr", {"temperature": None}, "temperature=None: temperatures of each sample need a value"),
         ("isogclr", {"lr_tau": None}, "lr_tau=None"),
-        ("tempnet", {"lr_tau": None}, "lr_tau=None"),
         ("tempnet", {"rho": -1.0}, "rho=-1.0"),
         (
             "amorlip",
@@ -195,12 +181,6 @@ def test_missing_sizes_are_asked_for(name: str, sizes: dict[str, Any], message: 
         create_loss(name, **sizes)
 
 
-def test_what_log_normalizers_contain() -> None:
-    for name in list_losses():
-        loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES)
-        assert loss.normalizers_include_positive == (name == "amorlip")
-
-
 @pytest.mark.parametrize(
     ("name", "options", "embed_dim", "index"),
     [
@@ -253,19 +233,14 @@ def test_every_combination_works_or_says_why_not(name: str) -> None:
             assert gradients[1].norm() > 0
 
 
-def test_options_need_no_torch() -> None:
-    code = "import sys, openclip_ext.losses.options; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_losses_import_nothing_heavy_but_torch_and_open_clip() -> None:
-    code = (
-        "import sys, openclip_ext.losses.registry; "
-        "found = {'webdataset', 'pandas', 'matplotlib', 'open_clip_train'} & sys.modules.keys(); "
-        "sys.exit(str(found) if found else 0)"
-    )
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [("options", {"torch"}), ("registry", {"webdataset", "pandas", "matplotlib", "open_clip_train"})],
+)
+def test_what_the_losses_do_not_import(module: str, heavy: set[str]) -> None:
+    code = f"import sys, openclip_ext.losses.{module}; sys.exit(str({heavy} & sys.modules.keys() or ''))"
     result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    assert result.stderr.strip() == ""
 
 
 @pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
