@@ -33,11 +33,10 @@ import open_clip
 import torch
 from torch import Tensor, nn
 
-import openclip_ext
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.experiments import cache
 from openclip_ext.experiments.cache import Cache, PilotData, Tokens
-from openclip_ext.experiments.pilot import Pilot, PilotRun, loss_config
+from openclip_ext.experiments.pilot import Pilot, PilotRun, loss_config, versions
 from openclip_ext.experiments.results import ResultsFile
 from openclip_ext.experiments.runs import Contest, Results, Run
 from openclip_ext.experiments.workers import Execution, Workers
@@ -68,8 +67,6 @@ def contests(grid: Mapping[str, Any], data: str) -> dict[str, Contest]:
     sizes = {family: len(settings) for family, settings in grid["families"].items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"families must have equally many settings, or the tuning is not equal: found {sizes}")
-    if grid.get("lr_factors"):
-        raise ValueError("lr_factors are no longer tried: add a schedule for each learning rate")
     return {
         schedule: Contest(
             {
@@ -248,9 +245,7 @@ def environment() -> dict[str, str]:
     return {
         "cpu": models[0] if models else platform.processor(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "open_clip": open_clip.__version__,
-        "openclip_ext": openclip_ext.__version__,
+        **versions(),
     }
 
 
@@ -268,7 +263,6 @@ def run_all(grid: Mapping[str, Any], data: Path, path: Path, workers: int) -> li
     try:
         execution.work_off(lambda known: pending(grid, loaded.digest, known), report)
     finally:
-        pool.stop()
         results.close()
     return [row["failed"] for row in execution.failed.values()]
 

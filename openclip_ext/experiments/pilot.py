@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import open_clip
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from openclip_ext.training.model import (
 )
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, logit_scale_lr
 from openclip_ext.training.step import Batch, TrainStep
+from openclip_ext.version import __version__
 
 _CHUNK = 256
 _CURVE = (0.125, 0.25, 0.5)  # and the end
@@ -99,6 +101,11 @@ def loss_config(run: Run, **shared: Any) -> LossConfig:
     return LossConfig(run.setting["loss"], shared | options, frozenset(options))
 
 
+def versions() -> dict[str, str]:
+    """Return what else the numbers may depend on."""
+    return {"torch": torch.__version__, "open_clip": open_clip.__version__, "openclip_ext": __version__}
+
+
 def warmup_steps(asked: int, steps: int) -> int:
     """Return the warm-up of a run of so many steps: as asked, but not more than a tenth."""
     return min(asked, steps // 10)
@@ -158,21 +165,21 @@ class PilotRun:
                     return
                 yield number
 
-    def train(self, seen: Callable[[int], None], score: Callable[[], float] | None = None) -> list[list[float]]:
+    def train(self, seen: Callable[[int], None], score: Callable[[], float]) -> list[list[float]]:
         """Train to the end.
 
         Args:
             seen: is told of the samples of each step.
-            score: measures the model at some points of the run, and at its end; None: do not.
+            score: measures the model at some points of the run, and at its end.
 
         Returns:
             The curve: samples, seconds of training and score of each point.
         """
-        points = {max(1, round(share * self.steps)) for share in (*_CURVE, 1.0)} if score is not None else set()
+        points = {max(1, round(share * self.steps)) for share in (*_CURVE, 1.0)}
         curve = []
         for step in self.run_steps():
             seen(self._pilot.batch)
-            if step in points and score is not None:
+            if step in points:
                 curve.append([step * self._pilot.batch, self.seconds, score()])
         return curve
 
@@ -192,22 +199,12 @@ class PilotRun:
             self.model.train(was_training)
 
     def encode_images(self, model: Any, pixels: Callable[[Sequence[int]], Tensor], count: int) -> Tensor:
-        """Return embeddings ``(count, d)`` of images in float32.
-
-        Args:
-            model: see :meth:`evaluating`.
-            pixels: the model's input for some of them.
-            count: how many there are.
-        """
-        return torch.cat(
-            [
-                model.encode_image(pixels(rows).to(self.device, self.settings.input_dtype), normalize=True).float()
-                for rows in _chunks(range(count))
-            ]
-        )
+        """Return embeddings ``(count, d)`` of images in float32; ``pixels`` gives the model's input for some of them."""
+        inputs = (pixels(rows).to(self.device, self.settings.input_dtype) for rows in _chunks(range(count)))
+        return torch.cat([model.encode_image(batch, normalize=True).float() for batch in inputs])
 
     def encode_texts(self, model: Any, texts: Sequence[str]) -> Tensor:
-        """Return embeddings ``(len(texts), d)`` of texts in float32; ``model`` as for images."""
+        """Return embeddings ``(len(texts), d)`` of texts in float32."""
         tokens = [self.texts(part).to(self.device) for part in _chunks(texts)]
         return torch.cat([model.encode_text(part, normalize=True).float() for part in tokens])
 

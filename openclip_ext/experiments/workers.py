@@ -8,7 +8,7 @@ import contextlib
 import multiprocessing
 import signal
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from openclip_ext.machine import available_cores
 _POLL_SECONDS = 0.3
 # What a process runs: ``task(device, seen)``, where ``seen`` takes the samples of each step.
 Task = Callable[[torch.device, Callable[[int], None]], dict[str, Any]]
+Ended = Callable[[str, dict[str, Any] | None, str], None]
 
 
 class _UnderWay(NamedTuple):
@@ -47,25 +48,48 @@ class Workers:
         self.samples = 0
         self._under_way: dict[str, _UnderWay] = {}
 
-    @property
-    def under_way(self) -> set[str]:
-        """Names of the tasks."""
-        return set(self._under_way)
+    def work_off(
+        self, pending: Callable[[], Mapping[str, Task]], ended: Ended, goes_on: Callable[[], bool] = lambda: True
+    ) -> bool:
+        """Run tasks until none is left; return False if ``goes_on`` ended it before that, which kills those under way.
 
-    @property
-    def has_room(self) -> bool:
-        """Whether another task can start."""
-        return len(self._under_way) < self.processes
+        Args:
+            pending: the tasks that have not ended and can start, by name, the most urgent first.
+            ended: is told name, result and failure of each; the result is None after a failure.
+            goes_on: is asked several times a second.
+        """
+        try:
+            while goes_on():
+                for name, task in pending().items():
+                    if len(self._under_way) < self.processes and name not in self._under_way:
+                        self._start(name, task)
+                if not self._under_way:
+                    return True
+                for found in self.finished():
+                    ended(*found)
+            return False
+        finally:
+            for entry in self._under_way.values():
+                entry.process.kill()
+                entry.process.join()
+            self._under_way.clear()
 
-    def start(self, name: str, task: Task) -> None:
-        """Start a task."""
-        taken = {entry.slot for entry in self._under_way.values()}
-        slot = next(slot for slot in range(self.processes) if slot not in taken)
-        receiver, sender = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_work, args=(sender, slot, self.processes, task))
-        process.start()
-        sender.close()
-        self._under_way[name] = _UnderWay(process, receiver, slot)
+    def run(self, tasks: Sequence[Task]) -> list[dict[str, Any]]:
+        """Return the results of tasks, in order.
+
+        Raises:
+            ValueError: one has failed.
+        """
+        named = {str(number): task for number, task in enumerate(tasks)}
+        results: dict[str, dict[str, Any]] = {}
+
+        def ended(name: str, result: dict[str, Any] | None, failure: str) -> None:
+            if result is None:
+                raise ValueError(failure)
+            results[name] = result
+
+        self.work_off(lambda: {name: task for name, task in named.items() if name not in results}, ended)
+        return [results[name] for name in named]
 
     def finished(self) -> list[tuple[str, dict[str, Any] | None, str]]:
         """Return name, result and failure of tasks that have ended; wait a moment for one."""
@@ -78,6 +102,15 @@ class Workers:
                 del self._under_way[name]
                 found.append((name, *ended))
         return found
+
+    def _start(self, name: str, task: Task) -> None:
+        taken = {entry.slot for entry in self._under_way.values()}
+        slot = next(slot for slot in range(self.processes) if slot not in taken)
+        receiver, sender = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_work, args=(sender, slot, self.processes, task))
+        process.start()
+        sender.close()
+        self._under_way[name] = _UnderWay(process, receiver, slot)
 
     def _read(self, entry: _UnderWay) -> tuple[dict[str, Any] | None, str] | None:
         """Count the samples that a task reports; return its result and failure if it has ended."""
@@ -92,40 +125,12 @@ class Workers:
             return None, f"its process ended with exit status {entry.process.exitcode}"
         return None
 
-    def stop(self) -> None:
-        """Kill what is under way."""
-        for entry in self._under_way.values():
-            entry.process.kill()
-            entry.process.join()
-        self._under_way.clear()
-
-    def run(self, tasks: Sequence[Task]) -> list[dict[str, Any]]:
-        """Return the results of tasks, in order.
-
-        Raises:
-            ValueError: one has failed.
-        """
-        waiting = list(enumerate(tasks))
-        results: dict[int, dict[str, Any]] = {}
-        try:
-            while waiting or self._under_way:
-                while waiting and self.has_room:
-                    number, task = waiting.pop(0)
-                    self.start(str(number), task)
-                for name, result, failure in self.finished():
-                    if result is None:
-                        raise ValueError(failure)
-                    results[int(name)] = result
-        finally:
-            self.stop()
-        return [results[number] for number in sorted(results)]
-
 
 class Execution:
     """Executes the runs of a plan that results extend, and keeps their rows.
 
     Args:
-        workers: execute them; the caller stops them.
+        workers: execute them.
         results: where rows go.
         task: what to do for a run.
 
@@ -149,26 +154,22 @@ class Execution:
         ended: Callable[[dict[str, Any]], None],
         goes_on: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """Execute runs until none is left; return False if ``goes_on`` ended it before that.
+        """Execute runs as :meth:`Workers.work_off` does tasks.
 
         Args:
             pending: the runs that can start, given the rows of those that have ended.
             ended: is told of each row.
             goes_on: is asked several times a second.
         """
-        while goes_on():
-            for run in pending(self.known):
-                if self.workers.has_room and run.id not in self.workers.under_way:
-                    self.workers.start(run.id, self._task(run))
-            if not self.workers.under_way:
-                return True
-            for name, row, failure in self.workers.finished():
-                if row is None:
-                    row = self.failed[name] = {"id": name, "val": {"mean": -1.0}, "failed": failure}
-                else:
-                    self.results.add(row)
-                ended(row)
-        return False
+
+        def keep(name: str, row: dict[str, Any] | None, failure: str) -> None:
+            if row is None:
+                row = self.failed[name] = {"id": name, "val": {"mean": -1.0}, "failed": failure}
+            else:
+                self.results.add(row)
+            ended(row)
+
+        return self.workers.work_off(lambda: {run.id: self._task(run) for run in pending(self.known)}, keep, goes_on)
 
 
 def default_processes() -> int:

@@ -26,7 +26,7 @@ def build_parser(table: FlagTable) -> argparse.ArgumentParser:
     for title, options in table.run_options.items():
         group = parser.add_argument_group(title)
         for option in options:
-            _add_flag(group, option, default=option.default)
+            add_flag(group, option, default=option.default)
     group.add_argument(
         "--recipe",
         metavar="NAME",
@@ -48,10 +48,11 @@ def add_loss_flags(group: argparse._ArgumentGroup, table: FlagTable, hidden: Col
         more: dict[str, Any] = {"help": argparse.SUPPRESS} if name in hidden else {}
         if is_share:
             more["type"] = lambda text: rho_of(_parser_of(HARD_SHARE)(text))
-        _add_flag(group, option, default=argparse.SUPPRESS, dest=name, **more)
+        add_flag(group, option, default=argparse.SUPPRESS, dest=name, **more)
 
 
-def _add_flag(group: argparse._ArgumentGroup, option: Option, default: Any, **more: Any) -> None:
+def add_flag(group: argparse._ActionsContainer, option: Option, default: Any, **more: Any) -> None:
+    """Add the flag of an option to a parser or a group; ``more`` are arguments of ``add_argument`` that win."""
     text = option.help + (f" [{option.symbol}]" if option.symbol else "")
     if option.type is bool:
         # One that is off by default needs no opposite.

@@ -11,7 +11,6 @@ drew, pictures that are equal when made small, and one that Pillow takes for an 
 """
 
 import html
-import json
 import sys
 import warnings
 from collections import Counter
@@ -23,15 +22,13 @@ from tqdm import tqdm
 
 from scripts.experiments.icons import canonical_name, split_words
 from scripts.experiments.pairs import (
-    RECIPE,
-    SPLITS,
     Pair,
+    flag,
     png_on_white,
     program,
     seeded_order,
     whole_folder,
-    write_names,
-    write_shards,
+    write_dataset,
 )
 
 SOURCE = Path("/usr/share/openclipart/png")
@@ -41,22 +38,16 @@ SHARED_TITLE = 4  # a title of more pictures than this is their collection's: th
 
 @dataclass(frozen=True)
 class ClipArtsConfig:
-    """What determines the bytes, for one version of the package.
+    """What determines the bytes, for one version of the package. Pairs that are not held out are for training."""
 
-    Attributes:
-        num_val, num_test: pairs of these splits; all others are for training.
-        image_size: width and height of the images in pixels.
-        seed: decides which pairs are held out, and their order.
-    """
-
-    num_val: int = 700
-    num_test: int = 700
-    image_size: int = 64
-    seed: int = 0
+    num_val: int = flag("pairs to tune on", 700)
+    num_test: int = flag("pairs to report", 700)
+    image_size: int = flag("width and height of the images in pixels", 64)
+    seed: int = flag("of the split and the order", 0)
 
 
 def read_pairs(source: Path, config: ClipArtsConfig) -> list[Pair]:
-    """The clip arts, in the seeded order, no picture twice."""
+    """Return the clip arts, in the seeded order, no picture twice."""
     paths = [path for path in sorted(source.rglob("*.png")) if not path.is_symlink()]
     paths = [path for path in paths if not path.relative_to(source).is_relative_to(LEFT_OUT)]
     titles = {path: title for path in tqdm(paths, "titles", unit="img") if (title := read_title(path)) is not None}
@@ -74,7 +65,7 @@ def read_pairs(source: Path, config: ClipArtsConfig) -> list[Pair]:
 
 
 def read_title(path: Path) -> str | None:
-    """The title that the file says, perhaps empty; None if the picture is too large to open."""
+    """Return the title that the file says, perhaps empty; None if the picture is too large to open."""
     try:
         with Image.open(path) as image:
             title = html.unescape(str(image.info.get("Title", "")))
@@ -87,7 +78,7 @@ def read_title(path: Path) -> str | None:
 
 
 def small_png(path: Path, size: int) -> bytes | None:
-    """The picture in the middle of a white square; None if it shows nothing."""
+    """Return the picture in the middle of a white square; None if it shows nothing."""
     with Image.open(path) as image:
         return png_on_white(ImageOps.pad(image.convert("RGBA"), (size, size), color=(255, 255, 255, 0)))
 
@@ -103,30 +94,21 @@ def make(source: Path, output: Path, config: ClipArtsConfig) -> None:
         num_held_out = config.num_val + config.num_test
         if len(pairs) <= num_held_out:
             raise ValueError(f"{source} has {len(pairs)} pictures, {num_held_out} to hold out: install openclipart-png")
-        classes = write_names(folder, (pair.described["name"] for pair in pairs))
         held_out = {"val": pairs[: config.num_val], "test": pairs[config.num_val : num_held_out]}
-        parts = {"train": pairs[num_held_out:], **held_out}
-        for split in SPLITS:
-            write_shards(folder / split, parts[split], classes)
-            print(f"{split}: {len(parts[split]):,} pairs")
+        splits = {"train": pairs[num_held_out:], **held_out}
         recipe = {**asdict(config), "collection": "openclipart-png", "pairs": len(pairs)}
-        (folder / RECIPE).write_text(json.dumps(recipe, indent=1) + "\n")
+        write_dataset(folder, splits, (pair.described["name"] for pair in pairs), recipe)
+    print(", ".join(f"{split}: {len(part):,} pairs" for split, part in splits.items()))
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the program."""
-    parser = program(__doc__, "clip_arts")
+    parser = program(__doc__, "clip_arts", ClipArtsConfig)
     parser.add_argument("--source", type=Path, default=SOURCE, help="the package's folder png")
-    parser.add_argument("--output", type=Path, required=True, help="folder to make, outside of the repository")
-    parser.add_argument("--num-val", type=int, default=700, help="pairs to tune on")
-    parser.add_argument("--num-test", type=int, default=700, help="pairs to report")
-    parser.add_argument("--image-size", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0, help="of the split and the order")
     args = vars(parser.parse_args(argv))
-    source, output = args.pop("source"), args.pop("output")
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # some drawings are large
     try:
-        make(source, output, ClipArtsConfig(**args))
+        make(args.pop("source"), args.pop("output"), ClipArtsConfig(**args))
     except ValueError as error:
         sys.exit(f"error: {error}")
 

@@ -26,6 +26,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,15 @@ from PIL import Image
 from tqdm import tqdm
 
 from scripts.experiments.pairs import (
-    RECIPE,
     SPLITS,
     Pair,
     batched,
+    flag,
     png_on_white,
     program,
     seeded_order,
     whole_folder,
-    write_names,
-    write_shards,
+    write_dataset,
 )
 
 PACKAGE = "@iconify/json"
@@ -71,8 +71,7 @@ class Icon:
 
     Attributes:
         prefix: the set's short name.
-        name: the icon's name in the set.
-        canonical: what it shows, the same for all drawings of it: see ``canonical_name``.
+        name, canonical: the icon's name in the set, and as :func:`canonical_name` gives it.
         view_box: left, top, width and height of the drawing.
         body: the SVG's content.
     """
@@ -88,7 +87,7 @@ class Icon:
         return " ".join(split_words(self.name))
 
     def svg(self) -> str:
-        """A black (where it has no colors of its own) drawing in the middle of a square."""
+        """Return a black (where it has no colors of its own) drawing in the middle of a square."""
         left, top, width, height = self.view_box
         side = max(width, height)
         box = f"{left - (side - width) / 2:g} {top - (side - height) / 2:g} {side:g} {side:g}"
@@ -100,24 +99,16 @@ class Icon:
 
 @dataclass(frozen=True)
 class IconsConfig:
-    """What determines the bytes, for one version of the collection.
+    """What determines the bytes, for one version of the collection."""
 
-    Attributes:
-        num_train, num_val, num_test: pairs of each split.
-        image_size: width and height of the images in pixels.
-        min_authors: keep names that at least this many authors of training sets have drawn.
-        seed: decides which sets are held out, and which icons are taken.
-        val_sets, test_sets: prefixes of the sets to hold out; empty: a seeded choice.
-    """
-
-    num_train: int
-    num_val: int = 2000
-    num_test: int = 2000
-    image_size: int = 64
-    min_authors: int = 10
-    seed: int = 0
-    val_sets: tuple[str, ...] = ()
-    test_sets: tuple[str, ...] = ()
+    num_train: int = flag("training pairs (at most 298,000, with --min-authors 1)")
+    num_val: int = flag("pairs of held-out styles to tune on", 2000)
+    num_test: int = flag("pairs of other held-out styles to report", 2000)
+    image_size: int = flag("width and height of the images in pixels", 64)
+    min_authors: int = flag("keep names that so many authors of training sets have drawn", 10)
+    seed: int = flag("of the choice of held-out sets and icons", 0)
+    val_sets: tuple[str, ...] = flag("prefixes of the sets to hold out; none: a seeded choice", ())
+    test_sets: tuple[str, ...] = flag("likewise", ())
 
     def count(self, split: str) -> int:
         return {"train": self.num_train, "val": self.num_val, "test": self.num_test}[split]
@@ -128,7 +119,7 @@ def split_words(name: str) -> list[str]:
 
 
 def canonical_name(name: str) -> str:
-    """An icon's name without numbers (sizes, variants) and without style words at its ends.
+    """Return an icon's name without numbers (sizes, variants) and without style words at its ends.
 
     >>> canonical_name("home-2-outline"), canonical_name("baseline-home"), canonical_name("24px")
     ('home', 'home', '24px')
@@ -143,7 +134,7 @@ def canonical_name(name: str) -> str:
 
 
 def fetch(cache: Path) -> Path:
-    """Download and unpack the collection with npm, once; returns the package's folder.
+    """Download and unpack the collection with npm, once; return the package's folder.
 
     Raises:
         SystemExit: npm is missing or fails.
@@ -166,7 +157,7 @@ def fetch(cache: Path) -> Path:
 
 
 def read_collection(package: Path) -> tuple[dict[str, dict[str, Any]], list[Icon]]:
-    """The sets' descriptions by prefix, and their icons: no emoji, no hidden or animated icons, no aliases."""
+    """Return the sets' descriptions by prefix, and their icons: no emoji, no hidden or animated icons, no aliases."""
     sets = {
         prefix: info
         for prefix, info in json.loads((package / "collections.json").read_text()).items()
@@ -189,7 +180,7 @@ _BOX_DEFAULTS = {"left": 0, "top": 0, "width": 16, "height": 16}  # the format's
 
 
 def group_sets(sets: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """A group for each set: sets of one author, or of prefixes that begin alike, look alike and stay together."""
+    """Return a group for each set: sets of one author, or of prefixes that begin alike, look alike and stay together."""
     parent = {prefix: prefix for prefix in sets}
 
     def root(prefix: str) -> str:
@@ -205,7 +196,7 @@ def group_sets(sets: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def assign_splits(sets: dict[str, dict[str, Any]], icons: list[Icon], config: IconsConfig) -> dict[str, str]:
-    """The split of each set, by prefix.
+    """Return the split of each set, by prefix.
 
     Raises:
         ValueError: an unknown set, or not enough icons to hold out.
@@ -234,7 +225,7 @@ def assign_splits(sets: dict[str, dict[str, Any]], icons: list[Icon], config: Ic
 
 
 def eligible_names(sets: dict[str, dict[str, Any]], icons: Iterable[Icon], min_authors: int) -> set[str]:
-    """Canonical names that at least ``min_authors`` authors have drawn."""
+    """Return canonical names that at least ``min_authors`` authors have drawn."""
     authors = defaultdict(set)
     for icon in icons:
         authors[icon.canonical].add(sets[icon.prefix]["author"]["name"])
@@ -242,7 +233,7 @@ def eligible_names(sets: dict[str, dict[str, Any]], icons: Iterable[Icon], min_a
 
 
 def choose(icons: list[Icon], sets: dict[str, dict[str, Any]], splits: dict[str, str], config: IconsConfig):
-    """Candidates of each split, in the order in which they are taken, with no drawing twice."""
+    """Return candidates of each split, in the order in which they are taken, with no drawing twice."""
     names = eligible_names(sets, (icon for icon in icons if splits[icon.prefix] == "train"), config.min_authors)
     pools: dict[str, list[Icon]] = {split: [] for split in SPLITS}
     seen: set[str] = set()
@@ -257,7 +248,7 @@ def choose(icons: list[Icon], sets: dict[str, dict[str, Any]], splits: dict[str,
 
 
 def render(icon: Icon, size: int) -> bytes | None:
-    """The icon as PNG, ``size`` pixels square on white; None if nothing is to be seen, or it cannot be drawn."""
+    """Return the icon as PNG, ``size`` pixels square on white; None if nothing is to be seen, or it cannot be drawn."""
     import resvg_py
 
     try:
@@ -268,25 +259,18 @@ def render(icon: Icon, size: int) -> bytes | None:
     return png_on_white(image) if image.size == (size, size) else None
 
 
-def _render_many(icons: tuple[Icon, ...], size: int) -> list[bytes | None]:
-    os.nice(max(0, 19 - os.nice(0)))
-    return [render(icon, size) for icon in icons]
-
-
 def take(pool: list[Icon], number: int, size: int, executor: ProcessPoolExecutor) -> Iterator[tuple[Icon, bytes]]:
-    """The first ``number`` icons that can be drawn, with their PNGs.
+    """Yield the first ``number`` icons that can be drawn, with their PNGs.
 
     Raises:
         ValueError: the pool has fewer.
     """
     taken = 0
-    for slice_ in batched(pool, 4000):
-        parts = list(batched(slice_, 250))
-        for part, drawn in zip(parts, executor.map(_render_many, parts, [size] * len(parts)), strict=True):
-            for icon, png in zip(part, drawn, strict=True):
-                if png is not None and taken < number:
-                    taken += 1
-                    yield icon, png
+    for part in batched(pool, 4000):
+        for icon, png in zip(part, executor.map(partial(render, size=size), part, chunksize=250), strict=True):
+            if png is not None and taken < number:
+                taken += 1
+                yield icon, png
         if taken == number:
             return
     raise ValueError(f"asked for {number} pairs, the sets have {taken}: ask for fewer, or for a smaller --min-authors")
@@ -302,11 +286,11 @@ def make(package: Path, output: Path, config: IconsConfig, workers: int) -> None
     splits = assign_splits(sets, icons, config)
     pools = choose(icons, sets, splits, config)
     counts: Counter[str] = Counter()
+    context = multiprocessing.get_context("spawn")
     with (
         whole_folder(output) as folder,
-        ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as executor,
+        ProcessPoolExecutor(workers, context, initializer=os.nice, initargs=(19,)) as executor,
     ):
-        classes = write_names(folder, (icon.canonical for pool in pools.values() for icon in pool))
 
         def pairs_of(split: str) -> Iterator[Pair]:
             number = config.count(split)
@@ -318,8 +302,10 @@ def make(package: Path, output: Path, config: IconsConfig, workers: int) -> None
                 described["license"] = license_.get("spdx", license_["title"])
                 yield Pair(png, icon.caption, described)
 
-        for split in SPLITS:
-            write_shards(folder / split, pairs_of(split), classes)
+        version = json.loads((package / "package.json").read_text())["version"]
+        names = (icon.canonical for pool in pools.values() for icon in pool)
+        recipe = {**asdict(config), "collection": f"{PACKAGE} {version}"}
+        write_dataset(folder, {split: pairs_of(split) for split in SPLITS}, names, recipe)
         table = {
             prefix: {
                 "title": sets[prefix]["name"],
@@ -332,32 +318,14 @@ def make(package: Path, output: Path, config: IconsConfig, workers: int) -> None
             for prefix, split in splits.items()
         }
         (folder / "sets.json").write_text(json.dumps(table, indent=1) + "\n")
-        version = json.loads((package / "package.json").read_text())["version"]
-        recipe = {**asdict(config), "collection": f"{PACKAGE} {version}"}
-        (folder / RECIPE).write_text(json.dumps(recipe, indent=1) + "\n")
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the program."""
-    parser = program(__doc__, "icons")
+    parser = program(__doc__, "icons", IconsConfig)
     parser.add_argument(
         "--cache", type=Path, required=True, help="folder for the collection, outside of the repository"
     )
-    parser.add_argument("--output", type=Path, required=True, help="folder to make")
-    parser.add_argument(
-        "--num-train", type=int, required=True, help="training pairs (at most 298,000, with --min-authors 1)"
-    )
-    parser.add_argument("--num-val", type=int, default=2000, help="pairs of held-out styles to tune on")
-    parser.add_argument("--num-test", type=int, default=2000, help="pairs of other held-out styles to report")
-    parser.add_argument("--image-size", type=int, default=64)
-    parser.add_argument(
-        "--min-authors", type=int, default=10, help="keep names that so many training authors have drawn"
-    )
-    parser.add_argument(
-        "--val-sets", nargs="*", default=[], metavar="PREFIX", help="sets held out; none: a seeded choice"
-    )
-    parser.add_argument("--test-sets", nargs="*", default=[], metavar="PREFIX", help="likewise")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of held-out sets and icons")
     parser.add_argument("--workers", type=int, default=2, help="processes that render")
     args = vars(parser.parse_args(argv))
     cache, output, workers = args.pop("cache"), args.pop("output"), args.pop("workers")

@@ -13,16 +13,17 @@ import io
 import json
 import shutil
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-RECIPE = "recipe.json"
+from openclip_ext.options import flag_of
+
 SPLITS = ("train", "val", "test")
 SAMPLES_PER_SHARD = 1000
 
@@ -42,30 +43,41 @@ class Pair:
     described: dict[str, Any]
 
 
-def program(doc: str, name: str) -> argparse.ArgumentParser:
-    """Return the command line of a maker, described by its module's first line."""
-    return argparse.ArgumentParser(
+def flag(help: str, default: Any = MISSING) -> Any:
+    """Declare a field of a configuration, which :func:`program` makes a flag; without a default it is required."""
+    return field(default=default, metadata={"help": help})
+
+
+def program(doc: str, name: str, config: type) -> argparse.ArgumentParser:
+    """Return the command line of a maker, described by its module's first line, with the flags of a configuration."""
+    parser = argparse.ArgumentParser(
         prog=f"python -m scripts.experiments.{name}",
         description=doc.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--output", type=Path, required=True, help="folder to make, outside of the repository")
+    for one in fields(config):
+        value: dict[str, Any] = {"required": True} if one.default is MISSING else {"default": one.default}
+        value |= {"nargs": "*", "metavar": "PREFIX"} if isinstance(one.default, tuple) else {"type": int}
+        parser.add_argument(flag_of(one.name), help=one.metadata["help"], **value)
+    return parser
 
 
 def seeded_order(seed: int) -> Callable[[str], bytes]:
-    """A sorting key that shuffles strings, the same on every machine."""
+    """Return a sorting key that shuffles strings, the same on every machine."""
     return lambda text: hashlib.sha256(f"{seed} {text}".encode()).digest()
 
 
 def batched(items: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:
-    """Tuples of ``size`` items, the last one shorter (Python 3.12 has it in itertools)."""
+    """Yield tuples of ``size`` items, the last one shorter (Python 3.12 has it in itertools)."""
     iterator = iter(items)
     while part := tuple(islice(iterator, size)):
         yield part
 
 
 def png_on_white(image: Image.Image) -> bytes | None:
-    """The image on white as PNG, without metadata; None if nothing is to be seen."""
+    """Return the image on white as PNG, without metadata; None if nothing is to be seen."""
     image = image.convert("RGBA")
     flat = Image.new("RGBA", image.size, "white")
     flat.alpha_composite(image)
@@ -79,7 +91,7 @@ def png_on_white(image: Image.Image) -> bytes | None:
 
 @contextmanager
 def whole_folder(output: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes ``output`` at the end: a killed call leaves none that looks finished.
+    """Give a folder to write into, which becomes ``output`` at the end: a killed call leaves none that looks finished.
 
     Raises:
         ValueError: the folder exists.
@@ -93,14 +105,18 @@ def whole_folder(output: Path) -> Iterator[Path]:
     partial.rename(output)
 
 
-def write_names(folder: Path, names: Iterable[str]) -> dict[str, int]:
-    """Write ``names.txt``; returns each name's number."""
-    ordered = sorted(set(names))
-    (folder / "names.txt").write_text("".join(f"{name}\n" for name in ordered))
-    return {name: number for number, name in enumerate(ordered)}
+def write_dataset(
+    folder: Path, splits: Mapping[str, Iterable[Pair]], names: Iterable[str], recipe: Mapping[str, Any]
+) -> None:
+    """Write the splits, ``names.txt`` and ``recipe.json``; ``names`` are those of all pairs, or more."""
+    classes = {name: number for number, name in enumerate(sorted(set(names)))}
+    (folder / "names.txt").write_text("".join(f"{name}\n" for name in classes))
+    for split in SPLITS:
+        _write_shards(folder / split, splits[split], classes)
+    (folder / "recipe.json").write_text(json.dumps(recipe, indent=1) + "\n")
 
 
-def write_shards(folder: Path, pairs: Iterable[Pair], classes: dict[str, int]) -> None:
+def _write_shards(folder: Path, pairs: Iterable[Pair], classes: dict[str, int]) -> None:
     """Write a split: equal pairs give equal bytes."""
     folder.mkdir()
     for number, part in enumerate(batched(pairs, SAMPLES_PER_SHARD)):

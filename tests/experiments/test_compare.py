@@ -57,25 +57,16 @@ def test_short_runs_get_what_they_need_unless_the_user_says():
     remembers, published = (space.settings("fastclip", {})[0][place] for place in (0, 5))
     assert (remembers["gamma"], remembers["gamma_schedule"]) == (0.8, "constant")
     assert setting_words("fastclip", remembers) == "τ solved, ρ 4, γ 0.8"
+    assert setting_words(BASELINE, {"temperature_scheme": "global", "temperature": 0.03}) == "τ learned, from 0.03"
+    assert setting_words("sogclr", {"temperature": 0.05}) == "τ constant, 0.05"
     assert published == {}
     assert space.settings("amorlip", {})[0][0]["reinitialize"] is False
     assert space.settings("fastclip", {"gamma": 0.5})[0][0]["gamma"] == 0.5
     assert space.settings("queueclip", {})[0][0] == {"temperature_scheme": "solved", "rho": 4.0}
-
-
-def test_settings_in_words():
-    words = [setting_words(BASELINE, one) for one in space.settings(BASELINE, {})[0]]
-    assert words[:4] == ["τ learned", "τ learned, from 0.03", "τ constant, 0.1", "τ constant, 0.05"]
-    assert setting_words("queueclip", {"rho": 5.0, "rho_end": None}) == "τ learned, ρ 5"
-    assert setting_words("sogclr", {}) == "τ constant"
-
-
-@pytest.mark.parametrize(
-    ("loss", "scheme"), [("sogclr", "constant"), ("isogclr", "per-sample"), ("tempnet", "predicted")]
-)
-def test_losses_known_for_their_temperature_keep_its_scheme(loss, scheme):
-    for options in space.settings(loss, {})[0]:
-        assert options.get("temperature_scheme", space.own_scheme(loss)) == scheme
+    # Losses known for their temperature keep its scheme.
+    for loss, scheme in {"sogclr": "constant", "isogclr": "per-sample", "tempnet": "predicted"}.items():
+        for options in space.settings(loss, {})[0]:
+            assert options.get("temperature_scheme", space.own_scheme(loss)) == scheme
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
@@ -98,11 +89,8 @@ def test_more_time_tries_more_in_longer_runs():
     assert all(design.samples >= {2: 20, 3: 1500, 4: 2500}[design.tried] * 64 for design in found)
     whole = make_design(LOSSES, COSTS, 10**6, 2, 16, most_samples=3200, most_tried=18)
     assert (whole.tried, whole.samples) == (9, 3200)  # no longer than --epochs: all candidates
-
-
-def test_a_loss_of_one_candidate_has_one_finalist():
-    design = make_design(LOSSES, COSTS, 3000, 2, 64, 10**9, most_tried=1)
-    assert (design.tried, design.finalists, design.runs(LOSSES)) == (1, 1, 3 * len(LOSSES))
+    single = make_design(LOSSES, COSTS, 3000, 2, 64, 10**9, most_tried=1)
+    assert (single.tried, single.finalists, single.runs(LOSSES)) == (1, 1, 3 * len(LOSSES))
 
 
 def test_the_plan_is_for_the_costliest_losses_that_may_go_on():
@@ -136,20 +124,38 @@ def test_a_run_is_cut_into_equal_epochs():
     assert equal_epochs(19_660, 256, 1000) == (25, 768)
     # Whole epochs of whole batches are made as they were asked.
     assert equal_epochs(32 * 768, 256, 1000) == (32, 768)
-
-
-def test_the_warmup_is_at_most_a_tenth():
+    # Its warm-up is at most a tenth.
     assert [warmup_steps(10_000, 200), warmup_steps(5, 200)] == [20, 5]
 
 
 # --- the sentence ----------------------------------------------------------------------------------------------------
 
 
-def result(loss: str, score: float, half: float | None = None, gain: float | None = None) -> LossResult:
-    gain = score - 0.3 if gain is None else gain
-    difference = None if half is None else Difference(gain, gain - half, gain + half, 3)
+def gap(mean: float, half: float) -> Difference:
+    return Difference(mean, mean - half, mean + half, 3)
+
+
+def result(loss: str, score: float, half: float | None = None) -> LossResult:
+    """A loss that scores so much, and ``openclip`` 0.3; ``half`` is half the width of the difference's interval."""
+    difference = None if half is None else gap(score - 0.3, half)
     return LossResult(
-        loss, "τ learned", 1e-3, {"R@1": score}, (score,), gain, difference, None, 0.05, 0.1, 1, 1, (), None, "train"
+        *(
+            loss,
+            "τ learned",
+            1e-3,
+            {"R@1": score},
+            (score,),
+            score - 0.3,
+            difference,
+            None,
+            0.05,
+            0.1,
+            1,
+            1,
+            (),
+            None,
+            "",
+        )
     )
 
 
@@ -157,29 +163,48 @@ def about(batch: int) -> About:
     return About("", "", batch, 1, (), 1, 30.0, 32)
 
 
-def gap(mean: float, half: float) -> Difference:
-    return Difference(mean, mean - half, mean + half, 3)
+BASE = result("openclip", 0.3)
 
 
-def test_the_sentence_names_the_best_and_its_equals():
-    found = [result("queueclip", 0.341, 0.009), result("neuclip", 0.339, 0.009), result("openclip", 0.3)]
-    sentence, recommended = conclude(
-        found, about(128), 8.0, {"neuclip": gap(0.002, 0.01), "openclip": gap(0.041, 0.009)}
-    )
-    assert sentence == (
-        "queueclip, +4.1 (3.2 to 5.0) R@1 over openclip at batch 128; no difference between queueclip and neuclip."
-    )
-    assert recommended == "queueclip"
-
-
-def test_the_sentence_says_when_nothing_beats_openclip():
-    found = [result("neuclip", 0.302, 0.007), result("openclip", 0.3), result("amorlip", 0.2, 0.05)]
-    sentence, recommended = conclude(found, about(64), 8.0, {})
-    assert sentence == (
-        "Nothing beats openclip with confidence at batch 64: neuclip comes nearest, +0.2 (−0.5 to 0.9) R@1; worse: amorlip. "
-        "Take openclip with its best setting."
-    )
-    assert recommended == "openclip"
+@pytest.mark.parametrize(
+    ("found", "to_best", "sentence", "recommended"),
+    [
+        (
+            [result("queueclip", 0.341, 0.009), result("neuclip", 0.339, 0.009), BASE],
+            {"neuclip": gap(0.002, 0.01), "openclip": gap(0.041, 0.009)},
+            "queueclip, +4.1 (3.2 to 5.0) R@1 over openclip at batch 64; no difference between queueclip and neuclip.",
+            "queueclip",
+        ),
+        (
+            [result("neuclip", 0.302, 0.007), BASE, result("amorlip", 0.2, 0.05)],
+            {},
+            "Nothing beats openclip with confidence at batch 64: neuclip comes nearest, +0.2 (−0.5 to 0.9) R@1; worse: "
+            "amorlip. Take openclip with its best setting.",
+            "openclip",
+        ),
+        (  # a sure gain comes before a larger unsure one
+            [result("amorlip", 0.36, 0.08), result("neuclip", 0.34, 0.01), BASE],
+            {"neuclip": gap(0, 0), "amorlip": gap(-0.02, 0.08)},
+            "neuclip, +4.0 (3.0 to 5.0) R@1 over openclip at batch 64; no difference between neuclip and amorlip.",
+            "neuclip",
+        ),
+        *(
+            (
+                found,
+                {},
+                "No result yet: there are fewer than two paired runs; the same command goes on from here.",
+                None,
+            )
+            for found in ([], [BASE], [result("neuclip", 0.3, 0.1)], [result("neuclip", 0.3)])
+        ),
+    ],
+)
+def test_the_sentence_names_what_to_take(found, to_best, sentence, recommended):
+    assert conclude(found, about(64), 8.0, to_best) == (sentence, recommended)
+    if recommended is None:
+        assert conclude(found, about(64), 8.0, {}, failures=6)[0].startswith(
+            "No result: 6 runs failed, for the reasons"
+        )
 
 
 def test_the_sentence_says_when_the_runs_leave_a_gain_open():
@@ -196,28 +221,6 @@ def test_the_sentence_says_when_the_runs_leave_a_gain_open():
     assert "--minutes 48 they have about 32." in nearly  # no longer than --epochs
     assert recommended == "openclip"
     assert "leave open" not in conclude(found, about(64), 32.0, {})[0]  # as long as --epochs allows
-
-
-def test_a_sure_gain_comes_before_a_larger_unsure_one():
-    found = [result("amorlip", 0.36, 0.08), result("neuclip", 0.34, 0.01), result("openclip", 0.3)]
-    sentence, recommended = conclude(found, about(64), 8.0, {"neuclip": gap(0, 0), "amorlip": gap(-0.02, 0.08)})
-    assert recommended == "neuclip"
-    assert sentence.endswith("no difference between neuclip and amorlip.")
-
-
-@pytest.mark.parametrize(
-    "found", [[], [result("openclip", 0.3)], [result("neuclip", 0.3, 0.1)], [result("neuclip", 0.3)]]
-)
-def test_without_pairs_there_is_no_result(found):
-    sentence, recommended = conclude(found, about(64), 8.0, {})
-    assert sentence.startswith("No result yet")
-    assert recommended is None
-
-
-def test_runs_that_failed_are_no_result_either():
-    sentence, recommended = conclude([result("openclip", 0.3)], about(64), 8.0, {}, failures=6)
-    assert sentence.startswith("No result: 6 runs failed, for the reasons below")
-    assert recommended is None
 
 
 def test_factors_are_rounded_and_have_no_exponents():
@@ -315,7 +318,6 @@ def arguments(data: Path, *more: str) -> list[str]:
         (["--fit-every", "5"], "--fit-every: not used by any of"),
         (["--save-frequency", "3"], "--save-frequency has no effect on compare"),
         (["--resume", "x.pt"], "--resume has no effect on compare"),
-        (["--minutes", "0"], "--minutes is 0, must be positive"),
         (["--batch-size", "0"], "--batch-size is 0, must be at least 2"),
         (["--lr", "nan"], "--lr is nan, must be positive"),
         (["--normalizer", "mlp"], "makes one loss of those that are compared"),
@@ -360,42 +362,16 @@ def test_options_of_the_solved_temperature_reach_it(data):
     }
 
 
-def test_the_help_leaves_out_what_is_refused(capsys):
-    with pytest.raises(SystemExit):
+def test_wrong_values_are_refused_and_the_help_leaves_out_what_is(data, capsys):
+    for words in (["--minutes", "0"], ["--population", "1"]):
+        with pytest.raises(SystemExit, match="2"):
+            parse(arguments(data, *words))
+        assert f"argument {words[0]}: {words[1]}: expected" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
         parse(["--help"])
-    shown = capsys.readouterr().out
-    assert "--prototypes" in shown and "--losses" in shown
-    assert not {"--loss", "--rho", "--hard-share", "--temperature", "--views"} & {
-        word.strip("[],") for word in shown.split()
-    }
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--val", "missing.tar"], "missing.tar"),
-        (["--classes", "missing.txt"], "--classes missing.txt cannot be read"),
-        (["--batch-size", "50"], "72 training samples are too few for batches of 50"),
-        (["--cache", "1e-6"], "--cache allows"),
-    ],
-)
-def test_data_that_do_not_fit_are_refused(data, more, message):
-    if "50" in more:  # a held-out part of 8 would be refused first
-        more = [*more, "--val", str(data / "val" / "00000.tar"), "--batch-size", "50"]
-        message = "80 training samples are too few for batches of 50"
-    if "--cache" in more or "--classes" in more:
-        write_tar(data / "train" / "00000.tar", [member for n in range(300) for member in two_colors(n)])
-    with pytest.raises(ValueError, match=message):
-        main(arguments(data, *more))
-
-
-def test_more_bad_samples_than_training_allows_are_refused(data):
-    members = [member for n in range(300) for member in two_colors(n) if n % 10 or not member[0].endswith("txt")]
-    write_tar(data / "train" / "00000.tar", members)
-    with pytest.raises(
-        ValueError, match=r"30 of the 300 samples .* more than the allowed 5\.0% \(--max-bad-fraction\)"
-    ):
-        main(arguments(data, "--val", str(data / "val" / "00000.tar")))
+    shown = {word.strip("[],") for word in capsys.readouterr().out.split()}
+    assert {"--prototypes", "--losses", "--minutes"} <= shown
+    assert not {"--loss", "--rho", "--hard-share", "--temperature", "--views"} & shown
 
 
 def with_val(data: Path, *more: str) -> list[str]:
@@ -418,6 +394,43 @@ def execute(pilot: ComparePilot, run: Run) -> dict[str, Any]:
     return pilot.run(run, CPU, lambda samples: None)
 
 
+def without_every_tenth_caption(count: int) -> list[tuple[str, bytes]]:
+    return [member for n in range(count) for member in two_colors(n) if n % 10 or not member[0].endswith("txt")]
+
+
+def of_one_caption(count: int) -> list[tuple[str, bytes]]:
+    members = [member for n in range(count) for member in two_colors(n)]
+    return [(name, b"a dot" if name.endswith("txt") else content) for name, content in members]
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "message"),
+    [
+        ({}, ["--val", "missing.tar"], "missing.tar"),
+        ({}, ["--classes", "missing.txt"], "--classes missing.txt cannot be read"),
+        ({}, ["--val", "{val}", "--batch-size", "50"], "80 training samples are too few for batches of 50"),
+        ({}, ["--val", "{val}", "--cache", "1e-6"], "--cache allows"),
+        ({}, [], "8 of 80 samples are too few to score with"),
+        ({"names.txt": b"red\ngreen\n"}, ["--val", "{val}", "--classes", "{names}"], r"class '\d': .* from 0 to 1"),
+        ({"val": of_one_caption(40)}, ["--val", "{val}"], "one caption only"),
+        (
+            {"train": without_every_tenth_caption(300)},
+            ["--val", "{val}"],
+            r"30 of the 300 samples .* more than the allowed 5\.0% \(--max-bad-fraction\)",
+        ),
+    ],
+)
+def test_data_that_do_not_fit_are_refused(data, change, more, message):
+    for name, content in change.items():
+        if isinstance(content, bytes):
+            (data / name).write_bytes(content)
+        else:
+            write_tar(data / name / "00000.tar", content)
+    places = {"val": data / "val" / "00000.tar", "names": data / "names.txt"}
+    with pytest.raises(ValueError, match=message):
+        main(arguments(data, *(word.format(**places) for word in more)))
+
+
 def test_a_manifest_may_leave_samples_out(data):
     """Those are not bad samples; read from the shards again and again, they would shorten the runs unseen."""
     Manifest.scan(str(data / "train" / "00000.tar")).without(range(0, 80, 16)).save(data / "fewer.json")
@@ -425,13 +438,6 @@ def test_a_manifest_may_leave_samples_out(data):
     assert prepare(argv)[0].data.num_samples == 75
     with pytest.raises(ValueError, match="leaves samples out"):
         prepare([*argv, "--cache", str(50_000 / 2**30), "--output", str(data / "other")])
-
-
-def test_validation_samples_of_one_caption_are_refused(data):
-    same = [(name, b"a dot" if name.endswith("txt") else content) for n in range(40) for name, content in two_colors(n)]
-    write_tar(data / "val" / "00000.tar", same)
-    with pytest.raises(ValueError, match="one caption only"):
-        main(arguments(data, "--val", str(data / "val" / "00000.tar")))
 
 
 def test_a_batch_is_not_judged_against_itself(data):
@@ -504,13 +510,6 @@ def test_two_comparisons_do_not_share_a_folder(data):
         main(arguments(data))
     assert not (data / "out" / "cache").exists()
     results.close()
-
-
-def test_a_class_that_has_no_name_is_refused(data):
-    (data / "names.txt").write_text("red\ngreen\n")
-    val = str(data / "val" / "00000.tar")
-    with pytest.raises(ValueError, match=r"has the class '\d': expected .* from 0 to 1"):
-        main(arguments(data, "--val", val, "--classes", str(data / "names.txt")))
 
 
 TIMES = {"step_seconds", "memory_bytes", "curves", "command"}
@@ -614,5 +613,4 @@ def test_losses_see_the_same_samples_from_the_same_start(data):
 def test_training_images_beyond_the_cache_are_read_from_their_shards(data):
     streamed, preparation = prepare(with_val(data, "--cache", str(50_000 / 2**30)))
     assert "decoded again for each run" in preparation.notes[-1]
-    assert streamed.data.num_samples == 80
     assert execute(streamed, make_run("queueclip", 48))["steps"] == 6

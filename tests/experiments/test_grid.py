@@ -41,8 +41,6 @@ def test_a_schedule_is_finished_before_the_next_begins():
 def test_tuning_must_be_equal():
     with pytest.raises(ValueError, match="equally many settings"):
         contests(GRID | {"families": {"one": [SETTING, OTHER], "two": [SETTING]}}, "data")
-    with pytest.raises(ValueError, match="a schedule for each learning rate"):
-        contests(GRID | {"lr_factors": [0.5]}, "data")
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ def test_the_splits_are_disjoint_and_equal_on_every_call(source: Path, tmp_path:
     texts = {split: read_texts(tmp_path / "first" / split) for split in SPLITS}
     assert [len(texts[split]) for split in SPLITS] == [5, 1, 2]
     assert len(set().union(*texts.values())) == 8
-    assert json.loads((tmp_path / "first" / RECIPE).read_text())["pairs"] == 8
+    assert json.loads((tmp_path / "first" / "recipe.json").read_text())["pairs"] == 8
 
 
 def read_texts(folder: Path) -> list[str]:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -17,12 +16,12 @@ from tqdm import tqdm
 from openclip_ext.data.source import BadDataError
 from openclip_ext.diagnostics import command_line
 from openclip_ext.experiments.cache import DoesNotFit, PilotData, digest, remove_others
-from openclip_ext.experiments.compare import page, report, space
+from openclip_ext.experiments.compare import report, space
 from openclip_ext.experiments.compare.config import CompareConfig, parse
-from openclip_ext.experiments.compare.data import DataPreparation, cache_folder
-from openclip_ext.experiments.compare.pilot import ComparePilot, versions
+from openclip_ext.experiments.compare.data import DataPreparation
+from openclip_ext.experiments.compare.pilot import ComparePilot
 from openclip_ext.experiments.compare.plan import CONTENDERS, SEEDS, Costs, Design, add_seed, equal_epochs, make_design
-from openclip_ext.experiments.pilot import CURVE_POINTS, warmup_steps
+from openclip_ext.experiments.pilot import versions, warmup_steps
 from openclip_ext.experiments.results import ResultsFile
 from openclip_ext.experiments.runs import Contest, Run
 from openclip_ext.experiments.workers import Execution, Workers
@@ -34,8 +33,6 @@ _RESERVE, _PACE_SHARE, _PACE_SECONDS = 0.1, 0.05, 6.0
 _REPORT_SECONDS = 2.0
 # Of plan.json and runs.jsonl; folders of another one are refused.
 _PLAN_FORMAT = 2
-# What the final command line says itself.
-_REPLACED_FLAGS = ("--lr", "--epochs", "--warmup")
 _OTHER = "the folder {} holds a comparison with other {}: give another --output, or remove the folder"
 
 
@@ -48,12 +45,12 @@ def main(argv: list[str]) -> None:
     """
     started = time.monotonic() - time.process_time()  # with the imports before
     config, training = parse(argv)
-    results = ResultsFile(config.output / "runs.jsonl")  # first: nobody else may write to the cache, either
+    results = ResultsFile(config.folder / "runs.jsonl")  # first: nobody else may write to the cache, either
     try:
-        refuse_other_flags(config, training)  # before the data are decoded
+        read_plan(config, training)  # a folder of other flags is refused before the data are decoded
         preparation = DataPreparation(config, training)
         comparison = Comparison(config, training, preparation.prepare(), results, started + 60 * config.minutes)
-        remove_others(cache_folder(config.output), preparation.folders)  # now that these are known to be meant
+        remove_others(preparation.cache, preparation.folders)  # now that these are known to be meant
         stopped = comparison.run()
         comparison.write_report(preparation.notes)
     except (BadDataError, DoesNotFit) as error:
@@ -76,31 +73,26 @@ class Comparison:
         deadline: when to stop, a time of ``time.monotonic()``.
 
     Raises:
-        ValueError: the folder holds a comparison with other data.
+        ValueError: the folder holds a comparison with other flags or data.
     """
 
     def __init__(
         self, config: CompareConfig, training: TrainingConfig, data: PilotData, results: ResultsFile, deadline: float
     ) -> None:
         self.config, self.results, self.deadline = config, results, deadline
-        self.flags = _digest_of_flags(config, training)
+        self.flags = digest_of_flags(config, training)
         self.context = digest([self.flags, data.digest])
         self.pilot = ComparePilot(training, data, config.loss_options, config.population, config.anchors)
         self.candidates = {loss: space.candidates(loss, config.loss_options) for loss in config.losses}
         self.workers = Workers(config.processes, __name__)
         self.execution = Execution(self.workers, results, lambda run: partial(self.pilot.run, run))
-        self.plan = _read_plan(config.output)
-        if self.plan is not None and self.plan["context"] != self.context:
+        self.plan = read_plan(config, training)
+        if self.plan and self.plan["context"] != self.context:
             raise ValueError(_OTHER.format(config.output, "data"))
-
-    @property
-    def _seconds_left(self) -> float:
-        return self.deadline - time.monotonic() - _REPORT_SECONDS
 
     @property
     def design(self) -> Design:
         """The size of the comparison, as planned."""
-        assert self.plan is not None
         return Design(**self.plan["design"])
 
     @property
@@ -112,6 +104,17 @@ class Comparison:
             for loss in self.config.losses
         }
         return Contest(families, design.seeds, design.finalists, CONTENDERS)
+
+    def run(self) -> bool:
+        """Work until all is finished, the time is over or a signal comes; return whether one came."""
+        try:
+            if not self.plan:
+                self._make_plan()
+            while self._work() and self._add_seed():
+                pass
+        except KeyboardInterrupt:
+            return True
+        return False
 
     def _make_run(self, loss: str, candidate: int, samples: int) -> Run:
         options, factor = self.candidates[loss][candidate]
@@ -130,32 +133,21 @@ class Comparison:
             setting={"loss": loss, "options": options},
         )
 
-    def run(self) -> bool:
-        """Work until all is finished, the time is over or a signal comes; return whether one came."""
-        try:
-            if self.plan is None:
-                self._make_plan()
-            while self._work() and self._add_seed():
-                pass
-        except KeyboardInterrupt:
-            return True
-        finally:
-            self.workers.stop()
-        return False
-
-    # --- planning ---------------------------------------------------------------------------------------------------
-
-    def _write_plan(self, **content: Any) -> None:
-        self.plan = {**(self.plan or {}), **content}
-        path = _plan_path(self.config.output)
-        partial_path = path.with_suffix(".partial")
-        partial_path.write_text(json.dumps(self.plan, indent=2) + "\n")
-        partial_path.rename(path)
+    @property
+    def _seconds_left(self) -> float:
+        return self.deadline - time.monotonic() - _REPORT_SECONDS
 
     @property
     def _most_samples(self) -> int:
         """That ``--epochs`` allow: whole batches of each epoch."""
         return self.pilot.config.length.epochs * (self.pilot.data.num_samples // self.pilot.batch * self.pilot.batch)
+
+    def _write_plan(self, **content: Any) -> None:
+        self.plan = {**self.plan, **content}
+        path = self.config.folder / "plan.json"
+        partial_path = path.with_suffix(".partial")
+        partial_path.write_text(json.dumps(self.plan, indent=2) + "\n")
+        partial_path.rename(path)
 
     def _make_plan(self) -> None:
         """Measure how wrong a batch is and how fast the runs are, and plan what fits."""
@@ -169,10 +161,8 @@ class Comparison:
         per_sample = {
             loss: statistics.fmean(pace["per_sample"] for pace in paces if pace["loss"] == loss) for loss in losses
         }
-        scoring = statistics.fmean(pace["scoring"] for pace in paces)
-        building = statistics.fmean(pace["building"] for pace in paces)
         # The runs of the first seed, about half of all, have their normalizers measured.
-        costs = Costs(per_sample, building + (1 + CURVE_POINTS) * scoring + judged["seconds"] / 2)
+        costs = Costs(per_sample, statistics.fmean(pace["per_run"] for pace in paces) + judged["seconds"] / 2)
         design = make_design(
             losses,
             costs,
@@ -182,14 +172,8 @@ class Comparison:
             self._most_samples,
             most_tried=min(map(len, self.candidates.values())),
         )
-        self._write_plan(
-            flags=self.flags,
-            context=self.context,
-            minutes=self.config.minutes,
-            design=asdict(design),
-            costs=asdict(costs),
-            judged=judged,
-        )
+        about = {"flags": self.flags, "context": self.context, "minutes": self.config.minutes, "judged": judged}
+        self._write_plan(**about, design=asdict(design), costs=asdict(costs))
 
     def _add_seed(self) -> bool:
         """Plan another seed, if the time that is left allows it."""
@@ -205,8 +189,6 @@ class Comparison:
         if design is not None:
             self._write_plan(design=asdict(design))
         return design is not None
-
-    # --- running ----------------------------------------------------------------------------------------------------
 
     def _work(self) -> bool:
         """Execute what is left of the plan; return False if the time is over before that."""
@@ -229,11 +211,9 @@ class Comparison:
 
             return self.execution.work_off(contest.pending, ended, goes_on)
 
-    # --- reporting --------------------------------------------------------------------------------------------------
-
     def write_report(self, notes: list[str]) -> None:
         """Write the report of what is finished, and say where it is."""
-        if self.plan is None:
+        if not self.plan:
             print("nothing is finished yet: there is no report")
             return
         found = report.make_report(
@@ -257,17 +237,17 @@ class Comparison:
         for name, text in (
             ("report.json", json.dumps(asdict(found), indent=2) + "\n"),
             ("report.md", report.markdown(found)),
-            ("report.html", page.render(found)),
+            ("report.html", report.page(found)),
         ):
-            (self.config.output / name).write_text(text, encoding="utf-8")
+            (self.config.folder / name).write_text(text, encoding="utf-8")
         print(found.text_of_judgement)
         print(found.sentence)
-        print(f"report: {self.config.output / 'report.html'}, report.md, report.json")
+        print(f"report: {self.config.folder / 'report.html'}, report.md, report.json")
 
     def command_line(self, row: Mapping[str, Any]) -> str:
         """Return the training command line of a run."""
         ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        for flag in _REPLACED_FLAGS:
+        for flag in ("--lr", "--epochs", "--warmup"):  # the command line says them itself
             ours.add_argument(flag)
         _, kept = ours.parse_known_args(list(self.config.training))
         words = ["openclip-ext", "train", "--train-data", self.config.shards]
@@ -285,31 +265,25 @@ class Comparison:
         return shlex.join([*words, "--train-num-samples", str(samples)])
 
 
-# --- what the folder belongs to --------------------------------------------------------------------------------------
+def read_plan(config: CompareConfig, training: TrainingConfig) -> dict[str, Any]:
+    """Return the plan in the output folder, empty where there is none.
 
-
-def refuse_other_flags(config: CompareConfig, training: TrainingConfig) -> None:
-    """Raise ValueError if the output folder holds a comparison with other flags; nothing is read or written for that."""
-    plan = _read_plan(config.output)
-    if plan is not None and plan.get("flags") != _digest_of_flags(config, training):
-        raise ValueError(_OTHER.format(config.output, "flags or versions"))
-
-
-def _plan_path(output: Path) -> Path:
-    return output / "plan.json"
-
-
-def _read_plan(output: Path) -> dict[str, Any] | None:
-    path = _plan_path(output)
+    Raises:
+        ValueError: it is of a comparison with other flags, or damaged.
+    """
+    path = config.folder / "plan.json"
     if not path.exists():
-        return None
+        return {}
     try:
-        return json.loads(path.read_text())
+        plan = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}): remove it to plan anew") from error
+    if plan.get("flags") != digest_of_flags(config, training):
+        raise ValueError(_OTHER.format(config.output, "flags or versions"))
+    return plan
 
 
-def _digest_of_flags(config: CompareConfig, training: TrainingConfig) -> str:
+def digest_of_flags(config: CompareConfig, training: TrainingConfig) -> str:
     """Return a digest of all that decides the runs but the data."""
     parts: list[Any] = [
         *(training.model, training.loading, training.optimizer, training.schedule, training.step, training.length)

@@ -15,11 +15,12 @@ from openclip_ext.experiments.workers import default_processes
 from openclip_ext.losses import registry
 from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.model_configs import add_model_configs
+from openclip_ext.options import flag, from_flags, own_options
 from openclip_ext.training import flag_table, flags
 from openclip_ext.training.checks import check
 from openclip_ext.training.config import TrainingConfig, training_config
 from openclip_ext.training.errors import UsageError
-from openclip_ext.training.parser import add_loss_flags
+from openclip_ext.training.parser import add_flag, add_loss_flags
 
 # Training flags, by their Python names, that mean the same here; others are refused.
 _USED_FLAGS = """
@@ -31,30 +32,38 @@ _USED_FLAGS = """
     beta2 eps momentum lookahead_steps lr_scheduler warmup epochs_cooldown lr_cooldown_power lr_cooldown_end grad_clip_norm
     max_skipped_steps
 """
-_DEFAULT = " (default: %(default)s)"
 
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """What ``openclip-ext compare`` was asked; the fields are its flags, but two.
+    """What ``openclip-ext compare`` was asked.
 
     Attributes:
+        shards: training data.
+        losses: the one to beat comes first.
         loss_options: given for all losses that use them.
         training: the training flags, as given.
     """
 
     shards: str
-    val: str | None
-    classes: Path | None
     losses: tuple[str, ...]
-    minutes: float
-    output: Path
-    processes: int
-    cache: float
-    anchors: int
-    population: int
     loss_options: Mapping[str, Any]
     training: tuple[str, ...]
+    val: str | None = flag(None, "validation data, as SHARDS (default: a tenth of SHARDS is held out)")
+    classes: str | None = flag(
+        None, "file with names of classes, one a line; the samples' member cls has the line's number, from 0"
+    )
+    minutes: float = flag(30.0, "time for this call", exclusive_minimum=0)
+    output: str = flag("compare", "folder of the results")
+    processes: int = flag(0, "runs at a time; 0: one a GPU, or one a core", minimum=0)
+    cache: float = flag(8.0, "GiB of decoded images, on disk", exclusive_minimum=0)
+    anchors: int = flag(1000, "samples whose normalizers are judged", minimum=1)
+    population: int = flag(10_000, "training samples that they are judged by", minimum=2)
+
+    @property
+    def folder(self) -> Path:
+        """Where the results are."""
+        return Path(self.output)
 
 
 def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
@@ -70,15 +79,20 @@ def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
     _, unknown = parser.parse_known_args([*argv[: argv.index(args.shards)], args.shards])
     if unknown:
         raise UsageError(f"{unknown[0]} stands before SHARDS: give SHARDS first, then the flags of training")
-    asked = vars(args)
-    options = {name: asked.pop(name) for name in OPTIONS if name in asked}
-    # The one to beat comes first.
-    losses = [loss.strip() for loss in args.losses.split(",")]
-    asked["losses"] = tuple(dict.fromkeys(sorted(losses, key=lambda loss: loss != BASELINE)))
-    asked["processes"] = args.processes or default_processes()
-    _check(args.loss, asked, options)
-    del asked["loss"]
-    config = CompareConfig(**asked, loss_options=options, training=tuple(training))
+    if args.loss is not None:
+        raise UsageError("--loss chooses one loss; --losses says which to compare")
+    options = {name: value for name, value in vars(args).items() if name in OPTIONS}
+    losses = sorted((loss.strip() for loss in args.losses.split(",")), key=lambda loss: loss != BASELINE)
+    config = from_flags(
+        CompareConfig,
+        vars(args),
+        shards=args.shards,
+        losses=tuple(dict.fromkeys(losses)),
+        loss_options=options,
+        training=tuple(training),
+        processes=args.processes or default_processes(),
+    )
+    _check(config.losses, options)
     return config, _training_config(args.shards, training)
 
 
@@ -103,10 +117,7 @@ def _training_config(shards: str, argv: Sequence[str]) -> TrainingConfig:
     return training
 
 
-def _check(loss: str | None, asked: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    losses = asked["losses"]
-    if loss is not None:
-        raise UsageError("--loss chooses one loss; --losses says which to compare")
+def _check(losses: Sequence[str], options: Mapping[str, Any]) -> None:
     if BASELINE not in losses or len(losses) < 2:
         raise UsageError(
             f"--losses {','.join(losses)}: expected {BASELINE} and at least one other, separated by commas"
@@ -127,13 +138,6 @@ def _check(loss: str | None, asked: Mapping[str, Any], options: Mapping[str, Any
     unused = [OPTIONS[name].flag for name in options if name not in used]
     if unused:
         raise UsageError(f"{unused[0]}: {[*refusals, 'not used by any of --losses ' + ','.join(losses)][0]}")
-    for name in ("minutes", "cache", "anchors"):
-        if not asked[name] > 0:
-            raise UsageError(f"--{name} is {asked[name]:g}, must be positive")
-    if asked["population"] < 2 or asked["processes"] < 0:
-        raise UsageError(
-            f"--population {asked['population']}, --processes {asked['processes']}: expected at least 2 and 1"
-        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -142,18 +146,11 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Which loss brings the most on your data, model and batch size? Takes the flags of training, too.",
     )
-    add = parser.add_argument
-    add("shards", metavar="SHARDS", help="training data, as --train-data takes them")
-    add("--val", metavar="SHARDS", help="validation data (default: a tenth of SHARDS is held out)")
-    class_help = "names of classes, one a line; the samples' member cls has the line's number, from 0"
-    add("--classes", type=Path, metavar="FILE", help=class_help)
-    add("--losses", default=",".join(space.DEFAULT_LOSSES), help=f"separated by commas{_DEFAULT}")
-    add("--minutes", type=float, default=30.0, help=f"time for this call{_DEFAULT}")
-    add("--output", type=Path, default=Path("compare"), help=f"folder of the results{_DEFAULT}")
-    add("--processes", type=int, default=0, help="runs at a time (default: one a GPU, or one a core)")
-    add("--cache", type=float, default=8.0, metavar="GIB", help=f"of decoded images, on disk{_DEFAULT}")
-    add("--anchors", type=int, default=1000, help=f"whose normalizers are judged{_DEFAULT}")
-    add("--population", type=int, default=10_000, help=f"training samples that they are judged by{_DEFAULT}")
+    parser.add_argument("shards", metavar="SHARDS", help="training data, as --train-data takes them")
+    default = ",".join(space.DEFAULT_LOSSES)
+    parser.add_argument("--losses", default=default, help=f"separated by commas (default: {default})")
+    for option in own_options([CompareConfig]):
+        add_flag(parser, option, default=option.default)
     group = parser.add_argument_group("options of the losses, for all that use them")
     add_loss_flags(group, flag_table.of_losses(), hidden={"loss", "normalizer", "views", *space.SEARCHED_OPTIONS})
     return parser

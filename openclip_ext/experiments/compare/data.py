@@ -29,12 +29,14 @@ class DataPreparation:
         training: the training's configuration.
 
     Attributes:
+        cache: the folder of all decoded data sets.
+        folders: those of this comparison.
         notes: what to know about the data.
-        folders: of decoded data sets.
     """
 
     def __init__(self, config: CompareConfig, training: TrainingConfig) -> None:
         self._config, self._training = config, training
+        self.cache = config.folder / "cache"
         self.notes: list[str] = []
         self.folders: list[Path] = []
 
@@ -94,7 +96,7 @@ class DataPreparation:
 
     def _decoded(self, spec: DataSpec, classes: int | None) -> Cache:
         image_size = _image_size(self._training)
-        folder = cache_folder(self._config.output) / digest([asdict(spec), _files(spec), image_size, classes])
+        folder = self.cache / digest([asdict(spec), _files(spec), image_size, classes])
         self.folders.append(folder)
         progress = partial(command_line.progress_bar, desc="decoding", unit="sample", leave=False)
         return write_cache(spec, folder, image_size, self._config.cache * 2**30, classes, progress)
@@ -110,18 +112,13 @@ class DataPreparation:
         return loader.num_samples, loader.source.digest
 
 
-def cache_folder(output: Path) -> Path:
-    """Return where the decoded data of a comparison are."""
-    return output / "cache"
-
-
-def divide(count: int, share: float, most: int = _MOST_VALIDATION) -> tuple[list[int], list[int]]:
+def divide(count: int, share: float) -> tuple[list[int], list[int]]:
     """Return the positions of a seeded part of so many samples, and of the rest, both in order.
 
     Raises:
         ValueError: the part is too small to say anything.
     """
-    size = min(round(count * share), most)
+    size = min(round(count * share), _MOST_VALIDATION)
     if size < _FEWEST_VALIDATION:
         raise ValueError(
             f"{size} of {count} samples are too few to score with, {_FEWEST_VALIDATION} are the least, and validation samples "
@@ -150,11 +147,11 @@ def _files(spec: DataSpec) -> list[Sequence[Any]]:
     return found
 
 
-def _class_names(path: Path | None) -> list[str]:
+def _class_names(path: str | None) -> list[str]:
     if path is None:
         return []
     try:
-        names = path.read_text(encoding="utf-8").splitlines()
+        names = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--classes {path} cannot be read: {error}") from error
     if len(names) < 2:

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-import open_clip
 import torch
 from torch import Tensor
 
@@ -17,11 +16,10 @@ from openclip_ext.diagnostics.finished_run import embed
 from openclip_ext.experiments.cache import Cache
 from openclip_ext.experiments.compare.plan import SEEDS
 from openclip_ext.experiments.compare.space import BASELINE
-from openclip_ext.experiments.pilot import Pilot, PilotRun
+from openclip_ext.experiments.pilot import CURVE_POINTS, Pilot, PilotRun
 from openclip_ext.experiments.runs import Run
 from openclip_ext.losses import registry
 from openclip_ext.retrieval import ranks_of_best_match
-from openclip_ext.version import __version__
 
 IMAGE_TO_TEXT, TEXT_TO_IMAGE, ZERO_SHOT = "image_to_text_R@1", "text_to_image_R@1", "zero_shot"
 RETRIEVAL = (IMAGE_TO_TEXT, TEXT_TO_IMAGE)
@@ -43,13 +41,7 @@ class ComparePilot(Pilot):
     anchors: int
 
     def run(self, run: Run, device: torch.device, seen: Callable[[int], None]) -> dict[str, Any]:
-        """Train and score a run; return its row.
-
-        Args:
-            run: which.
-            device: where to.
-            seen: is told of the samples of each step.
-        """
+        """Train and score a run, and tell ``seen`` the samples of each step; return the run's row."""
         start = time.perf_counter()
         training = PilotRun(self, run, device)
         curve = training.train(seen, lambda: recall(ranks(training, self.data.test)))
@@ -72,7 +64,7 @@ class ComparePilot(Pilot):
     def measure_pace(
         self, run: Run, seconds: float, device: torch.device, seen: Callable[[int], None]
     ) -> dict[str, Any]:
-        """Return the seconds for each sample of a run that is given up after some seconds, and of what is around it."""
+        """Return seconds of training a sample and of the rest of a run, from one that is given up after ``seconds``."""
         start = time.perf_counter()
         training = PilotRun(self, run, device)
         building = time.perf_counter() - start
@@ -88,8 +80,8 @@ class ComparePilot(Pilot):
         pace = (now - first) / max(1, step - 1) / self.batch
         scoring = time.perf_counter()
         ranks(training, self.data.val)
-        scored = time.perf_counter()
-        return {"loss": run.family, "per_sample": pace, "building": building, "scoring": scored - scoring}
+        per_run = building + (1 + CURVE_POINTS) * (time.perf_counter() - scoring)
+        return {"loss": run.family, "per_sample": pace, "per_run": per_run}
 
     def judge_batch(self, run: Run, device: torch.device, seen: Callable[[int], None]) -> dict[str, Any]:
         """Return how wrong a batch is about its normalizers, with the model as it starts."""
@@ -193,8 +185,3 @@ def _peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def versions() -> dict[str, str]:
-    """Return what else the numbers may depend on."""
-    return {"torch": torch.__version__, "open_clip": open_clip.__version__, "openclip_ext": __version__}

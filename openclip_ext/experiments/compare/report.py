@@ -1,4 +1,4 @@
-"""From finished runs to numbers and words, as JSON and as Markdown."""
+"""From finished runs to numbers and words, as Markdown and as one HTML page without external resources."""
 
 import math
 import statistics
@@ -15,6 +15,8 @@ from openclip_ext.experiments.compare.space import BASELINE, setting_words
 from openclip_ext.experiments.runs import Contest, Results, Run, score
 from openclip_ext.experiments.statistics import Difference, paired_difference
 from openclip_ext.experiments.tables import markdown_table
+from openclip_ext.pages.charts import Curve, color, line_chart
+from openclip_ext.pages.rendering import render_page
 
 # A gain in R@1 that nobody would look for.
 _NEGLIGIBLE = 0.01
@@ -25,14 +27,9 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class About:
-    """What was compared.
+    """What was compared: the training, what to know about the data, and the limits of time.
 
-    Attributes:
-        data, model, batch, num_samples: of the training.
-        notes: what to know about the data.
-        processes: runs at a time.
-        minutes: that the comparison was given.
-        most_epochs: no run is longer; below --epochs where a remainder fills no batch.
+    No run is longer than ``most_epochs``, which is below --epochs where a remainder fills no batch.
     """
 
     data: str
@@ -50,16 +47,11 @@ class LossResult:
     """A loss's runs with its best setting.
 
     Attributes:
-        loss: its name.
-        setting, lr: the best ones, the setting in words.
         scores: mean over seeds by metric; ``R@1`` is the mean of both directions.
         each_seed: R@1 of each seed.
         gain: R@1 minus that of ``openclip``, the mean over the seeds that both have, or None.
         difference: the same with its interval, or None with fewer than two such seeds.
         zero_shot_difference: the same for zero-shot accuracy.
-        temperature: at the end.
-        step_seconds: of training, with all processes busy.
-        memory_bytes, state_bytes: peak of a run; of the loss's state.
         curves: ``(samples, seconds, R@1)`` of each seed.
         normalizers: errors of its and the batch's log-normalizers, at the end of the first seed.
         command: the training command line.
@@ -87,14 +79,10 @@ class Report:
     """What the files say.
 
     Attributes:
-        about: what was compared.
-        sentence: the result.
-        recommended: name of the loss to take, or None.
+        recommended: the loss to take.
         text_of_judgement: how wrong a batch is, before training.
         results: by loss, the best first.
         runs: means of each setting over its seeds: ``(loss, setting, lr, seeds, mean reciprocal rank, R@1)``.
-        unfinished: how many runs are missing.
-        failures: messages.
         samples, epochs: that each run saw.
         left_behind: losses that have run the first seed only.
         chance: R@1 of guessing.
@@ -128,9 +116,9 @@ def make_report(
     Args:
         about: what was compared.
         contest: which runs there are.
-        results: rows of finished and failed runs by id.
+        results: rows of finished and failed runs.
         planned_runs: how many there will be.
-        judged: what was measured before the first run.
+        judged: how wrong a batch was about its normalizers before the first run.
         captions: of the samples that give the numbers.
         command_line: of a run.
     """
@@ -148,14 +136,16 @@ def make_report(
     best = of_loss[_leader(found).loss] if found else {}
     to_best = {result.loss: _difference(best, of_loss[result.loss], groups, _recall) for result in found}
     sentence, recommended = conclude(found, about, epochs, to_best, len(failures))
-    by_setting = [_finished(runs, results) for loss in of_loss for runs in contest.by_setting(loss, results)]
+    by_setting = [
+        list(_finished(runs, results).values()) for loss in of_loss for runs in contest.by_setting(loss, results)
+    ]
     return Report(
         about=about,
         sentence=sentence,
         recommended=recommended,
         text_of_judgement=judgement(judged, about.batch, "Before training"),
         results=tuple(found),
-        runs=tuple(_setting_row(list(rows.values())) for rows in by_setting if rows),
+        runs=tuple(_setting_row(rows) for rows in by_setting if rows),
         unfinished=planned_runs - sum(map(len, by_setting)),
         failures=tuple(sorted(set(failures))),
         samples=samples,
@@ -166,10 +156,9 @@ def make_report(
 
 
 def chance(groups: Sequence[int]) -> float:
-    """Return R@1 of guessing, the mean of both directions: captions are ranked once each, any image of a caption is right.
+    """Return R@1 of guessing, the mean of both directions, for samples of which equal numbers have equal captions.
 
-    Args:
-        groups: equal numbers for samples of equal captions.
+    Captions are ranked once each, and any image of a caption is right.
     """
     counts = Counter(groups).values()
     return (1 / len(counts) + sum(count**2 for count in counts) / len(groups) ** 2) / 2
@@ -183,11 +172,9 @@ def _finished(runs: Sequence[Run], results: Results) -> dict[int, Row]:
 
 def _setting_row(rows: Sequence[Row]) -> tuple[str, str, float, int, float, float]:
     recall = statistics.fmean(float(_recall(row).mean()) for row in rows)
-    return rows[0]["family"], _words(rows[0]), rows[0]["lr"], len(rows), statistics.fmean(map(score, rows)), recall
-
-
-def _words(row: Row) -> str:
-    return setting_words(row["family"], row["setting"]["options"])
+    first = rows[0]
+    words = setting_words(first["family"], first["setting"]["options"])
+    return first["family"], words, first["lr"], len(rows), statistics.fmean(map(score, rows)), recall
 
 
 def _loss_result(
@@ -198,23 +185,20 @@ def _loss_result(
     command_line: Callable[[Row], str],
 ) -> LossResult:
     every = list(rows.values())
-    scores = {
-        name: float(torch.stack([unpack(row["hits"][name]) for row in every]).mean()) for name in every[0]["hits"]
-    }
+    _, setting, lr, *_ = _setting_row(every)
+    scores = {name: _mean_hits(every, name) for name in every[0]["hits"]}
     each_seed = tuple(float(_recall(row).mean()) for row in every)
     gains = [float((_recall(rows[seed]) - _recall(baseline[seed])).mean()) for seed in rows if seed in baseline]
-    is_other = loss != BASELINE
+    paired = {} if loss == BASELINE else rows
     return LossResult(
         loss=loss,
-        setting=_words(every[0]),
-        lr=every[0]["lr"],
+        setting=setting,
+        lr=lr,
         scores={"R@1": statistics.fmean(each_seed)} | scores,
         each_seed=each_seed,
         gain=statistics.fmean(gains) if gains else None,
-        difference=_difference(rows, baseline, groups, _recall) if is_other else None,
-        zero_shot_difference=_difference(rows, baseline, groups, _zero_shot)
-        if is_other and ZERO_SHOT in scores
-        else None,
+        difference=_difference(paired, baseline, groups, _recall),
+        zero_shot_difference=_difference(paired, baseline, groups, _zero_shot) if ZERO_SHOT in scores else None,
         temperature=statistics.fmean(row["temperature"] for row in every),
         step_seconds=sum(row["seconds"] for row in every) / sum(row["steps"] for row in every),
         memory_bytes=max(row["memory_bytes"] for row in every),
@@ -223,6 +207,10 @@ def _loss_result(
         normalizers=next((row["normalizers"] for row in every if "normalizers" in row), None),
         command=command_line(every[0]),
     )
+
+
+def _mean_hits(rows: Sequence[Row], name: str) -> float:
+    return float(torch.stack([unpack(row["hits"][name]) for row in rows]).mean())
 
 
 def _recall(row: Row) -> Tensor:
@@ -270,7 +258,7 @@ def conclude(
         about: what was compared.
         epochs: of a run.
         to_best: the difference of the best loss to each.
-        failures: runs that failed.
+        failures: how many runs failed.
     """
     others = [result for result in found if result.difference is not None]
     if not any(result.loss == BASELINE for result in found) or not others:
@@ -292,17 +280,14 @@ def conclude(
     worse = [result.loss for result in others if result.difference and result.difference.high < 0]
     sentence += f"; worse: {', '.join(worse)}" if worse else ""
     # Runs end with a whole batch, a little before --epochs.
-    is_open = epochs < 0.9 * about.most_epochs and best.difference.high > _NEGLIGIBLE
-    advice = f"{_left_open(epochs, about)} Until then take" if is_open else "Take"
+    advice = "Take"
+    if epochs < 0.9 * about.most_epochs and best.difference.high > _NEGLIGIBLE:
+        longer = min(2.0, about.most_epochs / epochs)
+        advice = (
+            f"Runs of {epochs:.1f} epochs leave open what longer ones bring: with another --output and --minutes "
+            f"{math.ceil(longer * about.minutes)} they have about {longer * epochs:.0f}. Until then take"
+        )
     return f"{sentence}. {advice} {BASELINE} with its best setting.", BASELINE
-
-
-def _left_open(epochs: float, about: About) -> str:
-    longer = min(2.0, about.most_epochs / epochs)
-    return (
-        f"Runs of {epochs:.1f} epochs leave open what longer ones bring: with another --output and --minutes "
-        f"{math.ceil(longer * about.minutes)} they have about {longer * epochs:.0f}."
-    )
 
 
 def points(difference: Difference) -> str:
@@ -310,21 +295,17 @@ def points(difference: Difference) -> str:
     return f"{_signed(difference.mean)} ({_plain(difference.low)} to {_plain(difference.high)})"
 
 
+def _plain(value: float, form: str = ".1f") -> str:
+    return f"{100 * value:{form}}".replace("-", "−")
+
+
 def _signed(value: float) -> str:
-    return f"{100 * value:+.1f}".replace("-", "−")
+    return _plain(value, "+.1f")
 
 
-def _plain(value: float) -> str:
-    return f"{100 * value:.1f}".replace("-", "−")
-
-
-def _rough(value: float) -> str:
-    """Return two digits, without an exponent."""
-    return f"{float(f'{value:.2g}'):,g}"
-
-
-def _factor(error: Mapping[str, float]) -> tuple[str, str, str]:
-    return _rough(error["factor"]), _rough(error["factor_low"]), _rough(error["factor_high"])
+def _factor(error: Mapping[str, float]) -> list[str]:
+    """Return the factor and its 90 % range in two digits, without exponents."""
+    return [f"{float(f'{error[name]:.2g}'):,g}" for name in ("factor", "factor_low", "factor_high")]
 
 
 def judgement(measured: Mapping[str, Any], batch: int, when: str) -> str:
@@ -401,12 +382,48 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
     return {title: rows for title, rows in found.items() if len(rows) > 1}
 
 
+def _command(report: Report) -> str | None:
+    return next((one.command for one in report.results if one.loss == report.recommended), None)
+
+
 def markdown(report: Report) -> str:
     """Return the report as Markdown."""
     parts = ["# Which loss?", f"**{report.sentence}**", report.text_of_judgement]
-    chosen = next((one for one in report.results if one.loss == report.recommended), None)
-    if chosen is not None:
-        parts += ["Train the recommended configuration, at the pilot's length:", f"```bash\n{chosen.command}\n```"]
+    if command := _command(report):
+        parts += ["Train the recommended configuration, at the pilot's length:", f"```bash\n{command}\n```"]
     for title, (head, *rows) in tables(report).items():
         parts += [f"## {title}", markdown_table(head, rows)]
     return "\n\n".join([*parts, "## Reading it", *lines(report)]) + "\n"
+
+
+def page(report: Report) -> str:
+    """Return the report as an HTML page: its words and tables, and learning curves as inline SVG."""
+    curves = [
+        line_chart(drawn, label, "R@1", from_zero=True, size=(520, 300))
+        for drawn, label in zip(_curves(report), ("samples seen", "seconds of training"), strict=True)
+        if drawn
+    ]
+    return render_page(
+        "compare.html",
+        "Which loss?",
+        report=report,
+        command=_command(report),
+        curves=curves,
+        legend=[(color(number), one.loss) for number, one in enumerate(report.results)],
+        tables=tables(report),
+        lines=lines(report),
+    )
+
+
+def _curves(report: Report) -> tuple[list[Curve], list[Curve]]:
+    """Return each loss's R@1 in percent over samples and over seconds: means over the seeds that all losses have."""
+    common = min((len(one.curves) for one in report.results), default=0)
+    over_samples, over_time = [], []
+    for number, one in enumerate(report.results):
+        # Seeds have the same points in samples; their times are averaged.
+        points = [
+            tuple(map(statistics.fmean, zip(*seeds, strict=True))) for seeds in zip(*one.curves[:common], strict=False)
+        ]
+        over_samples.append(Curve(one.loss, [(samples, 100 * score) for samples, _, score in points], number))
+        over_time.append(Curve(one.loss, [(seconds, 100 * score) for _, seconds, score in points], number))
+    return over_samples, over_time
