@@ -366,7 +366,7 @@ def test_wrong_values_are_refused_and_the_help_leaves_out_what_is(data, capsys):
     for words in (["--minutes", "0"], ["--population", "1"]):
         with pytest.raises(SystemExit, match="2"):
             parse(arguments(data, *words))
-        assert f"argument {words[0]}: {words[1]}: expected" in capsys.readouterr().err
+        assert f"argument {words[0]}: '{words[1]}': expected" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="0"):
         parse(["--help"])
     shown = {word.strip("[],") for word in capsys.readouterr().out.split()}
