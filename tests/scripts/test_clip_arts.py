@@ -11,7 +11,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from scripts.experiments import clip_arts
 from scripts.experiments.clip_arts import ClipArtsConfig, read_pairs
-from scripts.experiments.pairs import RECIPE, SPLITS
+from scripts.experiments.pairs import SPLITS
 
 SMALL = ClipArtsConfig(num_val=1, num_test=2, image_size=8)
 
