@@ -12,7 +12,7 @@ from .tables import build_rows, comma_separated, markdown
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}",
         description="Compare evaluated runs: report.md, report.csv and report.html (one file, needs no network). The "

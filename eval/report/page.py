@@ -43,7 +43,7 @@ def build_page(runs: Sequence[Run], rows: Sequence[Row], title: str) -> str:
         averages=cell_table(runs, [row for row in rows if row.is_group]),
         tasks=cell_table(runs, [row for row in rows if not row.is_group]),
         note=size_note(rows),
-        repeated=any(run.repeats > 1 for run in runs),
+        repeated=any(run.final and len(run.final.repeats) > 1 for run in runs),
         baseline=runs[0].name,
         differences=[found for index in range(1, len(runs)) if (found := _differences(runs, rows, index))],
         curves=_learning_curves(runs),

@@ -1,5 +1,6 @@
 """Read the runs to compare: result files, run folders, and repeats of a run with other seeds."""
 
+import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,11 +26,6 @@ class Value:
 
     mean: float
     deviation: float | None = None
-
-    @classmethod
-    def of(cls, numbers: Sequence[float]) -> "Value":
-        """From the number of every repeat."""
-        return cls(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None)
 
 
 @dataclass(frozen=True)
@@ -59,20 +55,21 @@ class Checkpoint:
         return [key for key in TASKS if key in common] + sorted(common - set(TASKS))
 
     def score(self, key: str) -> Value | None:
-        """Main metric of a task; None unless every repeat has it."""
-        if any(key not in scores for scores in self.repeats):
-            return None
-        return Value.of([scores[key] for scores in self.repeats])
+        """Return the main metric of a task; None unless every repeat has it."""
+        return self._mean([key])
 
     def average(self, title: str) -> Value | None:
-        """Mean over a group of `eval.tasks.GROUPS`, per repeat; None unless every repeat has all of it."""
-        if self.missing(title):
+        """Return the mean over a group of `eval.tasks.GROUPS`; None unless every repeat has all of it."""
+        return self._mean(GROUPS[title])
+
+    def _mean(self, keys: Sequence[str]) -> Value | None:
+        if not all(key in scores for scores in self.repeats for key in keys):
             return None
-        keys = GROUPS[title]
-        return Value.of([sum(scores[key] for key in keys) / len(keys) for scores in self.repeats])
+        means = [sum(scores[key] for key in keys) / len(keys) for scores in self.repeats]
+        return Value(statistics.fmean(means), statistics.stdev(means) if len(means) > 1 else None)
 
     def missing(self, title: str) -> list[str]:
-        """Keys of a group that some repeat has no number for."""
+        """Return the keys of a group that some repeat has no number for."""
         return [key for key in GROUPS[title] if any(key not in scores for scores in self.repeats)]
 
 
@@ -85,14 +82,12 @@ class Run:
         checkpoints: in order of training.
         training: lines of ``metrics.jsonl`` that report a training step, one list a repeat.
         evaluations: other evaluations than DataComp's: name -> [(samples seen, value)], of the first repeat.
-        repeats: how many repeats were merged.
     """
 
     name: str
     checkpoints: tuple[Checkpoint, ...]
     training: tuple[Sequence[Mapping[str, Any]], ...] = ()
     evaluations: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
-    repeats: int = 1
 
     @property
     def final(self) -> Checkpoint | None:
@@ -102,7 +97,7 @@ class Run:
 
 
 def read_runs(arguments: Iterable[str]) -> list[Run]:
-    """The runs that a user gave; those given under one NAME are repeats of one run.
+    """Return the runs that a user gave; those given under one NAME are repeats of one run.
 
     Args:
         arguments: ``PATH`` or ``NAME=PATH``; a path is a result file, a folder with one, or a run folder (results in
@@ -127,7 +122,7 @@ def read_runs(arguments: Iterable[str]) -> list[Run]:
 
 
 def _name_and_path(argument: str) -> tuple[str, Path]:
-    """The parts of ``NAME=PATH``; no name where there is none."""
+    """Split ``NAME=PATH``; no name where there is none."""
     name, separator, path = argument.partition("=")
     return (name, Path(path)) if separator and not Path(argument).exists() else ("", Path(argument))
 
@@ -142,7 +137,14 @@ def _read_run(path: Path) -> Run:
     records = [line for line in json_lines.read(path / METRICS_FILE) if "step" in line and "epoch" in line]
     training = [record for record in records if "loss" in record]
     evaluations = [record for record in records if isinstance(record.get("evaluation"), dict)]
-    found = {entry.label: entry for entry in (_from_suite(record) for record in evaluations) if entry is not None}
+    found = {}
+    for record in evaluations:
+        # `eval.suite` names DataComp's tasks so.
+        scores = {key: record["evaluation"].get(f"{_SUITE_PREFIX}{key}") for key in TASKS}
+        scores = {key: score for key, score in scores.items() if score is not None}
+        if scores:
+            label = f"epoch_{record['epoch']}"
+            found[label] = Checkpoint(label, (scores,), protocols=frozenset({"evaluation during training"}))
     for file in sorted([*path.glob(f"datacomp/*/{RESULTS_FILE}"), *path.glob(f"*/{RESULTS_FILE}")]):
         label = file.parent.name
         from_file = _from_file(file, label)
@@ -155,7 +157,10 @@ def _read_run(path: Path) -> Run:
             f"{path} has no results: expected {RESULTS_FILE}, datacomp/CHECKPOINT/{RESULTS_FILE} or {METRICS_FILE}; "
             f"in it: {content}."
         )
-    checkpoints = sorted((_place(entry, training) for entry in found.values()), key=_order)
+    placed = [_place(entry, training) for entry in found.values()]
+    checkpoints = sorted(
+        placed, key=lambda one: (math.inf if one.epoch is None else one.epoch, one.samples or 0, one.label)
+    )
     return Run(path.resolve().name, tuple(checkpoints), (training,), _other_evaluations(evaluations, training))
 
 
@@ -178,14 +183,6 @@ def _from_file(path: Path, label: str) -> Checkpoint:
     return Checkpoint(label, (main_metrics(lines),), protocols=frozenset(runs), other_sizes=other_sizes)
 
 
-def _from_suite(record: Mapping[str, Any]) -> Checkpoint | None:
-    """Return the tasks among an evaluation during training, None without any."""
-    keys = {f"{_SUITE_PREFIX}{key}": key for key in TASKS}
-    scores = {keys[name]: value for name, value in record["evaluation"].items() if name in keys}
-    protocols = frozenset({"evaluation during training"})
-    return Checkpoint(f"epoch_{record['epoch']}", (scores,), protocols=protocols) if scores else None
-
-
 def _place(checkpoint: Checkpoint, training: Sequence[Mapping[str, Any]]) -> Checkpoint:
     """Fill in how far the training was. The trainer logs the last step of every epoch, so the samples are exact."""
     match = _CHECKPOINT_NAME.match(checkpoint.label)
@@ -197,11 +194,6 @@ def _place(checkpoint: Checkpoint, training: Sequence[Mapping[str, Any]]) -> Che
     else:
         samples = max((record["samples"] for record in training if record["epoch"] < epoch), default=None)
     return replace(checkpoint, epoch=epoch, samples=samples)
-
-
-def _order(checkpoint: Checkpoint) -> tuple[float, float, str]:
-    epoch = float("inf") if checkpoint.epoch is None else checkpoint.epoch
-    return epoch, checkpoint.samples or 0, checkpoint.label
 
 
 def _other_evaluations(
@@ -218,23 +210,20 @@ def _other_evaluations(
 
 
 def _merge(name: str, repeats: Sequence[Run]) -> Run:
-    """Repeats of a run as one: the checkpoints that all of them have, or the single one of each."""
+    """Return repeats of a run as one: the checkpoints that all of them have, or the single one of each."""
     if len(repeats) == 1:
         return replace(repeats[0], name=name)
-    merged = tuple(_merge_checkpoints(parts) for parts in _corresponding(name, repeats))
-    training = tuple(lines for run in repeats for lines in run.training)
-    return Run(name, merged, training, repeats[0].evaluations, len(repeats))
-
-
-def _corresponding(name: str, repeats: Sequence[Run]) -> list[list[Checkpoint]]:
-    if all(len(run.checkpoints) == 1 for run in repeats):
-        return [[run.checkpoints[0] for run in repeats]]
     by_label = [{checkpoint.label: checkpoint for checkpoint in run.checkpoints} for run in repeats]
     common = [label for label in by_label[0] if all(label in other for other in by_label)]
-    if not common:
+    if all(len(run.checkpoints) == 1 for run in repeats):
+        checkpoints = [_merge_checkpoints([run.checkpoints[0] for run in repeats])]
+    elif common:
+        checkpoints = [_merge_checkpoints([found[label] for found in by_label]) for label in common]
+    else:
         labels = "; ".join(", ".join(found) or "none" for found in by_label)
         raise ValueError(f"the {len(repeats)} repeats of {name} have no checkpoint in common, they have: {labels}")
-    return [[found[label] for found in by_label] for label in common]
+    training = tuple(lines for run in repeats for lines in run.training)
+    return Run(name, tuple(checkpoints), training, repeats[0].evaluations)
 
 
 def _merge_checkpoints(parts: Sequence[Checkpoint]) -> Checkpoint:

@@ -74,11 +74,9 @@ def build_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def _average_cell(final: Checkpoint | None, title: str) -> Value | str:
-    if final is None:
-        return "-"
     total = len(GROUPS[title])
-    done = total - len(final.missing(title))
-    return final.average(title) or (f"partial {done}/{total}" if done else "-")
+    done = total - len(final.missing(title)) if final else 0
+    return (final and final.average(title)) or (f"partial {done}/{total}" if done else "-")
 
 
 def _size_notes(keys: Sequence[str], finals: Sequence[Checkpoint | None]) -> tuple[str, ...]:
@@ -144,7 +142,8 @@ def describe_run(run: Run) -> str:
     final = run.final
     if final is None:
         return f"{run.name}: no evaluated checkpoint"
-    repeats = f", mean ± standard deviation of {run.repeats} repeats" if run.repeats > 1 else ""
+    count = len(final.repeats)
+    repeats = f", mean ± standard deviation of {count} repeats" if count > 1 else ""
     samples = f", {final.samples:,} samples seen" if final.samples else ""
     protocol = f" ({'; '.join(sorted(final.protocols))})" if final.protocols else ""
     return f"{run.name}: {final.label}{samples}{repeats}{protocol}"
@@ -159,17 +158,15 @@ def comma_separated(runs: Sequence[Run]) -> str:
     """
     finals = [(run, run.final) for run in runs]
     others = sorted({key for _, final in finals if final for key in final.tasks} - set(AVERAGED))
-    titles = {title: title for title in GROUPS if title not in (_AVERAGE, _IMAGENET)}
     columns: dict[str, Callable[[Checkpoint], Value | None]] = {
-        OPENCLIP_AVERAGE: lambda final: final.average(_AVERAGE),
-        **{
-            _name(key): partial(Checkpoint.score, key=key)
-            for key in sorted(AVERAGED, key=lambda key: key != "imagenet1k")
-        },
-        **{_name(key): partial(Checkpoint.score, key=key) for key in others},
-        **{title: partial(Checkpoint.average, title=title) for title in titles},
+        OPENCLIP_AVERAGE: partial(Checkpoint.average, title=_AVERAGE)
     }
-    repeated = any(run.repeats > 1 for run in runs)
+    tasks = [*sorted(AVERAGED, key=lambda key: key != "imagenet1k"), *others]
+    columns |= {_name(key): partial(Checkpoint.score, key=key) for key in tasks}
+    columns |= {
+        title: partial(Checkpoint.average, title=title) for title in GROUPS if title not in (_AVERAGE, _IMAGENET)
+    }
+    repeated = any(final and len(final.repeats) > 1 for _, final in finals)
     sized = any(final and final.other_sizes for _, final in finals)
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
@@ -179,7 +176,10 @@ def comma_separated(runs: Sequence[Run]) -> str:
         values = [value_of(final) if final else None for value_of in columns.values()]
         row = [run.name, final.label if final else "", *(_exact(value.mean if value else None) for value in values)]
         if repeated:
-            row += [str(run.repeats), *(_exact(value.deviation if value else None) for value in values)]
+            row += [
+                str(len(final.repeats)) if final else "",
+                *(_exact(value.deviation if value else None) for value in values),
+            ]
         if sized:
             row.append(" ".join(sorted(final.other_sizes)) if final else "")
         writer.writerow(row)

@@ -49,7 +49,7 @@ def plot(runs: dict[str, Records], output: Path) -> None:
         _draw_band(temperature, records, ("temperature_min", "temperature", "temperature_max"), color)
         _draw_band(normalizers, records, ("alpha_q10", "alpha_q50", "alpha_q90"), color)
         _draw_noisy(loss, *series(records, "loss"), color, name)
-    draw_chance(infonce, runs)
+    _draw_chance(infonce, runs)
     infonce.legend(frameon=False)
     infonce.set(title="InfoNCE of the batch", ylabel="nats", ylim=(0, None))
     temperature.set(title="Temperature τ")
@@ -77,7 +77,7 @@ def _draw_band(axes: Axes, records: Records, keys: tuple[str, str, str], color: 
     axes.plot(of_middle, middle, color=color, linewidth=1.8)
 
 
-def draw_chance(axes: Axes, runs: dict[str, Records]) -> None:
+def _draw_chance(axes: Axes, runs: dict[str, Records]) -> None:
     """Draw the InfoNCE of guessing, ``ln B``: one line for each batch size, in the color of its first run."""
     chances: dict[float, str] = {}
     for number, records in enumerate(runs.values()):

@@ -14,7 +14,6 @@ In Python, of any loss of :func:`openclip_ext.create_loss` and embeddings of one
 
 import argparse
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -107,12 +106,8 @@ def exact_log_normalizers(
     Raises:
         ValueError: the shapes do not fit, or there are fewer than 2 samples.
     """
-    image, text = torch.as_tensor(image), torch.as_tensor(text)
+    image, text = _pairs(image, text)
     anchors = torch.as_tensor(anchors)
-    if image.ndim != 2 or image.shape != text.shape or len(image) < 2:
-        raise ValueError(
-            f"image and text: expected two of shape (n, d) with n >= 2, found {tuple(image.shape)} and {tuple(text.shape)}"
-        )
     tau = torch.as_tensor(tau, dtype=torch.float64, device=anchors.device).expand(2, len(anchors))
     sides = [_log_g(*pair, anchors, tau[side]) for side, pair in enumerate(((image, text), (text, image)))]
     log_g = torch.stack(sides)
@@ -122,8 +117,17 @@ def exact_log_normalizers(
     return log_math.log_add(log_g + torch.log(negatives), 1.0) - torch.log(negatives + 1)
 
 
+def _pairs(image: Any, text: Any) -> tuple[Tensor, Tensor]:
+    image, text = torch.as_tensor(image), torch.as_tensor(text)
+    if image.ndim != 2 or image.shape != text.shape or len(image) < 2:
+        raise ValueError(
+            f"image and text: expected two of shape (n, d) with n >= 2, found {tuple(image.shape)} and {tuple(text.shape)}"
+        )
+    return image, text
+
+
 def _log_g(own: Tensor, other: Tensor, anchors: Tensor, tau: Tensor) -> Tensor:
-    """``log g`` ``(A,)`` of the rows ``anchors`` of ``own`` against all rows of ``other`` but their own."""
+    """Return ``log g`` ``(A,)`` of the rows ``anchors`` of ``own`` against all rows of ``other`` but their own."""
     device = anchors.device
     rows = own[anchors.to(own.device)].to(device, torch.float64)
     positive = (rows * other[anchors.to(other.device)].to(device, torch.float64)).sum(dim=1)
@@ -172,19 +176,26 @@ def measure(
         ValueError: the loss has no normalizers, or embeddings are not finite, or fewer than a batch.
     """
     refuse_without_normalizers(loss)
-    image, text = torch.as_tensor(image), torch.as_tensor(text)
+    image, text = _pairs(image, text)
+    if batch_size < 2 or batch_size > len(image):
+        raise ValueError(f"batch_size={batch_size}: expected from 2 to the number of samples, {len(image)}")
+    broken = sum(int((~torch.isfinite(side).all(dim=1)).sum()) for side in (image, text))
+    if broken:
+        raise ValueError(f"{broken} of {2 * len(image)} embeddings are not finite: the model has diverged")
     index = torch.arange(len(image)) if index is None else torch.as_tensor(index)
-    _check_embeddings(image, text, batch_size)
     scale = torch.as_tensor(logit_scale, dtype=torch.float64, device=device)
     total = min(anchors, len(image))
     order = torch.randperm(len(image), generator=torch.Generator().manual_seed(seed))
     exact_of = partial(
         exact_log_normalizers,
-        eps=_eps(loss),
+        # Normalizers that contain the positive pair, and OpenCLIP's, have none.
+        eps=loss.objective.eps if isinstance(loss, GlobalContrastiveLoss) else 0.0,
         include_positive=batch_size if loss.normalizers_include_positive else None,
     )
     alpha, minibatch, tau = [], [], []
-    for rows, count in _batches(order, total, batch_size):
+    for first in range(0, total, batch_size):
+        rows = order[torch.arange(first, first + batch_size) % len(order)]
+        count = min(batch_size, total - first)
         batch = (image[rows].to(device), text[rows].to(device), scale, index[rows].to(device))
         alpha.append(torch.stack(loss.log_normalizers(*batch))[:, :count])
         tau.append(anchor_temperatures(loss, *batch)[:, :count])
@@ -212,32 +223,8 @@ def refuse_without_normalizers(loss: ContrastiveLoss) -> None:
         )
 
 
-def _check_embeddings(image: Tensor, text: Tensor, batch_size: int) -> None:
-    if image.ndim != 2 or image.shape != text.shape:
-        raise ValueError(
-            f"image and text: expected two of shape (n, d), found {tuple(image.shape)} and {tuple(text.shape)}"
-        )
-    if not 2 <= batch_size <= len(image):
-        raise ValueError(f"batch_size={batch_size}: expected from 2 to the number of samples, {len(image)}")
-    broken = sum(int((~torch.isfinite(side).all(dim=1)).sum()) for side in (image, text))
-    if broken:
-        raise ValueError(f"{broken} of {2 * len(image)} embeddings are not finite: the model has diverged")
-
-
-def _eps(loss: ContrastiveLoss) -> float:
-    """ε of the loss's normalizers; those that contain the positive pair, and OpenCLIP's, have none."""
-    return loss.objective.eps if isinstance(loss, GlobalContrastiveLoss) else 0.0
-
-
-def _batches(order: Tensor, anchors: int, batch_size: int) -> Iterator[tuple[Tensor, int]]:
-    """Batches of the first ``anchors`` of a permutation, and how many of each are anchors: its first ones."""
-    for first in range(0, anchors, batch_size):
-        positions = torch.arange(first, first + batch_size) % len(order)
-        yield order[positions], min(batch_size, anchors - first)
-
-
 def anchor_temperatures(loss: ContrastiveLoss, image: Tensor, text: Tensor, scale: Tensor, index: Tensor) -> Tensor:
-    """Temperatures of a batch's anchors ``(2, B)``: the loss's, or the model's where the loss has none."""
+    """Return the temperatures of a batch's anchors ``(2, B)``: the loss's, or the model's where the loss has none."""
     if not isinstance(loss, GlobalContrastiveLoss):
         return (1 / scale).expand(2, len(image))
     return loss.anchor_temperatures(image, text, scale, index)
@@ -247,23 +234,24 @@ def anchor_temperatures(loss: ContrastiveLoss, image: Tensor, text: Tensor, scal
 
 
 def table(title: str, result: EstimationError) -> str:
-    """A result as text."""
+    """Return a result as text."""
     rows = {title: result.estimator, "mini-batch": result.minibatch}
-    width = max(len(name) for name in rows)
-    lines = [f"{'estimate':<{width}}  {'error':>9}  {'images':>9}  {'texts':>9}  {'bias':>9}"]
-    lines += [
-        f"{name:<{width}}  {error.mean:9.4f}  {error.image:9.4f}  {error.text:9.4f}  {error.bias:9.4f}"
-        for name, error in rows.items()
-        if error is not None
-    ]
-    about = f"{result.anchors:,} anchors a side against {result.samples:,} samples, batches of {result.batch_size:,}"
-    lines.append(f"Mean squared error of log-normalizers: {about}")
-    return "\n".join([*lines, f"The mini-batch misjudges a normalizer by {factor_words(result.minibatch)}"])
-
-
-def factor_words(error: Error) -> str:
-    """By what factor a normalizer is wrong: ``a factor of 3.1 (90 %: 1.4 to 9)``."""
-    return f"a factor of {error.factor:.2g} (90 %: {error.factor_low:.2g} to {error.factor_high:.2g})"
+    width = max(map(len, rows))
+    batch = result.minibatch
+    return "\n".join(
+        [
+            f"{'estimate':<{width}}  {'error':>9}  {'images':>9}  {'texts':>9}  {'bias':>9}",
+            *(
+                f"{name:<{width}}  {error.mean:9.4f}  {error.image:9.4f}  {error.text:9.4f}  {error.bias:9.4f}"
+                for name, error in rows.items()
+                if error is not None
+            ),
+            f"Mean squared error of log-normalizers: {result.anchors:,} anchors a side against {result.samples:,} samples, "
+            f"batches of {result.batch_size:,}",
+            f"The mini-batch misjudges a normalizer by a factor of {batch.factor:.2g} (90 %: {batch.factor_low:.2g} to "
+            f"{batch.factor_high:.2g})",
+        ]
+    )
 
 
 def main(argv: list[str]) -> None:

@@ -64,15 +64,8 @@ def color(number: int) -> str:
     return PALETTE[number % len(PALETTE)]
 
 
-def bar_chart(bars: Sequence[Bar], x_title: str, width: int = 860) -> Markup:
-    """Draw horizontal bars to both sides of zero, from top to bottom in the given order.
-
-    Args:
-        bars: at least one.
-        x_title: title of the axis.
-        width: in pixels.
-    """
-    hints = [bar.hint for bar in bars]
+def bar_chart(bars: Sequence[Bar], x_title: str) -> Markup:
+    """Draw horizontal bars, at least one, to both sides of zero, from top to bottom in the given order."""
 
     def draw(figure: Figure) -> None:
         figure.set_layout_engine("constrained")  # labels have any length
@@ -90,7 +83,7 @@ def bar_chart(bars: Sequence[Bar], x_title: str, width: int = 860) -> Markup:
         axes.axvline(0, color=_TEXT_COLOR, linewidth=0.8)
         axes.grid(axis="x")
 
-    return _svg(draw, (width, 52 + 20 * len(bars)), f"{x_title}: {len(bars)} bars", hints)
+    return _svg(draw, (860, 52 + 20 * len(bars)), f"{x_title}: {len(bars)} bars", [bar.hint for bar in bars])
 
 
 def line_chart(

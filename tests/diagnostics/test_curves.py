@@ -4,37 +4,22 @@ import json
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from PIL import Image
 
 from openclip_ext.diagnostics import curves
 
 
 def write_run(folder, steps, **extra):
-    folder.mkdir()
-    records = [
-        {
-            "step": step,
-            "loss": 1.0 / (step + 1),
-            "infonce": 4 - step / 100,
-            "chance": 4.16,
-            "temperature": 0.07,
-            **extra,
-        }
-        for step in steps
-    ]
+    folder.mkdir(parents=True)
+    common = {"chance": 4.16, "temperature": 0.07, **extra}
+    records = [{"step": step, "loss": 1.0 / (step + 1), "infonce": 4 - step / 100, **common} for step in steps]
     records.append({"step": steps[-1], "epoch": 1, "evaluation": {"top1": 0.5}})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def test_curves_of_several_runs_are_drawn(tmp_path, capsys):
-    quantiles = {
-        "alpha_q10": -2.0,
-        "alpha_q50": -1.0,
-        "alpha_q90": 0.0,
-        "temperature_min": 0.05,
-        "temperature_max": 0.09,
-    }
+    quantiles = {"alpha_q10": -2.0, "alpha_q50": -1.0, "alpha_q90": 0.0}
+    quantiles |= {"temperature_min": 0.05, "temperature_max": 0.09}
     write_run(tmp_path / "neuclip", range(0, 200, 20), **quantiles)
     write_run(tmp_path / "openclip", range(0, 100, 20))
     (tmp_path / "just-started").mkdir()
@@ -48,7 +33,6 @@ def test_curves_of_several_runs_are_drawn(tmp_path, capsys):
 
 def test_runs_of_one_name_are_all_drawn_and_a_cut_line_is_passed_over(tmp_path, monkeypatch):
     for parent in ("a", "b"):
-        (tmp_path / parent).mkdir()
         write_run(tmp_path / parent / "run", range(0, 100, 20))
     with (tmp_path / "a" / "run" / "metrics.jsonl").open("a") as log:
         log.write('{"step": 99, "lo')
@@ -58,31 +42,14 @@ def test_runs_of_one_name_are_all_drawn_and_a_cut_line_is_passed_over(tmp_path, 
     assert [len(records) for records in drawn.values()] == [5, 5]
 
 
-def test_runs_of_other_batches_have_a_line_of_chance_each():
-    axes = Figure().subplots()
-    records = {
-        chance: [{"step": step, "infonce": 3.0, "chance": chance} for step in range(3)] for chance in (4.16, 2.77)
-    }
-    curves.draw_chance(axes, {"a": records[4.16], "b": records[2.77], "c": records[2.77]})
-    dashed = [line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == "--"]
-    assert dashed == [4.16, 2.77]
+def test_what_cannot_be_drawn_is_named(tmp_path):
+    def message(run: str, picture: str = "x.png") -> str:
+        with pytest.raises(SystemExit) as stop:
+            curves.main([str(tmp_path / run), "--output", str(tmp_path / picture)])
+        return str(stop.value)
 
-
-def test_a_picture_of_an_unknown_format_is_refused(tmp_path):
     write_run(tmp_path / "run", range(3))
-    with pytest.raises(SystemExit, match="error: Format 'foo' is not supported"):
-        curves.main([str(tmp_path / "run"), "--output", str(tmp_path / "x.foo")])
-
-
-def test_curves_without_a_run_say_what_to_give(tmp_path):
-    with pytest.raises(SystemExit, match="no run folder"):
-        curves.main([str(tmp_path / "none"), "--output", str(tmp_path / "x.png")])
-    with pytest.raises(SystemExit, match="no training step logged"):
-        curves.main([str(tmp_path), "--output", str(tmp_path / "x.png")])
-
-
-def test_smoothing_keeps_a_line_straight_and_averages_noise():
-    smooth = curves.smooth
-    assert smooth(np.arange(10.0)) == pytest.approx(np.arange(10.0))
-    assert smooth(np.array([0.0, 3, 0, 3, 0]), window=3) == pytest.approx([0, 1, 2, 1, 0])
-    assert smooth(np.array([])).size == 0
+    (tmp_path / "empty").mkdir()
+    assert "error: Format 'foo' is not supported" in message("run", "x.foo")
+    assert "no run folder" in message("none")
+    assert "no training step logged" in message("empty")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import statistics
 
 import numpy as np
 import pytest
@@ -27,8 +28,8 @@ def make_embeddings(seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[
 
 
 def mean_squared(estimate: torch.Tensor, exact: torch.Tensor) -> float:
-    return sum((a - b) ** 2 for a, b in zip(estimate.flatten().tolist(), exact.flatten().tolist(), strict=True)) / (
-        estimate.numel()
+    return statistics.fmean(
+        (a - b) ** 2 for a, b in zip(estimate.flatten().tolist(), exact.flatten().tolist(), strict=True)
     )
 
 
@@ -46,12 +47,6 @@ def test_exact_log_normalizers_are_the_naive_ones(monkeypatch, chunk, include_po
     )
     expected = reference.exact_log_normalizers(images.float(), texts.float(), anchors, tau, eps, include_positive)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-
-
-def test_one_temperature_stands_for_all_anchors():
-    images, texts = make_embeddings()
-    every = exact_log_normalizers(images, texts, range(SAMPLES), torch.full((2, SAMPLES), 0.1, dtype=torch.float64))
-    assert torch.equal(exact_log_normalizers(images, texts, range(SAMPLES), 0.1), every)
 
 
 def test_a_batch_that_is_the_data_set_has_no_error():
@@ -196,13 +191,6 @@ def test_the_program_measures_a_run_of_several_ranks(fastclip, tmp_path, capsys,
         # An epoch leaves out four samples; for those the estimate is that of a batch.
         assert len(seen) == NUM_SAMPLES - 4
         assert expected < result["estimator"]["mean"] < expected + 0.1
-
-
-@pytest.mark.parametrize("size", ["0", "-3"])
-def test_a_batch_of_nothing_is_refused(size, capsys):
-    with pytest.raises(SystemExit):
-        estimation_error.main(["run", f"--batch-size={size}"])
-    assert f"--batch-size: {size}: expected a positive whole number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("loss", ["neuclip", "cliplite"])

@@ -1,7 +1,6 @@
 """What is worth a look in a set of paired embeddings, by plain definitions, in chunks of similarities."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,79 +107,46 @@ class _StrongestPairs:
         self._limit = limit
         self._kept = np.empty((3, 0))
 
-    def add(self, block: "_Block", hit: Tensor, value: Tensor) -> None:
-        """Add the pairs of a block where ``hit`` ``(R, C)``."""
-        hit = hit & block.new_pair
+    def add(self, rows: Tensor, columns: Tensor, hit: Tensor, value: Tensor) -> None:
+        """Add the pairs of ``rows`` ``(R,)`` and ``columns`` ``(C,)`` where ``hit`` ``(R, C)``."""
         count = int(hit.sum())
         self.count += count
-        if (
-            count > self._limit
-        ):  # of a model that gives all samples one embedding all pairs of a block: too many to list
+        if count > self._limit:  # as of a model that gives all samples one embedding: too many to list
             strongest = value.masked_fill(~hit, -torch.inf).flatten().topk(self._limit, sorted=False).indices
             row, column = strongest // hit.shape[1], strongest % hit.shape[1]
         else:
             row, column = torch.nonzero(hit, as_tuple=True)
-        first, second = block.rows[row], block.columns[column]
+        first, second = rows[row], columns[column]
         found = [torch.minimum(first, second), torch.maximum(first, second), value[row, column]]
-        self._kept = np.concatenate([self._kept, torch.stack([part.double() for part in found]).cpu().numpy()], axis=1)
-        if self._kept.shape[1] > 2 * self._limit:
-            self._shrink()
-
-    def _shrink(self) -> None:
-        first, second, value = self._kept
-        self._kept = self._kept[:, np.lexsort((second, first, -value))[: self._limit]]
+        kept = np.concatenate([self._kept, torch.stack([part.double() for part in found]).cpu().numpy()], axis=1)
+        self._kept = kept[:, np.lexsort((kept[1], kept[0], -kept[2]))[: self._limit]]
 
     def found(self) -> Found:
-        self._shrink()
         first, second, value = self._kept
         return Found(self.count, first.astype(np.int64), second.astype(np.int64), value)
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Similarities of some anchors (rows) to some samples (columns), all ``(R, C)``.
+class _Best:
+    """The largest similarity of each anchor, and to what."""
 
-    Attributes:
-        anchors: which of all anchors the rows are.
-        rows, columns: ``(R,)``, ``(C,)`` rows of the embeddings.
-        new_pair: whether no other block, and no other place in this one, has the same two samples.
-        images, captions: of images with images and captions with captions.
-        caption_of_column, image_of_column: of the rows' images with the columns' captions, and the other way round.
-        positive: the larger similarity of the two own pairs.
-    """
+    def __init__(self, anchors: int, device: torch.device) -> None:
+        self._value = torch.full((anchors,), -torch.inf, device=device)
+        self._partner = torch.zeros(anchors, dtype=torch.int64, device=device)
 
-    anchors: slice
-    rows: Tensor
-    columns: Tensor
-    new_pair: Tensor
-    images: Tensor
-    captions: Tensor
-    caption_of_column: Tensor
-    image_of_column: Tensor
-    positive: Tensor
+    def add(self, place: slice, columns: Tensor, similarities: Tensor) -> None:
+        """Add the similarities ``(R, C)`` of the anchors at ``place`` to the rows ``columns``."""
+        value, column = similarities.max(dim=1)
+        better = value > self._value[place]
+        self._value[place] = torch.where(better, value, self._value[place])
+        self._partner[place] = torch.where(better, columns[column], self._partner[place])
 
-
-def _blocks(embeddings: Embeddings, anchors: Tensor, positive: Tensor, device: torch.device) -> Iterator[_Block]:
-    is_anchor = torch.zeros(len(embeddings.index), dtype=torch.bool)
-    is_anchor[anchors] = True
-    for first in range(0, len(anchors), _ROWS):
-        rows = anchors[first : first + _ROWS]
-        image, text = (side[rows].to(device) for side in (embeddings.image, embeddings.text))
-        for columns in torch.arange(len(embeddings.index)).split(_COLUMNS):
-            part = slice(int(columns[0]), int(columns[-1]) + 1)
-            images, texts = (side[part].to(device).T for side in (embeddings.image, embeddings.text))
-            new_pair = (rows[:, None] < columns) | ~is_anchor[part]
-            yield _Block(
-                anchors=slice(first, first + len(rows)),
-                rows=rows.to(device),
-                columns=columns.to(device),
-                new_pair=new_pair.to(device),
-                images=image @ images,
-                captions=text @ texts,
-                caption_of_column=image @ texts,
-                image_of_column=text @ images,
-                positive=torch.maximum(positive[rows, None], positive[part]).to(device),
-            )
+    def misfits(self, rows: np.ndarray, deviations: float) -> Found:
+        value, partner = self._value.cpu().numpy(), self._partner.cpu().numpy()
+        median = np.median(value)
+        limit = median - deviations * _MAD_TO_STD * np.median(np.abs(value - median))
+        places = np.flatnonzero(value < limit)
+        places = places[np.argsort(value[places], kind="stable")]
+        return Found(len(places), rows[places], partner[places], value[places])
 
 
 @torch.no_grad()
@@ -239,50 +205,40 @@ def find(
     if not torch.isfinite(positive).all():
         raise ValueError(f"{int((~torch.isfinite(positive)).sum())} embeddings are not finite: the model has diverged")
     floor = float(np.quantile(positive.numpy(), thresholds.false_negative_quantile))
+    is_anchor = torch.zeros(len(positive), dtype=torch.bool)
+    is_anchor[anchors] = True
     pairs = {name: _StrongestPairs(thresholds.max_pairs) for name in PAIRS}
     best = {side: _Best(len(anchors), device) for side in ("misfit-captions", "misfit-images")}
-    for block in _blocks(embeddings, anchors, positive, device):
-        same_image = block.images >= thresholds.duplicate_image
-        same_caption = block.captions >= thresholds.duplicate_caption
-        pairs["duplicates"].add(block, same_image & same_caption, torch.minimum(block.images, block.captions))
-        pairs["duplicate-images"].add(block, same_image, block.images)
-        pairs["duplicate-captions"].add(block, same_caption, block.captions)
-        crossed = torch.maximum(block.caption_of_column, block.image_of_column)
-        pairs["false-negatives"].add(block, crossed >= (block.positive - _ROUNDING).clamp(min=floor), crossed)
-        best["misfit-captions"].add(block, block.image_of_column)
-        best["misfit-images"].add(block, block.caption_of_column)
-    rows = anchors.numpy()
+    for first in range(0, len(anchors), _ROWS):
+        place = slice(first, first + _ROWS)
+        rows = anchors[place]
+        image, text = (side[rows].to(device) for side in (embeddings.image, embeddings.text))
+        for columns in torch.arange(len(positive)).split(_COLUMNS):
+            images, texts = (side[columns].to(device).T for side in (embeddings.image, embeddings.text))
+            # Whether no other block, and no other place in this one, has the same two samples.
+            is_new = ((rows[:, None] < columns) | ~is_anchor[columns]).to(device)
+            own = torch.maximum(positive[rows, None], positive[columns]).to(device)
+            of_images, of_captions = image @ images, text @ texts
+            caption_of_column, image_of_column = image @ texts, text @ images
+            same_image = of_images >= thresholds.duplicate_image
+            same_caption = of_captions >= thresholds.duplicate_caption
+            crossed = torch.maximum(caption_of_column, image_of_column)
+            hits = {
+                "duplicates": (same_image & same_caption, torch.minimum(of_images, of_captions)),
+                "duplicate-images": (same_image, of_images),
+                "duplicate-captions": (same_caption, of_captions),
+                "false-negatives": (crossed >= (own - _ROUNDING).clamp(min=floor), crossed),
+            }
+            columns = columns.to(device)
+            for name, (hit, value) in hits.items():
+                pairs[name].add(rows.to(device), columns, hit & is_new, value)
+            best["misfit-captions"].add(place, columns, image_of_column)
+            best["misfit-images"].add(place, columns, caption_of_column)
+    all_rows, alpha = anchors.numpy(), difficulty.numpy()
+    order = np.argsort(alpha, kind="stable")
+    ends = {"hardest": order[::-1][: thresholds.extremes], "easiest": order[: thresholds.extremes]}
     return {
         **{name: kept.found() for name, kept in pairs.items()},
-        **{side: values.misfits(rows, thresholds.deviations) for side, values in best.items()},
-        **_extremes(rows, difficulty.cpu().numpy(), thresholds.extremes),
+        **{side: values.misfits(all_rows, thresholds.deviations) for side, values in best.items()},
+        **{name: Found(len(end), all_rows[end], None, alpha[end]) for name, end in ends.items()},
     }
-
-
-class _Best:
-    """The largest similarity of each anchor, and to what."""
-
-    def __init__(self, anchors: int, device: torch.device) -> None:
-        self._value = torch.full((anchors,), -torch.inf, device=device)
-        self._partner = torch.zeros(anchors, dtype=torch.int64, device=device)
-
-    def add(self, block: _Block, similarities: Tensor) -> None:
-        place = block.anchors
-        value, column = similarities.max(dim=1)
-        better = value > self._value[place]
-        self._value[place] = torch.where(better, value, self._value[place])
-        self._partner[place] = torch.where(better, block.columns[column], self._partner[place])
-
-    def misfits(self, rows: np.ndarray, deviations: float) -> Found:
-        value, partner = self._value.cpu().numpy(), self._partner.cpu().numpy()
-        median = np.median(value)
-        limit = median - deviations * _MAD_TO_STD * np.median(np.abs(value - median))
-        places = np.flatnonzero(value < limit)
-        places = places[np.argsort(value[places], kind="stable")]
-        return Found(len(places), rows[places], partner[places], value[places])
-
-
-def _extremes(rows: np.ndarray, difficulty: np.ndarray, count: int) -> dict[str, Found]:
-    order = np.argsort(difficulty, kind="stable")
-    ends = {"hardest": order[::-1][:count], "easiest": order[:count]}
-    return {name: Found(len(places), rows[places], None, difficulty[places]) for name, places in ends.items()}
