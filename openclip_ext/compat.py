@@ -77,10 +77,17 @@ def _openclip_parser() -> Callable[[list[str]], argparse.Namespace]:
 
 
 def init_device(args: argparse.Namespace) -> torch.device:
-    """Start ``torch.distributed`` where torchrun or SLURM asks for it; sets ``args.rank`` and others."""
+    """Start ``torch.distributed`` where torchrun or SLURM asks for it; sets ``args.rank`` and others.
+
+    The device becomes PyTorch's current one: OpenCLIP leaves ``cuda:0`` current with ``--device cuda:1``.
+    """
+    import torch
     from open_clip_train.distributed import init_distributed_device
 
-    return init_distributed_device(args)
+    device = init_distributed_device(args)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def set_backends() -> None:

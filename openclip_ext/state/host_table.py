@@ -98,9 +98,10 @@ class HostTable:
         """
         arrived = None
         if slots.is_cuda:
+            device = slots.device  # which need not be the current one
             slots, rows = _on_its_way_to_host(slots), _on_its_way_to_host(rows)
             arrived = torch.cuda.Event(blocking=True)
-            arrived.record()
+            arrived.record(torch.cuda.current_stream(device))
 
         def write() -> None:
             if arrived is not None:

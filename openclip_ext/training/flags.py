@@ -159,6 +159,10 @@ def _check_together(args: argparse.Namespace) -> None:
         "--ddp-static-graph is for DistributedDataParallel, which --fsdp replaces; give one of them": (
             args.fsdp and args.ddp_static_graph
         ),
+        f"--ddp-static-graph and --accum-freq {args.accum_freq}: PyTorch's static graph averages the gradients of each "
+        "micro-batch, and accumulation those of the last; give one of them": (
+            args.ddp_static_graph and args.accum_freq > 1
+        ),
     }
     for reason, is_wrong in refused.items():
         if is_wrong:

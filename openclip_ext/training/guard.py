@@ -6,7 +6,8 @@ there the update is made conditional on the device, and the host learns of a ski
 """
 
 import copy
-from collections import deque
+import math
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext import distributed
-from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.loss import ContrastiveLoss, finite_samples
 from openclip_ext.training import parallel
 
 # How many steps later the host looks at what a GPU found of a step, without waiting for it.
 LAG = 2
 # Ending of the entries of ``state_dict`` that hold counters, which the host keeps.
 _EXTRA_STATE = "_extra_state"
+# Tensors of at most so many numbers are remembered together, by a few kernels for all of them.
+_SMALL = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,8 @@ class StepGuard:
         layers = (layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm))
         self._statistics = [buffer for layer in layers for buffer in layer.buffers()]
         self._on_host = on_host
-        self._before: list[Tensor] = []
-        self._state: dict[str, Any] = {}
+        self._before: list[_Remembered] = []
+        self._counters: dict[str, Any] = {}
         self._call = 0
         self._index: Tensor | None = None
         self._rows: dict[str, Tensor] = {}
@@ -85,7 +88,7 @@ class StepGuard:
     @torch.no_grad()
     def before_forward(self) -> None:
         """Remember the model's running statistics."""
-        self._before = [buffer.clone() for buffer in self._statistics]
+        self._before = [_Remembered(self._statistics)]
 
     @torch.no_grad()
     def before_loss(self, index: Tensor | None) -> None:
@@ -94,8 +97,10 @@ class StepGuard:
         Args:
             index: ``(B_local,)`` the batch's, if the loss needs it.
         """
+        # Its tensors are the loss's own, not copies.
         state = self._loss.replicated_state()
-        self._state = {name: _copy(value) for name, value in state.items()}
+        self._counters = {name: _copy(state.pop(name)) for name in list(state) if name.endswith(_EXTRA_STATE)}
+        self._before.append(_Remembered(list(state.values())))
         self._call = self._loss.calls
         tables = self._loss.tables()
         self._index = None if index is None or not tables else distributed.all_gather(index.to(torch.int64))
@@ -106,21 +111,20 @@ class StepGuard:
         """Find out whether a step is finite, after its backward pass; all ranks must call it.
 
         Args:
-            images: of all micro-batches.
+            images: of all micro-batches; none where they came as integers, which are finite.
             outputs: the model's for the whole batch.
             parameters: those with gradients, averaged over the ranks.
         """
-        finite = [outputs[name].detach().isfinite().all(dim=1) for name in ("image_features", "text_features")]
-        bad_rows = ~(finite[0] & finite[1])
-        has_valid = ~bad_rows.all() & outputs["logit_scale"].detach().isfinite().all()
+        bad_rows = ~finite_samples(outputs["image_features"], outputs["text_features"])
+        has_valid = ~bad_rows.all() & (outputs["logit_scale"].detach().abs() < math.inf).all()
         flags = torch.stack([~_all_finite(parameters), has_valid]).to(torch.float32)
         if distributed.world_size() > 1:
             flags = distributed.all_reduce_max(flags)
         any_valid = flags[1] > 0
         good = (flags[0] == 0) & any_valid
-        if not good.is_cpu or not good:
+        if images and (not good.is_cpu or not good):
             # BatchNorm makes the features of all samples NaN: look for those that began it.
-            bad_images = torch.cat([~image.flatten(1).isfinite().all(dim=1) for image in images])
+            bad_images = torch.cat([~_finite_images(image) for image in images])
             bad_rows = torch.where(bad_images.any(), bad_images, bad_rows)
         return StepOutcome(good, any_valid, bad_rows)
 
@@ -161,23 +165,20 @@ class StepGuard:
             self._put_back_on_device(outcome.good)
         names = torch.arange(len(outcome.bad_rows)) if index is None else index
         self._pending.append(_Pending(number, names, outcome))
-        self._before, self._state, self._rows = [], {}, {}
+        self._before, self._counters, self._rows = [], {}, {}
 
     def _put_back(self) -> None:
-        for buffer, before in zip(self._statistics, self._before, strict=True):
-            buffer.copy_(before)
+        for remembered in self._before:
+            remembered.put_back()
         self._loss.nonfinite.forget(self._call)
-        self._loss.load_replicated_state(self._state)
+        self._loss.load_replicated_state(self._loss.replicated_state() | self._counters)
         self._write_rows(None)
 
     def _put_back_on_device(self, good: Tensor) -> None:
         """Put back where the step was bad, without a wait. Counters that the host keeps count the skipped step, too."""
-        pairs = list(zip(self._statistics, self._before, strict=True))
+        for remembered in self._before:
+            remembered.put_back(unless=good)
         self._loss.nonfinite.forget(self._call, unless=good)
-        after = self._loss.replicated_state()
-        pairs += [(after[name], before) for name, before in self._state.items() if not name.endswith(_EXTRA_STATE)]
-        for current, before in pairs:
-            current.copy_(torch.where(good, current, before))
         self._write_rows(~good)
 
     def _write_rows(self, where: Tensor | None) -> None:
@@ -219,7 +220,7 @@ class _Pending:
         if flags.is_cuda:
             self._flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
             self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(flags.device))
         else:
             self._flags = flags
 
@@ -242,8 +243,46 @@ def _all_finite(parameters: list[nn.Parameter]) -> Tensor:
     if not parts:
         return torch.ones((), dtype=torch.bool, device=parameters[0].device)
     # The norm also overflows where Adam's squares would, and is an order of magnitude faster on a CPU than isfinite.
-    return torch.stack([norm.isfinite() for norm in torch._foreach_norm(parts)]).all()
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(parts)])
+    return norms.isfinite().all()
+
+
+def _finite_images(images: Tensor) -> Tensor:
+    """Return which images ``(b,)`` of ``(b, ..., H, W)`` have finite pixels only. The maximum passes a NaN on."""
+    return torch.linalg.vector_norm(images.flatten(1), ord=math.inf, dim=1) < math.inf
 
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+class _Remembered:
+    """Copies of tensors, from which they can be put back.
+
+    A ResNet-50 has 159 buffers of BatchNorm, and each would be copied by a kernel of its own, and put back by two. So small
+    tensors of one type are copied as one.
+
+    Args:
+        tensors: they are changed by :meth:`put_back`.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        groups: dict[Any, list[Tensor]] = defaultdict(list)
+        for number, tensor in enumerate(tensors):
+            key = (tensor.device, tensor.dtype) if tensor.numel() <= _SMALL else number
+            groups[key].append(tensor)
+        self._groups = [(group, torch.cat([tensor.reshape(-1) for tensor in group])) for group in groups.values()]
+
+    def put_back(self, unless: Tensor | None = None) -> None:
+        """Overwrite the tensors by their copies.
+
+        Args:
+            unless: 0-d bool on their device; where it holds nothing changes, and the host does not wait for it.
+        """
+        for group, before in self._groups:
+            values = before
+            if unless is not None:
+                now = [tensor.reshape(-1) for tensor in group]
+                values = torch.where(unless, now[0] if len(now) == 1 else torch.cat(now), before)
+            parts = values.split([tensor.numel() for tensor in group])
+            torch._foreach_copy_(group, [part.view_as(tensor) for part, tensor in zip(parts, group, strict=True)])

@@ -99,8 +99,15 @@ def restore(
     return checkpoint.position
 
 
+# Of a parameter group: how the update is computed, not what it is.
+_IMPLEMENTATION = ("fused", "foreach", "capturable")
+
+
 def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict, path: Path) -> None:
-    """Load its state; the settings stay those of this run's command line."""
+    """Load its state; the settings stay those of this run's command line, and the implementation that of its device."""
+    own = optimizer.param_groups[0]
+    implementation = {name: own[name] for name in _IMPLEMENTATION if name in own}
+    state = {**state, "param_groups": [{**group, **implementation} for group in state["param_groups"]]}
     asked = [{name: group[name] for name in HYPERPARAMETERS if name in group} for group in optimizer.param_groups]
     try:
         parallel.load_optimizer_state_dict(model, optimizer, state)

@@ -130,7 +130,9 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         self.guard.before_forward()
         terms, outputs = self._one_batch(batches[0]) if len(batches) == 1 else self._cached_features(batches)
-        outcome = self._update([batch["image"] for batch in batches], outputs)
+        # Images that were normalized here came as integers, which are finite.
+        images = [batch["image"] for batch in batches] if self.settings.normalize is None else []
+        outcome = self._update(images, outputs)
         self.guard.finish(outcome, number, index)
         if self.ema is not None:
             self.ema.update(number, outcome.good)

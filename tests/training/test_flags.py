@@ -94,6 +94,7 @@ def test_a_recipe_combines_with_another_part():
         (["--train-data-upsampling-factors", "1::2"], "--dataset-resampled"),
         (["--fsdp-no-reshard-after-forward"], "needs --fsdp"),
         (["--fsdp", "--ddp-static-graph"], "--fsdp replaces"),
+        (["--ddp-static-graph", "--accum-freq", "2"], "--ddp-static-graph and --accum-freq 2: PyTorch's static graph"),
         (["--image-backend", "torchvision"], "--image-backend needs --train-data"),
         (["--loss", "neuclip", "--views", "2"], "--views 2: neuclip compares images with texts; .* simclr, sogclr"),
         (["--loss", "openclip", "--views", "2"], "--views 2: openclip compares images with texts"),

@@ -1,11 +1,13 @@
-"""The learning rate of the temperature, where none was given."""
+"""The learning rate of the temperature, where none was given, and the optimizer's state at a resume."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from openclip_ext.training.optimizer import SCALE, ScheduleConfig, create_schedule, logit_scale_lr, schedule_rate
+from openclip_ext.training.resume import _load_optimizer
 from tests.training.runs import command, metrics_of, run
 
 
@@ -46,3 +48,18 @@ def test_a_warmup_as_long_as_the_run_is_told(caplog, warmup, is_told) -> None:
         ScheduleConfig(epochs=2, warmup=warmup, lr=1e-3), optimizer, steps_per_epoch=30, logit_scale_lr=None
     )
     assert ("as long as the run, 60 steps" in caplog.text) == is_told
+
+
+def test_a_resume_keeps_the_implementation_that_this_device_needs(tmp_path: Path) -> None:
+    """OpenCLIP's checkpoints say ``fused=None``, with which a GPU's optimizer cannot skip a step by itself."""
+    model = nn.Linear(3, 2)
+    stock = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    stock.step()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    _load_optimizer(model, optimizer, stock.state_dict(), tmp_path / "epoch_1.pt")
+    assert optimizer.param_groups[0]["fused"] is True
+    before = model.weight.detach().clone()
+    optimizer.grad_scale, optimizer.found_inf = None, torch.ones(())
+    optimizer.step()
+    assert torch.equal(model.weight, before)

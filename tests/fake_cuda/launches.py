@@ -1,0 +1,148 @@
+"""Counts what a GPU would be given to do, and names what would make the host wait for it."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_PACKAGE = "/openclip_ext/"
+# These compute a size, share memory or reserve some: no kernel runs.
+_NO_KERNEL = frozenset(
+    [
+        "device",
+        "_record_function_enter_new",
+        "_record_function_exit",
+        "detach",
+        "layout",
+        "is_pinned",
+        "sym_size",
+        "sym_numel",
+        "alias",
+        "lift_fresh",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "_unsafe_view",
+        "promote_types",
+    ]
+)
+# Their result is on the host, or has a size that depends on the values.
+_WAITS = frozenset(
+    [
+        "_local_scalar_dense",
+        "item",
+        "nonzero",
+        "nonzero_numpy",
+        "masked_select",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+        "equal",
+        "is_nonzero",
+        "bincount",
+        "histc",
+        "repeat_interleave",
+        "linalg_svd",
+    ]
+)
+_INDEXING = frozenset(["index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"])
+_LIFTS = ("lift_fresh", "lift_fresh_copy")
+
+
+# Waits that are meant, by how they begin, with the reason. docs/performance.md lists them for users.
+KNOWN_WAITS = {
+    "copy cpu to cuda at amorlip.py:initialize": "once an epoch: start values come from the CPU, so that devices start alike",
+    "_local_scalar_dense at guard.py:step": "timm's optimizers cannot skip a step on the device, so the host decides",
+}
+
+
+class Launches(TorchDispatchMode):
+    """Watches operations on CUDA tensors.
+
+    Attributes:
+        number: operations that launch a kernel or a copy.
+        operations: their names.
+        waits: what would make the host wait, with the places in the package that asked for it, innermost first.
+        unknown_waits: those that are not among :data:`KNOWN_WAITS`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was seen."""
+        self.number = 0
+        self.operations: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+
+    @property
+    def unknown_waits(self) -> dict[str, int]:
+        return {wait: number for wait, number in self.waits.items() if not wait.startswith(tuple(KNOWN_WAITS))}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = op.overloadpacket.__name__
+        inputs = [*_tensors(args), *_tensors(kwargs)]
+        on_cuda = any(tensor.is_cuda for tensor in inputs)
+        # Before the call: a fake tensor whose values decide a shape raises.
+        for reason in _waits(name, args, kwargs, on_cuda):
+            self.waits[f"{reason} at {_caller()}"] += 1
+        if name == "_local_scalar_dense" and on_cuda:
+            # Any value will do, so that all waits of a step are found, not the first only.
+            return True if args[0].dtype == torch.bool else 1
+        out = op(*args, **kwargs)
+        launches = not (op.is_view or name in _NO_KERNEL or op.namespace in ("prim", "profiler"))
+        if launches and (on_cuda or any(tensor.is_cuda for tensor in _tensors(out))):
+            self.number += 1
+            self.operations[name] += 1
+        return out
+
+
+def _waits(name: str, args: Any, kwargs: Any, on_cuda: bool) -> Iterator[str]:
+    if name in _WAITS and on_cuda:
+        yield name
+    if name in _INDEXING and args[0].is_cuda:
+        for index in args[1]:
+            if index is not None and index.dtype in (torch.bool, torch.uint8):
+                yield f"{name} by a mask"
+            elif index is not None and index.is_cpu:
+                yield f"{name} by an index on the CPU"
+    if name in _LIFTS and args[0].is_cuda:
+        yield "a tensor made of Python numbers on the device"
+    if name == "_to_copy" and not kwargs.get("non_blocking"):
+        target = torch.device(kwargs.get("device") or args[0].device)
+        if target.type != args[0].device.type:
+            yield f"copy {args[0].device.type} to {target.type}"
+    if name == "copy_" and args[0].device != args[1].device:
+        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking")
+        if not non_blocking:
+            yield f"copy {args[1].device.type} to {args[0].device.type}"
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _caller() -> str:
+    """The files and functions of the package on the stack, the innermost three."""
+    frame, places = sys._getframe(1), []
+    while frame is not None and len(places) < 3:
+        code = frame.f_code
+        if _PACKAGE in code.co_filename and "/tests/" not in code.co_filename:
+            places.append(f"{Path(code.co_filename).name}:{code.co_name}")
+        frame = frame.f_back
+    return " < ".join(places) or "no file of the package"

@@ -1,0 +1,133 @@
+"""Whole optimizer steps of the trainer on fake CUDA tensors, in the ways that a command line can ask for."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from openclip_ext.contrastive import similarities
+from openclip_ext.losses import registry
+from openclip_ext.training.ema import ModelEma
+from openclip_ext.training.optimizer import create_optimizer
+from openclip_ext.training.step import StepConfig, TrainStep
+from tests.fake_cuda.bounds import bound
+from tests.fake_cuda.device import CUDA, FakeEvent, fake_cuda, to_fake_cuda
+from tests.fake_cuda.launches import Launches
+from tests.training.tiny import LOSSES, OPTIMIZER, SAMPLES, WIDTH, parts_of, prepare, tiny_batch, tiny_model
+
+# The first two calls of a loss look for mistakes of the loop, and wait for it.
+STEPS = 4
+# Losses that a way other than the plain one is tried with: one without state, a table, a network, prototypes.
+_SOME = ("openclip", "fastclip", "fastclip-v2", "amorlip", "neuclip")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a step computes. Only losses that take the options are tried."""
+
+    tower: str = "vit"
+    micro_batches: int = 1
+    precision: str = "fp32"
+    clip: float | None = None
+    ema: bool = False
+    optimizer: str = "adamw"
+    chunked: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+WAYS = {
+    "plain": Way(),
+    "accumulated": Way(micro_batches=2),
+    "clipped": Way(clip=1.0),
+    "amp": Way(precision="amp", clip=1.0),
+    "amp_bf16-accumulated-ema": Way(precision="amp_bf16", micro_batches=2, ema=True),
+    "resnet": Way(tower="resnet"),
+    "lamb": Way(optimizer="lamb"),
+    "chunks": Way(chunked=True),
+    "host-table": Way(options={"state_device": "cpu"}),
+    "host-table-accumulated": Way(options={"state_device": "cpu"}, micro_batches=2),
+    "views": Way(options={"views": 2}),
+    "solved": Way(options={"temperature_scheme": "solved", "temperature_queue": 12, "rho": 1.0}),
+    "equal-captions": Way(options={"equal_captions": "mask"}),
+}
+
+
+def _takes(name: str, options: dict[str, Any]) -> bool:
+    try:
+        registry.create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **(LOSSES[name] | options))
+    except ValueError:
+        return False
+    return True
+
+
+_CASES = [
+    (way, name)
+    for way in WAYS
+    for name in (LOSSES if way in ("plain", "views") else _SOME)
+    if _takes(name, WAYS[way].options)
+]
+
+
+def run_steps(name: str, way: Way, device: torch.device = CUDA) -> list[Launches]:
+    """Take some steps; what each launched."""
+    model = tiny_model(way.tower)
+    loss = registry.create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **(LOSSES[name] | way.options))
+    prepare(model, loss)
+    seen = []
+    with fake_cuda(), Launches() as launches:
+        to_fake_cuda(model, device)
+        to_fake_cuda(loss, device)
+        optimizer = create_optimizer(
+            model, replace(OPTIMIZER, name=way.optimizer), loss.logit_scale_lr, loss.model_head()
+        )
+        config = StepConfig(way.precision, way.clip)
+        ema = ModelEma(model, 0.99) if way.ema else None
+        step = TrainStep(model, loss, optimizer, config.settings(device), config.scaler(device), ema)
+        model.train()
+        loss.train()
+        for number in range(STEPS):
+            loss.start_epoch(number // 3)
+            batch = _batch(number, loss, 32 if way.tower == "resnet" else 16)
+            launches.reset()
+            FakeEvent.recorded.clear()
+            step(parts_of(batch, way.micro_batches), number)
+            assert all(event.stream is not None and event.stream.device == device for event in FakeEvent.recorded)
+            seen.append(_copy(launches))
+    return seen
+
+
+def _batch(number: int, loss: Any, size: int) -> dict[str, torch.Tensor]:
+    like = tiny_batch(number, loss.views, size=size)
+    batch = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in like.items()}
+    if loss.needs_positives:
+        batch["caption_hash"] = torch.empty(like["index"].shape, dtype=torch.int64)
+    return batch
+
+
+def _copy(launches: Launches) -> Launches:
+    copy = Launches()
+    copy.number, copy.operations, copy.waits = launches.number, launches.operations.copy(), launches.waits.copy()
+    return copy
+
+
+@pytest.mark.parametrize(("way", "name"), _CASES)
+def test_no_step_waits_or_mixes_devices(way: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if WAYS[way].chunked:
+        monkeypatch.setattr(similarities, "MAX_PAIRS", 16)
+    assert {wait for launches in run_steps(name, WAYS[way]) for wait in launches.unknown_waits} == set()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_step_has_more_launches_than_its_bound(name: str) -> None:
+    assert launches_of(name) <= bound("step", name)
+
+
+def launches_of(name: str) -> int:
+    """Launches of the most expensive of some plain steps."""
+    return max(launches.number for launches in run_steps(name, WAYS["plain"]))
+
+
+@pytest.mark.parametrize("name", ["openclip", "fastclip", "neuclip"])
+def test_a_step_works_on_a_device_that_is_not_current(name: str) -> None:
+    run_steps(name, WAYS["plain"], torch.device("cuda", 1))
