@@ -72,6 +72,7 @@ def create_loss(
     restart_every: int | None = ...,
     normalizer_reset: bool = ...,
     simultaneous: bool = ...,
+    verify_fit: bool = ...,
     local_loss: bool = ...,
     gather_with_grad: bool = ...,
     coca_caption_loss_weight: float = ...,

@@ -14,6 +14,9 @@ One step ``t`` (Algorithm 1):
 3. with the ``α`` that the updated ``W`` predicts, the encoders minimize the same objective, averaged over the two sides,
    plus ``τ(ρ − 1)`` (:class:`openclip_ext.contrastive.objectives.Unified`).
 
+With ``verify_fit`` (not in the paper) step 3 takes the recent embeddings themselves for prototypes wherever the fitted ones
+predicted this batch worse before they were fitted to it.
+
 Naive float64 version: ``tests/references/prototypes.py``. Page: ``docs/methods/neuclip.md``.
 
 Example:
@@ -151,6 +154,10 @@ class PrototypeNormalizer(Normalizer):
     A step with usable samples: restart when ``t mod T_r = 0`` (the first included) from the ``m`` most recent embeddings,
     ``T_u`` AdaGrad updates on the batch, prediction. Prototypes are stored unnormalized and normalized in the cosine only.
 
+    AdaGrad's first update after a restart moves every coordinate of a unit prototype by the learning rate, 1 in the paper,
+    and the fit sees one batch only. The prototypes can then predict far worse than the embeddings they started from, and
+    the encoders learn to get away from them. ``verify_fit`` prevents it: see :meth:`_fit_is_better`.
+
     Keyword arguments are the options of these names (``losses/options.json``).
     """
 
@@ -159,6 +166,7 @@ class PrototypeNormalizer(Normalizer):
     prototypes: Tensor
     accumulator: Tensor
     steps: Tensor
+    uses_fit: Tensor
 
     def __init__(
         self,
@@ -172,6 +180,7 @@ class PrototypeNormalizer(Normalizer):
         normalizer_objective: str,
         normalizer_reset: bool,
         simultaneous: bool,
+        verify_fit: bool,
         alpha_gradient: bool,
     ) -> None:
         super().__init__()
@@ -184,33 +193,62 @@ class PrototypeNormalizer(Normalizer):
         self.objective = normalizer_objective
         self.reset = normalizer_reset
         self.simultaneous = simultaneous
+        self.verify_fit = verify_fit and normalizer_updates > 0
         self.alpha_gradient = alpha_gradient
         self.queue = EmbeddingQueue(prototypes, embed_dim)
         self.register_buffer("prototypes", torch.zeros(2, prototypes, embed_dim))
         self.register_buffer("accumulator", torch.zeros(2, prototypes, embed_dim))
         # Steps that counted. On the device, so that a step without a usable sample needs no look at it.
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        # Whether the last step predicted with the fitted prototypes, or (verify_fit) with the queue.
+        self.register_buffer("uses_fit", torch.tensor(True))
 
     @torch.no_grad()
     def step(self, contrast: Contrast) -> Estimate:
         """Restart if due, make ``T_u`` updates, and predict."""
+        ok = contrast.batch.ok
+        if self.verify_fit:
+            self.uses_fit.copy_(torch.where(ok, self._fit_is_better(contrast) & ~self._restart_is_due(), self.uses_fit))
         self.queue.push(contrast.batch)
-        self._restart_if_due(contrast.batch.ok)
-        before = self._estimate(self.prototypes, contrast) if self.simultaneous else None
+        self._restart_if_due(ok)
+        before = self._estimate(self._used_prototypes(), contrast) if self.simultaneous else None
         if self.updates:
             self.fit(contrast)
-        self.steps += contrast.batch.ok
-        return before or self._estimate(self.prototypes, contrast)
+        self.steps += ok
+        return before or self._estimate(self._used_prototypes(), contrast)
 
     @torch.no_grad()
     def predict(self, contrast: Contrast) -> Estimate:
-        """Return the prediction of the stored prototypes; before the first step, of a restart from this batch."""
+        """Return what the last step's prototypes predict; before the first step, those of a restart from this batch."""
         fresh = repeated_batch(contrast.batch, self.queue.capacity)
-        return self._estimate(torch.where(self.steps > 0, self.prototypes, fresh), contrast)
+        return self._estimate(torch.where(self.steps > 0, self._used_prototypes(), fresh), contrast)
+
+    def metrics(self, epoch: int) -> dict[str, float]:
+        """Return whether the last step used the fit, with ``verify_fit``. Waits for the device."""
+        return {"uses_fit": float(self.uses_fit)} if self.verify_fit else {}
+
+    def _used_prototypes(self) -> Tensor:
+        """Return the fitted prototypes, or the recent embeddings where the fit did not prove better."""
+        if not self.verify_fit:
+            return self.prototypes
+        return torch.where(self.uses_fit, self.prototypes, self.queue.repeated())
+
+    def _fit_is_better(self, contrast: Contrast) -> Tensor:
+        """Compare what the prototypes and the queue predict for a batch that neither has seen; 0-d bool.
+
+        Both are scored with the objective of [12], ``mean_i τ·(exp(−α_i)(ε + g_i) + α_i)``, which in expectation over batches
+        is smallest for the exact normalizers. A score that is not a number is not better.
+        """
+        batch = contrast.batch
+        fitted, recent = (self._alpha(prototypes, contrast) for prototypes in (self.prototypes, self.queue.repeated()))
+        excess = [log_math.saturating_exp(contrast.log_estimate - alpha) + alpha for alpha in (fitted, recent)]
+        return torch.where(batch.valid, contrast.tau * (excess[0] - excess[1]), 0).sum() < 0
+
+    def _restart_is_due(self) -> Tensor:
+        return self.steps == 0 if self.restart_every is None else self.steps % self.restart_every == 0
 
     def _restart_if_due(self, ok: Tensor) -> None:
-        due = self.steps == 0 if self.restart_every is None else self.steps % self.restart_every == 0
-        due = due & ok
+        due = self._restart_is_due() & ok
         if due.is_cpu and not due:
             return
         self.prototypes.copy_(torch.where(due, self.queue.repeated(), self.prototypes))
@@ -241,6 +279,11 @@ class PrototypeNormalizer(Normalizer):
             for state in (self.prototypes, self.accumulator):
                 gathered = distributed.all_gather(state[:, part].transpose(0, 1))
                 state.copy_(gathered.transpose(0, 1))
+
+    def _alpha(self, prototypes: Tensor, contrast: Contrast) -> Tensor:
+        """Return the log-normalizers of all processes' anchors, ``(2, B)``, without their gradient."""
+        estimate = estimate_from_prototypes(prototypes / _norms_of(prototypes), contrast, self.eps, with_gradient=False)
+        return contrast.batch.gather_local(estimate.alpha)
 
     def _estimate(self, prototypes: Tensor, contrast: Contrast) -> Estimate:
         directions = prototypes / _norms_of(prototypes)

@@ -73,6 +73,7 @@ def make_normalizer(args: argparse.Namespace) -> PrototypeNormalizer:
         normalizer_objective="unified",
         normalizer_reset=True,
         simultaneous=False,
+        verify_fit=False,
         alpha_gradient=True,
     ).to(args.device)
 

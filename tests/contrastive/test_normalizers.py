@@ -84,6 +84,37 @@ def test_restart_takes_the_batch_in_order_and_forgets_the_accumulators() -> None
     assert torch.equal(loss.normalizer.prototypes, expected)
 
 
+def test_prototypes_predict_only_after_they_predicted_better_than_recent_embeddings() -> None:
+    options = {"embed_dim": WIDTH, "prototypes": 12, "restart_every": 4, "normalizer_updates": 3, "normalizer_lr": 0.3}
+    loss = create_loss("neuclip", **options).double()
+    recent = create_loss("neuclip", **options | {"restart_every": 1, "normalizer_updates": 0}).double()
+    scale = torch.tensor(10.0)
+    used = []
+    # The same batch again and again: after the first fit the prototypes know it best, but not in a step of a restart.
+    for step in [make_steps(1)[0]] * 8:
+        step.logit_scale = scale.item()
+        run_step(loss, step)
+        run_step(recent, step)
+        used.append(loss.metrics()["uses_fit"])
+        prediction, other = (
+            torch.stack(each.log_normalizers(step.images, step.texts, scale)) for each in (loss, recent)
+        )
+        assert torch.allclose(prediction, other) == (not used[-1])
+    assert used == [0, 1, 1, 1, 0, 1, 1, 1]
+
+
+def test_a_destroyed_fit_is_not_used() -> None:
+    steps = make_steps(6)
+    fitted = create_loss("neuclip", embed_dim=WIDTH, prototypes=12, restart_every=None, normalizer_lr=0.1)
+    for step in steps[:5]:
+        run_step(fitted, step)
+    with torch.no_grad():
+        fitted.normalizer.prototypes.copy_(fitted.normalizer.prototypes[:, :1].expand(-1, 12, -1))
+    steps[5].logit_scale = 50.0
+    run_step(fitted, steps[5])
+    assert fitted.metrics()["uses_fit"] == 0.0
+
+
 def test_queue_bounds_the_weights() -> None:
     for weight, bound in ((0.5, 2.0), (0.25, 4.0)):
         loss = create_loss("queueclip", embed_dim=WIDTH, prototypes=12, batch_weight=weight)
@@ -98,7 +129,13 @@ def test_queue_bounds_the_weights() -> None:
 
 def test_prototypes_learn_the_normalizers_of_a_fixed_batch() -> None:
     loss = create_loss(
-        "neuclip", embed_dim=WIDTH, prototypes=6, restart_every=None, normalizer_updates=100, normalizer_lr=0.1
+        "neuclip",
+        embed_dim=WIDTH,
+        prototypes=6,
+        restart_every=None,
+        normalizer_updates=100,
+        normalizer_lr=0.1,
+        verify_fit=False,
     ).double()
     step = make_steps(1)[0]
     batch = create_loss("neuclip", embed_dim=WIDTH, normalizer="minibatch").double()

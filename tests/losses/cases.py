@@ -80,7 +80,7 @@ _NEUCLIP = {"prototypes": 9, "restart_every": 3, "normalizer_updates": 2}
 
 
 def _neuclip(**changed: Any) -> Case:
-    options = _NEUCLIP | changed
+    options = _NEUCLIP | {"verify_fit": False} | changed
 
     def reference(loss: ContrastiveLoss) -> prototypes.NeuClip:
         return prototypes.NeuClip(
@@ -93,6 +93,7 @@ def _neuclip(**changed: Any) -> Case:
             objective=options.get("normalizer_objective", "unified"),
             reset=options.get("normalizer_reset", True),
             simultaneous=options.get("simultaneous", False),
+            verify_fit=options["verify_fit"],
             alpha_gradient=options.get("alpha_gradient", True),
         )
 
@@ -251,6 +252,11 @@ CASES: dict[str, Case] = {
     "neuclip-simultaneous": _neuclip(simultaneous=True),
     "neuclip-no-update": _neuclip(normalizer_updates=0),
     "neuclip-no-alpha-gradient": _neuclip(alpha_gradient=False),
+    "neuclip-verified": _neuclip(verify_fit=True),
+    "neuclip-verified-never": _neuclip(verify_fit=True, restart_every=None, normalizer_lr=0.1),
+    "neuclip-verified-many": _neuclip(verify_fit=True, prototypes=25, restart_every=4),
+    "neuclip-verified-simultaneous": _neuclip(verify_fit=True, simultaneous=True, normalizer_lr=0.1),
+    "neuclip-verified-no-update": _neuclip(verify_fit=True, normalizer_updates=0),
     "neuclip-mlp": _neuclip_mlp("unified"),
     "neuclip-mlp-separate": _neuclip_mlp("l2-log"),
     "queueclip": _queueclip(9, 0.5),
@@ -278,6 +284,7 @@ _WITH_POSITIVES = (
     "isogclr",
     "tempnet",
     "neuclip",
+    "neuclip-verified",
     "neuclip-mlp",
 )
 CASES |= {

@@ -86,7 +86,11 @@ def unified_step(
 
 
 class NeuClip:
-    """Algorithm 1 with AdaGrad; Algorithm 3's order with ``simultaneous``."""
+    """Algorithm 1 with AdaGrad; Algorithm 3's order with ``simultaneous``.
+
+    With ``verify_fit`` a step predicts with the fitted prototypes only if they, before this step's restart and updates, had a
+    smaller objective on its batch than the recent embeddings; else, and in the step of a restart, with the latter.
+    """
 
     def __init__(
         self,
@@ -100,18 +104,20 @@ class NeuClip:
         objective: str = "unified",
         reset: bool = True,
         simultaneous: bool = False,
+        verify_fit: bool = False,
         alpha_gradient: bool = True,
     ) -> None:
         self.recent = Recent(m)
         self.restart_every, self.updates, self.lr, self.eps, self.rho = restart_every, updates, lr, eps, rho
         self.objective, self.reset, self.simultaneous = objective, reset, simultaneous
-        self.alpha_gradient = alpha_gradient
+        self.verify_fit, self.alpha_gradient = verify_fit and updates > 0, alpha_gradient
         self.t = 0
         self.prototypes: list[Tensor] = []
         self.optimizer: torch.optim.Adagrad | None = None
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
         """One step; neither the index nor the epoch plays a part."""
+        fit_is_better = self.verify_fit and self._fit_is_better(images, texts, 1 / logit_scale)
         self.recent.push(images, texts)
         self._restart()
         before = [prototypes.detach().clone() for prototypes in self.prototypes]
@@ -119,15 +125,31 @@ class NeuClip:
             self._update(images, texts, 1 / logit_scale)
         self.t += 1
         used = before if self.simultaneous else [prototypes.detach() for prototypes in self.prototypes]
+        if self.verify_fit and not fit_is_better:
+            used = self.recent.repeated()
 
         def alpha_of(images: Tensor, texts: Tensor) -> list[list[Tensor]]:
             return [predicted(images, texts, used[side], 1 / logit_scale, self.eps, side) for side in (0, 1)]
 
         return unified_step(images, texts, logit_scale, alpha_of, self.eps, self.rho, self.alpha_gradient)
 
+    def _fit_is_better(self, images: Tensor, texts: Tensor, tau: float) -> bool:
+        if self._restarts():
+            return False
+        totals = []
+        for candidates in (self.prototypes, self.recent.repeated()):
+            total = 0.0
+            for side in (0, 1):
+                for i, a in enumerate(predicted(images, texts, candidates[side].detach(), tau, self.eps, side)):
+                    total += tau * (math.exp(-a) * (self.eps + inner(images, texts, tau, side, i).item()) + a.item())
+            totals.append(total)
+        return totals[0] < totals[1]
+
+    def _restarts(self) -> bool:
+        return self.t == 0 if self.restart_every is None else self.t % self.restart_every == 0
+
     def _restart(self) -> None:
-        due = self.t == 0 if self.restart_every is None else self.t % self.restart_every == 0
-        if not due:
+        if not self._restarts():
             return
         fresh = self.recent.repeated()
         if self.optimizer is None or self.reset:

@@ -160,8 +160,8 @@ def get(name: str, loss: str) -> Recipe:
 
 
 def _as_arguments(flag: str, value: Value) -> list[str]:
-    if value is True:
-        return [flag]
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag.removeprefix('--')}"]
     # An equals sign, since argparse would take a negative number in an argument of its own for a flag.
     return [f"{flag}={'none' if value is None else value}"]
 
