@@ -99,8 +99,7 @@ class QueueNormalizer(Normalizer):
 METHOD = Method(
     name="queueclip",
     normalizer="queue",
-    temperature_scheme="global",
-    temperature_defaults={"lr_tau": 1.25e-4},
+    temperature_scheme="solved",
     # Without its gradient the queue is no control variate for the batch.
     parts=(NormalizerPart("queue", QueueNormalizer, objective=Unified, defaults={"alpha_gradient": True}),),
 )

@@ -34,7 +34,7 @@ _SHARED_PARTS = (
     # Of two parts with the same name a loss takes the one that its objective allows.
     TemperaturePart("global", UnregularizedTemperature),
     # The embeddings of a young model lie close together: to spread them a temperature would go to any lower bound.
-    TemperaturePart("solved", SolvedTemperature, {"rho": 5.0, "temperature_min": 0.03}),
+    TemperaturePart("solved", SolvedTemperature, {"rho": 4.0, "temperature": 0.1, "temperature_min": 0.03}),
 )
 
 

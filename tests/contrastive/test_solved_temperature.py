@@ -59,7 +59,7 @@ def test_bounds_hold_and_a_rho_without_solution_is_said() -> None:
 
 
 def test_the_models_parameter_follows() -> None:
-    loss, scheme = _loss()
+    loss, scheme = _loss(temperature=None)
     parameter = nn.Parameter(torch.tensor(2.0))
     loss.finish_logit_scale_step(parameter)
     assert parameter.item() == 2.0
@@ -115,7 +115,8 @@ def test_the_rho_of_the_papers_is_the_divergence(name: str) -> None:
     images, texts = (unit(torch.randn(12, WIDTH, generator=random, dtype=torch.float64)) for _ in range(2))
     for tau in (0.05, 0.3):
         rho = _divergence_over_the_batch(images, texts, tau)
-        loss = create_loss(name, embed_dim=WIDTH, normalizer="minibatch", rho=rho, eps=0.0).double()
+        parts = {"normalizer": "minibatch", "temperature_scheme": "global"}
+        loss = create_loss(name, embed_dim=WIDTH, **parts, rho=rho, eps=0.0).double()
         scale = torch.tensor(1 / tau, dtype=torch.float64, requires_grad=True)
         (slope,) = torch.autograd.grad(loss(images, texts, scale), scale)
         assert slope.item() == pytest.approx(0.0, abs=1e-9)

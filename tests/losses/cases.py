@@ -67,6 +67,7 @@ def _solved(m: int, rho: float, per_sample: bool = False) -> Case:
         lambda loss: contrastive.Solved(_average(gamma=0.8, decay_epochs=None), rho, m, per_sample),
         {
             "temperature_scheme": "solved",
+            "temperature": None,
             "temperature_queue": m,
             "rho": rho,
             "solve_per_sample": per_sample,
@@ -105,7 +106,7 @@ def _queueclip(m: int, weight: float, leave_own_out: bool = False) -> Case:
     return Case(
         "queueclip",
         lambda loss: prototypes.QueueClip(m=m, batch_weight=weight, eps=EPS, rho=6.5, leave_own_out=leave_own_out),
-        {"prototypes": m, "batch_weight": weight, "leave_own_out": leave_own_out},
+        {"temperature_scheme": "global", "prototypes": m, "batch_weight": weight, "leave_own_out": leave_own_out},
     )
 
 

@@ -38,7 +38,7 @@ def _constant(temperature: float) -> Options:
 
 
 def _learned(rho: float) -> Options:
-    return {"rho": rho, "rho_end": None}
+    return {"temperature_scheme": "global", "rho": rho, "rho_end": None}
 
 
 # Of losses made of parts, the most likely first (by the tables of docs/results.md); {} is as published.
@@ -56,7 +56,7 @@ _BASELINE_SETTINGS: Sequence[Options] = (
 _OWN_SCHEME: Mapping[str, Sequence[Options]] = {
     "constant": (_constant(0.05), _constant(0.1), _constant(0.03), {}),
     **{
-        scheme: ({"temperature_scheme": scheme}, {"temperature_scheme": scheme, **_learned(5.0)}, {})
+        scheme: ({"temperature_scheme": scheme}, {**_learned(5.0), "temperature_scheme": scheme}, {})
         for scheme in ("per-sample", "predicted")
     },
 }
@@ -65,6 +65,8 @@ _OWN_SCHEME: Mapping[str, Sequence[Options]] = {
 def settings(loss: str, fixed: Mapping[str, Any]) -> tuple[list[Options], list[str]]:
     """Return the settings that a loss takes, the most likely first, and why others cannot be built.
 
+    Of settings that are the same for the loss, as its defaults and what they say in words, it returns the first.
+
     Args:
         loss: its name.
         fixed: options that the user gave for all losses; a setting has those of them that the loss uses.
@@ -72,13 +74,16 @@ def settings(loss: str, fixed: Mapping[str, Any]) -> tuple[list[Options], list[s
     Raises:
         ValueError: an unknown loss, or one that cannot be built with the user's options.
     """
-    found, refusals = [], []
+    found, refusals, complete = [], [], []
     for options in _BASELINE_SETTINGS if loss == BASELINE else _OWN_SCHEME.get(own_scheme(loss), _SETTINGS):
         used = _options_used(loss, {**fixed, **options})
         if any(name not in used for name in options):
             continue
         given = {**(FOR_SHORT_RUNS if options else {}), **fixed, **options}
         setting = {name: value for name, value in given.items() if name in used}
+        if {**used, **setting} in complete:
+            continue
+        complete.append({**used, **setting})
         try:
             registry.check_options(loss, **setting)
             found.append(setting)
