@@ -201,7 +201,8 @@ class PrototypeNormalizer(Normalizer):
         # Steps that counted. On the device, so that a step without a usable sample needs no look at it.
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         # Whether the last step predicted with the fitted prototypes, or (verify_fit) with the queue.
-        self.register_buffer("uses_fit", torch.tensor(True))
+        # State only where it is used, so that checkpoints from before this option still load.
+        self.register_buffer("uses_fit", torch.tensor(True), persistent=self.verify_fit)
 
     @torch.no_grad()
     def step(self, contrast: Contrast) -> Estimate:

@@ -21,8 +21,7 @@ TOLERANCE = 2e-3
 FLAGS = {
     # AdaGrad's first step has the size of its learning rate in every coordinate, whatever the gradient's: with 1.0 ten
     # steps turn a difference in the last digit into one in the first.
-    # As published: which prototypes verify_fit takes may hang on the last digit, too.
-    "neuclip": ["--normalizer-lr", "0.01", "--no-verify-fit"],
+    "neuclip": ["--normalizer-lr", "0.01"],
     "queueclip": ["--prototypes", "24"],
     # The one that contrasts images with texts; with two views it is simclr's relative.
     "sogclr": ["--views", "1"],

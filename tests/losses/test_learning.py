@@ -101,6 +101,6 @@ def test_verifying_the_fit_keeps_neuclip_from_collapse() -> None:
     _, published, metrics = _train("neuclip", options | {"verify_fit": False})
     assert published < 0.1
     assert metrics["infonce"] > metrics["chance"]
-    _, verified, metrics = _train("neuclip", options)
+    _, verified, metrics = _train("neuclip", options | {"verify_fit": True})
     assert verified > 0.4
     assert metrics["infonce"] < 0.6 * metrics["chance"]
