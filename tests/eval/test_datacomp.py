@@ -199,7 +199,7 @@ def test_missing_tasks_are_one_line(tiny_folder, tmp_path, capfd):
     shown = capfd.readouterr().out
     lines = [line for line in shown.splitlines() if "eval.download" in line]
     assert len(lines) == 1 and "(34): Caltech-101, " in lines[0] and "and 29 more" in lines[0]
-    assert max(map(len, shown.splitlines())) < 300, "no line names them all"
+    assert max(map(len, shown.replace(str(tmp_path), "").splitlines())) < 300, "no line names them all"
 
 
 def test_exit_status_for_data_that_is_not_there(tiny_folder, tmp_path):

@@ -352,13 +352,13 @@ def test_settings_that_the_bounds_of_the_temperature_rule_out_are_left_out(data)
 
 
 def test_options_of_the_solved_temperature_reach_it(data):
-    """No loss uses them by default, but every loss is tried with a solved temperature."""
+    """Every loss is tried with a solved temperature, whether or not it is its default."""
     options = parse(arguments(data, "--temperature-queue", "512"))[0].loss_options
     found, _ = space.settings("queueclip", options)
     assert {one.get("temperature_scheme"): one.get("temperature_queue") for one in found} == {
         "solved": 512,
         "constant": None,
-        None: None,
+        "global": None,
     }
 
 

@@ -49,6 +49,16 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(built))
 
 
+def start_autograd() -> None:
+    """Let autograd start a thread for each fake device. It does so once in a process, in the first backward pass."""
+    device = library()
+    device.enter()
+    try:
+        torch.ones((), requires_grad=True).backward()
+    finally:
+        device.leave()
+
+
 class FakeStream:
     """A stream of a device."""
 
