@@ -86,7 +86,7 @@ def test_restart_takes_the_batch_in_order_and_forgets_the_accumulators() -> None
 
 def test_prototypes_predict_only_after_they_predicted_better_than_recent_embeddings() -> None:
     options = {"embed_dim": WIDTH, "prototypes": 12, "restart_every": 4, "normalizer_updates": 3, "normalizer_lr": 0.3}
-    loss = create_loss("neuclip", **options).double()
+    loss = create_loss("neuclip", **options, verify_fit=True).double()
     recent = create_loss("neuclip", **options | {"restart_every": 1, "normalizer_updates": 0}).double()
     scale = torch.tensor(10.0)
     used = []
@@ -105,7 +105,8 @@ def test_prototypes_predict_only_after_they_predicted_better_than_recent_embeddi
 
 def test_a_destroyed_fit_is_not_used() -> None:
     steps = make_steps(6)
-    fitted = create_loss("neuclip", embed_dim=WIDTH, prototypes=12, restart_every=None, normalizer_lr=0.1)
+    options = {"prototypes": 12, "restart_every": None, "normalizer_lr": 0.1, "verify_fit": True}
+    fitted = create_loss("neuclip", embed_dim=WIDTH, **options)
     for step in steps[:5]:
         run_step(fitted, step)
     with torch.no_grad():

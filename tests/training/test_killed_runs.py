@@ -8,6 +8,7 @@ killed and when; what the program is doing at that time depends on the machine, 
 
 import contextlib
 import random
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -134,11 +135,17 @@ def check_drawn(case: SoakCase, runs: Runs, logs: Path, torchrun: bool) -> None:
     check(runs, logs, loss, ranks, [drawn(rng, ranks, torchrun) for _ in range(3)], torchrun)
 
 
+_LEARNING_RATE = r"/model/optimizer/param_groups/\d+/lr"
+
+
 def check(runs: Runs, logs: Path, loss: str, ranks: int, kills: Sequence[Kill], torchrun: bool = False) -> None:
     more = () if torchrun else ("--model", SMALL_MODEL)
     whole = runs.uninterrupted(loss, ranks, *more)
     Victim(runs.argv(logs, loss, ranks, *more), ranks, torchrun, logs).go_on(kills)
-    assert differing(logs / "run", whole) == [], kills
+    # The schedule sets the learning rates before each step: a run that is killed between its last step and its last save, and
+    # so saves without a step, holds those it began with.
+    different = [name for name in differing(logs / "run", whole) if not re.fullmatch(_LEARNING_RATE, name)]
+    assert different == [], kills
     assert files_of(logs / "run" / "checkpoints") == files_of(whole / "checkpoints"), kills
 
 
