@@ -50,7 +50,8 @@ def _watched(call: Callable[[Tensor], object]) -> Launches:
 
 
 @pytest.mark.parametrize("name", _WAITS)
-def test_a_wait_is_found(name: str) -> None:
+def test_a_wait_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning sets it when it is imported
     assert _watched(_WAITS[name]).waits
 
 
