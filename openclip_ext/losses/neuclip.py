@@ -36,6 +36,7 @@ from torch.optim.adagrad import adagrad
 from openclip_ext import distributed
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast, GatheredBatch
+from openclip_ext.contrastive.checks import can_read_values
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_batch
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Unified
@@ -250,7 +251,7 @@ class PrototypeNormalizer(Normalizer):
 
     def _restart_if_due(self, ok: Tensor) -> None:
         due = self._restart_is_due() & ok
-        if due.is_cpu and not due:
+        if can_read_values(due) and not due:
             return
         self.prototypes.copy_(torch.where(due, self.queue.repeated(), self.prototypes))
         if self.reset:
@@ -317,7 +318,7 @@ class _Adagrad:
 
     def step(self) -> None:
         """Make one step on the gradient as it is now."""
-        if self.parameter.is_cpu:
+        if self.parameter.is_cpu and not torch.compiler.is_compiling():
             # One pass over memory instead of four.
             adagrad(
                 self._parameters,

@@ -17,6 +17,7 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training.optimizer import create_optimizer
 from openclip_ext.training.step import StepSettings, TrainStep
 from tests.losses.cases import CASES, make_steps, run_step
+from tests.training import tiny
 from tests.training.runs import command, metrics_of, run
 from tests.training.tiny import (
     BFLOAT16,
@@ -24,6 +25,7 @@ from tests.training.tiny import (
     FLOAT16,
     LOSSES,
     OPTIMIZER,
+    TinyTraining,
     parts_of,
     prepare,
     tensors,
@@ -171,6 +173,20 @@ def test_a_compiled_model_gives_the_same(name):
     compiled = compiled_model(*needs_of_model(name))
     compiled.zero_grad()
     assert_agrees(one_step(name, Way(EXACT, micro_batches=2), compiled), plain_step(name), EXACT)
+
+
+@pytest.mark.parametrize("name", ["openclip", "fastclip", "neuclip"])
+def test_a_compiled_step_does_not_compile_again(name):
+    """The loss counts its calls; the model, which is what is compiled, must not depend on the count."""
+    torch._dynamo.reset()
+    training = TinyTraining(name, tiny.Way(micro_batches=2, compiled=True))
+    for number in range(3):
+        training.take(number)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs > 0
+    for number in range(3, 7):
+        training.take(number)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 @pytest.mark.inductor
