@@ -15,8 +15,9 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast, GatheredBatch
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue
 from openclip_ext.contrastive.similarities import anchor_chunks
@@ -28,8 +29,10 @@ _STEPS_BEFORE = 100
 _RATE = 0.01
 # At most so many anchors of each side are solved for: enough, as a step is short.
 _ANCHORS = 32
-# Halvings of log τ's bounds: to 0.1 % of τ.
-_BISECTIONS = 12
+# log τ is found to one of so many intervals between its bounds, 0.1 % of τ, by cutting them into parts again and again.
+# More parts at a time take more arithmetic, which counts on a CPU, and fewer kernels, which count elsewhere.
+_INTERVALS = 2**12
+_PARTS = {"cpu": 2, "cuda": 8}
 
 
 class SolvedTemperature(TemperatureScheme):
@@ -105,10 +108,11 @@ class SolvedTemperature(TemperatureScheme):
         """Return ``log τ`` after a step towards the solution, if there is enough to solve it."""
         some = slice(0, min(batch.size, _ANCHORS))
         similarities = self._similarities(batch, some)
-        divergence = partial(_mean_divergence, similarities, batch.valid[some])
+        valid = batch.valid[some].to(similarities.dtype)
+        divergence = partial(_mean_divergence, similarities, valid / (2 * valid.sum()).clamp(min=1))
         moves = self._is_ready() & batch.ok
         self.divergence.copy_(torch.where(moves, divergence(log_tau), self.divergence))
-        return torch.where(moves, log_tau.lerp(self._bisect(divergence, log_tau), _RATE), log_tau)
+        return torch.where(moves, log_tau.lerp(self._solution(divergence, log_tau), _RATE), log_tau)
 
     def _is_ready(self) -> Tensor:
         return (self.queue.filled == self.queue.capacity) & (self.steps >= _STEPS_BEFORE)
@@ -117,21 +121,23 @@ class SolvedTemperature(TemperatureScheme):
         """Of some anchors of both sides with the queue, ``(2, b, m)``."""
         return batch.features[:, anchors] @ self.queue.rows.transpose(1, 2)
 
-    def _bisect(self, divergence: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+    def _solution(self, divergence: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
         """Return ``log τ`` at which the divergence, which falls with τ, is ρ; shaped as ``like``."""
-        low, high = (torch.full_like(like, bound) for bound in self.bounds)
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            too_small = divergence(middle) > self.target
-            low, high = torch.where(too_small, middle, low), torch.where(too_small, high, middle)
-        return (low + high) / 2
+        lowest, highest = self.bounds
+        low, width = torch.full_like(like, lowest), highest - lowest
+        parts = _parts(like.device)
+        numbers = torch.arange(1, parts, dtype=like.dtype, device=like.device).view(-1, *(1 for _ in like.shape))
+        for _ in range(round(math.log(_INTERVALS, parts))):
+            width /= parts
+            low = low + width * (divergence(low + width * numbers) > self.target).sum(dim=0, dtype=like.dtype)
+        return low + width / 2
 
     def _solve_each(self, batch: GatheredBatch) -> Tensor:
         """τ of this process's anchors, ``(2, B_local)``."""
         parts = []
-        for anchors in anchor_chunks(batch.local, self.queue.capacity):
+        for anchors in anchor_chunks(batch.local, _parts(batch.features.device) * self.queue.capacity):
             similarities = self._similarities(batch, anchors)
-            parts.append(self._bisect(partial(_divergence, similarities), similarities[..., 0]).exp())
+            parts.append(self._solution(partial(_divergence, similarities), similarities[..., 0]).exp())
         return torch.cat(parts, dim=1)
 
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
@@ -144,17 +150,25 @@ class SolvedTemperature(TemperatureScheme):
         return {"rho": self.target} | ({} if math.isnan(divergence) else {"divergence": divergence})
 
 
+def _parts(device: torch.device) -> int:
+    return _PARTS.get(device.type, _PARTS["cuda"])
+
+
 def _divergence(similarities: Tensor, log_tau: Tensor) -> Tensor:
-    """Return ``KL(softmax(s/τ) ‖ uniform)`` over the last dimension.
+    """Return ``KL(softmax(s/τ) ‖ uniform)`` over the last dimension, shaped as ``log_tau``.
 
     Args:
         similarities: ``(2, b, m)``.
-        log_tau: 0-d or ``(2, b)``.
+        log_tau: ``(..., 2, b)``, or of shapes that broadcast to it.
     """
-    log_share = nn.functional.log_softmax(similarities * torch.exp(-log_tau)[..., None], dim=-1)
-    return torch.linalg.vecdot(log_share.exp(), log_share) + math.log(similarities.shape[-1])
+    inverse = torch.exp(-log_tau)
+    terms = similarities * inverse[..., None]
+    largest = log_math.shifted_exp_(terms, dim=-1)
+    total = terms.sum(dim=-1)
+    mean = torch.linalg.vecdot(terms, similarities) / total
+    return mean * inverse - largest - total.log() + math.log(similarities.shape[-1])
 
 
-def _mean_divergence(similarities: Tensor, valid: Tensor, log_tau: Tensor) -> Tensor:
-    """Return the mean of :func:`_divergence` over both sides of the anchors that count, 0-d."""
-    return torch.where(valid, _divergence(similarities, log_tau), 0).sum() / (2 * valid.sum().clamp(min=1))
+def _mean_divergence(similarities: Tensor, weights: Tensor, log_tau: Tensor) -> Tensor:
+    """Return the weighted mean of :func:`_divergence` over both sides of the anchors, shaped as ``log_tau``."""
+    return (_divergence(similarities, log_tau[..., None, None]) * weights).sum(dim=(-2, -1))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from openclip_ext.contrastive import solved_temperature
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.solved_temperature import SolvedTemperature
 from openclip_ext.losses.registry import create_loss
@@ -49,6 +50,18 @@ def test_each_anchor_has_its_own() -> None:
         share = torch.softmax(anchors @ scheme.queue.rows[side].T / tau[side, :, None], dim=1)
         divergence = (share * (share * 64).log()).sum(dim=1)
         torch.testing.assert_close(divergence, torch.full((5,), 1.5), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_halving_and_cutting_into_more_parts_find_the_same(per_sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU halves the interval, a GPU cuts it into eight."""
+    found = []
+    for parts in (2, 8):
+        monkeypatch.setitem(solved_temperature._PARTS, "cpu", parts)
+        loss, scheme = _loss(solve_per_sample=per_sample)
+        tau = _steps(loss.double(), 120)
+        found.append(torch.cat([tau.flatten(), scheme.log_tau[None]]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=0)
 
 
 def test_bounds_hold_and_a_rho_without_solution_is_said() -> None:
