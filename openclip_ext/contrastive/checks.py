@@ -50,14 +50,15 @@ def check_features(image_features: Tensor, text_features: Tensor, embed_dim: int
 
 
 def check_logit_scale(logit_scale: Tensor | float, like: Tensor) -> Tensor:
-    """Return the logit scale as a 0-d tensor; raise ValueError if it has more than one element."""
+    """Return the logit scale as a 0-d tensor on the features' device; raise ValueError if it has more than one element."""
     if not isinstance(logit_scale, Tensor):
-        return torch.as_tensor(logit_scale, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+        # Filled by a kernel: a copy from the host would wait.
+        return torch.full((), logit_scale, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
     if logit_scale.numel() != 1:
         raise ValueError(
             f"logit_scale: expected one number (the model's, exp applied), found {tuple(logit_scale.shape)}"
         )
-    return logit_scale.reshape(())
+    return logit_scale.reshape(()).to(like.device, non_blocking=True)
 
 
 def check_index(index: Tensor | None, features: Tensor) -> Tensor:

@@ -111,3 +111,19 @@ def test_a_loss_works_on_a_device_that_is_not_current(name: str) -> None:
         for _ in range(3):
             call(loss, device=second)
         assert {tensor.device for tensor in (*loss.parameters(), *loss.buffers())} <= {second}
+
+
+@pytest.mark.parametrize("name", [name for name in list_losses() if name not in ("cliplite", "simclr")])
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_a_logit_scale_on_the_host_is_taken(name: str, as_tensor: bool) -> None:
+    """As ClipLoss takes it. A tensor's own gradient goes back to the host; the forward pass waits for nothing."""
+    loss = ALL[name].create()
+    with fake_cuda(), Launches() as launches:
+        to_fake_cuda(loss)
+        images, texts = (torch.empty(BATCH, WIDTH, device=CUDA).requires_grad_() for _ in range(2))
+        index = torch.empty(BATCH, dtype=torch.int64, device=CUDA)
+        launches.reset()
+        value = loss(images, texts, torch.empty(()) if as_tensor else 10.0, torch.empty((), device=CUDA), index=index)
+        assert launches.unknown_waits == {}
+        value.backward()
+    assert images.grad is not None and images.grad.device == CUDA
