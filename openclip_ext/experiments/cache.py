@@ -49,12 +49,7 @@ def digest(content: Any) -> str:
 
 @dataclass(frozen=True)
 class Cache:
-    """Decoded samples in a folder.
-
-    Attributes:
-        folder: where they are.
-        rows: which of them are meant, in order.
-    """
+    """Decoded samples in a folder; ``rows`` are those that are meant, in order."""
 
     folder: Path
     rows: tuple[int, ...]
@@ -62,8 +57,7 @@ class Cache:
     @classmethod
     def open(cls, folder: Path) -> "Cache":
         """Return all samples of a folder."""
-        table = json.loads((folder / _TABLE).read_text())
-        return cls(folder, tuple(range(len(table["captions"]))))
+        return cls(folder, tuple(range(len(_read_table(folder)["captions"]))))
 
     def part(self, positions: Sequence[int]) -> "Cache":
         """Return some of these samples."""
@@ -71,7 +65,7 @@ class Cache:
 
     @cached_property
     def _table(self) -> dict[str, Any]:
-        return json.loads((self.folder / _TABLE).read_text())
+        return _read_table(self.folder)
 
     @cached_property
     def _pixels(self) -> np.ndarray:
@@ -106,6 +100,10 @@ class Cache:
         return {"folder": self.folder, "rows": self.rows}
 
 
+def _read_table(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / _TABLE).read_text())
+
+
 def write_cache(
     spec: DataSpec,
     folder: Path,
@@ -117,8 +115,7 @@ def write_cache(
     """Decode a data set into a folder, once: a finished one is opened.
 
     Args:
-        spec: the data set.
-        folder: where to.
+        spec, folder: what to decode, and where to.
         image_size: side of the model's images.
         limit: bytes that the images may take.
         classes: number of classes, to read each sample's from its member ``cls``; None: do not.
@@ -142,10 +139,9 @@ def write_cache(
     with (folder / _PIXELS).open("wb") as file:
         for index, image, caption in _decoded(source, progress):
             pixels = _shrunk(image, _LARGEST * image_size)
-            data = pixels.tobytes()
-            file.write(data)
-            content.update(data)
-            ends.append((ends[-1] if ends else 0) + len(data))
+            file.write(pixels.data)
+            content.update(pixels.data)
+            ends.append((ends[-1] if ends else 0) + pixels.nbytes)
             captions.append(caption)
             shapes.append(pixels.shape[:2])
             indices.append(index)
@@ -189,7 +185,7 @@ def _shrunk(image: Image.Image, side: int) -> np.ndarray:
     if shorter > side:
         width, height = (max(1, round(length * side / shorter)) for length in image.size)
         image = image.resize((width, height), Image.Resampling.BICUBIC)
-    return np.asarray(image)
+    return np.ascontiguousarray(image)
 
 
 def _read_classes(spec: DataSpec, count: int, indices: Sequence[int]) -> list[int]:

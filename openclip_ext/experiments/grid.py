@@ -19,11 +19,12 @@ import itertools
 import json
 import math
 import platform
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,18 +37,19 @@ from torch import Tensor, nn
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.experiments import cache
 from openclip_ext.experiments.cache import Cache, PilotData, Tokens
-from openclip_ext.experiments.pilot import Pilot, PilotRun, loss_config, versions
+from openclip_ext.experiments.pilot import PilotRun, versions
 from openclip_ext.experiments.results import ResultsFile
 from openclip_ext.experiments.runs import Contest, Results, Run
-from openclip_ext.experiments.workers import Execution, Workers
+from openclip_ext.experiments.workers import Workers
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.retrieval import ranks_of_best_match
 from openclip_ext.training import flags
 from openclip_ext.training.config import training_config
-from openclip_ext.training.model import LossConfig
 from openclip_ext.training.step import Batch
 
 METRICS = ("name", "image-to-text", "text-to-image")
+_GRID_KEYS = {"model", "schedules", "families", "seeds"}
+_SETTING_KEYS = {"loss", "options", "temperature", "lr_tau", "captions"}
 _SHIFT = 2  # random shift of the stored images in pixels, each way
 _IMAGE_SIZE = 32  # of the demo models, at least; stored images may be twice as large
 # Of all runs; the learning rate and the length are the grid's.
@@ -62,8 +64,14 @@ def contests(grid: Mapping[str, Any], data: str) -> dict[str, Contest]:
         data: digest of the data.
 
     Raises:
-        ValueError: families with different numbers of settings.
+        ValueError: a key that means nothing, or families with different numbers of settings.
     """
+    for what, content, known in (
+        ("a grid", grid, _GRID_KEYS),
+        *(("a setting", setting, _SETTING_KEYS) for tried in grid["families"].values() for setting in tried),
+    ):
+        if unknown := sorted(content.keys() - known):
+            raise ValueError(f"{what} has no {', '.join(unknown)}: expected {', '.join(sorted(known))}")
     sizes = {family: len(settings) for family, settings in grid["families"].items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"families must have equally many settings, or the tuning is not equal: found {sizes}")
@@ -111,33 +119,32 @@ def classes_of(samples: Cache) -> Tensor:
     return torch.tensor(classes)
 
 
-@dataclass(frozen=True)
-class GridPilot(Pilot):
-    """What the runs of a grid share. Unlike in training, a loss keeps its default seed, and a learned temperature its rate."""
+class GridRun(PilotRun):
+    """A run of a grid. Unlike in training, a loss keeps its default seed, and a learned temperature its rate."""
 
-    def loader(self, training: PilotRun, run: Run) -> "ShiftedImages":
+    def shared_options(self) -> dict[str, Any]:
+        return {"epochs": self.run.epochs}
+
+    def prepare(self) -> None:
+        super().prepare()
+        if "temperature" in self.run.setting:
+            nn.init.constant_(self.model.logit_scale, -math.log(self.run.setting["temperature"]))
+        if self.logit_scale_lr() == 0:
+            self.model.logit_scale.requires_grad_(False)
+
+    def logit_scale_lr(self) -> float | None:
+        return self.run.setting.get("lr_tau", self.loss.logit_scale_lr)
+
+    def normalize(self) -> Callable[[Tensor], Tensor]:
+        return partial(averaged, visual=self.model.visual)
+
+    def build_loader(self) -> "ShiftedImages":
         train = self.data.train
         assert isinstance(train, Cache)
         texts = train.captions()
-        if run.setting.get("captions") == "name":
+        if self.run.setting.get("captions") == "name":
             texts = [self.data.names[number] for number in classes_of(train)]
-        return ShiftedImages(train, training.texts(texts), run.seed, self.batch)
-
-    def loss_config(self, run: Run) -> LossConfig:
-        return loss_config(run, epochs=run.epochs)
-
-    def logit_scale_lr(self, training: PilotRun, run: Run) -> float | None:
-        return run.setting.get("lr_tau", training.loss.logit_scale_lr)
-
-    def normalize(self, training: PilotRun) -> Callable[[Tensor], Tensor]:
-        return partial(averaged, visual=training.model.visual)
-
-    def prepare(self, training: PilotRun, run: Run) -> None:
-        super().prepare(training, run)
-        if "temperature" in run.setting:
-            nn.init.constant_(training.model.logit_scale, -math.log(run.setting["temperature"]))
-        if self.logit_scale_lr(training, run) == 0:
-            training.model.logit_scale.requires_grad_(False)
+        return ShiftedImages(train, self.texts(texts), self.run.seed, self.batch)
 
 
 class ShiftedImages:
@@ -217,12 +224,12 @@ def score(training: PilotRun, samples: Cache, names: Sequence[str]) -> dict[str,
 
 
 def train(data: PilotData, run: Run, device: torch.device, seen: Callable[[int], None]) -> dict[str, Any]:
-    """Train and score one run; returns its row."""
+    """Train and score one run; return its row."""
     torch.set_num_threads(1)
     start, start_cpu = time.perf_counter(), time.process_time()
     argv = ["--train-data", "unused.tar", "--model", run.model, "--batch-size", str(run.batch_size)]
     config = training_config(*flags.parse([*argv, *_FLAGS.split()]), device)
-    training = PilotRun(GridPilot(config, data), run, device)
+    training = GridRun(config, data, run, device)
     curve = training.train(seen, lambda: score(training, data.val, data.names)["mean"])
     return {
         "id": run.id,
@@ -240,31 +247,27 @@ def train(data: PilotData, run: Run, device: torch.device, seen: Callable[[int],
 def environment() -> dict[str, str]:
     """Return what else the numbers may depend on."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "python": platform.python_version(),
-        **versions(),
-    }
+    models = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    return {"cpu": (models or [platform.processor()])[0], "python": platform.python_version(), **versions()}
 
 
 def run_all(grid: Mapping[str, Any], data: Path, path: Path, workers: int) -> list[str]:
-    """Work on the queue until it is empty; returns why runs failed."""
+    """Work on the queue until it is empty; return why runs failed."""
     add_model_configs()
     results = ResultsFile(path)
-    loaded = load_data(data, grid["model"])
-    pool = Workers(workers, "openclip_ext.experiments.pilot")
-    execution = Execution(pool, results, lambda run: partial(train, loaded, run))
 
-    def report(row: Mapping[str, Any]) -> None:
-        print(f"{describe(row)}; {len(results.rows)} runs finished", flush=True)
+    def pending_tasks() -> dict[str, Any]:
+        return {run.id: partial(train, loaded, run) for run in pending(grid, loaded.digest, results.known)}
+
+    def keep(name: str, row: dict[str, Any] | None, failure: str) -> None:
+        print(f"{describe(results.keep(name, row, failure))}; {len(results.rows)} runs finished", flush=True)
 
     try:
-        execution.work_off(lambda known: pending(grid, loaded.digest, known), report)
+        loaded = load_data(data, grid["model"])
+        Workers(workers, "openclip_ext.experiments.pilot").work_off(pending_tasks, keep)
     finally:
         results.close()
-    return [row["failed"] for row in execution.failed.values()]
+    return [row["failed"] for row in results.failed.values()]
 
 
 def describe(row: Mapping[str, Any]) -> str:

@@ -5,8 +5,8 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import open_clip
 import torch
@@ -19,86 +19,14 @@ from openclip_ext.losses import registry
 from openclip_ext.losses.heads import with_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.config import TrainingConfig
-from openclip_ext.training.model import (
-    BuiltModel,
-    LossConfig,
-    build_loss,
-    build_model,
-    load_pretrained_heads,
-    prepare_for,
-)
+from openclip_ext.training.model import LossConfig, build_loss, build_model, load_pretrained_heads, prepare_for
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, logit_scale_lr
-from openclip_ext.training.step import Batch, TrainStep
+from openclip_ext.training.step import TrainStep
 from openclip_ext.version import __version__
 
 _CHUNK = 256
 _CURVE = (0.125, 0.25, 0.5)  # and the end
 CURVE_POINTS = len(_CURVE) + 1
-
-
-class Loader(Protocol):
-    """What a run needs of the training data."""
-
-    def iterate(self, epoch: int) -> Iterator[Batch]:
-        """Yield the epoch's micro-batches."""
-        ...
-
-
-@dataclass(frozen=True)
-class Pilot:
-    """What all runs of an experiment share.
-
-    Attributes:
-        config: the training command line's; the loss, the rates and the lengths are each run's own.
-        data: what to train on and to score with.
-    """
-
-    config: TrainingConfig
-    data: PilotData
-
-    @property
-    def batch(self) -> int:
-        """Samples of an optimizer step."""
-        return self.config.loading.batch_size * self.config.loading.accum_freq
-
-    def steps_per_epoch(self, run: Run) -> int:
-        """Return the optimizer steps of an epoch of a run; samples that fill no batch are left out."""
-        return (run.epoch_samples or self.data.num_samples) // self.batch
-
-    def loader(self, training: "PilotRun", run: Run) -> Loader:
-        """Return the training data of a run: the ordinary training loader's."""
-        loading = replace(self.config.loading, seed=run.seed, caption_hash=training.loss.needs_positives)
-        samples = self.steps_per_epoch(run) * self.batch
-        return self.data.loader(loading, training.built.images.transform, training.texts, samples)
-
-    def loss_config(self, run: Run) -> LossConfig:
-        """Return the loss of a run, with the run's seed and length as in training."""
-        return loss_config(run, seed=run.seed, epochs=run.epochs)
-
-    def logit_scale_lr(self, training: "PilotRun", run: Run) -> float | None:
-        """Return the learning rate of the model's logit scale, as in training; None: the encoders'."""
-        return logit_scale_lr(training.loss.logit_scale_lr, self.steps_per_epoch(run) * run.epochs)
-
-    def normalize(self, training: "PilotRun") -> Callable[[Tensor], Tensor] | None:
-        """Return what makes batches of images the model's input, where they are not."""
-        return training.built.images.normalize
-
-    def prepare(self, training: "PilotRun", run: Run) -> None:
-        """Set the model's and the loss's start, as in training."""
-        loss, pretrained = training.loss, self.config.model.pretrained
-        if pretrained:
-            load_pretrained_heads(loss, pretrained)
-        is_given = "temperature" in run.setting.get("options", {})
-        keeps_own = bool(pretrained) and not is_given and loss.learns_logit_scale
-        prepare_for(loss, training.model, set_logit_scale=not keeps_own)
-
-
-def loss_config(run: Run, **shared: Any) -> LossConfig:
-    """Return a run's loss: the options of its setting, and those of ``shared`` that the loss uses with them."""
-    options = run.setting.get("options", {})
-    used = registry.options_used_by(run.setting["loss"], **options)
-    shared = {name: value for name, value in shared.items() if name in used}
-    return LossConfig(run.setting["loss"], shared | options, frozenset(options))
 
 
 def versions() -> dict[str, str]:
@@ -112,42 +40,84 @@ def warmup_steps(asked: int, steps: int) -> int:
 
 
 class PilotRun:
-    """Model, loss, optimizer and data of a run.
+    """Model, loss, optimizer and data of a run, as in training; what a kind of experiment does otherwise it overrides.
+
+    Args:
+        config: the training command line's; the loss, the rates and the lengths are the run's.
+        data: what to train on and to score with.
+        run: what to do.
+        device: where to train.
 
     Attributes:
-        steps: optimizer steps of the whole run.
+        batch: samples of an optimizer step.
+        steps: optimizer steps of the whole run; samples that fill no batch are left out.
         seconds: of training so far, without what the caller does between the steps.
         diverged: whether so many steps in a row were not finite that it has ended.
     """
 
-    def __init__(self, pilot: Pilot, run: Run, device: torch.device) -> None:
+    def __init__(self, config: TrainingConfig, data: PilotData, run: Run, device: torch.device) -> None:
         add_model_configs()
-        config, steps_per_epoch = pilot.config, pilot.steps_per_epoch(run)
-        self.device, self.epochs, self.steps = device, run.epochs, steps_per_epoch * run.epochs
-        self._pilot = pilot
+        self.config, self.data, self.run, self.device = config, data, run, device
+        self.batch = config.loading.batch_size * config.loading.accum_freq
+        self.steps_per_epoch = (run.epoch_samples or data.num_samples) // self.batch
+        self.steps = self.steps_per_epoch * run.epochs
         with without_warnings():
-            self.built: BuiltModel = build_model(config.model, device, run.seed)
+            self.built = build_model(config.model, device, run.seed)
         self.model: Any = self.built.model
-        self.texts = KnownTexts(pilot.data.tokens, self.built.tokenizer, self.model)
-        self.loss = build_loss(pilot.loss_config(run), config.model.name, self.model, pilot.data.num_samples, device)
-        pilot.prepare(self, run)
-        rate = pilot.logit_scale_lr(self, run)
+        self.texts = KnownTexts(data.tokens, self.built.tokenizer, self.model)
+        options = run.setting.get("options", {})
+        used = registry.options_used_by(run.setting["loss"], **options)
+        shared = {name: value for name, value in self.shared_options().items() if name in used}
+        chosen = LossConfig(run.setting["loss"], shared | options, frozenset(options))
+        self.loss = build_loss(chosen, config.model.name, self.model, data.num_samples, device)
+        self.prepare()
+        rate = self.logit_scale_lr()
         optimizer = create_optimizer(self.model, replace(config.optimizer, lr=run.lr), rate, self.loss.model_head())
         warmup = warmup_steps(config.schedule.warmup, self.steps)
         schedule = replace(config.schedule, lr=run.lr, epochs=run.epochs, warmup=warmup)
-        self._set_rates = create_schedule(schedule, optimizer, steps_per_epoch, rate)
-        self.settings = config.step.settings(device, pilot.normalize(self))
+        self._set_rates = create_schedule(schedule, optimizer, self.steps_per_epoch, rate)
+        self.settings = config.step.settings(device, self.normalize())
         self._step = TrainStep(self.model, self.loss, optimizer, self.settings, config.step.scaler(device))
-        self.loader = pilot.loader(self, run)
+        self.loader = self.build_loader()
         self.seconds = 0.0
         self.diverged = False
 
+    # --- what kinds of experiments differ in ---------------------------------------------------------------------------
+
+    def shared_options(self) -> dict[str, Any]:
+        """Return options of the loss that no setting says, for losses that use them."""
+        return {"seed": self.run.seed, "epochs": self.run.epochs}
+
+    def prepare(self) -> None:
+        """Set the model's and the loss's start."""
+        pretrained = self.config.model.pretrained
+        if pretrained:
+            load_pretrained_heads(self.loss, pretrained)
+        is_given = "temperature" in self.run.setting.get("options", {})
+        keeps_own = bool(pretrained) and not is_given and self.loss.learns_logit_scale
+        prepare_for(self.loss, self.model, set_logit_scale=not keeps_own)
+
+    def logit_scale_lr(self) -> float | None:
+        """Return the learning rate of the model's logit scale; None: the encoders'."""
+        return logit_scale_lr(self.loss.logit_scale_lr, self.steps)
+
+    def normalize(self) -> Callable[[Tensor], Tensor] | None:
+        """Return what makes batches of images the model's input; None: they are it."""
+        return self.built.images.normalize
+
+    def build_loader(self) -> Any:
+        """Return the training data: ``iterate(epoch)`` yields an epoch's micro-batches."""
+        loading = replace(self.config.loading, seed=self.run.seed, caption_hash=self.loss.needs_positives)
+        return self.data.loader(loading, self.built.images.transform, self.texts, self.steps_per_epoch * self.batch)
+
+    # --- training and scoring ------------------------------------------------------------------------------------------
+
     def run_steps(self) -> Iterator[int]:
         """Train, one step at a time; yield the number of steps so far."""
-        length = self._pilot.config.length
+        length = self.config.length
         number = 0
         self.model.train()
-        for epoch in range(self.epochs):
+        for epoch in range(self.run.epochs):
             self.loss.start_epoch(epoch)
             batches = self.loader.iterate(epoch)
             while True:
@@ -178,9 +148,9 @@ class PilotRun:
         points = {max(1, round(share * self.steps)) for share in (*_CURVE, 1.0)}
         curve = []
         for step in self.run_steps():
-            seen(self._pilot.batch)
+            seen(self.batch)
             if step in points:
-                curve.append([step * self._pilot.batch, self.seconds, score()])
+                curve.append([step * self.batch, self.seconds, score()])
         return curve
 
     def temperature(self) -> float:

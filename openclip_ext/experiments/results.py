@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,12 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
 
 
 class ResultsFile:
-    """The rows of finished runs by id, and the file that they are appended to.
+    """The file that rows of finished runs are appended to.
+
+    Attributes:
+        rows: those in the file, by id.
+        failed: rows that stand for runs that failed in this call, with the message under ``failed``. They are not written:
+            the next call tries these runs again.
 
     Raises:
         ValueError: another process has it open, or a line is no row.
@@ -42,12 +46,22 @@ class ResultsFile:
             raise ValueError(f"another process is writing to {path}: wait for it, or choose another place") from None
         self._file.truncate(path.read_bytes().rfind(b"\n") + 1)  # a line that was cut off
         self.rows = read_results(path)
+        self.failed: dict[str, dict[str, Any]] = {}
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Append a row."""
-        self.rows[row["id"]] = dict(row)
+    @property
+    def known(self) -> dict[str, dict[str, Any]]:
+        """Rows of the runs that have ended, well or not."""
+        return {**self.rows, **self.failed}
+
+    def keep(self, name: str, row: dict[str, Any] | None, failure: str = "") -> dict[str, Any]:
+        """Append the row of a run that has ended, if it has one; return it, or the one that stands for the failure."""
+        if row is None:
+            self.failed[name] = {"id": name, "val": {"mean": -1.0}, "failed": failure}
+            return self.failed[name]
+        self.rows[name] = row
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
+        return row
 
     def close(self) -> None:
         """Let others write."""

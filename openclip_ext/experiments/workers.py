@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from openclip_ext.experiments.results import ResultsFile
-from openclip_ext.experiments.runs import Results, Run
 from openclip_ext.machine import available_cores
 
 _POLL_SECONDS = 0.3
@@ -80,7 +78,6 @@ class Workers:
         Raises:
             ValueError: one has failed.
         """
-        named = {str(number): task for number, task in enumerate(tasks)}
         results: dict[str, dict[str, Any]] = {}
 
         def ended(name: str, result: dict[str, Any] | None, failure: str) -> None:
@@ -88,6 +85,7 @@ class Workers:
                 raise ValueError(failure)
             results[name] = result
 
+        named = {str(number): task for number, task in enumerate(tasks)}
         self.work_off(lambda: {name: task for name, task in named.items() if name not in results}, ended)
         return [results[name] for name in named]
 
@@ -124,52 +122,6 @@ class Workers:
             entry.process.join()
             return None, f"its process ended with exit status {entry.process.exitcode}"
         return None
-
-
-class Execution:
-    """Executes the runs of a plan that results extend, and keeps their rows.
-
-    Args:
-        workers: execute them.
-        results: where rows go.
-        task: what to do for a run.
-
-    Attributes:
-        failed: rows that stand for runs that failed in this call, with the message under ``failed``. They are not written:
-            the next call tries these runs again.
-    """
-
-    def __init__(self, workers: Workers, results: ResultsFile, task: Callable[[Run], Task]) -> None:
-        self.workers, self.results, self._task = workers, results, task
-        self.failed: dict[str, dict[str, Any]] = {}
-
-    @property
-    def known(self) -> Results:
-        """Rows of the runs that have ended, well or not."""
-        return {**self.results.rows, **self.failed}
-
-    def work_off(
-        self,
-        pending: Callable[[Results], Sequence[Run]],
-        ended: Callable[[dict[str, Any]], None],
-        goes_on: Callable[[], bool] = lambda: True,
-    ) -> bool:
-        """Execute runs as :meth:`Workers.work_off` does tasks.
-
-        Args:
-            pending: the runs that can start, given the rows of those that have ended.
-            ended: is told of each row.
-            goes_on: is asked several times a second.
-        """
-
-        def keep(name: str, row: dict[str, Any] | None, failure: str) -> None:
-            if row is None:
-                row = self.failed[name] = {"id": name, "val": {"mean": -1.0}, "failed": failure}
-            else:
-                self.results.add(row)
-            ended(row)
-
-        return self.workers.work_off(lambda: {run.id: self._task(run) for run in pending(self.known)}, keep, goes_on)
 
 
 def default_processes() -> int:

@@ -1,4 +1,4 @@
-"""Render a template of ``templates/`` to one self-contained HTML page."""
+"""Render a template of ``templates/``: one self-contained HTML page, or plain text."""
 
 import functools
 from pathlib import Path
@@ -21,9 +21,18 @@ def render_page(template: str, title: str, **values: Any) -> str:
     return _environment().get_template(template).render(title=title, **values)
 
 
+def render_lines(template: str, **values: Any) -> list[str]:
+    """Return the lines of a text that are not empty; nothing is escaped."""
+    return [line for line in _environment().get_template(template).render(**values).splitlines() if line]
+
+
 @functools.lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
     return jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader,
+        autoescape=lambda name: name is not None and name.endswith(".html"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )

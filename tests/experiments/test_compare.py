@@ -381,8 +381,7 @@ def with_val(data: Path, *more: str) -> list[str]:
 def prepare(argv: list[str]) -> tuple[ComparePilot, DataPreparation]:
     config, training = parse(argv)
     preparation = DataPreparation(config, training)
-    options = config.loss_options, config.population, config.anchors
-    return ComparePilot(training, preparation.prepare(), *options), preparation
+    return ComparePilot(training, preparation.prepare(), config.population, config.anchors), preparation
 
 
 def make_run(loss: str, samples: int = 80, lr: float = 1e-3, seed: int = 0, candidate: int = 0) -> Run:
@@ -602,7 +601,7 @@ def test_losses_see_the_same_samples_from_the_same_start(data):
     pilot, _ = prepare(with_val(data))
     seen: dict[str, list[Any]] = {}
     for loss in ("openclip", "queueclip"):
-        training = PilotRun(pilot, make_run(loss, 48, seed=1), CPU)
+        training = PilotRun(pilot.config, pilot.data, make_run(loss, 48, seed=1), CPU)
         seen[loss] = [training.model.text_projection.sum().item()]
         for batch in training.loader.iterate(0):
             seen[loss] += [batch["index"].tolist(), batch["image"].sum().item()]

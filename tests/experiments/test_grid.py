@@ -38,9 +38,20 @@ def test_a_schedule_is_finished_before_the_next_begins():
     assert [run.schedule for run in pending(grid, "data", results)] == ["a", "a", "b", "b"]
 
 
-def test_tuning_must_be_equal():
-    with pytest.raises(ValueError, match="equally many settings"):
-        contests(GRID | {"families": {"one": [SETTING, OTHER], "two": [SETTING]}}, "data")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"families": {"one": [SETTING, OTHER], "two": [SETTING]}}, "equally many settings"),
+        (
+            {"families": {"one": [{"loss": "openclip", "temprature": 0.1}]}},
+            "a setting has no temprature: expected capt",
+        ),
+        ({"seed": [0]}, "a grid has no seed: expected families"),
+    ],
+)
+def test_grids_that_mean_something_else_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        contests(GRID | changes, "data")
 
 
 @pytest.fixture(scope="module")

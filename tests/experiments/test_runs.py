@@ -1,6 +1,5 @@
 """Which runs come next, the file of their results, and the processes that execute them."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 
 from openclip_ext.experiments.results import ResultsFile, read_results
 from openclip_ext.experiments.runs import Contest, Run
-from openclip_ext.experiments.workers import Execution, Workers
+from openclip_ext.experiments.workers import Workers
 
 RUN = Run("data", "model", "short", 4, 1, 1e-3, 0, "base", {"loss": "openclip"})
 
@@ -100,7 +99,7 @@ def test_results_survive_a_cut_line_and_refuse_another_writer(tmp_path):
     path.write_text('{"id": "a"}\n{"id": "b", "x')
     assert list(read_results(path)) == ["a"]
     first = ResultsFile(path)
-    first.add({"id": "c"})
+    first.keep("c", {"id": "c"})
     with pytest.raises(ValueError, match="another process is writing"):
         ResultsFile(path)
     first.close()
@@ -126,11 +125,9 @@ class Task:
 def test_a_run_that_fails_costs_nothing_but_itself(tmp_path):
     results, workers = ResultsFile(tmp_path / "runs.jsonl"), Workers(2, __name__)
     runs = [replace(RUN, setting={"setting": word}, seed=seed) for seed in (0, 1) for word in ("works", "fails")]
-    execution, rows = Execution(workers, results, Task), []
-    assert execution.work_off(lambda known: [run for run in runs if run.id not in known], rows.append)
-    assert sorted(row["val"]["mean"] for row in rows) == [-1, -1, 0.5, 0.5]
-    assert {row["failed"] for row in execution.failed.values()} == {"too bad"}
+    assert workers.work_off(lambda: {run.id: Task(run) for run in runs if run.id not in results.known}, results.keep)
+    assert sorted(row["val"]["mean"] for row in results.known.values()) == [-1, -1, 0.5, 0.5]
+    assert {row["failed"] for row in results.failed.values()} == {"too bad"}
     assert workers.samples == 4 * 3
     results.close()
     assert len(read_results(tmp_path / "runs.jsonl")) == 2
-    assert json.dumps(rows)

@@ -24,7 +24,7 @@ from openclip_ext.experiments.compare.plan import CONTENDERS, SEEDS, Costs, Desi
 from openclip_ext.experiments.pilot import versions, warmup_steps
 from openclip_ext.experiments.results import ResultsFile
 from openclip_ext.experiments.runs import Contest, Run
-from openclip_ext.experiments.workers import Execution, Workers
+from openclip_ext.experiments.workers import Workers
 from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.training.config import TrainingConfig
 
@@ -82,10 +82,9 @@ class Comparison:
         self.config, self.results, self.deadline = config, results, deadline
         self.flags = digest_of_flags(config, training)
         self.context = digest([self.flags, data.digest])
-        self.pilot = ComparePilot(training, data, config.loss_options, config.population, config.anchors)
+        self.pilot = ComparePilot(training, data, config.population, config.anchors)
         self.candidates = {loss: space.candidates(loss, config.loss_options) for loss in config.losses}
         self.workers = Workers(config.processes, __name__)
-        self.execution = Execution(self.workers, results, lambda run: partial(self.pilot.run, run))
         self.plan = read_plan(config, training)
         if self.plan and self.plan["context"] != self.context:
             raise ValueError(_OTHER.format(config.output, "data"))
@@ -204,12 +203,16 @@ class Comparison:
                 bar.update(before + self.workers.samples - bar.n)
                 return self._seconds_left > 0
 
-            def ended(row: Mapping[str, Any]) -> None:
+            def ended(name: str, row: dict[str, Any] | None, failure: str) -> None:
+                self.results.keep(name, row, failure)
                 bar.set_postfix_str(f"{len(rows)} runs finished", refresh=False)
-                if "failed" in row:
-                    tqdm.write(f"a run failed: {row['failed'].strip().splitlines()[-1]}")
+                if row is None:
+                    tqdm.write(f"a run failed: {failure.strip().splitlines()[-1]}")
 
-            return self.execution.work_off(contest.pending, ended, goes_on)
+            def tasks() -> dict[str, Any]:
+                return {run.id: partial(self.pilot.run, run) for run in contest.pending(self.results.known)}
+
+            return self.workers.work_off(tasks, ended, goes_on)
 
     def write_report(self, notes: list[str]) -> None:
         """Write the report of what is finished, and say where it is."""
@@ -218,7 +221,7 @@ class Comparison:
             return
         found = report.make_report(
             contest=self.contest,
-            results=self.execution.known,
+            results=self.results.known,
             planned_runs=self.design.runs(self.config.losses),
             judged=self.plan["judged"],
             about=report.About(

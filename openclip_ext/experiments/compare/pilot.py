@@ -13,13 +13,14 @@ from torch import Tensor
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.diagnostics import estimation_error
 from openclip_ext.diagnostics.finished_run import embed
-from openclip_ext.experiments.cache import Cache
+from openclip_ext.experiments.cache import Cache, PilotData
 from openclip_ext.experiments.compare.plan import SEEDS
 from openclip_ext.experiments.compare.space import BASELINE
-from openclip_ext.experiments.pilot import CURVE_POINTS, Pilot, PilotRun
+from openclip_ext.experiments.pilot import CURVE_POINTS, PilotRun
 from openclip_ext.experiments.runs import Run
 from openclip_ext.losses import registry
 from openclip_ext.retrieval import ranks_of_best_match
+from openclip_ext.training.config import TrainingConfig
 
 IMAGE_TO_TEXT, TEXT_TO_IMAGE, ZERO_SHOT = "image_to_text_R@1", "text_to_image_R@1", "zero_shot"
 RETRIEVAL = (IMAGE_TO_TEXT, TEXT_TO_IMAGE)
@@ -28,22 +29,29 @@ _BATCHES = 8
 
 
 @dataclass(frozen=True)
-class ComparePilot(Pilot):
-    """What all runs share.
+class ComparePilot:
+    """What processes do with the runs of a comparison.
 
     Attributes:
-        loss_options: given for all losses that use them.
+        config: the training command line's.
+        data: what to train on and to score with.
         population, anchors: samples that normalizers are compared over, and how many of them are compared.
     """
 
-    loss_options: Mapping[str, Any]
+    config: TrainingConfig
+    data: PilotData
     population: int
     anchors: int
+
+    @property
+    def batch(self) -> int:
+        """Samples of an optimizer step."""
+        return self.config.loading.batch_size * self.config.loading.accum_freq
 
     def run(self, run: Run, device: torch.device, seen: Callable[[int], None]) -> dict[str, Any]:
         """Train and score a run, and tell ``seen`` the samples of each step; return the run's row."""
         start = time.perf_counter()
-        training = PilotRun(self, run, device)
+        training = PilotRun(self.config, self.data, run, device)
         curve = training.train(seen, lambda: recall(ranks(training, self.data.test)))
         row = {
             "id": run.id,
@@ -66,7 +74,7 @@ class ComparePilot(Pilot):
     ) -> dict[str, Any]:
         """Return seconds of training a sample and of the rest of a run, from one that is given up after ``seconds``."""
         start = time.perf_counter()
-        training = PilotRun(self, run, device)
+        training = PilotRun(self.config, self.data, run, device)
         building = time.perf_counter() - start
         first, now, step = 0.0, 0.0, 1
         for step in training.run_steps():
@@ -86,7 +94,7 @@ class ComparePilot(Pilot):
     def judge_batch(self, run: Run, device: torch.device, seen: Callable[[int], None]) -> dict[str, Any]:
         """Return how wrong a batch is about its normalizers, with the model as it starts."""
         start = time.perf_counter()
-        found = self.normalizer_errors(PilotRun(self, run, device))
+        found = self.normalizer_errors(PilotRun(self.config, self.data, run, device))
         if found is None:
             raise ValueError("the model's embeddings are not finite before the first step")
         return found | {"seconds": time.perf_counter() - start}

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openclip_ext.experiments.compare.pilot import IMAGE_TO_TEXT, TEXT_TO_IMAGE, ZERO_SHOT, unpack
+from openclip_ext.experiments.compare.pilot import IMAGE_TO_TEXT, RETRIEVAL, TEXT_TO_IMAGE, ZERO_SHOT, unpack
 from openclip_ext.experiments.compare.space import BASELINE, setting_words
 from openclip_ext.experiments.runs import Contest, Results, Run, score
 from openclip_ext.experiments.statistics import Difference, paired_difference
 from openclip_ext.experiments.tables import markdown_table
 from openclip_ext.pages.charts import Curve, color, line_chart
-from openclip_ext.pages.rendering import render_page
+from openclip_ext.pages.rendering import render_lines, render_page
 
 # A gain in R@1 that nobody would look for.
 _NEGLIGIBLE = 0.01
@@ -134,7 +134,7 @@ def make_report(
     epochs = samples / about.num_samples
     failures = [row["failed"].strip() for row in results.values() if "failed" in row]
     best = of_loss[_leader(found).loss] if found else {}
-    to_best = {result.loss: _difference(best, of_loss[result.loss], groups, _recall) for result in found}
+    to_best = {result.loss: _difference(best, of_loss[result.loss], groups) for result in found}
     sentence, recommended = conclude(found, about, epochs, to_best, len(failures))
     by_setting = [
         list(_finished(runs, results).values()) for loss in of_loss for runs in contest.by_setting(loss, results)
@@ -171,7 +171,7 @@ def _finished(runs: Sequence[Run], results: Results) -> dict[int, Row]:
 
 
 def _setting_row(rows: Sequence[Row]) -> tuple[str, str, float, int, float, float]:
-    recall = statistics.fmean(float(_recall(row).mean()) for row in rows)
+    recall = statistics.fmean(_recall(row) for row in rows)
     first = rows[0]
     words = setting_words(first["family"], first["setting"]["options"])
     return first["family"], words, first["lr"], len(rows), statistics.fmean(map(score, rows)), recall
@@ -186,9 +186,11 @@ def _loss_result(
 ) -> LossResult:
     every = list(rows.values())
     _, setting, lr, *_ = _setting_row(every)
-    scores = {name: _mean_hits(every, name) for name in every[0]["hits"]}
-    each_seed = tuple(float(_recall(row).mean()) for row in every)
-    gains = [float((_recall(rows[seed]) - _recall(baseline[seed])).mean()) for seed in rows if seed in baseline]
+    scores = {
+        name: float(torch.stack([unpack(row["hits"][name]) for row in every]).mean()) for name in every[0]["hits"]
+    }
+    each_seed = tuple(_recall(row) for row in every)
+    gains = [_recall(rows[seed]) - _recall(baseline[seed]) for seed in rows if seed in baseline]
     paired = {} if loss == BASELINE else rows
     return LossResult(
         loss=loss,
@@ -197,8 +199,8 @@ def _loss_result(
         scores={"R@1": statistics.fmean(each_seed)} | scores,
         each_seed=each_seed,
         gain=statistics.fmean(gains) if gains else None,
-        difference=_difference(paired, baseline, groups, _recall),
-        zero_shot_difference=_difference(paired, baseline, groups, _zero_shot) if ZERO_SHOT in scores else None,
+        difference=_difference(paired, baseline, groups),
+        zero_shot_difference=_difference(paired, baseline, groups, (ZERO_SHOT,)) if ZERO_SHOT in scores else None,
         temperature=statistics.fmean(row["temperature"] for row in every),
         step_seconds=sum(row["seconds"] for row in every) / sum(row["steps"] for row in every),
         memory_bytes=max(row["memory_bytes"] for row in every),
@@ -209,25 +211,22 @@ def _loss_result(
     )
 
 
-def _mean_hits(rows: Sequence[Row], name: str) -> float:
-    return float(torch.stack([unpack(row["hits"][name]) for row in rows]).mean())
+def _hits(row: Row, metrics: Sequence[str]) -> Tensor:
+    """Return each sample's hits ``(N,)``, the mean of some metrics."""
+    return torch.stack([unpack(row["hits"][name]) for name in metrics]).mean(dim=0)
 
 
-def _recall(row: Row) -> Tensor:
-    return (unpack(row["hits"][IMAGE_TO_TEXT]) + unpack(row["hits"][TEXT_TO_IMAGE])) / 2
-
-
-def _zero_shot(row: Row) -> Tensor:
-    return unpack(row["hits"][ZERO_SHOT])
+def _recall(row: Row) -> float:
+    return float(_hits(row, RETRIEVAL).mean())
 
 
 def _difference(
-    first: Mapping[int, Row], second: Mapping[int, Row], groups: Sequence[int], metric: Callable[[Row], Tensor]
+    first: Mapping[int, Row], second: Mapping[int, Row], groups: Sequence[int], metrics: Sequence[str] = RETRIEVAL
 ) -> Difference | None:
     seeds = [seed for seed in first if seed in second]
     if not seeds:
         return None
-    stacked = [torch.stack([metric(rows[seed]) for seed in seeds]) for rows in (first, second)]
+    stacked = [torch.stack([_hits(rows[seed], metrics) for seed in seeds]) for rows in (first, second)]
     return paired_difference(stacked[0], stacked[1], groups)
 
 
@@ -322,29 +321,7 @@ def judgement(measured: Mapping[str, Any], batch: int, when: str) -> str:
 
 def lines(report: Report) -> list[str]:
     """Return paragraphs that explain the numbers."""
-    about = report.about
-    memory = "GPU memory taken by tensors" if torch.cuda.is_available() else "the process's resident memory"
-    found = [
-        f"{about.model} on {about.data} ({about.num_samples:,} samples), batches of {about.batch}. Scored on: "
-        f"{'; '.join(about.notes)}. One half chose the hyper-parameters; the other half gives the numbers here. "
-        f"Guessing scores {100 * report.chance:.2f} R@1. Pairs of equal captions count as right.",
-        "All losses had the same start weights, order, augmentation and samples, and equally many settings. The choosing "
-        "half's mean reciprocal rank (MRR) of all seeds says which of a loss's finalists counts. "
-        f"The runs saw {report.samples:,} samples each "
-        f"({report.epochs:.1f} epochs): a longer training may rank the losses otherwise.",
-        "Intervals are 95 % each and cover other seeds (Student's t over the paired seeds) and other validation samples "
-        "of this kind, added as independent. They cover neither other data, nor other lengths of training, nor the "
-        "choice among several losses and settings.",
-        f"Seconds a step were measured with {about.processes} runs at a time; memory is the peak of {memory}.",
-    ]
-    if report.left_behind:
-        found.append(
-            f"{', '.join(report.left_behind)}: behind with the first seed, so not run with the others, for longer runs of the "
-            f"rest. Their differences are to {BASELINE} with that seed."
-        )
-    if report.unfinished:
-        found.append(f"Unfinished: {report.unfinished} runs are missing. The same command goes on from here.")
-    return [*found, *(f"A run failed: {failure}" for failure in report.failures)]
+    return render_lines("compare.txt", report=report, on_gpu=torch.cuda.is_available())
 
 
 def _shown_difference(result: LossResult) -> str:
