@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from openclip_ext import json_lines
+from openclip_ext.diagnostics import command_line
 
 Records = list[dict[str, Any]]
 
@@ -32,9 +33,9 @@ def series(records: Records, key: str) -> tuple[np.ndarray, np.ndarray]:
     return np.array(steps, dtype=float), np.array(values, dtype=float)
 
 
-def smooth(values: np.ndarray, window: int = 7) -> np.ndarray:
-    """Return the centered moving average, which gets narrower towards both ends."""
-    reach = [min(window // 2, position, len(values) - 1 - position) for position in range(len(values))]
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Return the centered moving average of seven, which gets narrower towards both ends."""
+    reach = [min(3, position, len(values) - 1 - position) for position in range(len(values))]
     return np.array([values[p - r : p + r + 1].mean() for p, r in enumerate(reach)])
 
 
@@ -90,28 +91,25 @@ def _draw_chance(axes: Axes, runs: dict[str, Records]) -> None:
                       textcoords="offset points", ha="right", va="top", color=color, fontsize=9)  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Draw runs into a picture; exit with a message if there is nothing to draw."""
+def main(argv: list[str]) -> None:
+    """Draw runs into a picture; ValueError if there is nothing to draw."""
     parser = argparse.ArgumentParser(prog="openclip-ext plot", description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (LOGS/NAME)")
     parser.add_argument("--output", type=Path, required=True, help="picture to write; the extension says the format")
     args = parser.parse_args(argv)
-    try:
-        names = [run.resolve().name for run in args.runs]
-        runs = {
-            name if names.count(name) == 1 else str(run): read_records(run)
-            for name, run in zip(names, args.runs, strict=True)
-        }
-        logged = {name: records for name, records in runs.items() if records}
-        if not logged:
-            raise ValueError(f"no training step logged in {', '.join(map(str, args.runs))}")
-        for name in (name for name in runs if name not in logged):
-            print(f"warning: {name} is left out: it has logged no training step", file=sys.stderr)
-        plot(logged, args.output)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    names = [run.resolve().name for run in args.runs]
+    runs = {
+        name if names.count(name) == 1 else str(run): read_records(run)
+        for name, run in zip(names, args.runs, strict=True)
+    }
+    logged = {name: records for name, records in runs.items() if records}
+    if not logged:
+        raise ValueError(f"no training step logged in {', '.join(map(str, args.runs))}")
+    for name in (name for name in runs if name not in logged):
+        print(f"warning: {name} is left out: it has logged no training step", file=sys.stderr)
+    plot(logged, args.output)
     print(args.output)
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

@@ -34,8 +34,7 @@ class DryRun:
     """What a step takes.
 
     Attributes:
-        exchanged: bytes by kind of communication, of the whole: of the gathered result, of the tensor that is reduced, or of
-            what is sent to a neighbor.
+        exchanged: bytes by kind of communication: of the gathered result, the reduced tensor, or what a neighbor is sent.
         work_bytes: peak of the memory that the loss allocates, forward and backward, inputs not counted.
     """
 
@@ -145,11 +144,7 @@ def activation_bytes(
 ) -> list[int]:
     """Return for each batch the peak of what both towers allocate in a forward and backward pass, with the images.
 
-    Args:
-        model_name: one of OpenCLIP's.
-        batches: numbers of images, and of texts.
-        precision: ``--precision``, one of :data:`PRECISIONS`.
-        grad_checkpointing: ``--grad-checkpointing``.
+    A batch is a number of images, and of texts; ``precision`` is one of :data:`PRECISIONS`.
     """
     autocast = compat.autocast_context(precision, torch.device("cpu"))
     with command_line.without_warnings():

@@ -1,8 +1,7 @@
 """Estimation error: the distance of a loss's log-normalizers from the exact ones (NeuCLIP, Appendix B.6).
 
-``α*_i = log(ε + g_i(S))`` [NeuCLIP 9] is computed over all ``n`` training embeddings ``S`` of a model, for some sampled
-anchors ``i``; the error of an estimator is the mean of ``(α_i − α*_i)²``, over the images and over the texts, averaged. The
-mini-batch estimate, in batches of the run's own size, is the baseline.
+``α*_i = log(ε + g_i(S))`` [NeuCLIP 9] is computed over all ``n`` training embeddings ``S`` of a model, for sampled anchors
+``i``; an estimator's error is the mean of ``(α_i − α*_i)²``. The mini-batch estimate in the run's batches is the baseline.
 
 Of a finished run::
 
@@ -67,10 +66,8 @@ class EstimationError:
 
     Attributes:
         estimator: error of ``loss.log_normalizers``; None where that is the mini-batch estimate.
-        minibatch: error of the mini-batch estimate.
-        anchors: number of anchors on each side.
-        samples: number ``n`` of embeddings that the exact log-normalizers are over.
-        batch_size: samples of the batches that were estimated in.
+        minibatch: error of the mini-batch estimate, in batches of ``batch_size``.
+        anchors, samples: numbers of anchors on each side, and of embeddings that the exact log-normalizers are over.
         temperature: median over the anchors of both sides.
     """
 
@@ -86,7 +83,7 @@ class EstimationError:
 def exact_log_normalizers(
     image: Any, text: Any, anchors: Any, tau: Any, *, eps: float = 0.0, include_positive: int | None = None
 ) -> Tensor:
-    """``α*`` of some anchors over all embeddings [NeuCLIP 9], in float64.
+    """Compute ``α*`` of some anchors over all embeddings [NeuCLIP 9], in float64.
 
     Memory beside the embeddings is proportional to the number of anchors, not to ``n`` times it.
 
@@ -155,7 +152,7 @@ def measure(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> EstimationError:
-    """Estimation error of a loss's log-normalizers (NeuCLIP, Appendix B.6); the loss's state stays as it is.
+    """Measure the error of a loss's log-normalizers (NeuCLIP, Appendix B.6); the loss's state stays as it is.
 
     Anchors are drawn without replacement, and estimated in shuffled batches of ``batch_size``, the last one filled up with
     other samples: what an estimator that reads its batch says depends on the batch's size. Of AmorLIP, whose normalizers
@@ -236,22 +233,18 @@ def anchor_temperatures(loss: ContrastiveLoss, image: Tensor, text: Tensor, scal
 def table(title: str, result: EstimationError) -> str:
     """Return a result as text."""
     rows = {title: result.estimator, "mini-batch": result.minibatch}
-    width = max(map(len, rows))
-    batch = result.minibatch
-    return "\n".join(
-        [
-            f"{'estimate':<{width}}  {'error':>9}  {'images':>9}  {'texts':>9}  {'bias':>9}",
-            *(
-                f"{name:<{width}}  {error.mean:9.4f}  {error.image:9.4f}  {error.text:9.4f}  {error.bias:9.4f}"
-                for name, error in rows.items()
-                if error is not None
-            ),
-            f"Mean squared error of log-normalizers: {result.anchors:,} anchors a side against {result.samples:,} samples, "
-            f"batches of {result.batch_size:,}",
-            f"The mini-batch misjudges a normalizer by a factor of {batch.factor:.2g} (90 %: {batch.factor_low:.2g} to "
-            f"{batch.factor_high:.2g})",
-        ]
+    width, batch = max(map(len, rows)), result.minibatch
+    lines = [f"{'estimate':<{width}}  {'error':>9}  {'images':>9}  {'texts':>9}  {'bias':>9}"]
+    for name, error in rows.items():
+        if error is not None:
+            values = (error.mean, error.image, error.text, error.bias)
+            lines.append(f"{name:<{width}}" + "".join(f"  {value:9.4f}" for value in values))
+    lines.append(
+        f"Mean squared error of log-normalizers: {result.anchors:,} anchors a side against {result.samples:,} samples, "
+        f"batches of {result.batch_size:,}\nThe mini-batch misjudges a normalizer by a factor of {batch.factor:.2g} (90 %: "
+        f"{batch.factor_low:.2g} to {batch.factor_high:.2g})"
     )
+    return "\n".join(lines)
 
 
 def main(argv: list[str]) -> None:
@@ -261,7 +254,7 @@ def main(argv: list[str]) -> None:
         UsageError: there is no such run or checkpoint, its state or its training data are gone, or its loss has no
             normalizers.
     """
-    from openclip_ext.diagnostics.finished_run import add_run_arguments, embed_training_set, open_run
+    from openclip_ext.diagnostics.finished_run import add_run_arguments, embed_training_set, load_run
 
     parser = argparse.ArgumentParser(
         prog="openclip-ext estimation-error",
@@ -274,16 +267,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--json", default=None, metavar="FILE", help="also write the result here")
     parser.add_argument("--seed", type=int, default=0, help="of the sample of anchors (default: %(default)s)")
     args = parser.parse_args(argv)
-    run = open_run(args)
+    run = load_run(**vars(args))
     refuse_without_normalizers(run.loss)
-    embeddings = embed_training_set(run)
     result = measure(
         run.loss,
-        embeddings.image,
-        embeddings.text,
-        embeddings.logit_scale,
+        **vars(embed_training_set(run)),
         batch_size=run.global_batch,
-        index=embeddings.index,
         anchors=args.anchors,
         seed=args.seed,
         device=args.device,

@@ -31,20 +31,13 @@ from openclip_ext.training.model import ModelConfig
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """Model and loss as they were at a checkpoint, and the training data.
+    """Model and loss as they were at a checkpoint, in evaluation mode, and the training data.
 
     Attributes:
-        folder: the run's.
         checkpoint: its model file.
         step: optimizer steps taken.
-        precision: the run's ``--precision``.
-        loss_name, loss: the loss and its state.
-        model: in evaluation mode.
-        source: the training data.
-        loader: one pass over them with the evaluation's preprocessing.
-        embed_dim: width of the embeddings.
+        loader: one pass over the data with the evaluation's preprocessing.
         global_batch: samples of an optimizer step.
-        device: where model and loss are.
     """
 
     folder: Path
@@ -92,51 +85,34 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_run(args: argparse.Namespace) -> FinishedRun:
-    """Load the run that the arguments of :func:`add_run_arguments` name."""
-    return load_run(args.run, args.checkpoint, args.device, args.train_data, args.workers, args.batch_size)
-
-
 def load_run(
-    folder: Path,
+    run: Path,
     checkpoint: str = "latest",
     device: torch.device | str = "cpu",
     train_data: str | None = None,
     workers: int | None = None,
     batch_size: int | None = None,
+    **others: Any,
 ) -> FinishedRun:
     """Load a run from its folder. State that several ranks wrote is put together for this process.
 
-    Args:
-        folder: ``LOGS/NAME``.
-        checkpoint: name of a file in its ``checkpoints/``, or ``latest``.
-        device: where to.
-        train_data: instead of the run's ``--train-data``.
-        workers, batch_size: of the loader; None: the run's.
+    The arguments are those of :func:`add_run_arguments`; of a program's others it takes no notice.
 
     Raises:
         UsageError: there is no such run or checkpoint, its state is missing, or the training data are gone or others.
     """
     add_model_configs()
     device = torch.device(device)
-    config = read_config(folder)
-    loaded = _read_checkpoint(folder / "checkpoints", checkpoint)
+    config = read_config(run)
+    loaded = _read_checkpoint(run / "checkpoints", checkpoint)
     flags = config["flags"]
     settings = model_settings(flags)
     with command_line.without_warnings():
         model, _, preprocess = settings.create(device)
     ckpt.load_model(model, loaded.model_file["state_dict"], loaded.path)
-    spec = DataSpec.of_training(flags)
-    if train_data is not None:
-        # A manifest says which samples are left out, also where the shards have moved.
-        is_there = spec.manifest is not None and Path(spec.manifest).is_file()
-        spec = replace(spec, source=train_data, manifest=spec.manifest if is_there else None)
-    try:
-        source = build_source(spec, preprocess)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"cannot read the run's training data: {error}. If they have moved, say where to with --train-data"
-        ) from error
+    assert loaded.shared is not None  # _read_checkpoint refuses that
+    identity = loaded.shared["identity"]
+    source = _training_data(DataSpec.of_training(flags), train_data, preprocess, identity)
     loader = EvalLoader(
         source,
         preprocess=preprocess,
@@ -145,22 +121,12 @@ def load_run(
         workers=flags["workers"] if workers is None else workers,
         num_samples=source.num_samples,
     )
-    assert loaded.shared is not None  # _read_checkpoint refuses that
-    identity = loaded.shared["identity"]
-    if source.num_samples != identity["num_samples"]:
-        raise UsageError(
-            f"{spec.source} has {source.num_samples:,} samples, the run was trained on {identity['num_samples']:,}: give "
-            "its training data with --train-data"
-        )
-    trained_on, found = identity.get("data"), source.index_digest
-    if trained_on is not None and found is not None and trained_on != found:
-        raise UsageError(f"{spec.source} is not what {loaded.path} was trained on: give that with --train-data")
     width = compat.embedding_dim(settings.name, model)
     options = {name: value for name, value in config["loss"]["options"].items() if name not in PLACEMENT_OPTIONS}
     loss = registry.create_loss(config["loss"]["name"], embed_dim=width, num_samples=source.num_samples, **options)
     ckpt.restore_loss(loaded, loss)
     return FinishedRun(
-        folder=folder,
+        folder=run,
         checkpoint=loaded.path,
         step=loaded.position.step,
         precision=settings.precision,
@@ -175,6 +141,28 @@ def load_run(
     )
 
 
+def _training_data(spec: DataSpec, moved_to: str | None, preprocess: Any, identity: Mapping[str, Any]) -> Source:
+    """Return what a run was trained on; UsageError if it is gone, or something else."""
+    if moved_to is not None:
+        # A manifest says which samples are left out, also where the shards have moved.
+        is_there = spec.manifest is not None and Path(spec.manifest).is_file()
+        spec = replace(spec, source=moved_to, manifest=spec.manifest if is_there else None)
+    try:
+        source = build_source(spec, preprocess)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"cannot read the run's training data: {error}. If they have moved, say where to with --train-data"
+        ) from error
+    if source.num_samples != identity["num_samples"]:
+        raise UsageError(
+            f"{spec.source} has {source.num_samples:,} samples, the run was trained on {identity['num_samples']:,}: give "
+            "its training data with --train-data"
+        )
+    if None not in (digests := {identity.get("data"), source.index_digest}) and len(digests) > 1:
+        raise UsageError(f"{spec.source} is not what the run was trained on: give that with --train-data")
+    return source
+
+
 @torch.no_grad()
 def embed(
     model: nn.Module,
@@ -186,10 +174,7 @@ def embed(
 ) -> Embeddings:
     """Embed batches of ``image``, ``text`` and ``index`` with a model in evaluation mode, in a ``--precision``.
 
-    Args:
-        model, batches, precision, device: what to embed, and how.
-        rows: at most so many samples.
-        folder: where the embeddings lie, in memory-mapped files; None: in host memory.
+    There are at most ``rows`` samples. The embeddings lie in memory-mapped files of the folder, or in host memory.
     """
     autocast = compat.autocast_context(precision, device)
     input_dtype = open_clip.get_input_dtype(precision)
@@ -214,10 +199,7 @@ def embed(
 def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddings:
     """Embed the training set once, without augmentation, in the precision of the run; show the progress.
 
-    Args:
-        run: model and data.
-        folder: where the embeddings lie in memory-mapped files, which are made unless they are there from a former call;
-            None: in host memory.
+    A folder keeps the embeddings in memory-mapped files for the next call; without one they lie in host memory.
     """
     batches = math.ceil(run.source.num_kept / run.loader.batch_size)
     progress = command_line.progress_bar(run.loader, desc="embedding", unit="batch", total=batches)

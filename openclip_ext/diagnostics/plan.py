@@ -2,26 +2,22 @@
 
     python -m openclip_ext.diagnostics.plan --samples 1e9 --world-size 64 --global-batch 5120 --model ViT-B-16 --loss neuclip
 
-It trains nothing and needs neither GPUs nor data: the real model, loss and manifest are built without values or for few
-samples, and run without values (``dry_run.py``). The memory that libraries keep for themselves is left out.
+It trains nothing and needs neither GPUs nor data: the real model and loss are built for few samples and run without values
+(``dry_run.py``). The memory that libraries keep for themselves is left out.
 """
 
 import argparse
 import math
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import open_clip
 import torch
 
 from openclip_ext import compat
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.data.manifest import Manifest, Shard
 from openclip_ext.diagnostics import command_line
 from openclip_ext.diagnostics.command_line import count
 from openclip_ext.diagnostics.dry_run import (
@@ -43,8 +39,8 @@ from openclip_ext.training.parser import add_loss_flags
 
 LARGEST_WORLD = 1024
 _GIB, _MIB = 2**30, 2**20
-# Size of the loss and of the manifest that are built to measure them.
-_FEW_SAMPLES, _FEW_SHARDS = 64, 100
+# Size of the loss that is built to measure its state.
+_FEW_SAMPLES = 64
 # The parameter, its gradient and AdamW's two moments in float32; with DDP also the buckets of the gradients.
 _COPIES_OF_A_PARAMETER, _COPIES_WITH_DDP = 4, 5
 # OpenCLIP's loss is exact on several ranks, without the whole matrix on each, only with these options.
@@ -61,7 +57,6 @@ class Training:
     samples: int
     global_batch: int
     ranks_per_node: int = 8
-    samples_per_shard: int = 10_000
     precision: str = "amp"
     grad_checkpointing: bool = False
     accum_freq: int = 1
@@ -83,47 +78,32 @@ class Training:
                 on_gpu += size
         return on_gpu, on_host
 
-    def manifest_bytes(self) -> int:
-        """Return the bytes of the data set's manifest, from a small one of local shards written to disk."""
-        each = self.samples_per_shard
-        few = [Shard(f"/data/{n:05d}.tar", each, n * each, 10**9, 10**18, "0" * 16, True) for n in range(_FEW_SHARDS)]
-        blocks = np.zeros(_FEW_SHARDS * each, np.uint32)
-        with tempfile.TemporaryDirectory() as folder:
-            Manifest(few, blocks=blocks).save(Path(folder) / "manifest.json")
-            written = sum(path.stat().st_size for path in Path(folder).iterdir())
-        return math.ceil(written / len(blocks) * self.samples)
 
-
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """Bytes of a GPU, and of a node's host."""
 
-    gpu: int
-    host: int
+    gpu: float
+    host: float
 
-    @classmethod
-    def of(cls, gpu: float | None, host: float | None) -> "Memory":
-        """Return the given GB; by default this machine's if it has a GPU, else 80 and 512."""
-        here = (80.0, 512.0)
-        if torch.cuda.is_available():
-            host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-            here = torch.cuda.get_device_properties(0).total_memory / 1e9, host_bytes / 1e9
-        return cls(int((gpu or here[0]) * 1e9), int((host or here[1]) * 1e9))
+
+def memory_here() -> Memory:
+    """Return this machine's memory if it has a GPU, else 80 and 512 GB."""
+    if not torch.cuda.is_available():
+        return Memory(80e9, 512e9)
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Memory(torch.cuda.get_device_properties(0).total_memory, host)
 
 
 @dataclass(frozen=True)
 class Row:
-    """Needs of ``world_size`` ranks, in bytes.
+    """Needs of ``world_size`` ranks, in bytes per GPU.
 
     Attributes:
-        world_size: ``K``.
-        local_batch: ``B/K``.
-        model: model and optimizer, per GPU.
-        activations: of the encoders, per GPU.
-        state: state of the loss, per GPU.
-        host_state: state of the loss in the memory or files of a node, all its ranks together.
+        model: of model and optimizer.
+        activations: of the encoders.
+        state: of the loss.
+        host_state: of the loss in the memory or files of a node, all its ranks together.
         loss: what a step of the loss sends and allocates.
-        gradient: of the model, which a step reduces over the ranks.
     """
 
     world_size: int
@@ -133,7 +113,6 @@ class Row:
     state: int
     host_state: int
     loss: DryRun
-    gradient: dict[str, float]
 
     @property
     def gpu(self) -> int:
@@ -142,15 +121,9 @@ class Row:
 
 
 class Plan:
-    """What a training needs.
-
-    Args:
-        training: the training.
-        world_size: number of ranks that is asked for.
-        memory: of the machines.
+    """Predict what a training on ``world_size`` ranks needs.
 
     Attributes:
-        parameters, embed_dim: size of the model, and width of its embeddings.
         replicated: bytes of the loss's state that is on each GPU, the same on all ranks.
         of_sample: bytes of each table of the loss per sample.
         asked: the needs of ``world_size`` ranks.
@@ -182,11 +155,7 @@ class Plan:
         self.asked = self.row(world_size)
 
     def row(self, world_size: int) -> Row:
-        """Return the needs of ``world_size`` ranks.
-
-        Raises:
-            ValueError: the global batch cannot be divided by ``world_size``, or a rank's by ``--accum-freq``.
-        """
+        """Return the needs of ``world_size`` ranks; ValueError if the batch cannot be cut into so many parts."""
         training = self.training
         local_batch = _part(training.global_batch, world_size)
         on_gpu, on_host = training.table_bytes(self.of_sample, world_size)
@@ -194,7 +163,7 @@ class Plan:
             lambda: training.create_loss(self.embed_dim), local_batch, self.embed_dim, world_size, self._period()
         )
         if on_host and world_size > 1:
-            size = loss.exchanged.get(ALL_GATHER, 0) + prefetch_bytes(training.global_batch, self._views)
+            size = loss.exchanged.get(ALL_GATHER, 0) + prefetch_bytes(training.global_batch * self._views)
             loss = DryRun({**loss.exchanged, ALL_GATHER: size}, loss.work_bytes)
         copies = _COPIES_OF_A_PARAMETER if world_size == 1 else _COPIES_WITH_DDP
         return Row(
@@ -205,8 +174,11 @@ class Plan:
             state=self.replicated + on_gpu,
             host_state=on_host * min(world_size, training.ranks_per_node),
             loss=loss,
-            gradient={ALL_REDUCE: 4.0 * self.parameters} if world_size > 1 else {},
         )
+
+    def gradient(self, world_size: int) -> dict[str, float]:
+        """Return the bytes of the model's gradient, which a step reduces over the ranks."""
+        return {ALL_REDUCE: 4.0 * self.parameters} if world_size > 1 else {}
 
     def _period(self) -> int:
         """Return after how many steps the loss's communication repeats (AmorLIP fits its network every few)."""
@@ -219,8 +191,8 @@ class Plan:
         found = []
         if row.gpu > self.memory.gpu:
             found.append(
-                f"{row.world_size} ranks: a GPU needs {_gib(row.gpu)} GiB, it has {_gib(self.memory.gpu)}: take more "
-                f"ranks{self._smaller(row)}"
+                f"{row.world_size} ranks: a GPU needs {_gib(row.gpu)} GiB, it has {_gib(self.memory.gpu)}: take more ranks, "
+                "--accum-freq or --grad-checkpointing for fewer activations, or a smaller --global-batch for less work memory"
             )
         in_memory = 0 if self.training.options.get("state_dir") else row.host_state
         if in_memory > self.memory.host:
@@ -229,16 +201,6 @@ class Plan:
                 f"has {_gib(self.memory.host)}: take more nodes, or --state-dir with a fast local disk"
             )
         return found
-
-    def _smaller(self, row: Row) -> str:
-        largest = max(row.model, row.activations, row.state, row.loss.work_bytes)
-        if largest == row.activations:
-            return ", --accum-freq" + ("" if self.training.grad_checkpointing else " or --grad-checkpointing")
-        if largest == row.loss.work_bytes:
-            return " or a smaller --global-batch: the loss's work memory is the largest part"
-        if largest == row.state and self.training.options.get("state_device") == "model":
-            return " or leave out --state-device model"
-        return ""
 
     # --- the report --------------------------------------------------------------------------------------------------
 
@@ -261,7 +223,6 @@ class Plan:
             )
         millions = self.parameters / 1e6
         how = f"{training.precision}, {'with' if training.grad_checkpointing else 'without'} --grad-checkpointing"
-        yield f"manifest                   {_gib(training.manifest_bytes())} GiB, one file beside the shards"
         yield f"model                      {_gib(row.model)} GiB a GPU ({millions:.1f} M parameters, AdamW, float32)"
         yield f"activations                {_gib(row.activations)} GiB a GPU ({how})"
         yield f"loss, the same everywhere  {_gib(self.replicated)} GiB a GPU"
@@ -296,7 +257,7 @@ class Plan:
         row = self.asked
         yield f"each step, {row.world_size} ranks (MiB):  whole   sent by a rank"
         rows = {f"loss, {kind}": {kind: size} for kind, size in sorted(row.loss.exchanged.items())}
-        for name, exchanged in (rows | {"model, all-reduce of gradient": row.gradient}).items():
+        for name, exchanged in (rows | {"model, all-reduce of gradient": self.gradient(row.world_size)}).items():
             size, sent = sum(exchanged.values()), sent_bytes(exchanged, row.world_size)
             yield f"  {name:<28}{size / _MIB:>9.3f}{sent / _MIB:>11.3f}"
 
@@ -312,14 +273,16 @@ class Plan:
             sizes = "".join(
                 f"{_gib(size):>9}" for size in (row.model, row.activations, row.state, row.loss.work_bytes, row.gpu)
             )
-            sent, gradient = (sent_bytes(part, world_size) / _MIB for part in (row.loss.exchanged, row.gradient))
+            sent, gradient = (
+                sent_bytes(part, world_size) / _MIB for part in (row.loss.exchanged, self.gradient(world_size))
+            )
             notes = (" <" if row is self.asked else "") + (" does not fit" if self.warnings(row) else "")
             yield f"{world_size:>5}{row.local_batch:>7}{sizes}{_gib(row.host_state):>11}{sent:>9.2f}{gradient:>10.2f}{notes}"
 
 
-def prefetch_bytes(global_batch: int, views: int) -> int:
+def prefetch_bytes(anchors: int) -> int:
     """Return what ``loss.prefetch`` gathers, the batch's index, before a step of a loss with tables on the host."""
-    return views * global_batch * torch.int64.itemsize
+    return anchors * torch.int64.itemsize
 
 
 def _part(batch: int, parts: int) -> int:
@@ -342,7 +305,7 @@ def main(argv: list[str]) -> None:
         ValueError: as :class:`Plan`.
     """
     args = vars(_parser().parse_args(argv))
-    memory = Memory.of(args.pop("gpu_memory"), args.pop("host_memory"))
+    memory = Memory(args.pop("gpu_memory"), args.pop("host_memory"))
     world_size, loss = args.pop("world_size"), args.pop("loss") or "openclip"
     options = {name: args.pop(name) for name in OPTIONS if name in args}
     add_model_configs()
@@ -357,14 +320,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--global-batch", type=count, required=True, help="samples of a step, over all ranks")
     parser.add_argument("--model", default="ViT-B-32", help="one of OpenCLIP's (default: %(default)s)")
     parser.add_argument("--ranks-per-node", type=count, default=8, help="GPUs of a node (default: %(default)s)")
-    parser.add_argument("--samples-per-shard", type=count, default=10_000, help="default: %(default)s, as img2dataset")
     parser.add_argument("--precision", choices=PRECISIONS, default="amp", help="default: %(default)s, as OpenCLIP's")
     parser.add_argument("--grad-checkpointing", action="store_true", help="as in a training")
     parser.add_argument("--accum-freq", type=count, default=1, help="micro-batches of a step (default: %(default)s)")
-    parser.add_argument("--gpu-memory", type=_gigabytes, help="GB (default: this machine's GPU's, or 80)")
-    parser.add_argument(
-        "--host-memory", type=_gigabytes, help="GB of a node (default: this machine's if it has a GPU, or 512)"
-    )
+    for name, what, default in zip(("gpu", "host"), ("a GPU", "a node"), memory_here(), strict=True):
+        text = f"GB of {what} (default: {default / 1e9:.0f}; this machine's, if it has a GPU)"
+        parser.add_argument(f"--{name}-memory", type=_gigabytes, default=default, metavar="GB", help=text)
     add_loss_flags(parser.add_argument_group("loss"), flag_table.of_losses())
     return parser
 
@@ -373,7 +334,7 @@ def _gigabytes(text: str) -> float:
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text}: expected a positive number of GB")
-    return value
+    return value * 1e9
 
 
 if __name__ == "__main__":

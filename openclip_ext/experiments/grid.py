@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext.data.spec import DataSpec
+from openclip_ext.diagnostics import command_line
 from openclip_ext.experiments import cache
 from openclip_ext.experiments.cache import Cache, PilotData, Tokens
 from openclip_ext.experiments.pilot import PilotRun, versions
@@ -281,7 +282,7 @@ def describe(row: Mapping[str, Any]) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(
         prog="python -m openclip_ext.experiments.grid", description=__doc__.splitlines()[0], allow_abbrev=False
@@ -293,13 +294,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, required=True, help="file of finished runs; lines are appended")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, each on one core or GPU")
     args = parser.parse_args(argv)
-    try:
-        failures = run_all(json.loads(args.grid.read_text()), args.data, args.results, args.workers)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    failures = run_all(json.loads(args.grid.read_text()), args.data, args.results, args.workers)
     if failures:
         sys.exit(f"{len(failures)} runs failed; the same command tries them again")
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

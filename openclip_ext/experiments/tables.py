@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from openclip_ext.diagnostics import command_line
 from openclip_ext.experiments.grid import contests, data_digest
 from openclip_ext.experiments.results import read_results
 from openclip_ext.experiments.runs import Contest, Results
@@ -102,7 +103,7 @@ def _numbers(setting: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value:g}" for key, value in numbers.items()) or "defaults"
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(
         prog="python -m openclip_ext.experiments.tables", description=__doc__.splitlines()[0], allow_abbrev=False
@@ -117,4 +118,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

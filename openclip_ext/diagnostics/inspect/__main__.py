@@ -2,7 +2,7 @@
 
 import argparse
 import logging
-from dataclasses import fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +17,25 @@ from openclip_ext.diagnostics.finished_run import (
     FinishedRun,
     add_run_arguments,
     embed_training_set,
-    open_run,
+    load_run,
 )
 from openclip_ext.diagnostics.inspect import report
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
 from openclip_ext.diagnostics.inspect.report import Inspection
+from openclip_ext.options import flag, from_flags, own_options
 from openclip_ext.training.errors import UsageError
+from openclip_ext.training.parser import add_flag
 
 _MISFITS = ("misfit-captions", "misfit-images")
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """How much is looked at, and shown."""
+
+    anchors: int = flag(100_000, "samples to look at, drawn at random; each is compared with all", minimum=2)
+    show: int = flag(30, "of each category on the page", minimum=0)
+    seed: int = flag(0, "of the samples that are looked at")
 
 
 def main(argv: list[str]) -> None:
@@ -35,12 +46,10 @@ def main(argv: list[str]) -> None:
             argument is wrong.
     """
     args = _parser().parse_args(argv)
-    thresholds = Thresholds(**{field.name: getattr(args, field.name) for field in fields(Thresholds)})
+    thresholds = from_flags(Thresholds, vars(args))
     if bool(args.leave_out) != (args.write_manifest is not None):
         raise UsageError("--leave-out says what, and --write-manifest where to: give both or none")
-    if args.anchors < 2 or args.show < 0:
-        raise UsageError(f"--anchors {args.anchors}, --show {args.show}: expected at least 2 and at least 0")
-    run = open_run(args)
+    run = load_run(**vars(args))
     if run.loss.views > 1:
         raise UsageError(f"{run.loss_name} was trained on images alone: nothing is known of the captions")
     manifest = _manifest_to_change(run.source, args.write_manifest) if args.leave_out else None
@@ -159,18 +168,8 @@ def _parser() -> argparse.ArgumentParser:
         help=f"categories, separated by commas: {', '.join(DEFINITIONS)}, misfits. Of a pair, the first sample stays",
     )
     parser.add_argument("--write-manifest", type=Path, metavar="PATH", help="a manifest without them, to go on with")
-    parser.add_argument(
-        "--anchors",
-        type=int,
-        default=100_000,
-        help="samples to look at, drawn at random; each is compared with all (default: %(default)s)",
-    )
-    parser.add_argument("--show", type=int, default=30, help="of each category on the page (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the anchors (default: %(default)s)")
-    thresholds = parser.add_argument_group("thresholds")
-    for option in fields(Thresholds):
-        flag, text = "--" + option.name.replace("_", "-"), f"{option.metadata['help']} (default: %(default)s)"
-        thresholds.add_argument(flag, type=type(option.default), default=option.default, help=text)
+    for option in own_options([_Sizes, Thresholds]):
+        add_flag(parser, option, default=option.default)
     return parser
 
 

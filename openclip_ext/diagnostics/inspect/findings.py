@@ -1,8 +1,7 @@
 """What is worth a look in a set of paired embeddings, by plain definitions, in chunks of similarities."""
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.diagnostics.estimation_error import anchor_temperatures, exact_log_normalizers
 from openclip_ext.diagnostics.finished_run import Embeddings
+from openclip_ext.options import flag
 
 # A block of similarities has this many rows and columns: 64 MiB each of the four kinds.
 _ROWS, _COLUMNS = 2048, 8192
@@ -38,34 +38,18 @@ DEFINITIONS = {
 PAIRS = tuple(DEFINITIONS)[:4]
 
 
-def _threshold(default: float, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True)
 class Thresholds:
-    """What the definitions leave open; the metadata of a field has its help, and its flag has its name."""
+    """What the definitions leave open."""
 
-    duplicate_image: float = _threshold(0.98, "smallest cosine similarity of duplicate images")
-    duplicate_caption: float = _threshold(0.98, "smallest cosine similarity of duplicate captions")
-    false_negative_quantile: float = _threshold(
-        0.9, "quantile of the own pairs' similarities that a false negative reaches; 0: no such limit"
+    duplicate_image: float = flag(0.98, "smallest cosine similarity of duplicate images", minimum=-1, maximum=1)
+    duplicate_caption: float = flag(0.98, "smallest cosine similarity of duplicate captions", minimum=-1, maximum=1)
+    false_negative_quantile: float = flag(
+        0.9, "quantile of the own pairs' similarities that a false negative reaches; 0: no limit", minimum=0, maximum=1
     )
-    deviations: float = _threshold(3.0, "standard deviations from the median to the best similarity of a misfit")
-    extremes: int = _threshold(100, "number of the hardest samples, and of the easiest")
-    max_pairs: int = _threshold(10_000, "pairs of a category to list, the most similar ones; all are counted")
-
-    def __post_init__(self) -> None:
-        for name in ("duplicate_image", "duplicate_caption"):
-            if not -1 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name):g}: expected a cosine similarity, from -1 to 1")
-        if not 0 <= self.false_negative_quantile <= 1:
-            raise ValueError(f"false_negative_quantile is {self.false_negative_quantile:g}: expected 0 to 1")
-        if not self.deviations >= 0 or self.extremes < 0 or self.max_pairs < 1:
-            raise ValueError(
-                f"expected deviations >= 0, extremes >= 0 and max_pairs >= 1, found {self.deviations:g}, {self.extremes} "
-                f"and {self.max_pairs}"
-            )
+    deviations: float = flag(3.0, "standard deviations from the median to the best similarity of a misfit", minimum=0)
+    extremes: int = flag(100, "number of the hardest samples, and of the easiest", minimum=0)
+    max_pairs: int = flag(10_000, "pairs of a category to list, the most similar ones; all are counted", minimum=1)
 
     def definition(self, category: str) -> str:
         """Return a category's definition with these thresholds."""
@@ -78,8 +62,8 @@ class Found:
 
     Attributes:
         count: all there are; the arrays may hold fewer pairs, see ``Thresholds.max_pairs``.
-        sample: ``(k,)`` rows of the embeddings; of pairs the one with the smaller row.
-        partner: ``(k,)`` rows of the other sample of the pair, or of the misfit's best match; None for single samples.
+        sample, partner: ``(k,)`` rows of the embeddings; of pairs the smaller one and the larger one, of misfits the sample
+            and its best match; no partner for single samples.
         value: ``(k,)`` similarity (of ``duplicates`` the smaller of the two), or log-normalizer.
     """
 
@@ -158,14 +142,8 @@ def log_normalizers(
     They are the stored ones of a loss that keeps one for each sample, at the temperatures that it keeps, else the exact ones
     over the whole set, at the loss's temperatures.
 
-    Args:
-        loss: on ``device``.
-        embeddings: of the whole set.
-        anchors: ``(A,)`` rows of the embeddings.
-        device: where to compute.
-
     Returns:
-        ``(A,)`` float64 on the CPU, and whether they are the stored ones.
+        ``(A,)`` float64 on the CPU for the rows ``anchors``, and whether they are the stored ones.
     """
     is_stored = isinstance(loss, GlobalContrastiveLoss) and loss.normalizer.needs_index
     scale = torch.tensor(embeddings.logit_scale, device=device)
@@ -192,11 +170,8 @@ def find(
         embeddings: of the whole set.
         anchors: ``(A,)`` ascending rows of the embeddings to look at; each is compared with all.
         difficulty: ``(A,)`` the anchors' log-normalizers, see :func:`log_normalizers`.
-        thresholds: see there.
+        thresholds: what the definitions leave open.
         device: where to compute.
-
-    Returns:
-        What was found by category, with all of ``DEFINITIONS``.
 
     Raises:
         ValueError: embeddings are not finite.
