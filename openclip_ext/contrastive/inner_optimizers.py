@@ -56,11 +56,11 @@ class InnerAdam(nn.Module):
                     total.add_(part)
             for parameter in parameters:
                 parameter.requires_grad_(False)
-        self._apply_gradients(parameters, [gradient.contiguous() for gradient in gradients], lr, ok)
+        self.apply_gradients(parameters, [gradient.contiguous() for gradient in gradients], lr, ok)
 
     @torch.no_grad()
-    def _apply_gradients(self, parameters: list[Tensor], gradients: list[Tensor], lr: float, ok: Tensor) -> None:
-        """Update all parameters by one kernel, which does nothing where ``ok`` is False."""
+    def apply_gradients(self, parameters: list[Tensor], gradients: list[Tensor], lr: float, ok: Tensor) -> None:
+        """Make one step on gradients that the caller computed: one kernel for all, which does nothing where not ``ok``."""
         means, squares = (
             [self.get_buffer(f"{name}_{position}") for position in range(len(parameters))]
             for name in ("mean", "square")

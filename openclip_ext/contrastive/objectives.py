@@ -63,7 +63,7 @@ class Objective(ABC):
         eps: ε, added to the estimand.
     """
 
-    estimand: ClassVar[Estimand]
+    estimand: Estimand
     regularized: ClassVar[bool]
     differentiates_alpha: ClassVar[bool] = False
     eps: float = 0.0

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext.contrastive.batch import Contrast, GatheredBatch
+from openclip_ext.contrastive.inner_optimizers import InnerAdam
 
 # GlobalTemperature's slow_when_small: this factor of the learning rate, at or below this temperature.
 _SLOW_BELOW = 0.03
@@ -174,3 +175,60 @@ class GlobalTemperature(UnregularizedTemperature):
             factor = torch.where(before >= -math.log(_SLOW_BELOW), _SLOW_FACTOR, 1.0)
             parameter.copy_(before + factor * (parameter - before))
         super().finish_logit_scale_step(parameter, before)
+
+
+class TwoGlobalTemperatures(TemperatureScheme):
+    """``τ_1`` of all image anchors and ``τ_2`` of all text anchors, each learned with the regularizer ``ρ``.
+
+    The two temperatures of [opt4ml], 'CLIP with a Global Learnable Temperature'. Their logarithms go through Adam with the
+    learning rate ``lr_tau``. A step uses the temperatures from before its update. The model's ``logit_scale`` follows with
+    the mean of both logarithms.
+
+    Keyword arguments are the options of these names (``losses/options.json``).
+    """
+
+    learns_own = True
+    regularized = True
+
+    def __init__(
+        self,
+        *,
+        rho: float,
+        temperature: float | None,
+        temperature_min: float,
+        temperature_max: float,
+        lr_tau: float | None,
+    ) -> None:
+        super().__init__()
+        check_bounds(temperature_min, temperature_max)
+        if temperature is None or lr_tau is None:
+            missing = "temperature" if temperature is None else "lr_tau"
+            raise ValueError(
+                f"{missing}=None: two global temperatures need a value, as the model has one temperature only"
+            )
+        self.weight = rho
+        self.bounds = (math.log(temperature_min), math.log(temperature_max))
+        self.lr = lr_tau
+        self.initial_logit_scale = log_inverse(temperature)
+        self.log_tau = nn.Parameter(torch.full((2,), math.log(temperature)))
+        self.adam = InnerAdam(self)
+
+    def rho(self, epoch: int) -> float:
+        """Return ρ, constant."""
+        return self.weight
+
+    def temperatures(self, batch: GatheredBatch) -> Tensor:
+        """Return each side's temperature for all its anchors."""
+        return self.log_tau.exp()[:, None].expand(2, batch.size)
+
+    @torch.no_grad()
+    def update(self, contrast: Contrast, gradient: Tensor) -> None:
+        """Make one Adam step of both."""
+        of_log_tau = contrast.batch.mean(gradient) * self.log_tau.exp()
+        self.adam.apply_gradients([self.log_tau], [of_log_tau], self.lr, contrast.batch.ok)
+        self.log_tau.clamp_(*self.bounds)
+
+    @torch.no_grad()
+    def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
+        """Let the model's parameter follow, for its checkpoints."""
+        parameter.fill_(0).sub_(self.log_tau.mean())

@@ -6,7 +6,10 @@ Models*. With ``ℓ_ij = s_ij − s_ii`` each ``τ_i`` in ``[τ_0, τ_max]`` fol
 
     log u_i + ρ − (1/(u_i(B−1))) Σ_j exp(ℓ_ij/τ_i)·ℓ_ij/τ_i
 
-Naive float64 version: ``PerSample`` in ``tests/references/contrastive.py``. Page: ``docs/methods/sogclr-isogclr.md``.
+With ``views=2``, as in the algorithm, the pairs are two views of each image, which share its temperature.
+
+Naive float64 versions: ``PerSample`` in ``tests/references/contrastive.py``, ``tests/references/two_views.py``. Pages:
+``docs/methods/sogclr-isogclr.md``, ``docs/methods/unimodal.md``.
 
 Example:
     >>> loss = openclip_ext.create_loss("isogclr", num_samples=len(dataset))
@@ -17,8 +20,11 @@ import torch
 from torch import Tensor
 
 from openclip_ext.contrastive.batch import Contrast, GatheredBatch
+from openclip_ext.contrastive.objectives import Contrastive
 from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds
-from openclip_ext.losses.method import Method, TemperaturePart
+from openclip_ext.losses.fastclip import MovingAverageNormalizer
+from openclip_ext.losses.method import Method, TemperaturePart, WholeLoss
+from openclip_ext.losses.simclr import TWO_VIEW_DEFAULTS, TWO_VIEW_REFUSED, TwoViewLoss
 from openclip_ext.losses.sogclr import CONSTANT_GAMMA
 from openclip_ext.state.sharded_table import ShardedTable, mean_of_equal
 
@@ -94,10 +100,18 @@ class PerSampleTemperature(TemperatureScheme):
         self.table.write(index, torch.cat([tau, mean, square]), batch.valid)
 
 
+_DEFAULTS = {"temperature": 0.03, "lr_tau": 0.0133, "rho": 7.0}
+
 METHOD = Method(
     name="isogclr",
     normalizer="moving-average",
     temperature_scheme="per-sample",
     normalizer_defaults=CONSTANT_GAMMA,
-    parts=(TemperaturePart("per-sample", PerSampleTemperature, {"temperature": 0.03, "lr_tau": 0.0133, "rho": 7.0}),),
+    parts=(TemperaturePart("per-sample", PerSampleTemperature, _DEFAULTS),),
+    two_views=WholeLoss(
+        TwoViewLoss,
+        _DEFAULTS | TWO_VIEW_DEFAULTS | CONSTANT_GAMMA,
+        TWO_VIEW_REFUSED,
+        parts=(Contrastive, MovingAverageNormalizer, PerSampleTemperature),
+    ),
 )

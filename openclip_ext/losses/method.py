@@ -52,13 +52,13 @@ class WholeLoss:
         build: the class. Its keyword-only arguments are its options.
         defaults: defaults of options, over those of the options themselves.
         refused: options of most losses that it does not take, with the reason.
-        parts: classes of an objective and a normalizer, from which it is built.
+        parts: classes of an objective, a normalizer and a temperature scheme, from which it is built.
     """
 
     build: type[ContrastiveLoss]
     defaults: dict[str, Any] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
-    parts: tuple[type[Objective], type[Normalizer]] | tuple[()] = ()
+    parts: tuple[type[Objective], type[Normalizer], type[TemperatureScheme]] | tuple[()] = ()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,12 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer
 from openclip_ext.contrastive.objectives import Contrastive, Objective
 from openclip_ext.contrastive.solved_temperature import SolvedTemperature
-from openclip_ext.contrastive.temperature import ConstantTemperature, GlobalTemperature, UnregularizedTemperature
+from openclip_ext.contrastive.temperature import (
+    ConstantTemperature,
+    GlobalTemperature,
+    TwoGlobalTemperatures,
+    UnregularizedTemperature,
+)
 from openclip_ext.losses.method import Method, NormalizerPart, TemperaturePart
 from openclip_ext.losses.options import HARD_SHARE, PACKAGE_OPTIONS, PLACEMENT_OPTIONS, rho_of
 from openclip_ext.options import Option, OptionError
@@ -33,6 +38,7 @@ _SHARED_PARTS = (
     TemperaturePart("global", GlobalTemperature),
     # Of two parts with the same name a loss takes the one that its objective allows.
     TemperaturePart("global", UnregularizedTemperature),
+    TemperaturePart("two-global", TwoGlobalTemperatures, {"temperature": 0.07, "lr_tau": 2e-4}),
     # The embeddings of a young model lie close together: to spread them a temperature would go to any lower bound.
     TemperaturePart("solved", SolvedTemperature, {"rho": 4.0, "temperature": 0.1, "temperature_min": 0.03}),
 )

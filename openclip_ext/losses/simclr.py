@@ -5,6 +5,8 @@ unit embeddings of the ``2·B`` views, the loss (NT-Xent) is the mean over all v
 
     −log( exp(h_i·h_i⁺/τ) / (exp(h_i·h_i⁺/τ) + Σ_{z: other images' views} exp(h_i·z/τ)) )
 
+"The positive pair can be removed from the denominator" ([opt4ml, section 6.5.1]; ``positive_in_denominator=False``).
+
 Naive float64 version: ``tests/references/two_views.py``. Page: ``docs/methods/unimodal.md``.
 
 Example:
@@ -26,7 +28,7 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer, Normalizer
 from openclip_ext.contrastive.objectives import Estimand, Objective, Unscaled
 from openclip_ext.contrastive.seeding import generator, linear
-from openclip_ext.contrastive.temperature import ConstantTemperature
+from openclip_ext.contrastive.temperature import ConstantTemperature, TemperatureScheme
 from openclip_ext.losses.method import Method, WholeLoss
 
 TWO_VIEW_DEFAULTS = {"temperature": 0.1, "projection_dim": 128, "views": 2}
@@ -66,9 +68,9 @@ class TwoViewLoss(ContrastiveLoss):
     not count. The two anchors of an image share its index.
 
     Args:
-        objective, normalizer: parts of the loss.
-        num_samples: size of the index space, where the normalizer needs the index.
-        embed_dim, projection_dim, temperature, seed: the options of these names; the temperature is constant.
+        objective, normalizer, scheme: parts of the loss.
+        num_samples: size of the index space, where a part needs the index.
+        embed_dim, projection_dim, seed: the options of these names.
     """
 
     views = 2
@@ -79,11 +81,11 @@ class TwoViewLoss(ContrastiveLoss):
         self,
         objective: Objective,
         normalizer: Normalizer,
+        scheme: TemperatureScheme,
         num_samples: int | None = None,
         *,
         embed_dim: int,
         projection_dim: int | None,
-        temperature: float | None,
         views: int,
         seed: int,
     ) -> None:
@@ -95,7 +97,6 @@ class TwoViewLoss(ContrastiveLoss):
         self.embed_dim = embed_dim
         self.num_samples = num_samples
         self.projector = Projector(embed_dim, projection_dim or embed_dim, seed)
-        scheme = ConstantTemperature(temperature=temperature)
         self.contrast = GlobalContrastiveLoss(objective, normalizer, scheme, None, num_samples, views=2)
         self.needs_index = self.contrast.needs_index
         self.keeps_state = self.contrast.keeps_state
@@ -165,22 +166,36 @@ def _as_pairs(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([first, second]), torch.cat([second, first])
 
 
-class InfoNce(Unscaled):
-    """NT-Xent: ``log(1 + N·g)`` over the ``N`` negatives of the batch, not multiplied by τ.
+_CROSS_ENTROPY, _WITHOUT_POSITIVE = (
+    Estimand(formula, from_batch, log_divisor=lambda contrast: torch.zeros_like(contrast.tau))
+    for formula, from_batch in (
+        ("log(1 + N·g), the cross-entropy", lambda contrast: contrast.infonce),
+        ("log(N·g), the sum over the negatives", lambda contrast: contrast.log_gap_sums),
+    )
+)
 
-    ``α`` is the cross-entropy itself, so that the weights of the negatives are the softmax's.
+
+class InfoNce(Unscaled):
+    """NT-Xent: ``log(1 + N·g)`` over the ``N`` negatives of the batch, not multiplied by τ; without the positive ``log(N·g)``.
+
+    ``α`` is the loss itself, so that the weights of the negatives are the softmax's.
+
+    Args:
+        positive_in_denominator: whether the positive pair is one of the terms.
     """
 
-    estimand = Estimand(
-        "log(1 + N·g), the cross-entropy",
-        from_batch=lambda contrast: contrast.infonce,
-        log_divisor=lambda contrast: torch.zeros_like(contrast.tau),
-    )
+    estimand = _CROSS_ENTROPY
+
+    def __init__(self, *, positive_in_denominator: bool) -> None:
+        if not positive_in_denominator:
+            self.estimand = _WITHOUT_POSITIVE
 
     def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
         return alpha
 
 
-_WHOLE = WholeLoss(TwoViewLoss, TWO_VIEW_DEFAULTS, TWO_VIEW_REFUSED, parts=(InfoNce, MinibatchNormalizer))
+_WHOLE = WholeLoss(
+    TwoViewLoss, TWO_VIEW_DEFAULTS, TWO_VIEW_REFUSED, parts=(InfoNce, MinibatchNormalizer, ConstantTemperature)
+)
 
 METHOD = Method(name="simclr", head=Projector, whole=_WHOLE, two_views=_WHOLE)

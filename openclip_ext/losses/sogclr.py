@@ -25,6 +25,7 @@ from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast
 from openclip_ext.contrastive.normalizer import Estimate
 from openclip_ext.contrastive.objectives import Estimand, Objective
+from openclip_ext.contrastive.temperature import ConstantTemperature
 from openclip_ext.losses.fastclip import MovingAverageNormalizer
 from openclip_ext.losses.method import Method, WholeLoss
 from openclip_ext.losses.simclr import TWO_VIEW_DEFAULTS, TWO_VIEW_REFUSED, TwoViewLoss
@@ -93,6 +94,6 @@ METHOD = Method(
         TwoViewLoss,
         TWO_VIEW_DEFAULTS | CONSTANT_GAMMA,
         TWO_VIEW_REFUSED,
-        parts=(Decoupled, UncenteredMovingAverage),
+        parts=(Decoupled, UncenteredMovingAverage, ConstantTemperature),
     ),
 )

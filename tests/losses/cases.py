@@ -112,10 +112,12 @@ def _queueclip(m: int, weight: float, leave_own_out: bool = False) -> Case:
 
 def _two_views(name: str, **options: Any) -> Case:
     average = None
-    if name == "sogclr":
+    if name != "simclr":
         average = options.get("gamma", 0.8), options.get("gamma_decay_epochs"), options.get("eps", EPS)
     tau = options.get("temperature", 0.1)
-    return Case(name, lambda loss: two_views.TwoViews(loss.projector, tau, average), options)
+    with_positive = options.get("positive_in_denominator", True)
+    learned = (7.0, 0.0133) if name == "isogclr" else None
+    return Case(name, lambda loss: two_views.TwoViews(loss.projector, tau, average, with_positive, learned), options)
 
 
 _AMORLIP = {
@@ -228,6 +230,12 @@ CASES: dict[str, Case] = {
     "fastclip-v1": Case("fastclip-v1", _fastclip("constant"), _DECAY),
     "isogclr": Case("isogclr", _per_sample(gamma=0.8, decay_epochs=None), {"temperature": 0.05}),
     "fastclip-v2": Case("fastclip-v2", _per_sample(), _DECAY | {"temperature": 0.05}),
+    "fastclip-two-global": Case(
+        "fastclip",
+        lambda loss: contrastive.TwoGlobal(_average(), rho=6.5, start=0.07, bounds=(0.01, 1.0), lr=0.05),
+        _DECAY | {"temperature_scheme": "two-global", "lr_tau": 0.05},
+        tolerance=1e-7,  # its start is rounded to float32
+    ),
     "openclip-constant": Case(
         "openclip",
         lambda loss: contrastive.InfoNce(0.05),
@@ -269,6 +277,11 @@ CASES: dict[str, Case] = {
     "queueclip-others-few": _queueclip(4, 0.3, leave_own_out=True),
     "simclr": _two_views("simclr"),
     "simclr-embeddings-width": _two_views("simclr", projection_dim=None, temperature=0.5),
+    "simclr-without-positive": _two_views("simclr", positive_in_denominator=False),
+    "isogclr-views": _two_views("isogclr", views=2),
+    "isogclr-views-cosine": _two_views(
+        "isogclr", views=2, eps=0.05, gamma=0.2, gamma_schedule="cosine", gamma_decay_epochs=2, temperature=0.05
+    ),
     "sogclr-views": _two_views("sogclr", views=2, projection_dim=5),
     "sogclr-views-cosine": _two_views(
         "sogclr", views=2, eps=0.5, gamma=0.2, gamma_schedule="cosine", gamma_decay_epochs=2

@@ -254,6 +254,49 @@ class PerSample:
         self.tau[k][sample] = max(self.bounds[0], min(self.bounds[1], tau))
 
 
+class TwoGlobal:
+    """[opt4ml], 'CLIP with a Global Learnable Temperature': one for the images and one for the texts, each with Adam."""
+
+    def __init__(
+        self, estimator: MovingAverage, rho: float, start: float, bounds: tuple[float, float], lr: float
+    ) -> None:
+        self.estimator, self.rho, self.bounds, self.lr = estimator, rho, bounds, lr
+        self.tau = [start, start]
+        self.moments = [[0.0, 0.0], [0.0, 0.0]]
+        self.steps = 0
+
+    def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
+        """One step; the logit scale plays no part."""
+        batch, eps = len(images), self.estimator.eps
+        tau = [[self.tau[k]] * batch for k in (0, 1)]
+        alpha = self.estimator.update(images, texts, tau, index, epoch)
+        gradients = encoder_gradients(images, texts, tau, alpha)
+        value = 0.0
+        self.steps += 1
+        for k, t in enumerate(list(self.tau)):
+            slope = 0.0
+            for i in range(batch):
+                u, others = math.exp(alpha[k][i]), negatives(i, batch)
+                value += (
+                    0.5 * t * ((eps + inner(images, texts, t, k, i).item()) / u + alpha[k][i] + self.rho - 1) / batch
+                )
+                ells = [
+                    (pair_similarity(images, texts, k, i, j) - positive(images, texts, k, i)).item() for j in others
+                ]
+                total = sum(math.exp(ell / t) * ell / t for ell in ells)
+                slope += (alpha[k][i] + self.rho - total / (u * len(others))) / batch
+            self._update(k, slope * t)
+        return StepResult(value, *gradients, 0.0, alpha)
+
+    def _update(self, k: int, gradient: float) -> None:
+        first, second = self.moments[k]
+        first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
+        self.moments[k] = [first, second]
+        step = (first / (1 - 0.9**self.steps)) / (math.sqrt(second / (1 - 0.999**self.steps)) + 1e-8)
+        tau = math.exp(math.log(self.tau[k]) - self.lr * step)
+        self.tau[k] = max(self.bounds[0], min(self.bounds[1], tau))
+
+
 class Solved:
     """SogCLR with a temperature that is solved for: ``KL(softmax(s_i/τ) ‖ uniform) = ρ`` over the ``m`` newest embeddings.
 

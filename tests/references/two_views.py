@@ -1,4 +1,4 @@
-"""SimCLR and SogCLR on two views of each image: loops over the anchors, after the papers."""
+"""SimCLR, SogCLR and iSogCLR on two views of each image: loops over the anchors, after the papers."""
 
 import math
 from typing import Any
@@ -16,9 +16,22 @@ class TwoViews:
         projector: ours; its first and last layer are linear.
         tau: temperature.
         average: ``(γ_min, decay_epochs or None, ε)`` of SogCLR; None: SimCLR.
+        with_positive: whether SimCLR's denominator has the positive pair.
+        learned: ``(ρ, learning rate)`` of iSogCLR's temperatures; None: they are constant.
     """
 
-    def __init__(self, projector: Any, tau: float, average: tuple[float, int | None, float] | None = None) -> None:
+    def __init__(
+        self,
+        projector: Any,
+        tau: float,
+        average: tuple[float, int | None, float] | None = None,
+        with_positive: bool = True,
+        learned: tuple[float, float] | None = None,
+    ) -> None:
+        self.with_positive = with_positive
+        self.learned = learned
+        self.taus: dict[int, float] = {}
+        self.moments: dict[int, tuple[float, float]] = {}
         self.weights = [value.detach().double().clone() for value in projector.parameters()]
         self.tau = tau
         self.average = average
@@ -33,7 +46,10 @@ class TwoViews:
         """``images`` are the first views, ``texts`` the second ones."""
         first, second = leaves(images, texts)
         views = [self._project(first), self._project(second)]
-        value, surrogate = self._simclr(views) if self.average is None else self._sogclr(views, index, epoch)
+        if self.learned is not None:
+            value, surrogate = self._isogclr(views, index, epoch)
+        else:
+            value, surrogate = self._simclr(views) if self.average is None else self._sogclr(views, index, epoch)
         gradients = torch.autograd.grad(surrogate, (first, second))
         return StepResult(value, *gradients, 0.0, [])
 
@@ -44,7 +60,8 @@ class TwoViews:
         total = torch.zeros((), dtype=torch.float64)
         for anchor in range(2 * batch):
             positive = (anchor + batch) % (2 * batch)
-            others = [z for z in range(2 * batch) if z != anchor]
+            left_out = {anchor} if self.with_positive else {anchor, positive}
+            others = [z for z in range(2 * batch) if z not in left_out]
             denominator = sum(torch.exp(everything[anchor] @ everything[z] / self.tau) for z in others)
             total = total - torch.log(torch.exp(everything[anchor] @ everything[positive] / self.tau) / denominator)
         mean = total / (2 * batch)
@@ -71,6 +88,50 @@ class TwoViews:
                 surrogate = surrogate - anchor @ positive / (2 * batch)
         self.u |= {sample: sum(values) / len(values) for sample, values in new.items()}
         return value, surrogate
+
+    def _isogclr(self, views: list[Tensor], index: list[int], epoch: int) -> tuple[float, Tensor]:
+        """[opt4ml, Algorithm 35]; the views of an image share its u, their mean, and its temperature, learned by Adam."""
+        gamma, eps = self._gamma(epoch), self.average[2]
+        batch = len(index)
+        anchors = [(view, i) for view in (0, 1) for i in range(batch)]
+        ells = {
+            (view, i): [
+                views[view][i] @ (views[side][j] - views[1 - view][i])
+                for side in (0, 1)
+                for j in range(batch)
+                if j != i
+            ]
+            for view, i in anchors
+        }
+        tau = [self.taus.get(sample, self.tau) for sample in index]
+        new: dict[int, list[float]] = {}
+        for view, i in anchors:
+            estimate = eps + sum(math.exp(ell.item() / tau[i]) for ell in ells[view, i]) / len(ells[view, i])
+            old = self.u.get(index[i])
+            new.setdefault(index[i], []).append(estimate if old is None else (1 - gamma) * old + gamma * estimate)
+        self.u |= {sample: sum(values) / len(values) for sample, values in new.items()}
+        value, surrogate = 0.0, torch.zeros((), dtype=torch.float64)
+        slopes: dict[int, list[float]] = {}
+        for view, i in anchors:
+            u, t = self.u[index[i]], tau[i]
+            terms = [math.exp(ell.item() / t) / len(ells[view, i]) for ell in ells[view, i]]
+            value += t * ((eps + sum(terms)) / u + math.log(u) + self.learned[0] - 1) / (2 * batch)
+            for term, ell in zip(terms, ells[view, i], strict=True):
+                surrogate = surrogate + term / u * ell / (2 * batch)
+            mean_ell = sum(term * ell.item() / t for term, ell in zip(terms, ells[view, i], strict=True)) / u
+            slopes.setdefault(index[i], []).append(math.log(u) + self.learned[0] - mean_ell)
+        for sample, found in slopes.items():
+            self._learn(sample, sum(found) / len(found), epoch)
+        return value, surrogate
+
+    def _learn(self, sample: int, gradient: float, epoch: int) -> None:
+        gradient = max(-5.0, min(5.0, gradient))
+        beta1, beta2 = (0.9, 0.999) if epoch > 0 else (0.0, 0.0)
+        first, second = self.moments.get(sample, (0.0, 0.0))
+        first, second = beta1 * first + (1 - beta1) * gradient, beta2 * second + (1 - beta2) * gradient**2
+        self.moments[sample] = (first, second)
+        step = (first / (1 - beta1 ** (epoch + 1))) / (math.sqrt(second / (1 - beta2 ** (epoch + 1))) + 1e-8)
+        self.taus[sample] = max(0.01, min(1.0, self.taus.get(sample, self.tau) - self.learned[1] * step))
 
     def _gamma(self, epoch: int) -> float:
         gamma, decay_epochs, _ = self.average
