@@ -12,7 +12,7 @@ BASELINE = "openclip"
 DEFAULT_LOSSES = (BASELINE, "fastclip", "neuclip", "queueclip", "amorlip")
 LR_FACTORS = (1.0, 0.5, 2.0)
 # What losses that use these options get in runs of a few epochs: a moving average that remembers many of them is far behind
-# (docs/results.md#ablations), and an MLP that starts anew in each does not become accurate (losses/amorlip.py warns).
+# (docs/experiments/papers-claims.md#ablations), and an MLP that starts anew in each does not become accurate (losses/amorlip.py warns).
 FOR_SHORT_RUNS: Mapping[str, Any] = {
     "gamma": 0.8,
     "gamma_schedule": "constant",
@@ -47,7 +47,7 @@ _SETTINGS: Sequence[Options] = (
     *(_solved(5.0), {}, _constant(0.03), _learned(4.0)),
 )
 # Of OpenCLIP's loss, which has no ρ where it learns the temperature. In a few hundred steps of large batches a high constant
-# one is better by far (docs/results.md#small-and-large-batches).
+# one is better by far (docs/experiments/batch-sizes.md#small-and-large-batches).
 _BASELINE_SETTINGS: Sequence[Options] = (
     *({}, {"temperature_scheme": "global", "temperature": 0.03}, _constant(0.1), _constant(0.05)),
     *(_solved(4.0), _solved(5.0), _constant(0.03)),
