@@ -12,7 +12,7 @@ BASELINE = "openclip"
 DEFAULT_LOSSES = (BASELINE, "fastclip", "neuclip", "queueclip", "amorlip")
 LR_FACTORS = (1.0, 0.5, 2.0)
 # What losses that use these options get in runs of a few epochs: a moving average that remembers many of them is far behind
-# (docs/experiments/papers-claims.md#ablations), and an MLP that starts anew in each does not become accurate (losses/amorlip.py warns).
+# (docs/experiments/papers-claims.md#ablations), and an MLP that starts anew in each does not become accurate.
 FOR_SHORT_RUNS: Mapping[str, Any] = {
     "gamma": 0.8,
     "gamma_schedule": "constant",
