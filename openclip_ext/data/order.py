@@ -171,8 +171,11 @@ class EpochOrder:
         self._epoch = epoch
         self._layout = layout
         self._segment = len(seen)
-        self._slots = np.flatnonzero(~self._seen_slots(seen)[: layout.epoch_samples]) if seen else None
-        self._num_slots = layout.epoch_samples if self._slots is None else len(self._slots)
+        unseen = _Slots.up_to(max([layout.epoch_samples, *(segment.layout.epoch_samples for segment in seen)]))
+        for number, segment in enumerate(seen):
+            unseen = _without(unseen, segment, seed, (epoch, number))
+        self._slots = unseen
+        self._num_slots = unseen.number_below(layout.epoch_samples)
         self.batches = layout.batches(self._num_slots)
 
     def piece_length(self, rank: int, worker: int) -> int:
@@ -182,37 +185,92 @@ class EpochOrder:
 
     def piece_indices(self, rank: int, worker: int, positions: np.ndarray) -> np.ndarray:
         """Global indices of the samples at these positions of a worker's piece."""
-        slots = positions + self._layout.piece(self._num_slots, rank, worker)[0]
-        return self._sequence(slots if self._slots is None else self._slots[slots])
+        return self._sequence(self._slots[positions + self._layout.piece(self._num_slots, rank, worker)[0]])
 
     def shuffled(self, rank: int, worker: int) -> Iterator[np.ndarray]:
         """The positions of a worker's piece in the order in which it hands them out, in parts."""
-        return self._shuffled(self._layout, self._num_slots, self._segment, rank, worker)
+        words = (self._epoch, self._segment, rank, worker)
+        return shuffled_positions(self.piece_length(rank, worker), self._layout.shuffle_window, self._seed, *words)
 
-    def _shuffled(self, layout: Layout, num_slots: int, segment: int, rank: int, worker: int) -> Iterator[np.ndarray]:
-        begin, end = layout.piece(num_slots, rank, worker)
-        words = (self._epoch, segment, rank, worker)
-        return shuffled_positions(end - begin, layout.shuffle_window, self._seed, *words)
 
-    def _seen_slots(self, seen: Sequence[Segment]) -> np.ndarray:
-        """Boolean mask over the slots."""
-        longest = max([self._layout.epoch_samples, *(segment.layout.epoch_samples for segment in seen)])
-        mask = np.zeros(longest, dtype=bool)
-        for number, segment in enumerate(seen):
-            layout = segment.layout
-            slots = np.flatnonzero(~mask[: layout.epoch_samples])
-            if not 0 <= segment.batches <= layout.batches(len(slots)):
-                raise ValueError(
-                    f"cannot resume: the checkpoint says that {segment.batches} batches were done on each rank, "
-                    f"but that layout has {layout.batches(len(slots))} ({layout})"
-                )
-            for rank in range(layout.world_size):
-                for worker in range(layout.workers):
-                    done = layout.worker_batches(segment.batches, worker) * layout.batch_size
-                    begin = layout.piece(len(slots), rank, worker)[0]
-                    parts = self._shuffled(layout, len(slots), number, rank, worker)
-                    while done > 0:
-                        positions = next(parts)[:done]
-                        mask[slots[positions + begin]] = True
-                        done -= len(positions)
-        return mask
+@dataclass(frozen=True)
+class _Slots:
+    """Ascending slots as runs of consecutive ones. What is left of an epoch is few runs, however many slots it has.
+
+    Attributes:
+        firsts: the first slot of each run.
+        ends: how many slots there are up to the end of each run.
+    """
+
+    firsts: np.ndarray
+    ends: np.ndarray
+
+    @classmethod
+    def up_to(cls, number: int) -> "_Slots":
+        """Return ``0 .. number - 1``."""
+        return cls(np.zeros(1, np.int64), np.array([number], np.int64))
+
+    @property
+    def _begins(self) -> np.ndarray:
+        return np.concatenate([[0], self.ends[:-1]])
+
+    def __getitem__(self, positions: np.ndarray) -> np.ndarray:
+        """Return the slots at these positions among them."""
+        runs = np.searchsorted(self.ends, positions, side="right")
+        return (self.firsts - self._begins)[runs] + positions
+
+    def number_below(self, slot: int) -> int:
+        """Return how many of them are smaller than a slot."""
+        return int(np.clip(slot - self.firsts, 0, np.diff(self.ends, prepend=0)).sum())
+
+    def ranges(self, begins: np.ndarray, ends: np.ndarray) -> "_Slots":
+        """Return those at the positions of some ranges, which ascend and do not overlap."""
+        begins, ends = begins[begins < ends], ends[begins < ends]
+        first, last = np.searchsorted(self.ends, begins, side="right"), np.searchsorted(self.ends, ends, side="left")
+        # A range is cut where a run ends.
+        cuts = last - first + 1
+        ranges = np.repeat(np.arange(len(begins)), cuts)
+        runs = first[ranges] + np.arange(len(ranges)) - np.repeat(np.cumsum(cuts) - cuts, cuts)
+        run_begins = self._begins[runs]
+        starts, stops = np.maximum(begins[ranges], run_begins), np.minimum(ends[ranges], self.ends[runs])
+        return _Slots(self.firsts[runs] + starts - run_begins, np.cumsum(stops - starts))
+
+
+def _without(slots: _Slots, segment: Segment, seed: int, words: tuple[int, ...]) -> _Slots:
+    """Return the slots that a segment left over; ``words`` are those of its shuffles, before rank and worker."""
+    layout = segment.layout
+    number = slots.number_below(layout.epoch_samples)
+    if not 0 <= segment.batches <= layout.batches(number):
+        raise ValueError(
+            f"cannot resume: the checkpoint says that {segment.batches} batches were done on each rank, "
+            f"but that layout has {layout.batches(number)} ({layout})"
+        )
+    begins, ends, end = [], [], 0
+    for rank in range(layout.world_size):
+        for worker in range(layout.workers):
+            begin, end = layout.piece(number, rank, worker)
+            done = layout.worker_batches(segment.batches, worker) * layout.batch_size
+            left = _left_of_shuffle(end - begin, layout.shuffle_window, done, seed, *words, rank, worker)
+            begins.append(begin + left[0])
+            ends.append(begin + left[1])
+    begins.append(np.array([end]))
+    ends.append(slots.ends[-1:])
+    return slots.ranges(np.concatenate(begins), np.concatenate(ends))
+
+
+def _left_of_shuffle(length: int, window: int, done: int, seed: int, *words: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions that are not among the first ``done`` of :func:`shuffled_positions`, as begins and ends of ranges.
+
+    Only near ``done`` are some there and others not, which is all that needs to be computed.
+    """
+    first, limit = max(done - window, 0), min(done + window, length)
+    positions = np.arange(first, limit)
+    keys = positions + window * uniform(hash64(Purpose.SHUFFLE, seed, *words, positions))
+    is_left = np.ones(limit - first + 3, dtype=np.int8)
+    is_left[0] = is_left[-1] = 0
+    is_left[1 + np.argsort(keys, kind="stable")[: done - first]] = 0
+    # The last of these stands for all from the limit on.
+    changes = np.diff(is_left)
+    ends = first + np.flatnonzero(changes == -1)
+    ends[-1] = length
+    return first + np.flatnonzero(changes == 1), ends

@@ -1,6 +1,8 @@
 """Every sample once, on any layout and after any interruption; the order depends on what it should depend on."""
 
 import random
+import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -82,6 +84,29 @@ def test_unseen_samples_follow_on_any_other_layout():
         assert len(np.unique(together)) == len(together)
         if len(seen) == 4:
             assert n - len(together) < seen[-1].layout.global_batch
+
+
+def test_what_another_layout_left_is_every_slot_that_it_did_not_reach():
+    rng = random.Random(2)
+    for case in range(40):
+        layout = random_layout(rng, 2000)
+        one = Layout(1, 1, 1, 1, epoch_samples=2000, shuffle_window=0)
+        slots = EpochOrder(lambda slots: slots, case, 0, (), layout)
+        batches = rng.randint(0, slots.batches)
+        done = [run_rank(slots, layout, rank, batches).ravel() for rank in range(layout.world_size)]
+        rest = EpochOrder(lambda slots: slots, case, 0, (Segment(layout, batches),), one)
+        left = rest.piece_indices(0, 0, np.arange(rest.piece_length(0, 0)))
+        assert np.array_equal(left, np.setdiff1d(np.arange(2000), np.concatenate(done)))
+
+
+def test_a_billion_samples_go_on_in_another_layout_in_little_memory():
+    first = Layout(64, 8, 64, 1, epoch_samples=10**9, shuffle_window=10_000)
+    tracemalloc.start()
+    order = EpochOrder(lambda slots: slots, 0, 0, (Segment(first, 100_000),), replace(first, world_size=48))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert order.batches * 48 * 64 == (10**9 - 100_000 * 64 * 64) // (48 * 64) * 48 * 64
+    assert peak < 200 * 2**20
 
 
 def test_shuffle_delays_no_position_by_more_than_the_window():
