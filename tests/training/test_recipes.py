@@ -97,6 +97,6 @@ def test_the_list_says_what_is_wrong(arguments, message, capsys):
 
 def test_the_documentation_lists_every_recipe():
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| (`.+?) \|", page, flags=re.MULTILINE)
+    rows = re.findall(r"^\| `([\w-]+)` \| (`.+?) \|", page, flags=re.MULTILINE)
     documented = {name: re.findall(r"`([\w-]+)`", listed) for name, listed in rows}
     assert documented == {name: recipes.losses(name) for name in recipes.names()}
