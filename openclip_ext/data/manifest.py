@@ -7,7 +7,6 @@ known before training starts, independent of the keys in the tar. The command li
 """
 
 import argparse
-import contextlib
 import copy
 import hashlib
 import json
@@ -21,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from openclip_ext.data import scan, tar
+from openclip_ext.data import scan
 from openclip_ext.data.scan import Problems, ScannedShard, Shard
 from openclip_ext.data.shardlist import expand_shards, refuse_repeated, shard_name
 from openclip_ext.data.spec import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
@@ -53,7 +52,7 @@ class _ManifestFile:
     caption_key: str
     num_samples: int
     shards: list[dict[str, Any]]
-    offsets: str | None = None
+    offsets: str | None = None  # written by earlier versions, for a file that is no longer needed
     left_out: str = ""
     checksum: str | None = None
 
@@ -65,11 +64,7 @@ class Manifest:
         shards: In the order of their indices.
         image_key, caption_key: The fields that the samples were checked for.
         left_out: ``(k,)`` int64, ascending indices of samples that keep their index and are not trained on.
-        blocks: ``(num_samples,)`` uint32, lengths of the samples in 512-byte blocks (0 in shards that are not
-            seekable), or None if unknown: readers then walk over the headers of a shard when they open it.
     """
-
-    _blocks_path: str | None = None
 
     def __init__(
         self,
@@ -77,13 +72,11 @@ class Manifest:
         image_key: str = DEFAULT_IMAGE_KEY,
         caption_key: str = DEFAULT_CAPTION_KEY,
         left_out: np.ndarray | None = None,
-        blocks: np.ndarray | None = None,
     ) -> None:
         self.shards = list(shards)
         self.image_key = image_key
         self.caption_key = caption_key
         self.left_out = np.empty(0, np.int64) if left_out is None else left_out
-        self._blocks = blocks
 
     @property
     def num_samples(self) -> int:
@@ -151,10 +144,7 @@ class Manifest:
         for scanned in scans:
             scanned.shard.first_index = first
             first += scanned.shard.num_samples
-        manifest = cls([scanned.shard for scanned in scans], image_key, caption_key)
-        if any(shard.seekable for shard in manifest.shards):
-            manifest._set_blocks(scans)
-        return manifest
+        return cls([scanned.shard for scanned in scans], image_key, caption_key)
 
     def without(self, indices: Iterable[int]) -> "Manifest":
         """A manifest that leaves samples out of training, beside those that this one leaves out. No index changes.
@@ -178,7 +168,7 @@ class Manifest:
     # ---------------------------------------------------------------- files
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the manifest as JSON, and the offsets next to it (``NAME.HASH.npy``, 4 bytes a sample); atomic.
+        """Write the manifest as JSON; atomic.
 
         Raises:
             OSError: The folder cannot be written to.
@@ -192,21 +182,10 @@ class Manifest:
             "caption_key": self.caption_key,
             "num_samples": self.num_samples,
         }
-        blocks = self._load_blocks()
-        if blocks is not None:
-            # The hash in the name ties the two files together: a save killed half-way leaves the old pair whole.
-            content["offsets"] = f"{path.stem}.{_blocks_hash(blocks)}.npy"
-            offsets = path.parent / content["offsets"]
-            if self._blocks_path != str(offsets):
-                write_atomically(offsets, lambda file: np.save(file, blocks))
-            self._blocks_path = str(offsets)
         content |= {"left_out": left_out} if left_out else {}
         content["shards"] = [_shard_to_json(shard, str(path.parent)) for shard in self.shards]
         content["checksum"] = _checksum(content)
         write_atomically(path, lambda file: file.write((json.dumps(content, indent=1) + "\n").encode()))
-        for old in path.parent.glob(f"{path.stem}.{'[0-9a-f]' * 12}.npy"):
-            if old.name != content.get("offsets"):
-                old.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Manifest":
@@ -240,10 +219,7 @@ class Manifest:
             if FORMAT.encode() not in text:
                 raise ManifestError(f"{path} is no manifest: {error}") from error
             raise DamagedManifestError(f"the manifest {path} is damaged: {error}") from error
-        manifest = cls(shards, file.image_key, file.caption_key, left_out)
-        if file.offsets and (path.parent / file.offsets).is_file():
-            manifest._blocks_path = str(path.parent / file.offsets)
-        return manifest
+        return cls(shards, file.image_key, file.caption_key, left_out)
 
     # ---------------------------------------------------------------- checking
 
@@ -251,7 +227,7 @@ class Manifest:
         """Check that the manifest still describes the data.
 
         A local shard that was touched or copied (same size, other modification time) is scanned again and accepted if
-        its members are the same. All are scanned again if the file of the offsets is damaged.
+        its members are the same.
 
         Args:
             shards: The training data; None to check the files of the manifest only. Local shards that were moved are
@@ -279,30 +255,24 @@ class Manifest:
                 touched.append(shard)
         if gone:
             raise ManifestError(f"{len(gone)} of {len(self.shards)} shards of the manifest are gone: {_some(gone)}")
-        damaged = self._offsets_are_damaged()
-        if damaged:
-            logging.warning(f"{self._blocks_path} is damaged (its hash is not the one in its name): scanning again.")
-        if (touched or damaged) and not changed:
-            changed = self._rescan(touched, all_offsets=damaged)
+        if touched and not changed:
+            changed = self._rescan(touched)
         if changed:
             raise ManifestError(
                 f"{len(changed)} of {len(self.shards)} shards were changed after the manifest was made: "
                 f"{_some(changed)}. The indices of the samples are no longer right. Make the manifest again: "
                 "python -m openclip_ext.data.manifest SHARDS (and start the training afresh)"
             )
-        return bool(moved or touched or damaged)
+        return bool(moved or touched)
 
-    def _rescan(self, touched: Sequence[Shard], all_offsets: bool) -> list[str]:
-        """Scan the touched shards, or all seekable ones to restore the offsets; return those whose members differ."""
-        shards = [shard for shard in self.shards if shard.seekable] if all_offsets else touched
+    def _rescan(self, shards: Sequence[Shard]) -> list[str]:
+        """Scan shards again; return those whose members differ."""
         scans = scan.scan_local([shard.url for shard in shards], self.image_key, self.caption_key)
         changed = []
         for shard, scanned in zip(shards, scans, strict=True):
             if not _has_same_members(shard, scanned.shard):
                 changed.append(f"{shard.url} ({scanned.shard.num_samples:,} samples, were {shard.num_samples:,})")
-            shard.mtime_ns, scanned.shard.first_index = scanned.shard.mtime_ns, shard.first_index
-        if all_offsets and not changed:
-            self._set_blocks(scans)
+            shard.mtime_ns = scanned.shard.mtime_ns
         return changed
 
     def _match(self, urls: Sequence[str]) -> bool:
@@ -341,54 +311,6 @@ class Manifest:
                 raise OSError("it was replaced by a file with other samples after the manifest was made")
             shard.mtime_ns = found.mtime_ns
 
-    # ---------------------------------------------------------------- offsets
-
-    def sample_offsets(self, shard_number: int) -> np.ndarray | None:
-        """Where the samples of a shard begin in its file, and where the last ends.
-
-        Returns:
-            ``(num_samples + 1,)`` int64 bytes, or None if the shard can only be read as a stream.
-        """
-        shard = self.shards[shard_number]
-        if not shard.seekable:
-            return None
-        all_blocks = self._load_blocks()
-        if all_blocks is None:
-            blocks = scan.scan_shard(shard.url, self.image_key, self.caption_key).blocks
-        else:
-            blocks = all_blocks[shard.first_index : shard.first_index + shard.num_samples]
-        if blocks is None or len(blocks) != shard.num_samples:
-            raise tar.TarError(f"it no longer has the {shard.num_samples:,} samples of the manifest")
-        offsets = np.zeros(shard.num_samples + 1, dtype=np.int64)
-        np.cumsum(blocks, out=offsets[1:])
-        return offsets * tar.BLOCK
-
-    def _set_blocks(self, scans: Iterable[ScannedShard]) -> None:
-        self._blocks, self._blocks_path = np.zeros(self.num_samples, np.uint32), None
-        for scanned in scans:
-            if scanned.blocks is not None:
-                first = scanned.shard.first_index
-                self._blocks[first : first + scanned.shard.num_samples] = scanned.blocks
-
-    def _load_blocks(self) -> np.ndarray | None:
-        """Map the file of the offsets, if there is one; None if it is gone, or is not one of this manifest."""
-        if self._blocks is None and self._blocks_path is not None:
-            with contextlib.suppress(OSError, ValueError, EOFError):
-                blocks = np.load(self._blocks_path, mmap_mode="r")
-                if blocks.shape == (self.num_samples,) and blocks.dtype == np.uint32:
-                    self._blocks = blocks
-        return self._blocks
-
-    def _offsets_are_damaged(self) -> bool:
-        if self._blocks_path is None or not os.path.exists(self._blocks_path):
-            return False
-        blocks = self._load_blocks()
-        return blocks is None or f".{_blocks_hash(blocks)}.npy" not in self._blocks_path
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A process that gets a copy maps the file itself; the lengths travel only if they were never saved.
-        return self.__dict__ | ({} if self._blocks_path is None else {"_blocks": None})
-
     def report(self) -> Iterator[str]:
         """One line for each shard with problems."""
         for shard in self.shards:
@@ -405,12 +327,13 @@ def _shard_to_json(shard: Shard, folder: str) -> dict[str, Any]:
         entry["name"] = Path(os.path.relpath(shard.url, folder)).as_posix()
     left_out = {"url"} | (set() if shard.problems else {"problems"})
     if shard.size is None:
-        left_out |= {"size", "mtime_ns", "digest", "seekable"}
+        left_out |= {"size", "mtime_ns", "digest"}
     return {name: value for name, value in entry.items() if name not in left_out}
 
 
 def _shard_from_json(entry: dict[str, Any], folder: str, where: str) -> Shard:
     name = read_as(str, entry.pop("name", None), f"{where}.name")
+    entry.pop("seekable", None)  # written by earlier versions
     url = os.path.normpath(os.path.join(folder, name)) if is_local(name) else name
     return read_as(Shard, entry | {"url": url}, where)
 
@@ -492,10 +415,6 @@ def _parse_ranges(text: str, num_samples: int) -> np.ndarray:
     if len(indices) == num_samples:
         raise ValueError("it leaves out all samples")
     return indices
-
-
-def _blocks_hash(blocks: np.ndarray) -> str:
-    return hashlib.blake2b(np.ascontiguousarray(blocks).data, digest_size=6).hexdigest()
 
 
 def _checksum(content: dict[str, Any]) -> str:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypedDict
 
-import numpy as np
 from tqdm import tqdm
 
 from openclip_ext.data import tar
@@ -27,8 +26,6 @@ _MAX_POSITIONS = 20
 _MAX_GAPS = 5
 # One read brings the headers that lie close together, but not the images between them.
 _HEADER_BUFFER = 1 << 13
-# What all tar formats of today have in their headers.
-_HEADER_MARK = b"ustar"
 
 
 class Problems(TypedDict, total=False):
@@ -40,7 +37,7 @@ class Problems(TypedDict, total=False):
     bad_positions: list[int]  # theirs, if they are few
     duplicate_keys: int  # samples whose key has occurred before
     gaps: list[list[int]]  # [start, end] bytes without a readable header, the first few
-    lost: int  # samples in the gaps, estimated
+    lost: int  # samples in the gaps, estimated by their size
     error: str  # why the shard could not be read to its end
 
 
@@ -54,7 +51,6 @@ class Shard:
     size: int | None = None  # of the local file when it was scanned; None if remote
     mtime_ns: int | None = None
     digest: str | None = None  # hash of the names and sizes of its members; None if remote
-    seekable: bool = False  # whether samples can be reached by offset (a local, uncompressed tar)
     problems: Problems = field(default_factory=Problems)
 
     @property
@@ -68,9 +64,6 @@ class ScannedShard:
     """Result of scanning one shard."""
 
     shard: Shard  # its first index is not known yet
-    # (num_samples,) uint32, the length of each sample in 512-byte blocks, headers included; None where samples cannot be
-    # reached by offset (compressed or remote).
-    blocks: np.ndarray | None = None
     fields: dict[str, int] = field(default_factory=dict)  # how many samples have each field
 
 
@@ -102,30 +95,28 @@ def _scan_archive(path: str, archive: tar.TarArchive, image_fields: set[str], ca
     keys: set[str] = set()
     fields: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    extents: list[tuple[int, int, int]] = []  # first byte, end, bytes of its members
     bad: list[int] = []
-    end, problem = 0, None
+    count, num_bytes, problem = 0, 0, None
 
     def readable_members() -> Iterator[tar.Member]:
-        nonlocal end, problem
+        nonlocal problem
         try:
-            for member in archive.members():
-                end = member.end
-                yield member
+            yield from archive.members()
         except tar.STREAM_ERRORS as error:
             problem = str(error) or type(error).__name__
 
-    for position, sample in enumerate(tar.group_samples(readable_members())):
+    for count, sample in enumerate(tar.group_samples(readable_members()), start=1):
         for member in sample.members:
+            num_bytes += member.end - member.start
             digest.update(f"{member.name}\0{member.size}\0".encode())
         lacks_image, lacks_caption = image_fields.isdisjoint(sample.found), caption_fields.isdisjoint(sample.found)
         counts.update(duplicate_keys=sample.key in keys, without_image=lacks_image, without_caption=lacks_caption)
         if lacks_image or lacks_caption:
-            bad.append(position)
+            bad.append(count - 1)
         keys.add(sample.key)
         fields.update(sample.found)
-        extents.append((sample.start, sample.members[-1].end, sample.num_bytes))
-    counts.update(bad=len(bad), lost=_estimate_lost(archive, extents, bad, fields.total()))
+    gap_bytes = sum(gap.end - gap.start for gap in archive.gaps)
+    counts.update(bad=len(bad), lost=math.ceil(gap_bytes * count / num_bytes) if count else 0)
     problems: Any = {name: count for name, count in sorted(counts.items()) if count}
     if 0 < len(bad) <= _MAX_POSITIONS:
         problems["bad_positions"] = bad
@@ -133,36 +124,7 @@ def _scan_archive(path: str, archive: tar.TarArchive, image_fields: set[str], ca
         problems["gaps"] = [list(gap) for gap in archive.gaps[:_MAX_GAPS]]
     if problem is not None:
         problems["error"] = problem
-    blocks = None
-    if not archive.is_compressed:
-        # Whatever lies between two samples (folders, hidden files) belongs to the one before, and the first begins at 0.
-        bounds = [0, *(start for start, _, _ in extents[1:]), end] if extents else [0]
-        blocks = (np.diff(np.array(bounds, dtype=np.int64)) // tar.BLOCK).astype(np.uint32)
-    shard = Shard(path, len(extents), digest=digest.hexdigest(), seekable=blocks is not None, problems=problems)
-    return ScannedShard(shard, blocks, dict(fields))
-
-
-def _estimate_lost(
-    archive: tar.TarArchive, extents: Sequence[tuple[int, int, int]], bad: Sequence[int], num_fields: int
-) -> int:
-    """Estimate how many samples the gaps held, from their size and from the headers in them: the larger, rounded up."""
-    # A gap between two members of one sample holds no other sample.
-    starts = [start for start, _, _ in extents]
-    between: dict[int, list[tar.Gap]] = {}  # by the number of samples before them
-    for gap in archive.gaps:
-        before = int(np.searchsorted(starts, gap.start, side="right"))
-        if not before or extents[before - 1][1] <= gap.start:
-            between.setdefault(before, []).append(gap)
-    mean_size = sum(size for _, _, size in extents) / len(extents) if extents else tar.BLOCK
-    mean_fields = num_fields / len(extents) if extents else 1
-    lost = 0
-    for before, gaps in between.items():
-        # The missing parts of incomplete samples beside a gap are taken off first.
-        lacking = [max(0, mean_size - extents[i][2]) for i in (before - 1, before) if i in bad]
-        room = sum(gap.end - gap.start for gap in gaps) - sum(lacking)
-        headers = sum(archive.count_in_gap(gap, _HEADER_MARK) for gap in gaps)
-        lost += max(0, math.ceil(room / mean_size), math.ceil(headers / mean_fields) - len(lacking))
-    return lost
+    return ScannedShard(Shard(path, count, digest=digest.hexdigest(), problems=problems), dict(fields))
 
 
 def scan_local(

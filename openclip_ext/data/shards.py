@@ -1,5 +1,6 @@
-"""WebDataset shards as a source: local tars are read by offset, remote and compressed ones as streams."""
+"""WebDataset shards as a source."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -13,12 +14,10 @@ from openclip_ext.data.hashing import Purpose, hash_int
 from openclip_ext.data.manifest import Manifest
 from openclip_ext.data.order import EpochSequence, kept_samples, resampled_shards, shuffled_shards
 from openclip_ext.data.source import BadSampleError, DecodedImage, ImageDecoder, RawSample, Reader, SampleKeys, Source
-from openclip_ext.data.storage import open_local, open_url
+from openclip_ext.data.storage import open_url
 
-# Consecutive samples of small images come with one system call.
-_READ_BUFFER = 1 << 20
-# Stand-ins for bad samples of a remote shard are taken from its head, so that fetching one does not read it through.
-_STREAM_HEAD = 64
+# Stand-ins for bad samples are taken from the head of their shard, so that finding one does not go through it.
+_HEAD = 64
 _STREAM_ATTEMPTS = 3
 
 
@@ -92,133 +91,92 @@ class ShardSource(Source):
 
     def replacements(self, index: int, seed: int, epoch: int) -> Iterator[int]:
         shard = self.manifest.shards[self.shard_number(index)]
-        head = shard.num_samples if shard.seekable else min(_STREAM_HEAD, shard.num_samples)
+        head = min(_HEAD, shard.num_samples)
         offset = hash_int(Purpose.REPLACEMENT, seed, epoch, index) % head
         for position in chain(range(offset, head), range(offset), range(head, shard.num_samples)):
             other = shard.first_index + position
             if other != index and not self.is_left_out(other):
                 yield other
 
-    def open_shard(self, number: int) -> "_OffsetShard | _StreamedShard":
-        """Open one shard, to read its samples by position; OSError if it is gone or was changed since its scan."""
+    def open_shard(self, number: int) -> BinaryIO:
+        """Open one shard; OSError if it is gone or was changed since its scan."""
         shard = self.manifest.shards[number]
         if shard.is_local:
             self.manifest.check_unchanged(number)
-        offsets = self.manifest.sample_offsets(number)
-        if offsets is not None:
-            return _OffsetShard(shard.url, offsets, self.keys.fields)
-        return _StreamedShard(shard.url, shard.num_samples, self.keys.fields)
+        return open_url(shard.url)
 
 
 class _ShardReader:
-    """Keeps the shard of the last sample open."""
+    """Reads shards from front to back, and keeps the last one open; going back opens it again.
+
+    Samples that are passed over cost a look at their headers where the storage can seek.
+    """
 
     def __init__(self, source: ShardSource) -> None:
         self._source = source
-        self._shard: _OffsetShard | _StreamedShard | None = None
-        self._first = self._end = 0
+        self._file: BinaryIO | None = None
+        self._samples: Iterator[tar.TarSample] = iter(())
+        self._shard = -1
+        self._next = self._end = 0
+        self._failure: Exception | None = None
+        self._attempts = 1
 
     def read(self, index: int) -> RawSample:
+        number = self._source.shard_number(index)
         try:
-            if self._shard is None or not self._first <= index < self._end:
-                self._open(index)
-            assert self._shard is not None
-            sample = self._shard.sample(index - self._first)
+            if number != self._shard or index < self._next:
+                self._open(number)
+            sample = self._advance(index)
+            self._attempts = 1
         except tar.STREAM_ERRORS as error:
-            name = self._source.group_of(index)[0]
-            return RawSample(index, problem=f"{name} cannot be read: {type(error).__name__}: {error}")
+            shard = self._source.manifest.shards[number]
+            if not shard.is_local and self._attempts < _STREAM_ATTEMPTS:
+                logging.warning(
+                    f"Reading {shard.url} failed ({error}), attempt {self._attempts} of {_STREAM_ATTEMPTS}."
+                )
+                time.sleep(self._attempts)
+                self._shard, self._attempts = -1, self._attempts + 1
+                return self.read(index)
+            if shard.is_local and isinstance(error, OSError) and error.errno is not None:
+                self._shard = -1  # a bad block of a disk costs the sample in it
+            else:
+                self._failure = error
+            return RawSample(index, problem=f"{shard.url} cannot be read: {type(error).__name__}: {error}")
         return RawSample(index, sample.fields, sample.found, sample.key)
 
-    def _open(self, index: int) -> None:
-        if self._shard is not None:
-            self._shard.close()
-        self._shard = None
-        self._shard = self._source.open_shard(self._source.shard_number(index))
-        _, self._first, count = self._source.group_of(index)
-        self._end = self._first + count
+    def _open(self, number: int) -> None:
+        self._close()
+        _, first, count = self._source.group_of(self._source.manifest.shards[number].first_index)
+        self._shard, self._next, self._end, self._failure = number, first, first + count, None
+        self._file = self._source.open_shard(number)
+        self._samples = tar.TarArchive(self._file).samples(self._source.keys.fields)
 
-
-class _OffsetShard:
-    """A local tar with known offsets."""
-
-    def __init__(self, path: str, offsets: np.ndarray, wanted: frozenset[str]) -> None:
-        self._file = open_local(path, _READ_BUFFER)
-        self._offsets = offsets
-        self._wanted = wanted
-
-    def sample(self, position: int) -> tar.TarSample:
-        begin, end = self._offsets[position : position + 2].tolist()
-        self._file.seek(begin)
-        data = self._file.read(end - begin)
-        if len(data) < end - begin or not data:
-            raise EOFError(f"sample {position} should end at byte {end}, the file ends before")
-        return tar.read_sample(data, self._wanted)
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _StreamedShard:
-    """A tar that can only be read forward; going back opens it again.
-
-    A read that fails is tried again from the beginning of the shard. After the last attempt everything from there on
-    counts as unreadable.
-    """
-
-    def __init__(self, url: str, num_samples: int, wanted: frozenset[str]) -> None:
-        self._url = url
-        self._num_samples = num_samples
-        self._wanted = wanted
-        self._stream: BinaryIO | None = None
-        self._samples: Iterator[tar.TarSample] = iter(())
-        self._next = 0
-        self._unreadable: tuple[int, str] | None = None
-
-    def sample(self, position: int) -> tar.TarSample:
-        for attempt in range(1, _STREAM_ATTEMPTS + 1):
-            if self._unreadable is not None and position >= self._unreadable[0]:
-                raise EOFError(self._unreadable[1])
-            try:
-                return self._advance(position)
-            except tar.STREAM_ERRORS as error:
-                logging.warning(f"Reading {self._url} failed ({error}), attempt {attempt} of {_STREAM_ATTEMPTS}.")
-                reached, reason = self._next, f"{type(error).__name__}: {error}"
-                self.close()
-                if attempt < _STREAM_ATTEMPTS:
-                    time.sleep(attempt)
-        self._unreadable = reached, reason
-        raise EOFError(reason)
-
-    def _advance(self, position: int) -> tar.TarSample:
-        if self._stream is None or position < self._next:
-            self.close()
-            self._stream = open_url(self._url)
-            self._samples = tar.TarArchive(self._stream).samples(self._wanted)
+    def _advance(self, index: int) -> tar.TarSample:
+        """Return a sample; one of STREAM_ERRORS if the shard cannot be read that far, again for all that follow."""
+        if self._failure is not None:
+            raise self._failure
         for sample in self._samples:
             self._next += 1
-            if self._next > position:
-                if self._next == self._num_samples:
+            if self._next > index:
+                if self._next == self._end:
                     self._warn_of_more()
                 return sample
-        raise EOFError(f"it has {self._next} samples, the manifest says {self._num_samples}")
+        count = self._source.manifest.shards[self._shard].num_samples
+        raise EOFError(f"it has {count - (self._end - self._next)} samples, the manifest says {count}")
 
     def _warn_of_more(self) -> None:
         """Warn if the shard has samples beyond the promised number: they have no index and are never read."""
-        try:
-            more = next(self._samples, None) is not None
-        except tar.STREAM_ERRORS:
-            more = True
-        if more:
-            logging.warning(
-                f"{self._url} has more than the {self._num_samples:,} samples of the manifest: the others are never "
-                "trained on. The sizes.json or *_stats.json next to it, or the file named with --sizes, is too low: "
-                "correct it and make the manifest again"
-            )
+        with contextlib.suppress(*tar.STREAM_ERRORS):
+            if next(self._samples, None) is not None:
+                shard = self._source.manifest.shards[self._shard]
+                logging.warning(
+                    f"{shard.url} has more than the {shard.num_samples:,} samples of the manifest: the others are never "
+                    "trained on. The sizes.json or *_stats.json next to it, or the file named with --sizes, is too low: "
+                    "correct it and make the manifest again"
+                )
 
-    def close(self) -> None:
-        stream, self._stream, self._samples, self._next = self._stream, None, iter(()), 0
-        if stream is not None:
-            try:
-                stream.close()
-            except OSError as error:  # a command that is not read to its end may complain
-                logging.debug(f"Closing {self._url}: {error}")
+    def _close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # a command that is not read to its end may complain
+                self._file.close()
+        self._file = None

@@ -1,8 +1,7 @@
 """Samples in a tar file, grouped as WebDataset does. All tars of the package are read here.
 
 A sample is a run of consecutive regular members that share everything before the first dot of the file name; what
-follows the dot is the field ("jpg", "txt", ...), in lower case. :class:`TarArchive` goes through a whole file,
-:func:`read_sample` takes one sample out of its bytes. Only headers are parsed, many times faster than Python's
+follows the dot is the field ("jpg", "txt", ...), in lower case. A header is parsed in a tenth of the time of Python's
 ``tarfile``, and a file or stream that ends too soon is noticed, which ``tarfile`` takes for the end of the archive.
 """
 
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 BLOCK = 512
-_ZEROS = bytes(BLOCK)
 # Two blocks of zeros end an archive, and tar fills up its last record of 20 blocks. More zeros were something else.
 _MAX_PADDING = 21 * BLOCK
 # Names and pax records are short; more would be read into memory because a damaged header says so.
@@ -85,16 +83,6 @@ class TarSample(NamedTuple):
     members: list[Member]
     found: list[str]  # the field of each member
     fields: dict[str, bytes]  # the content of those that were asked for
-
-    @property
-    def start(self) -> int:
-        """First byte of its first member."""
-        return self.members[0].start
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of its members, headers and padding included."""
-        return sum(member.end - member.start for member in self.members)
 
 
 # Returns at most so many bytes from an offset on; offsets ascend.
@@ -286,24 +274,6 @@ def group_samples(
         yield sample
 
 
-def read_sample(data: bytes, wanted: frozenset[str]) -> TarSample:
-    """Read one sample, with the content of the wanted fields, from the bytes between its first header and the next sample's.
-
-    Raises:
-        TarError: The bytes are not one sample: the file was changed or cut.
-    """
-
-    def read_at(offset: int, length: int) -> bytes:
-        # The end-of-archive mark follows the data.
-        return data[offset : offset + length] or (_ZEROS if offset == len(data) else b"")
-
-    samples = list(group_samples(iter_members(read_at, len(data), []), wanted, read_at))
-    if len(samples) != 1:
-        keys = ", ".join(sample.key for sample in samples)
-        raise TarError(f"expected one sample, found {len(samples)} ({keys}): the file was changed after it was indexed")
-    return samples[0]
-
-
 class TarArchive:
     """A tar that is read once, from front to back, decompressed if need be (gzip, bzip2, xz).
 
@@ -348,16 +318,6 @@ class TarArchive:
             STREAM_ERRORS: The file is broken or ends too soon; the sample at the break is not yielded.
         """
         return group_samples(self.members(), wanted, self._read_at)
-
-    def count_in_gap(self, gap: Gap, text: bytes) -> int:
-        """Count a text in a gap, at any byte; 0 where the file cannot be read again."""
-        if self._end == sys.maxsize:
-            return 0
-        count = 0
-        for at in range(gap.start, gap.end, _STREAM_BUFFER):
-            # A text that begins in this part may end in the next.
-            count += self._read_at(at, min(_STREAM_BUFFER, gap.end - at) + len(text) - 1).count(text)
-        return count
 
 
 def _seeking(file: BinaryIO) -> ReadAt:

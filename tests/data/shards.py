@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from openclip_ext.data.tar import TarArchive
+
 Members = Sequence[tuple[str, bytes]]
 
 
@@ -62,6 +64,12 @@ def write_shards(folder: Path, counts: Sequence[int], replaced: Mapping[int, Mem
             number += 1
         paths.append(str(write_tar(folder / f"{shard:05d}.tar", members)))
     return paths
+
+
+def sample_starts(path: str) -> list[int]:
+    """First byte of each sample of a shard."""
+    with open(path, "rb") as file:
+        return [sample.members[0].start for sample in TarArchive(file).samples(frozenset())]
 
 
 def write_csv(

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from openclip_ext.data.manifest import Manifest
 from openclip_ext.data.source import BadDataError
 from openclip_ext.data.train_loader import TrainLoader
 from tests.data.loading import assert_equal, build, indices
-from tests.data.shards import sample_members, undecodable, write_shards, write_tar
+from tests.data.shards import sample_members, sample_starts, undecodable, write_shards, write_tar
 
 NO_CAPTION = ["jpg", "json"]
 
@@ -113,10 +112,10 @@ def test_a_shard_that_is_cut_off_while_it_is_read(tmp_path: Path):
 def test_lost_samples_count_for_the_start(tmp_path: Path):
     """Samples 10 to 19 are overwritten: they have no index, and the run would not miss them."""
     (path,) = write_shards(tmp_path, [40])
-    starts = Manifest.scan([path]).sample_offsets(0)
+    starts = sample_starts(path)
     with open(path, "r+b") as file:
         file.seek(starts[10])
-        file.write(b"x" * int(starts[20] - starts[10]))
+        file.write(b"x" * (starts[20] - starts[10]))
     with pytest.raises(
         BadDataError, match=r"1[01] of 30 samples .* are lost or have no .*00000.tar: damaged: no readable"
     ):

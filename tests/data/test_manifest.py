@@ -3,21 +3,19 @@
 import json
 import logging
 import os
-import pickle
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from openclip_ext.data import scan
 from openclip_ext.data.manifest import DamagedManifestError, Manifest, ManifestError, find_or_create_manifest, main
 from openclip_ext.data.shardlist import expand_components, expand_shards, shard_name, sibling
 from openclip_ext.data.spec import Key, parse_keys
-from tests.data.shards import sample_members, write_shards, write_tar
+from tests.data.shards import sample_members, sample_starts, write_shards, write_tar
 
 COUNTS = [3, 5, 2]
 
@@ -154,7 +152,6 @@ def test_manifest_of_other_shards_does_not_verify(shards: list[str], tmp_path: P
     [
         ({"num_samples": 10.0}, r"num_samples is '10.0', expected int"),
         ({"shards": "none"}, r"shards is 'none', expected list"),
-        ({"offsets": 7}, r"offsets is '7', expected str"),
         ({"left_out": f"3-{10**30}"}, r"leaves out '3-10+': expected ascending indices from 0 to 9"),
         ({"left_out": "5,3"}, r"leaves out '3'"),
         ({"left_out": "7-200"}, r"leaves out '7-200'"),
@@ -231,10 +228,10 @@ def test_what_a_damaged_shard_has_lost_is_said_at_every_start(shards: list[str],
 def test_samples_that_are_gone_are_estimated(tmp_path: Path):
     """Samples 3 to 5 are overwritten; their headers are gone."""
     (path,) = write_shards(tmp_path, [20])
-    starts = Manifest.scan([path]).sample_offsets(0)
+    starts = sample_starts(path)
     data = bytearray(Path(path).read_bytes())
     for filling in (b"\0", b"x"):
-        data[starts[3] : starts[6]] = filling * int(starts[6] - starts[3])
+        data[starts[3] : starts[6]] = filling * (starts[6] - starts[3])
         Path(path).write_bytes(data)
         manifest = Manifest.scan([path])
         assert (manifest.num_samples, manifest.num_bad) == (17, 0)
@@ -287,38 +284,26 @@ def test_command_line_needs_no_torch(shards: list[str]):
 # ------------------------------------------------------------------ files
 
 
-def test_a_file_has_counts_indices_and_offsets(shards: list[str], tmp_path: Path):
+def test_a_file_has_counts_and_indices(shards: list[str], tmp_path: Path):
     path = tmp_path / "data" / "m.json"
     manifest = Manifest.scan(shards, workers=2)
     assert [(shard.num_samples, shard.first_index) for shard in manifest.shards] == [(3, 0), (5, 3), (2, 8)]
     assert (manifest.num_samples, manifest.num_bad, list(manifest.report())) == (10, 0, [])
     Manifest.scan(shards[:2]).save(path)
     manifest.save(path)
-    (offsets,) = path.parent.glob("m.*.npy")  # those of the first are gone
     content = json.loads(path.read_text())
-    assert (content["num_samples"], content["offsets"]) == (10, offsets.name)
+    assert content["num_samples"] == 10
     assert [entry["name"] for entry in content["shards"]] == ["00000.tar", "00001.tar", "00002.tar"]
     loaded = Manifest.load(path)
     assert (loaded.shards, loaded.digest) == (manifest.shards, manifest.digest)
+    # Earlier versions wrote these entries, too.
+    earlier = content | {"offsets": "m.a1ebb572384f.npy", "shards": [e | {"seekable": True} for e in content["shards"]]}
+    (tmp_path / "earlier.json").write_text(json.dumps({k: v for k, v in earlier.items() if k != "checksum"}))
+    assert Manifest.load(tmp_path / "earlier.json").num_samples == 10
     shutil.move(path.parent, tmp_path / "elsewhere")
     moved = Manifest.load(tmp_path / "elsewhere" / "m.json")
     assert moved.verify() is False, "a folder may be moved with its manifest"
     assert [Path(shard.url).parent.name for shard in moved.shards] == ["elsewhere"] * 3
-
-
-@pytest.mark.parametrize("lost", ["not at all", "gone", "cut"])
-def test_offsets_are_found_without_their_file(shards: list[str], tmp_path: Path, lost: str):
-    """On a node that shares the shards but not the folder of the manifest, shards are scanned when they are opened."""
-    manifest = find_or_create_manifest(shards)
-    expected = [Manifest.scan(shards).sample_offsets(number) for number in range(3)]
-    copy = pickle.loads(pickle.dumps(manifest))
-    (offsets,) = (tmp_path / "data").glob("manifest.*.npy")
-    if lost == "gone":
-        offsets.unlink()
-    elif lost == "cut":
-        offsets.write_bytes(offsets.read_bytes()[:40])
-    for found in (manifest, copy, Manifest.load(tmp_path / "data" / "manifest.json")):
-        assert all(np.array_equal(found.sample_offsets(number), expected[number]) for number in range(3))
 
 
 def test_files_that_are_no_manifest_are_refused(shards: list[str], tmp_path: Path):
@@ -360,10 +345,8 @@ def test_remote_counts_come_from_what_lies_beside_the_shards(shards: list[str], 
     (tmp_path / "data" / "sizes.json").write_text(json.dumps(sizes))
     manifest = Manifest.scan(piped)
     assert [shard.first_index for shard in manifest.shards] == [0, 3, 8]
-    assert manifest.sample_offsets(0) is None
     manifest.save(tmp_path / "m.json")
     assert Manifest.load(tmp_path / "m.json").shards == manifest.shards
-    assert not list(tmp_path.glob("m.*.npy"))
     (tmp_path / "data" / "sizes.json").unlink()
     for number, count in enumerate(COUNTS):
         path = tmp_path / "data" / f"{number:05d}_stats.json"
@@ -460,27 +443,25 @@ def test_command_line_spares_what_is_not_its_own(shards: list[str], tmp_path: Pa
     assert Path(shards[2]).read_bytes() == content
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "manifest.*.npy"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
-def test_a_damaged_file_is_named_and_made_again(shards: list[str], tmp_path: Path, caplog, file: str, damage: str):
+def test_a_damaged_file_is_named_and_made_again(shards: list[str], tmp_path: Path, caplog, damage: str):
     """A flipped digit in a size would read as a shard that has changed."""
     made = find_or_create_manifest(shards)
-    (path,) = (tmp_path / "data").glob(file)
+    path = tmp_path / "data" / "manifest.json"
     intact = path.read_bytes()
     if damage == "flip":
-        place = -3 if path.suffix == ".npy" else intact.index(str(os.path.getsize(shards[0])).encode())
         damaged = bytearray(intact)
-        damaged[place] ^= 8 if path.suffix == ".npy" else 1
+        damaged[intact.index(str(os.path.getsize(shards[0])).encode())] ^= 1
     else:
         damaged = intact[: len(intact) // 2] if damage == "cut" else b""
     path.write_bytes(damaged)
-    if path.suffix == ".json" and damaged:
+    if damaged:
         with pytest.raises(ManifestError, match="is damaged"):
             find_or_create_manifest(shards, manifest=path)
     with caplog.at_level(logging.WARNING):
         found = find_or_create_manifest(shards)
     assert ".tar" not in caplog.text
-    assert all(np.array_equal(found.sample_offsets(shard), made.sample_offsets(shard)) for shard in range(3))
-    if path.suffix == ".npy" or damaged:  # an empty file could be anybody's
+    assert found.shards == made.shards
+    if damaged:  # an empty file could be anybody's
         assert f"{path} is damaged" in caplog.text
         assert path.read_bytes() == intact

@@ -34,7 +34,6 @@ def only_master_scans(rank: int, data: Path) -> None:
     with forbidden if rank == 1 else contextlib.nullcontext():
         manifest = find_or_create_manifest(str(data / "good" / "*.tar"))
     assert manifest.num_samples == 40
-    assert manifest.sample_offsets(1)[0] == 0
     dist.barrier()
     assert len(list((data / "good").glob("manifest*.json"))) == 1
 
