@@ -122,7 +122,7 @@ def test_every_command_answers(program, command, tmp_path):
 
 
 def test_a_run_from_data_to_export(program, tmp_path):
-    write_shards(tmp_path / "data", ShapesConfig(48, samples_per_shard=12), workers=1, progress=False)
+    write_shards(tmp_path / "data", ShapesConfig(48, samples_per_shard=12), workers=1)
     shards = "data/{00000..00003}.tar"
     assert "48" in sh(program, "manifest", shards, cwd=tmp_path)
     flags = ["--loss", "fastclip", "--model", "demo-vit", "--precision", "fp32", "--device", "cpu", "--workers", "0"]

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -94,26 +95,17 @@ class CsvSource(Source):
 def _refuse_swallowed_rows(path: str, table: pd.DataFrame, image_column: str, separator: str) -> None:
     """Raise ValueError where a field holds other rows: a quote without its partner joins all up to the next quote.
 
-    Fields of several lines are in order, and those that hold the separator, too, but not with the name of an image.
+    A caption of several lines is in order, unless one of its parts ends as the names of the images do.
     """
-    fields = {column: table[column][table[column].str.contains("\n", regex=False)] for column in table.columns}
-    if not any(map(len, fields.values())):
-        return
-    endings = {_ending(name) for name in table[image_column]} - {""}
-
-    def holds_rows(column: str, field: str) -> bool:
-        parts = field.replace("\n", separator).split(separator) if separator in field else []
-        return column == image_column or any(not endings or _ending(part) in endings for part in parts)
-
-    for column, found in fields.items():
-        for row, field in found.items():
-            if holds_rows(column, field):
-                raise ValueError(
-                    f"{path}: the field {column!r} of row {row} holds {field.count(chr(10)) + 1} lines, which look like rows "
-                    f'of their own, {field[:40]!r} ...: check the quotes there (a " that begins a field must also end it) '
-                    "and --csv-separator"
-                )
-
-
-def _ending(name: str) -> str:
-    return os.path.splitext(name.strip())[1].lower()
+    endings = {os.path.splitext(name)[1] for name in table[image_column].str.strip()} - {""}
+    image = f"(?:{'|'.join(map(re.escape, endings))})\\s*(?:{re.escape(separator)}|\n|$)"
+    for column in table.columns:
+        fields = table[column][table[column].str.contains("\n", regex=False)]
+        if column != image_column and endings:
+            fields = fields[fields.str.contains(image) & fields.str.contains(separator, regex=False)]
+        for row, field in fields.items():
+            raise ValueError(
+                f"{path}: the field {column!r} of row {row} holds {field.count(chr(10)) + 1} lines, which look like rows "
+                f'of their own, {field[:40]!r} ...: check the quotes there (a " that begins a field must also end it) '
+                "and --csv-separator"
+            )

@@ -47,14 +47,13 @@ def image_pipeline(transform: Callable[[Any], Tensor], backend: str = "pil") -> 
             tensors; pixels differ by a rounding. Other files are decoded, and other operations done, by Pillow.
 
     Raises:
-        ValueError: an unknown backend, or a torchvision that does not decode JPEG.
+        ValueError: an unknown backend.
     """
     if backend not in IMAGE_BACKENDS:
         raise ValueError(f"unknown image backend {backend!r}: expected one of {', '.join(IMAGE_BACKENDS)}")
     in_worker, normalize = split_transform(transform)
     if backend == "pil":
         return ImagePipeline(decode_image, in_worker, normalize)
-    _check_torchvision_decodes()
     steps = list(in_worker.transforms) if isinstance(in_worker, Compose) else [in_worker]
     return ImagePipeline(decode_with_torchvision, Compose(_for_tensors(steps)), normalize)
 
@@ -115,15 +114,6 @@ def _is_plain_jpeg(content: bytes) -> bool:
     except Exception:  # decode_image says what is wrong
         return False
     return head.format == "JPEG" and head.mode in ("RGB", "L") and content.endswith(_END_OF_JPEG)
-
-
-def _check_torchvision_decodes() -> None:
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(buffer, "JPEG")
-    try:
-        decode_jpeg(torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8))
-    except RuntimeError as error:
-        raise ValueError(f"this torchvision does not decode JPEG: use --image-backend pil ({error})") from error
 
 
 def _for_tensors(steps: list[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from openclip_ext.data import scan
-from openclip_ext.data.scan import Problems, ScannedShard, Shard
+from openclip_ext.data.scan import Problems, Shard
 from openclip_ext.data.shardlist import expand_shards, refuse_repeated, shard_name
 from openclip_ext.data.spec import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
 from openclip_ext.data.storage import is_local
@@ -36,10 +36,6 @@ _SHOWN = 5
 
 class ManifestError(ValueError):
     """The shards, or a manifest of them, would train wrongly."""
-
-
-class DamagedManifestError(ManifestError):
-    """The file of a manifest was damaged after it was written."""
 
 
 @dataclass
@@ -74,6 +70,9 @@ class Manifest:
         left_out: np.ndarray | None = None,
     ) -> None:
         self.shards = list(shards)
+        first = 0
+        for shard in self.shards:
+            shard.first_index, first = first, first + shard.num_samples
         self.image_key = image_key
         self.caption_key = caption_key
         self.left_out = np.empty(0, np.int64) if left_out is None else left_out
@@ -138,13 +137,9 @@ class Manifest:
         found = dict(zip(local, scan.scan_local(local, image_key, caption_key, workers), strict=True))
         if remote:
             found |= zip(remote, scan.count_remote(remote, sizes), strict=True)
-        scans = [found[url] for url in urls]
-        _refuse_unusable(scans, image_key, caption_key)
-        first = 0
-        for scanned in scans:
-            scanned.shard.first_index = first
-            first += scanned.shard.num_samples
-        return cls([scanned.shard for scanned in scans], image_key, caption_key)
+        scanned = [found[url] for url in urls]
+        _refuse_unusable(scanned, image_key, caption_key)
+        return cls(scanned, image_key, caption_key)
 
     def without(self, indices: Iterable[int]) -> "Manifest":
         """A manifest that leaves samples out of training, beside those that this one leaves out. No index changes.
@@ -193,8 +188,7 @@ class Manifest:
 
         Raises:
             FileNotFoundError: There is none.
-            DamagedManifestError: The file is a manifest, but not as it was written.
-            ManifestError: The file is no manifest, or one of another version.
+            ManifestError: The file is no manifest, one of another version, or not as it was written.
         """
         path = Path(path).absolute()
         text = path.read_bytes()
@@ -211,14 +205,13 @@ class Manifest:
                 raise ValueError("its content does not match its checksum")
             file = read_as(_ManifestFile, content, "the manifest")
             shards = [_shard_from_json(e, str(path.parent), f"shards[{i}]") for i, e in enumerate(file.shards)]
-            _check_indices(shards, file.num_samples)
+            if sum(shard.num_samples for shard in shards) != file.num_samples or not file.num_samples:
+                raise ValueError(f"num_samples is {file.num_samples}, not the sum of those of its shards, at least 1")
             left_out = _parse_ranges(file.left_out, file.num_samples)
         except ManifestError:
             raise
         except (ValueError, RecursionError) as error:
-            if FORMAT.encode() not in text:
-                raise ManifestError(f"{path} is no manifest: {error}") from error
-            raise DamagedManifestError(f"the manifest {path} is damaged: {error}") from error
+            raise ManifestError(f"{path} is no manifest, or a damaged one: {error}") from error
         return cls(shards, file.image_key, file.caption_key, left_out)
 
     # ---------------------------------------------------------------- checking
@@ -270,9 +263,9 @@ class Manifest:
         scans = scan.scan_local([shard.url for shard in shards], self.image_key, self.caption_key)
         changed = []
         for shard, scanned in zip(shards, scans, strict=True):
-            if not _has_same_members(shard, scanned.shard):
-                changed.append(f"{shard.url} ({scanned.shard.num_samples:,} samples, were {shard.num_samples:,})")
-            shard.mtime_ns = scanned.shard.mtime_ns
+            if not _has_same_members(shard, scanned):
+                changed.append(f"{shard.url} ({scanned.num_samples:,} samples, were {shard.num_samples:,})")
+            shard.mtime_ns = scanned.mtime_ns
         return changed
 
     def _match(self, urls: Sequence[str]) -> bool:
@@ -306,7 +299,7 @@ class Manifest:
         if status.st_size != shard.size:
             raise OSError(f"it has {status.st_size:,} bytes, {shard.size or 0:,} when the manifest was made")
         if status.st_mtime_ns != shard.mtime_ns:
-            found = scan.scan_shard(shard.url, self.image_key, self.caption_key).shard
+            found = scan.scan_shard(shard.url, self.image_key, self.caption_key)
             if not _has_same_members(shard, found):
                 raise OSError("it was replaced by a file with other samples after the manifest was made")
             shard.mtime_ns = found.mtime_ns
@@ -338,16 +331,6 @@ def _shard_from_json(entry: dict[str, Any], folder: str, where: str) -> Shard:
     return read_as(Shard, entry | {"url": url}, where)
 
 
-def _check_indices(shards: Sequence[Shard], num_samples: int) -> None:
-    expected = 0
-    for shard in shards:
-        if shard.first_index != expected or shard.num_samples < 0:
-            raise ValueError(f"{shard.url} begins at {shard.first_index}, expected {expected}")
-        expected += shard.num_samples
-    if expected != num_samples or not expected:
-        raise ValueError(f"num_samples is {num_samples}, the shards have {expected}")
-
-
 def _has_same_members(first: Shard, second: Shard) -> bool:
     return (first.digest, first.num_samples) == (second.digest, second.num_samples)
 
@@ -370,23 +353,21 @@ def _describe(problems: Problems) -> Iterator[str]:
         yield f"corrupt or truncated, how much is missing is unknown: {problems['error']}"
 
 
-def _refuse_unusable(scans: Sequence[ScannedShard], image_key: str, caption_key: str) -> None:
-    unusable = []
-    for scanned in scans:
-        count, problems = scanned.shard.num_samples, scanned.shard.problems
-        if problems.get("bad", 0) == count and (count or "error" in problems):
-            fields = ", ".join(f"{name} ({number:,})" for name, number in sorted(scanned.fields.items()))
-            found = f"{count:,} samples with the fields: {fields or 'none'}"
-            unusable.append(f"{scanned.shard.url} [{problems.get('error', found)}]")
+def _refuse_unusable(shards: Sequence[Shard], image_key: str, caption_key: str) -> None:
+    unusable = [
+        f"{shard.url} [{shard.problems['error']}]"
+        for shard in shards
+        if "error" in shard.problems and shard.problems.get("bad", 0) == shard.num_samples
+    ]
     if unusable:
         raise ManifestError(
-            f"{len(unusable)} of {len(scans)} shards have no sample with both an image ({image_key}) and a caption "
+            f"{len(unusable)} of {len(shards)} shards have no sample with both an image ({image_key}) and a caption "
             f"({caption_key}): {_some(unusable)}. Name the fields with --image-key and --caption-key, or leave "
             "the shards out"
         )
-    if not any(scanned.shard.num_samples for scanned in scans):
-        names = _some([scanned.shard.url for scanned in scans])
-        raise ManifestError(f"the data set is empty: {len(scans)} shards without a single sample, {names}")
+    if not any(shard.num_samples for shard in shards):
+        names = _some([shard.url for shard in shards])
+        raise ManifestError(f"the data set is empty: {len(shards)} shards without a single sample, {names}")
 
 
 def _some(items: Sequence[str]) -> str:
@@ -451,7 +432,11 @@ def find_or_create_manifest(
     if distributed.is_master():
         try:
             urls = expand_shards(train_data)
-            found = _find_or_create(urls, image_key, caption_key) if manifest is None else _load_given(manifest, urls)
+            if manifest is None:
+                found = _find_or_create(urls, image_key, caption_key)
+            else:
+                found = Manifest.load(manifest)
+                found.verify(urls)
             _log_report(found)
         except Exception as error:
             failure = error
@@ -463,25 +448,12 @@ def find_or_create_manifest(
     return found
 
 
-def _load_given(path: str | os.PathLike, urls: Sequence[str]) -> Manifest:
-    try:
-        manifest = Manifest.load(path)
-    except DamagedManifestError as error:
-        raise ManifestError(f"{error}. Make it again: python -m openclip_ext.data.manifest SHARDS") from error
-    manifest.verify(urls)
-    return manifest
-
-
 def _find_or_create(urls: Sequence[str], image_key: str, caption_key: str) -> Manifest:
     free = []
     for path in _places(urls, image_key, caption_key):
         try:
             manifest = _load_if_of(path, urls, image_key, caption_key)
         except FileNotFoundError:
-            free.append(path)
-            continue
-        except DamagedManifestError as error:
-            logging.warning(f"{error}. It is made again.")
             free.append(path)
             continue
         if manifest is not None:
@@ -510,13 +482,14 @@ def _load_if_of(path: Path, urls: Sequence[str], image_key: str, caption_key: st
     """Return the manifest at ``path`` if it is one of exactly these shards and keys, None if the file is somebody else's.
 
     Raises:
-        FileNotFoundError, DamagedManifestError: A new manifest may be written there.
+        FileNotFoundError: A new manifest may be written there.
     """
     try:
         manifest = Manifest.load(path)
-    except (FileNotFoundError, DamagedManifestError):
+    except FileNotFoundError:
         raise
-    except (OSError, ManifestError):
+    except (OSError, ManifestError) as error:
+        logging.warning(f"{error}. It is left alone.")
         return None
     same_shards = {shard.url for shard in manifest.shards} == set(urls)
     return manifest if same_shards and (manifest.image_key, manifest.caption_key) == (image_key, caption_key) else None
@@ -604,13 +577,13 @@ def _place_beside(urls: Sequence[str], image_key: str, caption_key: str) -> Path
     Raises:
         ValueError: The shards are remote.
     """
-    places = _places(urls, image_key, caption_key)
-    if len(places) == 1:
-        raise ValueError("the shards are remote: say with --output where to write the manifest")
-    try:
-        return places[0] if _load_if_of(places[0], urls, image_key, caption_key) is not None else places[1]
-    except (FileNotFoundError, DamagedManifestError):
-        return places[0]
+    for path in _places(urls, image_key, caption_key)[:-1]:
+        try:
+            if _load_if_of(path, urls, image_key, caption_key) is not None:
+                return path
+        except FileNotFoundError:
+            return path
+    raise ValueError("the shards are remote, or both names beside them are taken: say with --output where to write")
 
 
 def _refuse_other_file(path: Path) -> None:

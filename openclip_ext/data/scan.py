@@ -38,7 +38,7 @@ class Problems(TypedDict, total=False):
     duplicate_keys: int  # samples whose key has occurred before
     gaps: list[list[int]]  # [start, end] bytes without a readable header, the first few
     lost: int  # samples in the gaps, estimated by their size
-    error: str  # why the shard could not be read to its end
+    error: str  # why the shard could not be read to its end, or what is in it if no sample has image and caption
 
 
 @dataclass
@@ -59,15 +59,7 @@ class Shard:
         return is_local(self.url)
 
 
-@dataclass
-class ScannedShard:
-    """Result of scanning one shard."""
-
-    shard: Shard  # its first index is not known yet
-    fields: dict[str, int] = field(default_factory=dict)  # how many samples have each field
-
-
-def scan_shard(path: str, image_key: str = DEFAULT_IMAGE_KEY, caption_key: str = DEFAULT_CAPTION_KEY) -> ScannedShard:
+def scan_shard(path: str, image_key: str = DEFAULT_IMAGE_KEY, caption_key: str = DEFAULT_CAPTION_KEY) -> Shard:
     """Scan one local tar; plain ones by their headers only, compressed ones by reading them through.
 
     After damage the scan goes on at the next readable header; what was lost is told in ``problems``.
@@ -77,20 +69,19 @@ def scan_shard(path: str, image_key: str = DEFAULT_IMAGE_KEY, caption_key: str =
     try:
         with open_local(path, _HEADER_BUFFER) as file:
             status = os.fstat(file.fileno())
-            result = _scan_archive(path, tar.TarArchive(file), image_fields, caption_fields)
+            shard = _scan_archive(path, tar.TarArchive(file), image_fields, caption_fields)
     except OSError as error:
-        return ScannedShard(Shard(path, 0, problems={"error": f"cannot be read: {error.strerror or error}"}))
-    shard = result.shard
+        return Shard(path, 0, problems={"error": f"cannot be read: {error.strerror or error}"})
     shard.size, shard.mtime_ns = status.st_size, status.st_mtime_ns
     if "gaps" in shard.problems or "error" in shard.problems:
         # The count that img2dataset left next to the shard is better than an estimate.
         written = _SizeTables().count(path)
         if written is not None and written > shard.num_samples:
             shard.problems["lost"] = max(shard.problems.get("lost", 0), written - shard.num_samples)
-    return result
+    return shard
 
 
-def _scan_archive(path: str, archive: tar.TarArchive, image_fields: set[str], caption_fields: set[str]) -> ScannedShard:
+def _scan_archive(path: str, archive: tar.TarArchive, image_fields: set[str], caption_fields: set[str]) -> Shard:
     digest = hashlib.blake2b(digest_size=16)
     keys: set[str] = set()
     fields: Counter[str] = Counter()
@@ -124,12 +115,13 @@ def _scan_archive(path: str, archive: tar.TarArchive, image_fields: set[str], ca
         problems["gaps"] = [list(gap) for gap in archive.gaps[:_MAX_GAPS]]
     if problem is not None:
         problems["error"] = problem
-    return ScannedShard(Shard(path, count, digest=digest.hexdigest(), problems=problems), dict(fields))
+    if len(bad) == count and (count or problem is not None):
+        found = ", ".join(f"{name} ({number:,})" for name, number in sorted(fields.items()))
+        problems["error"] = problem or f"{count:,} samples with the fields: {found or 'none'}"
+    return Shard(path, count, digest=digest.hexdigest(), problems=problems)
 
 
-def scan_local(
-    paths: Sequence[str], image_key: str, caption_key: str, workers: int | None = None
-) -> list[ScannedShard]:
+def scan_local(paths: Sequence[str], image_key: str, caption_key: str, workers: int | None = None) -> list[Shard]:
     """Scan local shards in parallel processes, one per CPU core and at most 32 by default, with a bar on a terminal."""
     scan = partial(scan_shard, image_key=image_key, caption_key=caption_key)
     workers = min(workers or min(available_cores(), 32), len(paths))
@@ -146,7 +138,7 @@ def _with_bar(items: Iterable, total: int) -> Iterator:
     return iter(tqdm(items, total=total, desc="scanning shards", unit="shard", disable=None))
 
 
-def count_remote(urls: Sequence[str], sizes: dict[str, int] | None = None) -> list[ScannedShard]:
+def count_remote(urls: Sequence[str], sizes: dict[str, int] | None = None) -> list[Shard]:
     """Take the sample counts of remote shards from ``sizes`` by file name, or from ``sizes.json`` or ``*_stats.json``
     next to them; no tar is read.
 
@@ -164,7 +156,7 @@ def count_remote(urls: Sequence[str], sizes: dict[str, int] | None = None) -> li
             'to it. Write a file {"00000.tar": 9876, ...}, make a manifest with openclip-ext manifest SHARDS --sizes FILE '
             "--output MANIFEST, and train with --manifest MANIFEST"
         )
-    return [ScannedShard(Shard(url, count)) for url, count in zip(urls, counts, strict=True)]
+    return [Shard(url, count) for url, count in zip(urls, counts, strict=True)]
 
 
 class _SizeTables:

@@ -4,20 +4,16 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import BinaryIO
 
 import numpy as np
 
 from openclip_ext.data import tar
-from openclip_ext.data.hashing import Purpose, hash_int
 from openclip_ext.data.manifest import Manifest
 from openclip_ext.data.order import EpochSequence, kept_samples, resampled_shards, shuffled_shards
 from openclip_ext.data.source import BadSampleError, DecodedImage, ImageDecoder, RawSample, Reader, SampleKeys, Source
 from openclip_ext.data.storage import open_url
 
-# Stand-ins for bad samples are taken from the head of their shard, so that finding one does not go through it.
-_HEAD = 64
 _STREAM_ATTEMPTS = 3
 
 
@@ -88,15 +84,6 @@ class ShardSource(Source):
         lines = list(self.manifest.report())
         where = "; ".join(lines[:3]) + (f" and {len(lines) - 3} more shards" if lines[3:] else "")
         return self.manifest.num_bad + self.manifest.num_lost, where
-
-    def replacements(self, index: int, seed: int, epoch: int) -> Iterator[int]:
-        shard = self.manifest.shards[self.shard_number(index)]
-        head = min(_HEAD, shard.num_samples)
-        offset = hash_int(Purpose.REPLACEMENT, seed, epoch, index) % head
-        for position in chain(range(offset, head), range(offset), range(head, shard.num_samples)):
-            other = shard.first_index + position
-            if other != index and not self.is_left_out(other):
-                yield other
 
     def open_shard(self, number: int) -> BinaryIO:
         """Open one shard; OSError if it is gone or was changed since its scan."""

@@ -24,6 +24,8 @@ from openclip_ext.data.spec import Key, parse_keys
 DecodedImage = Image.Image | Tensor
 ImageDecoder = Callable[[bytes | BinaryIO], DecodedImage]
 
+# Candidates for replacing a bad sample of a shard that are tried first.
+_HEAD = 64
 # JSON can write half of a surrogate pair, on which tokenizers fail.
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
@@ -112,11 +114,13 @@ class Source(ABC):
         return 0, ""
 
     def replacements(self, index: int, seed: int, epoch: int) -> Iterator[int]:
-        """Return candidates to replace a bad sample: all others of its shard, starting at a random one."""
+        """Return candidates to replace a bad sample: all others of its shard that are trained on, starting at a random one."""
         _, first, count = self.group_of(index)
-        offset = hash_int(Purpose.REPLACEMENT, seed, epoch, index) % count
-        others = chain(range(first + offset, first + count), range(first, first + offset))
-        return (other for other in others if other != index)
+        # A shard is read from its front: a candidate from the first ones is found without going through it.
+        head = min(_HEAD, count) if self.sequential else count
+        offset = hash_int(Purpose.REPLACEMENT, seed, epoch, index) % head
+        positions = chain(range(offset, head), range(offset), range(head, count))
+        return (first + p for p in positions if first + p != index and not self.is_left_out(first + p))
 
 
 def decode_image(data: bytes | BinaryIO) -> Image.Image:

@@ -67,17 +67,8 @@ class DataSpec:
     )
 
     @classmethod
-    def of_training(cls, flags: Mapping[str, Any]) -> "DataSpec":
-        """Return the training data of a command line.
-
-        Args:
-            flags: OpenCLIP's flags and ours by their Python names (``vars(args)``).
-        """
-        return from_flags(cls, flags)
-
-    @classmethod
     def of_validation(cls, flags: Mapping[str, Any]) -> "DataSpec":
-        """Return the validation data of a command line."""
+        """Return the validation data of a command line; ``from_flags(DataSpec, flags)`` are its training data."""
         return from_flags(
             cls,
             flags,

@@ -22,6 +22,7 @@ from openclip_ext.diagnostics import command_line
 from openclip_ext.losses import registry
 from openclip_ext.losses.options import PLACEMENT_OPTIONS
 from openclip_ext.model_configs import add_model_configs
+from openclip_ext.options import from_flags
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training.checkpoint import Checkpoint
 from openclip_ext.training.config import model_config
@@ -112,7 +113,7 @@ def load_run(
     ckpt.load_model(model, loaded.model_file["state_dict"], loaded.path)
     assert loaded.shared is not None  # _read_checkpoint refuses that
     identity = loaded.shared["identity"]
-    source = _training_data(DataSpec.of_training(flags), train_data, preprocess, identity)
+    source = _training_data(from_flags(DataSpec, flags), train_data, preprocess, identity)
     loader = EvalLoader(
         source,
         preprocess=preprocess,

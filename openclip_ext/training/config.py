@@ -102,7 +102,7 @@ def training_config(args: argparse.Namespace, choice: LossChoice, device: torch.
         TrainingConfig,
         flags,
         model=model_config(flags),
-        data=DataSpec.of_training(flags) if args.train_data or args.dataset_type == "synthetic" else None,
+        data=from_flags(DataSpec, flags) if args.train_data or args.dataset_type == "synthetic" else None,
         loading=from_flags(
             TrainLoaderConfig,
             flags,

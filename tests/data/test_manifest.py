@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from openclip_ext.data import scan
-from openclip_ext.data.manifest import DamagedManifestError, Manifest, ManifestError, find_or_create_manifest, main
+from openclip_ext.data.manifest import Manifest, ManifestError, find_or_create_manifest, main
 from openclip_ext.data.shardlist import expand_components, expand_shards, shard_name, sibling
 from openclip_ext.data.spec import Key, parse_keys
 from tests.data.shards import sample_members, sample_starts, write_shards, write_tar
@@ -155,7 +155,7 @@ def test_manifest_of_other_shards_does_not_verify(shards: list[str], tmp_path: P
         ({"left_out": f"3-{10**30}"}, r"leaves out '3-10+': expected ascending indices from 0 to 9"),
         ({"left_out": "5,3"}, r"leaves out '3'"),
         ({"left_out": "7-200"}, r"leaves out '7-200'"),
-        ({"left_out": "3-"}, "m.json is damaged"),
+        ({"left_out": "3-"}, "m.json is no manifest, or a damaged one"),
         ({"left_out": "0-9"}, "leaves out all samples"),
         ({"first_shard": {"num_samples": 3.5}}, r"shards\[0\].num_samples is '3.5', expected int"),
         ({"first_shard": {"problems": [1]}}, r"shards\[0\].problems is '\[1\]', expected dict"),
@@ -171,7 +171,7 @@ def test_a_wrong_type_is_named(shards: list[str], tmp_path: Path, changed: dict,
     del content["checksum"]
     content["shards"][0] |= changed.pop("first_shard", {})
     path.write_text(json.dumps(content | changed))
-    with pytest.raises(DamagedManifestError, match=message):
+    with pytest.raises(ManifestError, match=message):
         Manifest.load(path)
 
 
@@ -311,24 +311,23 @@ def test_files_that_are_no_manifest_are_refused(shards: list[str], tmp_path: Pat
     Manifest.scan(shards).save(path)
     good = json.loads(path.read_text())
     unsigned = {key: value for key, value in good.items() if key != "checksum"}
-    for content, error, message in (
-        ("{", ManifestError, "m.json is no manifest"),
-        ("[]", ManifestError, "expected a JSON object"),
-        ('{"shards": []}', ManifestError, "expected a JSON object with 'format'"),
-        (json.dumps(good | {"version": 99}), ManifestError, "version 99"),
-        (path.read_text()[:-10], DamagedManifestError, "m.json is damaged"),
-        ('{"format": "openclip_ext.manifest", "shards": ' + "[" * 100_000, DamagedManifestError, "m.json is damaged"),
-        (json.dumps(good | {"num_samples": 11}), DamagedManifestError, "m.json is damaged.*checksum"),
+    for content, message in (
+        ("{", "m.json is no manifest"),
+        ("[]", "expected a JSON object"),
+        ('{"shards": []}', "expected a JSON object with 'format'"),
+        (json.dumps(good | {"version": 99}), "version 99"),
+        (path.read_text()[:-10], "m.json is no manifest, or a damaged one"),
+        ('{"format": "openclip_ext.manifest", "shards": ' + "[" * 100_000, "m.json is no manifest, or a damaged one"),
+        (json.dumps(good | {"num_samples": 11}), "m.json is no manifest, or a damaged one.*checksum"),
         # Without a checksum, what can be checked is.
-        (json.dumps(unsigned | {"num_samples": 11}), DamagedManifestError, "num_samples is 11, the shards have 10"),
-        (json.dumps(unsigned | {"shards": good["shards"][1:]}), DamagedManifestError, "begins at 3, expected 0"),
-        (json.dumps(unsigned | {"shards": [7]}), DamagedManifestError, "m.json is damaged"),
-        (json.dumps({key: value for key, value in unsigned.items() if key != "shards"}), ManifestError, "shards"),
+        (json.dumps(unsigned | {"num_samples": 11}), "num_samples is 11, not the sum"),
+        (json.dumps(unsigned | {"shards": good["shards"][1:]}), "num_samples is 10, not the sum"),
+        (json.dumps(unsigned | {"shards": [7]}), "m.json is no manifest, or a damaged one"),
+        (json.dumps({key: value for key, value in unsigned.items() if key != "shards"}), "shards"),
     ):
         path.write_text(content)
-        with pytest.raises(ManifestError, match=message) as caught:
+        with pytest.raises(ManifestError, match=message):
             Manifest.load(path)
-        assert caught.type is error or error is ManifestError
     with pytest.raises(FileNotFoundError):
         Manifest.load(tmp_path / "none.json")
 
@@ -444,7 +443,7 @@ def test_command_line_spares_what_is_not_its_own(shards: list[str], tmp_path: Pa
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
-def test_a_damaged_file_is_named_and_made_again(shards: list[str], tmp_path: Path, caplog, damage: str):
+def test_a_damaged_file_is_named_and_another_made(shards: list[str], tmp_path: Path, caplog, damage: str):
     """A flipped digit in a size would read as a shard that has changed."""
     made = find_or_create_manifest(shards)
     path = tmp_path / "data" / "manifest.json"
@@ -455,13 +454,9 @@ def test_a_damaged_file_is_named_and_made_again(shards: list[str], tmp_path: Pat
     else:
         damaged = intact[: len(intact) // 2] if damage == "cut" else b""
     path.write_bytes(damaged)
-    if damaged:
-        with pytest.raises(ManifestError, match="is damaged"):
-            find_or_create_manifest(shards, manifest=path)
+    with pytest.raises(ManifestError, match="a damaged one"):
+        find_or_create_manifest(shards, manifest=path)
     with caplog.at_level(logging.WARNING):
-        found = find_or_create_manifest(shards)
-    assert ".tar" not in caplog.text
-    assert found.shards == made.shards
-    if damaged:  # an empty file could be anybody's
-        assert f"{path} is damaged" in caplog.text
-        assert path.read_bytes() == intact
+        assert find_or_create_manifest(shards).shards == made.shards
+    assert f"{path} is no manifest, or a damaged one" in caplog.text and path.read_bytes() == damaged
+    assert len(list(path.parent.glob("manifest-*.json"))) == 1

@@ -47,8 +47,8 @@ def test_sample_depends_on_seed_split_and_index_only():
 
 
 def test_shards_are_the_same_samples_whatever_their_size_and_workers(tmp_path):
-    write_shards(tmp_path / "a", ShapesConfig(50, samples_per_shard=7), workers=1, progress=False)
-    write_shards(tmp_path / "b", ShapesConfig(50, samples_per_shard=20), workers=2, progress=False)
+    write_shards(tmp_path / "a", ShapesConfig(50, samples_per_shard=7), workers=1)
+    write_shards(tmp_path / "b", ShapesConfig(50, samples_per_shard=20), workers=2)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert [name for name, _ in contents(tmp_path / "a")][:4] == [
         "00000000.png",
@@ -131,30 +131,29 @@ def test_every_attribute_changes_the_image():
 
 def test_a_complete_set_is_left_alone_and_a_broken_one_is_completed(tmp_path):
     config = ShapesConfig(30, samples_per_shard=10)
-    assert write_shards(tmp_path, config, workers=1, progress=False)
+    assert write_shards(tmp_path, config, workers=1)
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert not write_shards(tmp_path, config, workers=1, progress=False)
+    assert not write_shards(tmp_path, config, workers=1)
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     whole = contents(tmp_path)
 
-    # What a kill leaves behind: a shard half written under another name, no sizes.json.
+    # What a kill leaves behind: a shard is missing, no sizes.json.
     (tmp_path / "00001.tar").unlink()
     (tmp_path / SIZES_FILE).unlink()
-    (tmp_path / ".00001.tar.x.partial").write_bytes(b"half")
-    assert write_shards(tmp_path, config, workers=1, progress=False)
+    assert write_shards(tmp_path, config, workers=1)
     assert contents(tmp_path) == whole
     assert sorted(os.listdir(tmp_path)) == ["00000.tar", "00001.tar", "00002.tar", RECIPE_FILE, SIZES_FILE]
     assert (tmp_path / "00000.tar").stat().st_mtime_ns == before["00000.tar"]
 
 
 def test_a_folder_with_something_else_is_refused(tmp_path, capsys):
-    write_shards(tmp_path / "demo", ShapesConfig(4), workers=1, progress=False)
+    write_shards(tmp_path / "demo", ShapesConfig(4), workers=1)
     with pytest.raises(ValueError, match=r"made from .*'seed': 0.* asked for .*'seed': 1"):
-        write_shards(tmp_path / "demo", ShapesConfig(4, seed=1), workers=1, progress=False)
+        write_shards(tmp_path / "demo", ShapesConfig(4, seed=1), workers=1)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "00000.tar").write_bytes(b"")
     with pytest.raises(ValueError, match="not a demo set"):
-        write_shards(tmp_path / "other", ShapesConfig(4), workers=1, progress=False)
+        write_shards(tmp_path / "other", ShapesConfig(4), workers=1)
     with pytest.raises(ValueError, match="unknown split 'val'"):
         make_sample(0, "val", 0)
     arguments = ["--output", str(tmp_path / "demo"), "--num-samples", "4"]

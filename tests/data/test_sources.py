@@ -53,7 +53,7 @@ def test_piped_shards_give_the_same_batches_as_local_ones(folder: Path, workers:
 
 
 def test_bad_samples_of_a_stream_are_replaced_from_its_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shards_module, "_HEAD", 4)
+    monkeypatch.setattr("openclip_ext.data.source._HEAD", 4)
     bad = {number: sample_members(number, ["txt"]) for number in (2, 30, 31)}
     write_shards(tmp_path, [40], bad)
     sizes = tmp_path / "sizes.json"

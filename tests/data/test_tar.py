@@ -89,7 +89,7 @@ def test_repeated_field_begins_a_new_sample(tmp_path: Path):
     path = write_tar(tmp_path / "0.tar", [("a.txt", b"1"), ("a.jpg", b"2"), ("a.txt", b"3"), ("b.txt", b"4")])
     expected = [{"txt": b"1", "jpg": b"2"}, {"txt": b"3"}, {"txt": b"4"}]
     assert samples_of(path) == streamed(path) == expected
-    assert scan_shard(str(path)).shard.problems["duplicate_keys"] == 1
+    assert scan_shard(str(path)).problems["duplicate_keys"] == 1
 
 
 def test_sizes_beyond_octal_are_read():
@@ -122,14 +122,14 @@ def test_a_damaged_header_costs_its_member_alone(tmp_path: Path):
         assert len(list(archive.members())) == 11
         assert archive.gaps == [(member.start, member.end)]
         scan = scan_shard(str(path))
-        assert scan.shard.num_samples == 4
-        assert scan.shard.problems["gaps"] == [[member.start, member.end]]
-        assert "error" not in scan.shard.problems
-        assert scan.shard.problems.get("bad", 0) + scan.shard.problems.get("lost", 0) >= (field != "json")
+        assert scan.num_samples == 4
+        assert scan.problems["gaps"] == [[member.start, member.end]]
+        assert "error" not in scan.problems
+        assert scan.problems.get("bad", 0) + scan.problems.get("lost", 0) >= (field != "json")
     path.write_bytes(b"this is not a tar" * 100)
     scan = scan_shard(str(path))
-    assert scan.shard.num_samples == 0
-    assert "no tar header at byte 0" in scan.shard.problems["error"]
+    assert scan.num_samples == 0
+    assert "no tar header at byte 0" in scan.problems["error"]
 
 
 HOSTILE_SIZES = {
@@ -156,7 +156,7 @@ def test_sizes_that_cannot_be(tmp_path: Path, size: bytes, kind: bytes):
     data[victim : victim + tar.BLOCK] = header
     path.write_bytes(data)
     scan = scan_shard(str(path))
-    assert (scan.shard.num_samples, scan.shard.problems["bad"]) == (3, 1)
+    assert (scan.num_samples, scan.problems["bad"]) == (3, 1)
     assert [len(fields) for fields in samples_of(path)] == [3, 2, 3]
     with contextlib.suppress(tar.TarError):  # nobody knows how long a pipe will be
         assert len(streamed(path)) == 3
@@ -167,10 +167,10 @@ def test_compressed_tars_are_streams(tmp_path: Path, mode: str):
     members = [*sample_members(0), *sample_members(1)]
     path = write_tar(tmp_path / "0.tar.gz", members, mode)
     scan = scan_shard(str(path))
-    assert (scan.shard.num_samples, scan.shard.problems) == (2, {})
+    assert (scan.num_samples, scan.problems) == (2, {})
     assert streamed(path) == streamed(write_tar(tmp_path / "0.tar", members))
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    assert "error" in scan_shard(str(path)).shard.problems
+    assert "error" in scan_shard(str(path)).problems
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_pax_records_that_cannot_be(tmp_path: Path, records: bytes):
     path = write_tar(tmp_path / "0.tar", [*sample_members(0), *sample_members(1)])
     header = extension.tobuf(tarfile.USTAR_FORMAT) + records + bytes(-len(records) % tar.BLOCK)
     path.write_bytes(header + path.read_bytes())
-    shard = scan_shard(str(path)).shard
+    shard = scan_shard(str(path))
     assert (shard.num_samples, shard.problems["gaps"]) == (2, [[0, 1024]])
 
 
@@ -196,7 +196,7 @@ def test_every_cut_is_noticed(tmp_path: Path):
     ends = [member.end for member in members[2::3]]
     for cut in range(0, ends[-1] + 1, 256):
         path.write_bytes(whole[:cut])
-        shard = scan_shard(str(path)).shard
+        shard = scan_shard(str(path))
         complete = int(np.searchsorted(ends, cut, side="right"))
         assert "error" in shard.problems and complete <= shard.num_samples <= complete + 1
         assert shard.num_samples - shard.problems.get("bad", 0) in (complete, shard.num_samples)

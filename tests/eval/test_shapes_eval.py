@@ -22,7 +22,7 @@ PHRASES = {"left": "left", "right": "right", "above": "above", "over": "above", 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shapes")
-    write_shards(folder, ShapesConfig(NUM_SAMPLES, split="test", samples_per_shard=150), workers=1, progress=False)
+    write_shards(folder, ShapesConfig(NUM_SAMPLES, split="test", samples_per_shard=150), workers=1)
     return folder
 
 
@@ -164,7 +164,7 @@ def test_command_line_loads_a_training_checkpoint_through_open_clip(data_dir, tm
 def test_wrong_folders_are_refused_with_the_cure(tmp_path, capsys):
     with pytest.raises(ValueError, match=r"no \*\.tar in .*--split test"):
         ShapesEvaluator(tmp_path, None, None)
-    write_shards(tmp_path / "train", ShapesConfig(300), workers=1, progress=False)
+    write_shards(tmp_path / "train", ShapesConfig(300), workers=1)
     with pytest.raises(ValueError, match="300 samples, but not of every kind"):
         ShapesEvaluator(tmp_path / "train", None, None)
     assert main(["--data-dir", str(tmp_path), "--checkpoint", str(tmp_path / "none.pt")]) == 1

@@ -49,7 +49,7 @@ _MODEL = ["--model", "demo-vit", "--precision", "fp32", "--device", "cpu", "--ba
 
 def make_shards(folder: Path) -> str:
     """Write the demo shards and return OpenCLIP's ``--train-data`` for them."""
-    write_shards(folder, ShapesConfig(NUM_SAMPLES, 0, "train", SAMPLES_PER_SHARD), workers=1, progress=False)
+    write_shards(folder, ShapesConfig(NUM_SAMPLES, 0, "train", SAMPLES_PER_SHARD), workers=1)
     last = (NUM_SAMPLES - 1) // SAMPLES_PER_SHARD
     return str(folder / f"{{00000..{last:05d}}}.tar")
 

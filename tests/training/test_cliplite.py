@@ -73,7 +73,7 @@ def test_the_harness_goes_through_the_projections(checkpoint, tmp_path):
         outputs = ProjectedModel(plain, heads).eval()(images, texts)
         torch.testing.assert_close(outputs["image_features"], embeddings)
         assert outputs["logit_scale"] == plain.logit_scale.exp()
-    write_shards(tmp_path / "test", ShapesConfig(150, 0, "test", 150), workers=1, progress=False)
+    write_shards(tmp_path / "test", ShapesConfig(150, 0, "test", 150), workers=1)
     bare = tmp_path / "bare.pt"
     torch.save({"state_dict": plain.state_dict()}, bare)
     whole, without = (

@@ -153,9 +153,7 @@ def test_a_checkpoint_of_another_run_is_refused(shards, finished, tmp_path, loss
 
 
 def test_state_of_each_sample_is_not_used_for_other_data(shards, tmp_path, caplog):
-    write_shards(
-        tmp_path / "others", ShapesConfig(NUM_SAMPLES, 1, "train", SAMPLES_PER_SHARD), workers=1, progress=False
-    )
+    write_shards(tmp_path / "others", ShapesConfig(NUM_SAMPLES, 1, "train", SAMPLES_PER_SHARD), workers=1)
     others = str(tmp_path / "others" / Path(shards).name)
     fastclip, neuclip = (
         command(shards, tmp_path, loss, loss, "--resume", "latest") for loss in ("fastclip", "neuclip")

@@ -85,7 +85,7 @@ def make_sample(seed: int, split: str, index: int) -> Sample:
     )
 
 
-def write_shards(output: str | Path, config: ShapesConfig, workers: int | None = None, progress: bool = True) -> bool:
+def write_shards(output: str | Path, config: ShapesConfig, workers: int | None = None) -> bool:
     """Write all shards that are missing, then ``sizes.json``.
 
     A shard appears under its name only when it is complete, so a run that was killed is continued by running it again.
@@ -95,7 +95,6 @@ def write_shards(output: str | Path, config: ShapesConfig, workers: int | None =
         output: folder, made if needed.
         config: which samples, and how they are cut into shards.
         workers: processes that draw; as many as there are cores by default.
-        progress: show a bar on standard error.
 
     Returns:
         Whether there was anything to do.
@@ -110,10 +109,8 @@ def write_shards(output: str | Path, config: ShapesConfig, workers: int | None =
     missing = [(folder / name, span) for name, span in shards.items() if not (folder / name).exists()]
     if not missing and (folder / SIZES_FILE).exists():
         return False
-    for leftover in folder.glob(".*.partial"):
-        leftover.unlink()
     done = config.num_samples - sum(len(span) for _, span in missing)
-    with tqdm(total=config.num_samples, initial=done, unit="img", desc=str(folder), disable=not progress) as bar:
+    with tqdm(total=config.num_samples, initial=done, unit="img", desc=str(folder), disable=None) as bar:
         for count in _write_all(missing, config, workers or available_cores()):
             bar.update(count)
     _write_json(folder / SIZES_FILE, {name: len(span) for name, span in shards.items()})
