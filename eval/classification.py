@@ -109,8 +109,8 @@ def evaluate_faces(task: Task, folder: Path, encoder: Encoder, any_size: bool = 
     return _result(face_metrics(values["predicted"].numpy(), values["metadata"].numpy()), answers)
 
 
-def _result(metrics: Metrics, answers: Collected) -> TaskResult:
-    return TaskResult(metrics, len(answers.keys), len(answers.keys) + len(answers.skipped), answers.skipped)
+def _result(metrics: Metrics, found: Collected) -> TaskResult:
+    return TaskResult(metrics, len(found.keys), len(found.keys) + len(found.skipped), found.skipped)
 
 
 def classify(encoder: Encoder, batches: Iterator[Batch], classifiers: Sequence[Tensor], task: Task) -> Collected:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from openclip_ext.diagnostics.command_line import count
+from openclip_ext.diagnostics.command_line import device as device_name
 from openclip_ext.machine import available_cores
 
 from .features import PRECISIONS, Encoder, resolve_precision
@@ -18,15 +20,16 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `load_encoder` reads."""
     parser.add_argument("--model", required=True, help="OpenCLIP's name of the model, hf-hub: and local-dir: too")
     parser.add_argument("--checkpoint", help="checkpoint file, or one of the model's pretrained tags")
-    parser.add_argument("--batch-size", type=_at_least(1), default=256, help="images, and texts, in a batch")
+    parser.add_argument("--batch-size", type=count, default=256, help="images, and texts, in a batch")
     parser.add_argument(
         "--workers",
-        type=_at_least(0),
+        type=int,
         # Processes of torchrun on one machine share the cores.
         default=max(1, min(16, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))),
         help="number of images decoded in parallel (default: one per core, at most 16; here %(default)s)",
     )
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda if there is one")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=device_name, default=default, help="cpu, cuda or cuda:N (here %(default)s)")
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,
@@ -34,7 +37,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="datacomp: as DataComp's harness on CUDA (texts, and in retrieval images too, in autocast), float32 on "
         "CPU; fp32: float32 everywhere; amp: autocast everywhere (CUDA)",
     )
-    group = parser.add_argument_group("model options", "as in training with OpenCLIP, for checkpoints that need them")
+    group = parser.add_argument_group(
+        "model options", "as in training with OpenCLIP; default: as in the checkpoint's run"
+    )
     group.add_argument("--model-config", help="JSON of a model that OpenCLIP does not ship")
     group.add_argument("--force-quick-gelu", action="store_true", default=None)
     group.add_argument("--force-custom-text", action="store_true", default=None)
@@ -56,46 +61,20 @@ def run_command(command: Callable[[argparse.Namespace], int | None], args: argpa
         return 1
 
 
-def _at_least(lowest: int) -> Callable[[str], int]:
-    """Make an argument type: integers from ``lowest``."""
-
-    def integer(text: str) -> int:
-        if int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"{text} is less than {lowest}")
-        return int(text)
-
-    return integer
-
-
 def load_encoder(args: argparse.Namespace, show_progress: bool = True) -> tuple[LoadedModel, Encoder]:
     """Load the model that the arguments of `add_model_arguments` name, and prepare to encode with it.
 
     Raises:
-        ValueError: no such model, checkpoint or device.
+        ValueError: no such model or checkpoint.
     """
-    device = select_device(args.device)
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        if device.index is None:  # under torchrun each process takes its own GPU
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     precision = resolve_precision(args.precision, device)
     options = {name: getattr(args, name) for name in MODEL_OPTIONS}
     loaded = load_model(args.model, args.checkpoint, device, args.model_config, **options)
     model, preprocess, tokenizer = loaded.model, loaded.preprocess, loaded.tokenizer
     batches = (args.batch_size, args.workers)
     return loaded, Encoder(model, preprocess, tokenizer, device, precision, *batches, show_progress=show_progress)
-
-
-def select_device(requested: str | None) -> torch.device:
-    """Return the requested device, else CUDA if there is one; under torchrun each process takes its own GPU.
-
-    Raises:
-        ValueError: if there is no such device.
-    """
-    try:
-        device = torch.device(requested or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        raise ValueError(f"--device {requested}: expected cpu, cuda or cuda:N.") from None
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"--device {device}: this machine, or this build of torch, has no CUDA device.")
-        if device.index is None:
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    return device

@@ -8,10 +8,10 @@ is a `DataError` that names the file. An image that does not decode is skipped, 
 
 import hashlib
 import io
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,7 @@ class Batch:
         labels: ``(B,)`` int64 or None.
         metadata: ``(B, columns)`` int64 or None.
         captions: per sample its captions; empty lists where the task has none.
-        skipped: samples left out since the last batch.
-        error: reason why reading stopped, None if it did not; passed on so that the worker's traceback stays out.
+        skipped: samples that were left out.
     """
 
     images: Tensor
@@ -94,7 +93,6 @@ class Batch:
     metadata: Tensor | None = None
     captions: list[list[str]] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
-    error: str | None = None
 
     def pin_memory(self) -> "Batch":
         """Pin the images; called by ``DataLoader`` with ``pin_memory=True``."""
@@ -238,7 +236,8 @@ def fingerprint(folder: Path) -> str:
 
 @dataclass(eq=False)
 class ShardReader(IterableDataset):
-    """Reads shards front to back and yields `Batch` objects; worker w of W takes the shards w, w + W, ...
+    """Reads shards front to back and yields `Batch` objects, or the error that ends it; worker w of W takes the shards w,
+    w + W, ...
 
     Attributes:
         shards: of the data set.
@@ -255,7 +254,7 @@ class ShardReader(IterableDataset):
     batch_size: int
     threads: int = 1
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch | DataError]:
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
         entries = (
@@ -263,18 +262,12 @@ class ShardReader(IterableDataset):
             for number in range(first, len(self.shards), step)
             for position, (key, fields) in enumerate(read_shard(self.shards[number]))
         )
-        samples: list[dict[str, Any] | Skipped] = []
-        try:
-            for sample in _map_in_order(self._decode, entries, self.threads):
-                samples.append(sample)
-                if len(samples) == self.batch_size:
-                    yield collate(samples)
-                    samples = []
-        except DataError as error:
-            yield collate([sample for sample in samples if isinstance(sample, Skipped)], str(error))
-            return
-        if samples:
-            yield collate(samples)
+        with ThreadPoolExecutor(self.threads) as pool:
+            try:
+                while part := list(islice(entries, self.batch_size)):
+                    yield collate(list(pool.map(self._decode, part)))
+            except DataError as error:  # as an item, so that the worker's traceback stays out of the message
+                yield error
 
     def _decode(self, entry: tuple[int, int, str, dict[str, bytes]]) -> dict[str, Any] | Skipped:
         number, position, key, fields = entry
@@ -347,7 +340,7 @@ def _parse_metadata(content: bytes, columns: int, where: str) -> np.ndarray:
     return values.astype(np.int64)
 
 
-def collate(found: Sequence[dict[str, Any] | Skipped], error: str | None = None) -> Batch:
+def collate(found: Sequence[dict[str, Any] | Skipped]) -> Batch:
     """Make a batch of samples (``key``, ``order``, ``image``, and what `parse_sample` gives) and of those left out."""
     samples = [sample for sample in found if not isinstance(sample, Skipped)]
     present = samples[0].keys() if samples else ()
@@ -359,23 +352,7 @@ def collate(found: Sequence[dict[str, Any] | Skipped], error: str | None = None)
         metadata=torch.from_numpy(np.stack([s["metadata"] for s in samples])) if "metadata" in present else None,
         captions=[sample.get("captions", []) for sample in samples],
         skipped=[sample for sample in found if isinstance(sample, Skipped)],
-        error=error,
     )
-
-
-def _map_in_order(function: Callable[[Any], Any], items: Iterable[Any], threads: int) -> Iterator[Any]:
-    """Map on several threads, in order; runs ahead of the consumer by two items a thread."""
-    if threads == 1:
-        yield from map(function, items)
-        return
-    pending: deque = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        for item in items:
-            pending.append(pool.submit(function, item))
-            if len(pending) == 2 * threads:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
 
 
 def make_loader(

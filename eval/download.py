@@ -1,23 +1,21 @@
 """Fetch DataComp's evaluation sets from the Hugging Face hub, and check them: ``python -m eval.download --data-dir DIR``.
 
-``huggingface_hub`` fetches the files and goes on after an interruption. It compares their sizes only, so the checksums are
-compared here, and kept in ``checksums.json`` of each folder: ``--verify`` needs no network.
+``huggingface_hub`` fetches the files, goes on after an interruption, and compares them with the hub's checksums. The SHA-256
+of all files stay in ``checksums.json`` of each folder, so that ``--verify`` needs no network.
 """
 
 import argparse
-import glob
 import json
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.hf_api import DatasetInfo, RepoSibling
-from huggingface_hub.utils import HfHubHTTPError
-from huggingface_hub.utils.sha import git_hash, sha_fileobj
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils.sha import sha_fileobj
 
 from openclip_ext.files import write_atomically
 
@@ -35,27 +33,17 @@ from .data import (
     task_folder,
 )
 from .retrieval import INSTANCES_FILE, read_instances
-from .tasks import TASKS, Task, select_tasks
+from .tasks import Task, select_tasks
 
 CHECKSUMS_FILE = "checksums.json"
 # Subfolder for the table and the zip of a set that is still to be converted.
 SOURCE_FOLDER = "source"
 # Where huggingface_hub notes which files of a folder are complete.
 HUB_FOLDER = ".cache"
-# Left free on the disk: file system overhead, and the logs and results of whoever works there.
-SPARE_BYTES = 256 << 20
-_TIMEOUT_S = 30.0
 _ATTEMPTS = 3
+_DOCUMENTS = ["README*", "LICENSE*"]
 # What `check_set` finds. UNPROVEN: whole and of the right size, but not fetched by this tool, so without checksums.
 OK, UNPROVEN, MISSING, INCOMPLETE, BROKEN = "ok", "ok, no checksums", "missing", "incomplete", "broken"
-
-
-class HubUnreachableError(ConnectionError):
-    """The hub did not answer at all: no network, offline mode, or a wrong endpoint."""
-
-
-class DownloadError(RuntimeError):
-    """The hub answered, but does not give a file, or its checksum is wrong."""
 
 
 def is_converted(task: Task) -> bool:
@@ -68,112 +56,56 @@ def repository_of(task: Task) -> str:
     return f"nlphuji/{task.key.split('/')[-1]}" if is_converted(task) else f"djghosh/{task.folder}"
 
 
-def _is_document(path: str) -> bool:
-    return path.lower().startswith(("readme", "license"))
+def _what_to_fetch(task: Task, data_dir: Path) -> dict[str, Any]:
+    """Return the arguments of ``snapshot_download`` for a task."""
+    folder = data_dir / task.folder
+    patterns = ["*.csv", "*.zip"] if is_converted(task) else ["*.txt", "test/*.tar"]
+    return {
+        "repo_id": repository_of(task),
+        "repo_type": "dataset",
+        "local_dir": folder / SOURCE_FOLDER if is_converted(task) else folder,
+        "allow_patterns": [*patterns, *_DOCUMENTS],
+    }
 
 
-def _is_needed(path: str, task: Task) -> bool:
-    """Return whether a task needs a file of its repository, or it is a readme or a license."""
-    folder, _, name = path.rpartition("/")
-    if folder == "":
-        return _is_document(name) or name.endswith((".csv", ".zip") if is_converted(task) else ".txt")
-    return folder == "test" and not is_converted(task) and name.endswith((".tar", ".txt"))
-
-
-def list_files(task: Task, endpoint: str | None = None) -> DatasetInfo:
-    """Ask the hub for a task's repository; ``siblings`` are the needed files, with sizes and checksums.
-
-    Raises:
-        HubUnreachableError: if there is no answer.
-        DownloadError: if the hub refuses, or has nothing of use there.
-    """
-    api, repository = HfApi(endpoint=endpoint), repository_of(task)
-    try:
-        info = api.dataset_info(repository, files_metadata=True, timeout=_TIMEOUT_S)
-    except HfHubHTTPError as error:
-        raise DownloadError(f"the hub refused {repository}: {str(error).strip().splitlines()[-1]}") from error
-    except Exception as error:  # the HTTP client behind huggingface_hub differs by version, and so its exceptions
-        raise HubUnreachableError(
-            f"The hub at {api.endpoint} does not answer ({type(error).__name__}: {error}). Downloading needs a "
-            "network; for a mirror set --endpoint or HF_ENDPOINT. --verify works without one."
-        ) from error
-    info.siblings = [file for file in info.siblings or () if _is_needed(file.rfilename, task)]
-    if not info.siblings:
-        raise DownloadError(f"{repository} has none of the expected files")
-    return info
-
-
-def fetch_set(task: Task, info: DatasetInfo, data_dir: Path, connections: int = 4, endpoint: str | None = None) -> None:
+def fetch_set(task: Task, data_dir: Path, endpoint: str | None = None) -> None:
     """Fetch one data set completely, convert it if needed, and write its checksums.
 
     Args:
         task: the task that needs the data set.
-        info: as `list_files` returns it.
         data_dir: folder of all data sets.
-        connections: files fetched at a time.
         endpoint: address of the hub; None: its usual one.
 
     Raises:
-        DownloadError: if a file cannot be fetched, or its checksum stays wrong. Complete files stay for the next time.
-        ValueError: if the set to convert is not as expected.
+        ValueError: if the checksum of a file stays wrong, or the set to convert is not as expected. The exceptions of
+            huggingface_hub come through. Complete files stay for the next time.
     """
-    folder, files = data_dir / task.folder, info.siblings or []
-    source = folder / SOURCE_FOLDER
-    if is_converted(task):
-        _fetch_files(info, source, connections, endpoint)
-        (convert_retrieval if task.kind == "retrieval" else convert_winogavil)(source, folder)
-        for file in files:
-            if _is_document(file.rfilename):
-                shutil.copy(source / file.rfilename, folder)
-        paths = [path for path in folder.rglob("*") if path.is_file() and source not in path.parents]
-        sha256 = {}
-    else:
-        _fetch_files(info, folder, connections, endpoint)
-        paths = [folder / file.rfilename for file in files]
-        sha256 = {folder / file.rfilename: file.lfs.sha256 for file in files if file.lfs is not None}
-    records = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256.get(path) or _sha256(path)}
-        for path in sorted(paths)
-        if path.name != CHECKSUMS_FILE
-    }
-    content = json.dumps({"repository": info.id, "revision": info.sha, "files": records}, indent=1) + "\n"
-    write_atomically(folder / CHECKSUMS_FILE, lambda stream: stream.write(content.encode()))
-    for leftover in (source, folder / HUB_FOLDER):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _fetch_files(info: DatasetInfo, folder: Path, connections: int, endpoint: str | None) -> None:
-    """Fetch what is missing or differs from the hub's checksums; try again after a broken connection or a busy hub."""
-    problem, files = "", info.siblings or []
-    for attempt in range(_ATTEMPTS):
-        time.sleep(2.0**attempt if problem else 0)
-        try:
-            snapshot_download(
-                info.id,
-                repo_type="dataset",
-                revision=info.sha,
-                local_dir=folder,
-                allow_patterns=[glob.escape(file.rfilename) for file in files],
-                max_workers=connections,
-                endpoint=endpoint,
-            )
-        except Exception as error:  # of the HTTP client, of the hub, of the disk
-            problem = f"{type(error).__name__}: {error}"
-            continue
-        wrong = [file.rfilename for file in files if not _is_the_hubs(folder / file.rfilename, file)]
+    api, wanted = HfApi(endpoint=endpoint), _what_to_fetch(task, data_dir)
+    folder, target = data_dir / task.folder, wanted["local_dir"]
+    for _ in range(_ATTEMPTS):
+        api.snapshot_download(**wanted)
+        found = api.verify_repo_checksums(wanted["repo_id"], repo_type="dataset", local_dir=target)
+        wrong = [mismatch["path"] for mismatch in found.mismatches]
+        for path in wrong:
+            (target / path).unlink()
         if not wrong:
-            return
-        for name in wrong:
-            (folder / name).unlink(missing_ok=True)
-        problem = f"missing, or of another checksum than the hub's: {', '.join(wrong)}"
-    raise DownloadError(f"{info.id}: {problem}; run the same command again to go on")
-
-
-def _is_the_hubs(path: Path, file: RepoSibling) -> bool:
-    """Return whether a file has the checksum that the hub states: SHA-256 for large ones, git's SHA-1 for the others."""
-    if not path.is_file():
-        return False
-    return _sha256(path) == file.lfs.sha256 if file.lfs is not None else git_hash(path.read_bytes()) == file.blob_id
+            break
+    else:
+        raise ValueError(f"{wanted['repo_id']}: of another checksum than the hub's: {', '.join(wrong)}")
+    if is_converted(task):
+        (convert_retrieval if task.kind == "retrieval" else convert_winogavil)(target, folder)
+        count_items(folder, task, any_size=True)
+        for document in (path for pattern in _DOCUMENTS for path in target.glob(pattern)):
+            shutil.copy(document, folder)
+    for leftover in (folder / SOURCE_FOLDER, folder / HUB_FOLDER):
+        shutil.rmtree(leftover, ignore_errors=True)
+    records = {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != CHECKSUMS_FILE
+    }
+    content = json.dumps({"repository": wanted["repo_id"], "files": records}, indent=1) + "\n"
+    write_atomically(folder / CHECKSUMS_FILE, lambda stream: stream.write(content.encode()))
 
 
 def _sha256(path: Path) -> str:
@@ -182,31 +114,12 @@ def _sha256(path: Path) -> str:
 
 
 def read_checksums(folder: Path) -> dict[str, dict[str, Any]] | None:
-    """Return ``size`` and ``sha256`` of a folder's files by name; None if it has no ``checksums.json``.
-
-    Raises:
-        ValueError: if the file is there and unreadable.
-    """
+    """Return ``size`` and ``sha256`` of a folder's files by name; None if it has no ``checksums.json``."""
     path = folder / CHECKSUMS_FILE
-    if not path.exists():
-        return None
-    try:
-        files = json.loads(path.read_text(encoding="utf-8"))["files"]
-        return {name: {"size": int(record["size"]), "sha256": record["sha256"]} for name, record in files.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is not a checksum list ({error}); delete it and download again") from error
+    return json.loads(path.read_text(encoding="utf-8"))["files"] if path.exists() else None
 
 
-def is_complete(folder: Path) -> bool:
-    """Return whether every file of ``checksums.json`` is there with its size; ``--verify`` compares the contents."""
-    try:
-        records = read_checksums(folder)
-    except ValueError:  # unreadable: the files are compared with the hub's checksums again
-        return False
-    return records is not None and all(_has_size(folder / name, record["size"]) for name, record in records.items())
-
-
-def _has_size(path: Path, size: int | None) -> bool:
+def _has_size(path: Path, size: int) -> bool:
     return path.is_file() and path.stat().st_size == size
 
 
@@ -223,11 +136,9 @@ def check_set(data_dir: Path, task: Task, any_size: bool = False) -> tuple[str, 
     """
     try:
         folder = task_folder(task, data_dir)
-        records = read_checksums(folder)
     except MissingDataError:
         return MISSING, []
-    except ValueError as error:
-        return BROKEN, [str(error)]
+    records = read_checksums(folder)
     if records is None and any((folder / name).is_dir() for name in (HUB_FOLDER, SOURCE_FOLDER)):
         return INCOMPLETE, []
     problems = []
@@ -287,7 +198,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--allow-size-mismatch", action="store_true", help="with --verify: accept other sizes than DataComp's"
     )
     parser.add_argument("--dry-run", action="store_true", help="only list the sets to fetch, and the space they take")
-    parser.add_argument("--connections", type=int, default=4, help="files fetched at a time (default: %(default)s)")
     parser.add_argument("--endpoint", help="address of the hub or a mirror (default: HF_ENDPOINT, or the hub's)")
     return parser
 
@@ -295,11 +205,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code: 0 when every chosen set is there and whole."""
     args = build_parser().parse_args(argv)
-    try:
-        return run_command(_verify if args.verify else _download, args)
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to go on from here", file=sys.stderr)
-        return 130
+    return run_command(_verify if args.verify else _download, args)
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -312,46 +218,58 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if usable == len(tasks) else 1
 
 
+def _sizes(task: Task, args: argparse.Namespace) -> dict[Path, int]:
+    """Ask the hub for the files to fetch, and return their sizes.
+
+    Raises:
+        ConnectionError: if there is no answer.
+    """
+    wanted = _what_to_fetch(task, args.data_dir)
+    try:
+        info = HfApi(endpoint=args.endpoint).dataset_info(wanted["repo_id"], files_metadata=True, timeout=30.0)
+    except HfHubHTTPError:
+        raise
+    except Exception as error:  # of the HTTP client, which differs by version
+        raise ConnectionError(
+            f"The hub does not answer ({error}). Downloading needs a network; for a mirror set --endpoint or HF_ENDPOINT. "
+            "--verify works without one."
+        ) from error
+    names = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    return {
+        wanted["local_dir"] / name: names[name]
+        for name in filter_repo_objects(names, allow_patterns=wanted["allow_patterns"])
+    }
+
+
 def _download(args: argparse.Namespace) -> int:
-    tasks, remote, failed, needed = select_tasks(args.tasks), {}, {}, 0
+    tasks, failed, needed = select_tasks(args.tasks), {}, 0
     for task in tasks:
         folder = args.data_dir / task.folder
-        if is_complete(folder):
+        records = read_checksums(folder)
+        if records is not None and all(_has_size(folder / name, record["size"]) for name, record in records.items()):
             print(f"there       {task.key}")
             continue
         try:
-            info = remote[task.key] = list_files(task, args.endpoint)
-        except DownloadError as error:
-            failed[task.key] = str(error)
-            continue
-        target = folder / SOURCE_FOLDER if is_converted(task) else folder
-        files = {target / file.rfilename: file.size or 0 for file in info.siblings or ()}
-        missing = sum(size for path, size in files.items() if not _has_size(path, size))
-        # The zip of a converted set is deleted only after its tars are complete.
-        needed += missing + (sum(files.values()) if is_converted(task) else 0)
-        print(f"to fetch    {task.key:<52} {len(files):>5} files {_gigabytes(missing):>10}")
-    existing = next(path for path in (args.data_dir, *args.data_dir.resolve().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    print(f"{_gigabytes(needed)} of disk to use at most, {_gigabytes(free)} free in {args.data_dir}.", flush=True)
-    if needed and needed + SPARE_BYTES > free and not args.dry_run:
-        raise OSError(
-            f"{args.data_dir} has {_gigabytes(free)} free, and {_gigabytes(needed + SPARE_BYTES)} are needed. Free some "
-            "space, choose another --data-dir, or fetch fewer sets with --tasks."
-        )
-    for key, info in {} if args.dry_run else remote.items():
-        try:
-            fetch_set(TASKS[key], info, args.data_dir, args.connections, args.endpoint)
-        except (DownloadError, ValueError) as error:
-            failed[key] = str(error)
-    if not args.dry_run:
+            sizes = _sizes(task, args)
+            missing = sum(size for path, size in sizes.items() if not _has_size(path, size))
+            # The zip of a converted set is deleted only after its tars are complete.
+            needed += missing + (sum(sizes.values()) if is_converted(task) else 0)
+            print(f"to fetch    {task.key:<52} {len(sizes):>5} files {missing / 1e9:>7.3f} GB", flush=True)
+            if not args.dry_run:
+                fetch_set(task, args.data_dir, args.endpoint)
+        except ConnectionError:
+            raise
+        except Exception as error:  # of the hub, the HTTP client, the disk, the data: the other sets can be fetched
+            failed[task.key] = f"{type(error).__name__}: {error}"
+    if args.dry_run:
+        existing = next(path for path in (args.data_dir, *args.data_dir.resolve().parents) if path.exists())
+        free = shutil.disk_usage(existing).free / 1e9
+        print(f"{needed / 1e9:.3f} GB of disk to use at most, {free:.3f} GB free in {args.data_dir}.")
+    else:
         print(f"{len(tasks) - len(failed)} of {len(tasks)} data sets are complete in {args.data_dir}.")
     for key, reason in failed.items():
-        print(f"failed: {key}: {reason}", file=sys.stderr)
+        print(f"failed: {key}: {reason}; run the same command again to go on", file=sys.stderr)
     return 1 if failed else 0
-
-
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:.3f} GB"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Encode images, texts and classifiers in batches; each distinct text once."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from openclip_ext.data.images import split_transform
+from openclip_ext.diagnostics.command_line import progress_bar
 
 from .data import Batch, DataError, SampleFormat, Skipped, UniqueKeys, make_loader, shard_of
 from .models import ImageTextModel
@@ -102,8 +102,8 @@ class Encoder:
         def checked() -> Iterator[Batch]:
             keys = UniqueKeys()
             for batch in reading:
-                if batch.error is not None:
-                    raise DataError(batch.error)
+                if isinstance(batch, DataError):
+                    raise batch
                 for key, position in zip(batch.keys, batch.order.tolist(), strict=True):
                     keys.add(key, str(shards[shard_of(position)]))
                 for skipped in batch.skipped:
@@ -216,16 +216,8 @@ class Encoder:
 
     def progress(self, total: int | None, description: str, unit: str) -> tqdm:
         """Make a bar within one task, below the bar over the tasks; rarely updated if the output is a log file."""
-        return tqdm(
-            total=total,
-            desc=description,
-            unit=unit,
-            position=1,
-            leave=False,
-            delay=1,
-            mininterval=0.1 if sys.stderr.isatty() else 30,
-            disable=not self.show_progress,
-        )
+        options: dict[str, Any] = {"total": total, "desc": description, "unit": unit, "disable": not self.show_progress}
+        return progress_bar(position=1, leave=False, delay=1, **options)
 
     def _autocast(self, wanted: bool) -> AbstractContextManager:
         if wanted and self.precision != "fp32":

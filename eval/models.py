@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -92,7 +92,8 @@ def load_model(
         checkpoint: a file, or a pretrained tag of the model; None only with ``hf-hub:`` and ``local-dir:`` names.
         device: where the model goes.
         model_config: JSON of a model that OpenCLIP does not ship; its file name is the model's name.
-        **options: passed to ``open_clip.create_model_and_transforms`` where not None (``force_quick_gelu``, ...).
+        **options: passed to ``open_clip.create_model_and_transforms`` where not None (``force_quick_gelu``, ...), over
+            those of the checkpoint's run, as its ``params.txt`` has them.
 
     Raises:
         ModelError: no such model or checkpoint, an unreadable file, or a checkpoint of another model.
@@ -103,12 +104,14 @@ def load_model(
         if not Path(model_config).is_file():
             raise ModelError(f"There is no model configuration {model_config}: --model-config takes an OpenCLIP JSON.")
         open_clip.add_model_config(Path(model_config))
-    options = {key: value for key, value in options.items() if value is not None}
-    config = _config(name, options)
     source = _source(name, checkpoint)
+    options = _options_of_run(source) | {key: value for key, value in options.items() if value is not None}
+    config = _config(name, options)
     heads = None
     if source is not None and Path(source).is_file():
-        _warn_of_differences(source, name, config.get("model", {}), options)
+        trained = _run_parameters(source).get("model", name)
+        if trained.replace("/", "-") != name.replace("/", "-") and distributed.is_master():
+            logging.warning(f"{source} was trained with --model {trained} and is evaluated with --model {name}.")
         state_dict, heads = _peek(Path(source))
         if "logit_bias" in state_dict or "module.logit_bias" in state_dict:
             # Trained with the sigmoid loss: stock configurations have no bias, which strict loading would refuse.
@@ -149,17 +152,14 @@ def _source(name: str, checkpoint: str | Path | None) -> str | None:
             raise ModelError(f"{name} brings its own weights: leave out --checkpoint {checkpoint}.")
         return None
     tags = open_clip.list_pretrained_tags_by_model(name.replace("/", "-"))
-    known = f"{name} has the pretrained tags {', '.join(tags)}" if tags else f"{name} has no pretrained tags"
+    known = f"the pretrained tags of {name}: {', '.join(tags) or 'none'}"
     if checkpoint is None:
         raise ModelError(f"--checkpoint is missing: a file, or a pretrained tag ({known}).")
     if Path(checkpoint).is_file() or str(checkpoint) in tags:
         return str(checkpoint)
-    if Path(checkpoint).is_dir():
-        found = sorted(path.name for path in Path(checkpoint).rglob("*.pt"))[:5]
-        raise ModelError(
-            f"{checkpoint} is a folder, expected a checkpoint file; it has {', '.join(found) or 'no .pt'}."
-        )
-    raise ModelError(f"There is no checkpoint {checkpoint}: neither a file nor a pretrained tag; {known}.")
+    found = sorted(path.name for path in Path(checkpoint).rglob("*.pt"))[:5]
+    inside = f"; in it: {', '.join(found)}" if found else ""
+    raise ModelError(f"There is no checkpoint {checkpoint}: neither a file nor a pretrained tag{inside} ({known}).")
 
 
 def _peek(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -198,51 +198,18 @@ def _run_parameters(source: str | None) -> dict[str, str]:
     return {name: value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
 
 
-def _warn_of_differences(source: str, name: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Warn if the run of a checkpoint had another model or other image settings: the weights may load all the same."""
-    if not distributed.is_master():
-        return
-    parameters = _run_parameters(source)
-    trained = parameters.get("model", name)
-    differences: list[tuple[str, Any, Any]] = []
-    if trained.replace("/", "-") != name.replace("/", "-"):
-        differences.append(("--model", trained, name))
-    for option in MODEL_OPTIONS:
-        if option in parameters:
-            in_run, here = _literal(parameters[option]), options.get(option)
-            if _effective(option, in_run, config) != _effective(option, here, config):
-                differences.append((f"--{option.replace('_', '-')}", in_run, here))
-    for flag, in_run, here in differences:
-        logging.warning(
-            f"{source} was trained with {flag} {in_run} and is evaluated with {flag} {here}: the numbers are those of "
-            f"another model. Pass {flag} as in the run."
-        )
-
-
-def _literal(text: str) -> Any:
-    """Return a value of ``params.txt``; OpenCLIP writes one image size as 224 or as [224]."""
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
-
-
-def _effective(option: str, value: Any, config: Mapping[str, Any]) -> Any:
-    """Return the effective value of a model option, so that a default given explicitly is no difference."""
-    defaults = {
-        "force_quick_gelu": bool(config.get("quick_gelu")),
-        "force_custom_text": bool(config.get("custom_text")),
-        "force_image_size": config.get("vision_cfg", {}).get("image_size"),
-        "force_context_length": config.get("text_cfg", {}).get("context_length", 77),
-        "image_mean": open_clip.OPENAI_DATASET_MEAN,
-        "image_std": open_clip.OPENAI_DATASET_STD,
-        "image_interpolation": "bicubic",
-        "image_resize_mode": "shortest",
-    }
-    if value is None or value is False:
-        return defaults[option]
-    return tuple(value) if isinstance(value, list) else value
+def _options_of_run(source: str | None) -> dict[str, Any]:
+    """Return the `MODEL_OPTIONS` that the run of a checkpoint was trained with."""
+    found = {}
+    for option, text in _run_parameters(source).items():
+        if option in MODEL_OPTIONS and text not in ("None", "False"):
+            try:
+                value = ast.literal_eval(text)
+            except (ValueError, SyntaxError):  # a word
+                value = text
+            # OpenCLIP writes one image size as 224 or as [224].
+            found[option] = value[0] if isinstance(value, list) and len(value) == 1 else value
+    return found
 
 
 def weights_digest(model: nn.Module) -> str:

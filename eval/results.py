@@ -1,9 +1,7 @@
 """``eval_results.jsonl``: one line a task in DataComp's format; resumable, and never mixes two models' numbers.
 
-A line is ``{"key", "dataset", "metrics": {..., "main_metric"}}`` and, beyond DataComp's format, ``"run"`` (which model
-and protocol it belongs to), ``"data"`` (fingerprint of the data set), ``"samples"``, ``"found"``, ``"skipped"``,
-``"seconds"``. The file holds the lines of one run only, so that DataComp's ``aggregate_scores.py`` can read it: lines
-of other runs move to ``eval_results.RUN.jsonl`` in the same folder and return when that run continues.
+The file holds the lines of one run only, so that DataComp's ``aggregate_scores.py`` can read it: lines of other runs move to
+``eval_results.RUN.jsonl`` in the same folder and return when that run continues.
 """
 
 import json
@@ -33,12 +31,7 @@ PROTOCOL = "datacomp-2"
 class RunIdentity:
     """Identity of an evaluation besides its data: a result counts for a run only if all of this agrees.
 
-    Attributes:
-        model: OpenCLIP's name.
-        weights: SHA-256 of the weights.
-        config: digest of architecture and preprocessing.
-        precision: as resolved for the device.
-        protocol: version of the evaluation's definitions.
+    ``weights`` is the SHA-256 of the weights, ``config`` the digest of architecture and preprocessing.
     """
 
     model: str

@@ -8,7 +8,6 @@ the complete captions: training captions leave out so many words that most of th
 import argparse
 import io
 import json
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from typing import Any, cast
 
 import open_clip
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
@@ -31,6 +29,7 @@ from openclip_ext.data.shapes.scene import (
     Scene,
     describe,
 )
+from openclip_ext.diagnostics.command_line import without_warnings
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.retrieval import ranks_of_best_match
 
@@ -41,7 +40,7 @@ from .models import ImageTextModel, LoadedModel, load_model
 
 MAX_CANDIDATES = 1000
 # A class is described without a place, and on every background.
-_PLACES = ("", *(f" on {background}" for background in BACKGROUNDS))
+_TEMPLATES = ("{c}", *(f"{{c}} on {background}" for background in BACKGROUNDS))
 Tokenizer = Callable[[list[str]], Tensor]
 Preprocess = Callable[[Image.Image], Tensor]
 
@@ -99,7 +98,7 @@ class ShapesEvaluator:
             cast(ImageTextModel, model), self.preprocess, self.tokenizer, device, batch_size=self.batch_size
         )
         try:
-            images = torch.cat([encoder.encode_images(batch) for batch in self.images(model)])
+            images = torch.cat([encoder.encode_images(batch) for batch in self._images()])
             return {
                 **self._classify(encoder, images[self.singles]),
                 "relation-top1": self._tell_relations(encoder, images[self.doubles]),
@@ -119,8 +118,7 @@ class ShapesEvaluator:
 
         def hits(phrases: dict[Any, str], truth: list[Any]) -> Tensor:
             """Return whether each image is nearest to the class it belongs to, ``(N,)``; ``phrases`` describe the classes."""
-            prompts = [f"{_with_article(phrase)}{place}" for phrase in phrases.values() for place in _PLACES]
-            weights = F.normalize(encoder.encode_texts(prompts).unflatten(0, (-1, len(_PLACES))).mean(dim=1), dim=-1)
+            weights = encoder.class_embeddings(list(map(_with_article, phrases.values())), _TEMPLATES)
             wanted = torch.tensor([list(phrases).index(name) for name in truth], device=images.device)
             return ((images @ weights.T).argmax(dim=1) == wanted).double()
 
@@ -151,13 +149,11 @@ class ShapesEvaluator:
         ranks = {name: ranks_of_best_match(*way, labels, labels, ties_by_index=True) for name, way in ways.items()}
         return {name: (found == 0).double().mean().item() for name, found in ranks.items()}
 
-    def images(self, model: nn.Module) -> Iterator[Tensor]:
-        """Yield batches ``(b, 3, H, W)`` of all samples' images, in order, where and as the model wants them."""
-        parameter = next(model.parameters())
+    def _images(self) -> Iterator[Tensor]:
+        """Yield batches ``(b, 3, H, W)`` of all samples' images, in order."""
         for start in range(0, len(self.samples), self.batch_size):
             samples = self.samples[start : start + self.batch_size]
-            images = [self.preprocess(Image.open(io.BytesIO(sample.png)).convert("RGB")) for sample in samples]
-            yield torch.stack(images).to(parameter.device, parameter.dtype)
+            yield torch.stack([self.preprocess(Image.open(io.BytesIO(one.png)).convert("RGB")) for one in samples])
 
 
 def read_samples(data_dir: Path) -> list[ShapesSample]:
@@ -195,31 +191,12 @@ def _with_article(words: str) -> str:
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
-def evaluate(
-    model_name: str, checkpoint: str | None, data_dir: str, batch_size: int, device: str, seed: int = 0
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Score a checkpoint, or without one random weights; return the metrics, and the scores of guessing.
-
-    Raises:
-        ValueError: no such checkpoint, or of another model; not the demo set's test split.
-    """
-    loaded = load_model(model_name, checkpoint, device) if checkpoint else untrained(model_name, device, seed)
-    evaluator = ShapesEvaluator(data_dir, loaded.preprocess, loaded.tokenizer, batch_size)
-    return evaluator.run(loaded.model), evaluator.chance()
-
-
 def untrained(model_name: str, device: str, seed: int = 0) -> LoadedModel:
     """Make a model with random weights."""
     torch.manual_seed(seed)
-    logging.disable(logging.WARNING)  # OpenCLIP warns that the weights are random
-    try:
+    with without_warnings():
         model, _, preprocess = open_clip.create_model_and_transforms(model_name, device=device)
-    finally:
-        logging.disable(logging.NOTSET)
-    tokenizer = open_clip.get_tokenizer(model_name)
-    return LoadedModel(
-        model.eval(), preprocess, tokenizer, name=model_name, checkpoint="", config={}, weights_sha256=""
-    )
+    return LoadedModel(model.eval(), preprocess, open_clip.get_tokenizer(model_name), model_name, "", {}, "")
 
 
 def format_table(columns: dict[str, dict[str, float]]) -> str:
@@ -263,13 +240,16 @@ def compare(args: argparse.Namespace) -> None:
         ValueError: for a wrong folder or checkpoint.
     """
     add_model_configs()
-    columns: dict[str, dict[str, float]] = {}
-    checkpoints = {"trained": args.checkpoint} if args.checkpoint else {}
+    loaded = {}
+    if args.checkpoint:
+        loaded["trained"] = load_model(args.model, args.checkpoint, args.device)
     if args.untrained or not args.checkpoint:
-        checkpoints["untrained"] = None
-    for title, path in checkpoints.items():
-        columns[title], chance = evaluate(args.model, path, args.data_dir, args.batch_size, args.device, args.seed)
-    columns["chance"] = chance
+        loaded["untrained"] = untrained(args.model, args.device, args.seed)
+    columns: dict[str, dict[str, float]] = {}
+    for title, one in loaded.items():
+        evaluator = ShapesEvaluator(args.data_dir, one.preprocess, one.tokenizer, args.batch_size)
+        columns[title] = evaluator.run(one.model)
+    columns["chance"] = evaluator.chance()
     print(format_table(columns))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -3,14 +3,14 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .features import Encoder, resolve_precision
-from .models import ImageTextModel
 from .runner import evaluate_task
 from .summary import averages
 from .tasks import SUITES, Task, select_tasks
@@ -25,14 +25,14 @@ class DataCompSuite:
         tasks: those whose data is there.
         data_dir: folder with the ``wds_*_test`` folders.
         any_size: score data whose size is not DataComp's.
-        encoder_options: of `Encoder`, all but the model.
+        make_encoder: from a model to its `Encoder`.
     """
 
     name: ClassVar[str] = "datacomp"
     tasks: list[Task]
     data_dir: Path
     any_size: bool
-    encoder_options: dict[str, Any]
+    make_encoder: Callable[[Any], Encoder]
 
     def run(self, model: nn.Module) -> dict[str, float]:
         """Measure a model; a task that fails is logged and left out.
@@ -46,7 +46,7 @@ class DataCompSuite:
         was_training = model.training
         model.eval()
         # A new encoder every time: the class embeddings of the last call belong to other weights.
-        encoder = Encoder(cast(ImageTextModel, model), **self.encoder_options)
+        encoder = self.make_encoder(model)
         scores = {}
         try:
             for task in self.tasks:
@@ -68,13 +68,10 @@ def build_suite(
     suite: str,
     data_dir: str | Path,
     *,
-    preprocess: Callable[[Any], Tensor],
-    tokenizer: Callable[[list[str]], Tensor],
     device: str | torch.device = "cpu",
     precision: str = "datacomp",
-    batch_size: int = 256,
-    workers: int = 4,
     any_size: bool = False,
+    **encoding: Any,
 ) -> list[DataCompSuite]:
     """Build evaluators for training, each with ``name`` and ``run(model) -> dict[str, float]``.
 
@@ -82,13 +79,10 @@ def build_suite(
         suite: ``quick`` (six tasks, 40,754 images), ``full`` (the 38 with a main metric), or another name of
             ``eval.tasks.SUITES``.
         data_dir: folder with the ``wds_*_test`` folders. Tasks of the suite that are not there are named in the log.
-        preprocess: the model's transform for evaluation.
-        tokenizer: the model's.
         device: device of the model.
         precision: see `eval.features.resolve_precision`.
-        batch_size: images, and texts, in a batch.
-        workers: number of images decoded in parallel.
         any_size: score data whose size is not DataComp's.
+        **encoding: ``preprocess``, ``tokenizer``, and what else `eval.features.Encoder` takes.
 
     Raises:
         ValueError: no such suite, or none of its data is there. Better before training than after the first epoch.
@@ -102,12 +96,5 @@ def build_suite(
         raise ValueError(f"{data_dir} holds no data set of the suite {suite!r}: none of {missing}.")
     if missing:
         logging.warning(f"The suite {suite!r} is incomplete in {data_dir}; missing: {missing}.")
-    options = {
-        "preprocess": preprocess,
-        "tokenizer": tokenizer,
-        "device": torch.device(device),
-        "precision": resolve_precision(precision, device),
-        "batch_size": batch_size,
-        "workers": workers,
-    }
-    return [DataCompSuite(tasks, Path(data_dir), any_size, options)]
+    encoding |= {"device": torch.device(device), "precision": resolve_precision(precision, device)}
+    return [DataCompSuite(tasks, Path(data_dir), any_size, partial(Encoder, **encoding))]

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the other scripts. Goes to the clone's root and sets $python, the interpreter of the virtual environment in
-# .venv, which has this package installed in place with the extras that the other script names in $extras, such as
-# "eval,plot". The first call makes the environment; a script that needs more adds it. Later calls take a fraction of a
+# .venv, which has this package installed in place with the extras that the other script names in $extras, if any, such as
+# "eval,test". The first call makes the environment; a script that needs more adds it. Later calls take a fraction of a
 # second, unless requirements.txt or pyproject.toml changed.
 #
 # PYTHON names the interpreter that makes the environment (default: python3), and EXTRAS further extras. pip obeys its own
@@ -53,7 +53,7 @@ make_environment() {
   local wanted
   wanted="$(all_extras)"
   # Python compiles what it imports: all 15,000 files of PyTorch and the others would take longer than the first imports.
-  "$python" -m pip install --no-compile -e ".[$wanted]" ||
+  "$python" -m pip install --no-compile -e ".${wanted:+[$wanted]}" ||
     fail "installation failed; see pip's message above. Run the script again to continue"
   tr ',' '\n' <<<"$wanted" >.venv/.extras
   environment_fingerprint >.venv/.installed

@@ -8,8 +8,6 @@
 # You can interrupt it at any time: the next start continues where it stopped. All output is in demo/.
 # EPOCHS (default 3) sets the number of epochs.
 set -euo pipefail
-# shellcheck disable=SC2034  # for the script that is sourced
-extras=eval,plot
 # shellcheck source-path=SCRIPTDIR source=_environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/_environment.sh"
 

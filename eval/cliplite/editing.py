@@ -9,10 +9,8 @@ that the concept is gone.
 
 import argparse
 import json
-import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +19,7 @@ from torch import Tensor
 
 from ..command_line import add_model_arguments, load_encoder, run_command
 from ..data import Batch, read_lines
-from ..features import Encoder
-from .image_files import list_images, read_images
+from .image_files import encode_files, list_images
 
 # The concept of the paper: gender. The first two pairs and the first template are its examples.
 PAIRS = (
@@ -43,20 +40,7 @@ TEMPLATES = ("I am a {c}.", "a photo of a {c}.", "this person is a {c}.")
 AlignmentTable = dict[str, dict[str, dict[str, float]]]
 
 
-@dataclass(frozen=True)
-class Subspace:
-    """A concept in the embedding space.
-
-    Attributes:
-        basis: ``(k, d)``, orthonormal rows; the first points from the second side to the first.
-        explained: ``(k,)``, share of the pairs' variance in each direction.
-    """
-
-    basis: Tensor
-    explained: Tensor
-
-
-def concept_subspace(first: Tensor, second: Tensor, components: int = 1) -> Subspace:
+def concept_subspace(first: Tensor, second: Tensor, components: int = 1) -> tuple[Tensor, Tensor]:
     """Find the directions in which paired prompts differ most.
 
     Args:
@@ -64,11 +48,13 @@ def concept_subspace(first: Tensor, second: Tensor, components: int = 1) -> Subs
         second: ``(n, d)``, those of the other side, row by row the same prompt otherwise.
         components: ``k``, at most ``min(n, d)``.
 
+    Returns:
+        The basis ``(k, d)``, orthonormal rows, the first of which points from the second side to the first; and the share
+        ``(k,)`` of the pairs' variance in each direction.
+
     Raises:
-        ValueError: if the shapes do not allow that, or the pairs do not differ.
+        ValueError: if there cannot be so many components, or the pairs do not differ.
     """
-    if first.shape != second.shape or first.dim() != 2:
-        raise ValueError(f"expected two (n, d) tensors of paired embeddings, found {first.shape} and {second.shape}")
     if not 1 <= components <= min(first.shape):
         raise ValueError(f"{components} components of {len(first)} pairs in {first.shape[1]} dimensions: too many")
     # With m the mean of a pair, its two shifted members a - m and b - m are +-(a - b) / 2: the principal components of
@@ -81,23 +67,23 @@ def concept_subspace(first: Tensor, second: Tensor, components: int = 1) -> Subs
     basis = vectors[:components]
     signs = torch.sign(basis @ differences.mean(0))
     basis = basis * torch.where(signs == 0, 1.0, signs).unsqueeze(1)
-    return Subspace(basis.to(first.dtype), (variance / variance.sum())[:components].to(first.dtype))
+    return basis.to(first.dtype), (variance / variance.sum())[:components].to(first.dtype)
 
 
-def remove(features: Tensor, subspace: Subspace) -> Tensor:
+def remove(features: Tensor, basis: Tensor) -> Tensor:
     """Return ``h - sum_j <h, v_j> v_j``: features ``(n, d)`` without the concept, not brought back to unit length."""
-    return features - features @ subspace.basis.T @ subspace.basis
+    return features - features @ basis.T @ basis
 
 
 def alignment_table(
-    queries: Mapping[str, Tensor], images: Mapping[str, Tensor], subspace: Subspace, top: int = 10
+    queries: Mapping[str, Tensor], images: Mapping[str, Tensor], basis: Tensor, top: int = 10
 ) -> AlignmentTable:
     """Compute Table 6 of CLIP-Lite: the mean over queries of the mean over their ``top`` images.
 
     Args:
         queries: side -> ``(q, d)``, unit embeddings of its prompts.
         images: group -> ``(n, d)``, unit embeddings of its images.
-        subspace: the concept.
+        basis: the concept, as `concept_subspace` returns it.
         top: images retrieved for a query, from each group on its own.
 
     Raises:
@@ -111,9 +97,8 @@ def alignment_table(
     for group, features in images.items():
         if len(features) < top:
             raise ValueError(f"group {group} has {len(features)} images, but {top} are to be retrieved for each query")
-        edited = remove(features, subspace)
         for side, prompts in queries.items():
-            original, neutral = mean_of_best(prompts, features), mean_of_best(prompts, edited)
+            original, neutral = mean_of_best(prompts, features), mean_of_best(prompts, remove(features, basis))
             table[side][group] = {"original": original, "neutral": neutral, "delta": original - neutral}
     return table
 
@@ -134,30 +119,10 @@ def read_pairs(path: Path) -> list[tuple[str, str]]:
     Raises:
         ValueError: if a line is no pair.
     """
-    pairs = []
-    for line in read_lines(path, "pairs"):
-        words = [word.strip() for word in line.split(",")]
-        if len(words) != 2 or not all(words):
-            raise ValueError(f"{path}: {line!r} is no pair: expected two words with a comma between")
-        pairs.append((words[0], words[1]))
-    return pairs
-
-
-def encode_folder(folder: Path, encoder: Encoder) -> Tensor:
-    """Return the unit embeddings ``(n, d)`` of all images below a folder, on the CPU.
-
-    Raises:
-        ValueError: if there are none.
-    """
-    paths = list_images(folder)
-
-    def compute(batch: Batch) -> dict[str, Tensor]:
-        return {"image": encoder.encode_images(batch.images).cpu()}
-
-    found = encoder.collect(read_images(paths, encoder), compute, folder.name, len(paths))
-    for entry in found.skipped:
-        logging.warning(f"left out: {entry}")
-    return found.values["image"]
+    pairs = [[word.strip() for word in line.split(",")] for line in read_lines(path, "pairs")]
+    if not all(len(pair) == 2 and all(pair) for pair in pairs):
+        raise ValueError(f"{path} does not hold pairs alone: expected two words a line, with a comma between")
+    return [(first, second) for first, second in pairs]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -200,16 +165,23 @@ def edit(args: argparse.Namespace) -> None:
     loaded, encoder = load_encoder(args)
     prompts = [[template.format(c=pair[side]) for template in templates for pair in pairs] for side in (0, 1)]
     first, second = (encoder.encode_texts(texts).cpu() for texts in prompts)
-    subspace = concept_subspace(first, second, args.components)
-    images = {name: encode_folder(folder, encoder) for name, folder in zip(names, args.images, strict=True)}
+    basis, explained = concept_subspace(first, second, args.components)
+
+    def compute(batch: Batch) -> dict[str, Tensor]:
+        return {"image": encoder.encode_images(batch.images).cpu()}
+
+    images = {
+        name: encode_files(list_images(folder), encoder, compute).values["image"]
+        for name, folder in zip(names, args.images, strict=True)
+    }
     # As in the paper, a query a pair: the first template's prompts.
     queries = {name: side[: len(pairs)] for name, side in zip(names, (first, second), strict=True)}
-    table = alignment_table(queries, images, subspace, args.top)
+    table = alignment_table(queries, images, basis, args.top)
     report = {
         **loaded.origin,
         "pairs": len(pairs),
         "templates": len(templates),
-        "explained_variance": subspace.explained.tolist(),
+        "explained_variance": explained.tolist(),
         "images": {name: len(features) for name, features in images.items()},
         "top": args.top,
         "alignment": table,
@@ -218,8 +190,8 @@ def edit(args: argparse.Namespace) -> None:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     (args.output_dir / "editing.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     (args.output_dir / "editing.md").write_text(text + "\n", encoding="utf-8")
-    np.save(args.output_dir / "subspace.npy", subspace.basis.numpy())
-    shares = ", ".join(f"{share:.1%}" for share in subspace.explained.tolist())
+    np.save(args.output_dir / "subspace.npy", basis.numpy())
+    shares = ", ".join(f"{share:.1%}" for share in explained.tolist())
     print(f"{text}\n\nShare of the pairs' variance in the removed directions: {shares}\nWritten: {args.output_dir}")
 
 

@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
-from PIL import Image
 from torch import Tensor, nn
+
+from openclip_ext.data.images import split_transform
 
 from ..command_line import add_model_arguments, load_encoder, run_command
 from ..features import Encoder
@@ -28,32 +30,21 @@ from ..models import ModelError
 from .image_files import open_image
 
 
+def _as_it_is(features: Tensor) -> Tensor:
+    return features
+
+
 @dataclass(frozen=True)
 class SpatialLayer:
-    """A module whose output has a place in the image, and how its positions are laid out.
+    """A module of a visual tower whose output has a place in the image.
 
     Attributes:
-        module: the module.
-        name: its name inside the visual tower.
-        layout: ``NCHW``, ``NHWC``, or ``tokens`` for ``(N, prefix + H * W, C)``.
-        grid: (H, W) of the tokens; None for maps, whose shape says it.
+        name: the module's name in the tower.
+        to_map: from its output to ``(N, C, H, W)``.
     """
 
-    module: nn.Module
     name: str
-    layout: str
-    grid: tuple[int, int] | None = None
-
-    def to_map(self, features: Tensor) -> Tensor:
-        """Return the module's output as ``(N, C, H, W)``."""
-        if self.layout == "NCHW":
-            return features
-        if self.layout == "NHWC":
-            return features.movedim(-1, 1)
-        assert self.grid is not None, "tokens have a grid"
-        height, width = self.grid
-        # Class and register tokens come first.
-        return features[:, -height * width :].movedim(-1, 1).unflatten(-1, (height, width))
+    to_map: Callable[[Tensor], Tensor] = _as_it_is
 
 
 def find_spatial_layer(visual: Any) -> SpatialLayer:
@@ -65,30 +56,28 @@ def find_spatial_layer(visual: Any) -> SpatialLayer:
     Raises:
         ModelError: for any other tower.
     """
+
+    def tokens(blocks: str, count: int, norm: str, grid: Sequence[int]) -> SpatialLayer:
+        def to_map(features: Tensor) -> Tensor:  # class and register tokens come first
+            return features[:, -grid[0] * grid[1] :].movedim(-1, 1).unflatten(-1, tuple(grid))
+
+        return SpatialLayer(f"{blocks}.{count - 1}.{norm}", to_map)
+
+    trunk: Any = getattr(visual, "trunk", None)
     if hasattr(visual, "layer4"):
-        return SpatialLayer(visual.layer4, "layer4", "NCHW")
+        return SpatialLayer("layer4")
     if hasattr(visual, "transformer") and hasattr(visual, "grid_size"):
-        return _token_layer(visual.transformer.resblocks, "ln_1", "transformer.resblocks", visual.grid_size)
-    trunk = getattr(visual, "trunk", None)
-    grid = getattr(getattr(trunk, "patch_embed", None), "grid_size", None)
-    if trunk is not None and grid is not None and hasattr(trunk, "blocks") and hasattr(trunk, "num_prefix_tokens"):
-        return _token_layer(trunk.blocks, "norm1", "trunk.blocks", grid)
-    if trunk is not None and getattr(trunk, "feature_info", None):
-        name = trunk.feature_info[-1]["module"]
-        layout = getattr(trunk, "output_fmt", "NCHW")
-        return SpatialLayer(trunk.get_submodule(name), f"trunk.{name}", str(getattr(layout, "value", layout)))
+        return tokens("transformer.resblocks", len(visual.transformer.resblocks), "ln_1", visual.grid_size)
+    if hasattr(trunk, "blocks") and hasattr(trunk, "num_prefix_tokens"):
+        return tokens("trunk.blocks", len(trunk.blocks), "norm1", trunk.patch_embed.grid_size)
+    if getattr(trunk, "feature_info", None):
+        name = f"trunk.{trunk.feature_info[-1]['module']}"
+        channels_last = str(getattr(trunk, "output_fmt", "")).endswith("NHWC")
+        return SpatialLayer(name, partial(torch.movedim, source=-1, destination=1) if channels_last else _as_it_is)
     raise ModelError(
         f"Grad-CAM needs a visual tower whose last features have a place in the image: a ModifiedResNet, a timm "
         f"convolutional network, or a vision transformer with patch tokens; this one is a {type(visual).__name__}."
     )
-
-
-def _token_layer(blocks: nn.Sequential | nn.ModuleList, norm: str, path: str, grid: Sequence[int]) -> SpatialLayer:
-    last = len(blocks) - 1
-    module = getattr(blocks[last], norm, None)
-    if module is None:
-        raise ModelError(f"Grad-CAM: the last of {path} is a {type(blocks[last]).__name__} without {norm}.")
-    return SpatialLayer(module, f"{path}.{last}.{norm}", "tokens", (int(grid[0]), int(grid[1])))
 
 
 def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: SpatialLayer | None = None) -> Tensor:
@@ -107,8 +96,8 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
     Raises:
         ModelError: if the tower has no such layer, or the layer is no map of more than one position.
     """
-    model = encoder.model
-    layer = layer or find_spatial_layer(model.visual)
+    visual = encoder.model.visual
+    layer = layer or find_spatial_layer(visual)
     caught: list[Tensor] = []
 
     def catch(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
@@ -118,11 +107,15 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
         return caught[-1].clone()
 
     texts = encoder.encode_texts(phrases)
-    hook = layer.module.register_forward_hook(catch)
+    try:
+        hook = visual.get_submodule(layer.name).register_forward_hook(catch)
+    except AttributeError:
+        known = ", ".join(child for child, _ in visual.named_children())
+        raise ModelError(f"the visual tower has no module {layer.name!r}; at its top are {known}") from None
     try:
         with torch.enable_grad():
             images = image.to(encoder.device).unsqueeze(0)
-            alignment = texts @ F.normalize(model.encode_image(images).float(), dim=-1)[0]
+            alignment = texts @ F.normalize(encoder.model.encode_image(images).float(), dim=-1)[0]
             if len(caught) != 1:
                 raise ModelError(f"Grad-CAM: {layer.name} runs {len(caught)} times for an image, expected once.")
             (features,) = caught
@@ -146,17 +139,8 @@ def _weighted_map(activations: Tensor, gradients: Tensor) -> Tensor:
     return (weights * activations.float()).sum(dim=1).clamp_min(0)
 
 
-def seen_image(image: Tensor, preprocess: Callable) -> Image.Image:
-    """Return an image ``(3, H, W)`` that ``preprocess`` returned, with its normalization undone."""
-    for step in getattr(preprocess, "transforms", ()):
-        if hasattr(step, "mean") and hasattr(step, "std"):
-            image = image * torch.tensor(step.std).view(-1, 1, 1) + torch.tensor(step.mean).view(-1, 1, 1)
-    pixels = (image.clamp(0, 1) * 255).round().to(torch.uint8)
-    return Image.fromarray(pixels.movedim(0, -1).numpy())
-
-
-def grounding_picture(image: Image.Image, maps: np.ndarray, phrases: Sequence[str]) -> Figure:
-    """Draw the image that `seen_image` returns, and beside it each phrase's heat map ``(H, W)`` over the image."""
+def grounding_picture(image: np.ndarray, maps: np.ndarray, phrases: Sequence[str]) -> Figure:
+    """Draw the image ``(H, W, 3)`` that the model sees, and beside it each phrase's heat map ``(H, W)`` over the image."""
     figure = Figure(figsize=(3 * (1 + len(maps)), 3.2), layout="constrained")
     panels = figure.subplots(1, 1 + len(maps))
     for panel, title in zip(panels, ["image", *phrases], strict=True):
@@ -195,24 +179,16 @@ def ground(args: argparse.Namespace) -> None:
         ValueError: for a wrong model, layer or image.
     """
     _, encoder = load_encoder(args)
-    layer = _named_layer(encoder.model.visual, args.layer) if args.layer else None
+    layer = SpatialLayer(args.layer) if args.layer else None
+    to_pixels, _ = split_transform(encoder.preprocess)
     images = [(path, open_image(path)) for path in args.images]
     args.output_dir.mkdir(parents=True, exist_ok=True)
     for number, (path, image) in enumerate(images):
-        tensor = encoder.preprocess(image)
-        maps = grad_cam(encoder, tensor, args.phrases, layer)
+        maps = grad_cam(encoder, encoder.preprocess(image), args.phrases, layer)
         target = args.output_dir / f"{number:03d}_{re.sub(r'[^A-Za-z0-9_.-]+', '_', path.stem)}.png"
-        picture = grounding_picture(seen_image(tensor, encoder.preprocess), maps.numpy(), args.phrases)
-        picture.savefig(target, dpi=150)
+        pixels = to_pixels(image).movedim(0, -1).numpy()
+        grounding_picture(pixels, maps.numpy(), args.phrases).savefig(target, dpi=150)
         print(target)
-
-
-def _named_layer(visual: nn.Module, name: str) -> SpatialLayer:
-    try:
-        return SpatialLayer(visual.get_submodule(name), name, "NCHW")
-    except AttributeError:
-        known = ", ".join(child for child, _ in visual.named_children())
-        raise ModelError(f"the visual tower has no module {name!r}; at its top are {known}") from None
 
 
 if __name__ == "__main__":

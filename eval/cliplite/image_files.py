@@ -1,15 +1,17 @@
 """Images as plain files; shared by the evaluations of CLIP-Lite."""
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..data import IMAGE_EXTENSIONS, Batch, Skipped, collate
-from ..features import Encoder
+from ..features import Collected, Encoder
 
 
 def list_images(folder: Path) -> list[Path]:
@@ -55,9 +57,19 @@ class _ImageFiles(Dataset):
             return Skipped(str(path.parent), path.name, str(error))
 
 
-def read_images(paths: Sequence[Path], encoder: Encoder) -> Iterator[Batch]:
-    """Decode files in batches; ``order`` is the position in ``paths``, and one that does not decode is ``skipped``."""
+def encode_files(paths: Sequence[Path], encoder: Encoder, compute: Callable[[Batch], dict[str, Tensor]]) -> Collected:
+    """Compute something for image files, as `Encoder.collect` does; name in the log those that do not decode.
+
+    ``Batch.order`` is the position in ``paths``.
+
+    Raises:
+        ValueError: if none decodes.
+    """
     workers = min(encoder.workers, len(paths))
     generator = torch.Generator()  # starting workers draws a seed: not from the global generator
     files = _ImageFiles(paths, encoder)
-    yield from DataLoader(files, encoder.batch_size, num_workers=workers, collate_fn=collate, generator=generator)
+    batches = DataLoader(files, encoder.batch_size, num_workers=workers, collate_fn=collate, generator=generator)
+    found = encoder.collect(iter(batches), compute, "images", len(paths))
+    for entry in found.skipped:
+        logging.warning(f"left out: {entry}")
+    return found

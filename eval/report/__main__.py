@@ -1,11 +1,11 @@
 """``python -m eval.report RESULTS... --output DIR``: tables and one HTML page that compare evaluated runs."""
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..command_line import run_command
 from .page import build_page
 from .runs import read_runs
 from .tables import build_rows, comma_separated, markdown
@@ -31,14 +31,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    logging.basicConfig(format="%(levelname)s: %(message)s")
-    args = build_parser().parse_args(argv)
-    try:
-        runs = read_runs(args.results)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    """Run the command; return the exit code."""
+    return run_command(report, build_parser().parse_args(argv))
+
+
+def report(args: argparse.Namespace) -> None:
+    """Write the tables and the page, and print the averages.
+
+    Raises:
+        ValueError: for runs without results.
+    """
+    runs = read_runs(args.results)
     rows = build_rows(runs)
     args.output.mkdir(parents=True, exist_ok=True)
     files = {
@@ -50,7 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         (args.output / name).write_text(content, encoding="utf-8")
     print(markdown(runs, [row for row in rows if row.is_group]))
     print(f"Written: {', '.join(str(args.output / name) for name in files)}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
 """The comparison as one HTML page that fetches nothing: tables, differences task by task, and curves over training."""
 
-import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from markupsafe import Markup
 
 from openclip_ext.pages import charts
-from openclip_ext.pages.charts import Bar, Curve, Point, bar_chart, line_chart
+from openclip_ext.pages.charts import Bar, Curve, bar_chart, line_chart
 from openclip_ext.pages.rendering import render_page
 
 from ..tasks import GROUPS, TASKS
@@ -22,9 +19,6 @@ _MAIN_GROUPS = (
     "ImageNet & variants (7)",
     "Retrieval, NeuCLIP and AmorLIP (Flickr, MSCOCO)",
 )
-# Curves of the training log are thinned out to this many points each; a chart is 400 pixels wide.
-_MOST_POINTS = 400
-_LOGGED = {"infonce": "InfoNCE of the batch", "loss": "loss", "temperature": "temperature"}
 
 
 def build_page(runs: Sequence[Run], rows: Sequence[Row], title: str) -> str:
@@ -43,11 +37,10 @@ def build_page(runs: Sequence[Run], rows: Sequence[Row], title: str) -> str:
         averages=cell_table(runs, [row for row in rows if row.is_group]),
         tasks=cell_table(runs, [row for row in rows if not row.is_group]),
         note=size_note(rows),
-        repeated=any(run.final and len(run.final.repeats) > 1 for run in runs),
+        repeated=any(len(run.final.repeats) > 1 for run in runs),
         baseline=runs[0].name,
         differences=[found for index in range(1, len(runs)) if (found := _differences(runs, rows, index))],
         curves=_learning_curves(runs),
-        training=_training(runs),
         legend=[(charts.color(number), run.name) for number, run in enumerate(runs)],
     )
 
@@ -57,7 +50,6 @@ def _protocols_differ(runs: Sequence[Run]) -> bool:
     found = {
         frozenset(name if name.startswith("evaluation") else name.partition(" ")[2] for name in run.final.protocols)
         for run in runs
-        if run.final
     }
     return len(found) > 1
 
@@ -95,7 +87,9 @@ def _learning_curves(runs: Sequence[Run]) -> dict[str, list[Markup]]:
                 scored = [(x_of(run, entry), score(entry, key)) for entry in run.checkpoints]
                 points = [(x, 100 * value.mean) for x, value in scored if x is not None and value is not None]
                 curves.append(Curve(run.name, points, number))
-            found += _chart(curves, x_title, title)
+            curves = [curve for curve in curves if curve.points]
+            if any(len(curve.points) > 1 for curve in curves):
+                found.append(line_chart(curves, x_title, title))
         return found
 
     others = {title: title for title in GROUPS if title not in _MAIN_GROUPS}
@@ -114,41 +108,3 @@ def _horizontal(runs: Sequence[Run]) -> tuple[str, Callable[[Run, Checkpoint], f
     if all(checkpoint.epoch is not None for checkpoint in checkpoints):
         return "epochs", lambda run, checkpoint: checkpoint.epoch
     return "checkpoint", lambda run, checkpoint: run.checkpoints.index(checkpoint) + 1
-
-
-def _training(runs: Sequence[Run]) -> dict[str, list[Markup]]:
-    """Return charts of the training logs: comparable loss, temperature, and evaluations other than DataComp's."""
-    logged, evaluations = [], []
-    for name, title in _LOGGED.items():
-        curves = [
-            Curve(run.name, _thin([(record["samples"], record[name]) for record in records if name in record]), number)
-            for number, run in enumerate(runs)
-            for records in run.training
-        ]
-        logged += _chart(curves, "samples seen", title, markers=False)
-    for name in dict.fromkeys(name for run in runs for name in run.evaluations):
-        curves = [Curve(run.name, run.evaluations.get(name, ()), number) for number, run in enumerate(runs)]
-        evaluations += _chart(curves, "samples seen", name)
-    return {"main": logged, "evaluations": evaluations}
-
-
-def _chart(curves: Sequence[Curve], x_title: str, title: str, markers: bool = True) -> list[Markup]:
-    """Return a chart of the points that are finite; nothing where no curve has two."""
-    finite = [replace(curve, points=[point for point in curve.points if _is_finite(point[1])]) for curve in curves]
-    shown = [curve for curve in finite if curve.points]
-    if not any(len(curve.points) > 1 for curve in shown):
-        return []
-    return [line_chart(shown, x_title, title, markers=markers)]
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _thin(points: Sequence[Point]) -> Sequence[Point]:
-    """Return at most `_MOST_POINTS` points, each the mean of a stretch of neighbors."""
-    size = -(-len(points) // _MOST_POINTS)
-    if size <= 1:
-        return points
-    stretches = [points[start : start + size] for start in range(0, len(points), size)]
-    return [(statistics.fmean(xs), statistics.fmean(ys)) for xs, ys in (zip(*part, strict=True) for part in stretches)]

@@ -4,7 +4,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,21 +79,16 @@ class Run:
 
     Attributes:
         name: as shown.
-        checkpoints: in order of training.
-        training: lines of ``metrics.jsonl`` that report a training step, one list a repeat.
-        evaluations: other evaluations than DataComp's: name -> [(samples seen, value)], of the first repeat.
+        checkpoints: in order of training, at least one.
     """
 
     name: str
     checkpoints: tuple[Checkpoint, ...]
-    training: tuple[Sequence[Mapping[str, Any]], ...] = ()
-    evaluations: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
     @property
-    def final(self) -> Checkpoint | None:
-        """The last of the checkpoints that have the most tasks; None without any."""
-        most = max((len(checkpoint.tasks) for checkpoint in self.checkpoints), default=0)
-        return next((entry for entry in reversed(self.checkpoints) if len(entry.tasks) == most), None)
+    def final(self) -> Checkpoint:
+        """The last of the checkpoints that have the most tasks."""
+        return max(reversed(self.checkpoints), key=lambda checkpoint: len(checkpoint.tasks))
 
 
 def read_runs(arguments: Iterable[str]) -> list[Run]:
@@ -135,12 +130,10 @@ def _read_run(path: Path) -> Run:
     if (path / RESULTS_FILE).is_file():
         return Run(_name(path), (_from_file(path / RESULTS_FILE, path.name),))
     records = [line for line in json_lines.read(path / METRICS_FILE) if "step" in line and "epoch" in line]
-    training = [record for record in records if "loss" in record]
-    evaluations = [record for record in records if isinstance(record.get("evaluation"), dict)]
     found = {}
-    for record in evaluations:
+    for record in records:
         # `eval.suite` names DataComp's tasks so.
-        scores = {key: record["evaluation"].get(f"{_SUITE_PREFIX}{key}") for key in TASKS}
+        scores = {key: record.get("evaluation", {}).get(f"{_SUITE_PREFIX}{key}") for key in TASKS}
         scores = {key: score for key, score in scores.items() if score is not None}
         if scores:
             label = f"epoch_{record['epoch']}"
@@ -151,17 +144,18 @@ def _read_run(path: Path) -> Run:
         # A full evaluation of the checkpoint stands in for that during training.
         if label not in found or len(from_file.tasks) >= len(found[label].tasks):
             found[label] = from_file
-    if not found and not training:
+    if not found:
         content = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
         raise ValueError(
             f"{path} has no results: expected {RESULTS_FILE}, datacomp/CHECKPOINT/{RESULTS_FILE} or {METRICS_FILE}; "
             f"in it: {content}."
         )
+    training = [record for record in records if "loss" in record]
     placed = [_place(entry, training) for entry in found.values()]
     checkpoints = sorted(
         placed, key=lambda one: (math.inf if one.epoch is None else one.epoch, one.samples or 0, one.label)
     )
-    return Run(path.resolve().name, tuple(checkpoints), (training,), _other_evaluations(evaluations, training))
+    return Run(path.resolve().name, tuple(checkpoints))
 
 
 def _name(folder: Path) -> str:
@@ -196,19 +190,6 @@ def _place(checkpoint: Checkpoint, training: Sequence[Mapping[str, Any]]) -> Che
     return replace(checkpoint, epoch=epoch, samples=samples)
 
 
-def _other_evaluations(
-    evaluations: Sequence[Mapping[str, Any]], training: Sequence[Mapping[str, Any]]
-) -> dict[str, list[tuple[float, float]]]:
-    """Return the values of evaluations other than DataComp's, with the samples seen by then."""
-    others: dict[str, list[tuple[float, float]]] = {}
-    for record in evaluations:
-        samples = max((line["samples"] for line in training if line["step"] < record["step"]), default=0)
-        for name, value in record["evaluation"].items():
-            if not name.startswith(_SUITE_PREFIX) and isinstance(value, float):
-                others.setdefault(name, []).append((samples, value))
-    return others
-
-
 def _merge(name: str, repeats: Sequence[Run]) -> Run:
     """Return repeats of a run as one: the checkpoints that all of them have, or the single one of each."""
     if len(repeats) == 1:
@@ -222,8 +203,7 @@ def _merge(name: str, repeats: Sequence[Run]) -> Run:
     else:
         labels = "; ".join(", ".join(found) or "none" for found in by_label)
         raise ValueError(f"the {len(repeats)} repeats of {name} have no checkpoint in common, they have: {labels}")
-    training = tuple(lines for run in repeats for lines in run.training)
-    return Run(name, tuple(checkpoints), training, repeats[0].evaluations)
+    return Run(name, tuple(checkpoints))
 
 
 def _merge_checkpoints(parts: Sequence[Checkpoint]) -> Checkpoint:

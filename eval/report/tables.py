@@ -2,9 +2,8 @@
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from ..tasks import AVERAGED, GROUPS, TASKS
 from .runs import Checkpoint, Run, Value
@@ -56,31 +55,28 @@ class Cell:
 
 
 def build_rows(runs: Sequence[Run]) -> list[Row]:
-    """Return group averages first, then every task that any run has, from the runs' final checkpoints; none without any."""
+    """Return group averages first, then every task that any run has, from the runs' final checkpoints."""
     finals = [run.final for run in runs]
-    rows: list[Row] = []
-    if not any(finals):
-        return rows
-    for title, keys in GROUPS.items():
-        cells = tuple(_average_cell(final, title) for final in finals)
-        rows.append(Row(title, title, "average", cells, _size_notes(keys, finals)))
-    present = {key for final in finals if final for key in final.tasks}
+
+    def row(title: str, key: str, metric: str, cells: Iterable[Value | str], keys: Iterable[str]) -> Row:
+        notes = tuple("not DataComp's data" if final.other_sizes & set(keys) else "" for final in finals)
+        return Row(title, key, metric, tuple(cells), notes)
+
+    rows = [
+        row(title, title, "average", (_average_cell(final, title) for final in finals), keys)
+        for title, keys in GROUPS.items()
+    ]
+    present = {key for final in finals for key in final.tasks}
     for key in [*(key for key in TASKS if key in present), *sorted(present - set(TASKS))]:
-        task = TASKS.get(key)
-        cells = tuple((final.score(key) if final else None) or "-" for final in finals)
-        metric = (task and task.main_metric) or "main metric"
-        rows.append(Row(_name(key), key, metric, cells, _size_notes((key,), finals)))
+        metric = (key in TASKS and TASKS[key].main_metric) or "main metric"
+        rows.append(row(_name(key), key, metric, (final.score(key) or "-" for final in finals), (key,)))
     return rows
 
 
-def _average_cell(final: Checkpoint | None, title: str) -> Value | str:
+def _average_cell(final: Checkpoint, title: str) -> Value | str:
     total = len(GROUPS[title])
-    done = total - len(final.missing(title)) if final else 0
-    return (final and final.average(title)) or (f"partial {done}/{total}" if done else "-")
-
-
-def _size_notes(keys: Sequence[str], finals: Sequence[Checkpoint | None]) -> tuple[str, ...]:
-    return tuple("not DataComp's data" if final and final.other_sizes & set(keys) else "" for final in finals)
+    done = total - len(final.missing(title))
+    return final.average(title) or (f"partial {done}/{total}" if done else "-")
 
 
 def size_note(rows: Sequence[Row]) -> str:
@@ -107,7 +103,7 @@ def cell_table(runs: Sequence[Run], rows: Sequence[Row]) -> list[list[Cell]]:
     is_group = all(row.is_group for row in rows)
     head = ["group"] if is_group else ["task", "metric"]
     titles = [*head, *(run.name for run in runs), *(f"{run.name} − {runs[0].name}" for run in runs[1:])]
-    return [[Cell(title) for title in titles], *map(_cells, rows)]
+    return [[Cell(title, "metric" if title == "metric" else "") for title in titles], *map(_cells, rows)]
 
 
 def _cells(row: Row) -> list[Cell]:
@@ -140,8 +136,6 @@ def markdown(runs: Sequence[Run], rows: Sequence[Row]) -> str:
 def describe_run(run: Run) -> str:
     """Return name, checkpoint, samples seen, repeats and protocol of a run."""
     final = run.final
-    if final is None:
-        return f"{run.name}: no evaluated checkpoint"
     count = len(final.repeats)
     repeats = f", mean ± standard deviation of {count} repeats" if count > 1 else ""
     samples = f", {final.samples:,} samples seen" if final.samples else ""
@@ -156,33 +150,28 @@ def comma_separated(runs: Sequence[Run]) -> str:
     tasks, the other averages. With repeats of a run also ``repeats`` and the standard deviations, ``TITLE sd``; with data
     of other sizes than DataComp's also ``other_sizes``, the keys of those tasks.
     """
-    finals = [(run, run.final) for run in runs]
-    others = sorted({key for _, final in finals if final for key in final.tasks} - set(AVERAGED))
-    columns: dict[str, Callable[[Checkpoint], Value | None]] = {
-        OPENCLIP_AVERAGE: partial(Checkpoint.average, title=_AVERAGE)
-    }
+    finals = [run.final for run in runs]
+    others = sorted({key for final in finals for key in final.tasks} - set(AVERAGED))
     tasks = [*sorted(AVERAGED, key=lambda key: key != "imagenet1k"), *others]
-    columns |= {_name(key): partial(Checkpoint.score, key=key) for key in tasks}
-    columns |= {
-        title: partial(Checkpoint.average, title=title) for title in GROUPS if title not in (_AVERAGE, _IMAGENET)
-    }
-    repeated = any(final and len(final.repeats) > 1 for _, final in finals)
-    sized = any(final and final.other_sizes for _, final in finals)
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    header = ["name", "pretrained", *columns, *(["repeats", *(f"{title} sd" for title in columns)] if repeated else [])]
-    writer.writerow([*header, *(["other_sizes"] if sized else [])])
-    for run, final in finals:
-        values = [value_of(final) if final else None for value_of in columns.values()]
-        row = [run.name, final.label if final else "", *(_exact(value.mean if value else None) for value in values)]
+    repeated = any(len(final.repeats) > 1 for final in finals)
+    sized = any(final.other_sizes for final in finals)
+    rows = []
+    for run, final in zip(runs, finals, strict=True):
+        values = {OPENCLIP_AVERAGE: final.average(_AVERAGE)}
+        values |= {_name(key): final.score(key) for key in tasks}
+        values |= {title: final.average(title) for title in GROUPS if title not in (_AVERAGE, _IMAGENET)}
+        row = {"name": run.name, "pretrained": final.label}
+        row |= {title: _exact(value.mean if value else None) for title, value in values.items()}
         if repeated:
-            row += [
-                str(len(final.repeats)) if final else "",
-                *(_exact(value.deviation if value else None) for value in values),
-            ]
+            row["repeats"] = str(len(final.repeats))
+            row |= {f"{title} sd": _exact(value.deviation if value else None) for title, value in values.items()}
         if sized:
-            row.append(" ".join(sorted(final.other_sizes)) if final else "")
-        writer.writerow(row)
+            row["other_sizes"] = " ".join(sorted(final.other_sizes))
+        rows.append(row)
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return stream.getvalue()
 
 

@@ -7,7 +7,6 @@ import os
 import platform
 import statistics
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import webdataset
 from PIL import Image
 
 from openclip_ext import compat
@@ -32,44 +32,34 @@ IMAGE_TEXT_LOSSES = [name for name in registry.list_losses() if registry.options
 def main(
     doc: str,
     add_arguments: Callable[[argparse.ArgumentParser], None],
-    measure: Callable[[argparse.Namespace], Table | dict[str, Table]],
+    measure: Callable[[argparse.Namespace], dict[str, Table]],
     **about: Any,
 ) -> None:
-    """Run a benchmark as a program: read its arguments, measure, print one table or several, and write the report.
+    """Run a benchmark as a program: read its arguments, measure, print the tables, and write the report.
 
     Args:
         doc: of the benchmark; its first line is the description of the command line.
-        add_arguments: those of its own, beside ``--rounds``, ``--device``, ``--cpu-time`` and ``--output``.
-        measure: returns a row of numbers for each contestant, or such a table for each title.
+        add_arguments: those of its own, beside ``--rounds``, ``--device`` and ``--output``.
+        measure: returns for each title a table: a row of numbers for each contestant.
         about: what else the report says, such as the baseline.
     """
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--cpu-time", action="store_true", help="processor time instead of wall-clock time")
     parser.add_argument("--output", type=Path, help="write the numbers as JSON")
     add_arguments(parser)
     args = parser.parse_args()
     if os.environ.get("RANK", "0") != "0":  # the other ranks measure, and say nothing
         sys.stdout, args.output = io.StringIO(), None
-    load = os.getloadavg()[0]
-    print(f"{hardware(args.device)}, load {load:.1f}", flush=True)
+    about |= {"hardware": hardware(args.device), "load": os.getloadavg()[0]}
+    print(f"{about['hardware']}, load {about['load']:.1f}", flush=True)
     compat.set_backends()
     results = measure(args)
-    is_one_table = all(isinstance(number, int | float) for row in results.values() for number in row.values())
-    for title, table in {"": results}.items() if is_one_table else results.items():
+    for title, table in results.items():
         print_table(title, table)
     if args.output is not None:
-        settings = {name: value for name, value in vars(args).items() if name != "output"}
-        report = {
-            **about,
-            "settings": {name: value if _is_plain(value) else str(value) for name, value in settings.items()},
-            "hardware": hardware(args.device),
-            "load": load,
-            "versions": versions(),
-            "results": results,
-        }
-        args.output.write_text(json.dumps(report, indent=2) + "\n")
+        report = {**about, "settings": vars(args), "versions": versions(), "results": results}
+        args.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
 
 
 def add_losses(parser: argparse.ArgumentParser, prototypes: int) -> None:
@@ -84,16 +74,15 @@ def create_loss(name: str, args: argparse.Namespace, embed_dim: int, num_samples
     return registry.create_loss(name, embed_dim=embed_dim, num_samples=num_samples, **options).to(device)
 
 
-# --- measuring -------------------------------------------------------------------------------------------------------
-
-
 def take_turns(contestants: Mapping[str, Action], baseline: str, args: argparse.Namespace) -> Table:
     """Run all contestants round after round, after one round of warm-up.
 
     Returns:
         For each: ``ms``, the median, and its time over the baseline's in the same round.
     """
-    rounds = [{name: seconds(action, args) for name, action in contestants.items()} for _ in range(args.rounds + 1)]
+    rounds = [
+        {name: seconds(action, args.device) for name, action in contestants.items()} for _ in range(args.rounds + 1)
+    ]
     ratios = compared(rounds[1:], baseline)
     return {
         name: {"ms": 1000 * statistics.median(times[name] for times in rounds[1:]), **ratios[name]}
@@ -101,30 +90,31 @@ def take_turns(contestants: Mapping[str, Action], baseline: str, args: argparse.
     }
 
 
-def seconds(action: Action, args: argparse.Namespace) -> float:
+def seconds(action: Action, device: str) -> float:
     """Return the time of an action, the device's work included."""
-    clock = time.process_time if args.cpu_time else time.perf_counter
-    synchronize(args.device)
-    start = clock()
+    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    wait()
+    start = time.perf_counter()
     action()
-    synchronize(args.device)
-    return clock() - start
-
-
-def synchronize(device: str) -> None:
-    """Wait for the work of a GPU."""
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
+    wait()
+    return time.perf_counter() - start
 
 
 def compared(rounds: Sequence[Mapping[Any, float]], baseline: Any) -> dict[Any, Row]:
     """Return the median, least and largest ratio to the baseline, which saw the same machine in the same round."""
-    return {name: spread([found[name] / found[baseline] for found in rounds]) for name in rounds[0]}
+    ratios = {name: [found[name] / found[baseline] for found in rounds] for name in rounds[0]}
+    return {
+        name: {"ratio": statistics.median(found), "ratio_min": min(found), "ratio_max": max(found)}
+        for name, found in ratios.items()
+    }
 
 
-def spread(ratios: Sequence[float]) -> Row:
-    """Return the median, least and largest of some ratios."""
-    return {"ratio": statistics.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)}
+def speeds(rounds: Sequence[Mapping[str, float]], baseline: str) -> Table:
+    """Return the median of the samples per second, and their ratio to the baseline's in the same round."""
+    return {
+        name: {"samples_per_second": statistics.median(found[name] for found in rounds), **ratios}
+        for name, ratios in compared(rounds, baseline).items()
+    }
 
 
 def peak_mib(action: Action, device: str) -> float:
@@ -135,17 +125,13 @@ def peak_mib(action: Action, device: str) -> float:
         action()
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-    before = _resident_kib("VmRSS")
+    before = _number_in("/proc/self/status", "VmRSS")
     action()
-    return (_resident_kib("VmHWM") - before) / 2**10
+    return (_number_in("/proc/self/status", "VmHWM") - before) / 2**10
 
 
-def _resident_kib(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
-# --- data ------------------------------------------------------------------------------------------------------------
+def _number_in(file: str, name: str) -> int:
+    return next(int(line.split()[1]) for line in Path(file).read_text().splitlines() if line.startswith(f"{name}:"))
 
 
 def photograph(rng: np.random.Generator, width: int, height: int) -> bytes:
@@ -158,17 +144,11 @@ def photograph(rng: np.random.Generator, width: int, height: int) -> bytes:
     return buffer.getvalue()
 
 
-def write_shard(path: Path, samples: Mapping[str, Mapping[str, bytes]]) -> None:
+def write_shard(path: Path, samples: Mapping[str, Mapping[str, Any]]) -> None:
     """Write the fields of samples by their keys as a tar."""
-    with tarfile.open(path, "w") as archive:
+    with webdataset.TarWriter(str(path)) as writer:
         for key, fields in samples.items():
-            for name, content in fields.items():
-                member = tarfile.TarInfo(f"{key}.{name}")
-                member.size = len(content)
-                archive.addfile(member, io.BytesIO(content))
-
-
-# --- reporting -------------------------------------------------------------------------------------------------------
+            writer.write({"__key__": key, **fields})
 
 
 def print_table(title: str, table: Table) -> None:
@@ -185,18 +165,7 @@ def hardware(device: str) -> str:
     """Return the processor or GPU in words."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name()
-    return f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-
-
-def _processor() -> str:
-    """Return its name; on Linux Python knows the architecture only."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, str | int | float | bool | list)
+    return f"{(names or [platform.machine()])[0]}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"

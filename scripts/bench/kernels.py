@@ -59,8 +59,8 @@ def count_operations(name: str, args: argparse.Namespace, device: str) -> int:
     return max(numbers[CHECKED_CALLS:])
 
 
-def measure(args: argparse.Namespace) -> harness.Table:
-    return {name: {device: count_operations(name, args, device) for device in DEVICES} for name in args.losses}
+def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
+    return {"": {name: {device: count_operations(name, args, device) for device in DEVICES} for name in args.losses}}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

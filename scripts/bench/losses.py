@@ -3,8 +3,7 @@
     python scripts/bench/losses.py [--batch-sizes 512 4096] [--embed-dim 512] [--losses fastclip neuclip] [--output FILE]
 
 Random unit features on one device; options of a loss are its defaults, but for --prototypes. The losses take turns, round
-after round; a ratio is the median over the rounds. On a busy machine, --cpu-time compares processor time. Memory is what a
-call needs beyond features and state.
+after round; a ratio is the median over the rounds. Memory is what a call needs beyond features and state.
 """
 
 import argparse

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from openclip_ext import distributed
+from openclip_ext import create_loss, distributed
 from openclip_ext.contrastive.batch import Contrast, LocalBatch
 from openclip_ext.contrastive.normalizer import contrast_minibatch
 from openclip_ext.losses import neuclip
@@ -63,22 +63,11 @@ def autograd(weights: torch.nn.Parameter, optimizer: torch.optim.Optimizer, cont
 
 
 def make_normalizer(args: argparse.Namespace) -> PrototypeNormalizer:
-    return PrototypeNormalizer(
-        embed_dim=args.embed_dim,
-        eps=EPS,
-        prototypes=args.prototypes,
-        restart_every=500,
-        normalizer_updates=args.updates,
-        normalizer_lr=1.0,
-        normalizer_objective="unified",
-        normalizer_reset=True,
-        simultaneous=False,
-        verify_fit=False,
-        alpha_gradient=True,
-    ).to(args.device)
+    options = {"eps": EPS, "prototypes": args.prototypes, "normalizer_updates": args.updates, "normalizer_lr": 1.0}
+    return create_loss("neuclip", embed_dim=args.embed_dim, **options).normalizer.to(args.device)
 
 
-def measure(args: argparse.Namespace) -> harness.Table:
+def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
     if "WORLD_SIZE" in os.environ:
         torch.distributed.init_process_group()
         if args.device == "cuda":
@@ -101,7 +90,7 @@ def measure(args: argparse.Namespace) -> harness.Table:
     for row in results.values():
         row["gflops"] = flops / row["ms"] / 1e6
     distributed.shutdown()
-    return results
+    return {"": results}
 
 
 def fit(normalizer: PrototypeNormalizer, contrast: Contrast, min_flops_to_share: float) -> None:
@@ -110,9 +99,8 @@ def fit(normalizer: PrototypeNormalizer, contrast: Contrast, min_flops_to_share:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch-size", type=int, default=512)
-    parser.add_argument("--prototypes", type=int, default=4096)
-    parser.add_argument("--embed-dim", type=int, default=512)
+    for name, default in {"--batch-size": 512, "--prototypes": 4096, "--embed-dim": 512}.items():
+        parser.add_argument(name, type=int, default=default)
     parser.add_argument("--updates", type=int, default=10, help="T_u")
 
 

@@ -11,10 +11,8 @@ before they are read.
 
 import argparse
 import os
-import statistics
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,15 +25,11 @@ from openclip_ext.state.sharded_table import ShardedTable
 from openclip_ext.training.table_files import open_table, restore_table, write_table
 
 SIZES = (10**4, 10**6, 10**8)
-PLAIN = "plain"
-_BUFFER = 8 << 20
+BUFFER = 8 << 20
 
 
 def make_table(num_samples: int, args: argparse.Namespace) -> ShardedTable:
     return ShardedTable(args.columns, num_samples, "cpu", args.folder if args.place == "file" else None)
-
-
-# --- look-ups --------------------------------------------------------------------------------------------------------
 
 
 def make_lookups(num_samples: int, args: argparse.Namespace) -> harness.Action:
@@ -57,7 +51,7 @@ def make_lookups(num_samples: int, args: argparse.Namespace) -> harness.Action:
 def measure_lookups(args: argparse.Namespace) -> harness.Table:
     """Measure the time of a batch; ``first_ms`` is that of batches whose pages are new."""
     lookups = {f"{number:.0e}": make_lookups(number, args) for number in SIZES}
-    first = {name: harness.seconds(look_up, args) for name, look_up in lookups.items()}
+    first = {name: harness.seconds(look_up, "cpu") for name, look_up in lookups.items()}
     results = harness.take_turns(lookups, f"{SIZES[0]:.0e}", args)
     for name, row in results.items():
         row["ms"] /= args.batches
@@ -65,10 +59,8 @@ def measure_lookups(args: argparse.Namespace) -> harness.Table:
     return results
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------
-
-
 def measure_checkpoints(args: argparse.Namespace) -> harness.Table:
+    """Measure saving and restoring; the ratio is that of the plain way's time to ours."""
     table = make_table(args.dense, args)
     for start, stop in chunks(args.dense):
         table.set_rows(start, torch.rand(stop - start, args.columns) + 1)
@@ -76,38 +68,37 @@ def measure_checkpoints(args: argparse.Namespace) -> harness.Table:
         ours, plain = Path(folder) / "table.npy", Path(folder) / "plain"
         write_flushed(ours, lambda file: write_table(table, file))
         size = ours.stat().st_size
-        actions: dict[str, dict[str, harness.Action]] = {
-            "write": {
-                "ours": lambda: write_flushed(ours, lambda file: write_table(table, file)),
-                PLAIN: lambda: write_flushed(plain, partial(write_plain, size=size)),
-            },
-            "restore": {
-                "ours": lambda: restore_table(make_table(args.dense, args), [open_table(ours)]),
-                PLAIN: lambda: np.fromfile(plain, np.uint8),
-            },
+
+        def write_plain(file: BinaryIO) -> None:
+            buffer = os.urandom(BUFFER)
+            for start in range(0, size, BUFFER):
+                file.write(buffer[: min(BUFFER, size - start)])
+
+        ways: dict[str, tuple[harness.Action, harness.Action]] = {
+            "write": (
+                lambda: write_flushed(ours, lambda file: write_table(table, file)),
+                lambda: write_flushed(plain, write_plain),
+            ),
+            "restore": (
+                lambda: restore_table(make_table(args.dense, args), [open_table(ours)]),
+                lambda: np.fromfile(plain, np.uint8),
+            ),
         }
-        return {name: compare(ways, [ours, plain], size, args) for name, ways in actions.items()}
-
-
-def compare(ways: dict[str, harness.Action], files: list[Path], size: int, args: argparse.Namespace) -> harness.Row:
-    """Compare our way with the plain one; the ratio is that of throughputs."""
-    rounds, growth = [], []
-    for _ in range(args.checkpoint_rounds):
-        for file in files:
-            if file.exists():
-                drop_from_cache(file)
-        times: dict[str, float] = {}
-        for name, action in ways.items():
-            grown = harness.peak_mib(lambda: times.update({name: harness.seconds(action, args)}), "cpu")  # noqa: B023
-            growth += [grown] if name != PLAIN else []
-        rounds.append(times)
-    throughputs = [{name: size / taken / 2**20 for name, taken in times.items()} for times in rounds]
-    return {
-        "MiB": size / 2**20,
-        "MiB_per_s": statistics.median(found["ours"] for found in throughputs),
-        **harness.compared(throughputs, PLAIN)["ours"],
-        "peak_memory_MiB": max(growth),
-    }
+        results = {}
+        for name, actions in ways.items():
+            rounds, growth = [], 0.0
+            for _ in range(args.checkpoint_rounds):
+                for file in filter(Path.exists, (ours, plain)):
+                    drop_from_cache(file)
+                times: list[float] = []
+                for action in actions:
+                    grown = harness.peak_mib(lambda a=action, t=times: t.append(harness.seconds(a, "cpu")), "cpu")
+                    growth = max(growth, grown) if action is actions[0] else growth
+                rounds.append({"ours": size / times[0] / 2**20, "plain": size / times[1] / 2**20})
+            found = harness.speeds(rounds, "plain")["ours"]
+            speed = {"MiB": size / 2**20, "MiB_per_s": found.pop("samples_per_second")}
+            results[name] = {**speed, **found, "peak_memory_MiB": growth}
+    return results
 
 
 def write_flushed(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -116,12 +107,6 @@ def write_flushed(path: Path, write: Callable[[BinaryIO], object]) -> None:
         write(file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def write_plain(file: BinaryIO, size: int) -> None:
-    buffer = os.urandom(_BUFFER)
-    for start in range(0, size, _BUFFER):
-        file.write(buffer[: min(_BUFFER, size - start)])
 
 
 def drop_from_cache(path: Path) -> None:

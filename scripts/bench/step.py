@@ -3,8 +3,7 @@
     python scripts/bench/step.py [--model demo-resnet] [--batch-size 64] [--losses neuclip fastclip] [--output results.json]
 
 The losses take turns, a block of steps each, round after round; the ratio is the median over the rounds, in which both sides
-saw the same machine. On a busy one, --cpu-time compares processor time. Options of a loss are its defaults, but for
---prototypes.
+saw the same machine. Options of a loss are its defaults, but for --prototypes.
 """
 
 import argparse
@@ -56,7 +55,7 @@ def make_batches(model: nn.Module, args: argparse.Namespace, count: int = 4) -> 
     return batches
 
 
-def measure(args: argparse.Namespace) -> harness.Table:
+def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
     add_model_configs()
     names = [BASELINE, *[name for name in args.losses if name != BASELINE]]
     contestants = {name: contestant(name, args) for name in names}
@@ -68,7 +67,7 @@ def measure(args: argparse.Namespace) -> harness.Table:
         results[name]["ms"] /= len(block)
         if args.device.startswith("cuda"):  # on the CPU the allocator's own habits are larger than what differs
             results[name]["peak_mib"] = harness.peak_mib(partial(run, step, block[:1]), args.device)
-    return results
+    return {"": results}
 
 
 def run(step: TrainStep, batches: list[Batch]) -> None:

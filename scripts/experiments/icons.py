@@ -36,7 +36,6 @@ from tqdm import tqdm
 from scripts.experiments.pairs import (
     SPLITS,
     Pair,
-    batched,
     flag,
     png_on_white,
     program,
@@ -266,7 +265,8 @@ def take(pool: list[Icon], number: int, size: int, executor: ProcessPoolExecutor
         ValueError: the pool has fewer.
     """
     taken = 0
-    for part in batched(pool, 4000):
+    for start in range(0, len(pool), 4000):
+        part = pool[start : start + 4000]
         for icon, png in zip(part, executor.map(partial(render, size=size), part, chunksize=250), strict=True):
             if png is not None and taken < number:
                 taken += 1

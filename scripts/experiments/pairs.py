@@ -12,14 +12,13 @@ import hashlib
 import io
 import json
 import shutil
-import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import webdataset
 from PIL import Image
 
 from openclip_ext.options import flag_of
@@ -69,13 +68,6 @@ def seeded_order(seed: int) -> Callable[[str], bytes]:
     return lambda text: hashlib.sha256(f"{seed} {text}".encode()).digest()
 
 
-def batched(items: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:
-    """Yield tuples of ``size`` items, the last one shorter (Python 3.12 has it in itertools)."""
-    iterator = iter(items)
-    while part := tuple(islice(iterator, size)):
-        yield part
-
-
 def png_on_white(image: Image.Image) -> bytes | None:
     """Return the image on white as PNG, without metadata; None if nothing is to be seen."""
     image = image.convert("RGBA")
@@ -112,23 +104,11 @@ def write_dataset(
     classes = {name: number for number, name in enumerate(sorted(set(names)))}
     (folder / "names.txt").write_text("".join(f"{name}\n" for name in classes))
     for split in SPLITS:
-        _write_shards(folder / split, splits[split], classes)
+        (folder / split).mkdir()
+        # A fixed time: equal pairs give equal bytes.
+        pattern, options = str(folder / split / "%05d.tar"), {"maxcount": SAMPLES_PER_SHARD, "mtime": 0, "verbose": 0}
+        with webdataset.ShardWriter(pattern, **options) as writer:
+            for number, pair in enumerate(splits[split]):
+                fields = {"png": pair.png, "txt": pair.caption, "json": pair.described}
+                writer.write({"__key__": f"{number:08d}", **fields, "cls": classes[pair.described["name"]]})
     (folder / "recipe.json").write_text(json.dumps(recipe, indent=1) + "\n")
-
-
-def _write_shards(folder: Path, pairs: Iterable[Pair], classes: dict[str, int]) -> None:
-    """Write a split: equal pairs give equal bytes."""
-    folder.mkdir()
-    for number, part in enumerate(batched(pairs, SAMPLES_PER_SHARD)):
-        with tarfile.open(folder / f"{number:05d}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
-            for position, pair in enumerate(part):
-                members = {
-                    "png": pair.png,
-                    "txt": pair.caption.encode(),
-                    "json": json.dumps(pair.described).encode(),
-                    "cls": str(classes[pair.described["name"]]).encode(),
-                }
-                for extension, content in members.items():
-                    member = tarfile.TarInfo(f"{number * SAMPLES_PER_SHARD + position:08d}.{extension}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))

@@ -38,18 +38,8 @@ if [ -z "$model" ]; then
     exit 2
 fi
 
-# The options that change the model or its images, and the configuration that the trainer wrote: else the weights would load
-# into another model.
+# The configuration that the trainer wrote: without it the weights could load into another model.
 run_flags=()
-for option in force_quick_gelu force_custom_text force_image_size force_context_length image_mean image_std \
-    image_interpolation image_resize_mode; do
-    read -r -a values < <(sed -n "s/^$option: //p" "$run_folder/params.txt" | tr -d "[](),'") || true
-    case ${values[*]:-None} in
-        None | False) ;;
-        True) run_flags+=("--${option//_/-}") ;;
-        *) run_flags+=("--${option//_/-}" "${values[@]}") ;;
-    esac
-done
 model_config=$run_folder/model_config/${model//\//-}.json
 if [ -f "$model_config" ]; then
     run_flags+=(--model-config "$model_config")

@@ -20,7 +20,6 @@ class FakeHub:
         cut_after: path of a file -> bytes after which the connection breaks, once.
         corrupt: path of a file -> how many times to serve it with its first byte changed.
         busy: path of a file -> how many times to answer 503.
-        ranges: whether byte ranges are honoured.
         requests: (path, first byte asked for) of every file request.
     """
 
@@ -29,7 +28,6 @@ class FakeHub:
         self.cut_after: dict[str, int] = {}
         self.corrupt: Counter[str] = Counter()
         self.busy: Counter[str] = Counter()
-        self.ranges = True
         self.requests: list[tuple[str, int]] = []
         hub = self
 
@@ -66,31 +64,21 @@ class FakeHub:
         return self._reply(handler, 404, b"")
 
     def _list(self, handler: BaseHTTPRequestHandler, repository: str) -> None:
-        folder = self.repositories.get(repository)
-        if folder is None:
-            handler.send_response(401)
-            handler.send_header("X-Error-Message", "Repository not found")
-            handler.send_header("X-Error-Code", "RepoNotFound")
-            handler.send_header("Content-Length", "0")
-            handler.end_headers()
-            return
-        siblings = [describe(folder, path) for path in sorted(folder.rglob("*")) if path.is_file()]
-        info = {"id": repository, "sha": REVISION, "siblings": siblings, "tags": [], "downloads": 0, "likes": 0}
-        self._reply(handler, 200, json.dumps({**info, "private": False, "disabled": False}).encode())
+        if repository not in self.repositories:
+            return self._reply(handler, 401, b"", {"X-Error-Message": "not found", "X-Error-Code": "RepoNotFound"})
+        folder = self.repositories[repository]
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        siblings = [{"rfilename": path.relative_to(folder).as_posix(), "size": path.stat().st_size} for path in files]
+        return self._reply(handler, 200, json.dumps({"id": repository, "sha": REVISION, "siblings": siblings}).encode())
 
     def _list_tree(self, handler: BaseHTTPRequestHandler, repository: str) -> None:
         folder = self.repositories[repository]
-        entries = []
-        for file in (describe(folder, path) for path in sorted(folder.rglob("*")) if path.is_file()):
-            entry = {"type": "file", "path": file["rfilename"], "size": file["size"], "oid": file["blobId"]}
-            if "lfs" in file:
-                entry["lfs"] = {"oid": file["lfs"]["sha256"], "size": file["size"], "pointerSize": 130}
-            entries.append(entry)
-        self._reply(handler, 200, json.dumps(entries).encode())
+        files = [describe(folder, path) for path in sorted(folder.rglob("*")) if path.is_file()]
+        self._reply(handler, 200, json.dumps(files).encode())
 
     def _send_file(self, handler: BaseHTTPRequestHandler, folder: Path, name: str) -> None:
         file = describe(folder, folder / name)
-        etag = file["lfs"]["sha256"] if "lfs" in file else file["blobId"]
+        etag = file.get("lfs", file)["oid"]
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": REVISION}
         if handler.command == "HEAD":
             return self._reply(handler, 200, b"", {**headers, "Content-Length": str(file["size"])})
@@ -103,8 +91,7 @@ class FakeHub:
         if self.corrupt[name]:
             self.corrupt[name] -= 1
             content = bytes([content[0] ^ 1]) + content[1:]
-        first = first if self.ranges else 0
-        handler.send_response(206 if self.ranges else 200)
+        handler.send_response(206)
         for header, value in {**headers, "Content-Length": str(len(content) - first)}.items():
             handler.send_header(header, value)
         handler.end_headers()
@@ -126,13 +113,10 @@ class FakeHub:
 
 
 def describe(folder: Path, path: Path) -> dict:
-    """A file as the hub's API lists it."""
+    """Return a file's entry in the tree of the hub's API."""
     content = path.read_bytes()
-    entry = {
-        "rfilename": path.relative_to(folder).as_posix(),
-        "size": len(content),
-        "blobId": hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest(),
-    }
+    git_hash = hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
+    entry = {"type": "file", "path": path.relative_to(folder).as_posix(), "size": len(content), "oid": git_hash}
     if path.suffix in (".tar", ".zip"):
-        entry["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+        entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
     return entry

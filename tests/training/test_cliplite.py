@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eval.models import load_model
-from eval.shapes import evaluate
+from eval.shapes import ShapesEvaluator
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 from openclip_ext.losses.heads import ProjectedModel, read_heads
 from openclip_ext.losses.registry import create_loss
@@ -76,9 +76,8 @@ def test_the_harness_goes_through_the_projections(checkpoint, tmp_path):
     write_shards(tmp_path / "test", ShapesConfig(150, 0, "test", 150), workers=1)
     bare = tmp_path / "bare.pt"
     torch.save({"state_dict": plain.state_dict()}, bare)
-    whole, without = (
-        evaluate("demo-vit", str(path), str(tmp_path / "test"), 50, "cpu")[0] for path in (checkpoint, bare)
-    )
+    evaluator = ShapesEvaluator(tmp_path / "test", loaded.preprocess, loaded.tokenizer)
+    whole, without = (evaluator.run(load_model("demo-vit", path).model) for path in (checkpoint, bare))
     assert whole != without
 
 

@@ -3,13 +3,13 @@
 import copy
 import json
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import open_clip
 import pytest
 import torch
 import torch.nn.functional as F
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 from torch import Tensor, nn
 
@@ -19,7 +19,6 @@ from eval.cliplite.grounding import (
     grad_cam,
     grounding_picture,
     main,
-    seen_image,
 )
 from eval.features import Encoder
 from eval.models import ModelError
@@ -32,13 +31,14 @@ TOWERS = {
     "timm-vit": {"timm_model_name": "vit_tiny_patch16_224", "timm_proj": "linear", "image_size": 224},
     "timm-channels-last": {"timm_model_name": "swin_tiny_patch4_window7_224", "timm_proj": "linear", "image_size": 224},
 }
+# The layer's name, the axis of its channels, and how many of its last positions have a place in the image (0: all).
 LAYERS = {
-    "modified-resnet": ("layer4", "NCHW"),
-    "vit-class-token": ("transformer.resblocks.1.ln_1", "tokens"),
-    "vit-mean": ("transformer.resblocks.1.ln_1", "tokens"),
-    "timm-convnet": ("trunk.stages.3", "NCHW"),
-    "timm-vit": ("trunk.blocks.11.norm1", "tokens"),
-    "timm-channels-last": ("trunk.layers.3", "NHWC"),
+    "modified-resnet": ("layer4", 1, 0),
+    "vit-class-token": ("transformer.resblocks.1.ln_1", -1, 24),
+    "vit-mean": ("transformer.resblocks.1.ln_1", -1, 16),
+    "timm-convnet": ("trunk.stages.3", 1, 0),
+    "timm-vit": ("trunk.blocks.11.norm1", -1, 196),
+    "timm-channels-last": ("trunk.layers.3", -1, 0),
 }
 
 
@@ -55,14 +55,14 @@ def build_encoder(folder: Path, name: str, vision: dict) -> Encoder:
 
 
 def finite_differences(
-    encoder: Encoder, layer: SpatialLayer, image: Tensor, text: Tensor, channels: int
+    encoder: Encoder, name: str, axis: int, positions: int, image: Tensor, text: Tensor, channels: int
 ) -> tuple[list[int], Tensor, Tensor]:
     """Grad-CAM's channel weights in float64 without autograd, and the features.
 
     Shifting a channel at all positions at once changes the alignment by the sum of its gradient.
     """
     model = copy.deepcopy(encoder.model).double()
-    module = model.visual.get_submodule(layer.name)
+    module = model.visual.get_submodule(name)
 
     @torch.no_grad()
     def alignment(features: Tensor | None = None) -> tuple[float, Tensor]:
@@ -78,8 +78,6 @@ def finite_differences(
         return float(embedding @ text.double()), seen[0]
 
     base = alignment()[1]
-    axis = 1 if layer.layout == "NCHW" else -1
-    positions = layer.grid[0] * layer.grid[1] if layer.grid else 0
     chosen = list(range(0, base.shape[axis], max(1, base.shape[axis] // channels)))
     weights = []
     for channel in chosen:
@@ -89,35 +87,30 @@ def finite_differences(
     return chosen, torch.tensor(weights, dtype=torch.float64), base
 
 
-class Recorder(SpatialLayer):
-    """A layer that remembers the maps it made: first the features, then their gradients."""
-
-    maps: ClassVar[list[Tensor]] = []
-
-    def to_map(self, features: Tensor) -> Tensor:
-        self.maps.append(super().to_map(features))
-        return self.maps[-1]
-
-
 @pytest.mark.parametrize("name", TOWERS)
 def test_equals_finite_differences(tmp_path: Path, name: str) -> None:
     encoder = build_encoder(tmp_path, f"cam-{name}", TOWERS[name])
     layer = find_spatial_layer(encoder.model.visual)
-    assert (layer.name, layer.layout) == LAYERS[name]
+    assert layer.name == LAYERS[name][0]
     size = TOWERS[name]["image_size"]
     height, width = size if isinstance(size, list) else (size, size)
     image = torch.randn(3, height, width)
     phrases = ["a red circle", "snow"]
-    Recorder.maps.clear()
-    maps = grad_cam(encoder, image, phrases, Recorder(layer.module, layer.name, layer.layout, layer.grid))
+    seen: list[Tensor] = []  # first the features as maps, then their gradients
+
+    def recorded(features: Tensor) -> Tensor:
+        seen.append(layer.to_map(features))
+        return seen[-1]
+
+    maps = grad_cam(encoder, image, phrases, SpatialLayer(layer.name, recorded))
     assert maps.shape == (2, height, width) and maps.dtype == torch.float32
     assert all(parameter.grad is None for parameter in encoder.model.parameters())
     assert float(maps.min()) >= 0 and set(maps.amax(dim=(1, 2)).tolist()) <= {0.0, 1.0}
 
     text = encoder.encode_texts(phrases[:1])[0]
     small = not name.startswith("timm")
-    channels, weights, features = finite_differences(encoder, layer, image, text, 10**6 if small else 6)
-    gradients = Recorder.maps[1].sum(dim=(0, 2, 3))[channels].double()
+    channels, weights, features = finite_differences(encoder, *LAYERS[name], image, text, 10**6 if small else 6)
+    gradients = seen[1].sum(dim=(0, 2, 3))[channels].double()
     torch.testing.assert_close(gradients, weights, rtol=0, atol=2e-3 * float(weights.abs().max()))
     if small:  # all channels are known: the whole map
         weighted = (weights.view(1, -1, 1, 1) * layer.to_map(features)).sum(dim=1, keepdim=True).clamp_min(0)
@@ -176,14 +169,15 @@ def test_towers_without_places_are_refused() -> None:
     model = ColorModel()
     image = torch.rand(3, 32, 32)
     with pytest.raises(ModelError, match="runs 0 times"):
-        grad_cam(color_encoder(model), image, ["red"], SpatialLayer(model.visual.proj, "proj", "NCHW"))
+        grad_cam(color_encoder(model), image, ["red"], SpatialLayer("proj"))
     model.visual.layer4 = nn.AdaptiveAvgPool2d(1)
     with pytest.raises(ModelError, match="no map of several positions"):
         grad_cam(color_encoder(model), image, ["red"])
 
 
-def test_pictures() -> None:
-    gray = Image.new("RGB", (32, 32), (128, 128, 128))
+def test_pictures_are_hot_where_the_map_is() -> None:
+    """Hot places are tinted red, cold ones blue and less, so that the image shows through."""
+    gray = np.full((32, 32, 3), 128, dtype=np.uint8)
     heat = np.zeros((32, 32))
     heat[:, 16:] = 1.0
     figure = grounding_picture(
@@ -191,12 +185,21 @@ def test_pictures() -> None:
     )
     titles = [panel.get_title() for panel in figure.axes]
     assert titles[:2] == ["image", "right"] and titles[2].endswith("…") and len(titles[2]) <= 40
-    figure.canvas.draw()
 
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8))
-    preprocess = open_clip.image_transform(32, is_train=False)
-    seen = np.asarray(seen_image(preprocess(image), preprocess)).astype(int)
-    assert np.abs(seen - np.asarray(image)).max() <= 1
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba()).astype(int)
+
+    def color_at(panel: int, column: int) -> np.ndarray:
+        x, y = figure.axes[panel].transData.transform((column, 16))
+        return pixels[pixels.shape[0] - 1 - round(y), round(x), :3]
+
+    assert color_at(0, 8).tolist() == color_at(0, 24).tolist() == [128, 128, 128]
+    for panel, (hot, cold) in ((1, (24, 8)), (2, (8, 24))):
+        red, green, blue = color_at(panel, hot)
+        assert red > 110 and green < 70 and blue < 70, "turbo's dark red, 60 % of it"
+        change = np.abs(color_at(panel, cold) - 128)
+        assert 10 < change.max() < 60, "a fifth of turbo's dark blue"
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

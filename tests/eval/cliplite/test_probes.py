@@ -8,18 +8,13 @@ import open_clip
 import pytest
 import torch
 from sklearn.datasets import load_digits
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV, StratifiedKFold
-from sklearn.preprocessing import StandardScaler
 from sklearn.svm import LinearSVC
 
-from eval.cliplite import logistic
 from eval.cliplite.probes import (
     ABSENT,
     DIFFICULT,
     PRESENT,
-    SOLVERS,
     SVM_COSTS,
     Split,
     eleven_point_precision,
@@ -126,15 +121,15 @@ def test_voc_protocol_against_scikit_learn() -> None:
             cv=StratifiedKFold(3),
         )
         search.fit(unit[0], (train.labels[:, number] == PRESENT).astype(int))
-        assert result.costs[name] == search.best_params_["C"]
+        assert result["costs"][name] == search.best_params_["C"]
         precisions.append(search.score(unit[1], (test.labels[:, number] == PRESENT).astype(int)))
-        assert result.per_class[name] == pytest.approx(precisions[-1], abs=1e-12)
-    assert result.metrics["map"] == pytest.approx(np.mean(precisions), abs=1e-12)
-    assert 0.4 < result.metrics["map"] < 1 and 0.4 < result.metrics["map_11point"] < 1
-    assert len(set(result.costs.values())) > 1  # the choice matters here
+        assert result["per_class"][name] == pytest.approx(precisions[-1], abs=1e-12)
+    assert result["map"] == pytest.approx(np.mean(precisions), abs=1e-12)
+    assert 0.4 < result["map"] < 1 and 0.4 < result["map_11point"] < 1
+    assert len(set(result["costs"].values())) > 1  # the choice matters here
     # The length of a feature says nothing.
     scaled = Split(train.features * np.linspace(0.1, 9, len(train.features))[:, None], train.labels, CLASSES)
-    assert probe_voc07(scaled, test).metrics["map"] == pytest.approx(result.metrics["map"], abs=1e-6)
+    assert probe_voc07(scaled, test)["map"] == pytest.approx(result["map"], abs=1e-6)
 
 
 def test_difficult_images_are_negatives_in_training_and_left_out_of_the_test() -> None:
@@ -150,55 +145,18 @@ def test_difficult_images_are_negatives_in_training_and_left_out_of_the_test() -
     assert ignored == probe_voc07(train, Split(test.features[1:], test.labels[1:], CLASSES))
 
 
-def test_top1_probe_learns_digits_with_either_solver() -> None:
+def test_top1_probe_learns_digits() -> None:
     digits = load_digits()
     images, labels = digits.data.astype(np.float32), digits.target
     names = tuple(map(str, range(10)))
     train, test = Split(images[:1200], labels[:1200], names), Split(images[1200:], labels[1200:], names)
-    result, found = (probe_top1(train, test, costs=(1e-5, 1e-2), solver=solver) for solver in SOLVERS)
+    result = probe_top1(train, test, costs=(1e-5, 1e-2))
     # scikit-learn's own logistic regression on standardised pixels reaches 0.92; chance is 0.1.
-    assert result.costs == found.costs == {"all": 1e-2} and result.metrics["acc1"] > 0.88
-    assert found.metrics == pytest.approx(result.metrics, abs=2e-3)
-    assert probe_top1(train, test, costs=(1e-5,)).metrics["acc1"] < result.metrics["acc1"]
+    assert result["costs"] == {"all": 1e-2} and result["acc1"] > 0.88
+    assert probe_top1(train, test, costs=(1e-5,))["acc1"] < result["acc1"]
     few = probe_top1(train, test, costs=(1e-2,), samples_per_class=5)
-    assert 0.5 < few.metrics["acc1"] < result.metrics["acc1"]
+    assert 0.5 < few["acc1"] < result["acc1"]
     assert few == probe_top1(train, test, costs=(1e-2,), samples_per_class=5)
-
-
-@pytest.mark.parametrize("cost", [1e-4, 1e-2, 1.0])
-def test_the_torch_solver_finds_scikit_learns_classifier(cost: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    digits = load_digits()
-    features = StandardScaler().fit_transform(digits.data).astype(np.float32)
-    expected = LogisticRegression(C=cost, max_iter=1000, tol=1e-6).fit(features.astype(np.float64), digits.target)
-    monkeypatch.setattr(logistic, "_ROWS", 500)  # several chunks, the last one smaller
-    found = logistic.TorchLogisticRegression(cost, 1000, "cpu", tolerance=1e-6).fit(features, digits.target)
-    np.testing.assert_allclose(found._linear.weight.detach(), expected.coef_, atol=2e-3)
-    assert np.mean(found.predict(features) == expected.predict(features)) > 0.999
-    assert found.score(features, digits.target) == pytest.approx(expected.score(features, digits.target), abs=1e-3)
-
-
-def test_the_torch_solver_says_when_it_did_not_converge() -> None:
-    digits = load_digits()
-    with pytest.warns(ConvergenceWarning, match="after 3 iterations"):
-        logistic.TorchLogisticRegression(1.0, 3, "cpu").fit(digits.data, digits.target)
-
-
-def test_splits_that_do_not_fit() -> None:
-    train, test = voc_splits(size=30)
-    with pytest.raises(ValueError, match=r"differ in \['cat', 'owl'\]"):
-        probe_voc07(train, Split(test.features, test.labels[:, :1], ("dog",)))
-    with pytest.raises(ValueError, match="the same names in another order"):
-        probe_voc07(train, Split(test.features, test.labels, CLASSES[::-1]))
-    rare = train.labels.copy()
-    rare[:, 1] = ABSENT
-    rare[:2, 1] = PRESENT
-    with pytest.raises(ValueError, match="dog has 2 positives among 30"):
-        probe_voc07(Split(train.features, rare, CLASSES), test)
-    with pytest.raises(ValueError, match="dog has no positives in the test"):
-        probe_voc07(train, Split(test.features, np.where([False, True, False], ABSENT, test.labels), CLASSES))
-    one = Split(train.features, np.arange(30) % 3, CLASSES)
-    with pytest.raises(ValueError, match="cat has 1 training images"):
-        probe_top1(one, one, samples_per_class=1)
 
 
 def write_devkit(folder: Path, per_split: int = 40) -> Path:
@@ -239,9 +197,6 @@ def test_voc_command(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFix
     assert run(checkpoint, "voc07", "--devkit", str(devkit)) == 1
     assert "lacks 1 images of trainval, among them 000003.jpg" in capsys.readouterr().err
     labels = devkit / "ImageSets" / "Main" / "even_trainval.txt"
-    labels.write_text(labels.read_text().replace("000001 ", "000001 yes "))
-    assert run(checkpoint, "voc07", "--devkit", str(devkit)) == 1
-    assert "line 2: expected an image and" in capsys.readouterr().err
     labels.write_text("000000 1\n")
     assert run(checkpoint, "voc07", "--devkit", str(devkit)) == 1
     assert "do not list the same images" in capsys.readouterr().err
@@ -269,13 +224,9 @@ def test_top1_command(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFi
     assert (report["train_images"], report["test_images"], report["costs"]) == (300, 60, {"all": 0.01})
     assert report["acc1"] > 0.3  # random features of digits are no good ones; chance is 0.1
 
-    both = ("--train", str(datacomp), "--test", str(datacomp), "--costs", "0.01")
-    assert run(checkpoint, "top1", *both, "--solver", "torch") == 0
     (datacomp / "test" / "nshards.txt").write_text("3\n")
     assert run(checkpoint, "top1", *arguments, str(datacomp)) == 1
     assert "2.tar" in capsys.readouterr().err
-    assert run(checkpoint, "top1", *arguments, str(tmp_path / "none")) == 1
-    assert "neither a folder of class folders" in capsys.readouterr().err
-    (tmp_path / "train" / "empty").mkdir()
-    assert run(checkpoint, "top1", *arguments, str(datacomp)) == 1
-    assert "holds no images" in capsys.readouterr().err
+    for folder, message in (("none", "No such file"), ("train/0", "find any class folder")):
+        assert run(checkpoint, "top1", *arguments, str(tmp_path / folder)) == 1
+        assert message in capsys.readouterr().err
