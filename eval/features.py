@@ -63,9 +63,7 @@ class Encoder:
     """A model and how to encode with it. Caches class embeddings, so the weights must not change.
 
     Attributes:
-        model: in evaluation mode, on ``device``.
-        preprocess: PIL image -> ``(3, H, W)``.
-        tokenizer: list of texts -> ``(B, context_length)`` int64.
+        model, preprocess, tokenizer: as of `LoadedModel`, in evaluation mode, on ``device``.
         device: device of the model.
         precision: as `resolve_precision` returns it.
         batch_size: images, and texts, in a batch.

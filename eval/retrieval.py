@@ -19,7 +19,6 @@ from .tasks import Task
 
 RECALL_AT = (1, 5, 10)
 INSTANCES_FILE = "instances.jsonl"
-DATASET_TYPE_FILE = "dataset_type.txt"
 # DataComp reads these sets with the `datasets` library, which hands the stored image to OpenCLIP's transform, while its
 # classification sets come through webdataset, which converts to RGB first.
 _FORMAT = SampleFormat(convert_first=False)
@@ -32,7 +31,6 @@ def evaluate_retrieval(task: Task, folder: Path, encoder: Encoder, any_size: boo
     Raises:
         DataError: for data that must not be scored.
     """
-    check_dataset_type(folder, "retrieval")
     found = _encode_images(task, folder, encoder, _FORMAT_WITH_CAPTIONS, task.size)
     metrics = score_captions(encoder, found.values["image"], found.captions)
     return TaskResult(metrics, len(found.keys), len(found.keys) + len(found.skipped), found.skipped)
@@ -43,18 +41,6 @@ def score_captions(encoder: Encoder, images: Tensor, captions: Sequence[Sequence
     texts = encoder.encode_texts([caption for own in captions for caption in own])
     owners = torch.repeat_interleave(torch.tensor([len(own) for own in captions])).to(texts.device)
     return retrieval_metrics(images, texts, owners)
-
-
-def check_dataset_type(folder: Path, expected: str) -> None:
-    """Check ``dataset_type.txt`` if it exists.
-
-    Raises:
-        DataError: if it says something else.
-    """
-    path = folder / DATASET_TYPE_FILE
-    found = read_lines(path, f"type of the data set ({expected})")[0].lower() if path.is_file() else expected
-    if found != expected:
-        raise DataError(f"{path} says {found!r}, expected {expected!r}.")
 
 
 def _encode_images(task: Task, folder: Path, encoder: Encoder, spec: SampleFormat, total: int | None) -> Collected:
@@ -144,7 +130,6 @@ def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: boo
     Raises:
         DataError: for data that must not be scored.
     """
-    check_dataset_type(folder, "winogavil")
     instances = read_instances(folder)
     found = _encode_images(task, folder, encoder, _FORMAT, total=None)
     images, rows = found.values["image"], {key: row for row, key in enumerate(found.keys)}

@@ -10,14 +10,7 @@ from .tasks import GROUPS, TASKS
 
 @dataclass(frozen=True)
 class Average:
-    """Mean of the main metrics of a group of tasks.
-
-    Attributes:
-        title: the group's name.
-        value: the mean, or None while a task is missing.
-        missing: keys of the group's tasks without a main metric.
-        total: number of tasks in the group.
-    """
+    """Mean of the main metrics of a group of tasks: None while some of its ``total`` tasks are ``missing`` (their keys)."""
 
     title: str
     value: float | None

@@ -124,7 +124,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
 # Names that --tasks takes besides keys and task names. "quick" serves evaluation during training: 40,754 images.
 SUITES: dict[str, tuple[str, ...]] = {
     "full": tuple(TASKS),
-    "all": tuple(TASKS),
     "quick": ("imagenetv2", "cifar10", "vtab/cifar100", "vtab/caltech101", "vtab/pets", FLICKR),
     "imagenet": GROUPS["ImageNet & variants (7)"],
     "vtab": GROUPS["VTAB (13)"],

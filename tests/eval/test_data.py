@@ -194,13 +194,6 @@ def test_wrong_samples_are_named(tmp_path, key, values, message, make_encoder):
         evaluate_task(TASKS[key], tmp_path, make_encoder(workers=2), any_size=True)
 
 
-def test_another_kind_of_data_set_is_refused(tmp_path, make_encoder):
-    folder = datasets.make_task(tmp_path, FLICKR)
-    (folder / "dataset_type.txt").write_text("classification")
-    with pytest.raises(DataError, match="says 'classification', expected 'retrieval'"):
-        evaluate_task(TASKS[FLICKR], tmp_path, make_encoder(), any_size=True)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_image_that_does_not_decode_is_skipped_and_named(folder, workers, make_encoder):
     rewrite(folder / "test" / "1.tar", spoil(3, image=b"no image"))
