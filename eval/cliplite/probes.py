@@ -291,14 +291,17 @@ def probe(args: argparse.Namespace) -> None:
         ValueError: for wrong data or options.
     """
     loaded, encoder = load_encoder(args)
-    if args.probe == "voc07":
+    is_voc = args.probe == "voc07"
+    if is_voc:
         train, test = (read_voc(args.devkit, split, encoder, args.features) for split in ("trainval", "test"))
-        result = probe_voc07(train, test, args.costs)
     else:
         train, test = (read_labelled(path, encoder, args.features) for path in (args.train, args.test))
-        if train.classes != test.classes:
-            different = sorted(set(train.classes) ^ set(test.classes))[:5] or "the same names in another order"
-            raise ValueError(f"training and test data should have the same classes; they differ in {different}")
+    if train.classes != test.classes:
+        different = sorted(set(train.classes) ^ set(test.classes))[:5] or "the same names in another order"
+        raise ValueError(f"training and test data should have the same classes; they differ in {different}")
+    if is_voc:
+        result = probe_voc07(train, test, args.costs)
+    else:
         result = probe_top1(train, test, args.costs, args.samples_per_class, args.max_iterations)
     report = {
         "probe": args.probe,
