@@ -66,8 +66,8 @@ def test_images_of_one_shard_decode_in_several_threads(tmp_path):
         together.wait()
         return to_tensor(image)
 
-    reader = ShardReader(find_shards(folder), transform, SampleFormat(num_classes=10), batch_size=5, threads=3)
-    expected = ShardReader(find_shards(folder), to_tensor, SampleFormat(num_classes=10), batch_size=5)
+    reader = ShardReader(find_shards(folder), transform, SampleFormat(num_classes=10), batch_size=6, threads=3)
+    expected = ShardReader(find_shards(folder), to_tensor, SampleFormat(num_classes=10), batch_size=6)
     for found, alone in zip(reader, expected, strict=True):
         assert found.keys == alone.keys
         assert torch.equal(found.images, alone.images) and torch.equal(found.labels, alone.labels)
