@@ -26,17 +26,16 @@ exec "$@"
     "scontrol": """#!/bin/bash
 case "$1" in
     show) printf 'node-a\\nnode-b\\n' ;;
-    requeue) echo "requeue $2" >>"$RECORD/events"; kill -TERM "$(cat "$RECORD/pid")" ;;
+    requeue) echo "requeue $2" >>"$RECORD/events"; kill -TERM "$(cat "$RECORD/pid")" 2>/dev/null || true ;;
 esac
 """,
     "scancel": """#!/bin/bash
 echo "scancel $*" >>"$RECORD/events"
-kill -USR1 "$(cat "$RECORD/pid")"
+[[ "$MODE" == hang ]] || kill -TERM "$(cat "$RECORD/pid")"
 """,
 }
 
-# Stands for Python: recipes are listed by the real one; a trainer notes its arguments, saves on SIGUSR1 and goes on, and ends
-# with 143 on SIGTERM.
+# Stands for Python: recipes are listed by the real one; a trainer notes its arguments, and on SIGTERM saves and ends with 143.
 TRAINER = """#!{python} -S
 import os, pathlib, signal, sys, time
 record = pathlib.Path(os.environ["RECORD"])
@@ -47,13 +46,16 @@ def note(event):
     with open(record / "events", "a") as file:
         file.write(event + "\\n")
 
-signal.signal(signal.SIGUSR1, lambda *_: note("saved"))
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+def save(*_):
+    note("saved")
+    sys.exit(143)
+
+signal.signal(signal.SIGTERM, save)
 (record / "argv").write_text("\\0".join(sys.argv[1:]))
 (record / "pid.new").write_text(str(os.getpid()))
 (record / "pid.new").rename(record / "pid")
 mode = os.environ["MODE"]
-if mode == "run":
+if mode in ("run", "hang"):
     time.sleep(60)
 sys.exit(3 if mode == "crash" else 0)
 """
@@ -76,6 +78,7 @@ def cluster(tmp_path, monkeypatch):
         "SLURM_JOB_NODELIST": "node-[a-b]",
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_GPUS_ON_NODE": "4",
+        "SLURM_CPUS_PER_TASK": "8",
         "SLURM_SUBMIT_DIR": str(ROOT),
     }
     for name, value in environment.items():
@@ -103,14 +106,16 @@ def test_a_recipe_is_trained_with_its_batch_on_the_jobs_gpus(name, loss, cluster
     assert (args.name, args.resume) == ("job-4711", "latest")
     srun = (cluster / "srun_options").read_text().split()
     assert {"--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--kill-on-bad-exit=1"} <= set(srun)
-    assert srun[-1] == "node-a:24711:4"
+    assert srun[-1] == "node-a:14711:4"
 
 
-def test_the_users_flags_win(cluster):
-    flags = ["--name", "mine", "--recipe", "cc3m", "--batch-size", "7", "--aug-cfg", "scale=(0.4, 1.0)"]
+def test_the_users_flags_win(cluster, monkeypatch):
+    flags = ["--name", "mine-%a", "--recipe", "cc3m", "--batch-size", "7", "--aug-cfg", "scale=(0.4, 1.0)"]
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "5")
     assert run_job(*flags).returncode == 0
     args, _ = trainer_arguments(cluster)
-    assert (args.name, args.batch_size, args.aug_cfg) == ("mine", 7, {"scale": (0.4, 1.0)})
+    assert (args.name, args.batch_size, args.aug_cfg) == ("mine-5", 7, {"scale": (0.4, 1.0)})
+    assert args.workers == 7  # of 8 CPUs
 
 
 def test_a_batch_that_the_gpus_cannot_share_is_refused(cluster, monkeypatch):
@@ -121,13 +126,21 @@ def test_a_batch_that_the_gpus_cannot_share_is_refused(cluster, monkeypatch):
     assert not (cluster / "argv").exists()
 
 
-def test_at_the_time_limit_the_job_saves_and_is_requeued(cluster, monkeypatch):
-    monkeypatch.setenv("MODE", "run")
+@pytest.mark.parametrize(
+    ("mode", "events"),
+    [
+        ("run", ["scancel --signal=TERM 4711", "saved", "requeue 4711"]),
+        # A trainer that does not save in time is ended by the requeue.
+        ("hang", ["scancel --signal=TERM 4711", "requeue 4711", "saved", "requeue 4711"]),
+    ],
+)
+def test_at_the_time_limit_the_job_saves_and_is_requeued(mode, events, cluster, monkeypatch):
+    monkeypatch.setenv("MODE", mode)
     job = subprocess.Popen(["bash", SCRIPT], cwd=ROOT, stdout=subprocess.DEVNULL)
     wait_for(cluster / "pid")
     job.send_signal(signal.SIGUSR1)
     assert job.wait(timeout=30) == 143
-    assert (cluster / "events").read_text().splitlines() == ["scancel --signal=USR1 4711", "saved", "requeue 4711"]
+    assert (cluster / "events").read_text().splitlines() == events
 
 
 def test_a_run_that_fails_is_not_requeued(cluster, monkeypatch):

@@ -1,0 +1,206 @@
+"""A cluster of two nodes on this machine: real munged, slurmctld and two slurmd, with everything in a temporary folder."""
+
+import contextlib
+import getpass
+import os
+import platform
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.training.runs import metrics_of
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
+# Addresses as names: they need no name service, and all of 127.0.0.0/8 is this machine.
+NODES = ("127.0.0.1", "127.0.0.2")
+GPUS = 8
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser=root
+AuthType=auth/munge
+# A requeued job waits for its old credential to expire.
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdSpoolDir={folder}/%n
+SlurmdPidFile={folder}/%n.pid
+SlurmdLogFile={folder}/%n.log
+SlurmdParameters=config_overrides
+SlurmdTimeout=10
+ProctrackType=proctrack/{tracking}
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+ReturnToService=2
+GresTypes=gpu
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def pytest_report_header() -> str:
+    return f"SLURM: {', '.join(_missing()) or 'here'}{' missing' if _missing() else f', proctrack/{_tracking()}'}"
+
+
+def _missing() -> list[str]:
+    return [name for name in PROGRAMS if shutil.which(name) is None]
+
+
+def _tracking() -> str:
+    """Control groups of version 1 if they are ours to make; version 2 needs systemd."""
+    freezer = Path("/sys/fs/cgroup/freezer")
+    return "cgroup" if freezer.is_dir() and os.access(freezer, os.W_OK) else "linuxproc"
+
+
+class Cluster:
+    """The commands of a user, and what breaks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC_"))},
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "PYTHONPATH": str(ROOT),
+            "PYTHON": f"{sys.executable} {ROOT / 'tests' / 'training' / 'paced.py'}",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def start_node(self, name: str) -> None:
+        self.run("slurmd", "-N", name)
+
+    def kill_node(self, name: str) -> None:
+        """Let the node lose its power: the daemon, the steps' daemons and all that they started are gone at once."""
+        lost = {int((self.folder / f"{name}.pid").read_text())}
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if f"SLURMD_NODENAME={name}" in (process / "environ").read_text(errors="replace").split("\0"):
+                    parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+                    is_daemon = (Path("/proc") / str(parent) / "comm").read_text().strip() == "slurmstepd"
+                    lost |= {int(process.name), *([parent] if is_daemon else [])}
+        for pid in lost:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def run(self, *command: str, check: bool = True, **variables: str) -> str:
+        result = subprocess.run(
+            command, cwd=ROOT, env=self.environment | variables, capture_output=True, text=True, timeout=60
+        )
+        assert not check or result.returncode == 0, f"{command}: {result.stderr}"
+        return result.stdout
+
+    def submit(self, *arguments: str, **variables: str) -> str:
+        """Submit the job script to the cluster; returns the job's number."""
+        return self.run("sbatch", "--parsable", f"--output={self.folder}/%j.out", *arguments, **variables).strip()
+
+    def job(self, number: str) -> dict[str, str]:
+        """What SLURM says about a job, by SLURM's names."""
+        return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", "-o", number)))
+
+    def output(self, number: str) -> str:
+        file = self.folder / f"{number}.out"
+        return file.read_text() if file.exists() else ""
+
+    def wait_for_step(self, number: str, folder: Path, step: int) -> None:
+        """Wait until a job's run has logged a step."""
+        wait_until(
+            lambda: (
+                self.job(number)["JobState"] == "FAILED" or any(line["step"] >= step for line in metrics_of(folder))
+            ),
+            lambda: f"{folder} never came to step {step}: {self.outputs()}",
+        )
+        assert self.job(number)["JobState"] != "FAILED", self.outputs()
+
+    def outputs(self) -> str:
+        return "\n".join(f"{file}:\n{file.read_text()}" for file in self.folder.glob("*.out"))
+
+    def wait(self, number: str, *states: str, seconds: float = 120) -> dict[str, str]:
+        """Wait until a job is in one of the states."""
+        return wait_until(
+            lambda: (job := self.job(number))["JobState"] in states and job,
+            lambda: f"job {number} is not {states}: {self.job(number)}\n{self.output(number)}",
+            seconds,
+        )
+
+
+def wait_until(condition: Callable, otherwise: Callable[[], str], seconds: float = 120):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, otherwise()
+        time.sleep(0.2)
+    return found
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if _missing():
+        pytest.skip(
+            f"SLURM is not installed ({', '.join(_missing())}): apt-get install slurmctld slurmd slurm-client munge"
+        )
+    if getpass.getuser() != "root":
+        pytest.skip("SLURM's daemons must be started by root here")
+    folder = tmp_path_factory.mktemp("slurm")
+    _configure(folder)
+    cluster = Cluster(folder)
+    key = folder / "munge" / "key"
+    files = {"key-file": key, **{name: key.with_name(name) for name in ("socket", "pid-file", "log-file", "seed-file")}}
+    cluster.run("munged", "--force", *(f"--{name}={path}" for name, path in files.items()))
+    try:
+        cluster.run("slurmctld")
+        for node in NODES:
+            cluster.start_node(node)
+        wait_until(
+            lambda: cluster.run("sinfo", "-h", "-o", "%T").split() == ["idle"],
+            lambda: "\n".join(log.read_text() for log in folder.glob("*.log")),
+            seconds=30,
+        )
+        yield cluster
+    finally:
+        cluster.run("scancel", "--user=root", "--signal=KILL", "--full", check=False)
+        cluster.run("scancel", "--user=root", check=False)
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not cluster.run("squeue", "-h", check=False), str, seconds=10)
+        for node in NODES:
+            cluster.kill_node(node)
+        for pid_file in (*folder.glob("*.pid"), files["pid-file"]):
+            with contextlib.suppress(ProcessLookupError, ValueError):
+                os.kill(int(pid_file.read_text()), signal.SIGTERM)
+
+
+def _configure(folder: Path) -> None:
+    (folder / "munge").mkdir(mode=0o711)
+    (folder / "state").mkdir()
+    (folder / "munge" / "key").write_bytes(os.urandom(128))
+    (folder / "munge" / "key").chmod(0o600)
+    controller_port, *ports = _free_ports(1 + len(NODES))
+    host = platform.node()
+    nodes = [
+        f"NodeName={name} NodeHostname={host} Port={port} CPUs=64 RealMemory=1000 Gres=gpu:{GPUS} State=UNKNOWN"
+        for name, port in zip(NODES, ports, strict=True)
+    ]
+    settings = {"host": host, "controller_port": controller_port, "folder": folder, "tracking": _tracking()}
+    (folder / "slurm.conf").write_text(CONFIGURATION.format(nodes="\n".join(nodes), **settings))
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\n")
+    # Any character device will do for a GPU.
+    devices = [str(path) for path in sorted(Path("/dev").iterdir()) if path.is_char_device() and not path.is_symlink()]
+    (folder / "gres.conf").write_text(f"Name=gpu File={','.join(devices[:GPUS])}\n")
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("", 0))
+        return [one.getsockname()[1] for one in sockets]

@@ -1,0 +1,99 @@
+"""``sbatch scripts/slurm/train.sh`` on a real SLURM: what a job lives through, and that the training is none the worse."""
+
+from typing import NamedTuple
+
+import pytest
+
+from openclip_ext.training import recipes
+from tests.slurm.conftest import GPUS, NODES, wait_until
+from tests.training.paced import read_notes
+from tests.training.runs import assert_same_run, command
+
+pytestmark = pytest.mark.slurm
+SCRIPT = "scripts/slurm/train.sh"
+TWO_GPUS = ("--gpus-per-node=2", "--ntasks-per-node=2", "--cpus-per-task=1")
+TWO_NODES = ("--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1")
+
+
+class Runs(NamedTuple):
+    """Trainings of ten steps on two ranks."""
+
+    shards: str
+    logs: object
+
+    def flags(self, name, *more):
+        return command(self.shards, self.logs, name, "fastclip", "--batch-size", "8", *more)
+
+    def submit(self, cluster, name, *options, more=(), **variables):
+        return cluster.submit(
+            *options, SCRIPT, *self.flags(name, *more), NOTES=str(self.logs / "notes" / name), **variables
+        )
+
+    def signals(self, name):
+        return sorted(
+            (note["signal"], note["rank"]) for note in read_notes(self.logs / "notes" / name) if "signal" in note
+        )
+
+
+@pytest.fixture(scope="module")
+def runs(shards, tmp_path_factory):
+    return Runs(shards, tmp_path_factory.mktemp("logs"))
+
+
+@pytest.fixture(scope="module")
+def reference(cluster, runs):
+    """The folder of a run that nobody disturbed: job 0 of an array; job 1 is preempted beside it in its fourth step."""
+    array = runs.submit(cluster, "run-%a", "--array=0-1", *TWO_GPUS, HOLD_AT="4")
+    cluster.wait_for_step(array, runs.logs / "run-1", 3)
+    cluster.run("scontrol", "requeue", f"{array}_1")
+    wait_until(
+        lambda: cluster.run("squeue", "-h", "-t", "all", "-o", "%T").split() == ["COMPLETED"] * 2,
+        lambda: cluster.run("squeue", "-t", "all") + cluster.outputs(),
+        seconds=180,
+    )
+    return runs.logs / "run-0"
+
+
+def test_a_preempted_job_of_an_array_goes_on_bitwise(cluster, runs, reference):
+    assert_same_run(runs.logs / "run-1", reference)
+    assert runs.signals("run-%a") == [("SIGTERM", 0), ("SIGTERM", 1)]
+
+
+def test_before_the_time_limit_every_trainer_saves_and_the_job_goes_on_bitwise(cluster, runs, reference):
+    job = runs.submit(cluster, "limited", *TWO_GPUS, "--time=60", HOLD_AT="4")
+    cluster.wait_for_step(job, runs.logs / "limited", 3)
+    # SLURM signals 120 to 150 seconds before the end, as the script asks it to.
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=2")
+    cluster.wait(job, "PENDING", "COMPLETING")
+    assert list((runs.logs / "limited" / "checkpoints").glob("epoch_0_step_4.pt"))
+    assert "Time limit ahead" in cluster.output(job)
+    assert runs.signals("limited") == [("SIGTERM", 0), ("SIGTERM", 1)]
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    ended = cluster.wait(job, "COMPLETED", "FAILED", "TIMEOUT")
+    assert (ended["JobState"], ended["Restarts"], ended["ExitCode"]) == ("COMPLETED", "1", "0:0"), cluster.output(job)
+    assert_same_run(runs.logs / "limited", reference)
+
+
+def test_two_nodes_of_which_one_dies(cluster, runs, reference):
+    job = runs.submit(cluster, "nodes", *TWO_NODES, more=("--save-every-steps", "2"), PACE="0.5")
+    cluster.wait_for_step(job, runs.logs / "nodes", 5)
+    cluster.kill_node(NODES[1])
+    cluster.wait(job, "PENDING", "COMPLETING")
+    cluster.start_node(NODES[1])
+    ended = cluster.wait(job, "COMPLETED", "FAILED")
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
+    assert_same_run(runs.logs / "nodes", reference)
+
+
+def test_a_run_that_fails_is_not_requeued(cluster, runs):
+    job = runs.submit(cluster, "failing", *TWO_GPUS, more=("--train-data", "nowhere/00000.tar"))
+    ended = cluster.wait(job, "COMPLETED", "FAILED", "COMPLETING")
+    assert (ended["JobState"], ended["Restarts"], ended["ExitCode"]) == ("FAILED", "0", "2:0"), cluster.output(job)
+    assert "nowhere/00000.tar" in cluster.output(job)
+
+
+def test_slurm_takes_the_job_of_every_recipe(cluster):
+    for name in recipes.names():
+        for loss in recipes.losses(name):
+            gpus = f"--gpus-per-node={min(GPUS, recipes.get(name, loss).gpus)}"
+            cluster.run("sbatch", "--test-only", gpus, SCRIPT, "--recipe", name, "--loss", loss, "--train-data", "X")

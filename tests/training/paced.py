@@ -1,0 +1,83 @@
+"""The training program, slow enough to be interrupted: ``python paced.py -m openclip_ext.training.main FLAGS``.
+
+Environment:
+    NOTES: folder in which each rank notes its signals, and the samples of its steps.
+    HOLD_AT: step of the run's first start (of job 1 of an array) after which every rank waits for a signal.
+    HOLD_WORLD: hold each start with so many ranks instead.
+    PACE: seconds that a step takes longer (default: 0).
+"""
+
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def note(**what) -> None:
+    from openclip_ext import distributed
+
+    folder = Path(os.environ["NOTES"])
+    folder.mkdir(parents=True, exist_ok=True)
+    rank, world_size = distributed.rank(), distributed.world_size()
+    with open(folder / f"{STARTED}-{rank}.jsonl", "a") as file:
+        file.write(json.dumps({"started": STARTED, "rank": rank, "world_size": world_size, **what}) + "\n")
+
+
+def read_notes(folder: Path) -> list[dict]:
+    """Return the notes of all ranks and starts, in the order of the starts."""
+    return [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
+
+
+def slow_down() -> None:
+    from openclip_ext.training import signals, trainer
+
+    class PacedRequests(signals.SignalRequests):
+        steps = 0
+
+        def _handler(self, request):
+            handle = super()._handler(request)
+
+            def remember(number, frame):
+                note(signal=signal.Signals(number).name)
+                handle(number, frame)
+
+            return remember
+
+        def agreed(self):
+            self.steps += 1
+            time.sleep(float(os.environ.get("PACE", "0")))
+            deadline = time.monotonic() + 100
+            while is_held(self.steps) and not self._request and time.monotonic() < deadline:
+                time.sleep(0.05)
+            return super().agreed()
+
+    def one_step(self, batches, take=trainer.Trainer._one_step):
+        step = self.position.step
+        take(self, batches)
+        note(step=step, samples=[index for batch in batches for index in batch["index"].tolist()])
+
+    trainer.SignalRequests = PacedRequests
+    trainer.Trainer._one_step = one_step
+
+
+def is_held(steps: int) -> bool:
+    first, chosen = (
+        {"SLURM_RESTART_COUNT": "0", "SLURM_ARRAY_TASK_ID": "1"},
+        {"WORLD_SIZE": os.environ.get("HOLD_WORLD")},
+    )
+    held = all(
+        os.environ.get(name, value) == value for name, value in (chosen if chosen["WORLD_SIZE"] else first).items()
+    )
+    return held and steps == int(os.environ.get("HOLD_AT", "0"))
+
+
+if __name__ == "__main__":
+    STARTED = time.time()
+    module, *arguments = (word for word in sys.argv[1:] if word not in ("-u", "-m"))
+    if module == "openclip_ext.training.main":
+        slow_down()
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
