@@ -9,20 +9,27 @@ import open_clip
 from openclip_ext import compat
 from openclip_ext.data.shardlist import expand_shards
 from openclip_ext.data.spec import DataSpec
-from openclip_ext.data.storage import is_local
+from openclip_ext.data.storage import is_local, local_path
 from openclip_ext.training.config import TrainingConfig
 from openclip_ext.training.errors import UsageError, nearest
 from openclip_ext.training.evaluation import EvaluationConfig
+from openclip_ext.training.help import NOTHING_TO_DO
 from openclip_ext.training.model import ModelConfig
 from openclip_ext.training.optimizer import check_optimizer, check_schedule
 
 
 def check(config: TrainingConfig) -> None:
     """Raise UsageError for the first mistake, with what would be right."""
+    if config.data is None and not config.evaluation.is_asked_for:
+        raise UsageError(NOTHING_TO_DO)
     _check_model(config.model)
     check_optimizer(config.optimizer)
     check_schedule(config.schedule)
     _check_evaluation(config.evaluation)
+    if config.data is not None and config.data.resolved_type != "synthetic":
+        files = _local_files(config.data)
+        if files and not any(map(os.path.isfile, files)):  # a few that are missing are counted as bad samples
+            raise UsageError(f"--train-data: none of the {len(files)} files is there, the first is {files[0]}")
     if "wandb" in config.reporting.destinations and importlib.util.find_spec("wandb") is None:
         raise UsageError("--report-to wandb needs the package wandb, which is not installed: pip install wandb")
 
@@ -54,12 +61,15 @@ def _check_evaluation(config: EvaluationConfig) -> None:
         _check_files("--val-data", config.val_data)
 
 
-def _check_files(flag: str, spec: DataSpec) -> None:
+def _local_files(spec: DataSpec) -> list[str]:
     assert spec.source is not None, "a data set that is not synthetic has a source"
     if spec.resolved_type == "csv":
-        files = [spec.source] if isinstance(spec.source, str) else list(spec.source)
-    else:
-        files = [url for url in expand_shards(spec.source) if is_local(url)]
+        return [spec.source] if isinstance(spec.source, str) else list(spec.source)
+    return [local_path(url) for url in expand_shards(spec.source) if is_local(url)]
+
+
+def _check_files(flag: str, spec: DataSpec) -> None:
+    files = _local_files(spec)
     missing = [file for file in files if not os.path.isfile(file)]
     if missing:
         raise UsageError(f"{flag}: {len(missing)} of {len(files)} files are not there, the first is {missing[0]}")

@@ -82,6 +82,11 @@ class EvaluationConfig:
     workers: int = flag(0)
 
     @property
+    def is_asked_for(self) -> bool:
+        """Whether there is anything to measure."""
+        return any(asked is not None for asked in (self.val_data, self.imagenet_val, self.imagenet_v2, self.suite))
+
+    @property
     def is_wanted(self) -> bool:
         """Whether anything is to be measured during training."""
         imagenet = self.imagenet_val or self.imagenet_v2

@@ -20,12 +20,20 @@ from openclip_ext.training.parser import build_parser
 
 _WIDTH = 100
 _USAGE = "openclip-ext train --loss NAME --train-data SHARDS --model NAME [FLAG ...]"
+_WORK = ("--train-data", "--dataset-type", "--val-data", "--imagenet-val", "--imagenet-v2", "--eval-suite")
+NOTHING_TO_DO = "nothing to do: give --train-data to train, or --val-data, --imagenet-val or --eval-suite to evaluate"
 _MORE = "--loss NAME --help describes the flags of a loss, --help-all describes all flags, OpenCLIP's included."
 
 
 def asks_for_help(argv: list[str]) -> bool:
     """Return whether a command line wants to know the flags only."""
     return any(argument in ("-h", "--help", "--help-all") for argument in argv)
+
+
+def gives_work(argv: list[str]) -> bool:
+    """Return whether a command line names, or may have cut short, a flag that says what to train on or to evaluate."""
+    names = {argument.partition("=")[0] for argument in argv if argument.startswith("--") and argument != "--"}
+    return any(flag.startswith(name) for flag in _WORK for name in names)
 
 
 def print_help(argv: list[str]) -> None:

@@ -1,12 +1,13 @@
 """Train CLIP: ``torchrun --nproc-per-node N -m openclip_ext.training.main --loss NAME ...``.
 
-PyTorch and OpenCLIP take seconds to import. ``--help`` does without them, and a training says that it waits for them.
+PyTorch and OpenCLIP take seconds to import. ``--help`` and a command line with nothing to do go without them, and a training
+says that it waits for them.
 """
 
 import os
 import sys
 
-from openclip_ext.training.help import asks_for_help, print_help
+from openclip_ext.training.help import NOTHING_TO_DO, asks_for_help, gives_work, print_help
 from openclip_ext.version import __version__
 
 
@@ -30,6 +31,10 @@ def cli() -> None:
     if asks_for_help(sys.argv[1:]):
         print_help(sys.argv[1:])
         return
+    if not gives_work(sys.argv[1:]):
+        if _is_first_process():
+            print(f"error: {NOTHING_TO_DO}", file=sys.stderr)
+        raise SystemExit(2)
     if "torch" not in sys.modules and _is_first_process():
         print(f"openclip_ext {__version__}: importing PyTorch and OpenCLIP ...", file=sys.stderr, flush=True)
     from openclip_ext.training.run import program

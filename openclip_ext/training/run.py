@@ -58,6 +58,9 @@ def run(argv: list[str]) -> None:
                 _evaluate_only(config, built, folder, start.checkpoint)
             else:
                 _train(config, built, folder, start)
+    except SystemExit:
+        distributed.barrier()  # a launcher ends all processes when one has left, and the master may have files to copy
+        raise
     except Exception as error:
         _log_failure(error, keep=handlers)
         raise
@@ -191,10 +194,6 @@ def _evaluate_only(
 ) -> None:
     """Measure the model (``--pretrained`` or ``--resume``) and end, as OpenCLIP does without training data."""
     evaluators = [item.evaluator for item in build_evaluators(config.evaluation, built, config.step)]
-    if not distributed.broadcast_object(len(evaluators)):
-        raise UsageError(
-            "nothing to do: give --train-data to train, or --val-data, --imagenet-val or --eval-suite to evaluate"
-        )
     position = Position()
     weights: str | Path | None = config.model.pretrained
     if checkpoint is not None:

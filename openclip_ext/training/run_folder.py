@@ -89,7 +89,7 @@ def default_name(model: str, lr: float, batch_size: int, workers: int, precision
 
 @contextmanager
 def opened(config: RunFolderConfig) -> Iterator[Path | None]:
-    """Make the run folder, lock it for this run, and start logging.
+    """Make the run folder, lock it for this run, and start logging. A start that fails leaves no folder behind.
 
     Returns:
         A context with the folder, or None with ``--logs none`` (nothing is written then).
@@ -118,7 +118,8 @@ def opened(config: RunFolderConfig) -> Iterator[Path | None]:
 @contextmanager
 def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
     """Make the folder, which no other process may train in until the end of the context, however that comes."""
-    if not resume_latest and any((folder / name).exists() for name in ("out.log", "out-0", "metrics.jsonl")):
+    is_new = not folder.exists()
+    if not resume_latest and has_begun(folder):
         raise UsageError(f"run folder {folder} exists; continue it with --resume latest, or give another --name")
     owner = folder / ".owner"
     try:
@@ -136,8 +137,19 @@ def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
         raise UsageError(f"cannot write to the run folder {folder} ({error}): give another --logs") from error
     try:
         yield
+    except BaseException:
+        if is_new and not has_begun(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     finally:
         lock.release()
+
+
+def has_begun(folder: Path) -> bool:
+    """Return whether a run has got to its first step, or OpenCLIP has begun one."""
+    checkpoints, settings = folder / "checkpoints", folder / "params.txt"
+    is_openclips = settings.exists() and not (folder / "config.json").exists()
+    return is_openclips or (folder / "metrics.jsonl").exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import pytest
 
 from openclip_ext.training import run as program
 from openclip_ext.training.errors import UsageError
-from tests.training.runs import command, evaluation, run
+from tests.training.runs import command, run
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "model": (["--model", "ViT-B/33"], r"unknown model --model ViT-B/33; did you mean ViT-B-32\?"),
@@ -30,6 +30,11 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "augmentation": (["--aug-cfg", "foo=3"], "--aug-cfg: got an unexpected keyword argument 'foo'"),
     "temperature": (["--temperature", "14"], r"--temperature 14: expected at most 1.*give --temperature 0\.07143"),
     "report": (["--report-to", "paper"], "--report-to paper"),
+    "nothing-to-do": (["--train-data", ""], "nothing to do: give --train-data"),
+    "train-data": (
+        ["--train-data", "/no/{0..3}.tar"],
+        r"--train-data: none of the 4 files is there, the first is /no/0\.tar",
+    ),
     "trace": (["--trace"], "--trace is for evaluation only"),
     "patience": (["--rank-patience", "0"], "--rank-patience: '0': expected a number > 0"),
     "skipped": (["--max-skipped-steps", "0"], "--max-skipped-steps: '0': expected an integer >= 1"),
@@ -86,9 +91,21 @@ def test_what_the_model_the_loss_or_the_data_cannot_do_is_told(shards, tmp_path,
         run(command(shards, tmp_path, "run", loss, *flags))
 
 
-def test_nothing_to_do_is_an_error(tmp_path):
-    with pytest.raises(UsageError, match="nothing to do"):
-        run(evaluation(tmp_path, "idle"))
+@pytest.mark.parametrize("mistake", [["--batch-size", "100"], ["--max-bad-fraction", "0", "--image-key", "nope"]])
+def test_the_corrected_command_works_after_a_start_that_failed(shards, tmp_path, mistake):
+    right = command(shards, tmp_path, "mine", "openclip", "--epochs", "1")
+    with pytest.raises(ValueError):
+        run([*right, *mistake])
+    assert not (tmp_path / "mine").exists()
+    assert run(right) == 0
+
+
+def test_a_start_that_was_killed_is_no_run(shards, tmp_path):
+    folder = tmp_path / "mine"
+    (folder / "checkpoints").mkdir(parents=True)
+    for name in ("out.log", ".lock", "params.txt", "config.json"):
+        (folder / name).touch()
+    assert run(command(shards, tmp_path, "mine", "openclip", "--epochs", "1")) == 0
 
 
 def test_lamb_needs_no_eps(shards, tmp_path):
@@ -129,9 +146,12 @@ def test_missing_images_of_a_csv_are_named_by_row(shards, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--model", "demo-vitt"], "error: unknown model --model demo-vitt; did you mean demo-vit?"),
-        (["--train-data", "no.csv"], "error: the CSV file no.csv is not there"),
-        (["--loss", "neuclp"], "error: unknown loss 'neuclp'"),
+        (
+            ["--model", "demo-vitt", "--train-data", "x"],
+            "error: unknown model --model demo-vitt; did you mean demo-vit?",
+        ),
+        (["--train-data", "no.csv"], "error: --train-data: none of the 1 files is there, the first is no.csv"),
+        (["--loss", "neuclp", "--train-data", "x"], "error: unknown loss 'neuclp'"),
     ],
 )
 def test_the_program_prints_a_sentence(tmp_path, argv, message):
@@ -143,3 +163,13 @@ def test_the_program_prints_a_sentence(tmp_path, argv, message):
     assert "importing PyTorch and OpenCLIP" in first
     assert last.startswith(message)
     assert "Traceback" not in result.stderr
+
+
+def test_the_program_says_in_its_first_second_that_there_is_nothing_to_do(tmp_path):
+    program = "import sys; from openclip_ext.training import main; main.cli()"
+    started = [sys.executable, "-X", "importtime", "-c", program, "--loss", "neuclip"]
+    result = subprocess.run(started, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 2
+    assert "error: nothing to do: give --train-data" in result.stderr
+    assert " torch\n" not in result.stderr  # which takes seconds to import
+    assert not list(tmp_path.iterdir())
