@@ -69,6 +69,13 @@ class TrainingConfig:
         "end the run when a rank has given no sign of life for so many seconds, and say which; none: wait for ever",
         exclusive_minimum=0.0,
     )
+    shared_batch: int | None = flag(
+        None,
+        "samples of an optimizer step over all GPUs, however many; --batch-size is then the most that a GPU takes at once, "
+        "and --accum-freq follows",
+        dest="global_batch",
+        minimum=1,
+    )
     resume: str | None = flag(None)
     copy_codebase: bool = flag(False)
 
@@ -94,6 +101,7 @@ def training_config(args: argparse.Namespace, choice: LossChoice, device: torch.
     Raises:
         UsageError: flags that mean nothing.
     """
+    args = argparse.Namespace(**{**vars(args), **_shared_batch(args)})
     folder = _run_folder(args)
     destinations = _destinations(args.report_to)
     derived = {"name": folder.name, **folder.openclip_paths("tensorboard" in destinations)}
@@ -132,6 +140,21 @@ def training_config(args: argparse.Namespace, choice: LossChoice, device: torch.
             flags=flags,
         ),
         flags=flags,
+    )
+
+
+def _shared_batch(args: argparse.Namespace) -> dict[str, int]:
+    """Return ``batch_size`` and ``accum_freq`` with the fewest micro-batches that make the ``--global-batch``."""
+    if args.global_batch is None:
+        return {}
+    world_size = getattr(args, "world_size", distributed.world_size())
+    for accum_freq in range(args.accum_freq, args.global_batch + 1):
+        size, rest = divmod(args.global_batch, accum_freq * world_size)
+        if rest == 0 and size <= args.batch_size:
+            return {"batch_size": size, "accum_freq": accum_freq}
+    raise UsageError(
+        f"--global-batch {args.global_batch} cannot be shared by {world_size} processes: give a number that "
+        "every number of processes divides with which the run may go on"
     )
 
 

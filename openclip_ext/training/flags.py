@@ -134,8 +134,10 @@ def _recipe_argv(ours: argparse.Namespace, rest: list[str]) -> list[str]:
 def _check_together(args: argparse.Namespace) -> None:
     """Raise UsageError for flags that are not supported, or right by themselves but not together."""
     nowhere = writes_nothing(args.logs)
-    saving = ("save_every_steps", "save_most_recent", "delete_previous_checkpoint", "copy_codebase", "remote_sync")
+    saving = ("save_most_recent", "delete_previous_checkpoint", "copy_codebase", "remote_sync")
     written = [f"--{name.replace('_', '-')}" for name in saving if getattr(args, name)]
+    if args.save_every_steps and args.recipe is None:  # a recipe's is no wish
+        written.append("--save-every-steps")
     cooldown, ema = args.epochs_cooldown, args.model_ema_decay is not None
     refused: dict[str, Any] = {
         "--horovod is not supported; start with torchrun instead": args.horovod,
