@@ -1,0 +1,180 @@
+"""Check a training before it is submitted: ``openclip-ext doctor --world-size 32 FLAGS``, with the flags of ``train``.
+
+It runs on a login node, without a GPU, and trains nothing: a line for each thing that a run would stumble over, with the cure.
+The exit status is 1 if one of them would stop the run. Like a run's first start, it writes the manifest of new shards.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import open_clip
+import torch
+
+from openclip_ext import compat
+from openclip_ext.data.build import build_source
+from openclip_ext.data.source import BadSampleError, decode_image
+from openclip_ext.diagnostics import command_line
+from openclip_ext.diagnostics.dry_run import PRECISIONS
+from openclip_ext.diagnostics.plan import Memory, Plan, Training
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training import run_folder
+from openclip_ext.training.checks import check
+from openclip_ext.training.config import TrainingConfig, training_config
+from openclip_ext.training.flags import parse
+
+_GIB = 2**30
+# The model and AdamW's two moments, in float32.
+_BYTES_OF_A_PARAMETER = 12
+OK, WARNING, ERROR = "ok", "warning", "ERROR"
+Finding = tuple[str, str]
+
+
+class Doctor:
+    """The examinations of a training of ``world_size`` processes, in the order in which a run would come to them."""
+
+    def __init__(self, config: TrainingConfig, world_size: int, memory: Memory) -> None:
+        self.config, self.world_size, self.memory = config, world_size, memory
+        self.global_batch = config.loading.batch_size * config.loading.accum_freq * world_size
+        self.samples: int | None = None
+        self.plan: Plan | None = None
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield what was found; an examination that fails is a finding, too."""
+        for examine in (self._versions, self._launcher, self._caches, self._data, self._memory, self._folder):
+            try:
+                yield from examine()
+            except (ValueError, OSError, ImportError) as error:
+                yield ERROR, str(error)
+
+    def _versions(self) -> Iterator[Finding]:
+        compat.check_version()
+        yield OK, f"flags: --loss {self.config.loss.name}, --model {self.config.model.name}"
+        yield OK, "versions: " + ", ".join(f"{name} {version}" for name, version in run_folder.versions().items())
+
+    def _launcher(self) -> Iterator[Finding]:
+        here = [name for name in ("WORLD_SIZE", "SLURM_NTASKS") if int(os.environ.get(name, "1")) > 1]
+        if here and "MASTER_ADDR" not in os.environ:
+            yield ERROR, f"launcher: {here[0]} without MASTER_ADDR: use torchrun or scripts/slurm/train.sh"
+        else:
+            yield (
+                OK,
+                f"launcher: {'its variables are set' if here else 'none here'}; {self.world_size} processes planned",
+            )
+
+    def _caches(self) -> Iterator[Finding]:
+        model = self.config.model
+        settings = {} if ":" in model.name else open_clip.get_model_config(model.file_name) or {}
+        text = settings.get("text_cfg", {})
+        weights = open_clip.get_pretrained_cfg(model.file_name, model.pretrained or "") or {}
+        needed = {text.get("hf_tokenizer_name"), text.get("hf_model_name"), os.path.dirname(weights.get("hf_hub", ""))}
+        if model.name.startswith("hf-hub:"):
+            needed.add(model.name.removeprefix("hf-hub:"))
+        missing = [name for name in sorted(filter(None, needed)) if not _is_cached(name, model.cache_dir)]
+        if missing:
+            cure = "where nodes have no network, run open_clip.create_model(MODEL, pretrained=TAG) here once"
+            yield WARNING, f"caches: {', '.join(missing)} of the Hugging Face hub is not downloaded yet; {cure}"
+        else:
+            yield OK, "caches: nothing of the Hugging Face hub is left to download for the model"
+
+    def _data(self) -> Iterator[Finding]:
+        spec = self.config.data
+        if spec is None:
+            yield OK, "data: none, the run only evaluates"
+            return
+        source = build_source(spec, lambda image: image)
+        self.samples = min(spec.num_samples or source.num_kept, source.num_kept)
+        try:
+            _, caption = source.decode(source.reader()(0), decode_image)
+        except BadSampleError as error:
+            yield ERROR, f"data: the first sample: {error}; see --image-key and --caption-key"
+            return
+        yield OK, f"data: {source.num_samples:,} samples, the manifest fits them, the first is {caption[:60]!r}"
+        if source.known_bad()[0]:
+            yield WARNING, "data: {:,} samples are bad: {}".format(*source.known_bad())
+        steps = self.samples // self.global_batch
+        told = f"batch: {self.global_batch:,} samples, {steps:,} steps an epoch"
+        yield (OK, told) if steps else (ERROR, f"{told}: lower --batch-size, or take fewer processes")
+
+    def _memory(self) -> Iterator[Finding]:
+        model, step = self.config.model, self.config.step
+        if self.samples is None or self.samples < self.global_batch:
+            return
+        if ":" in model.name or step.precision not in PRECISIONS:
+            yield WARNING, "memory: cannot be planned for this --model and --precision"
+            return
+        training = Training(
+            loss=self.config.loss.name,
+            options={name: self.config.loss.options[name] for name in self.config.loss.given},
+            model=model.file_name,
+            samples=self.samples,
+            global_batch=self.global_batch,
+            precision=step.precision,
+            grad_checkpointing=model.grad_checkpointing,
+            accum_freq=self.config.loading.accum_freq,
+        )
+        self.plan = Plan(training, self.world_size, self.memory)
+        problems = self.plan.warnings(self.plan.asked)
+        yield from ((WARNING, f"memory: {problem}") for problem in problems)
+        if not problems:
+            need, there = self.plan.asked.gpu / _GIB, self.memory.gpu / _GIB
+            yield OK, f"memory: a GPU needs {need:.1f} GiB of {there:.1f} (openclip-ext plan says for what)"
+
+    def _folder(self) -> Iterator[Finding]:
+        folder, saving, length = self.config.folder.folder, self.config.saving, self.config.length
+        if folder is None:
+            yield WARNING, "folder: --logs none saves nothing"
+            return
+        if not self.config.folder.resume_latest and run_folder.has_begun(folder):
+            yield ERROR, f"folder: {folder} holds a run: continue it with --resume latest, or give another --name"
+        place = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
+        with tempfile.TemporaryFile(dir=place):
+            free = shutil.disk_usage(place).free
+        if self.plan is None or self.samples is None:
+            return
+        kept = 1 if saving.delete_previous or not saving.every_epochs else length.epochs // saving.every_epochs
+        count = kept + 1  # the one being written
+        size = _BYTES_OF_A_PARAMETER * self.plan.parameters + sum(self.plan.of_sample) * self.samples
+        told = f"folder: {place} has {free / _GIB:.1f} GiB for {count} checkpoints of {size / _GIB:.2f} GiB"
+        cure = "free some, choose another --logs, raise --save-frequency, or --delete-previous-checkpoint"
+        yield (OK, told) if free > count * size else (ERROR, f"{told}: {cure}")
+        if self.config.data is not None and not saving.every_steps:
+            yield WARNING, "folder: saved at the ends of epochs only; --save-every-steps saves more often"
+
+
+def _is_cached(repository: str, cache_dir: str | None) -> bool:
+    """Return whether something of a repository of the Hugging Face hub is on this machine."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = Path(cache_dir or HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+    return any(folder.glob("snapshots/*/*"))
+
+
+def main(argv: list[str]) -> None:
+    """Print the findings; exit with 1 if something would stop the run.
+
+    Raises:
+        ValueError: the flags are wrong by themselves.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, usage="openclip-ext doctor [FLAG] FLAGS OF TRAIN ...")
+    parser.add_argument("--world-size", type=command_line.count, default=1, help="processes, one a GPU (default: 1)")
+    parser.add_argument("--gpu-memory", type=float, help="GB (default: this machine's GPU's, or 80)")
+    own, flags = parser.parse_known_args(argv)
+    add_model_configs()
+    args, choice = parse(flags)
+    vars(args).update(rank=0, local_rank=0, world_size=own.world_size, distributed=own.world_size > 1)
+    config = training_config(args, choice, torch.device("cpu"))
+    check(config)
+    status = 0
+    for verdict, text in Doctor(config, own.world_size, Memory.of(own.gpu_memory, None)).findings():
+        print(f"{verdict:8} {text}", flush=True)
+        status = status or int(verdict == ERROR)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,63 @@
+"""``openclip-ext doctor``: a line for each thing that a run would stumble over, and an exit status for scripts."""
+
+import pytest
+
+from openclip_ext.diagnostics.doctor import main
+from tests.training.runs import command
+
+
+def lines_of(capsys, argv, status=0):
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == status
+    return capsys.readouterr().out.splitlines()
+
+
+def found(lines, start):
+    return [line for line in lines if line.startswith(start)]
+
+
+def test_a_run_without_problems(shards, tmp_path, capsys):
+    lines = lines_of(
+        capsys, ["--world-size", "2", *command(shards, tmp_path, "run", "fastclip", "--save-every-steps", "2")]
+    )
+    assert found(lines, "ok       data: 84 samples, the manifest fits them")
+    assert found(lines, "ok       batch: 32 samples, 2 steps an epoch")
+    assert found(lines, "ok       memory: a GPU needs 0.")
+    assert found(lines, f"ok       folder: {tmp_path} has ")
+    assert {line.split()[0] for line in lines} == {"ok"}
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--batch-size", "100"], "ERROR    batch: 100 samples, 0 steps an epoch: lower --batch-size"),
+        (["--image-key", "tiff"], "ERROR    "),
+        (["--gpu-memory", "0.01"], "warning  memory: 1 ranks: a GPU needs"),
+        (["--pretrained", "openai", "--model", "ViT-B-32"], "warning  caches: "),
+        (["--epochs", "100000000"], "ERROR    folder: "),
+        (["--logs", "none"], "warning  folder: --logs none saves nothing"),
+        ([], "warning  folder: saved at the ends of epochs only"),
+    ],
+)
+def test_what_a_run_would_stumble_over(shards, tmp_path, capsys, flags, message):
+    lines = lines_of(capsys, [*command(shards, tmp_path, "run", "openclip"), *flags], message.startswith("ERROR") and 1)
+    assert found(lines, message), lines
+
+
+def test_a_folder_with_a_run(shards, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    argv = command(shards, tmp_path, "run", "openclip")
+    assert found(
+        lines_of(capsys, argv, 1), f"ERROR    folder: {tmp_path / 'run'} holds a run: continue it with --resume"
+    )
+    assert not found(lines_of(capsys, [*argv, "--resume", "latest"]), "ERROR")
+
+
+def test_variables_of_half_a_launcher(shards, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    assert found(
+        lines_of(capsys, command(shards, tmp_path, "run", "openclip"), 1), "ERROR    launcher: SLURM_NTASKS without"
+    )
