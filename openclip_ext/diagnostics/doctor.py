@@ -7,7 +7,6 @@ The exit status is 1 if one of them would stop the run. Like a run's first start
 import argparse
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from openclip_ext.data.build import build_source
 from openclip_ext.data.source import BadSampleError, decode_image
 from openclip_ext.diagnostics import command_line
 from openclip_ext.diagnostics.dry_run import PRECISIONS
-from openclip_ext.diagnostics.plan import Memory, Plan, Training
+from openclip_ext.diagnostics.plan import Memory, Plan, Training, memory_here
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import run_folder
 from openclip_ext.training.checks import check
@@ -162,7 +161,8 @@ def main(argv: list[str]) -> None:
     """
     parser = argparse.ArgumentParser(allow_abbrev=False, usage="openclip-ext doctor [FLAG] FLAGS OF TRAIN ...")
     parser.add_argument("--world-size", type=command_line.count, default=1, help="processes, one a GPU (default: 1)")
-    parser.add_argument("--gpu-memory", type=float, help="GB (default: this machine's GPU's, or 80)")
+    here = memory_here()
+    parser.add_argument("--gpu-memory", type=float, default=here.gpu / 1e9, help="GB of a GPU (default: %(default).0f)")
     own, flags = parser.parse_known_args(argv)
     add_model_configs()
     args, choice = parse(flags)
@@ -170,10 +170,10 @@ def main(argv: list[str]) -> None:
     config = training_config(args, choice, torch.device("cpu"))
     check(config)
     status = 0
-    for verdict, text in Doctor(config, own.world_size, Memory.of(own.gpu_memory, None)).findings():
+    for verdict, text in Doctor(config, own.world_size, here._replace(gpu=own.gpu_memory * 1e9)).findings():
         print(f"{verdict:8} {text}", flush=True)
         status = status or int(verdict == ERROR)
-    sys.exit(status)
+    raise SystemExit(status)
 
 
 if __name__ == "__main__":
