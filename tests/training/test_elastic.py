@@ -25,7 +25,7 @@ class Node:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--max-restarts=3"]
         rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", f"--rdzv-conf={QUICK}"]
         self.process = subprocess.Popen(
-            [*launcher, "--nnodes=1:2", *rendezvous, paced.__file__, "-m", "openclip_ext.training.main", *argv],
+            [*launcher, "--nnodes=1:2", *rendezvous, "--", paced.__file__, "-m", "openclip_ext.training.main", *argv],
             env={**os.environ, "OMP_NUM_THREADS": "1", "NOTES": str(notes), **variables},
             stderr=subprocess.STDOUT,
             stdout=subprocess.PIPE,
