@@ -126,7 +126,7 @@ class Cluster:
     def outputs(self) -> str:
         return "\n".join(f"{file}:\n{file.read_text()}" for file in self.folder.glob("*.out"))
 
-    def wait(self, number: str, *states: str, seconds: float = 120) -> dict[str, str]:
+    def wait(self, number: str, *states: str, seconds: float = 240) -> dict[str, str]:
         """Wait until a job is in one of the states."""
         return wait_until(
             lambda: (job := self.job(number))["JobState"] in states and job,
@@ -135,7 +135,7 @@ class Cluster:
         )
 
 
-def wait_until(condition: Callable, otherwise: Callable[[], str], seconds: float = 120):
+def wait_until(condition: Callable, otherwise: Callable[[], str], seconds: float = 240):
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, otherwise()
