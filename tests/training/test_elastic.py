@@ -1,5 +1,6 @@
 """A run under torchrun whose nodes come and go; and the exit status that torchrun has."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -52,6 +53,10 @@ def start(tmp_path):
 
     def start_node(argv, **variables):
         nodes.append(Node(argv, tmp_path / "notes", port, **variables))
+        while nodes[-1].process.poll() is None:  # the first one holds the meeting place
+            with contextlib.suppress(ConnectionError), socket.create_connection(("localhost", port)):
+                break
+            time.sleep(0.1)
         return nodes[-1]
 
     yield start_node
