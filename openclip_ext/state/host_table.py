@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,11 +50,19 @@ def chunks(rows: int) -> list[tuple[int, int]]:
     return [(start, min(start + CHUNK_ROWS, rows)) for start in range(0, rows, CHUNK_ROWS)]
 
 
+@dataclass(frozen=True)
+class _Write:
+    """A write in the background: the slots that it may change, None for all, and its end."""
+
+    among: Tensor | None
+    done: "Future[Any]"
+
+
 class HostTable:
     """``rows`` × ``columns`` stored numbers (:func:`encode`). Pages that were never written to take no memory.
 
-    One background thread reads and writes single rows, in the order of the calls. So no caller waits for memory, the disk or
-    the device, and a read sees all writes before it.
+    Background threads read and write single rows, so that no caller waits for memory, the disk or the device. A read sees all
+    earlier writes of its rows. It does not wait for writes of others, which the device may not have computed yet.
 
     Args:
         rows, columns: size.
@@ -70,8 +79,10 @@ class HostTable:
         self.folder = folder
         memory = _zeros(rows * columns * dtype.itemsize, folder)
         self._stored = torch.frombuffer(memory, dtype=dtype).view(rows, columns)
-        self._thread: ThreadPoolExecutor | None = None
-        self._last: Future[Any] | None = None
+        self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._reads: list[Future[Any]] = []
+        self._writes: list[_Write] = []
+        self._overwritten: tuple[Tensor, Tensor] | None = None
         self._failure: BaseException | None = None
 
     @property
@@ -89,31 +100,60 @@ class HostTable:
         """
         # Allocated by the caller: a new thread would pin memory for the first GPU.
         rows = torch.empty((len(slots), self._stored.shape[1]), dtype=self._stored.dtype, pin_memory=pinned)
-        return self._submit(lambda: torch.index_select(self._stored, 0, slots, out=rows))
+        self._writes = [write for write in self._writes if not write.done.done()]
+        pending = self._writes
 
-    def scatter(self, slots: Tensor, rows: Tensor) -> None:
+        def read() -> Tensor:
+            for write in pending:
+                if write.among is None or torch.isin(slots, write.among).any():
+                    write.done.result()
+            return torch.index_select(self._stored, 0, slots, out=rows)
+
+        self._reads = [read for read in self._reads if not read.done()]
+        self._reads.append(self._submit("reads", read))
+        return self._reads[-1]
+
+    def scatter(self, slots: Tensor, rows: Tensor, among: Tensor | None = None, keep: bool = False) -> None:
         """Write ``rows`` ``(B, columns)`` to ``slots`` ``(B,)`` in the background; both may be on a GPU.
 
-        Neither may be changed by the caller afterwards.
+        None of the tensors may be changed by the caller afterwards.
+
+        Args:
+            slots, rows: where, and what.
+            among: on the CPU, slots of which a read must wait for this write; None: every read waits.
+            keep: keep what is overwritten for :meth:`take_back`.
         """
-        arrived = None
-        if slots.is_cuda:
-            device = slots.device  # which need not be the current one
-            slots, rows = _on_its_way_to_host(slots), _on_its_way_to_host(rows)
-            arrived = torch.cuda.Event(blocking=True)
-            arrived.record(torch.cuda.current_stream(device))
+        arrived, (slots, rows) = _on_host(slots, rows)
 
         def write() -> None:
-            if arrived is not None:
-                arrived.synchronize()
+            arrived()
+            self._overwritten = (slots, self._stored[slots]) if keep else None
             self._stored[slots] = rows
 
-        self._submit(write)
+        self._writes.append(_Write(among, self._submit("writes", write)))
+
+    def take_back(self, unless: Tensor | None = None) -> None:
+        """Undo the last :meth:`scatter` in the background.
+
+        Args:
+            unless: 0-d bool, which may be on a GPU; where it holds nothing changes.
+        """
+        arrived, (keep,) = _on_host(torch.zeros((), dtype=torch.bool) if unless is None else unless)
+
+        def undo() -> None:
+            arrived()
+            if self._overwritten is not None and not keep:
+                slots, rows = self._overwritten
+                self._stored[slots] = rows
+            self._overwritten = None
+
+        among = self._writes[-1].among if self._writes else None
+        self._writes.append(_Write(among, self._submit("writes", undo)))
 
     def finish(self) -> None:
-        """Wait for all pending work; raise an error of the background thread."""
-        if self._last is not None:
-            self._last.result()
+        """Wait for all pending work; raise an error of the background threads."""
+        for pending in [*self._reads, *(write.done for write in self._writes)]:
+            pending.result()
 
     def converted(self, dtype: torch.dtype) -> "HostTable":
         """Return the same numbers in another precision."""
@@ -124,15 +164,14 @@ class HostTable:
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: the numbers without the thread."""
+        """For copies: the numbers without the threads."""
         self.finish()
-        return {**self.__dict__, "_thread": None, "_last": None}
+        return {**self.__dict__, "_threads": {}, "_reads": [], "_writes": [], "_overwritten": None}
 
-    def _submit(self, work: Callable[[], Any]) -> "Future[Any]":
-        if self._thread is None:
-            self._thread = _new_thread()
-        self._last = self._thread.submit(self._unless_failed, work)
-        return self._last
+    def _submit(self, thread: str, work: Callable[[], Any]) -> "Future[Any]":
+        if thread not in self._threads:
+            self._threads[thread] = _new_thread(thread)
+        return self._threads[thread].submit(self._unless_failed, work)
 
     def _unless_failed(self, work: Callable[[], Any]) -> Any:
         """Run ``work``, or raise the error of earlier work: the numbers are then incomplete."""
@@ -144,8 +183,8 @@ class HostTable:
         raise self._failure
 
 
-def _new_thread() -> ThreadPoolExecutor:
-    name = "per-sample state"
+def _new_thread(work: str) -> ThreadPoolExecutor:
+    name = f"per-sample state, {work}"
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return ThreadPoolExecutor(1, name)
     # A thread begins on the first GPU, and waiting for an event would take memory there (as torch's pinning thread knows).
@@ -164,9 +203,16 @@ def is_zero(rows: Tensor) -> bool:
     return not _bits(rows).numpy().any()
 
 
-def _on_its_way_to_host(tensor: Tensor) -> Tensor:
-    """Return a copy in pinned memory, complete once the current stream has reached this point."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+def _on_host(*tensors: Tensor) -> tuple[Callable[[], None], list[Tensor]]:
+    """Return tensors of one device on the host, and a function that waits until they have arrived there."""
+    if not tensors[0].is_cuda:
+        return lambda: None, list(tensors)
+    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    arrived = torch.cuda.Event(blocking=True)
+    arrived.record(torch.cuda.current_stream(tensors[0].device))  # which need not be the current device
+    return arrived.synchronize, copies
 
 
 def _zeros(size: int, folder: str | None) -> mmap.mmap:

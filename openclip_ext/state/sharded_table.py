@@ -27,9 +27,10 @@ def shard_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int
 
 @dataclass(frozen=True)
 class _Fetched:
-    """A pending read: the index, and the future of the stored rows ``(B, columns)`` on the CPU."""
+    """A pending read: the index, this process's slots of it, and the future of the stored rows ``(B, columns)`` on the CPU."""
 
     index: Tensor
+    own_slots: Tensor
     rows: "Future[Tensor]"
 
 
@@ -78,6 +79,8 @@ class ShardedTable(nn.Module):
         self.register_buffer("values", torch.zeros(columns, rows), persistent=False)
         self.register_buffer("foreign", torch.zeros((), dtype=torch.bool), persistent=False)
         self._fetched: _Fetched | None = None
+        self._keeps_overwritten = False
+        self._overwritten: tuple[Tensor, Tensor, Tensor] | None = None
         self._apart = False
 
     @property
@@ -136,16 +139,40 @@ class ShardedTable(nn.Module):
         Equal indices must come with equal values (see :func:`log_mean_of_equal`).
         """
         slots = self._slots(index).masked_fill_(~where, self.size)
+        rows = encode(values.to(self.dtype))
         if self.host is None:
-            self.values[:, slots] = encode(values.to(self.values.dtype))
+            if self._keeps_overwritten:
+                self._overwritten = slots, self.values[:, slots], rows
+            self.values[:, slots] = rows
             return
-        self._fetched = None
-        self.host.scatter(slots, encode(values.to(self.host.dtype)).T)
+        fetched, self._fetched = self._fetched, None
+        among = None if fetched is None else fetched.own_slots
+        self.host.scatter(slots, rows.T, among, keep=self._keeps_overwritten)
+
+    def keep_overwritten(self) -> None:
+        """Let the next step's :meth:`write` be one that :meth:`take_back` can undo."""
+        self._keeps_overwritten, self._overwritten = True, None
+
+    @torch.no_grad()
+    def take_back(self, unless: Tensor | None = None) -> None:
+        """Undo the :meth:`write` since :meth:`keep_overwritten`, if there was one. No communication.
+
+        Args:
+            unless: 0-d bool on the device; where it holds nothing changes, and the host does not wait for it.
+        """
+        if self.host is not None:
+            self.host.take_back(unless)
+        elif self._overwritten is not None:
+            slots, before, after = self._overwritten
+            self.values[:, slots] = before if unless is None else torch.where(unless, after, before)
+        self._keeps_overwritten, self._overwritten = False, None
 
     def _fetch(self, host: HostTable, index: Tensor) -> _Fetched:
         slots = self._slots(index) % (self.size + 1)
         on_gpu = self.values.is_cuda
-        return _Fetched(index.pin_memory() if on_gpu else index, host.gather(slots, pinned=on_gpu))
+        rows = host.gather(slots, pinned=on_gpu)
+        # No read has to wait for the rows of other processes.
+        return _Fetched(index.pin_memory() if on_gpu else index, slots.masked_fill(slots == self.size, -1), rows)
 
     def _from_host(self, host: HostTable, index: Tensor) -> Tensor:
         """Return the stored values of this process's samples, anything for others: ``(columns, B)``."""
@@ -155,7 +182,7 @@ class ShardedTable(nn.Module):
             or fetched.index.shape != index.shape
             or (index.is_cpu and not torch.equal(fetched.index, index))
         ):
-            fetched = self._fetch(host, index.cpu())
+            fetched, self._fetched = self._fetch(host, index.cpu()), None
         stored = fetched.rows.result().to(index.device, non_blocking=True)
         # Comparing indices on the host would force a sync. Compare on the device: rows that were not prefetched read as never
         # written, and ``foreign`` records it.
@@ -194,7 +221,7 @@ class ShardedTable(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which have no pending read."""
-        return {**self.__dict__, "_fetched": None}
+        return {**self.__dict__, "_fetched": None, "_overwritten": None}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -23,7 +23,7 @@ LAG = 2
 # Ending of the entries of ``state_dict`` that hold counters, which the host keeps.
 _EXTRA_STATE = "_extra_state"
 # Tensors of at most so many numbers are remembered together, by a few kernels for all of them.
-_SMALL = 1 << 16
+_SMALL = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,6 @@ class StepGuard:
         self._before: list[_Remembered] = []
         self._counters: dict[str, Any] = {}
         self._call = 0
-        self._index: Tensor | None = None
-        self._rows: dict[str, Tensor] = {}
         self._pending: deque[_Pending] = deque()
         self.skipped = 0
         self.in_a_row = 0
@@ -91,20 +89,15 @@ class StepGuard:
         self._before = [_Remembered(self._statistics)]
 
     @torch.no_grad()
-    def before_loss(self, index: Tensor | None) -> None:
-        """Remember the loss's state.
-
-        Args:
-            index: ``(B_local,)`` the batch's, if the loss needs it.
-        """
+    def before_loss(self) -> None:
+        """Remember the loss's state."""
         # Its tensors are the loss's own, not copies.
         state = self._loss.replicated_state()
         self._counters = {name: _copy(state.pop(name)) for name in list(state) if name.endswith(_EXTRA_STATE)}
         self._before.append(_Remembered(list(state.values())))
         self._call = self._loss.calls
-        tables = self._loss.tables()
-        self._index = None if index is None or not tables else distributed.all_gather(index.to(torch.int64))
-        self._rows = {} if self._index is None else {name: table.read(self._index) for name, table in tables.items()}
+        for table in self._loss.tables().values():
+            table.keep_overwritten()
 
     @torch.no_grad()
     def judge(self, images: list[Tensor], outputs: dict[str, Tensor], parameters: list[nn.Parameter]) -> StepOutcome:
@@ -115,18 +108,19 @@ class StepGuard:
             outputs: the model's for the whole batch.
             parameters: those with gradients, averaged over the ranks.
         """
-        bad_rows = ~finite_samples(outputs["image_features"], outputs["text_features"])
-        has_valid = ~bad_rows.all() & (outputs["logit_scale"].detach().abs() < math.inf).all()
-        flags = torch.stack([~_all_finite(parameters), has_valid]).to(torch.float32)
+        finite_rows = finite_samples(outputs["image_features"], outputs["text_features"])
+        has_valid = finite_rows.any() & (outputs["logit_scale"].detach().reshape(()).abs() < math.inf)
+        finite = _all_finite(parameters)
         if distributed.world_size() > 1:
-            flags = distributed.all_reduce_max(flags)
-        any_valid = flags[1] > 0
-        good = (flags[0] == 0) & any_valid
+            flags = distributed.all_reduce_max(torch.stack([~finite, has_valid]).to(torch.float32))
+            finite, has_valid = flags[0] == 0, flags[1] > 0
+        good = finite & has_valid
+        bad_rows = ~finite_rows
         if images and (not good.is_cpu or not good):
             # BatchNorm makes the features of all samples NaN: look for those that began it.
             bad_images = torch.cat([~_finite_images(image) for image in images])
             bad_rows = torch.where(bad_images.any(), bad_images, bad_rows)
-        return StepOutcome(good, any_valid, bad_rows)
+        return StepOutcome(good, has_valid, bad_rows)
 
     # --- the update -------------------------------------------------------------------------------------------------
 
@@ -158,36 +152,26 @@ class StepGuard:
             number: of the step.
             index: ``(B_local,)`` the batch's on the CPU, to name samples; None: their positions.
         """
-        if self.decides_on_host(outcome):
-            if not outcome.good:
-                self._put_back()
-        else:
-            self._put_back_on_device(outcome.good)
+        if not self.decides_on_host(outcome):
+            self._put_back(unless=outcome.good)
+        elif not outcome.good:
+            self._put_back()
         names = torch.arange(len(outcome.bad_rows)) if index is None else index
         self._pending.append(_Pending(number, names, outcome))
-        self._before, self._counters, self._rows = [], {}, {}
+        self._before, self._counters = [], {}
 
-    def _put_back(self) -> None:
+    def _put_back(self, unless: Tensor | None = None) -> None:
+        """Put everything back; without a wait where ``unless`` is given, 0-d bool on the device: it holds, nothing changes.
+
+        Counters that the host keeps count the skipped step, too, where the host does not wait.
+        """
         for remembered in self._before:
-            remembered.put_back()
-        self._loss.nonfinite.forget(self._call)
-        self._loss.load_replicated_state(self._loss.replicated_state() | self._counters)
-        self._write_rows(None)
-
-    def _put_back_on_device(self, good: Tensor) -> None:
-        """Put back where the step was bad, without a wait. Counters that the host keeps count the skipped step, too."""
-        for remembered in self._before:
-            remembered.put_back(unless=good)
-        self._loss.nonfinite.forget(self._call, unless=good)
-        self._write_rows(~good)
-
-    def _write_rows(self, where: Tensor | None) -> None:
-        if self._index is None:
-            return
-        everywhere = torch.ones_like(self._index, dtype=torch.bool)
-        tables = self._loss.tables()
-        for name, rows in self._rows.items():
-            tables[name].write(self._index, rows, everywhere if where is None else everywhere & where)
+            remembered.put_back(unless)
+        self._loss.nonfinite.forget(self._call, unless)
+        if unless is None:
+            self._loss.load_replicated_state(self._loss.replicated_state() | self._counters)
+        for table in self._loss.tables().values():
+            table.take_back(unless)
 
     # --- what the host learns ---------------------------------------------------------------------------------------
 
@@ -244,7 +228,7 @@ def _all_finite(parameters: list[nn.Parameter]) -> Tensor:
         return torch.ones((), dtype=torch.bool, device=parameters[0].device)
     # The norm also overflows where Adam's squares would, and is an order of magnitude faster on a CPU than isfinite.
     norms = torch.stack([norm.float() for norm in torch._foreach_norm(parts)])
-    return norms.isfinite().all()
+    return (norms < math.inf).all()  # False for NaN, too
 
 
 def _finite_images(images: Tensor) -> Tensor:

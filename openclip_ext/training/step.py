@@ -156,7 +156,7 @@ class TrainStep:
     def _terms(self, outputs: dict[str, Tensor], batches: list[Batch]) -> dict[str, Tensor]:
         index = _joined(batches, "index")
         positives = {"positives": _joined(batches, "caption_hash")} if self.loss.needs_positives else {}
-        self.guard.before_loss(index if self.loss.needs_index else None)
+        self.guard.before_loss()
         with self.settings.autocast():
             return self.loss(**outputs, **positives, index=index, output_dict=True)
 

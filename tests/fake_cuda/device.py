@@ -123,9 +123,12 @@ def _gather(table: HostTable, slots: Tensor, pinned: bool = False) -> "Future[Te
     return rows
 
 
-def _scatter(table: HostTable, slots: Tensor, rows: Tensor) -> None:
-    if slots.is_cuda:
-        host_table._on_its_way_to_host(slots), host_table._on_its_way_to_host(rows)
+def _scatter(table: HostTable, slots: Tensor, rows: Tensor, among: Tensor | None = None, keep: bool = False) -> None:
+    host_table._on_host(slots, rows)
+
+
+def _take_back(table: HostTable, unless: Tensor) -> None:
+    host_table._on_host(unless)
 
 
 def _without_pinning(function: Any) -> Any:
@@ -163,6 +166,7 @@ def fake_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda tensor, *args: tensor.clone()))
         stack.enter_context(mock.patch.object(HostTable, "gather", _gather))
         stack.enter_context(mock.patch.object(HostTable, "scatter", _scatter))
+        stack.enter_context(mock.patch.object(HostTable, "take_back", _take_back))
         stack.enter_context(mock.patch.object(FakeEvent, "recorded", []))
         device.enter()
         stack.callback(device.leave)

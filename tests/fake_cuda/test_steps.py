@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import open_clip
 import pytest
 import torch
 
@@ -126,6 +127,39 @@ def test_no_step_has_more_launches_than_its_bound(name: str) -> None:
 def launches_of(name: str) -> int:
     """Launches of the most expensive of some plain steps."""
     return max(launches.number for launches in run_steps(name, WAYS["plain"]))
+
+
+@pytest.mark.parametrize("name", ["isogclr", "amorlip", "neuclip"])
+def test_the_guard_is_a_fiftieth_of_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = registry.create_loss(name, embed_dim=512, num_samples=100_000)
+    of_guard = 0
+    with fake_cuda(), Launches() as launches:
+
+        def counted(part: Any) -> Any:
+            def call(*args: Any, **options: Any) -> Any:
+                nonlocal of_guard
+                before, result = launches.number, part(*args, **options)
+                of_guard += launches.number - before
+                return result
+
+            return call
+
+        model = open_clip.CLIP(**open_clip.get_model_config("ViT-B-32"), output_dict=True)
+        to_fake_cuda(model), to_fake_cuda(loss)
+        model.logit_scale.requires_grad_(loss.learns_logit_scale)
+        optimizer = create_optimizer(model, OPTIMIZER, loss.logit_scale_lr, loss.model_head())
+        step = TrainStep(model, loss, optimizer, StepConfig("amp_bf16").settings(CUDA))
+        for part in ("before_forward", "before_loss", "judge", "finish"):
+            monkeypatch.setattr(step.guard, part, counted(getattr(step.guard, part)))
+        batch = {
+            "image": torch.empty(8, 3, 224, 224),
+            "text": torch.empty(8, 77, dtype=torch.int64),
+            "index": torch.empty(8, dtype=torch.int64),
+        }
+        loss.start_epoch(0)
+        launches.reset()
+        step([batch])
+    assert 0 < of_guard <= launches.number / 50
 
 
 @pytest.mark.parametrize("name", ["openclip", "fastclip", "neuclip"])

@@ -1,7 +1,9 @@
 """Tables on the host, in memory or in a file: bit for bit the one with the model, and free where nobody wrote."""
 
+import concurrent.futures
 import copy
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,44 @@ def test_a_prefetch_of_other_samples_changes_nothing() -> None:
     table.write(torch.tensor([3]), torch.tensor([[7.0], [8.0]]), everywhere[:1])
     assert table.read(torch.tensor([3])).tolist() == [[7.0], [8.0]]
     assert not table.foreign
+
+
+def test_a_read_waits_for_writes_of_its_own_samples_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a write comes when the device has computed it, up to a whole step later."""
+    computed = threading.Event()
+    monkeypatch.setattr(host_table, "_on_host", lambda *tensors: (computed.wait, list(tensors)))
+    table, index = ShardedTable(1, 20, "cpu"), torch.tensor([3, 4])
+    table.keep_overwritten()
+    table.prefetch(index)
+    table.write(index, torch.tensor([[1.0, 2.0]]), torch.ones(2, dtype=torch.bool))
+    table.take_back(unless=torch.tensor(True))
+    table.prefetch(torch.tensor([5, 6]))
+    assert table._fetched.rows.result(timeout=60).tolist() == [[0.0], [0.0]]
+    table.prefetch(torch.tensor([6, 4]))
+    with pytest.raises(concurrent.futures.TimeoutError):
+        table._fetched.rows.result(timeout=0.1)
+    computed.set()
+    assert table._fetched.rows.result(timeout=60).tolist() == [[0.0], [2.0]]
+
+
+@pytest.mark.parametrize("unless", [None, True, False])
+@pytest.mark.parametrize("place", ["model", "cpu"])
+def test_a_write_can_be_taken_back(place: str, unless: bool | None) -> None:
+    table, everything = ShardedTable(2, 20, place), torch.arange(20)
+
+    def write(index: list[int], values: list[float]) -> torch.Tensor:
+        table.write(torch.tensor(index), torch.tensor([values, values]), torch.ones(len(index), dtype=torch.bool))
+        return table.read(everything)
+
+    before = write([3, 5], [1.0, 2.0])
+    table.keep_overwritten()
+    after = write([3, 3, 7], [5.0, 5.0, 6.0])
+    table.take_back(None if unless is None else torch.tensor(unless))
+    left = table.read(everything)
+    assert torch.equal(left.nan_to_num(777), (after if unless else before).nan_to_num(777))
+    table.take_back()  # there is nothing more to take back
+    assert torch.equal(table.read(everything).nan_to_num(777), left.nan_to_num(777))
+    assert torch.equal(after[:, 7], torch.tensor([6.0, 6.0]))
 
 
 def test_what_fails_in_the_background_is_raised() -> None:
