@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from openclip_ext.copies import to_device
 from openclip_ext.data.images import split_transform
 from openclip_ext.diagnostics.command_line import progress_bar
 
@@ -149,7 +150,7 @@ class Encoder:
 
     def model_input(self, images: Tensor) -> Tensor:
         """Return the input of the model, from images as ``preprocess`` returns them, or uint8 as `batches` yields them."""
-        images = images.to(self.device, non_blocking=True)
+        images = to_device(images, self.device)
         if self._normalize is not None and images.dtype == torch.uint8:
             images = self._normalize(images)
         return images.to(_input_dtype(self.model))

@@ -6,6 +6,7 @@ nothing here is differentiable. Every function is the identity (or trivial) with
 
 import functools
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 # One rank may evaluate or save for hours. A rank that has stopped is noticed by ``training/heartbeat.py``.
 _PATIENCE = timedelta(hours=48)
+# Of a collective on GPUs: until the slowest rank has taken its first step, which compiles and tunes; afterwards.
+START_PATIENCE, STEP_PATIENCE = timedelta(hours=1), timedelta(minutes=10)
 
 
 def is_initialized() -> bool:
@@ -145,11 +148,33 @@ def all_gather_object(value: Any) -> list[Any]:
 
 def any_rank(flag: int) -> int:
     """Return the largest of all ranks' small non-negative numbers; does not wait for the GPU."""
+    return any_rank_soon(flag)()
+
+
+def any_rank_soon(flag: int) -> Callable[[], int]:
+    """Begin :func:`any_rank`, and return the function that waits for its result."""
     if world_size() == 1:
-        return flag
+        return lambda: flag
     box = torch.tensor(flag)
-    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=_control_group())
-    return int(box)
+    reduction = dist.all_reduce(box, op=dist.ReduceOp.MAX, group=_control_group(), async_op=True)
+
+    def result() -> int:
+        reduction.wait()
+        return int(box)
+
+    return result
+
+
+def set_patience(patience: timedelta) -> None:
+    """Set after which time NCCL's watchdog ends a process whose collective does not end; all ranks must call it.
+
+    What was begun before keeps its time, so the GPU's work is waited for.
+    """
+    if is_initialized() and dist.get_backend() == "nccl":
+        barrier()
+        torch.cuda.synchronize()
+        # PyTorch 2.14 made it public.
+        getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)(patience, dist.group.WORLD)
 
 
 def barrier() -> None:

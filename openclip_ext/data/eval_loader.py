@@ -150,6 +150,7 @@ class EvalLoader:
             batch_size=None,
             num_workers=workers,
             worker_init_fn=leave_process_group,
+            pin_memory=torch.cuda.is_initialized(),  # by the model
             # A pass over the data takes nothing from the training process's generator.
             generator=torch.Generator().manual_seed(0),
         )

@@ -1,5 +1,6 @@
 """Signals to the process group do not end the workers of a DataLoader."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -27,8 +28,9 @@ def leave_process_group(worker: int) -> None:
     """Keep signals to the process group from killing a worker (``worker_init_fn``, with :func:`start_workers`).
 
     The training process needs its workers for the steps until it has saved a checkpoint. It ends them itself, and they
-    end by themselves when it is gone.
+    end by themselves when it is gone. Python collects their garbage, whatever the training process has it do with its own.
     """
+    gc.enable()
     os.setpgid(0, 0)
     while pending := signal.sigpending() & _TO_THE_GROUP:
         signal.sigwait(pending)

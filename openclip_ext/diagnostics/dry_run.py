@@ -74,7 +74,7 @@ def dry_run(
             inputs = _inputs(loss, local_batch, embed_dim)
             with memory:
                 guard = StepGuard(nn.Module(), loss)
-                guard.before_loss(inputs.get("index"))
+                guard.before_loss()
                 functools.reduce(torch.add, loss(**inputs, output_dict=True).values()).backward()
                 distributed.all_reduce_max(torch.empty(2, device="meta"))  # the guard's verdict
                 if head is not None:  # what the trainer does, see training/step.py

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from openclip_ext import compat, distributed, json_lines
+from openclip_ext.copies import on_device
 from openclip_ext.data.build import build_eval_loader
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.options import flag
@@ -194,13 +195,10 @@ class Validation:
     @torch.no_grad()
     def run(self, model: nn.Module) -> dict[str, float]:
         images, texts, losses, caption_losses, count = [], [], 0.0, 0.0, 0
-        for batch in self.loader:
+        for batch in on_device(self.loader, self.settings.device):
             size = len(batch["text"])
             with self.settings.autocast():
-                output = model(
-                    batch["image"].to(self.settings.device, self.settings.input_dtype, non_blocking=True),
-                    batch["text"].to(self.settings.device, non_blocking=True),
-                )
+                output = model(batch["image"].to(dtype=self.settings.input_dtype), batch["text"])
             image, text = output["image_features"].float(), output["text_features"].float()
             logits = output["logit_scale"].float() * image @ text.T
             losses += float(symmetric_cross_entropy(logits)) * size

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
+from openclip_ext.copies import on_device
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.step import StepSettings
 
@@ -68,7 +69,7 @@ def imagenet_loader(
         images = ClassFolders(root, transform=preprocess)
     except (OSError, ValueError) as error:
         raise UsageError(f"{flag} {folder}: expected a folder of images for each class ({error})") from error
-    return DataLoader(images, batch_size=batch_size, num_workers=workers)
+    return DataLoader(images, batch_size, num_workers=workers, pin_memory=torch.cuda.is_initialized())
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class ImageNetZeroShot:
         metrics: dict[str, float] = {}
         for name, loader in self.loaders.items():
             correct, count = torch.zeros(len(TOP_K), dtype=torch.int64, device=self.settings.device), 0
-            for images, labels in loader:
+            for images, labels in on_device(loader, self.settings.device):
                 correct += self._correct(model, classifier, images, labels)
                 count += len(images)
             shares = (correct.double() / count).tolist()
@@ -110,8 +111,7 @@ class ImageNetZeroShot:
 
     def _correct(self, model: nn.Module, classifier: Tensor, images: Tensor, labels: Tensor) -> Tensor:
         """Count the images whose class is among the first ``k``, for each of :data:`TOP_K`."""
-        images = images.to(self.settings.device, self.settings.input_dtype, non_blocking=True)
         with self.settings.autocast():
-            logits = 100.0 * model(image=images)["image_features"] @ classifier
-        found = logits.topk(max(TOP_K), dim=1).indices == labels.to(self.settings.device)[:, None]
+            logits = 100.0 * model(image=images.to(dtype=self.settings.input_dtype))["image_features"] @ classifier
+        found = logits.topk(max(TOP_K), dim=1).indices == labels[:, None]
         return torch.stack([found[:, :k].sum() for k in TOP_K])

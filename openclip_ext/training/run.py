@@ -43,6 +43,7 @@ def run(argv: list[str]) -> None:
     signals.end_with_torchrun()
     compat.set_backends()
     device = compat.init_device(args)
+    distributed.set_patience(distributed.START_PATIENCE)
     handlers = list(logging.root.handlers)
     try:
         config = training_config(args, choice, device)

@@ -54,6 +54,7 @@ class SignalRequests:
 
     def __init__(self) -> None:
         self._request = Request.NOTHING
+        self._asked: Callable[[], int] = _nothing
         self._previous: dict[int, Any] = {}
         self.exit_status = EXIT_AFTER_SIGTERM
 
@@ -81,10 +82,23 @@ class SignalRequests:
 
         return remember
 
-    def agreed(self) -> Request:
-        """Return the strongest request that any rank has heard since the last call; call it on all ranks."""
+    def agreed(self, now: bool = False) -> Request:
+        """Return the strongest request that any rank had heard by the last call; call it on all ranks.
+
+        So no step waits until the slowest rank's host has come to its end. A single process has no one to wait for.
+
+        Args:
+            now: return what any rank has heard by this call.
+        """
         told = self._request
-        request = Request(distributed.any_rank(int(told)))
-        if self._request == told:  # else a signal came while this rank waited: it is for the next call
+        earlier, self._asked = self._asked, distributed.any_rank_soon(int(told))
+        if self._request == told:  # else a signal came meanwhile: it is for the next call
             self._request = Request.NOTHING
-        return request
+        request = earlier()
+        if now or distributed.world_size() == 1:
+            request, self._asked = max(request, self._asked()), _nothing
+        return Request(request)
+
+
+def _nothing() -> int:
+    return Request.NOTHING

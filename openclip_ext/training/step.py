@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.copies import to_device
 from openclip_ext.options import flag
 from openclip_ext.training import parallel
 from openclip_ext.training.ema import ModelEma
@@ -139,13 +140,11 @@ class TrainStep:
         return {name: value.detach() for name, value in terms.items()}
 
     def _to_device(self, batch: Batch) -> Batch:
-        device = self.settings.device
-        image = batch["image"].to(device=device, non_blocking=True)
+        batch = to_device(batch, self.settings.device)
+        image = batch["image"]
         if self.settings.normalize is not None:
             image = self.settings.normalize(image)
-        image = image.to(dtype=self.settings.input_dtype)
-        rest = {key: value.to(device=device, non_blocking=True) for key, value in batch.items() if key != "image"}
-        return {"image": image, **rest}
+        return batch | {"image": image.to(dtype=self.settings.input_dtype)}
 
     def _forward(self, batch: Batch) -> dict[str, Tensor]:
         with self.settings.autocast():

@@ -1,6 +1,7 @@
 """The training loop. It knows no loss, no data format and no evaluation by name."""
 
 import contextlib
+import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,8 @@ from openclip_ext.training.step import Batch, TrainStep
 _MODEL_ENTRIES = ("epoch", "name", "state_dict", HEADS_KEY)
 # How many samples of a skipped step the log names.
 _NAMED_SAMPLES = 32
+# Steps between two collections of garbage.
+_GARBAGE_EVERY = 50
 
 
 class TrainingDiverged(RuntimeError):
@@ -123,6 +126,7 @@ class Trainer:
         self._last_saved: tuple[str, int] | None = None
         self._progress_at_start: list[dict[str, Any]] = []
         self._batches_since = 0
+        self._has_stepped = False
 
     @property
     def model(self) -> nn.Module:
@@ -160,11 +164,14 @@ class Trainer:
         if distributed.is_master():
             logging.info(f"Start epoch {epoch}")
         batches = self._batches_of_steps()
-        with self.reporter.epoch(epoch, self.position.step_in_epoch):
+        with self.reporter.epoch(epoch, self.position.step_in_epoch), _without_garbage_collection():
             self.stopwatch.restart()
             for step_batches in batches:
                 self._one_step(step_batches)
-                self._act_on(signals.agreed(), signals)
+                if self.position.step % _GARBAGE_EVERY == 0:
+                    gc.collect(generation=1)
+                # Before an evaluation, which may take hours, a request is not left for the next step.
+                self._act_on(signals.agreed(now=self.position.step_in_epoch >= self.steps_per_epoch), signals)
 
     def _batches_of_steps(self) -> Iterator[list[Batch]]:
         """Yield the rest of the epoch's micro-batches, grouped by optimizer step."""
@@ -182,6 +189,9 @@ class Trainer:
         # Not ``position.step``: epochs may have had another number of steps before a resume (batch size, manifest).
         self.schedule(position.epoch * self.steps_per_epoch + position.step_in_epoch)
         terms = self.step(batches, position.step)
+        if not self._has_stepped:
+            distributed.set_patience(distributed.STEP_PATIENCE)
+            self._has_stepped = True
         self.stopwatch.step_done()
         is_last = position.step_in_epoch + 1 >= self.steps_per_epoch
         is_logged = position.step_in_epoch % self.length.log_every == 0 or is_last
@@ -385,3 +395,13 @@ class Trainer:
             content = {name: content[name] for name in _MODEL_ENTRIES if name in content}
             if distributed.is_master():
                 ckpt.save_model_file(folder / "best.pt", content)
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Keep Python from collecting garbage when it likes: in a step all ranks wait for the one that does."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -71,8 +71,9 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
 
 
 def run(step: TrainStep, batches: list[Batch]) -> None:
-    for batch in batches:
-        step([batch])
+    for number, batch in enumerate(batches):
+        step([batch], number)
+        step.guard.learn()  # as the trainer: the host is never more than some steps ahead of a GPU
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -201,7 +201,7 @@ def test_a_run_without_values_works_in_the_memory_of_a_real_one(name):
     index = torch.arange(64) % 40
     with memory:
         guard = StepGuard(torch.nn.Module(), loss)
-        guard.before_loss(index if loss.needs_index else None)
+        guard.before_loss()
         sum(loss(*features, scale, index=index, output_dict=True).values()).backward()
     # Not equal: a sum of integers, or a check of the index, may be made on one device only.
     assert dry_run(lambda: create(name), 64, WIDTH, 1).work_bytes == pytest.approx(memory.peak, rel=0.05)
@@ -225,9 +225,8 @@ def test_a_plan_for_a_billion_samples(capsys):
     table = rows(text)
     assert list(table) == [2**power for power in range(11)]
     assert table[64][1] == "80"
-    # Gathered: 2·B·d values, 2·B scalars, B indices; reduced: 2·B scalars. B = 5120, d = 512. The guard, which keeps what a
-    # bad step would change, gathers the indices and reads the 2·B scalars, too, and reduces its verdict, 2 scalars.
-    gathered, reduced = (2 * 5120 * 512 + 2 * 5120) * 4 + 2 * 5120 * 8, 2 * 2 * 5120 * 4 + 2 * 4
+    # Gathered: 2·B·d values, 2·B scalars, B indices; reduced: 2·B scalars, the guard's verdict of 2. B = 5120, d = 512.
+    gathered, reduced = (2 * 5120 * 512 + 2 * 5120) * 4 + 5120 * 8, 2 * 5120 * 4 + 2 * 4
     assert float(table[64][8]) == pytest.approx((gathered + 2 * reduced) * 63 / 64 / 2**20, abs=0.01)
     assert "WARNING" not in text
 

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -59,36 +60,53 @@ def start_autograd() -> None:
         device.leave()
 
 
+# Of each device, the stream that work goes to.
+_current: dict[torch.device, "FakeStream"] = {}
+_clock = itertools.count(1)
+
+
 class FakeStream:
-    """A stream of a device."""
+    """A stream of a device, which knows what it is ordered behind; the host never waits for it.
+
+    Attributes:
+        seen: of other streams, the time until which their work is done when this one's goes on.
+        kept: the memory that is not given away before this stream has used it (``record_stream``).
+    """
 
     def __init__(self, device: Any = None, **options: Any) -> None:
         self.device = torch.device("cuda", 0 if device is None else torch.device(device).index or 0)
+        self.seen: dict[FakeStream, int] = {}
+        self.kept: set[int] = set()
 
     def wait_stream(self, other: "FakeStream") -> None:
-        """Order this stream behind another one; the host does not wait."""
+        """Order this stream behind another one."""
+        self.seen[other] = next(_clock)
 
     def wait_event(self, event: "FakeEvent") -> None:
-        """Order this stream behind an event; the host does not wait."""
+        """Order this stream behind an event."""
+        assert event.stream is not None, "the event was not recorded"
+        self.seen[event.stream] = max(self.seen.get(event.stream, 0), event.time)
 
     def __enter__(self) -> "FakeStream":
+        self._outer, _current[self.device] = current_stream(self.device), self
         return self
 
     def __exit__(self, *error: object) -> None:
-        return None
+        _current[self.device] = self._outer
 
 
 class FakeEvent:
-    """An event, which remembers the stream it was recorded on."""
+    """An event, which remembers the stream it was recorded on, and when."""
 
     recorded: "list[FakeEvent]" = []  # noqa: RUF012
 
     def __init__(self, **options: Any) -> None:
         self.stream: FakeStream | None = None
+        self.time = 0
         self.waited = False
 
     def record(self, stream: FakeStream | None = None) -> None:
-        self.stream = stream or current_stream()
+        self.stream, self.time = stream or current_stream(), next(_clock)
         FakeEvent.recorded.append(self)
 
     def synchronize(self) -> None:
@@ -100,7 +118,18 @@ class FakeEvent:
 
 def current_stream(device: Any = None) -> FakeStream:
     """The device's stream, of the first device by default."""
-    return FakeStream(device)
+    device = torch.device("cuda", 0 if device is None else torch.device(device).index or 0)
+    return _current.setdefault(device, FakeStream(device))
+
+
+def memory_of(tensor: Tensor) -> int:
+    """What views of a tensor share."""
+    return tensor.untyped_storage()._cdata
+
+
+def now() -> int:
+    """The time, as events have it."""
+    return next(_clock)
 
 
 class _Generator:
@@ -164,6 +193,7 @@ def fake_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(torch, "empty", _without_pinning(torch.empty)))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda tensor, *args: tensor.clone()))
+        stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda self, to: to.kept.add(memory_of(self))))
         stack.enter_context(mock.patch.object(HostTable, "gather", _gather))
         stack.enter_context(mock.patch.object(HostTable, "scatter", _scatter))
         stack.enter_context(mock.patch.object(HostTable, "take_back", _take_back))

@@ -2,23 +2,26 @@
 
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import open_clip
 import pytest
 import torch
 
 from openclip_ext.contrastive import similarities
+from openclip_ext.contrastive.checks import CHECKED_CALLS
 from openclip_ext.losses import registry
 from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.optimizer import create_optimizer
 from openclip_ext.training.step import StepConfig, TrainStep
+from tests.fake_cuda import bounds
 from tests.fake_cuda.bounds import bound
 from tests.fake_cuda.device import CUDA, FakeEvent, fake_cuda, to_fake_cuda
 from tests.fake_cuda.launches import Launches
+from tests.fake_cuda.test_losses import SOLVES_FROM
 from tests.training.tiny import LOSSES, OPTIMIZER, SAMPLES, WIDTH, parts_of, prepare, tiny_batch, tiny_model
 
-# The first two calls of a loss look for mistakes of the loop, and wait for it.
-STEPS = 4
+STEPS = CHECKED_CALLS + 2
 # Losses that a way other than the plain one is tried with: one without state, a table, a network, prototypes.
 _SOME = ("openclip", "fastclip", "fastclip-v2", "amorlip", "neuclip")
 
@@ -72,6 +75,11 @@ _CASES = [
 
 def run_steps(name: str, way: Way, device: torch.device = CUDA) -> list[Launches]:
     """Take some steps; what each launched."""
+    with mock.patch.object(similarities, "MAX_PAIRS", 16 if way.chunked else similarities.MAX_PAIRS):
+        return _run_steps(name, way, device)
+
+
+def _run_steps(name: str, way: Way, device: torch.device) -> list[Launches]:
     model = tiny_model(way.tower)
     loss = registry.create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **(LOSSES[name] | way.options))
     prepare(model, loss)
@@ -89,10 +97,12 @@ def run_steps(name: str, way: Way, device: torch.device = CUDA) -> list[Launches
         loss.train()
         for number in range(STEPS):
             loss.start_epoch(number // 3)
+            loss.calls += number == 2 and SOLVES_FROM
             batch = _batch(number, loss, 32 if way.tower == "resnet" else 16)
             launches.reset()
             FakeEvent.recorded.clear()
             step(parts_of(batch, way.micro_batches), number)
+            assert launches.races == {}
             assert all(event.stream is not None and event.stream.device == device for event in FakeEvent.recorded)
             seen.append(_copy(launches))
     return seen
@@ -113,9 +123,7 @@ def _copy(launches: Launches) -> Launches:
 
 
 @pytest.mark.parametrize(("way", "name"), _CASES)
-def test_no_step_waits_or_mixes_devices(way: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if WAYS[way].chunked:
-        monkeypatch.setattr(similarities, "MAX_PAIRS", 16)
+def test_no_step_waits_or_mixes_devices(way: str, name: str) -> None:
     assert {wait for launches in run_steps(name, WAYS[way]) for wait in launches.unknown_waits} == set()
 
 
@@ -124,9 +132,16 @@ def test_no_step_has_more_launches_than_its_bound(name: str) -> None:
     assert launches_of(name) <= bound("step", name)
 
 
-def launches_of(name: str) -> int:
-    """Launches of the most expensive of some plain steps."""
-    return max(launches.number for launches in run_steps(name, WAYS["plain"]))
+@pytest.mark.parametrize(("name", "way"), bounds.WAYS)
+def test_what_takes_more_launches_has_a_bound_of_its_own(name: str, way: str) -> None:
+    assert launches_of(name, way) <= bound(way, name)
+
+
+def launches_of(name: str, way: str = "plain") -> int:
+    """Launches of the most expensive of some steps, after those that make the optimizer's state and check the loop."""
+    options = bounds.options(name) | WAYS[way].options
+    steps = run_steps(name, replace(WAYS[way], options=options))
+    return max(launches.number for launches in steps[CHECKED_CALLS:])
 
 
 @pytest.mark.parametrize("name", ["isogclr", "amorlip", "neuclip"])

@@ -8,6 +8,8 @@ import torch
 from openclip_ext.contrastive.checks import CHECKED_CALLS
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses.registry import create_loss
+from openclip_ext.losses.tempnet import PredictedTemperature
+from tests.devices import on_each_device, refusing_to_wait
 from tests.losses.cases import CASES, WIDTH, Step, make_steps, run_step
 from tests.references.contrastive import equal_captions
 
@@ -107,32 +109,27 @@ def test_nothing_waits_for_the_device(name: str) -> None:
         assert images.grad.shape == images.shape
 
 
-@pytest.mark.gpu
+@on_each_device
 @pytest.mark.parametrize("name", [*CASES, "cliplite"])
-def test_gpu_does_the_same_without_waiting(name: str) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    on_cpu, on_gpu = _create(name).double(), _create(name).double().cuda()
+def test_gpu_does_the_same_without_waiting(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Random numbers of dropout differ between devices.
+    monkeypatch.setattr(PredictedTemperature, "_dropout_factors", lambda scheme, batch: None)
+    on_cpu, on_gpu = _create(name).double(), _create(name).double().to(device)
     for number, step in enumerate(make_steps(4)):
-        on_cpu.start_epoch(step.epoch)
-        on_gpu.start_epoch(step.epoch)
         results = []
         inputs = step.images, step.texts, torch.tensor(step.logit_scale, dtype=torch.float64)
-        for loss, device in ((on_cpu, "cpu"), (on_gpu, "cuda")):
-            leaves = [value.to(device).clone().requires_grad_() for value in inputs]
-            index = torch.tensor(step.index, device=device)
+        for loss, where in ((on_cpu, torch.device("cpu")), (on_gpu, device)):
+            loss.start_epoch(step.epoch)
+            leaves = [value.to(where, copy=True).requires_grad_() for value in inputs]
+            named = {"index": torch.tensor(step.index, device=where)}
+            if loss.needs_positives:
+                named["positives"] = torch.tensor(step.labels, device=where)
             parameters = list(loss.parameters()) if loss.model_head() is not None else []
-            torch.cuda.synchronize()
             # The first calls look for mistakes of the loop, and wait for it.
-            torch.cuda.set_sync_debug_mode("error" if number >= CHECKED_CALLS else "default")
-            try:
-                value = loss(*leaves, index=index)
+            with refusing_to_wait(where if number >= CHECKED_CALLS else torch.device("cpu")):
+                value = loss(*leaves, **named)
                 gradients = torch.autograd.grad(value, (*leaves, *parameters), allow_unused=True)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
             results.append([value, *(gradient for gradient in gradients if gradient is not None)])
-        if name == "tempnet" and number == 0:
-            return  # dropout's random numbers differ between devices
         for actual, expected in zip(results[1], results[0], strict=True):
             torch.testing.assert_close(actual.cpu(), expected, rtol=1e-7, atol=1e-9)
 

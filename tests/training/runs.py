@@ -73,11 +73,11 @@ def terminated_after(steps: int | None):
     class Terminating(trainer.SignalRequests):
         calls = 0
 
-        def agreed(self):
+        def agreed(self, now=False):
             Terminating.calls += 1
             if Terminating.calls == steps:
                 signal.raise_signal(signal.SIGTERM)
-            return super().agreed()
+            return super().agreed(now)
 
     original, trainer.SignalRequests = trainer.SignalRequests, Terminating
     try:

@@ -223,14 +223,39 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_for_the_next_step(monkeypa
 
     def signalled(flag):
         signal.raise_signal(signal.SIGTERM)
-        return flag
+        return lambda: flag
 
     with signals.SignalRequests() as requests:
         with monkeypatch.context() as patched:
-            patched.setattr(signals.distributed, "any_rank", signalled)
+            patched.setattr(signals.distributed, "any_rank_soon", signalled)
             assert requests.agreed() == signals.Request.NOTHING
         assert requests.agreed() == signals.Request.SAVE_AND_STOP
         assert requests.agreed() == signals.Request.NOTHING
+
+
+def test_no_step_waits_for_the_other_ranks_to_agree(monkeypatch):
+    begun = []
+
+    def begin(flag):
+        begun.append(flag)
+        number = len(begun)
+
+        def result():
+            assert now or number < len(begun), "the ranks wait for each other in every step"
+            return flag
+
+        return result
+
+    monkeypatch.setattr(signals.distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(signals.distributed, "any_rank_soon", begin)
+    now, nothing, stop = False, signals.Request.NOTHING, signals.Request.SAVE_AND_STOP
+    with signals.SignalRequests() as requests:
+        assert requests.agreed() == nothing
+        signal.raise_signal(signal.SIGTERM)
+        assert [requests.agreed(), requests.agreed(), requests.agreed()] == [nothing, stop, nothing]
+        now = True  # before what takes long
+        signal.raise_signal(signal.SIGTERM)
+        assert [requests.agreed(now=True), requests.agreed(now=True)] == [stop, nothing]
 
 
 def test_a_stopped_rank_is_named(shards, tmp_path):

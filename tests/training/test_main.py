@@ -1,6 +1,7 @@
 """Whole runs: what they leave behind, who can read it, and what wrong input is told."""
 
 import functools
+import gc
 import json
 import logging
 import resource
@@ -11,8 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from openclip_ext import distributed
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
+from openclip_ext.data.worker_signals import leave_process_group
 from openclip_ext.diagnostics.finished_run import load_run
 from openclip_ext.losses import registry
 from openclip_ext.training import trainer
@@ -214,15 +218,41 @@ def test_parameters_that_are_not_finite_are_never_saved(shards, tmp_path):
         assert all(torch.isfinite(value).all() for value in state.values())
 
 
+def test_garbage_is_collected_between_steps_and_patience_ends_with_the_first(shards, tmp_path, monkeypatch):
+    seen, patience, collections = set(), [], []
+
+    class Step(trainer.TrainStep):
+        def __call__(self, batches, number=0):
+            seen.add(gc.isenabled())
+            return super().__call__(batches, number)
+
+    monkeypatch.setattr("openclip_ext.training.run.TrainStep", Step)
+    monkeypatch.setattr(trainer, "_GARBAGE_EVERY", 2)
+    monkeypatch.setattr(trainer.gc, "collect", lambda generation=2: collections.append(generation))
+    monkeypatch.setattr(distributed, "set_patience", patience.append)
+    assert run(command(shards, tmp_path, "run", "openclip")) == 0
+    assert (seen, gc.isenabled(), collections.count(1)) == ({False}, True, 5)
+    assert patience == [distributed.START_PATIENCE, distributed.STEP_PATIENCE]
+
+
+def test_workers_collect_their_garbage():
+    gc.disable()
+    try:
+        loader = DataLoader([0], num_workers=1, worker_init_fn=leave_process_group, collate_fn=lambda _: gc.isenabled())
+        assert list(loader) == [True]
+    finally:
+        gc.enable()
+
+
 def test_sigusr1_saves_and_goes_on(shards, tmp_path, monkeypatch):
     class Asking(trainer.SignalRequests):
         calls = 0
 
-        def agreed(self):
+        def agreed(self, now=False):
             Asking.calls += 1
             if Asking.calls == 3:
                 signal.raise_signal(signal.SIGUSR1)
-            request = super().agreed()
+            request = super().agreed(now)
             if Asking.calls == 4:
                 saved.extend(path.name for path in (tmp_path / "run" / "checkpoints").glob("*.pt"))
             return request

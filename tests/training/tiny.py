@@ -4,7 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,9 +47,9 @@ def tiny_model(tower: str = "vit") -> CLIP:
     return CLIP(WIDTH, vision, text, output_dict=True)
 
 
-def tiny_loss(name: str) -> ContrastiveLoss:
-    """The loss with the options above."""
-    return registry.create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **LOSSES[name])
+def tiny_loss(name: str, **options: Any) -> ContrastiveLoss:
+    """The loss with the options above, and others."""
+    return registry.create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **(LOSSES[name] | options))
 
 
 def prepare(model: nn.Module, loss: ContrastiveLoss) -> None:
@@ -97,6 +97,8 @@ class Way:
         on_device: whether the guard decides without the host, as on a GPU.
         sharded: whether several processes spread the parameters (FSDP2), or replicate them (DDP).
         reshard: whether sharded parameters are freed between forward and backward.
+        device: of model, loss and steps.
+        options: of the loss, beside those above.
     """
 
     tower: str = "vit"
@@ -111,6 +113,8 @@ class Way:
     on_device: bool = False
     sharded: bool = False
     reshard: bool = True
+    device: torch.device = CPU
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 class TinyTraining:
@@ -123,8 +127,8 @@ class TinyTraining:
     """
 
     def __init__(self, name: str, way: Way, keep_whole: bool = False) -> None:
-        self.way, self.loss = way, tiny_loss(name)
-        model = tiny_model(way.tower).to(way.dtype)
+        self.way, self.loss = way, tiny_loss(name, **way.options).to(way.device)
+        model = tiny_model(way.tower).to(way.device, way.dtype)
         if way.checkpointing:
             model.set_grad_checkpointing()
         prepare(model, self.loss)
@@ -132,14 +136,14 @@ class TinyTraining:
             self.loss.double()
         self.model: nn.Module = model
         if distributed.world_size() > 1 and way.sharded:
-            self.model = parallel.ShardedDataParallel(model, CPU, way.reshard, way.compiled, keep_whole)
+            self.model = parallel.ShardedDataParallel(model, way.device, way.reshard, way.compiled, keep_whole)
         elif distributed.world_size() > 1:
-            self.model = parallel.replicate(model, CPU)
+            self.model = parallel.replicate(model, way.device)
         self.optimizer = create_optimizer(self.model, way.optimizer, self.loss.logit_scale_lr, self.loss.model_head())
-        scaler = None if way.scale is None else torch.amp.GradScaler("cpu", init_scale=way.scale)
+        scaler = None if way.scale is None else torch.amp.GradScaler(way.device.type, init_scale=way.scale)
         # As the training does; a sharded model has compiled its blocks.
         stepped = torch.compile(self.model, backend="eager") if way.compiled and not way.sharded else self.model
-        settings = StepSettings(CPU, way.dtype, way.autocast, way.clip)
+        settings = StepSettings(way.device, way.dtype, way.autocast, way.clip)
         self.step = TrainStep(stepped, self.loss, self.optimizer, settings, scaler)
         if way.on_device:
             self.step.guard = StepGuard(self.model, self.loss, on_host=False)

@@ -1,0 +1,148 @@
+"""What a GPU alone can show of the training; on the CPU the same tests run, so that they are right by then."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from openclip_ext import distributed
+from openclip_ext.contrastive.checks import CHECKED_CALLS
+from openclip_ext.training import checkpoint, parallel
+from openclip_ext.training.ema import ModelEma
+from openclip_ext.training.optimizer import create_optimizer
+from openclip_ext.training.step import StepSettings, TrainStep
+from tests.devices import on_each_device, refusing_to_wait
+from tests.training.runs import EXIT_AFTER_SIGTERM, command, losses_of, run
+from tests.training.tiny import CPU, LOSSES, OPTIMIZER, TinyTraining, Way, assert_close, parts_of, tiny_batch
+
+STEPS = CHECKED_CALLS + 3
+WAYS = {
+    "plain": Way(dtype=torch.float64),
+    "accumulated": Way(dtype=torch.float64, micro_batches=2, clip=0.1),
+    "resnet": Way(dtype=torch.float64, tower="resnet"),
+    "scaled": Way(dtype=torch.float64, scale=2.0**4, clip=0.1),
+    "host-table": Way(dtype=torch.float64, options={"state_device": "cpu"}),
+}
+_CASES = [(name, "plain") for name in LOSSES if name != "tempnet"]  # whose dropout differs between devices
+_CASES += [(name, way) for name in ("openclip", "neuclip") for way in ("accumulated", "resnet", "scaled")]
+_CASES += [("fastclip-v2", way) for way in WAYS if way != "plain"]
+
+
+def training_on(device: torch.device, name: str, way: Way) -> TinyTraining:
+    training = TinyTraining(name, replace(way, device=device))
+    training.step.ema = ModelEma(training.model, 0.9)
+    training.step.loss.start_epoch(0)
+    return training
+
+
+def take(training: TinyTraining, number: int, bad: bool = False) -> None:
+    batch = training.batch(number)
+    batch["image"] = batch["image"].double()
+    if bad:
+        batch["image"][-1] = float("nan")
+    if training.way.device.type == "cuda":
+        batch = {name: value.pin_memory() for name, value in batch.items()}
+    # The first calls look for mistakes of the loop, and wait for it.
+    with refusing_to_wait(training.way.device if number >= CHECKED_CALLS else CPU):
+        training.step(parts_of(batch, training.way.micro_batches), number)
+
+
+def everything(training: TinyTraining) -> dict[str, torch.Tensor]:
+    """All tensors on the host, but for counters, which on a GPU count skipped steps, too."""
+    state = training.state() | {f"ema.{name}": value for name, value in training.step.ema.state_dict().items()}
+    return {name: value.detach().cpu().clone() for name, value in state.items() if not name.endswith("_extra_state")}
+
+
+@on_each_device
+@pytest.mark.parametrize(("name", "way"), _CASES)
+def test_steps_do_not_wait_and_end_where_the_cpus_end(name, way, device):
+    """One step is not finite: it changes nothing, and the host learns of it afterwards."""
+    results = []
+    for where in (device, CPU):
+        training = training_on(where, name, WAYS[way])
+        for number in range(STEPS):
+            take(training, number)
+        before = everything(training)
+        take(training, STEPS, bad=True)
+        assert_close(everything(training), before, rtol=0, atol=0)
+        (skipped,) = training.step.guard.learn(wait=True)
+        last = training.batch(STEPS)["index"].tolist()[-1:]
+        assert (skipped.number, skipped.samples, skipped.are_bad) == (STEPS, last, True)
+        take(training, STEPS + 1)
+        results.append(everything(training))
+    assert_close(*results, rtol=1e-5, atol=1e-7)
+
+
+@on_each_device
+def test_a_resume_finds_the_devices_generator(device):
+    state = checkpoint.random_state()
+    drawn = torch.rand(5, device=device)
+    checkpoint.set_random_state(state)
+    assert torch.equal(torch.rand(5, device=device), drawn)
+
+
+@on_each_device
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param([], id="plain"),
+        pytest.param(["--state-device", "cpu"], id="host-table"),
+        pytest.param(["--accum-freq", "2", "--batch-size", "8", "--model-ema-decay", "0.9"], id="accumulated-ema"),
+    ],
+)
+def test_a_run_is_resumed(shards, tmp_path, device, more):
+    for name, stops in (("whole", [None]), ("resumed", [3, None])):
+        argv = [*command(shards, tmp_path, name, "fastclip", "--resume", "latest", *more), "--device", str(device)]
+        for stop in stops:
+            assert run(argv, stop_after=stop) == (EXIT_AFTER_SIGTERM if stop else 0)
+    whole, resumed = losses_of(tmp_path / "whole"), losses_of(tmp_path / "resumed")
+    assert [step for step, *_ in resumed] == list(range(10))
+    for ours, theirs in zip(resumed, whole, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+def test_nccl_is_told_how_long_to_be_patient(monkeypatch):
+    told = []
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "world_size", lambda: 1)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "set_timeout", lambda patience, group: told.append(patience), raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("waited for the GPU"))
+    distributed.set_patience(distributed.START_PATIENCE)
+    assert told == ["waited for the GPU", distributed.START_PATIENCE]
+
+
+@pytest.fixture
+def group_of_one(device, tmp_path):
+    """This process as the only rank, over NCCL on a GPU."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.shutdown()
+
+
+def _compiled(model: nn.Module, device: torch.device) -> nn.Module:
+    return torch.compile(
+        parallel.replicate(model, device), backend="inductor" if device.type == "cuda" else "aot_eager"
+    )
+
+
+WRAPPINGS = {"replicated": parallel.replicate, "sharded": parallel.ShardedDataParallel, "compiled": _compiled}
+
+
+@on_each_device
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_a_wrapped_model_takes_the_same_steps(wrapping, device, group_of_one):
+    distributed.set_patience(distributed.STEP_PATIENCE)
+    losses = []
+    for wrap in (None, WRAPPINGS[wrapping]):
+        training = TinyTraining("fastclip", Way(device=device))
+        model = training.model if wrap is None else wrap(training.model, device)
+        optimizer = create_optimizer(model, OPTIMIZER, training.loss.logit_scale_lr, None)
+        step = TrainStep(model, training.loss, optimizer, StepSettings(device, grad_clip_norm=0.1))
+        losses.append([float(sum(step([tiny_batch(number)], number).values())) for number in range(STEPS)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
