@@ -231,7 +231,7 @@ def train(data: PilotData, run: Run, device: torch.device, seen: Callable[[int],
     argv = ["--train-data", "unused.tar", "--model", run.model, "--batch-size", str(run.batch_size)]
     config = training_config(*flags.parse([*argv, *_FLAGS.split()]), device)
     training = GridRun(config, data, run, device)
-    curve = training.train(seen, lambda: score(training, data.val, data.names)["mean"])
+    curve = training.train(seen, lambda _: score(training, data.val, data.names)["mean"])
     return {
         "id": run.id,
         **asdict(run),

@@ -135,12 +135,12 @@ class PilotRun:
                     return
                 yield number
 
-    def train(self, seen: Callable[[int], None], score: Callable[[], float]) -> list[list[float]]:
+    def train(self, seen: Callable[[Any], None], score: Callable[[int], float]) -> list[list[float]]:
         """Train to the end.
 
         Args:
             seen: is told of the samples of each step.
-            score: measures the model at some points of the run, and at its end.
+            score: measures the model at some points of the run, after so many samples, and at its end.
 
         Returns:
             The curve: samples, seconds of training and score of each point.
@@ -150,7 +150,7 @@ class PilotRun:
         for step in self.run_steps():
             seen(self.batch)
             if step in points:
-                curve.append([step * self.batch, self.seconds, score()])
+                curve.append([step * self.batch, self.seconds, score(step * self.batch)])
         return curve
 
     def temperature(self) -> float:

@@ -55,13 +55,11 @@ class Contest:
         families: the settings' runs of each family, with the first seed; the first family is the one to beat.
         seeds: all of them.
         finalists: so many settings of a family run all seeds: the best by their rows' ``val``.
-        contenders: so many families run them beside the first one; None: all.
     """
 
     families: Mapping[str, Sequence[Run]]
     seeds: Sequence[int]
     finalists: int = 1
-    contenders: int | None = None
 
     def ranked(self, family: str, results: Results) -> list[Run]:
         """Return the runs of a family's settings, the best first; none while some are not finished."""
@@ -70,22 +68,11 @@ class Contest:
             return []
         return sorted(tried, key=lambda run: -score(results[run.id]))
 
-    def left_behind(self, results: Results) -> tuple[str, ...] | None:
-        """Return the families that run the first seed only, the better ones first; None while that is not decided."""
-        _, *others = self.families
-        if self.contenders is None or len(others) <= self.contenders:
-            return ()
-        best = {family: ranked[0] for family in others if (ranked := self.ranked(family, results))}
-        if len(best) < len(others):
-            return None
-        return tuple(sorted(others, key=lambda family: -score(results[best[family].id]))[self.contenders :])
-
     def by_setting(self, family: str, results: Results) -> list[list[Run]]:
         """Return the family's runs as far as they are decided, a list of seeds for each setting; the finalists come first."""
         ranked = self.ranked(family, results)
-        behind = self.left_behind(results)
-        if not ranked or (family != next(iter(self.families)) and (behind is None or family in behind)):
-            return [[run] for run in ranked or self.families[family]]
+        if not ranked:
+            return [[run] for run in self.families[family]]
         every = [[replace(run, seed=seed) for seed in self.seeds] for run in ranked[: self.finalists]]
         return [*every, *([run] for run in ranked[self.finalists :])]
 
@@ -114,5 +101,8 @@ class Contest:
 
 
 def score(row: Mapping[str, Any]) -> float:
-    """Return what settings are chosen by: the score on validation data, which no reported number is of."""
+    """Return what settings are chosen by: the score on validation data, which no reported number is of.
+
+    Negative for a run that was stopped, or failed: it comes after all that are finished.
+    """
     return row["val"]["mean"]

@@ -50,18 +50,30 @@ def paired_difference(first: Tensor, second: Tensor, groups: Sequence[int]) -> D
         None with fewer than two seeds or groups.
     """
     difference = (first - second).double()
-    seeds, samples = difference.shape
-    place = torch.as_tensor(groups).unique(return_inverse=True)[1]
-    count = int(place.max()) + 1
-    if seeds < 2 or count < 2:
+    seeds = len(difference)
+    samples_half = half_width(difference.mean(dim=0), groups)
+    if seeds < 2 or samples_half is None:
         return None
     mean = float(difference.mean())
     low, high = seeds_interval(difference.mean(dim=1).tolist())
-    centered = difference.mean(dim=0) - mean
-    sums = torch.zeros(count, dtype=torch.float64).index_add_(0, place, centered)
-    sample_half = student_t(count - 1) * math.sqrt(float(sums.square().sum()) * count / (count - 1)) / samples
-    half = math.hypot((high - low) / 2, sample_half)
+    half = math.hypot((high - low) / 2, samples_half)
     return Difference(mean, mean - half, mean + half, seeds)
+
+
+def group_numbers(names: Sequence[str]) -> list[int]:
+    """Return a number for each name, equal for equal names."""
+    number = {name: place for place, name in enumerate(dict.fromkeys(names))}
+    return [number[name] for name in names]
+
+
+def half_width(values: Tensor, groups: Sequence[int]) -> float | None:
+    """Return half the 95 % interval of the mean of ``(N,)`` values in groups, by Student's t; None for one group."""
+    place = torch.as_tensor(groups).unique(return_inverse=True)[1]
+    count = int(place.max()) + 1
+    if count < 2:
+        return None
+    sums = torch.zeros(count, dtype=torch.float64).index_add_(0, place, values.double() - values.double().mean())
+    return student_t(count - 1) * math.sqrt(float(sums.square().sum()) * count / (count - 1)) / len(values)
 
 
 @functools.cache

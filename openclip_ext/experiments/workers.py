@@ -17,9 +17,11 @@ import torch
 from openclip_ext.machine import available_cores
 
 _POLL_SECONDS = 0.3
-# What a process runs: ``task(device, seen)``, where ``seen`` takes the samples of each step.
-Task = Callable[[torch.device, Callable[[int], None]], dict[str, Any]]
+# What a process runs: ``task(device, seen)``. ``seen`` takes the samples of each step, and dictionaries: how the task stands.
+Task = Callable[[torch.device, Callable[[Any], None]], dict[str, Any]]
 Ended = Callable[[str, dict[str, Any] | None, str], None]
+# Takes a task's name and how it stands; the result of a task that is to be stopped there, or None.
+Judge = Callable[[str, dict[str, Any]], dict[str, Any] | None]
 
 
 class _UnderWay(NamedTuple):
@@ -34,13 +36,14 @@ class Workers:
     Args:
         processes: how many at a time.
         preload: the module that the server imports.
+        judge: says whether to stop a task, each time that it says how it stands.
 
     Attributes:
         samples: that all tasks have seen so far.
     """
 
-    def __init__(self, processes: int, preload: str) -> None:
-        self.processes = processes
+    def __init__(self, processes: int, preload: str, judge: Judge = lambda name, stand: None) -> None:
+        self.processes, self._judge = processes, judge
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([preload])
         self.samples = 0
@@ -94,8 +97,9 @@ class Workers:
         wait([entry.connection for entry in self._under_way.values()], _POLL_SECONDS)
         found = []
         for name, entry in list(self._under_way.items()):
-            ended = self._read(entry)
+            ended = self._read(name, entry)
             if ended is not None:
+                entry.process.kill()
                 entry.process.join()
                 del self._under_way[name]
                 found.append((name, *ended))
@@ -110,14 +114,17 @@ class Workers:
         sender.close()
         self._under_way[name] = _UnderWay(process, receiver, slot)
 
-    def _read(self, entry: _UnderWay) -> tuple[dict[str, Any] | None, str] | None:
-        """Count the samples that a task reports; return its result and failure if it has ended."""
+    def _read(self, name: str, entry: _UnderWay) -> tuple[dict[str, Any] | None, str] | None:
+        """Count the samples that a task reports; return its result and failure if it has ended, or is to be stopped."""
         try:
             while entry.connection.poll():
                 message = entry.connection.recv()
-                if not isinstance(message, int):
+                if isinstance(message, int):
+                    self.samples += message
+                elif isinstance(message, tuple):
                     return message
-                self.samples += message
+                elif stopped := self._judge(name, message):
+                    return stopped, ""
         except EOFError:
             entry.process.join()
             return None, f"its process ended with exit status {entry.process.exitcode}"

@@ -4,7 +4,6 @@ import io
 import json
 import shlex
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,25 @@ from PIL import Image
 from openclip_ext.data.manifest import Manifest
 from openclip_ext.experiments.cache import KnownTexts, Tokens, remove_others
 from openclip_ext.experiments.compare import comparison, plan, space
-from openclip_ext.experiments.compare.comparison import Comparison, main
+from openclip_ext.experiments.compare.comparison import Comparison, main, measured_costs, winners
 from openclip_ext.experiments.compare.config import parse
 from openclip_ext.experiments.compare.data import DataPreparation, divide
-from openclip_ext.experiments.compare.pilot import RETRIEVAL, ComparePilot, recall
-from openclip_ext.experiments.compare.plan import MOST_SEEDS, Costs, Design, add_seed, equal_epochs, make_design
+from openclip_ext.experiments.compare.pilot import RETRIEVAL, ComparePilot, pack_floats, recall, unpack_floats
+from openclip_ext.experiments.compare.plan import (
+    FINALISTS,
+    MOST_SEEDS,
+    SEEDS,
+    Costs,
+    Stage,
+    equal_epochs,
+    plan_next,
+    plan_tuning,
+)
 from openclip_ext.experiments.compare.report import About, LossResult, chance, conclude, judgement
 from openclip_ext.experiments.compare.space import BASELINE, DEFAULT_LOSSES, candidates, setting_words
 from openclip_ext.experiments.pilot import PilotRun, warmup_steps
 from openclip_ext.experiments.results import ResultsFile
-from openclip_ext.experiments.runs import Run
+from openclip_ext.experiments.runs import Contest, Run
 from openclip_ext.experiments.statistics import Difference
 from openclip_ext.experiments.workers import Workers
 from openclip_ext.losses import registry
@@ -74,46 +82,67 @@ def test_short_runs_get_what_they_need_unless_the_user_says():
 
 @pytest.mark.parametrize("minutes", [1.5, 5, 30, 300])
 @pytest.mark.parametrize("processes", [1, 2, 8])
-def test_the_plan_fits_the_time_and_uses_it(minutes, processes):
-    design = make_design(LOSSES, COSTS, 60 * minutes, processes, batch=16, most_samples=10**9, most_tried=18)
-    runs = design.runs(LOSSES)
-    seconds = runs * (COSTS.per_run + design.samples / 2 * sum(COSTS.per_sample.values()))
-    available = 60 * minutes * processes
-    assert 0.9 * available < seconds <= available
-    assert design.samples % 16 == 0 and design.samples >= 20 * 16
+def test_the_stages_fit_the_time_and_use_it(minutes, processes):
+    seconds = 60 * minutes
+    tried, first = plan_tuning(COSTS, seconds, processes, batch=16, most_samples=10**9, most_tried=18)
+    spent = tried * (2 * COSTS.per_run + first.samples * 3e-3)
+    assert 0.9 * 0.35 * seconds * processes < spent <= 0.35 * seconds * processes
+    assert first.seeds == SEEDS[:1] and first.samples % 16 == 0 and first.samples >= 20 * 16
+    second = plan_next(first, COSTS, seconds - spent / processes, processes, 16, 10**9)
+    assert second is not None and second.seeds == SEEDS
+    spent += len(SEEDS) * FINALISTS * (2 * COSTS.per_run + second.samples * 3e-3)
+    assert spent <= seconds * processes and (spent > 0.9 * seconds * processes or second.samples == first.samples)
 
 
 def test_more_time_tries_more_in_longer_runs():
-    found = [make_design(LOSSES, COSTS, seconds, 2, 64, 10**9, 18) for seconds in (100, 400, 1500, 10_000)]
-    assert [design.tried for design in found] == [2, 2, 3, 4]
-    assert all(design.samples >= {2: 20, 3: 1500, 4: 2500}[design.tried] * 64 for design in found)
-    whole = make_design(LOSSES, COSTS, 10**6, 2, 16, most_samples=3200, most_tried=18)
-    assert (whole.tried, whole.samples) == (9, 3200)  # no longer than --epochs: all candidates
-    single = make_design(LOSSES, COSTS, 3000, 2, 64, 10**9, most_tried=1)
-    assert (single.tried, single.finalists, single.runs(LOSSES)) == (1, 1, 3 * len(LOSSES))
-
-
-def test_the_plan_is_for_the_costliest_losses_that_may_go_on():
-    losses = (BASELINE, "a", "b", "c", "d")
-    costs = Costs(dict(zip(losses, (1e-3, 1e-3, 5e-3, 4e-3, 2e-3), strict=True)), per_run=3.0)
-    design = make_design(losses, costs, 3600, 2, 64, 10**9, most_tried=18)
-    assert (design.tried, design.runs_a_seed(losses), design.runs(losses)) == (2, 6, 5 * 2 + 2 * 6)
-    dearest = 22 * 3.0 + design.samples * (2 * 13e-3 + 2 * 2 * (1e-3 + 5e-3 + 4e-3))
-    assert 0.99 * 7200 < dearest <= 7200
-
-
-def test_too_short_a_time_is_refused():
+    found = [plan_tuning(COSTS, seconds, 2, 64, 10**9, 18) for seconds in (100, 700, 1500, 10_000)]
+    assert [tried for tried, _ in found] == [2, 2, 3, 4]
+    assert all(stage.samples >= {2: 20, 3: 600, 4: 1000}[tried] * 64 for tried, stage in found)
+    tried, whole = plan_tuning(COSTS, 10**6, 2, 16, most_samples=3200, most_tried=18)
+    assert (tried, whole.samples) == (9, 3200)  # no longer than --epochs: all candidates
+    assert plan_tuning(COSTS, 3000, 2, 64, 10**9, most_tried=1)[0] == 1
     with pytest.raises(ValueError, match=r"too short: 0\.1 minutes, .* more --minutes, fewer --losses"):
-        make_design(LOSSES, COSTS, 6, 2, 16, 10**9, 18)
+        plan_tuning(COSTS, 6, 2, 16, 10**9, 18)
 
 
-def test_another_seed_if_the_time_allows():
-    design = Design(tried=4, finalists=2, samples=320)
-    seconds = 10.0 * 2 * len(LOSSES) / 2
-    assert add_seed(design, LOSSES, 10.0, seconds - 1, processes=2) is None
-    more = add_seed(design, LOSSES, 10.0, seconds, processes=2)
-    assert more is not None and more.seeds == (0, 1, 2, 3)
-    assert add_seed(replace(design, seeds=tuple(range(MOST_SEEDS))), LOSSES, 10.0, 1e6, processes=2) is None
+def test_a_stage_is_followed_by_longer_runs_then_by_more_seeds():
+    tuned, seconds = Stage(320, SEEDS[:1]), 10.0
+    assert plan_next(tuned, COSTS, seconds, 2, 16, 10**9) == Stage(320, SEEDS)  # too little for longer ones
+    longer = plan_next(tuned, COSTS, 1000.0, 2, 16, 10**9)
+    assert longer is not None and longer.samples > 10 * 320
+    assert plan_next(tuned, COSTS, 1000.0, 2, 16, most_samples=640) == Stage(640, SEEDS)
+    whole = Stage(640, SEEDS)
+    rounds = 2 * (COSTS.per_run + 640 * 2e-3)
+    assert plan_next(whole, COSTS, rounds - 0.1, 2, 16, most_samples=640) is None
+    assert plan_next(whole, COSTS, rounds, 2, 16, most_samples=640) == Stage(640, (0, 1, 2, 3))
+    assert plan_next(Stage(640, range(MOST_SEEDS)), COSTS, 1e6, 2, 16, most_samples=640) is None
+    # More minutes for a finished comparison: longer runs.
+    assert plan_next(whole, COSTS, 1e4, 2, 16, most_samples=10**6).samples > 640
+
+
+def finished(runs: list[Run], **scores: float) -> dict[str, dict[str, Any]]:
+    return {
+        run.id: {"id": run.id, **vars(run), "val": {"mean": scores[run.family]}, "curve": [[80, 0, 0]]} for run in runs
+    }
+
+
+def test_the_best_losses_and_settings_go_on():
+    lrs = {"openclip": (1e-3, 2e-3, 3e-3), "a": (1e-3, 2e-3), "b": (1e-3,), "c": (1e-3,)}
+    contest = Contest({loss: [make_run(loss, lr=lr) for lr in of] for loss, of in lrs.items()}, SEEDS[:1], FINALISTS)
+    rows = finished(contest.decided({}), openclip=0.1, a=0.3, b=0.2, c=0.4)
+    stopped = contest.families["a"][1].id
+    rows[stopped]["val"]["mean"] -= 1
+    del rows[stopped]["curve"]
+    going_on = winners(contest, rows)
+    assert {loss: [run.lr for run in runs] for loss, runs in going_on.items()} == {
+        "openclip": [1e-3, 2e-3],
+        "c": [1e-3],
+        "a": [1e-3],  # its other setting was stopped
+    }
+    for row in rows.values():
+        row.update(seconds=8.0, all_seconds=10.0)
+    costs = measured_costs(contest, going_on, rows)
+    assert costs == Costs({"openclip": 0.1, "c": 0.1, "a": 0.1}, 2.0)
 
 
 def test_a_run_is_cut_into_equal_epochs():
@@ -135,27 +164,14 @@ def gap(mean: float, half: float) -> Difference:
     return Difference(mean, mean - half, mean + half, 3)
 
 
-def result(loss: str, score: float, half: float | None = None) -> LossResult:
+def result(
+    loss: str, score: float, half: float | None = None, epochs: float = 32.0, *gains: tuple[float, float, int]
+) -> LossResult:
     """A loss that scores so much, and ``openclip`` 0.3; ``half`` is half the width of the difference's interval."""
     difference = None if half is None else gap(score - 0.3, half)
     return LossResult(
-        *(
-            loss,
-            "τ learned",
-            1e-3,
-            {"R@1": score},
-            (score,),
-            score - 0.3,
-            difference,
-            None,
-            0.05,
-            0.1,
-            1,
-            1,
-            (),
-            None,
-            "",
-        )
+        *(loss, "τ learned", 1e-3, epochs, {"R@1": score}, (score,), score - 0.3, difference, None, gains),
+        *(0.05, 0.1, 1, 1, (), None, ""),
     )
 
 
@@ -200,27 +216,50 @@ BASE = result("openclip", 0.3)
     ],
 )
 def test_the_sentence_names_what_to_take(found, to_best, sentence, recommended):
-    assert conclude(found, about(64), 8.0, to_best) == (sentence, recommended)
+    assert conclude(found, about(64), to_best) == (sentence, recommended)
     if recommended is None:
-        assert conclude(found, about(64), 8.0, {}, failures=6)[0].startswith(
-            "No result: 6 runs failed, for the reasons"
-        )
+        assert conclude(found, about(64), {}, failures=6)[0].startswith("No result: 6 runs failed, for the reasons")
 
 
-def test_the_sentence_says_when_the_runs_leave_a_gain_open():
-    found = [result("neuclip", 0.305, 0.02), result("openclip", 0.3)]
-    sentence, recommended = conclude(found, about(64), 2.8, {})
-    assert sentence.startswith(
-        "Nothing beats openclip with confidence at batch 64: neuclip comes nearest, +0.5 (−1.5 to 2.5)"
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (
+            result("neuclip", 0.305, 0.02, 2.8),
+            "Runs of 2.8 epochs leave open what longer ones bring. About 6 epochs may tell: the same command with "
+            "--minutes 60 goes on to them.",
+        ),
+        (  # no longer than --epochs
+            result("neuclip", 0.305, 0.02, 20.0),
+            "Runs of 20.0 epochs leave open what longer ones bring. About 32 epochs may tell: the same command with "
+            "--minutes 48 goes on to them.",
+        ),
+        (result("neuclip", 0.305, 0.02, 31.5), ""),
+        (result("neuclip", 0.29, 0.015, 4.0), ""),  # too small a gain to look for
+        (  # half a point with each doubling: three are needed
+            result("neuclip", 0.31, 0.025, 4.0, (2.0, 0.005, 1), (4.0, 0.01, 3)),
+            "neuclip gained +0.5 in 2.0 epochs and +1.0 in 4.0: if this goes on, +2.5 in 32 (--epochs). About 32 epochs may "
+            "tell: the same command with --minutes 240 goes on to them.",
+        ),
+        (
+            result("neuclip", 0.31, 0.025, 4.0, (2.0, 0.02, 1), (4.0, 0.01, 3)),
+            "neuclip gained +2.0 in 2.0 epochs and +1.0 in 4.0: if this goes on, −2.0 in 32 (--epochs). So no length up to "
+            "--epochs is likely to tell.",
+        ),
+        (
+            result("neuclip", 0.33, 0.01, 8.0, (2.0, 0.01, 1), (8.0, 0.03, 3)),
+            "neuclip gained +1.0 in 2.0 epochs and +3.0 in 8.0: if this goes on, +5.0 in 32 (--epochs).",
+        ),
+    ],
+)
+def test_the_sentence_says_what_longer_runs_may_bring(found, expected):
+    sentence, recommended = conclude([found, BASE], about(64), {})
+    is_sure = found.difference.low > 0
+    assert recommended == ("neuclip" if is_sure else "openclip")
+    assert sentence.endswith(
+        " ".join([expected] if is_sure else [*filter(None, [expected]), "Take openclip with its best setting."])
     )
-    assert (
-        "Runs of 2.8 epochs leave open what longer ones bring: with another --output and --minutes 60 they have about 6."
-        in sentence
-    )
-    nearly = conclude(found, about(64), 20.0, {})[0]
-    assert "--minutes 48 they have about 32." in nearly  # no longer than --epochs
-    assert recommended == "openclip"
-    assert "leave open" not in conclude(found, about(64), 32.0, {})[0]  # as long as --epochs allows
+    assert ("epochs" in sentence) == bool(expected)
 
 
 def test_factors_are_rounded_and_have_no_exponents():
@@ -522,38 +561,39 @@ def lasting(path: Path) -> dict[str, Any]:
 
 
 def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
-    """Interrupted, gone on with, and repeated."""
+    """Interrupted, gone on with, repeated, and extended by a loss."""
     monkeypatch.setattr(plan, "_TRIED", ((3, 0),))
-    monkeypatch.setattr(plan, "MOST_SEEDS", 4)
+    monkeypatch.setattr(plan, "MOST_SEEDS", 3)
     monkeypatch.setattr(comparison, "_PACE_SECONDS", 0.1)
+    monkeypatch.setattr(comparison, "_CLEARLY", 100.0)
     more = ["--val", str(data / "val" / "00000.tar"), "--classes", str(data / "names.txt")]
     argv, out = arguments(data, *more), data / "out"
 
     with monkeypatch.context() as patch:
-        finished = Workers.finished
+        ended = Workers.finished
 
         def stop_after_two(workers: Workers) -> Any:
             if (out / "runs.jsonl").read_bytes().count(b"\n") >= 2:
                 raise KeyboardInterrupt
-            return finished(workers)
+            return ended(workers)
 
         patch.setattr(Workers, "finished", stop_after_two)
         with pytest.raises(SystemExit, match="130"):
             main(argv)
     assert "No result yet" in capsys.readouterr().out
-    assert json.loads((out / "report.json").read_text())["unfinished"] == 12
+    assert json.loads((out / "report.json").read_text())["unfinished"] == 4
     first = (out / "runs.jsonl").read_text().splitlines()
 
     main(argv)
     printed, lines = capsys.readouterr().out, (out / "runs.jsonl").read_text().splitlines()
     assert lines[: len(first)] == first
-    assert len(lines) == 2 * (3 + 3 * 2)
+    assert len(lines) == 2 * (3 + 2 * 2)  # the second stage is as long as --epochs, too: its first seed has run
     written = lasting(out / "report.json")
     assert "your batch of 8 misjudges its normalizer by a factor of" in printed
     assert written["sentence"] in printed
-    assert written["unfinished"] == 0
+    assert (written["unfinished"], written["stopped"]) == (0, 0)
     assert sorted(one["loss"] for one in written["results"]) == ["openclip", "queueclip"]
-    assert all(len(one["each_seed"]) == 4 and "zero_shot" in one["scores"] for one in written["results"])
+    assert all(len(one["each_seed"]) == 3 and "zero_shot" in one["scores"] for one in written["results"])
     page = (out / "report.html").read_text()
     assert page.count("<svg") == 2
     assert "http" not in page.replace("http://www.w3.org/", "")  # SVG's namespaces
@@ -564,6 +604,14 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     assert lasting(out / "report.json") == written
     assert len((out / "runs.jsonl").read_text().splitlines()) == len(lines)
 
+    # The runs of the other losses serve again, and settings that are behind are stopped.
+    monkeypatch.setattr(comparison, "_CLEARLY", -1e6)
+    main([*argv, "--losses", "openclip,queueclip,sogclr"])
+    rows = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()[len(lines) :]]
+    assert {row["family"] for row in rows} == {"sogclr"}
+    assert rows[0]["stopped"] == 8 and rows[0]["val"]["mean"] < 0
+    assert sum("stopped" in row for row in rows) == json.loads((out / "report.json").read_text())["stopped"] == 2
+
     # A refused command removes nothing.
     caches = set((out / "cache").iterdir())
     with pytest.raises(ValueError, match="comparison with other flags or versions"):
@@ -573,6 +621,27 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     with pytest.raises(ValueError, match="comparison with other data"):
         main(argv)
     assert set((out / "cache").iterdir()) > caches
+
+
+def test_a_setting_is_stopped_where_another_is_ahead_beyond_the_interval(data):
+    config, training = parse(with_val(data))
+    results = ResultsFile(data / "runs.jsonl")
+    found = Comparison(config, training, DataPreparation(config, training).prepare(), results, 0.0)
+    results.close()
+    good = torch.rand(30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert torch.allclose(unpack_floats(pack_floats(good)), good, atol=5e-4)
+
+    def stand(name: str, scores: torch.Tensor, **changes: Any) -> dict[str, Any]:
+        row = {**vars(make_run(BASELINE)), "id": name, "data": found.context, "samples": 40, **changes}
+        return {**row, "val": {"mean": float(scores.mean())}, "points": {"40": pack_floats(scores)}}
+
+    noise = torch.linspace(-0.1, 0.1, 30)
+    assert found._stop("good", stand("good", good)) is None
+    assert found._stop("equal", stand("equal", (good - 0.001 + noise).clamp(0, 1))) is None
+    for other in ({"seed": 1}, {"family": "queueclip"}, {"epochs": 7}):
+        assert found._stop("other", stand("other", good * 0.1, **other)) is None
+    stopped = found._stop("bad", stand("bad", good * 0.1))
+    assert stopped is not None and stopped["stopped"] == 40 and stopped["val"]["mean"] < 0
 
 
 def test_the_recommended_command_line_trains_that_configuration(data):

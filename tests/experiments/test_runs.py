@@ -80,19 +80,6 @@ def test_the_best_finalist_is_that_of_all_seeds():
     assert plan.best("a", results) == second
 
 
-def test_the_first_seed_leaves_families_behind():
-    plan = contest(families=4, finalists=2, contenders=2)
-    tried = plan.pending({})
-    results = finish(tried[:-1], a0=0.4, b0=0.2, c0=0.3)
-    assert plan.left_behind(results) is None
-    assert {run.family for run in plan.pending(results) if run.seed} == {"base"}
-    results |= finish(tried[-1:])
-    assert plan.left_behind(results) == ("b",)
-    assert {run.family for run in plan.pending(results)} == {"base", "a", "c"}
-    assert len(plan.decided(results)) == 4 * 3 + 2 * 2 * 3
-    assert names(plan.best("b", results)) == [("b", 0, 0)]
-
-
 def test_results_survive_a_cut_line_and_refuse_another_writer(tmp_path):
     path = tmp_path / "runs.jsonl"
     assert read_results(path) == {}

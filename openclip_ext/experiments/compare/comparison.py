@@ -6,8 +6,8 @@ import math
 import shlex
 import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -19,20 +19,34 @@ from openclip_ext.experiments.cache import DoesNotFit, PilotData, digest, remove
 from openclip_ext.experiments.compare import report, space
 from openclip_ext.experiments.compare.config import CompareConfig, parse
 from openclip_ext.experiments.compare.data import DataPreparation
-from openclip_ext.experiments.compare.pilot import ComparePilot
-from openclip_ext.experiments.compare.plan import CONTENDERS, SEEDS, Costs, Design, add_seed, equal_epochs, make_design
+from openclip_ext.experiments.compare.pilot import ComparePilot, unpack_floats
+from openclip_ext.experiments.compare.plan import (
+    CONTENDERS,
+    FINALISTS,
+    SEEDS,
+    Costs,
+    Stage,
+    equal_epochs,
+    plan_next,
+    plan_tuning,
+)
 from openclip_ext.experiments.pilot import versions, warmup_steps
 from openclip_ext.experiments.results import ResultsFile
-from openclip_ext.experiments.runs import Contest, Run
+from openclip_ext.experiments.runs import Contest, Results, Run, score
+from openclip_ext.experiments.statistics import group_numbers, half_width
 from openclip_ext.experiments.workers import Workers
+from openclip_ext.files import write_atomically
 from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.training.config import TrainingConfig
 
 # Of --minutes: kept for runs that are slower than their pace was, used to measure the pace, and the most for one loss.
 _RESERVE, _PACE_SHARE, _PACE_SECONDS = 0.1, 0.05, 6.0
 _REPORT_SECONDS = 2.0
+# Half widths of the interval over the samples by which another setting is clearly ahead: half as many again as for the samples
+# alone, since the interval of one seed does not cover other seeds.
+_CLEARLY = 1.5
 # Of plan.json and runs.jsonl; folders of another one are refused.
-_PLAN_FORMAT = 2
+_PLAN_FORMAT = 3
 _OTHER = "the folder {} holds a comparison with other {}: give another --output, or remove the folder"
 
 
@@ -84,48 +98,62 @@ class Comparison:
         self.context = digest([self.flags, data.digest])
         self.pilot = ComparePilot(training, data, config.population, config.anchors)
         self.candidates = {loss: space.candidates(loss, config.loss_options) for loss in config.losses}
-        self.workers = Workers(config.processes, __name__)
+        self.workers = Workers(config.processes, __name__, self._stop)
+        self._stands: dict[str, dict[str, Any]] = {}
+        self._val_groups = group_numbers(data.val.captions())
         self.plan = read_plan(config, training)
         if self.plan and self.plan["context"] != self.context:
             raise ValueError(_OTHER.format(config.output, "data"))
 
     @property
-    def design(self) -> Design:
-        """The size of the comparison, as planned."""
-        return Design(**self.plan["design"])
+    def stages(self) -> list[Stage]:
+        """The lengths and seeds of the runs, as planned."""
+        return [Stage(**stage) for stage in self.plan["stages"]]
 
-    @property
-    def contest(self) -> Contest:
-        """Which runs there are, as planned."""
-        design = self.design
-        families = {
-            loss: [self._make_run(loss, place, design.samples) for place in range(design.tried)]
-            for loss in self.config.losses
-        }
-        return Contest(families, design.seeds, design.finalists, CONTENDERS)
+    def contests(self) -> list[Contest]:
+        """Return the runs of each stage whose losses and settings are known: the best of the stage before."""
+        known = self.results.known
+        found: list[Contest] = []
+        for stage in self.stages:
+            if not found:
+                tried = range(self.plan["tried"])
+                families = {
+                    loss: [self._make_run(loss, n, stage.samples) for n in tried] for loss in self.config.losses
+                }
+            elif found[-1].pending(known):
+                break
+            else:
+                length = self._length(stage.samples)
+                families = {
+                    loss: [replace(run, **length) for run in runs] for loss, runs in winners(found[-1], known).items()
+                }
+            found.append(Contest(families, stage.seeds, FINALISTS))
+        return found
 
     def run(self) -> bool:
         """Work until all is finished, the time is over or a signal comes; return whether one came."""
         try:
             if not self.plan:
                 self._make_plan()
-            while self._work() and self._add_seed():
+            while self._work() and self._go_on():
                 pass
         except KeyboardInterrupt:
             return True
         return False
 
+    def _length(self, samples: int) -> dict[str, Any]:
+        epochs, epoch_samples = equal_epochs(samples, self.pilot.batch, self.pilot.data.num_samples)
+        return {"epochs": epochs, "epoch_samples": epoch_samples}
+
     def _make_run(self, loss: str, candidate: int, samples: int) -> Run:
         options, factor = self.candidates[loss][candidate]
-        training, batch = self.pilot.config, self.pilot.batch
-        epochs, epoch_samples = equal_epochs(samples, batch, self.pilot.data.num_samples)
+        training = self.pilot.config
         return Run(
             data=self.context,
             model=training.model.name,
             schedule="compare",
-            batch_size=batch,
-            epochs=epochs,
-            epoch_samples=epoch_samples,
+            batch_size=self.pilot.batch,
+            **self._length(samples),
             lr=training.optimizer.lr * factor,
             seed=SEEDS[0],
             family=loss,
@@ -143,10 +171,8 @@ class Comparison:
 
     def _write_plan(self, **content: Any) -> None:
         self.plan = {**self.plan, **content}
-        path = self.config.folder / "plan.json"
-        partial_path = path.with_suffix(".partial")
-        partial_path.write_text(json.dumps(self.plan, indent=2) + "\n")
-        partial_path.rename(path)
+        text = json.dumps(self.plan, indent=2) + "\n"
+        write_atomically(self.config.folder / "plan.json", lambda file: file.write(text.encode()))
 
     def _make_plan(self) -> None:
         """Measure how wrong a batch is and how fast the runs are, and plan what fits."""
@@ -160,10 +186,9 @@ class Comparison:
         per_sample = {
             loss: statistics.fmean(pace["per_sample"] for pace in paces if pace["loss"] == loss) for loss in losses
         }
-        # The runs of the first seed, about half of all, have their normalizers measured.
-        costs = Costs(per_sample, statistics.fmean(pace["per_run"] for pace in paces) + judged["seconds"] / 2)
-        design = make_design(
-            losses,
+        # The normalizers of runs of the first seed are measured.
+        costs = Costs(per_sample, statistics.fmean(pace["per_run"] for pace in paces) + judged["seconds"])
+        tried, stage = plan_tuning(
             costs,
             self._seconds_left * (1 - _RESERVE),
             processes,
@@ -171,36 +196,53 @@ class Comparison:
             self._most_samples,
             most_tried=min(map(len, self.candidates.values())),
         )
-        about = {"flags": self.flags, "context": self.context, "minutes": self.config.minutes, "judged": judged}
-        self._write_plan(**about, design=asdict(design), costs=asdict(costs))
+        about = {"flags": self.flags, "context": self.context, "judged": judged}
+        self._write_plan(**about, tried=tried, stages=[asdict(stage)])
 
-    def _add_seed(self) -> bool:
-        """Plan another seed, if the time that is left allows it."""
-        seconds: dict[str, list[float]] = {loss: [] for loss in self.config.losses}
-        for row in self.results.rows.values():
-            if row.get("data") == self.context:
-                seconds[row["family"]].append(row["all_seconds"])
-        if not all(seconds.values()):
+    def _go_on(self) -> bool:
+        """Plan what follows the last stage, if the time that is left allows it, from the pace of the runs so far."""
+        known, stages = self.results.known, self.stages
+        contests = self.contests()
+        if len(contests) < len(stages):
+            return True
+        last = contests[-1]
+        costs = measured_costs(last, winners(last, known), known)
+        if costs is None:
             return False
-        slowest = max(statistics.fmean(values) for values in seconds.values())
         left = self._seconds_left * (1 - _RESERVE)
-        design = add_seed(self.design, self.config.losses, slowest, left, self.config.processes)
-        if design is not None:
-            self._write_plan(design=asdict(design))
-        return design is not None
+        following = plan_next(stages[-1], costs, left, self.config.processes, self.pilot.batch, self._most_samples)
+        if following is None:
+            return False
+        grows = len(stages) > 1 and following.samples == stages[-1].samples
+        self._write_plan(stages=[asdict(stage) for stage in [*(stages[:-1] if grows else stages), following]])
+        return True
+
+    def _stop(self, name: str, stand: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the row of a run that ends here: another setting is ahead at equal samples, beyond the interval."""
+        self._stands[name] = stand
+        at, scores = str(stand["samples"]), unpack_floats(stand["points"][str(stand["samples"])])
+        compared = ("family", "seed", "epochs", "epoch_samples")
+        for other in [*self.results.rows.values(), *self._stands.values()]:
+            if other.get("data") != self.context or any(other[key] != stand[key] for key in compared):
+                continue
+            ahead = unpack_floats(other["points"][at]) - scores if at in other["points"] else None
+            half = None if ahead is None else half_width(ahead, self._val_groups)
+            if ahead is not None and half is not None and float(ahead.mean()) > _CLEARLY * half:
+                return {**stand, "stopped": stand["samples"], "val": {"mean": stand["val"]["mean"] - 1}}
+        return None
 
     def _work(self) -> bool:
-        """Execute what is left of the plan; return False if the time is over before that."""
-        contest, rows = self.contest, self.results.rows
-        finished = [rows[run.id] for run in contest.decided(rows) if run.id in rows]
-        before = sum(row["steps"] for row in finished) * self.pilot.batch - self.workers.samples
-        total = self.design.runs(self.config.losses) * self.design.samples
+        """Execute what is left of the stage; return False if the time is over before that."""
+        contest, rows = self.contests()[-1], self.results.rows
+        samples = self.stages[len(self.contests()) - 1].samples
+        runs = sum(map(len, contest.families.values())) * len(contest.seeds)
+        done = sum(run.id in rows for run in contest.decided(rows)) * samples - self.workers.samples
         with command_line.progress_bar(
-            total=total, initial=before + self.workers.samples, unit="sample", unit_scale=True, smoothing=0.05
+            total=runs * samples, initial=done + self.workers.samples, unit="sample", unit_scale=True, smoothing=0.05
         ) as bar:
 
             def goes_on() -> bool:
-                bar.update(before + self.workers.samples - bar.n)
+                bar.update(done + self.workers.samples - bar.n)
                 return self._seconds_left > 0
 
             def ended(name: str, row: dict[str, Any] | None, failure: str) -> None:
@@ -220,9 +262,8 @@ class Comparison:
             print("nothing is finished yet: there is no report")
             return
         found = report.make_report(
-            contest=self.contest,
+            contests=self.contests(),
             results=self.results.known,
-            planned_runs=self.design.runs(self.config.losses),
             judged=self.plan["judged"],
             about=report.About(
                 data=self.config.shards,
@@ -231,7 +272,7 @@ class Comparison:
                 num_samples=self.pilot.data.num_samples,
                 notes=tuple(notes),
                 processes=self.config.processes,
-                minutes=self.plan["minutes"],
+                minutes=self.config.minutes,
                 most_epochs=self._most_samples / self.pilot.data.num_samples,
             ),
             captions=self.pilot.data.test.captions(),
@@ -286,10 +327,34 @@ def read_plan(config: CompareConfig, training: TrainingConfig) -> dict[str, Any]
     return plan
 
 
+def winners(contest: Contest, results: Results) -> dict[str, list[Run]]:
+    """Return the runs of what goes on from a finished stage: the best settings of the baseline and of the best losses."""
+    best = {
+        loss: statistics.fmean(score(results[run.id]) for run in contest.best(loss, results) if run.id in results)
+        for loss in contest.families
+    }
+    first, *others = best
+    going_on = [first, *sorted(others, key=lambda loss: -best[loss])[:CONTENDERS]]
+    ranked = {loss: contest.ranked(loss, results)[:FINALISTS] for loss in going_on}
+    return {
+        loss: [run for run in runs if run is runs[0] or score(results[run.id]) >= 0] for loss, runs in ranked.items()
+    }
+
+
+def measured_costs(contest: Contest, losses: Iterable[str], results: Results) -> Costs | None:
+    """Return what the finished runs of a stage cost, for some losses; None where one has no finished run."""
+    rows = [results[run.id] for run in contest.decided(results) if "curve" in results.get(run.id, {})]
+    of_loss = {loss: [row for row in rows if row["family"] == loss] for loss in losses}
+    if not all(of_loss.values()):
+        return None
+    samples = {loss: sum(row["curve"][-1][0] for row in of) for loss, of in of_loss.items()}
+    per_sample = {loss: sum(row["seconds"] for row in of) / samples[loss] for loss, of in of_loss.items()}
+    return Costs(per_sample, statistics.fmean(row["all_seconds"] - row["seconds"] for row in rows))
+
+
 def digest_of_flags(config: CompareConfig, training: TrainingConfig) -> str:
-    """Return a digest of all that decides the runs but the data."""
+    """Return a digest of what decides the runs, but the data, and what a run says itself: its loss and options."""
     parts: list[Any] = [
         *(training.model, training.loading, training.optimizer, training.schedule, training.step, training.length)
     ]
-    about = [[asdict(part) for part in parts], dict(config.loss_options), config.losses]
-    return digest([_PLAN_FORMAT, *about, config.anchors, config.population, versions()])
+    return digest([_PLAN_FORMAT, [asdict(part) for part in parts], config.anchors, config.population, versions()])

@@ -1,5 +1,6 @@
 """The runs of a comparison: trained as the training program does, scored by retrieval, their normalizers measured."""
 
+import base64
 import resource
 import time
 from collections.abc import Callable, Mapping
@@ -48,11 +49,23 @@ class ComparePilot:
         """Samples of an optimizer step."""
         return self.config.loading.batch_size * self.config.loading.accum_freq
 
-    def run(self, run: Run, device: torch.device, seen: Callable[[int], None]) -> dict[str, Any]:
-        """Train and score a run, and tell ``seen`` the samples of each step; return the run's row."""
+    def run(self, run: Run, device: torch.device, seen: Callable[[Any], None]) -> dict[str, Any]:
+        """Train and score a run; tell ``seen`` the samples of each step, and at some points the row that it has so far.
+
+        ``points`` of a row are the choosing half's reciprocal ranks after so many samples, by which a setting is stopped.
+        """
         start = time.perf_counter()
         training = PilotRun(self.config, self.data, run, device)
-        curve = training.train(seen, lambda: recall(ranks(training, self.data.test)))
+        points: dict[str, str] = {}
+
+        def score(samples: int) -> float:
+            reciprocal = reciprocal_ranks(ranks(training, self.data.val))
+            points[str(samples)] = pack_floats(reciprocal)
+            stand = {"id": run.id, **asdict(run), "samples": samples, "val": {"mean": float(reciprocal.mean())}}
+            seen({**stand, "points": dict(points), "all_seconds": time.perf_counter() - start})
+            return recall(ranks(training, self.data.test))
+
+        curve = training.train(seen, score)
         row = {
             "id": run.id,
             **asdict(run),
@@ -61,8 +74,9 @@ class ComparePilot:
             "temperature": training.temperature(),
             "state_bytes": sum(asdict(training.loss.state_size()).values()),
             "memory_bytes": _peak_memory(device),
-            "val": {"mean": mean_reciprocal_rank(ranks(training, self.data.val))},
+            "val": {"mean": float(reciprocal_ranks(ranks(training, self.data.val)).mean())},
             "curve": curve,
+            "points": points,
             "hits": {name: pack(of) for name, of in ranks(training, self.data.test, self.data.names).items()},
         }
         normalizers = self.normalizer_errors(training) if run.seed == SEEDS[0] else None
@@ -88,7 +102,7 @@ class ComparePilot:
         pace = (now - first) / max(1, step - 1) / self.batch
         scoring = time.perf_counter()
         ranks(training, self.data.val)
-        per_run = building + (1 + CURVE_POINTS) * (time.perf_counter() - scoring)
+        per_run = building + 2 * (1 + CURVE_POINTS) * (time.perf_counter() - scoring)
         return {"loss": run.family, "per_sample": pace, "per_run": per_run}
 
     def judge_batch(self, run: Run, device: torch.device, seen: Callable[[int], None]) -> dict[str, Any]:
@@ -173,9 +187,9 @@ def recall(found: Mapping[str, Tensor]) -> float:
     return float(sum((found[name] == 0).double().mean() for name in RETRIEVAL) / 2)
 
 
-def mean_reciprocal_rank(found: Mapping[str, Tensor]) -> float:
-    """Return the mean of both directions. It tells two models apart with fewer samples than R@1."""
-    return float(sum((1 + found[name]).reciprocal().mean() for name in RETRIEVAL) / 2)
+def reciprocal_ranks(found: Mapping[str, Tensor]) -> Tensor:
+    """Return ``(N,)``, the mean of both directions. It tells two models apart with fewer samples than R@1."""
+    return torch.stack([(1 + found[name]).reciprocal() for name in RETRIEVAL]).mean(dim=0)
 
 
 def pack(of: Tensor) -> str:
@@ -186,6 +200,16 @@ def pack(of: Tensor) -> str:
 def unpack(digits: str) -> Tensor:
     """Return what :func:`pack` keeps: ``(N,)`` float64 of 0 and 1."""
     return torch.tensor([float(digit) for digit in digits], dtype=torch.float64)
+
+
+def pack_floats(values: Tensor) -> str:
+    """Return values between 0 and 1 as text, in three digits."""
+    return base64.b64encode(values.half().numpy().tobytes()).decode()
+
+
+def unpack_floats(packed: str) -> Tensor:
+    """Return what :func:`pack_floats` keeps."""
+    return torch.frombuffer(bytearray(base64.b64decode(packed)), dtype=torch.float16).double()
 
 
 def _peak_memory(device: torch.device) -> int:

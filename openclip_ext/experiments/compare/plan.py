@@ -1,24 +1,26 @@
-"""How many candidates are tried and how long the runs are, from the time and the measured pace."""
+"""How many candidates are tried, how long the runs are, and what comes next, from the time and the measured pace."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from openclip_ext.experiments.compare.space import BASELINE
-
 SEEDS = (0, 1, 2)
 # With time to spare.
 MOST_SEEDS = 6
-# Candidates of each loss that all seeds run: one run does not tell the best from the second.
+# Settings of each loss that go on to the next stage, with all seeds: one run does not tell the best from the second.
 FINALISTS = 2
-# Losses beside the baseline that run all seeds: what is clearly behind after the first one only makes the runs shorter.
+# Losses beside the baseline that go on: what is clearly behind after the first stage only makes the runs shorter.
 CONTENDERS = 2
+# Of the time, for the first stage.
+_TUNING_SHARE = 0.35
+# A new stage must be so much longer than the one before.
+_LONGER = 1.5
 # Shorter runs say nothing: they are hardly above chance.
 _LEAST_STEPS = 20
-# Candidates of each loss that the first seed tries, and the steps that its runs must have for that; runs as long as --epochs
+# Candidates of each loss that the first stage tries, and the steps that its runs must have for that; runs as long as --epochs
 # are enough, too. Long runs come before many candidates: on icons in batches of 32 queueclip was 0.1 and 0.8 points ahead
 # after 1,700 steps, 2.4 after 3,000 and 8.7 after 5,500 (docs/results.md).
-_TRIED = ((9, math.inf), (4, 2500), (3, 1500), (FINALISTS, _LEAST_STEPS))
+_TRIED = ((9, math.inf), (4, 1000), (3, 600), (FINALISTS, _LEAST_STEPS))
 
 
 @dataclass(frozen=True)
@@ -33,41 +35,31 @@ class Costs:
     per_sample: Mapping[str, float]
     per_run: float
 
+    def seconds(self, samples: float, settings: int) -> float:
+        """Return the time of one process for a seed of so many settings of each loss."""
+        return settings * (samples * sum(self.per_sample.values()) + len(self.per_sample) * self.per_run)
+
+    def fitting(self, seconds: float, settings: int) -> float:
+        """Return the samples of each run for which :meth:`seconds` is so much."""
+        return (seconds - self.seconds(0, settings)) / (settings * sum(self.per_sample.values()))
+
 
 @dataclass(frozen=True)
-class Design:
-    """The size of a comparison.
+class Stage:
+    """Runs of one length: the samples that each sees, and the seeds."""
 
-    Attributes:
-        tried: candidates of each loss that run the first seed.
-        finalists: the best of these, which run the other seeds, too.
-        samples: that each run sees.
-        seeds: of the runs.
-    """
-
-    tried: int
-    finalists: int
     samples: int
-    seeds: Sequence[int] = SEEDS
-
-    def runs_a_seed(self, losses: Sequence[str]) -> int:
-        """Return the runs of each seed but the first."""
-        return self.finalists * min(len(losses), 1 + CONTENDERS)
-
-    def runs(self, losses: Sequence[str]) -> int:
-        """Return the runs of the whole comparison."""
-        return self.tried * len(losses) + (len(self.seeds) - 1) * self.runs_a_seed(losses)
+    seeds: Sequence[int]
 
 
-def make_design(
-    losses: Sequence[str], costs: Costs, seconds: float, processes: int, batch: int, most_samples: int, most_tried: int
-) -> Design:
-    """Return the design that fits into the time.
+def plan_tuning(
+    costs: Costs, seconds: float, processes: int, batch: int, most_samples: int, most_tried: int
+) -> tuple[int, Stage]:
+    """Return how many candidates of each loss are tried, and the first stage, of one seed.
 
     Args:
-        losses: which are compared.
-        costs: of a run.
-        seconds: of wall-clock time.
+        costs: of all losses.
+        seconds: of wall-clock time for the whole comparison.
         processes: runs at a time.
         batch: samples of an optimizer step.
         most_samples: that a run may see.
@@ -76,39 +68,40 @@ def make_design(
     Raises:
         ValueError: not even the smallest fits.
     """
-    # The costliest losses may be the ones that go on.
-    others = sorted((costs.per_sample[loss] for loss in losses if loss != BASELINE), reverse=True)
-    all_losses, going_on = (costs.per_sample[BASELINE] + sum(some) for some in (others, others[:CONTENDERS]))
-    for tried, enough_steps in _TRIED:
-        design = Design(min(tried, most_tried), min(FINALISTS, most_tried), 0)
-        per_sample = design.tried * all_losses + (len(SEEDS) - 1) * design.finalists * going_on
-        fitting = (seconds * processes - design.runs(losses) * costs.per_run) / per_sample
+    for most, enough_steps in _TRIED:
+        tried = min(most, most_tried)
+        fitting = costs.fitting(_TUNING_SHARE * seconds * processes, tried)
         steps = int(min(fitting, most_samples) // batch)
         if steps >= enough_steps or steps == most_samples // batch:
-            return replace(design, samples=steps * batch)
+            return tried, Stage(steps * batch, SEEDS[:1])
     raise ValueError(
         f"the time is too short: {max(0, seconds) / 60:.1f} minutes, after reading and measuring, with {processes} processes "
-        f"leave {max(0, steps)} steps for a run of each of {len(losses)} losses, at least {_LEAST_STEPS} "
+        f"leave {max(0, steps)} steps for a first run of each of {len(costs.per_sample)} losses, at least {_LEAST_STEPS} "
         "are needed. Give more --minutes, fewer --losses, or a smaller --model"
     )
 
 
-def add_seed(
-    design: Design, losses: Sequence[str], run_seconds: float, seconds: float, processes: int
-) -> Design | None:
-    """Return the design with one more seed; None if the time is too short, or there are seeds enough.
+def plan_next(last: Stage, costs: Costs, seconds: float, processes: int, batch: int, most_samples: int) -> Stage | None:
+    """Return what follows a stage that is finished: longer runs where the time allows, else more seeds, else None.
 
     Args:
-        design: whose runs are all finished.
-        losses: which are compared.
-        run_seconds: of a run of the slowest loss, with all processes busy.
-        seconds: that are left.
-        processes: runs at a time.
+        last: the stage.
+        costs: of the losses that go on, as its runs were measured.
+        seconds: of wall-clock time that are left.
+        processes, batch, most_samples: as in :func:`plan_tuning`.
     """
-    rounds = math.ceil(design.runs_a_seed(losses) / processes)
-    if len(design.seeds) >= MOST_SEEDS or rounds * run_seconds > seconds:
+    fitting = costs.fitting(seconds * processes / len(SEEDS), FINALISTS)
+    longer = int(min(fitting, most_samples) // batch) * batch
+    if longer >= _LONGER * last.samples:
+        return Stage(longer, SEEDS)
+    if len(last.seeds) == 1:
+        return replace(last, seeds=SEEDS)
+    # A round of runs lasts as long as its slowest one.
+    rounds = math.ceil(FINALISTS * len(costs.per_sample) / processes)
+    run_seconds = costs.per_run + last.samples * max(costs.per_sample.values())
+    if len(last.seeds) >= MOST_SEEDS or rounds * run_seconds > seconds:
         return None
-    return replace(design, seeds=(*design.seeds, max(design.seeds) + 1))
+    return replace(last, seeds=(*last.seeds, max(last.seeds) + 1))
 
 
 def equal_epochs(samples: int, batch: int, num_samples: int) -> tuple[int, int]:

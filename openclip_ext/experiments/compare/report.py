@@ -13,7 +13,7 @@ from torch import Tensor
 from openclip_ext.experiments.compare.pilot import IMAGE_TO_TEXT, RETRIEVAL, TEXT_TO_IMAGE, ZERO_SHOT, unpack
 from openclip_ext.experiments.compare.space import BASELINE, setting_words
 from openclip_ext.experiments.runs import Contest, Results, Run, score
-from openclip_ext.experiments.statistics import Difference, paired_difference
+from openclip_ext.experiments.statistics import Difference, group_numbers, paired_difference
 from openclip_ext.experiments.tables import markdown_table
 from openclip_ext.pages.charts import Curve, color, line_chart
 from openclip_ext.pages.rendering import render_lines, render_page
@@ -49,8 +49,10 @@ class LossResult:
     Attributes:
         scores: mean over seeds by metric; ``R@1`` is the mean of both directions.
         each_seed: R@1 of each seed.
-        gain: R@1 minus that of ``openclip``, the mean over the seeds that both have, or None.
+        epochs: length of the runs.
+        gain: R@1 minus that of ``openclip`` in runs of this length, the mean over the seeds that both have, or None.
         difference: the same with its interval, or None with fewer than two such seeds.
+        gains: epochs, gain and number of seeds of all lengths, the shortest first.
         zero_shot_difference: the same for zero-shot accuracy.
         curves: ``(samples, seconds, R@1)`` of each seed.
         normalizers: errors of its and the batch's log-normalizers, at the end of the first seed.
@@ -60,11 +62,13 @@ class LossResult:
     loss: str
     setting: str
     lr: float
+    epochs: float
     scores: Mapping[str, float]
     each_seed: tuple[float, ...]
     gain: float | None
     difference: Difference | None
     zero_shot_difference: Difference | None
+    gains: Sequence[tuple[float, float, int]]
     temperature: float
     step_seconds: float
     memory_bytes: int
@@ -82,9 +86,9 @@ class Report:
         recommended: the loss to take.
         text_of_judgement: how wrong a batch is, before training.
         results: by loss, the best first.
-        runs: means of each setting over its seeds: ``(loss, setting, lr, seeds, mean reciprocal rank, R@1)``.
-        samples, epochs: that each run saw.
-        left_behind: losses that have run the first seed only.
+        runs: means of each setting over its seeds: ``(loss, setting, lr, epochs, seeds, mean reciprocal rank, R@1)``.
+        stopped: how many runs were stopped, since another setting of their loss was clearly ahead.
+        left_behind: losses that have not gone on after the first stage.
         chance: R@1 of guessing.
     """
 
@@ -93,20 +97,18 @@ class Report:
     recommended: str | None
     text_of_judgement: str
     results: tuple[LossResult, ...]
-    runs: tuple[tuple[str, str, float, int, float, float], ...]
+    runs: tuple[tuple[str, str, float, float, int, float, float], ...]
+    stopped: int
     unfinished: int
     failures: tuple[str, ...]
-    samples: int
-    epochs: float
     left_behind: tuple[str, ...]
     chance: float
 
 
 def make_report(
     about: About,
-    contest: Contest,
+    contests: Sequence[Contest],
     results: Results,
-    planned_runs: int,
     judged: Mapping[str, Any],
     captions: Sequence[str],
     command_line: Callable[[Row], str],
@@ -115,42 +117,57 @@ def make_report(
 
     Args:
         about: what was compared.
-        contest: which runs there are.
-        results: rows of finished and failed runs.
-        planned_runs: how many there will be.
+        contests: which runs there are, stage by stage.
+        results: rows of finished, stopped and failed runs.
         judged: how wrong a batch was about its normalizers before the first run.
         captions: of the samples that give the numbers.
         command_line: of a run.
     """
-    number = {caption: place for place, caption in enumerate(dict.fromkeys(captions))}
-    groups = [number[caption] for caption in captions]
-    of_loss = {loss: _finished(contest.best(loss, results), results) for loss in contest.families}
-    found = [
-        _loss_result(loss, rows, of_loss[BASELINE], groups, command_line) for loss, rows in of_loss.items() if rows
+    groups = group_numbers(captions)
+    stages = [
+        {loss: _finished(contest.best(loss, results), results) for loss in contest.families} for contest in contests
     ]
-    found.sort(key=lambda result: -_gain(result))
-    first = next(iter(contest.families.values()))[0]
-    samples = first.epochs * (first.epoch_samples or about.num_samples)
-    epochs = samples / about.num_samples
+    # Of the stages the last in which a loss has an interval; where there is none, the last with a pair.
+    chosen = {
+        loss: max(
+            (stage for stage in stages if stage.get(loss)),
+            key=lambda stage: (min(2, len(stage[loss].keys() & stage[BASELINE].keys())), stages.index(stage)),
+        )
+        for loss in contests[0].families
+        if any(stage.get(loss) for stage in stages)
+    }
+    found = []
+    for loss, stage in chosen.items():
+        gains = [] if loss == BASELINE else [_gain_at(one[loss], one[BASELINE], about) for one in stages if loss in one]
+        of_length = {gain[0]: gain for gain in gains if gain is not None}  # the last stage's, of equal lengths
+        found.append(_loss_result(stage[loss], stage[BASELINE], about, groups, tuple(of_length.values()), command_line))
+    # Those left behind come last: shorter runs have lower scores.
+    found.sort(key=lambda result: (result.difference is None, -_gain(result)))
+    to_best = {}
+    if found:
+        best = _leader(found).loss
+        to_best = {loss: _difference(chosen[best][best], rows, groups) for loss, rows in chosen[best].items()}
     failures = [row["failed"].strip() for row in results.values() if "failed" in row]
-    best = of_loss[_leader(found).loss] if found else {}
-    to_best = {result.loss: _difference(best, of_loss[result.loss], groups) for result in found}
-    sentence, recommended = conclude(found, about, epochs, to_best, len(failures))
-    by_setting = [
-        list(_finished(runs, results).values()) for loss in of_loss for runs in contest.by_setting(loss, results)
-    ]
+    sentence, recommended = conclude(found, about, to_best, len(failures))
+    runs = {
+        rows[0]["id"]: _setting_row(rows, about)
+        for contest in contests
+        for loss in contest.families
+        for setting in contest.by_setting(loss, results)
+        if (rows := list(_finished(setting, results).values()))
+    }
+    stopped = [row for row in results.values() if "stopped" in row]
     return Report(
         about=about,
         sentence=sentence,
         recommended=recommended,
         text_of_judgement=judgement(judged, about.batch, "Before training"),
         results=tuple(found),
-        runs=tuple(_setting_row(rows) for rows in by_setting if rows),
-        unfinished=planned_runs - sum(map(len, by_setting)),
+        runs=tuple(runs.values()),
+        stopped=len(stopped),
+        unfinished=sum(run.id not in results or "failed" in results[run.id] for run in contests[-1].decided(results)),
         failures=tuple(sorted(set(failures))),
-        samples=samples,
-        epochs=epochs,
-        left_behind=contest.left_behind(results) or (),
+        left_behind=tuple(loss for loss in contests[0].families if loss not in contests[-1].families),
         chance=chance(groups),
     )
 
@@ -166,41 +183,54 @@ def chance(groups: Sequence[int]) -> float:
 
 def _finished(runs: Sequence[Run], results: Results) -> dict[int, Row]:
     """Return the rows of finished runs by seed."""
-    found = {run.seed: results[run.id] for run in runs if run.id in results}
-    return {seed: row for seed, row in found.items() if "failed" not in row}
+    return {run.seed: results[run.id] for run in runs if "hits" in results.get(run.id, {})}
 
 
-def _setting_row(rows: Sequence[Row]) -> tuple[str, str, float, int, float, float]:
+def _epochs(row: Row, about: About) -> float:
+    return row["epochs"] * (row["epoch_samples"] or about.num_samples) / about.num_samples
+
+
+def _gain_at(rows: Mapping[int, Row], baseline: Mapping[int, Row], about: About) -> tuple[float, float, int] | None:
+    """Return epochs, mean gain over the baseline and number of common seeds; None without one."""
+    gains = [_recall(rows[seed]) - _recall(baseline[seed]) for seed in rows if seed in baseline]
+    return (_epochs(next(iter(rows.values())), about), statistics.fmean(gains), len(gains)) if gains else None
+
+
+def _setting_row(rows: Sequence[Row], about: About) -> tuple[str, str, float, float, int, float, float]:
     recall = statistics.fmean(_recall(row) for row in rows)
     first = rows[0]
     words = setting_words(first["family"], first["setting"]["options"])
-    return first["family"], words, first["lr"], len(rows), statistics.fmean(map(score, rows)), recall
+    choice = statistics.fmean(map(score, rows))
+    return first["family"], words, first["lr"], _epochs(first, about), len(rows), choice, recall
 
 
 def _loss_result(
-    loss: str,
     rows: Mapping[int, Row],
     baseline: Mapping[int, Row],
+    about: About,
     groups: Sequence[int],
+    gains: Sequence[tuple[float, float, int]],
     command_line: Callable[[Row], str],
 ) -> LossResult:
     every = list(rows.values())
-    _, setting, lr, *_ = _setting_row(every)
+    loss, setting, lr, epochs, *_ = _setting_row(every, about)
     scores = {
         name: float(torch.stack([unpack(row["hits"][name]) for row in every]).mean()) for name in every[0]["hits"]
     }
     each_seed = tuple(_recall(row) for row in every)
-    gains = [_recall(rows[seed]) - _recall(baseline[seed]) for seed in rows if seed in baseline]
+    gain = _gain_at(rows, baseline, about)
     paired = {} if loss == BASELINE else rows
     return LossResult(
         loss=loss,
         setting=setting,
         lr=lr,
+        epochs=epochs,
         scores={"R@1": statistics.fmean(each_seed)} | scores,
         each_seed=each_seed,
-        gain=statistics.fmean(gains) if gains else None,
+        gain=gain and gain[1],
         difference=_difference(paired, baseline, groups),
         zero_shot_difference=_difference(paired, baseline, groups, (ZERO_SHOT,)) if ZERO_SHOT in scores else None,
+        gains=gains,
         temperature=statistics.fmean(row["temperature"] for row in every),
         step_seconds=sum(row["seconds"] for row in every) / sum(row["steps"] for row in every),
         memory_bytes=max(row["memory_bytes"] for row in every),
@@ -244,19 +274,14 @@ def _gain(result: LossResult) -> float:
 
 
 def conclude(
-    found: Sequence[LossResult],
-    about: About,
-    epochs: float,
-    to_best: Mapping[str, Difference | None],
-    failures: int = 0,
+    found: Sequence[LossResult], about: About, to_best: Mapping[str, Difference | None], failures: int = 0
 ) -> tuple[str, str | None]:
-    """Return the result in a sentence, and the loss to take.
+    """Return the result in a sentence, with what longer runs may bring, and the loss to take.
 
     Args:
         found: the losses with finished runs.
         about: what was compared.
-        epochs: of a run.
-        to_best: the difference of the best loss to each.
+        to_best: the difference of the best loss to each, in runs of the same length.
         failures: how many runs failed.
     """
     others = [result for result in found if result.difference is not None]
@@ -272,21 +297,44 @@ def conclude(
         gaps = {loss: gap for loss, gap in to_best.items() if gap is not None and loss not in (best.loss, BASELINE)}
         equal = [loss for loss, gap in gaps.items() if gap.low <= 0 <= gap.high]
         sentence += f"; no difference between {best.loss} and {', '.join(equal)}" if equal else ""
-        return f"{sentence}.", best.loss
+        return " ".join([f"{sentence}.", *outlook(best, about)]), best.loss
     sentence = (
         f"Nothing beats {BASELINE} with confidence at batch {about.batch}: {best.loss} comes nearest, {difference}"
     )
     worse = [result.loss for result in others if result.difference and result.difference.high < 0]
     sentence += f"; worse: {', '.join(worse)}" if worse else ""
+    return " ".join([f"{sentence}.", *outlook(best, about), f"Take {BASELINE} with its best setting."]), BASELINE
+
+
+def outlook(best: LossResult, about: About) -> list[str]:
+    """Return sentences on how the gain of a loss grew with the length, and what length would be needed to tell.
+
+    The growth with each doubling is taken from the shortest and the longest runs, of other settings perhaps and of few seeds:
+    a guess, not a measurement.
+    """
+    assert best.difference is not None
     # Runs end with a whole batch, a little before --epochs.
-    advice = "Take"
-    if epochs < 0.9 * about.most_epochs and best.difference.high > _NEGLIGIBLE:
-        longer = min(2.0, about.most_epochs / epochs)
-        advice = (
-            f"Runs of {epochs:.1f} epochs leave open what longer ones bring: with another --output and --minutes "
-            f"{math.ceil(longer * about.minutes)} they have about {longer * epochs:.0f}. Until then take"
+    if best.epochs >= 0.9 * about.most_epochs or best.difference.high <= _NEGLIGIBLE:
+        return []
+    needed = min(2.0, about.most_epochs / best.epochs)
+    said = f"Runs of {best.epochs:.1f} epochs leave open what longer ones bring."
+    shortest = min(best.gains, default=(best.epochs, 0.0, 0))
+    if best.epochs > shortest[0]:
+        growth = (best.difference.mean - shortest[1]) / math.log2(best.epochs / shortest[0])
+        planned = best.difference.mean + growth * math.log2(about.most_epochs / best.epochs)
+        said = (
+            f"{best.loss} gained {_signed(shortest[1])} in {shortest[0]:.1f} epochs and {_signed(best.difference.mean)} in "
+            f"{best.epochs:.1f}: if this goes on, {_signed(planned)} in {about.most_epochs:.0f} (--epochs)."
         )
-    return f"{sentence}. {advice} {BASELINE} with its best setting.", BASELINE
+        if best.difference.low <= 0 < growth:
+            needed = max(needed, 2 ** (min(20.0, -best.difference.low / growth)))
+    if best.difference.low > 0:
+        return [said]
+    length = needed * best.epochs
+    if best.epochs > shortest[0] and (growth <= 0 or length > about.most_epochs):
+        return [f"{said} So no length up to --epochs is likely to tell."]
+    minutes = math.ceil(needed * about.minutes)
+    return [f"{said} About {length:.0f} epochs may tell: the same command with --minutes {minutes} goes on to them."]
 
 
 def points(difference: Difference) -> str:
@@ -334,8 +382,9 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
     """Return the tables by title; the first row is the head."""
     metrics = [name for name in _METRIC_WORDS if report.results and name in report.results[0].scores]
     words = [_METRIC_WORDS[name] for name in metrics]
-    result = [["loss", "R@1", f"minus {BASELINE}", *words, "each seed", "setting", "lr"]]
+    result = [["loss", "R@1", f"minus {BASELINE}", *words, "each seed", "setting", "lr", "epochs"]]
     cost = [["loss", "ms a step", "memory, MiB", "state of the loss, MiB", "τ at the end"]]
+    gains = [["loss", "epochs", f"minus {BASELINE}, R@1", "seeds"]]
     errors = [["model trained with", "τ", "batch misjudges by (90 %)", "error of the batch", "error of the loss"]]
     for one in report.results:
         scores = [_plain(one.scores[name]) for name in metrics]
@@ -343,7 +392,18 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
             scores[-1] += f", {points(one.zero_shot_difference)}"
         seeds = " ".join(map(_plain, one.each_seed))
         shown = _shown_difference(one)
-        result.append([one.loss, _plain(one.scores["R@1"]), shown, *scores, seeds, one.setting, f"{one.lr:g}"])
+        result.append(
+            [
+                one.loss,
+                _plain(one.scores["R@1"]),
+                shown,
+                *scores,
+                seeds,
+                one.setting,
+                f"{one.lr:g}",
+                f"{one.epochs:.1f}",
+            ]
+        )
         mib = [f"{value / 2**20:.1f}" for value in (one.memory_bytes, one.state_bytes)]
         cost.append([one.loss, f"{1000 * one.step_seconds:.1f}", *mib, f"{one.temperature:.3f}"])
         if one.normalizers is not None:
@@ -352,10 +412,12 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
             pair = [f"{one.normalizers.get(name, batch)['mean']:.3f}" for name in ("own_batch", "own")]
             temperature = f"{one.normalizers['temperature']:.3f}"
             errors.append([one.loss, temperature, f"{median} ({low} to {high})", *pair])
-    runs = [["loss", "setting", "lr", "seeds", "MRR, choosing half", "R@1"]]
-    for loss, setting, lr, count, choice, recall in report.runs:
-        runs.append([loss, setting, f"{lr:g}", str(count), _plain(choice), _plain(recall)])
-    found = {"Result": result, "Normalizers of the trained models": errors, "Cost": cost, "All runs": runs}
+        gains += [[one.loss, f"{epochs:.1f}", _signed(gain), str(seeds)] for epochs, gain, seeds in one.gains]
+    runs = [["loss", "setting", "lr", "epochs", "seeds", "MRR, choosing half", "R@1"]]
+    for loss, setting, lr, epochs, count, choice, recall in report.runs:
+        runs.append([loss, setting, f"{lr:g}", f"{epochs:.1f}", str(count), _plain(choice), _plain(recall)])
+    found = {"Result": result, "Gain by length": gains, "Normalizers of the trained models": errors, "Cost": cost}
+    found["All runs"] = runs
     return {title: rows for title, rows in found.items() if len(rows) > 1}
 
 
