@@ -91,7 +91,8 @@ def test_the_stages_fit_the_time_and_use_it(minutes, processes):
     second = plan_next(first, COSTS, seconds - spent / processes, processes, 16, 10**9)
     assert second is not None and second.seeds == SEEDS
     spent += len(SEEDS) * FINALISTS * (2 * COSTS.per_run + second.samples * 3e-3)
-    assert spent <= seconds * processes and (spent > 0.9 * seconds * processes or second.samples == first.samples)
+    if second.samples > first.samples:  # else the next call goes on
+        assert 0.9 * seconds * processes < spent <= seconds * processes
 
 
 def test_more_time_tries_more_in_longer_runs():
@@ -609,7 +610,7 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     main([*argv, "--losses", "openclip,queueclip,sogclr"])
     rows = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()[len(lines) :]]
     assert {row["family"] for row in rows} == {"sogclr"}
-    assert rows[0]["stopped"] == 8 and rows[0]["val"]["mean"] < 0
+    assert rows[0]["stopped"] == 16 and rows[0]["val"]["mean"] < 0
     assert sum("stopped" in row for row in rows) == json.loads((out / "report.json").read_text())["stopped"] == 2
 
     # A refused command removes nothing.
@@ -640,6 +641,7 @@ def test_a_setting_is_stopped_where_another_is_ahead_beyond_the_interval(data):
     assert found._stop("equal", stand("equal", (good - 0.001 + noise).clamp(0, 1))) is None
     for other in ({"seed": 1}, {"family": "queueclip"}, {"epochs": 7}):
         assert found._stop("other", stand("other", good * 0.1, **other)) is None
+    assert found._stop("bad", stand("bad", good * 0.1, epoch_samples=320)) is None  # too early to tell
     stopped = found._stop("bad", stand("bad", good * 0.1))
     assert stopped is not None and stopped["stopped"] == 40 and stopped["val"]["mean"] < 0
 

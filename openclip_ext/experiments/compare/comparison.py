@@ -42,9 +42,11 @@ from openclip_ext.training.config import TrainingConfig
 # Of --minutes: kept for runs that are slower than their pace was, used to measure the pace, and the most for one loss.
 _RESERVE, _PACE_SHARE, _PACE_SECONDS = 0.1, 0.05, 6.0
 _REPORT_SECONDS = 2.0
-# Half widths of the interval over the samples by which another setting is clearly ahead: half as many again as for the samples
-# alone, since the interval of one seed does not cover other seeds.
-_CLEARLY = 1.5
+# A setting is stopped from this share of a run on, if another one is ahead by so many half widths of the interval over the
+# samples: more than one, since the interval of one seed does not cover other seeds. Of pairs of settings in
+# docs/benchmarks/icons that were 3 points apart at an eighth of their runs, 7 of 100 changed places later; at a quarter 7 of
+# 249, and they ended 1.5 points apart at most.
+_EARLIEST, _CLEARLY = 0.2, 1.5
 # Of plan.json and runs.jsonl; folders of another one are refused.
 _PLAN_FORMAT = 3
 _OTHER = "the folder {} holds a comparison with other {}: give another --output, or remove the folder"
@@ -220,6 +222,8 @@ class Comparison:
     def _stop(self, name: str, stand: dict[str, Any]) -> dict[str, Any] | None:
         """Return the row of a run that ends here: another setting is ahead at equal samples, beyond the interval."""
         self._stands[name] = stand
+        if stand["samples"] < _EARLIEST * stand["epochs"] * stand["epoch_samples"]:
+            return None
         at, scores = str(stand["samples"]), unpack_floats(stand["points"][str(stand["samples"])])
         compared = ("family", "seed", "epochs", "epoch_samples")
         for other in [*self.results.rows.values(), *self._stands.values()]:
