@@ -1,5 +1,6 @@
 """From finished runs to numbers and words, as Markdown and as one HTML page without external resources."""
 
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -127,36 +128,27 @@ def make_report(
     stages = [
         {loss: _finished(contest.best(loss, results), results) for loss in contest.families} for contest in contests
     ]
-    # Of the stages the last in which a loss has an interval; where there is none, the last with a pair.
-    chosen = {
-        loss: max(
-            (stage for stage in stages if stage.get(loss)),
-            key=lambda stage: (min(2, len(stage[loss].keys() & stage[BASELINE].keys())), stages.index(stage)),
-        )
-        for loss in contests[0].families
-        if any(stage.get(loss) for stage in stages)
-    }
-    found = []
-    for loss, stage in chosen.items():
-        gains = [] if loss == BASELINE else [_gain_at(one[loss], one[BASELINE], about) for one in stages if loss in one]
-        of_length = {gain[0]: gain for gain in gains if gain is not None}  # the last stage's, of equal lengths
-        found.append(_loss_result(stage[loss], stage[BASELINE], about, groups, tuple(of_length.values()), command_line))
-    # Those left behind come last: shorter runs have lower scores.
-    found.sort(key=lambda result: (result.difference is None, -_gain(result)))
-    to_best = {}
-    if found:
-        best = _leader(found).loss
-        to_best = {loss: _difference(chosen[best][best], rows, groups) for loss, rows in chosen[best].items()}
+    found, chosen = [], {}
+    for loss in contests[0].families:
+        own = [(stage[loss], stage[BASELINE]) for stage in stages if stage.get(loss)]
+        if own:
+            # The last stage in which the loss has an interval; where there is none, the last with a pair.
+            chosen[loss] = max(reversed(own), key=lambda rows: min(2, len(rows[0].keys() & rows[1].keys())))
+            gains = {gain[0]: gain for rows in own if loss != BASELINE and (gain := _gain_at(*rows, about))}
+            found.append(_loss_result(*chosen[loss], about, groups, tuple(gains.values()), command_line))
+    # Of those left behind the runs are shorter.
+    found.sort(key=lambda result: (-result.epochs, -_gain(result)))
+    longest = [result for result in found if result.epochs == found[0].epochs]
+    best = chosen[_leader(longest).loss][0] if found else {}
+    to_best = {result.loss: _difference(best, chosen[result.loss][0], groups) for result in longest}
     failures = [row["failed"].strip() for row in results.values() if "failed" in row]
     sentence, recommended = conclude(found, about, to_best, len(failures))
-    runs = {
-        rows[0]["id"]: _setting_row(rows, about)
-        for contest in contests
-        for loss in contest.families
-        for setting in contest.by_setting(loss, results)
-        if (rows := list(_finished(setting, results).values()))
-    }
-    stopped = [row for row in results.values() if "stopped" in row]
+    runs = {}
+    for contest in contests:
+        for setting in itertools.chain.from_iterable(contest.by_setting(loss, results) for loss in contest.families):
+            if rows := list(_finished(setting, results).values()):
+                runs[setting[0].id] = _setting_row(rows, about)
+    decided = {run.id: results.get(run.id, {}) for contest in contests for run in contest.decided(results)}
     return Report(
         about=about,
         sentence=sentence,
@@ -164,8 +156,8 @@ def make_report(
         text_of_judgement=judgement(judged, about.batch, "Before training"),
         results=tuple(found),
         runs=tuple(runs.values()),
-        stopped=len(stopped),
-        unfinished=sum(run.id not in results or "failed" in results[run.id] for run in contests[-1].decided(results)),
+        stopped=sum("stopped" in row for row in decided.values()),
+        unfinished=sum(not row or "failed" in row for row in decided.values()),
         failures=tuple(sorted(set(failures))),
         left_behind=tuple(loss for loss in contests[0].families if loss not in contests[-1].families),
         chance=chance(groups),
@@ -312,29 +304,30 @@ def outlook(best: LossResult, about: About) -> list[str]:
     The growth with each doubling is taken from the shortest and the longest runs, of other settings perhaps and of few seeds:
     a guess, not a measurement.
     """
-    assert best.difference is not None
+    gap = best.difference
     # Runs end with a whole batch, a little before --epochs.
-    if best.epochs >= 0.9 * about.most_epochs or best.difference.high <= _NEGLIGIBLE:
+    if gap is None or best.epochs >= 0.9 * about.most_epochs or gap.high <= _NEGLIGIBLE:
         return []
-    needed = min(2.0, about.most_epochs / best.epochs)
-    said = f"Runs of {best.epochs:.1f} epochs leave open what longer ones bring."
-    shortest = min(best.gains, default=(best.epochs, 0.0, 0))
-    if best.epochs > shortest[0]:
-        growth = (best.difference.mean - shortest[1]) / math.log2(best.epochs / shortest[0])
-        planned = best.difference.mean + growth * math.log2(about.most_epochs / best.epochs)
+    shortest, early, _ = min(best.gains, default=(best.epochs, 0.0, 0))
+    if shortest < best.epochs:
+        growth = (gap.mean - early) / math.log2(best.epochs / shortest)
+        planned = gap.mean + growth * math.log2(about.most_epochs / best.epochs)
         said = (
-            f"{best.loss} gained {_signed(shortest[1])} in {shortest[0]:.1f} epochs and {_signed(best.difference.mean)} in "
-            f"{best.epochs:.1f}: if this goes on, {_signed(planned)} in {about.most_epochs:.0f} (--epochs)."
+            f"{best.loss} gained {_signed(early)} in {shortest:.1f} epochs and {_signed(gap.mean)} in {best.epochs:.1f}: if "
+            f"this goes on, {_signed(planned)} in {about.most_epochs:.0f} (--epochs)."
         )
-        if best.difference.low <= 0 < growth:
-            needed = max(needed, 2 ** (min(20.0, -best.difference.low / growth)))
-    if best.difference.low > 0:
+        # The length at which the interval, as wide as now, leaves out 0.
+        doublings = min(-gap.low / growth, 20.0) if growth > 0 else math.inf
+    else:
+        said = f"Runs of {best.epochs:.1f} epochs leave open what longer ones bring."
+        doublings = min(1.0, math.log2(about.most_epochs / best.epochs))
+    if gap.low > 0:
         return [said]
-    length = needed * best.epochs
-    if best.epochs > shortest[0] and (growth <= 0 or length > about.most_epochs):
+    epochs = best.epochs * 2**doublings
+    if epochs > 1.01 * about.most_epochs:
         return [f"{said} So no length up to --epochs is likely to tell."]
-    minutes = math.ceil(needed * about.minutes)
-    return [f"{said} About {length:.0f} epochs may tell: the same command with --minutes {minutes} goes on to them."]
+    minutes = math.ceil(2**doublings * about.minutes)
+    return [f"{said} About {epochs:.0f} epochs may tell: the same command with --minutes {minutes} goes on to them."]
 
 
 def points(difference: Difference) -> str:
