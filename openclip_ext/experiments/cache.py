@@ -19,16 +19,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from openclip_ext.data.build import build_source, build_train_loader
-from openclip_ext.data.source import (
-    BadDataError,
-    BadSampleError,
-    ImageDecoder,
-    RawSample,
-    Source,
-    decode_image,
-)
+from openclip_ext.data.source import BadDataError, BadSampleError, ImageDecoder, RawSample, Source, decode_image
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.data.train_loader import TrainLoader, TrainLoaderConfig
+from openclip_ext.files import write_atomically
 from openclip_ext.text_tower import find_causal_tower, shrink
 
 # Stored images are at most this many times as large as the model's: the training's random crops lose nothing visible.
@@ -115,7 +109,6 @@ def write_cache(
     """Decode a data set into a folder, once: a finished one is opened.
 
     Args:
-        spec, folder: what to decode, and where to.
         image_size: side of the model's images.
         limit: bytes that the images may take.
         classes: number of classes, to read each sample's from its member ``cls``; None: do not.
@@ -134,18 +127,16 @@ def write_cache(
     indices: list[int] = []
     captions: list[str] = []
     shapes: list[tuple[int, ...]] = []
-    ends: list[int] = []
     content = hashlib.blake2b(digest_size=8)
     with (folder / _PIXELS).open("wb") as file:
         for index, image, caption in _decoded(source, progress):
             pixels = _shrunk(image, _LARGEST * image_size)
             file.write(pixels.data)
             content.update(pixels.data)
-            ends.append((ends[-1] if ends else 0) + pixels.nbytes)
             captions.append(caption)
             shapes.append(pixels.shape[:2])
             indices.append(index)
-            if len(ends) in (_PROBE, asked) and (expected := ends[-1] / len(ends) * asked) > limit:
+            if len(indices) in (_PROBE, asked) and (expected := file.tell() / len(indices) * asked) > limit:
                 raise DoesNotFit(
                     f"{spec.source}: its images would take {expected / 2**30:.2g} GiB decoded, --cache allows "
                     f"{limit / 2**30:.2g}"
@@ -157,10 +148,10 @@ def write_cache(
             f"more than the allowed {spec.max_bad_fraction:.1%} (--max-bad-fraction)"
         )
     labels = None if classes is None else _read_classes(spec, classes, indices)
-    table = {"captions": captions, "shapes": shapes, "ends": ends, "classes": labels}
+    table = {"captions": captions, "shapes": shapes, "classes": labels}
+    table["ends"] = np.cumsum([3 * height * width for height, width in shapes]).tolist()
     table["digest"] = digest([content.hexdigest(), captions, labels])
-    (folder / f"{_TABLE}.partial").write_text(json.dumps(table))
-    (folder / f"{_TABLE}.partial").rename(folder / _TABLE)
+    write_atomically(folder / _TABLE, lambda file: file.write(json.dumps(table).encode()))
     return Cache.open(folder)
 
 
@@ -181,8 +172,7 @@ def _decoded(
 
 def _shrunk(image: Image.Image, side: int) -> np.ndarray:
     """Return ``(H, W, 3)`` uint8, made smaller where the image's shorter side is longer than ``side``."""
-    shorter = min(image.size)
-    if shorter > side:
+    if (shorter := min(image.size)) > side:
         width, height = (max(1, round(length * side / shorter)) for length in image.size)
         image = image.resize((width, height), Image.Resampling.BICUBIC)
     return np.ascontiguousarray(image)
@@ -228,10 +218,9 @@ class _CachedSource(Source):
 
 @dataclass(frozen=True)
 class Tokens:
-    """All texts that runs can meet, tokenized once; only the tokens and positions that occur are numbered.
+    """All texts that runs can meet, each once, and their tokens.
 
     Attributes:
-        texts: each once.
         numbers: ``(len(texts), L)`` places in the vocabulary.
         vocabulary: the tokenizer's tokens that occur, in order.
         length: positions up to the longest text's end.
@@ -256,10 +245,8 @@ class Tokens:
 class KnownTexts:
     """A tokenizer that looks texts up, and makes the model's text tower as small as they allow.
 
-    Args:
-        tokens: of all texts; None: any text may come, and tokenizer and model stay as they are.
-        tokenizer: the model's.
-        model: changed in place, where its text tower is causal and trained as a whole, see :func:`shrink`.
+    The model is changed in place, where its text tower is causal and trained as a whole, see :func:`shrink`. Where the texts
+    are not known beforehand, tokenizer and model stay as they are.
     """
 
     def __init__(self, tokens: Tokens | None, tokenizer: Callable, model: nn.Module) -> None:
@@ -289,11 +276,9 @@ class PilotData:
     Attributes:
         train: decoded training samples, or where to read them from.
         num_samples: size of the index space.
-        val: samples that choose among settings.
-        test: samples that give the reported numbers.
+        val, test: samples that choose among settings, and that give the reported numbers.
         names: of the classes, or empty.
         tokens: of all texts; None where the training's are not in memory.
-        digest: identifies all of it.
     """
 
     train: Cache | DataSpec

@@ -60,10 +60,6 @@ _FLAGS = "--precision fp32 --wd 0.2 --beta1 0.9 --beta2 0.999 --eps 1e-8 --warmu
 def contests(grid: Mapping[str, Any], data: str) -> dict[str, Contest]:
     """Return what a grid file asks for, by schedule.
 
-    Args:
-        grid: the parsed file: ``model``, ``schedules``, ``families``, ``seeds``.
-        data: digest of the data.
-
     Raises:
         ValueError: a key that means nothing, or families with different numbers of settings.
     """
@@ -149,13 +145,9 @@ class GridRun(PilotRun):
 
 
 class ShiftedImages:
-    """Training batches of images of one size, shifted at random (white comes in).
+    """Training batches of images of one size, shifted at random (white comes in), with tokens ``(N, L)`` as texts.
 
-    Args:
-        samples: the training set.
-        texts: ``(N, L)`` their tokens.
-        seed: of order and shifts, the same for all losses.
-        batch_size: samples of a batch; the last, incomplete one is left out.
+    The seed is that of order and shifts. The last, incomplete batch of an epoch is left out.
     """
 
     def __init__(self, samples: Cache, texts: Tensor, seed: int, batch_size: int) -> None:

@@ -43,11 +43,7 @@ def with_interval(differences: Sequence[float]) -> str:
 def format_tables(grid: Mapping[str, Any], data: str, results: Results, baseline: str | None = None) -> str:
     """Return for each schedule every family's best runs, and the scores on the validation sets of all that was tried.
 
-    Args:
-        grid: the parsed grid file.
-        data: digest of the data.
-        results: the rows by id.
-        baseline: family to compare with; None: the first.
+    Differences are to the family ``baseline``, by default the first.
     """
     baseline = baseline or next(iter(grid["families"]))
     return "\n\n".join(

@@ -79,14 +79,7 @@ def main(argv: list[str]) -> None:
 
 
 class Comparison:
-    """The comparison of one output folder.
-
-    Args:
-        config: what was asked.
-        training: the training's configuration.
-        data: what to train on and to score with.
-        results: finished runs, of this comparison and of others.
-        deadline: when to stop, a time of ``time.monotonic()``.
+    """The comparison of one output folder, until a deadline of ``time.monotonic()``.
 
     Raises:
         ValueError: the folder holds a comparison with other flags or data.

@@ -24,10 +24,6 @@ _HELD_OUT, _MOST_VALIDATION, _FEWEST_VALIDATION = 0.1, 5_000, 20
 class DataPreparation:
     """Decodes the data of a comparison, and divides them.
 
-    Args:
-        config: what was asked.
-        training: the training's configuration.
-
     Attributes:
         cache: the folder of all decoded data sets.
         folders: those of this comparison.

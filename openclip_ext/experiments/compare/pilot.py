@@ -150,12 +150,9 @@ class ComparePilot:
 
 
 def ranks(training: PilotRun, samples: Cache, names: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """Compute ranks in retrieval either way, where any sample of the same caption is right, and in zero-shot classification.
+    """Compute ranks in retrieval either way, where any sample of the same caption is right.
 
-    Args:
-        training: the run.
-        samples: what to score on.
-        names: of the classes; empty: do not classify.
+    With names of classes also in zero-shot classification.
 
     Returns:
         ``(N,)`` by metric: each sample's rank of what is right, from 0.

@@ -55,15 +55,9 @@ class Stage:
 def plan_tuning(
     costs: Costs, seconds: float, processes: int, batch: int, most_samples: int, most_tried: int
 ) -> tuple[int, Stage]:
-    """Return how many candidates of each loss are tried, and the first stage, of one seed.
+    """Return how many candidates of each loss are tried, at most ``most_tried``, and the first stage, of one seed.
 
-    Args:
-        costs: of all losses.
-        seconds: of wall-clock time for the whole comparison.
-        processes: runs at a time.
-        batch: samples of an optimizer step.
-        most_samples: that a run may see.
-        most_tried: candidates that each loss has.
+    ``seconds`` are of wall-clock time, for the whole comparison.
 
     Raises:
         ValueError: not even the smallest fits.
@@ -84,11 +78,7 @@ def plan_tuning(
 def plan_next(last: Stage, costs: Costs, seconds: float, processes: int, batch: int, most_samples: int) -> Stage | None:
     """Return what follows a stage that is finished: longer runs where the time allows, else more seeds, else None.
 
-    Args:
-        last: the stage.
-        costs: of the losses that go on, as its runs were measured.
-        seconds: of wall-clock time that are left.
-        processes, batch, most_samples: as in :func:`plan_tuning`.
+    ``costs`` are those of the losses that go on, as their runs were measured.
     """
     fitting = costs.fitting(seconds * processes / len(SEEDS), FINALISTS)
     longer = int(min(fitting, most_samples) // batch) * batch
