@@ -56,9 +56,7 @@ def dry_run(
 
     Args:
         create: makes the loss; called as on one of ``world_size`` ranks. A few samples of per-sample state are enough.
-        local_batch: samples of a rank (images, for a loss of two views).
-        embed_dim: width of the embeddings; they are float32.
-        world_size: number of ranks.
+        local_batch: samples of a rank (images, for a loss of two views), of float32 embeddings.
         steps: number of steps, from the start of an epoch.
 
     Raises:

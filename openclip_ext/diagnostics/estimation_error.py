@@ -83,9 +83,7 @@ class EstimationError:
 def exact_log_normalizers(
     image: Any, text: Any, anchors: Any, tau: Any, *, eps: float = 0.0, include_positive: int | None = None
 ) -> Tensor:
-    """Compute ``α*`` of some anchors over all embeddings [NeuCLIP 9], in float64.
-
-    Memory beside the embeddings is proportional to the number of anchors, not to ``n`` times it.
+    """Compute ``α*`` of some anchors over all embeddings [NeuCLIP 9], in float64, in memory proportional to the anchors.
 
     ``log g_i = logsumexp_{j≠i} (s_ij − s_ii)/τ_i − log(n−1)``; ``α*_i = log(ε + g_i)``.
 
@@ -93,7 +91,6 @@ def exact_log_normalizers(
         image, text: ``(n, d)`` unit embeddings, tensors or arrays.
         anchors: ``(A,)`` which rows are anchors.
         tau: temperature, or one for each anchor of both sides ``(2, A)``.
-        eps: ε.
         include_positive: the global batch ``B`` of a loss whose normalizers contain the positive pair
             (``loss.normalizers_include_positive``): ``α*_i = log((1 + (B−1)·g_i)/B)``.
 
@@ -155,19 +152,16 @@ def measure(
     """Measure the error of a loss's log-normalizers (NeuCLIP, Appendix B.6); the loss's state stays as it is.
 
     Anchors are drawn without replacement, and estimated in shuffled batches of ``batch_size``, the last one filled up with
-    other samples: what an estimator that reads its batch says depends on the batch's size. Of AmorLIP, whose normalizers
-    contain the positive pair, the exact value is ``log((1 + (B−1)·g_i(S))/B)``.
+    other samples: what an estimator that reads its batch says depends on the batch's size.
 
     Args:
-        loss: a loss that contrasts images with texts by normalizers, with the state to measure.
+        loss: a loss that contrasts images with texts by normalizers, with the state to measure, on ``device``.
         image, text: ``(n, d)`` unit embeddings of the whole training set, tensors or arrays, in any memory: they are moved
             to the device in parts.
         logit_scale: ``1/τ`` of the model.
         batch_size: the run's global batch ``B``.
         index: ``(n,)`` positions of the samples in the data set, for losses that need them; None: ``0 .. n−1``.
         anchors: how many to sample; all, if there are fewer samples.
-        seed: of the sample.
-        device: where to compute; the loss must be there.
 
     Raises:
         ValueError: the loss has no normalizers, or embeddings are not finite, or fewer than a batch.

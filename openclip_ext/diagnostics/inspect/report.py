@@ -32,14 +32,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A run, and what was found in its data.
-
-    Attributes:
-        about: what was inspected, by name, for display.
-        thresholds: what the categories mean.
-        found: by category; rows are global indices here.
-        samples: all that were found, by index.
-    """
+    """A run, and what was found in its data by category; rows are global indices here. ``samples`` are all that were found."""
 
     about: Mapping[str, Any]
     thresholds: Thresholds

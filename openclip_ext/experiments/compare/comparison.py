@@ -111,9 +111,9 @@ class Comparison:
         found: list[Contest] = []
         for stage in self.stages:
             if not found:
-                tried = range(self.plan["tried"])
                 families = {
-                    loss: [self._make_run(loss, n, stage.samples) for n in tried] for loss in self.config.losses
+                    loss: [self._make_run(loss, n, stage.samples) for n in range(min(self.plan["tried"], len(of_loss)))]
+                    for loss, of_loss in self.candidates.items()
                 }
             elif found[-1].pending(known):
                 break
@@ -130,6 +130,7 @@ class Comparison:
         try:
             if not self.plan:
                 self._make_plan()
+            self._drop_stage_not_begun()
             while self._work() and self._go_on():
                 pass
         except KeyboardInterrupt:
@@ -194,6 +195,14 @@ class Comparison:
         about = {"flags": self.flags, "context": self.context, "judged": judged}
         self._write_plan(**about, tried=tried, stages=[asdict(stage)])
 
+    def _drop_stage_not_begun(self) -> None:
+        """Forget a stage that a former call planned and had no time for: it is planned anew for the time of this one."""
+        contests, stages = self.contests(), self.plan["stages"]
+        if 1 < len(contests) == len(stages):
+            runs = contests[-1].decided(self.results.rows)
+            if not any(run.id in self.results.rows for run in runs):
+                self._write_plan(stages=stages[:-1])
+
     def _go_on(self) -> bool:
         """Plan what follows the last stage, if the time that is left allows it, from the pace of the runs so far."""
         known, stages = self.results.known, self.stages
@@ -202,7 +211,7 @@ class Comparison:
             return True
         last = contests[-1]
         costs = measured_costs(last, winners(last, known), known)
-        if costs is None:
+        if costs is None or self._seconds_left <= 0:
             return False
         left = self._seconds_left * (1 - _RESERVE)
         following = plan_next(stages[-1], costs, left, self.config.processes, self.pilot.batch, self._most_samples)
@@ -340,7 +349,7 @@ def winners(contest: Contest, results: Results) -> dict[str, list[Run]]:
 
 def measured_costs(contest: Contest, losses: Iterable[str], results: Results) -> Costs | None:
     """Return what the finished runs of a stage cost, for some losses; None where one has no finished run."""
-    rows = [results[run.id] for run in contest.decided(results) if "curve" in results.get(run.id, {})]
+    rows = [results[run.id] for run in contest.decided(results) if results.get(run.id, {}).get("curve")]
     of_loss = {loss: [row for row in rows if row["family"] == loss] for loss in losses}
     if not all(of_loss.values()):
         return None
