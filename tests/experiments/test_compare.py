@@ -261,7 +261,7 @@ def test_the_sentence_says_what_longer_runs_may_bring(found, expected):
 
 def test_factors_are_rounded_and_have_no_exponents():
     error = {"factor": 2.94, "factor_low": 1.006, "factor_high": 171.3}
-    words = judgement({"temperature": 0.07, "batch": error, "samples": 9984}, 32, "Before training")
+    words = judgement({"temperature": 0.07, "batch": error, "samples": 9984}, 32)
     assert "misjudges its normalizer by a factor of 2.9 (90 %: 1 to 170), against 9,984 training samples" in words
 
 
@@ -477,7 +477,9 @@ def test_a_manifest_may_leave_samples_out(data):
 
 def test_a_batch_is_not_judged_against_itself(data):
     pilot, _ = prepare(with_val(data, "--population", "8"))
-    assert pilot.judge_batch(make_run(BASELINE, 8), CPU, lambda samples: None)["samples"] == 64
+    found = pilot.probe(make_run(BASELINE, 24), 0.1, CPU, lambda samples: None)
+    assert found["samples"] == 64
+    assert 0 < found["per_sample"] < found["per_run"]
 
 
 @pytest.mark.parametrize(("loss", "same"), [("isogclr", True), ("queueclip", True), ("amorlip", False)])
@@ -561,7 +563,7 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     """Interrupted, gone on with, repeated, and extended by a loss."""
     monkeypatch.setattr(plan, "_TRIED", ((3, 0),))
     monkeypatch.setattr(plan, "MOST_SEEDS", 3)
-    monkeypatch.setattr(comparison, "_PACE_SECONDS", 0.1)
+    monkeypatch.setattr(comparison, "_PROBE_SECONDS", 0.1)
     monkeypatch.setattr(comparison, "_CLEARLY", 100.0)
     more = ["--val", str(data / "val" / "00000.tar"), "--classes", str(data / "names.txt")]
     argv, out = arguments(data, *more), data / "out"

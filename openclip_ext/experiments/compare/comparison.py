@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import shlex
 import statistics
 import time
@@ -39,8 +38,8 @@ from openclip_ext.files import write_atomically
 from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.training.config import TrainingConfig
 
-# Of --minutes: kept for runs that are slower than their pace was, used to measure the pace, and the most for one loss.
-_RESERVE, _PACE_SHARE, _PACE_SECONDS = 0.1, 0.05, 6.0
+# Of --minutes: kept for runs that are slower than their pace was, and used to measure the pace, in seconds at most.
+_RESERVE, _PROBE_SHARE, _PROBE_SECONDS = 0.1, 0.02, 10.0
 _REPORT_SECONDS = 2.0
 # A setting is stopped from this share of a run on, if another one is ahead by so many half widths of the interval over the
 # samples: more than one, since the interval of one seed does not cover other seeds. Of pairs of settings in
@@ -171,28 +170,20 @@ class Comparison:
         write_atomically(self.config.folder / "plan.json", lambda file: file.write(text.encode()))
 
     def _make_plan(self) -> None:
-        """Measure how wrong a batch is and how fast the runs are, and plan what fits."""
-        losses, processes = self.config.losses, self.config.processes
-        repeats = math.ceil(len(losses) / processes) * processes
-        turns = [losses[number % len(losses)] for number in range(repeats)]
-        seconds = min(_PACE_SECONDS, 60 * self.config.minutes * _PACE_SHARE * processes / len(turns))
-        runs = [self._make_run(loss, 0, 10_000 * self.pilot.batch) for loss in turns]
-        judge: Any = partial(self.pilot.judge_batch, self._make_run(space.BASELINE, 0, self.pilot.batch))
-        judged, *paces = self.workers.run([judge, *(partial(self.pilot.measure_pace, run, seconds) for run in runs)])
-        per_sample = {
-            loss: statistics.fmean(pace["per_sample"] for pace in paces if pace["loss"] == loss) for loss in losses
-        }
-        # The normalizers of runs of the first seed are measured.
-        costs = Costs(per_sample, statistics.fmean(pace["per_run"] for pace in paces) + judged["seconds"])
+        """Measure how wrong a batch is, and how fast the baseline runs; plan the first stage as if all losses cost as much."""
+        seconds = min(_PROBE_SECONDS, 60 * self.config.minutes * _PROBE_SHARE)
+        run = self._make_run(space.BASELINE, 0, 10_000 * self.pilot.batch)
+        probes = self.workers.run([partial(self.pilot.probe, run, seconds)] * self.config.processes)
+        per_sample, per_run = (statistics.fmean(probe[key] for probe in probes) for key in ("per_sample", "per_run"))
         tried, stage = plan_tuning(
-            costs,
+            Costs(dict.fromkeys(self.config.losses, per_sample), per_run),
             self._seconds_left * (1 - _RESERVE),
-            processes,
+            self.config.processes,
             self.pilot.batch,
             self._most_samples,
             most_tried=min(map(len, self.candidates.values())),
         )
-        about = {"flags": self.flags, "context": self.context, "judged": judged}
+        about = {"flags": self.flags, "context": self.context, "judged": probes[0]}
         self._write_plan(**about, tried=tried, stages=[asdict(stage)])
 
     def _drop_stage_not_begun(self) -> None:

@@ -83,13 +83,17 @@ class ComparePilot:
         row |= {} if normalizers is None else {"normalizers": normalizers}
         return row | {"all_seconds": time.perf_counter() - start}
 
-    def measure_pace(
-        self, run: Run, seconds: float, device: torch.device, seen: Callable[[int], None]
-    ) -> dict[str, Any]:
-        """Return seconds of training a sample and of the rest of a run, from one that is given up after ``seconds``."""
+    def probe(self, run: Run, seconds: float, device: torch.device, seen: Callable[[Any], None]) -> dict[str, Any]:
+        """Return how wrong a batch is about its normalizers with the model as it starts, and what runs cost.
+
+        ``per_sample`` are seconds of training, measured for ``seconds``; ``per_run`` are those of the rest of a run.
+        """
         start = time.perf_counter()
-        training = PilotRun(self.config, self.data, run, device)
-        building = time.perf_counter() - start
+        found = self.normalizer_errors(PilotRun(self.config, self.data, run, device))
+        if found is None:
+            raise ValueError("the model's embeddings are not finite before the first step")
+        training = PilotRun(self.config, self.data, run, device)  # that measure ends in evaluation mode
+        rest = time.perf_counter() - start
         first, now, step = 0.0, 0.0, 1
         for step in training.run_steps():
             if device.type == "cuda":
@@ -99,19 +103,11 @@ class ComparePilot:
                 first = now
             elif now - first > seconds:
                 break
-        pace = (now - first) / max(1, step - 1) / self.batch
+        per_sample = (now - first) / max(1, step - 1) / self.batch
         scoring = time.perf_counter()
         ranks(training, self.data.val)
-        per_run = building + 2 * (1 + CURVE_POINTS) * (time.perf_counter() - scoring)
-        return {"loss": run.family, "per_sample": pace, "per_run": per_run}
-
-    def judge_batch(self, run: Run, device: torch.device, seen: Callable[[int], None]) -> dict[str, Any]:
-        """Return how wrong a batch is about its normalizers, with the model as it starts."""
-        start = time.perf_counter()
-        found = self.normalizer_errors(PilotRun(self.config, self.data, run, device))
-        if found is None:
-            raise ValueError("the model's embeddings are not finite before the first step")
-        return found | {"seconds": time.perf_counter() - start}
+        rest += 2 * (1 + CURVE_POINTS) * (time.perf_counter() - scoring)
+        return found | {"per_sample": per_sample, "per_run": rest}
 
     def normalizer_errors(self, training: PilotRun) -> dict[str, Any] | None:
         """Return the errors of the loss's and of the batch's log-normalizers, against those over many training samples.

@@ -153,7 +153,7 @@ def make_report(
         about=about,
         sentence=sentence,
         recommended=recommended,
-        text_of_judgement=judgement(judged, about.batch, "Before training"),
+        text_of_judgement=judgement(judged, about.batch),
         results=tuple(found),
         runs=tuple(runs.values()),
         stopped=sum("stopped" in row for row in decided.values()),
@@ -348,12 +348,12 @@ def _factor(error: Mapping[str, float]) -> list[str]:
     return [f"{float(f'{error[name]:.2g}'):,g}" for name in ("factor", "factor_low", "factor_high")]
 
 
-def judgement(measured: Mapping[str, Any], batch: int, when: str) -> str:
+def judgement(measured: Mapping[str, Any], batch: int) -> str:
     """Return how wrong a batch is about its normalizers, in words."""
     median, low, high = _factor(measured["batch"])
     return (
-        f"{when}, at temperature {measured['temperature']:.3f}: your batch of {batch} misjudges its normalizer by a factor of "
-        f"{median} (90 %: {low} to {high}), against {measured['samples']:,} training samples."
+        f"Before training, at temperature {measured['temperature']:.3f}: your batch of {batch} misjudges its normalizer by a "
+        f"factor of {median} (90 %: {low} to {high}), against {measured['samples']:,} training samples."
     )
 
 
