@@ -6,7 +6,6 @@ into the cache is read from its files.
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -192,13 +191,6 @@ def _read_classes(spec: DataSpec, count: int, indices: Sequence[int]) -> list[in
             )
         classes.append(int(text))
     return classes
-
-
-def remove_others(parent: Path, kept: Sequence[Path]) -> None:
-    """Remove caches of data that have changed since; folders that are no caches stay."""
-    for pixels in parent.glob(f"*/{_PIXELS}"):
-        if pixels.parent not in kept:
-            shutil.rmtree(pixels.parent, ignore_errors=True)
 
 
 class _CachedSource(Source):

@@ -14,11 +14,11 @@ import torch
 from PIL import Image
 
 from openclip_ext.data.manifest import Manifest
-from openclip_ext.experiments.cache import KnownTexts, Tokens, remove_others
+from openclip_ext.experiments.cache import KnownTexts, Tokens
 from openclip_ext.experiments.compare import comparison, plan, space
 from openclip_ext.experiments.compare.comparison import Comparison, main, measured_costs, winners
 from openclip_ext.experiments.compare.config import parse
-from openclip_ext.experiments.compare.data import DataPreparation, divide
+from openclip_ext.experiments.compare.data import divide, prepare
 from openclip_ext.experiments.compare.pilot import RETRIEVAL, ComparePilot, pack_floats, recall, unpack_floats
 from openclip_ext.experiments.compare.plan import (
     FINALISTS,
@@ -414,10 +414,9 @@ def with_val(data: Path, *more: str) -> list[str]:
     return arguments(data, "--val", str(data / "val" / "00000.tar"), *more)
 
 
-def prepare(argv: list[str]) -> tuple[ComparePilot, DataPreparation]:
+def prepared(argv: list[str]) -> ComparePilot:
     config, training = parse(argv)
-    preparation = DataPreparation(config, training)
-    return ComparePilot(training, preparation.prepare(), config.population, config.anchors), preparation
+    return ComparePilot(training, prepare(config, training)[0], config.population, config.anchors)
 
 
 def make_run(loss: str, samples: int = 80, lr: float = 1e-3, seed: int = 0, candidate: int = 0) -> Run:
@@ -470,13 +469,13 @@ def test_a_manifest_may_leave_samples_out(data):
     """Those are not bad samples; read from the shards again and again, they would shorten the runs unseen."""
     Manifest.scan(str(data / "train" / "00000.tar")).without(range(0, 80, 16)).save(data / "fewer.json")
     argv = with_val(data, "--manifest", str(data / "fewer.json"))
-    assert prepare(argv)[0].data.num_samples == 75
+    assert prepared(argv).data.num_samples == 75
     with pytest.raises(ValueError, match="leaves samples out"):
-        prepare([*argv, "--cache", str(50_000 / 2**30), "--output", str(data / "other")])
+        prepared([*argv, "--cache", str(50_000 / 2**30), "--output", str(data / "other")])
 
 
 def test_a_batch_is_not_judged_against_itself(data):
-    pilot, _ = prepare(with_val(data, "--population", "8"))
+    pilot = prepared(with_val(data, "--population", "8"))
     found = pilot.probe(make_run(BASELINE, 24), 0.1, CPU, lambda samples: None)
     assert found["samples"] == 64
     assert 0 < found["per_sample"] < found["per_run"]
@@ -485,13 +484,13 @@ def test_a_batch_is_not_judged_against_itself(data):
 @pytest.mark.parametrize(("loss", "same"), [("isogclr", True), ("queueclip", True), ("amorlip", False)])
 def test_the_batch_is_judged_at_the_losss_own_temperatures(data, loss, same):
     """Unless the loss's normalizers are others, with the positive pair."""
-    pilot, _ = prepare(with_val(data, "--losses", f"openclip,{loss}"))
+    pilot = prepared(with_val(data, "--losses", f"openclip,{loss}"))
     found = execute(pilot, make_run(loss))["normalizers"]
     assert (found["batch"] == found["own_batch"]) == same
 
 
 def test_a_run_that_diverged_is_scored(data):
-    pilot, _ = prepare(with_val(data))
+    pilot = prepared(with_val(data))
     row = execute(pilot, make_run(BASELINE, lr=1e12))
     assert "normalizers" not in row
     assert row["val"]["mean"] < 0.1  # everything comes last
@@ -500,13 +499,13 @@ def test_a_run_that_diverged_is_scored(data):
 
 def test_data_that_have_changed_are_decoded_again(data):
     argv = with_val(data)
-    before = prepare(argv)[0].data
-    assert prepare(argv)[0].data.digest == before.digest
+    before = prepared(argv).data
+    assert prepared(argv).data.digest == before.digest
     change_shards(data)
-    after = prepare(argv)[0].data
+    after = prepared(argv).data
     assert (before.num_samples, after.num_samples) == (80, 90)
     assert after.test.classes() is None
-    assert prepare([*argv, "--classes", str(data / "names.txt")])[0].data.test.classes() is not None
+    assert prepared([*argv, "--classes", str(data / "names.txt")]).data.test.classes() is not None
 
 
 def change_shards(data: Path) -> None:
@@ -524,20 +523,13 @@ def test_images_of_a_csv_file_that_have_changed_are_decoded_again(data):
     argv[0] = str(data / "val.csv")
 
     def decoded() -> set[str]:
-        return {folder.name for folder in prepare(argv)[1].folders}
+        prepared(argv)
+        return {folder.name for folder in (data / "out" / "cache").iterdir()}
 
     before = decoded()
     assert decoded() == before
     (data / "images" / "7.png").write_bytes(two_colors(8)[0][1])
-    assert not decoded() & before
-
-
-def test_caches_of_other_data_are_removed_but_nothing_else(data):
-    for folder, file in {"old": "pixels.bin", "of somebody": "letter.txt", "kept": "pixels.bin"}.items():
-        (data / "cache" / folder).mkdir(parents=True)
-        (data / "cache" / folder / file).write_text("")
-    remove_others(data / "cache", [data / "cache" / "kept"])
-    assert sorted(folder.name for folder in (data / "cache").iterdir()) == ["kept", "of somebody"]
+    assert len(decoded()) == 2 * len(before)
 
 
 def test_two_comparisons_do_not_share_a_folder(data):
@@ -625,7 +617,7 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
 def test_a_setting_is_stopped_where_another_is_ahead_beyond_the_interval(data):
     config, training = parse(with_val(data))
     results = ResultsFile(data / "runs.jsonl")
-    found = Comparison(config, training, DataPreparation(config, training).prepare(), results, 0.0)
+    found = Comparison(config, training, prepare(config, training)[0], results, 0.0)
     results.close()
     good = torch.rand(30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert torch.allclose(unpack_floats(pack_floats(good)), good, atol=5e-4)
@@ -647,7 +639,7 @@ def test_a_setting_is_stopped_where_another_is_ahead_beyond_the_interval(data):
 def test_the_recommended_command_line_trains_that_configuration(data):
     config, training = parse(with_val(data, "--warmup", "3", "--wd", "0.1"))
     results = ResultsFile(data / "runs.jsonl")
-    found = Comparison(config, training, DataPreparation(config, training).prepare(), results, 0.0)
+    found = Comparison(config, training, prepare(config, training)[0], results, 0.0)
     results.close()
     solved = next(place for place, (options, _) in enumerate(candidates(BASELINE, {})) if "rho" in options)
     run = make_run(BASELINE, 48, candidate=solved)
@@ -667,7 +659,7 @@ def test_the_recommended_command_line_trains_that_configuration(data):
 
 
 def test_losses_see_the_same_samples_from_the_same_start(data):
-    pilot, _ = prepare(with_val(data))
+    pilot = prepared(with_val(data))
     seen: dict[str, list[Any]] = {}
     for loss in ("openclip", "queueclip"):
         training = PilotRun(pilot.config, pilot.data, make_run(loss, 48, seed=1), CPU)
@@ -679,6 +671,6 @@ def test_losses_see_the_same_samples_from_the_same_start(data):
 
 
 def test_training_images_beyond_the_cache_are_read_from_their_shards(data):
-    streamed, preparation = prepare(with_val(data, "--cache", str(50_000 / 2**30)))
-    assert "decoded again for each run" in preparation.notes[-1]
-    assert execute(streamed, make_run("queueclip", 48))["steps"] == 6
+    argv = with_val(data, "--cache", str(50_000 / 2**30))
+    assert "decoded again for each run" in prepare(*parse(argv))[1][-1]
+    assert execute(prepared(argv), make_run("queueclip", 48))["steps"] == 6

@@ -14,10 +14,10 @@ from tqdm import tqdm
 
 from openclip_ext.data.source import BadDataError
 from openclip_ext.diagnostics import command_line
-from openclip_ext.experiments.cache import DoesNotFit, PilotData, digest, remove_others
+from openclip_ext.experiments.cache import DoesNotFit, PilotData, digest
 from openclip_ext.experiments.compare import report, space
 from openclip_ext.experiments.compare.config import CompareConfig, parse
-from openclip_ext.experiments.compare.data import DataPreparation
+from openclip_ext.experiments.compare.data import prepare
 from openclip_ext.experiments.compare.pilot import ComparePilot, unpack_floats
 from openclip_ext.experiments.compare.plan import (
     CONTENDERS,
@@ -63,11 +63,10 @@ def main(argv: list[str]) -> None:
     results = ResultsFile(config.folder / "runs.jsonl")  # first: nobody else may write to the cache, either
     try:
         read_plan(config, training)  # a folder of other flags is refused before the data are decoded
-        preparation = DataPreparation(config, training)
-        comparison = Comparison(config, training, preparation.prepare(), results, started + 60 * config.minutes)
-        remove_others(preparation.cache, preparation.folders)  # now that these are known to be meant
+        data, notes = prepare(config, training)
+        comparison = Comparison(config, training, data, results, started + 60 * config.minutes)
         stopped = comparison.run()
-        comparison.write_report(preparation.notes)
+        comparison.write_report(notes)
     except (BadDataError, DoesNotFit) as error:
         raise ValueError(str(error)) from error
     finally:

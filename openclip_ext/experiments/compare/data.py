@@ -1,7 +1,6 @@
 """The data of a comparison: decoded, divided, and checked."""
 
 import contextlib
-import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,91 +20,79 @@ from openclip_ext.training.config import TrainingConfig
 _HELD_OUT, _MOST_VALIDATION, _FEWEST_VALIDATION = 0.1, 5_000, 20
 
 
-class DataPreparation:
-    """Decodes the data of a comparison, and divides them.
+def prepare(config: CompareConfig, training: TrainingConfig) -> tuple[PilotData, list[str]]:
+    """Return the data, and what to know about them.
 
-    Attributes:
-        cache: the folder of all decoded data sets.
-        folders: those of this comparison.
-        notes: what to know about the data.
+    Raises:
+        ValueError: they do not fit the command line.
+        DoesNotFit: the validation samples are larger than ``--cache``.
+        BadDataError: too many samples cannot be read.
     """
+    notes: list[str] = []
+    names = _class_names(config.classes)
+    train, held_out = _decode(config, training, len(names) or None, notes)
+    val, test = (held_out.part(part) for part in divide(len(held_out.rows), 0.5))
+    if len(set(test.captions())) < 2:
+        raise ValueError(
+            "the validation samples have one caption only, so that nothing can be retrieved: give others with --val"
+        )
+    tokens = None
+    if isinstance(train, Cache):
+        num_samples, identity = len(train.rows), train.digest
+        tokens = Tokens.of([*train.captions(), *held_out.captions(), *names], training.model.tokenizer())
+    else:
+        num_samples, identity = _streamed(train, config, training)
+        notes.append("the training images are larger than --cache and are decoded again for each run")
+    batch = training.loading.batch_size * training.loading.accum_freq
+    if num_samples < 2 * batch:
+        raise ValueError(f"{num_samples:,} training samples are too few for batches of {batch}: lower --batch-size")
+    identity = digest([identity, held_out.digest, names])
+    return PilotData(train, num_samples, val, test, tuple(names), tokens, identity), notes
 
-    def __init__(self, config: CompareConfig, training: TrainingConfig) -> None:
-        self._config, self._training = config, training
-        self.cache = config.folder / "cache"
-        self.notes: list[str] = []
-        self.folders: list[Path] = []
 
-    def prepare(self) -> PilotData:
-        """Return the data.
+def _decode(
+    config: CompareConfig, training: TrainingConfig, classes: int | None, notes: list[str]
+) -> tuple[Cache | DataSpec, Cache]:
+    """Return the training samples, or where to read them where they are too large, and the validation samples."""
+    spec = training.data
+    assert spec is not None, "the command line gives the shards"
+    image_size = _image_size(training)
 
-        Raises:
-            ValueError: they do not fit the command line.
-            DoesNotFit: the validation samples are larger than ``--cache``.
-            BadDataError: too many samples cannot be read.
-        """
-        config, training = self._config, self._training
-        names = _class_names(config.classes)
-        train, held_out = self._decode(len(names) or None)
-        val, test = (held_out.part(part) for part in divide(len(held_out.rows), 0.5))
-        if len(set(test.captions())) < 2:
-            raise ValueError(
-                "the validation samples have one caption only, so that nothing can be retrieved: give others with --val"
-            )
-        tokens = None
-        if isinstance(train, Cache):
-            num_samples, identity = len(train.rows), train.digest
-            texts = itertools.chain(train.captions(), held_out.captions(), names)
-            tokens = Tokens.of(texts, training.model.tokenizer())
-        else:
-            num_samples, identity = self._streamed(train)
-        batch = training.loading.batch_size * training.loading.accum_freq
-        if num_samples < 2 * batch:
-            raise ValueError(f"{num_samples:,} training samples are too few for batches of {batch}: lower --batch-size")
-        identity = digest([identity, held_out.digest, names])
-        return PilotData(train, num_samples, val, test, tuple(names), tokens, identity)
-
-    def _decode(self, classes: int | None) -> tuple[Cache | DataSpec, Cache]:
-        """Return the training samples, or where to read them where they are too large, and the validation samples."""
-        config, spec = self._config, self._training.data
-        assert spec is not None, "the command line gives the shards"
-        if config.val is None:
-            try:
-                whole = self._decoded(spec, classes)
-            except DoesNotFit as error:
-                raise ValueError(f"{error}; give more, or validation data with --val") from None
-            held, rest = divide(len(whole.rows), _HELD_OUT)
-            self.notes.append(
-                f"{len(held):,} samples drawn from {config.shards} and not trained on; with near-duplicates among the "
-                "training samples the scores are too high for all losses"
-            )
-            return whole.part(rest), whole.part(held)
-        train: Cache | DataSpec = spec
-        with contextlib.suppress(DoesNotFit):
-            train = self._decoded(spec, None)
-        held_out = self._decoded(replace(spec, source=config.val, manifest=None, num_samples=None), classes)
-        held_out = held_out.part(divide(len(held_out.rows), 1.0)[0])
-        different = len(set(held_out.captions()))
-        with_captions = "" if different == len(held_out.rows) else f" with {different:,} different captions"
-        self.notes.append(f"{len(held_out.rows):,} validation samples of {config.val}{with_captions}")
-        return train, held_out
-
-    def _decoded(self, spec: DataSpec, classes: int | None) -> Cache:
-        image_size = _image_size(self._training)
-        folder = self.cache / digest([asdict(spec), _files(spec), image_size, classes])
-        self.folders.append(folder)
+    def decoded(spec: DataSpec, classes: int | None) -> Cache:
+        folder = config.folder / "cache" / digest([asdict(spec), _files(spec), image_size, classes])
         progress = partial(command_line.progress_bar, desc="decoding", unit="sample", leave=False)
-        return write_cache(spec, folder, image_size, self._config.cache * 2**30, classes, progress)
+        return write_cache(spec, folder, image_size, config.cache * 2**30, classes, progress)
 
-    def _streamed(self, spec: DataSpec) -> tuple[int, str]:
-        """Return number and digest of training samples that each run reads from their files."""
-        loader = build_train_loader(spec, self._training.loading, preprocess=str, tokenizer=str)  # type: ignore[arg-type]
-        if loader.source.num_kept < loader.num_samples:
-            raise ValueError(
-                f"the manifest leaves samples out, and the others do not fit into --cache {self._config.cache:g}: give more"
-            )
-        self.notes.append("the training images are larger than --cache and are decoded again for each run")
-        return loader.num_samples, loader.source.digest
+    if config.val is None:
+        try:
+            whole = decoded(spec, classes)
+        except DoesNotFit as error:
+            raise ValueError(f"{error}; give more, or validation data with --val") from None
+        held, rest = divide(len(whole.rows), _HELD_OUT)
+        notes.append(
+            f"{len(held):,} samples drawn from {config.shards} and not trained on; with near-duplicates among the "
+            "training samples the scores are too high for all losses"
+        )
+        return whole.part(rest), whole.part(held)
+    train: Cache | DataSpec = spec
+    with contextlib.suppress(DoesNotFit):
+        train = decoded(spec, None)
+    held_out = decoded(replace(spec, source=config.val, manifest=None, num_samples=None), classes)
+    held_out = held_out.part(divide(len(held_out.rows), 1.0)[0])
+    different = len(set(held_out.captions()))
+    with_captions = "" if different == len(held_out.rows) else f" with {different:,} different captions"
+    notes.append(f"{len(held_out.rows):,} validation samples of {config.val}{with_captions}")
+    return train, held_out
+
+
+def _streamed(spec: DataSpec, config: CompareConfig, training: TrainingConfig) -> tuple[int, str]:
+    """Return number and digest of training samples that each run reads from their files."""
+    loader = build_train_loader(spec, training.loading, preprocess=str, tokenizer=str)  # type: ignore[arg-type]
+    if loader.source.num_kept < loader.num_samples:
+        raise ValueError(
+            f"the manifest leaves samples out, and the others do not fit into --cache {config.cache:g}: give more"
+        )
+    return loader.num_samples, loader.source.digest
 
 
 def divide(count: int, share: float) -> tuple[list[int], list[int]]:
