@@ -3,6 +3,6 @@
     openclip-ext compare 'data/{00000..00010}.tar' --val 'data/val-{0..1}.tar' --model ViT-B-32 --batch-size 256 --minutes 30
 
 ``config.py`` reads the command line; ``comparison.py`` says what is done in which order: ``data.py`` decodes the data,
-``space.py`` says what is tried and ``plan.py`` for how long, ``pilot.py`` trains and scores a run, ``report.py`` and
-``page.py`` write the result.
+``space.py`` says what is tried and ``plan.py`` for how long, ``pilot.py`` trains and scores a run, ``report.py`` writes the
+result.
 """

@@ -120,7 +120,7 @@ class Comparison:
                 families = {
                     loss: [replace(run, **length) for run in runs] for loss, runs in winners(found[-1], known).items()
                 }
-            found.append(Contest(families, stage.seeds, FINALISTS))
+            found.append(Contest(families, stage.seeds))
         return found
 
     def run(self) -> bool:
@@ -231,7 +231,7 @@ class Comparison:
         """Execute what is left of the stage; return False if the time is over before that."""
         contest, rows = self.contests()[-1], self.results.rows
         samples = self.stages[len(self.contests()) - 1].samples
-        runs = sum(map(len, contest.families.values())) * len(contest.seeds)
+        runs = sum(len(tried) + len(contest.seeds) - 1 for tried in contest.families.values())
         done = sum(run.id in rows for run in contest.decided(rows)) * samples - self.workers.samples
         with command_line.progress_bar(
             total=runs * samples, initial=done + self.workers.samples, unit="sample", unit_scale=True, smoothing=0.05

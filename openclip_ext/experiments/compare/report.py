@@ -325,7 +325,7 @@ def outlook(best: LossResult, about: About) -> list[str]:
         return [said]
     epochs = best.epochs * 2**doublings
     if epochs > 1.01 * about.most_epochs:
-        return [f"{said} So no length up to --epochs is likely to tell."]
+        return [f"{said} No length up to --epochs is likely to tell; more seeds may, which the same command adds."]
     minutes = math.ceil(2**doublings * about.minutes)
     return [f"{said} About {epochs:.0f} epochs may tell: the same command with --minutes {minutes} goes on to them."]
 
