@@ -375,7 +375,7 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
     """Return the tables by title; the first row is the head."""
     metrics = [name for name in _METRIC_WORDS if report.results and name in report.results[0].scores]
     words = [_METRIC_WORDS[name] for name in metrics]
-    result = [["loss", "R@1", f"minus {BASELINE}", *words, "each seed", "setting", "lr", "epochs"]]
+    result = [["loss", "epochs", "R@1", f"minus {BASELINE}", *words, "setting", "lr", "each seed"]]
     cost = [["loss", "ms a step", "memory, MiB", "state of the loss, MiB", "τ at the end"]]
     gains = [["loss", "epochs", f"minus {BASELINE}, R@1", "seeds"]]
     errors = [["model trained with", "τ", "batch misjudges by (90 %)", "error of the batch", "error of the loss"]]
@@ -383,20 +383,8 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
         scores = [_plain(one.scores[name]) for name in metrics]
         if metrics and one.zero_shot_difference is not None:
             scores[-1] += f", {points(one.zero_shot_difference)}"
-        seeds = " ".join(map(_plain, one.each_seed))
-        shown = _shown_difference(one)
-        result.append(
-            [
-                one.loss,
-                _plain(one.scores["R@1"]),
-                shown,
-                *scores,
-                seeds,
-                one.setting,
-                f"{one.lr:g}",
-                f"{one.epochs:.1f}",
-            ]
-        )
+        head = [one.loss, f"{one.epochs:.1f}", _plain(one.scores["R@1"]), _shown_difference(one)]
+        result.append([*head, *scores, one.setting, f"{one.lr:g}", " ".join(map(_plain, one.each_seed))])
         mib = [f"{value / 2**20:.1f}" for value in (one.memory_bytes, one.state_bytes)]
         cost.append([one.loss, f"{1000 * one.step_seconds:.1f}", *mib, f"{one.temperature:.3f}"])
         if one.normalizers is not None:
@@ -430,9 +418,11 @@ def markdown(report: Report) -> str:
 
 def page(report: Report) -> str:
     """Return the report as an HTML page: its words and tables, and learning curves as inline SVG."""
+    # Shorter runs, of the losses that were left behind, are no part of the picture.
+    drawn = [one for one in report.results if one.epochs == report.results[0].epochs]
     curves = [
-        line_chart(drawn, label, "R@1", from_zero=True, size=(520, 300))
-        for drawn, label in zip(_curves(report), ("samples seen", "seconds of training"), strict=True)
+        line_chart(_curves(drawn, column), label, "R@1", from_zero=True, size=(520, 300))
+        for column, label in enumerate(("samples seen", "seconds of training"))
         if drawn
     ]
     return render_page(
@@ -441,21 +431,20 @@ def page(report: Report) -> str:
         report=report,
         command=_command(report),
         curves=curves,
-        legend=[(color(number), one.loss) for number, one in enumerate(report.results)],
+        legend=[(color(number), one.loss) for number, one in enumerate(drawn)],
         tables=tables(report),
         lines=lines(report),
     )
 
 
-def _curves(report: Report) -> tuple[list[Curve], list[Curve]]:
-    """Return each loss's R@1 in percent over samples and over seconds: means over the seeds that all losses have."""
-    common = min((len(one.curves) for one in report.results), default=0)
-    over_samples, over_time = [], []
-    for number, one in enumerate(report.results):
+def _curves(results: Sequence[LossResult], column: int) -> list[Curve]:
+    """Return each loss's R@1 in percent over samples (column 0) or seconds: means over the seeds that all losses have."""
+    common = min(len(one.curves) for one in results)
+    found = []
+    for number, one in enumerate(results):
         # Seeds have the same points in samples; their times are averaged.
         points = [
             tuple(map(statistics.fmean, zip(*seeds, strict=True))) for seeds in zip(*one.curves[:common], strict=False)
         ]
-        over_samples.append(Curve(one.loss, [(samples, 100 * score) for samples, _, score in points], number))
-        over_time.append(Curve(one.loss, [(seconds, 100 * score) for _, seconds, score in points], number))
-    return over_samples, over_time
+        found.append(Curve(one.loss, [(point[column], 100 * point[2]) for point in points], number))
+    return found
