@@ -28,12 +28,12 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def progress_bar(items: Iterable[Any] | None = None, **arguments: Any) -> tqdm:
-    """tqdm's bar; rarely updated if the output is a log file, where each update is a line."""
+    """Return tqdm's bar; it is rarely updated if the output is a log file, where each update is a line."""
     return tqdm(items, mininterval=0.1 if sys.stderr.isatty() else 30, **arguments)
 
 
 def device(name: str) -> str:
-    """An argument type: a device that this machine has."""
+    """Read an argument: a device that this machine has."""
     try:
         is_cuda = torch.device(name).type == "cuda"
     except RuntimeError as error:
@@ -44,7 +44,7 @@ def device(name: str) -> str:
 
 
 def count(text: str) -> int:
-    """An argument type: a positive whole number; 1e9 is one, too."""
+    """Read an argument: a positive whole number; 1e9 is one, too."""
     value = float(text)
     if value < 1 or value != int(value):
         raise argparse.ArgumentTypeError(f"{text}: expected a positive whole number")

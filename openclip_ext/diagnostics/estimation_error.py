@@ -53,7 +53,7 @@ class Error:
 
     @classmethod
     def of(cls, estimate: Tensor, exact: Tensor) -> "Error":
-        """Compare ``(2, A)`` with ``(2, A)``: images, texts."""
+        """Compare estimates ``(2, A)``, of images and of texts, with the exact values."""
         difference = estimate.double() - exact.double()
         image, text = difference.square().mean(dim=1).tolist()
         low, median, high = difference.abs().flatten().quantile(difference.new_tensor([0.05, 0.5, 0.95])).exp().tolist()

@@ -116,7 +116,7 @@ class Row:
 
     @property
     def gpu(self) -> int:
-        """Bytes per GPU, as if loss and encoders were at their peak together."""
+        """Return the bytes per GPU, as if loss and encoders were at their peak together."""
         return self.model + self.activations + self.state + self.loss.work_bytes
 
 

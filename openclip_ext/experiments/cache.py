@@ -66,7 +66,7 @@ class Cache:
 
     @property
     def digest(self) -> str:
-        """Identifies the samples."""
+        """Return a name for the samples and their order."""
         return digest([self._table["digest"], self.rows])
 
     def captions(self) -> list[str]:

@@ -50,7 +50,7 @@ class ResultsFile:
 
     @property
     def known(self) -> dict[str, dict[str, Any]]:
-        """Rows of the runs that have ended, well or not."""
+        """Return the rows of the runs that have ended, well or not."""
         return {**self.rows, **self.failed}
 
     def keep(self, name: str, row: dict[str, Any] | None, failure: str = "") -> dict[str, Any]:
@@ -64,5 +64,5 @@ class ResultsFile:
         return row
 
     def close(self) -> None:
-        """Let others write."""
+        """Close the file, so that others may write."""
         self._file.close()

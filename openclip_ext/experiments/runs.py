@@ -40,7 +40,7 @@ class Run:
 
     @property
     def id(self) -> str:
-        """A digest, equal for equal runs, whatever their family and schedule are called."""
+        """Return a digest, equal for equal runs, whatever their family and schedule are called."""
         content = {name: value for name, value in asdict(self).items() if name not in ("family", "schedule")}
         if self.epoch_samples is None:  # rows from before there was this field stay valid
             del content["epoch_samples"]

@@ -137,7 +137,7 @@ def default_processes() -> int:
 
 
 def _work(sender: Connection, slot: int, processes: int, task: Task) -> None:
-    """The process of a task."""
+    """Run a task in its process, and send its result."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program stops it
     if torch.cuda.is_available():
         device = torch.device("cuda", slot % torch.cuda.device_count())

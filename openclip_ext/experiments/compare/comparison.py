@@ -100,7 +100,7 @@ class Comparison:
 
     @property
     def stages(self) -> list[Stage]:
-        """The lengths and seeds of the runs, as planned."""
+        """Return the lengths and seeds of the runs, as planned."""
         return [Stage(**stage) for stage in self.plan["stages"]]
 
     def contests(self) -> list[Contest]:
@@ -160,7 +160,7 @@ class Comparison:
 
     @property
     def _most_samples(self) -> int:
-        """That ``--epochs`` allow: whole batches of each epoch."""
+        """Return the samples that a run may see: whole batches of ``--epochs`` epochs."""
         return self.pilot.config.length.epochs * (self.pilot.data.num_samples // self.pilot.batch * self.pilot.batch)
 
     def _write_plan(self, **content: Any) -> None:

@@ -62,7 +62,7 @@ class CompareConfig:
 
     @property
     def folder(self) -> Path:
-        """Where the results are."""
+        """Return the folder of the results."""
         return Path(self.output)
 
 

@@ -46,7 +46,7 @@ class ComparePilot:
 
     @property
     def batch(self) -> int:
-        """Samples of an optimizer step."""
+        """Return the samples of an optimizer step."""
         return self.config.loading.batch_size * self.config.loading.accum_freq
 
     def run(self, run: Run, device: torch.device, seen: Callable[[Any], None]) -> dict[str, Any]:
