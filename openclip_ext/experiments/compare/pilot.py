@@ -92,8 +92,8 @@ class ComparePilot:
         found = self.normalizer_errors(PilotRun(self.config, self.data, run, device))
         if found is None:
             raise ValueError("the model's embeddings are not finite before the first step")
-        training = PilotRun(self.config, self.data, run, device)  # that measure ends in evaluation mode
         rest = time.perf_counter() - start
+        training = PilotRun(self.config, self.data, run, device)  # that measure ends in evaluation mode
         first, now, step = 0.0, 0.0, 1
         for step in training.run_steps():
             if device.type == "cuda":

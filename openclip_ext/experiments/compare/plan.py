@@ -19,7 +19,7 @@ _PLANNED_LONGER, _LONGER = 2.5, 1.5
 _LEAST_STEPS = 20
 # Candidates of each loss that the first stage tries, and the steps that its runs must have for that; runs as long as --epochs
 # are enough, too. Long runs come before many candidates: on icons in batches of 32 queueclip was 0.1 and 0.8 points ahead
-# after 1,700 steps, 2.4 after 3,000 and 8.7 after 5,500 (docs/results.md).
+# after 1,700 steps, 2.4 after 3,000 and 8.7 after 5,500 (docs/experiments/batch-sizes.md).
 _TRIED = ((9, math.inf), (4, 1000), (3, 600), (FINALISTS, _LEAST_STEPS))
 # Of each loss: those that choose, and the other seeds of the best.
 _RUNS_OF_A_STAGE = FINALISTS + len(SEEDS) - 1
