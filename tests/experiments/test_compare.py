@@ -127,7 +127,11 @@ def finished(runs: list[Run], **scores: float) -> dict[str, dict[str, Any]]:
 
 def test_the_best_losses_and_settings_go_on():
     lrs = {"openclip": (1e-3, 2e-3, 3e-3), "a": (1e-3, 2e-3), "b": (1e-3,), "c": (1e-3,)}
-    contest = Contest({loss: [make_run(loss, lr=lr) for lr in of] for loss, of in lrs.items()}, SEEDS[:1])
+    families = {
+        loss: [Run("", "demo-vit", "", 8, 1, lr, 0, loss, {"loss": loss, "options": {}}, 80) for lr in of]
+        for loss, of in lrs.items()
+    }
+    contest = Contest(families, SEEDS[:1])
     rows = finished(contest.decided({}), openclip=0.1, a=0.3, b=0.2, c=0.4)
     stopped = contest.families["a"][1].id
     rows[stopped]["val"]["mean"] -= 1
