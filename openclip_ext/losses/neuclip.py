@@ -47,7 +47,7 @@ _ADAGRAD_EPS = 1e-10
 # Keeps the direction of a zero prototype finite.
 _SMALLEST_NORM = 1e-12
 # Below this many flops an update is so short that exchanging sums costs more than the arithmetic it saves. Measured on the CPU
-# (docs/performance.md); on a GPU, what it computes in the 50 µs that two small reductions are expected to take.
+# (scripts/bench/README.md); on a GPU, what it computes in the 50 µs that two small reductions are expected to take.
 MIN_FLOPS_TO_SHARE = {"cpu": 2e9, "cuda": 2e10}
 
 
@@ -461,7 +461,7 @@ def shares_prototypes(prototypes: Tensor, batch: GatheredBatch) -> bool:
     """Return whether each process fits its own part of the prototypes instead of all of them.
 
     The arithmetic of an update, ``8·B·m·d`` flops, then falls to ``1/K`` (restart and estimate stay whole). In return an
-    update exchanges ``4·B`` scalars, and a step ``4·m·d`` values (``docs/performance.md``). The sizes alone decide, so that
+    update exchanges ``4·B`` scalars, and a step ``4·m·d`` values (``scripts/bench/README.md``). The sizes alone decide, so that
     all processes decide alike.
     """
     _, number, width = prototypes.shape

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What needs a GPU, in parts of under eight minutes each: the tests, then the sizes that docs/performance.md asks about.
+# What needs a GPU, in parts of under eight minutes each: the tests, then the sizes that README.md here asks about.
 #
 #   bash scripts/bench/gpu.sh FOLDER                    # all parts
 #   bash scripts/bench/gpu.sh FOLDER tests losses-large # some

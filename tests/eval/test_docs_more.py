@@ -1,4 +1,4 @@
-"""The commands of docs/evaluation-more.md can be typed in."""
+"""The commands of docs/evaluation-more.md and docs/methods/cliplite.md can be typed in."""
 
 import re
 import shlex
@@ -12,9 +12,9 @@ from eval.cliplite import editing, grounding, probes
 from eval.report import __main__ as report
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "evaluation-more.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
-COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
+PAGES = [(ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("evaluation-more.md", "methods/cliplite.md")]
+BLOCKS = [block for page in PAGES for block in re.findall(r"```bash\n(.*?)```", page, flags=re.DOTALL)]
+COMMANDS = [line for block in BLOCKS for line in block.splitlines() if "-m eval." in line or "sbatch" in line]
 PARSERS = {
     "eval.download": download.build_parser,
     "eval.report": report.build_parser,

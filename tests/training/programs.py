@@ -156,7 +156,7 @@ def send_kill(pid: int) -> None:
 def _torchrun(argv: list[str], ranks: int, output: Path) -> subprocess.Popen:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    trainers = ["-m", "--", "openclip_ext.training.main", *argv]
+    trainers = ["-m", "openclip_ext.training.main", "--", *argv]
     with open(output, "ab") as file:
         return subprocess.Popen([*launcher, *trainers], env=environment, stdout=file, stderr=subprocess.STDOUT)
 

@@ -108,7 +108,7 @@ class Recipe:
         """Return the command that starts the recipe on one machine with ``gpus`` GPUs."""
         return shlex.join(
             [
-                *("torchrun", "--nproc-per-node", str(self.gpus), "-m", "--", "openclip_ext.training.main"),
+                *("torchrun", "--nproc-per-node", str(self.gpus), "-m", "openclip_ext.training.main", "--"),
                 *("--recipe", self.dataset, "--loss", self.loss, "--name", f"{self.dataset}-{self.loss}"),
                 *("--train-data", f"PATH/TO/{self.dataset}/{{00000..LAST}}.tar"),
             ]
