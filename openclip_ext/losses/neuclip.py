@@ -461,8 +461,8 @@ def shares_prototypes(prototypes: Tensor, batch: GatheredBatch) -> bool:
     """Return whether each process fits its own part of the prototypes instead of all of them.
 
     The arithmetic of an update, ``8·B·m·d`` flops, then falls to ``1/K`` (restart and estimate stay whole). In return an
-    update exchanges ``4·B`` scalars, and a step ``4·m·d`` values (``scripts/bench/README.md``). The sizes alone decide, so that
-    all processes decide alike.
+    update exchanges ``4·B`` scalars, and a step ``4·m·d`` values (``scripts/bench/README.md``). The sizes alone decide, so
+    that all processes decide alike.
     """
     _, number, width = prototypes.shape
     if batch.world_size == 1 or number % batch.world_size:
