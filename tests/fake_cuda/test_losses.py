@@ -41,6 +41,7 @@ _FORMS = {
     "amp": (torch.float32, torch.float16, "cuda"),
     "bf16": (torch.bfloat16, None, "cuda"),
     "index-on-cpu": (torch.float32, None, "cpu"),
+    "scale-as-number": (torch.float32, None, "cuda"),
 }
 
 
@@ -53,8 +54,9 @@ def call(loss: ContrastiveLoss, form: str = "fp32", device: torch.device = CUDA)
     if loss.needs_index:
         loss.prefetch(torch.empty(BATCH, dtype=torch.int64, device="cpu"))
     positives = {"positives": index} if loss.needs_positives else {}
+    scale = 14.3 if form == "scale-as-number" else logit_scale
     with torch.autocast("cuda", autocast, enabled=autocast is not None):
-        value = loss(images, texts, logit_scale, logit_bias=logit_bias, index=index, **positives)
+        value = loss(images, texts, scale, logit_bias=logit_bias, index=index, **positives)
     if loss.training:
         value.backward()
         assert images.grad is not None and images.grad.device == device

@@ -52,6 +52,7 @@ WAYS = {
     "host-table": Way(options={"state_device": "cpu"}),
     "host-table-accumulated": Way(options={"state_device": "cpu"}, micro_batches=2),
     "views": Way(options={"views": 2}),
+    "host-table-views": Way(options={"state_device": "cpu", "views": 2}),
     "solved": Way(options={"temperature_scheme": "solved", "temperature_queue": 12, "rho": 1.0}),
     "equal-captions": Way(options={"equal_captions": "mask"}),
 }
@@ -68,7 +69,7 @@ def _takes(name: str, options: dict[str, Any]) -> bool:
 _CASES = [
     (way, name)
     for way in WAYS
-    for name in (LOSSES if way in ("plain", "views") else _SOME)
+    for name in (LOSSES if way in ("plain", "views", "host-table-views") else _SOME)
     if _takes(name, WAYS[way].options)
 ]
 
