@@ -7,6 +7,8 @@ from typing import Any
 
 import open_clip
 import torch
+from open_clip.constants import HF_CONFIG_NAME, HF_SAFE_WEIGHTS_NAME
+from open_clip.push_to_hf_hub import save_config_for_hf
 from safetensors.torch import save_file
 
 from openclip_ext import json_lines
@@ -19,11 +21,8 @@ from openclip_ext.losses.heads import read_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training.errors import UsageError
-from openclip_ext.training.model import MODEL_CONFIG, ModelConfig
+from openclip_ext.training.model import MODEL_CONFIG
 
-# What OpenCLIP looks for in a folder.
-OPENCLIP_WEIGHTS = "open_clip_model.safetensors"
-OPENCLIP_CONFIG = "open_clip_config.json"
 FORMATS = {"safetensors": "for OpenCLIP", "hf": "for OpenCLIP and transformers"}
 
 
@@ -55,50 +54,27 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
     loaded = ckpt.read(checkpoint)
     with command_line.without_warnings():
         model, *_ = settings.create(torch.device("cpu"))
-        tokenizer = settings.tokenizer()
+        tokenizer: Any = settings.tokenizer()
     ckpt.load_model(model, loaded.model_file["state_dict"])
     model = model.float().eval()
-    model_config = _model_config(settings, run)
+    # With the run's flags.
+    kept = run / MODEL_CONFIG / f"{settings.file_name}.json"
+    model_config = json.loads(kept.read_text()) if kept.is_file() else open_clip.get_model_config(settings.name)
     output.mkdir(parents=True, exist_ok=True)
     if to == "hf":
         write_clip_model(model, model_config, tokenizer, output)
-    _write_openclip(model, model_config, tokenizer, output)
-    identity = {} if loaded.shared is None else loaded.shared["identity"]
-    position = loaded.position
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, output / HF_SAFE_WEIGHTS_NAME)
+    save_config_for_hf(model, output / HF_CONFIG_NAME, model_config)
+    if "hf_tokenizer_name" in model_config["text_cfg"]:
+        tokenizer.save_pretrained(output)  # OpenCLIP looks for it here
     # A file of the model alone, such as best.pt, knows its epoch and no step.
-    unit, taken = ("epoch", position.epoch) if loaded.shared is None else ("step", position.step)
+    unit = "epoch" if loaded.shared is None else "step"
+    taken = getattr(loaded.position, unit)
     lines = [line for line in json_lines.read(run / "metrics.jsonl") if "loss" in line and line[unit] < taken]
     if lines:
         plot({config["flags"]["name"]: lines}, output / CURVES)
-    card = model_card(
-        config,
-        checkpoint=checkpoint.name,
-        num_samples=identity.get("num_samples"),
-        global_batch=identity.get("global_batch"),
-        epochs=position.epoch,
-        step=None if loaded.shared is None else position.step,
-        logged=lines[-1] if lines else None,
-        results=evaluations(run, checkpoint, None if position.step_in_epoch else position.epoch),
-        with_transformers=to == "hf",
-        with_curves=bool(lines),
-    )
+    card = model_card(config, loaded, lines[-1] if lines else None, evaluations(run, loaded), to == "hf")
     (output / "README.md").write_text(card, encoding="utf-8")
-
-
-def _model_config(settings: ModelConfig, run: Path) -> dict[str, Any]:
-    """Return OpenCLIP's configuration with the run's flags, which the run has kept."""
-    kept = run / MODEL_CONFIG / f"{settings.file_name}.json"
-    return json.loads(kept.read_text()) if kept.is_file() else open_clip.get_model_config(settings.name)
-
-
-def _write_openclip(model: Any, model_config: dict[str, Any], tokenizer: Any, folder: Path) -> None:
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / OPENCLIP_WEIGHTS)
-    wanted = ("mean", "std", "interpolation", "resize_mode")
-    preprocess = {name: value for name, value in model.visual.preprocess_cfg.items() if name in wanted}
-    content = {"model_cfg": model_config, "preprocess_cfg": preprocess}
-    (folder / OPENCLIP_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
-    if "hf_tokenizer_name" in model_config["text_cfg"]:
-        tokenizer.save_pretrained(folder)  # OpenCLIP looks for it here
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from openclip_ext import json_lines
+from openclip_ext.losses.options import PLACEMENT_OPTIONS
+from openclip_ext.training.checkpoint import Checkpoint
 
 CURVES = "curves.png"
 _LOGGED = ("loss", "infonce", "chance", "temperature")
@@ -13,41 +15,32 @@ _FLAGS = ("epochs", "lr", "wd", "warmup", "lr_scheduler", "opt", "precision", "r
 
 def model_card(
     config: Mapping[str, Any],
-    *,
-    checkpoint: str,
-    num_samples: int | None,
-    global_batch: int | None,
-    epochs: int,
-    step: int | None,
+    checkpoint: Checkpoint,
     logged: Mapping[str, Any] | None,
     results: Mapping[str, float],
     with_transformers: bool,
-    with_curves: bool,
 ) -> str:
     """Write the card as Markdown. It names no path of the machine.
 
     Args:
         config: the run's ``config.json``.
-        checkpoint: the file's name.
-        num_samples: of the training set.
-        global_batch: samples of an optimizer step.
-        epochs: completed ones.
-        step: optimizer steps taken.
-        logged: the last line of ``metrics.jsonl`` up to the checkpoint.
+        checkpoint: what is exported.
+        logged: the last line of ``metrics.jsonl`` up to the checkpoint, with which the folder holds a picture of the run.
         results: evaluations of the checkpoint.
         with_transformers: the folder holds a ``CLIPModel``.
-        with_curves: the folder holds a picture of the run.
     """
     flags, loss = config["flags"], config["loss"]
+    identity = {} if checkpoint.shared is None else checkpoint.shared["identity"]
+    options = {name: value for name, value in sorted(loss["options"].items()) if name not in PLACEMENT_OPTIONS}
     facts: dict[str, Any] = {
         "architecture": flags["model"],
-        "checkpoint": checkpoint,
-        "training samples": num_samples,
-        "global batch": global_batch,
-        "completed epochs": epochs,
-        "optimizer steps": step,
+        "checkpoint": checkpoint.path.name,
+        "training samples": identity.get("num_samples"),
+        "global batch": identity.get("global_batch"),
+        "completed epochs": checkpoint.position.epoch,
+        "optimizer steps": None if checkpoint.shared is None else checkpoint.position.step,
         "loss": loss["name"],
-        **{f"loss: {name}": value for name, value in sorted(loss["options"].items())},
+        **{f"loss: {name}": value for name, value in options.items()},
         **{name: flags.get(name) for name in _FLAGS},
         **config["versions"],
         "git commit": config.get("git_commit"),
@@ -63,27 +56,23 @@ def model_card(
     ]
     if logged:
         values = ((name, f"{logged[name]:.4g}") for name in _LOGGED if logged.get(name) is not None)
-        sections.append(f"At optimizer step {logged['step'] + 1}:\n\n{_table(values)}")
-    if with_curves:
-        sections.append(f"![curves of the run]({CURVES})")
+        sections += [
+            f"At optimizer step {logged['step'] + 1}:\n\n{_table(values)}",
+            f"![curves of the run]({CURVES})",
+        ]
     if results:
         sections.append("## Evaluation\n\n" + _table((name, f"{value:.4g}") for name, value in results.items()))
     return "\n\n".join(sections) + "\n"
 
 
-def evaluations(folder: Path, checkpoint: Path, epoch: int | None) -> dict[str, float]:
-    """Find the results of a checkpoint: of the evaluation at the end of its epoch, and of ``openclip-ext evaluate``.
-
-    Args:
-        folder: the run's.
-        checkpoint: the file.
-        epoch: number of completed epochs; None in mid-epoch.
-    """
+def evaluations(folder: Path, checkpoint: Checkpoint) -> dict[str, float]:
+    """Find the results of a run's checkpoint: of the evaluation at the end of its epoch, and of ``openclip-ext evaluate``."""
     found: dict[str, float] = {}
+    position = checkpoint.position
     for line in json_lines.read(folder / "checkpoints" / "results.jsonl"):
-        if epoch is not None and line.get("epoch") == epoch:
+        if position.step_in_epoch == 0 and line.get("epoch") == position.epoch:
             found |= {name: value for name, value in line.items() if isinstance(value, float)}
-    for line in json_lines.read(folder / "datacomp" / checkpoint.stem / "eval_results.jsonl"):
+    for line in json_lines.read(folder / "datacomp" / checkpoint.path.stem / "eval_results.jsonl"):
         if line["metrics"].get("main_metric") is not None:
             found[line["dataset"]] = line["metrics"]["main_metric"]
     return found

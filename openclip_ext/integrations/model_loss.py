@@ -13,6 +13,7 @@ from openclip_ext.data.indexing import INDEX
 from openclip_ext.training.evaluation import symmetric_cross_entropy
 from openclip_ext.training.model import prepare_for
 from openclip_ext.training.optimizer import LOGIT_SCALE
+from openclip_ext.training.table_files import restore_table
 
 
 def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -153,19 +154,30 @@ class ModelLoss:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in all processes, in rank order, and the temperature. All processes must call it."""
-        state = {name: value.cpu() for name, value in self.loss.state_dict().items()}
-        return {"loss": distributed.all_gather_object(state), LOGIT_SCALE: self.logit_scale.detach().cpu().clone()}
+        """Return the loss's state, each process's part of the tables, and the temperature. All processes must call it."""
+        tables = {name: table.rows(0, table.size) for name, table in self.loss.tables().items()}
+        parts = distributed.all_gather_object(tables)
+        return {
+            "loss": {name: value.cpu() for name, value in self.loss.replicated_state().items()},
+            "tables": {name: [part[name] for part in parts] for name in tables},
+            LOGIT_SCALE: self.logit_scale.detach().cpu().clone(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`.
+        """Restore :meth:`state_dict`, which any number of processes may have saved.
 
         Raises:
-            ValueError: It was saved by another number of processes.
+            ValueError: It is of a loss with other options or of other data.
         """
-        saved, processes = len(state["loss"]), distributed.world_size()
-        if saved != processes:
-            raise ValueError(f"the loss was saved by {saved} processes, and {processes} resume: start {saved}")
-        self.loss.load_state_dict(state["loss"][distributed.rank()])
+        tables = self.loss.tables()
+        if state.get("tables", {}).keys() != tables.keys():
+            raise ValueError(
+                f"the saved loss has no per-sample state of {sorted(tables)}: resume with the options of the saved run"
+            )
+        if any(part.dtype == torch.float64 for parts in state["tables"].values() for part in parts):
+            self.loss.double()
+        self.loss.load_replicated_state(state["loss"])
+        for name, table in tables.items():
+            restore_table(table, [part.numpy() for part in state["tables"][name]])
         with torch.no_grad():
             self.logit_scale.copy_(state[LOGIT_SCALE])

@@ -15,6 +15,7 @@ from openclip_ext.options import OptionError
 from openclip_ext.training import flag_table, flags
 from openclip_ext.training.parser import add_loss_flags
 
+_USE_OURS = "Train with: python -m openclip_ext.training.main"
 # Options of a loss that learns the model's temperature which only our training program heeds.
 _MODELS_TEMPERATURE = ("temperature", "temperature_min", "temperature_max", "lr_tau")
 
@@ -88,44 +89,31 @@ def _extended_create_loss(original: Callable) -> Callable:
         if name in compat.OPENCLIP_LOSSES and all(registry.OPTIONS[option].openclip_flag for option in options):
             # The name decides, and not only the flag --siglip.
             return original(argparse.Namespace(**{**vars(args), "siglip": name == "siglip"}))
-        if getattr(args, "distill", False):
-            raise ValueError(f"--loss {name} does not distill; leave out --distill-model, or use --loss openclip")
-        if registry.check_options(name, **options).needs_index:
-            raise ValueError(
-                f"--loss {name} needs every sample's index, which OpenCLIP's loop does not pass. "
-                "Train it with: python -m openclip_ext.training.main"
+        asked, accum_freq = registry.check_options(name, **options), getattr(args, "accum_freq", 1)
+        refused = {
+            f"--loss {name} does not distill; leave out --distill-model, or use --loss openclip": (
+                getattr(args, "distill", False)
+            ),
+            f"--loss {name} needs every sample's index, which OpenCLIP's loop does not pass. {_USE_OURS}": asked.needs_index,
+            f"--loss {name} keeps state that one optimizer step may update only once; OpenCLIP's loop calls the loss "
+            f"{accum_freq} times with --accum-freq {accum_freq}: leave it out. {_USE_OURS}": accum_freq > 1,
+            "--equal-captions needs to know which captions are equal, which OpenCLIP's loop does not tell. "
+            f"{_USE_OURS}": asked.needs_positives,
+            f"--loss {name} trains modules of its own with the model, and OpenCLIP's optimizer has the model's parameters "
+            f"only. {_USE_OURS}": asked.model_head() is not None,
+        }
+        for reason, is_wrong in refused.items():
+            if is_wrong:
+                raise ValueError(reason)
+        given = ", ".join(OPTIONS[option].flag for option in _MODELS_TEMPERATURE if option in options)
+        if asked.learns_logit_scale and given:
+            logging.warning(
+                f"{given}: no effect on --loss {name} in OpenCLIP's loop, which has its own start, bounds and learning rate "
+                f"of the temperature. {_USE_OURS}"
             )
-        if getattr(args, "accum_freq", 1) > 1:
-            raise ValueError(
-                f"--loss {name} keeps state that one optimizer step may update only once; OpenCLIP's loop "
-                f"calls the loss {args.accum_freq} times with --accum-freq {args.accum_freq}. "
-                "Use --accum-freq 1 or python -m openclip_ext.training.main"
-            )
-        loss = registry.create_loss(name, embed_dim=compat.embedding_dim(args.model), **options)
-        if loss.needs_positives:
-            raise ValueError(
-                "--equal-captions needs to know which captions are equal, which OpenCLIP's loop does not tell. "
-                "Train with: python -m openclip_ext.training.main"
-            )
-        if loss.model_head() is not None:
-            raise ValueError(
-                f"--loss {name} trains modules of its own with the model, and OpenCLIP's optimizer has the model's parameters "
-                "only. Train it with: python -m openclip_ext.training.main"
-            )
-        _warn_of_temperature_options(loss, name, options)
-        return loss
+        return registry.create_loss(name, embed_dim=compat.embedding_dim(args.model), **options)
 
     return create_loss
-
-
-def _warn_of_temperature_options(loss: Any, name: str, options: dict[str, Any]) -> None:
-    """Warn that OpenCLIP's loop keeps its own start, bounds and learning rate of the model's temperature."""
-    given = ", ".join("--" + option.replace("_", "-") for option in _MODELS_TEMPERATURE if option in options)
-    if loss.learns_logit_scale and given:
-        logging.warning(
-            f"{given}: no effect on --loss {name} in OpenCLIP's loop, which has its own start, bounds and learning rate of "
-            "the temperature. For them use: python -m openclip_ext.training.main"
-        )
 
 
 def _loss_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
