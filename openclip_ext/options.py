@@ -6,12 +6,13 @@ flags. A field without a help text is one of OpenCLIP's flags, which OpenCLIP's 
 """
 
 import dataclasses
+import difflib
 import math
 import operator
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,6 +36,20 @@ class OptionError(ValueError):
     def with_flags(self) -> str:
         """Return the message for a command line: with ``--gamma 0.5`` for ``gamma=0.5``."""
         return _ASSIGNMENT.sub(_as_flag, str(self))
+
+
+def nearest(word: str, known: Collection[str]) -> str:
+    """Return ``; did you mean ...?`` with the known word that is most like this one, or nothing."""
+    names = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), names, n=1)
+    return f"; did you mean {names[close[0]]}?" if close else ""
+
+
+def refuse_unknown(where: str, found: Iterable[str], known: Collection[str]) -> None:
+    """Raise ValueError for the first key of a file that nothing reads."""
+    for key in found:
+        if key not in known:
+            raise ValueError(f"{where}: unknown key {key!r}{nearest(key, known)}; expected {', '.join(known)}")
 
 
 _ASSIGNMENT = re.compile(r"\b([a-z]\w*)=([^\s:,;)]*)")

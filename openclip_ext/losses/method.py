@@ -20,7 +20,8 @@ class NormalizerPart:
         name: value of the option ``normalizer``.
         build: the class. Its keyword-only arguments are its options.
         objective: what a loss minimizes with it, unless its method names an objective.
-        defaults: defaults of options, over those of the options themselves.
+        defaults: defaults of options, over those of the options themselves; also of options that only some temperature
+            schemes take, and that the scheme has no default for.
     """
 
     name: str

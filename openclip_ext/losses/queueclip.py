@@ -100,6 +100,10 @@ METHOD = Method(
     name="queueclip",
     normalizer="queue",
     temperature_scheme="solved",
-    # Without its gradient the queue is no control variate for the batch.
-    parts=(NormalizerPart("queue", QueueNormalizer, objective=Unified, defaults={"alpha_gradient": True}),),
+    # Without its gradient the queue is no control variate for the batch. The rate of a learned temperature is NeuCLIP's.
+    parts=(
+        NormalizerPart(
+            "queue", QueueNormalizer, objective=Unified, defaults={"alpha_gradient": True, "lr_tau": 1.25e-4}
+        ),
+    ),
 )

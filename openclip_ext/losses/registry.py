@@ -245,8 +245,8 @@ class _Composition:
     def defaults(self) -> dict[str, Any]:
         """Return the options that the classes take, with their defaults."""
         keywords = self.keywords()
-        values = {name: option.default for name, option in OPTIONS.items() if name in keywords}
-        return self.part_names | values | self.option_defaults
+        values = {name: self.option_defaults.get(name, option.default) for name, option in OPTIONS.items()}
+        return self.part_names | {name: value for name, value in values.items() if name in keywords}
 
     def create(self, values: dict[str, Any], sizes: Mapping[str, int | None]) -> ContrastiveLoss:
         """Build the loss from values of all its options."""

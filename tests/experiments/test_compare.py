@@ -370,7 +370,7 @@ def arguments(data: Path, *more: str) -> list[str]:
             "queueclip with these options: leave_own_out=True: needs prototypes",
         ),
         (["--recipe", "cc3m"], "--recipe has the settings of one loss"),
-        (["--lr-scheduler", "cosin"], "unknown --lr-scheduler"),
+        (["--lr-scheduler", "cosin"], "--lr-scheduler cosin: expected one of"),
     ],
 )
 def test_flags_that_mean_nothing_are_refused(data, more, message):

@@ -70,6 +70,12 @@ def test_every_option_of_a_loss_is_in_the_table_and_every_one_is_used() -> None:
     assert used == OPTIONS.keys()
 
 
+def test_the_queue_knows_the_rate_of_a_temperature_that_is_learned_with_it() -> None:
+    assert options_used_by("queueclip", temperature_scheme="global")["lr_tau"] == 1.25e-4
+    assert options_used_by("queueclip", temperature_scheme="per-sample")["lr_tau"] == 0.0133
+    assert "lr_tau" not in options_used_by("queueclip")
+
+
 def test_unknown_loss_lists_the_names() -> None:
     with pytest.raises(ValueError, match=r"unknown loss 'neuclp'.*amorlip.*Did you mean 'neuclip'") as error:
         create_loss("neuclp")
