@@ -45,13 +45,6 @@ def nearest(word: str, known: Collection[str]) -> str:
     return f"; did you mean {names[close[0]]}?" if close else ""
 
 
-def refuse_unknown(where: str, found: Iterable[str], known: Collection[str]) -> None:
-    """Raise ValueError for the first key of a file that nothing reads."""
-    for key in found:
-        if key not in known:
-            raise ValueError(f"{where}: unknown key {key!r}{nearest(key, known)}; expected {', '.join(known)}")
-
-
 _ASSIGNMENT = re.compile(r"\b([a-z]\w*)=([^\s:,;)]*)")
 
 

@@ -20,12 +20,13 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import random
 import re
 import shutil
 import time
 import zipfile
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -83,16 +84,17 @@ class RunIdentity:
         num_samples, data: size of the index space, and :attr:`openclip_ext.data.source.Source.index_digest`.
         global_batch: samples of an optimizer step.
         seed: of the run.
+        settings: of flags and the loss (``run_folder.settings``); they may differ, and the run tells where.
     """
 
     model: str
     loss: str
+    optimizer: str
     num_samples: int
     global_batch: int
     seed: int
-    # Earlier checkpoints do not say these.
-    optimizer: str | None = None
     data: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,9 @@ class Checkpoint:
     def position(self) -> Position:
         if self.shared is None:
             return Position(epoch=self.model_file["epoch"])
-        saved = self.shared["position"]
         try:
-            # Earlier checkpoints do not say their samples.
-            return Position(**{"samples": saved["step"] * self.shared["identity"]["global_batch"], **saved})
-        except (KeyError, TypeError) as error:
+            return Position(**self.shared["position"])
+        except TypeError as error:
             raise UsageError(f"the position in {self.path} cannot be read: {error}") from error
 
 
@@ -180,8 +180,6 @@ def save(
     target = folder / f"{name}.pt"
     state_folder = folder / f"{name}.state" / f"step_{position.step}"
     temporary = folder / f"{name}.state" / f"tmp_step_{position.step}"
-    if distributed.broadcast_object(distributed.is_master() and _is_saved(target, state_folder, position.step)):
-        return target
     if distributed.is_master():
         shutil.rmtree(temporary, ignore_errors=True)
     _together(lambda: temporary.mkdir(parents=True, exist_ok=True))
@@ -193,16 +191,6 @@ def save(
             _discard(temporary, target, state_folder)
         raise
     return target
-
-
-def _is_saved(target: Path, state_folder: Path, step: int) -> bool:
-    """Return whether this very step is saved under this name: to write it again would only risk it."""
-    if not (target.is_file() and (state_folder / CHECKSUMS).is_file()):
-        return False
-    try:
-        return _load(target, mmap=True).get("step") == step
-    except UsageError:
-        return False
 
 
 def _write_state(folder: Path, loss: ContrastiveLoss, position: Position, identity: RunIdentity) -> dict[str, str]:
@@ -333,12 +321,18 @@ def set_aside(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint. Killed in between, it leaves what a killed save leaves, and the next start cleans up."""
+    """Delete a checkpoint. Killed in between, it leaves what a killed save leaves, and the next start cleans up.
+
+    One that cannot be deleted is named in a warning: a newer one is safe, and the run can go on.
+    """
     unfinished = path.with_suffix(".pt.tmp")
-    with contextlib.suppress(FileNotFoundError):
-        os.replace(path, unfinished)
-    shutil.rmtree(path.with_suffix(".state"), ignore_errors=True)
-    unfinished.unlink(missing_ok=True)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(path, unfinished)
+        shutil.rmtree(path.with_suffix(".state"), ignore_errors=True)
+        unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        logging.warning(f"The old checkpoint {path} cannot be removed ({error}). Training goes on: remove it by hand")
 
 
 def remove_older_mid_epoch(folder: Path, kept: Path, spared: Container[Path] = ()) -> None:
@@ -376,7 +370,8 @@ def remove_leftovers(folder: Path, spared: Container[Path] = ()) -> None:
             shutil.rmtree(state, ignore_errors=True)
     # Last: without them a state is taken for one whose model file was lost.
     for unfinished in (*folder.glob("epoch_*.pt.tmp"), *folder.glob(".*.partial")):
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
 
 
 # --- finding and loading ---------------------------------------------------------------------------------------------
@@ -398,8 +393,15 @@ def scan(folder: Path) -> Scan:
     """Find the newest checkpoint of a run that can be read; a warning names each newer one that cannot.
 
     Raises:
-        UsageError: there are checkpoints, and none can be read.
+        UsageError: there are checkpoints, and none can be read; or the folder cannot be listed.
     """
+    try:
+        if folder.exists():
+            os.listdir(folder)  # ``glob`` finds nothing in a folder that cannot be read
+    except OSError as error:
+        raise UsageError(
+            f"cannot look for checkpoints in {folder} ({error}): make it readable, or start afresh under another --name"
+        ) from error
     candidates: list[tuple[int, int, Path]] = []
     unreadable: dict[Path, str] = {}
     for path in sorted(folder.glob("*.pt")):
@@ -500,6 +502,10 @@ def _load(path: Path, mmap: bool = False) -> dict[str, Any]:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if not isinstance(error, OSError) and not zipfile.is_zipfile(path):
             reason = "it is empty, cut off, or no file of torch.save"
+        elif isinstance(error, pickle.UnpicklingError):
+            reason = (
+                "it is damaged, or holds more than tensors and plain types, and was not opened: expected a checkpoint"
+            )
         raise UsageError(f"cannot read {path}: {reason}") from error
     if not isinstance(content, dict):
         raise UsageError(f"{path} holds no training checkpoint, but a {type(content).__name__}")
@@ -520,7 +526,7 @@ def check_identity(checkpoint: Checkpoint, identity: RunIdentity, keeps_samples:
     if checkpoint.shared is None:
         return
     found, asked = checkpoint.shared["identity"], asdict(identity)
-    compared = {key for key in asked if found.get(key) is not None and asked[key] is not None}
+    compared = {key for key, value in asked.items() if value is not None and found.get(key) is not None} - {"settings"}
     if checkpoint.position.step_in_epoch == 0:
         compared.discard("global_batch")  # between epochs the batch may change
     if not keeps_samples and "data" in compared and found["data"] != asked["data"]:
@@ -536,6 +542,21 @@ def check_identity(checkpoint: Checkpoint, identity: RunIdentity, keeps_samples:
             f"{checkpoint.path} is of another run ({'; '.join(differences)}). "
             "Resume with the same settings, or start a new run under another --name"
         )
+
+
+def changed_settings(checkpoint: Checkpoint | None, identity: RunIdentity) -> list[str]:
+    """Return what a run that goes on from a checkpoint does differently, in words; nothing for a fresh run."""
+    if checkpoint is None or checkpoint.shared is None:
+        return []
+    saved = checkpoint.shared["identity"]
+    if "settings" not in saved:
+        return [f"which ones is not known, as {checkpoint.path} does not say its own"]
+    before, now = ({**item["settings"], "global_batch": item["global_batch"]} for item in (saved, asdict(identity)))
+    return [
+        f"{name} {now.get(name, 'not used')} (before: {before.get(name, 'not used')})"
+        for name in sorted(before.keys() | now.keys())
+        if name not in before or name not in now or before[name] != now[name]
+    ]
 
 
 def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:

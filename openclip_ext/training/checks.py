@@ -1,21 +1,24 @@
 """Mistakes in a command line that would show only later, told before anything is built or written."""
 
 import importlib.util
+import logging
 import os
 from pathlib import Path
 
 import open_clip
 
-from openclip_ext import compat
+from openclip_ext import compat, distributed
 from openclip_ext.data.shardlist import expand_shards
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.data.storage import is_local, local_path
+from openclip_ext.options import nearest
+from openclip_ext.training import recipes
 from openclip_ext.training.config import TrainingConfig
-from openclip_ext.training.errors import UsageError, nearest
+from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import EvaluationConfig
 from openclip_ext.training.help import NOTHING_TO_DO
 from openclip_ext.training.model import ModelConfig
-from openclip_ext.training.optimizer import check_optimizer, check_schedule
+from openclip_ext.training.optimizer import check_optimizer
 
 
 def check(config: TrainingConfig) -> None:
@@ -24,7 +27,6 @@ def check(config: TrainingConfig) -> None:
         raise UsageError(NOTHING_TO_DO)
     _check_model(config.model)
     check_optimizer(config.optimizer)
-    check_schedule(config.schedule)
     _check_evaluation(config.evaluation)
     if config.data is not None and config.data.resolved_type != "synthetic":
         files = _local_files(config.data)
@@ -32,6 +34,18 @@ def check(config: TrainingConfig) -> None:
             raise UsageError(f"--train-data: none of the {len(files)} files is there, the first is {files[0]}")
     if "wandb" in config.reporting.destinations and importlib.util.find_spec("wandb") is None:
         raise UsageError("--report-to wandb needs the package wandb, which is not installed: pip install wandb")
+
+
+def tell_other_batch(config: TrainingConfig) -> None:
+    """Warn of a recipe on another number of GPUs than it is for, if the batch of a GPU does not make up for it."""
+    name = config.flags["recipe"]
+    wanted = config.global_batch if name is None else recipes.get(name, config.loss.name).global_batch
+    if wanted != config.global_batch:
+        each = wanted / (distributed.world_size() * config.loading.accum_freq)
+        logging.warning(
+            f"--recipe {name} is for a global batch of {wanted:,}, and this run's is {config.global_batch:,}: give "
+            f"--batch-size {each:g}, or do not expect the recipe's results"
+        )
 
 
 def _check_model(config: ModelConfig) -> None:

@@ -15,8 +15,6 @@ import torch
 from openclip_ext import distributed
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.data.train_loader import TrainLoaderConfig
-from openclip_ext.losses import registry
-from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.options import flag, from_flags
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import EvaluationConfig
@@ -29,14 +27,6 @@ from openclip_ext.training.step import StepConfig
 from openclip_ext.training.trainer import RunLength, SavePolicy
 
 _DESTINATIONS = frozenset({"wandb", "tensorboard"})
-
-
-@dataclass(frozen=True)
-class LossChoice:
-    """What the command line says about the loss: its name and the options given explicitly."""
-
-    name: str
-    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -95,7 +85,7 @@ FLAG_GROUPS: dict[str, tuple[type, ...]] = {
 }
 
 
-def training_config(args: argparse.Namespace, choice: LossChoice, device: torch.device) -> TrainingConfig:
+def training_config(args: argparse.Namespace, loss: LossConfig, device: torch.device) -> TrainingConfig:
     """Return the typed configuration of a parsed command line, after ``torch.distributed`` has started on ``device``.
 
     Raises:
@@ -114,13 +104,11 @@ def training_config(args: argparse.Namespace, choice: LossChoice, device: torch.
         loading=from_flags(
             TrainLoaderConfig,
             flags,
-            views=views(choice),
-            caption_hash=choice.options.get("equal_captions", "negative") != "negative",
+            views=loss.options.get("views", 1),
+            caption_hash=loss.options.get("equal_captions", "negative") != "negative",
             pin_memory=device.type == "cuda",
         ),
-        loss=LossConfig(
-            choice.name, loss_options(args, choice), frozenset(choice.options), flags_without_effect(args, choice)
-        ),
+        loss=loss,
         optimizer=from_flags(OptimizerConfig, flags),
         schedule=from_flags(ScheduleConfig, flags),
         step=from_flags(StepConfig, flags),
@@ -191,23 +179,3 @@ def _destinations(report_to: str) -> frozenset[str]:
     if not asked <= _DESTINATIONS | {"all"}:
         raise UsageError(f"--report-to {report_to}: known are wandb, tensorboard, all")
     return _DESTINATIONS if "all" in asked else frozenset(asked)
-
-
-def flags_without_effect(args: argparse.Namespace, choice: LossChoice) -> tuple[str, ...]:
-    """Return OpenCLIP's flags for its own losses that were given and that the chosen loss does not use."""
-    used = registry.options_used_by(choice.name, **choice.options)
-    # ``seed`` and ``epochs`` are the run's as well.
-    unused = (option for name, option in OPTIONS.items() if name not in (*used, "seed", "epochs"))
-    ignored = (option for option in unused if option.openclip_flag and getattr(args, option.name) != option.default)
-    return tuple(sorted(option.flag for option in ignored))
-
-
-def views(choice: LossChoice) -> int:
-    """Return how many augmented views of each image the loss compares; 1 where it compares images with texts."""
-    return {"views": 1, **registry.options_used_by(choice.name, **choice.options), **choice.options}["views"]
-
-
-def loss_options(args: argparse.Namespace, choice: LossChoice) -> dict[str, Any]:
-    """Return options for ``create_loss``: those given, and the run's where OpenCLIP has the flag (``seed``, ...)."""
-    used = registry.options_used_by(choice.name, **choice.options)
-    return {**{name: getattr(args, name) for name in used if OPTIONS[name].openclip_flag}, **choice.options}

@@ -1,7 +1,6 @@
 """Errors of the training program that a user can mend."""
 
-import difflib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from openclip_ext import distributed
@@ -29,10 +28,3 @@ def on_master(action: Callable[[], T]) -> T:
     if failure is not None:
         raise UsageError(failure)
     return result
-
-
-def nearest(word: str, known: Collection[str]) -> str:
-    """Return ``; did you mean ...?``, or nothing."""
-    names = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), names, n=1)
-    return f"; did you mean {names[close[0]]}?" if close else ""

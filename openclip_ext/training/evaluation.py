@@ -2,10 +2,10 @@
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -122,36 +122,21 @@ def build_evaluators(config: EvaluationConfig, built: BuiltModel, step: StepConf
     if imagenet:
         zero_shot = ImageNetZeroShot(imagenet, built.tokenizer, settings)
         evaluators.append(ScheduledEvaluator(zero_shot, config.imagenet_every))
+    loading: dict[str, Any] = {"preprocess": built.preprocess_val, "tokenizer": built.tokenizer}
+    loading |= {"batch_size": config.batch_size, "workers": config.workers}
     if config.val_data is not None:
-        loader = build_eval_loader(
-            config.val_data,
-            preprocess=built.preprocess_val,
-            tokenizer=built.tokenizer,
-            batch_size=config.batch_size,
-            workers=config.workers,
-        )
-        evaluators.append(ScheduledEvaluator(Validation(loader, settings), config.val_every))
-    if config.suite is not None:
-        suite = _datacomp_suite(config.suite, config, built)
+        validation = Validation(build_eval_loader(config.val_data, **loading), settings)
+        evaluators.append(ScheduledEvaluator(validation, config.val_every))
+    if config.suite is not None and config.suite_data is not None:
+        try:
+            from openclip_ext.eval.suite import build_suite
+        except ImportError as error:
+            raise UsageError(
+                f"--eval-suite needs the package {error.name}: pip install 'openclip_ext[eval]'"
+            ) from error
+        suite = build_suite(config.suite, config.suite_data, device=built.device, **loading)
         evaluators += [ScheduledEvaluator(item, config.suite_every) for item in suite]
     return evaluators
-
-
-def _datacomp_suite(suite: str, config: EvaluationConfig, built: BuiltModel) -> Sequence[Evaluator]:
-    assert config.suite_data is not None, "the flags were checked"
-    try:
-        from openclip_ext.eval.suite import build_suite
-    except ImportError as error:
-        raise UsageError(f"--eval-suite needs the package {error.name}: pip install 'openclip_ext[eval]'") from error
-    return build_suite(
-        suite,
-        config.suite_data,
-        preprocess=built.preprocess_val,
-        tokenizer=built.tokenizer,
-        device=built.device,
-        batch_size=config.batch_size,
-        workers=config.workers,
-    )
 
 
 def run_evaluators(evaluators: Iterable[Evaluator], model: nn.Module, must_succeed: bool = False) -> dict[str, float]:

@@ -48,14 +48,6 @@ def of_training() -> FlagTable:
     return dataclasses.replace(of_losses(), run_options=groups)
 
 
-def with_method(name: str) -> tuple[FlagTable, str]:
-    """Return the table with the loss ``my.module:METHOD``, and the loss's name there; imports torch."""
-    from openclip_ext.losses import registry
-
-    method = registry.find_method(name)
-    return of_training(), method.name
-
-
 def from_file() -> FlagTable:
     """Return the table as it was last written."""
     content = json.loads(FILE.read_text(encoding="utf-8"))

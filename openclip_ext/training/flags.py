@@ -14,25 +14,26 @@ from typing import Any, TypeVar
 from openclip_ext import compat
 from openclip_ext.losses import registry
 from openclip_ext.losses.registry import OPTIONS
-from openclip_ext.options import OptionError, check_flags
+from openclip_ext.options import OptionError, check_flags, nearest
 from openclip_ext.training import flag_table, recipes
-from openclip_ext.training.config import FLAG_GROUPS, LossChoice, writes_nothing
-from openclip_ext.training.errors import UsageError, nearest
+from openclip_ext.training.config import FLAG_GROUPS, writes_nothing
+from openclip_ext.training.errors import UsageError
 from openclip_ext.training.help import asks_for_help, chosen_loss, openclip_flags, print_help
+from openclip_ext.training.model import LossConfig
 from openclip_ext.training.parser import build_parser
 
 T = TypeVar("T")
 PARTS = ("normalizer", "temperature_scheme", "views")
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, LossChoice]:
+def parse(argv: list[str]) -> tuple[argparse.Namespace, LossConfig]:
     """Parse a training command line.
 
     Args:
         argv: the arguments after the program's name.
 
     Returns:
-        OpenCLIP's and our run flags in one namespace, and the choice of the loss.
+        OpenCLIP's and our run flags in one namespace, and the loss with all its options.
 
     Raises:
         UsageError: flags that nobody knows or that contradict each other, or a flag that the chosen loss does not use.
@@ -50,7 +51,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, LossChoice]:
         raise UsageError(error.with_flags()) from error
 
 
-def _parse(argv: list[str]) -> tuple[argparse.Namespace, LossChoice]:
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, LossConfig]:
     name = chosen_loss(argv)
     if name is not None and ":" in name:
         registry.find_method(name)  # its options are flags then
@@ -63,15 +64,26 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, LossChoice]:
     refuse_shortened(rest, parser)
     args = _without_usage(lambda: compat.parse_openclip_args(rest), [*parser._option_string_actions, *openclip_flags()])
     given = vars(ours)
-    choice_options = {name: given.pop(name) for name in OPTIONS if name in given}
+    options = {name: given.pop(name) for name in OPTIONS if name in given}
     vars(args).update(given)
     reconcile_siglip(args)
-    choice = LossChoice(args.loss, choice_options)
-    registry.check_options(choice.name, **choice.options)
+    loss = _loss_config(args, options)
     for config in (config for configs in FLAG_GROUPS.values() for config in configs):
         check_flags(config, vars(args))
     _check_together(args)
-    return args, choice
+    return args, loss
+
+
+def _loss_config(args: argparse.Namespace, given: dict[str, Any]) -> LossConfig:
+    """Return the loss with all its options: those given, the run's where OpenCLIP has the flag (``seed``, ...), defaults."""
+    registry.check_options(args.loss, **given)
+    used = registry.options_used_by(args.loss, **given)
+    of_run = {name: getattr(args, name) for name, option in OPTIONS.items() if option.openclip_flag}
+    options = used | {name: value for name, value in of_run.items() if name in used} | given
+    # ``seed`` and ``epochs`` are the run's as well.
+    unused = of_run.keys() - used.keys() - {"seed", "epochs"}
+    without_effect = [OPTIONS[name].flag for name in unused if of_run[name] != OPTIONS[name].default]
+    return LossConfig(args.loss, options, frozenset(given), tuple(sorted(without_effect)))
 
 
 def _without_usage(parse: Callable[[], T], known: Sequence[str] = ()) -> T:
@@ -153,8 +165,8 @@ def _check_together(args: argparse.Namespace) -> None:
         "--resume latest needs --name: without it every start makes a new run folder": (
             args.resume == "latest" and args.name is None
         ),
-        "--epochs-cooldown needs --lr-scheduler const-cooldown": (
-            cooldown is not None and args.lr_scheduler != "const-cooldown"
+        "--epochs-cooldown needs --lr-scheduler const-cooldown, and the other way round": (
+            (cooldown is not None) != (args.lr_scheduler == "const-cooldown")
         ),
         f"--epochs-cooldown is {cooldown}, more than --epochs {args.epochs}": (cooldown or 0) > args.epochs,
         "--model-ema-decay averages whole weights, which --fsdp does not keep; give one of them": ema and args.fsdp,

@@ -40,7 +40,10 @@ def print_help(argv: list[str]) -> None:
     """Print what a command line asks for."""
     table, chosen = flag_table.from_file(), chosen_loss(argv)
     if chosen is not None and ":" in chosen:
-        table, chosen = flag_table.with_method(chosen)
+        from openclip_ext.losses import registry
+
+        chosen = registry.find_method(chosen).name
+        table = flag_table.of_training()
     if "--help-all" in argv:
         parser = build_parser(replace(table, options=tuple(_with_told_defaults(table))))
         parser.usage = _USAGE

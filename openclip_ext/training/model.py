@@ -172,31 +172,25 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
     _seed(seed + distributed.rank())
     if config.trace is not None:
         model = open_clip.trace_model(model, batch_size=config.trace, device=device)
-    if config.lock_image:
-        _lock_image(model, config)
-    if config.lock_text:
-        _lock_text(model, config)
+    _lock(model, config)
     if config.grad_checkpointing:
         model.set_grad_checkpointing()
     images = image_pipeline(preprocess_train, config.image_backend)
     return BuiltModel(model, images, preprocess_val, config.tokenizer(), device)
 
 
-def _lock_image(model: Any, config: ModelConfig) -> None:
-    groups = config.lock_image_unlocked_groups
+def _lock(model: Any, config: ModelConfig) -> None:
+    groups, layers = config.lock_image_unlocked_groups, config.lock_text_unlocked_layers
+    reason = f"--lock-image-unlocked-groups {groups} is not possible for this model"
     try:
-        model.lock_image_tower(unlocked_groups=groups, freeze_bn_stats=config.lock_image_freeze_bn_stats)
-    except AssertionError as error:
-        raise UsageError(f"--lock-image-unlocked-groups {groups} is not possible for this model {error}") from error
-
-
-def _lock_text(model: Any, config: ModelConfig) -> None:
-    layers = config.lock_text_unlocked_layers
-    try:
-        model.lock_text_tower(unlocked_layers=layers, freeze_layer_norm=config.lock_text_freeze_layer_norm)
-    except AssertionError as error:
+        if config.lock_image:
+            model.lock_image_tower(unlocked_groups=groups, freeze_bn_stats=config.lock_image_freeze_bn_stats)
         # OpenCLIP's own text towers can only be frozen as a whole.
-        raise UsageError(f"--lock-text needs --lock-text-freeze-layer-norm for this model ({error})") from error
+        reason = "--lock-text needs --lock-text-freeze-layer-norm for this model"
+        if config.lock_text:
+            model.lock_text_tower(unlocked_layers=layers, freeze_layer_norm=config.lock_text_freeze_layer_norm)
+    except AssertionError as error:
+        raise UsageError(f"{reason} ({error})") from error
 
 
 @dataclass(frozen=True)
@@ -205,7 +199,7 @@ class LossConfig:
 
     Attributes:
         name: ``--loss``.
-        options: for ``create_loss``.
+        options: for ``create_loss``; of a training all that the loss has.
         given: the options that the user gave, whose values beat those of a pretrained model.
         without_effect: flags that the user gave for other losses.
     """
@@ -218,7 +212,7 @@ class LossConfig:
     @property
     def has_parts(self) -> bool:
         """Whether the user asked for a part by name."""
-        return any(self.options.get(part) is not None for part in ("normalizer", "temperature_scheme"))
+        return any(self.options[part] is not None for part in self.given & {"normalizer", "temperature_scheme"})
 
 
 def build_loss(
@@ -282,16 +276,9 @@ def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) 
     logit_bias = getattr(model, "logit_bias", None)
     if logit_bias is not None and not loss.uses_logit_bias:
         logit_bias.requires_grad_(False)
-    if loss.views > 1:
-        train_image_tower_only(model)
-
-
-def train_image_tower_only(model: nn.Module) -> None:
-    """Freeze what no image passes through, so that DDP and weight decay leave it alone."""
-    inside = {id(parameter) for parameter in model.get_submodule("visual").parameters()}
-    for parameter in model.parameters():
-        if id(parameter) not in inside:
-            parameter.requires_grad_(False)
+    if loss.views > 1:  # no image passes through anything else
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name.startswith("visual."))
 
 
 def _seed(seed: int) -> None:

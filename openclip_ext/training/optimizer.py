@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from openclip_ext import compat, distributed
-from openclip_ext.options import flag
-from openclip_ext.training.errors import UsageError, nearest
+from openclip_ext.options import flag, nearest
+from openclip_ext.training.errors import UsageError
 from openclip_ext.training.lr_scales import lr_scales
 
 LOGIT_SCALE = "logit_scale"
@@ -22,7 +22,6 @@ SCALE = "rate_of_schedule"
 HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum", "lookahead_k", SCALE)
 _LOOKAHEAD = "lookahead_"
 LOOKAHEAD = f"timm/{_LOOKAHEAD}"
-SCHEDULES = ("cosine", "const", "const-cooldown")
 
 
 def _tower_lr(tower: str) -> Any:
@@ -83,7 +82,7 @@ class ScheduleConfig:
     """The learning rate over the run.
 
     Attributes:
-        name: one of :data:`SCHEDULES`.
+        name: OpenCLIP's name.
         lr: after the warm-up.
         epochs: length of the run.
         warmup: optimizer steps of linear warm-up.
@@ -91,7 +90,7 @@ class ScheduleConfig:
         skip: leave the optimizer's rates alone.
     """
 
-    name: str = flag("cosine", dest="lr_scheduler")
+    name: str = flag("cosine", dest="lr_scheduler", choices=("cosine", "const", "const-cooldown"))
     lr: float = flag(5e-4)
     epochs: int = flag(32)
     warmup: int = flag(10_000, minimum=0)
@@ -114,8 +113,7 @@ def create_optimizer(
         head: modules of the loss that are trained with the model, in the same groups.
 
     Raises:
-        UsageError: unknown optimizer, ``--beta1`` without ``--beta2``, ``--lookahead-steps`` without LookAhead, or learning
-            rates of a tower that is not trained; or nothing is to be trained.
+        UsageError: learning rates of a tower that is not trained, or nothing is to be trained.
     """
     groups = _parameter_groups(
         [model] if head is None else [model, head], config.weight_decay, logit_scale_lr is not None
@@ -127,7 +125,6 @@ def create_optimizer(
         groups = _split_by_rate(groups, config.lr, lr_scales(model, towers), model)
     if logit_scale_lr is not None:
         groups[-1]["lr"] = logit_scale_lr
-    check_optimizer(config)
     name = full_name(config)
     if name == "adamw":
         return _adamw(groups, config)
@@ -235,16 +232,6 @@ def _timm_optimizer(
     return create_optimizer_v2(model_or_groups, name, **options)
 
 
-def check_schedule(config: ScheduleConfig) -> None:
-    """Raise UsageError for a schedule that does not exist or lacks a setting."""
-    if config.skip:
-        return
-    if config.name not in SCHEDULES:
-        raise UsageError(f"unknown --lr-scheduler {config.name!r}; known: {', '.join(SCHEDULES)}")
-    if config.name == "const-cooldown" and config.cooldown_epochs is None:
-        raise UsageError("--lr-scheduler const-cooldown needs --epochs-cooldown")
-
-
 # The way of log τ in a run: from OpenCLIP's start value to where the papers' runs end.
 _WAY_OF_LOG_TAU = math.log(0.07 / 0.03)
 _LARGEST_LOGIT_SCALE_LR = 5e-4
@@ -282,21 +269,27 @@ def create_schedule(
 
     The encoders follow OpenCLIP's schedule; a logit scale with a rate of its own keeps it: no warm-up, no decay
     (docs/methods/fastclip.md).
-
-    Raises:
-        UsageError: as :func:`check_schedule`.
     """
-    check_schedule(config)
     steps = steps_per_epoch * config.epochs
     if config.warmup >= steps and not config.skip and distributed.is_master():
         logging.warning(
             f"--warmup {config.warmup:,} is as long as the run, {steps:,} steps: the learning rate does not arrive at --lr "
             f"{config.lr:g}."
         )
-    encoders = None if config.skip else _openclip_schedule(config, optimizer, steps_per_epoch)
+    cooldown = None if config.cooldown_epochs is None else steps_per_epoch * config.cooldown_epochs
+    encoders = compat.create_scheduler(
+        config.name,
+        optimizer,
+        lr=config.lr,
+        warmup=config.warmup,
+        steps=steps,
+        cooldown_steps=cooldown,
+        cooldown_power=config.cooldown_power,
+        cooldown_end=config.cooldown_end,
+    )
 
     def set_learning_rates(step: int) -> None:
-        if encoders is None:
+        if config.skip:
             return
         encoders(step)
         for group in optimizer.param_groups:
@@ -305,19 +298,3 @@ def create_schedule(
             optimizer.param_groups[-1]["lr"] = logit_scale_lr
 
     return set_learning_rates
-
-
-def _openclip_schedule(
-    config: ScheduleConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int
-) -> Callable[[int], float]:
-    cooldown = None if config.cooldown_epochs is None else steps_per_epoch * config.cooldown_epochs
-    return compat.create_scheduler(
-        config.name,
-        optimizer,
-        lr=config.lr,
-        warmup=config.warmup,
-        steps=steps_per_epoch * config.epochs,
-        cooldown_steps=cooldown,
-        cooldown_power=config.cooldown_power,
-        cooldown_end=config.cooldown_end,
-    )

@@ -68,15 +68,9 @@ def distribute(model: nn.Module, config: ParallelConfig, device: torch.device, k
         return model
     if config.sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if not config.fsdp:
-        return replicate(model, device, static_graph=config.static_graph)
-    return ShardedDataParallel(
-        model,
-        device,
-        reshard_after_forward=not config.keep_gathered,
-        compile_blocks=config.compile,
-        keep_whole=keep_whole,
-    )
+    if config.fsdp:
+        return ShardedDataParallel(model, device, config, keep_whole)
+    return replicate(model, device, static_graph=config.static_graph)
 
 
 def compiled(model: nn.Module, config: ParallelConfig) -> nn.Module:
@@ -111,22 +105,14 @@ class ShardedDataParallel(nn.Module):
     Args:
         model: sharded in place.
         device: the process's.
-        reshard_after_forward: False keeps the gathered blocks between forward and backward pass, for less communication.
-        compile_blocks: ``torch.compile`` each block.
+        config: whether to compile each block, and to keep it gathered from forward to backward pass.
         keep_whole: on the master, keep a copy on the host to evaluate (see :func:`whole_model`).
 
     Raises:
         UsageError: parameters of several types, as ``--precision bf16`` and ``fp16`` have.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        reshard_after_forward: bool = True,
-        compile_blocks: bool = False,
-        keep_whole: bool = False,
-    ) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, config: ParallelConfig, keep_whole: bool) -> None:
         super().__init__()
         policy = MixedPrecisionPolicy(reduce_dtype=_reduce_dtype(model))
         # In a list, so that it is no submodule.
@@ -136,10 +122,10 @@ class ShardedDataParallel(nn.Module):
             "mesh": init_device_mesh(device.type, (distributed.world_size(),)),
             "mp_policy": policy,
         }
-        if not reshard_after_forward:
+        if config.keep_gathered:
             options["reshard_after_forward"] = False
         for block in blocks_of(model):
-            if compile_blocks:
+            if config.compile:
                 block.compile()
             fully_shard(block, **options)
         fully_shard(model, **options)
@@ -228,11 +214,11 @@ def check_shardable(optimizer: str, has_scaler: bool, has_head: bool) -> None:
     """Raise UsageError for what ``--fsdp`` cannot do.
 
     Args:
-        optimizer: ``--opt``.
+        optimizer: its full name.
         has_scaler: whether gradients are scaled (``--precision amp``).
         has_head: whether the loss trains modules of its own, which are replicated.
     """
-    if optimizer.lower().replace(_LOOKAHEAD, "") not in SHARDABLE_OPTIMIZERS:
+    if optimizer.replace(_LOOKAHEAD, "") not in SHARDABLE_OPTIMIZERS:
         raise UsageError(
             f"--fsdp steps parts of parameters, which --opt {optimizer} is not known to allow. Known: "
             f"{', '.join(SHARDABLE_OPTIMIZERS)}, and timm/{_LOOKAHEAD}NAME of these. Or leave out --fsdp"

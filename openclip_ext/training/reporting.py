@@ -68,6 +68,7 @@ class ReportingConfig:
     Attributes:
         destinations: of ``wandb`` and ``tensorboard``.
         epochs: of the run.
+        warmup: optimizer steps until the learning rate is there.
         name: the run's name, which W&B shows.
         wandb_project, wandb_notes: as in OpenCLIP.
         resumes: let W&B continue the run of this name.
@@ -76,6 +77,7 @@ class ReportingConfig:
 
     destinations: frozenset[str] = frozenset()
     epochs: int = flag(1)
+    warmup: int = flag(0)
     name: str = ""
     wandb_project: str = flag("open-clip", dest="wandb_project_name")
     wandb_notes: str = flag("")
@@ -99,7 +101,7 @@ class Reporter:
         self.active = distributed.is_master()
         self.total_steps = total_steps
         self.steps_per_epoch = steps_per_epoch
-        self.epochs = config.epochs
+        self.epochs, self.warmup = config.epochs, config.warmup
         self._folder = folder if self.active else None
         self._failed: set[str] = set()
         self._reports_at_chance = 0
@@ -159,7 +161,7 @@ class Reporter:
         self._scalars("train", record, record["step"])
         if self._bar is not None:
             shown = {"loss": f"{record['loss']:.4g}", "infonce": f"{record.get('infonce', float('nan')):.4g}"}
-            self._bar.set_postfix({**shown, "left": _duration(left)}, refresh=False)
+            self._bar.set_postfix({**shown, "left": tqdm.format_interval(left)}, refresh=False)
 
     def _log_line(self, record: dict[str, Any], left: float) -> None:
         terms = " ".join(f"{name} {value:.5g}" for name, value in record["terms"].items())
@@ -171,19 +173,24 @@ class Reporter:
             f"lr {record['lr']:.3g}",
             f"{record['samples_per_second']:.0f} samples/s, step {1000 * record['batch_time']:.0f} ms",
             f"data wait {100 * record['data_time'] / max(record['batch_time'], 1e-9):.0f} %",
-            f"left {_duration(left)}",
+            f"left {tqdm.format_interval(left)}",
         ]
         logging.info(" | ".join(parts))
 
     def _warn_at_chance(self, record: dict[str, Any]) -> None:
-        """Say it once when a run no longer tells pairs apart: all its other numbers can look healthy."""
-        at_chance = record.get("infonce", -math.inf) >= _CHANCE_SHARE * record["chance"]
+        """Say it once when a run no longer tells pairs apart: all its other numbers can look healthy.
+
+        In the warm-up a healthy run need not have begun to.
+        """
+        at_chance = (
+            record["step"] >= self.warmup and record.get("infonce", -math.inf) >= _CHANCE_SHARE * record["chance"]
+        )
         self._reports_at_chance = self._reports_at_chance + 1 if at_chance else 0
         if self._reports_at_chance == _CHANCE_REPORTS:
             logging.warning(
                 f"InfoNCE was at chance ({record['chance']:.4f}) or above in the last {_CHANCE_REPORTS} logged steps: the "
-                "embeddings do not tell the samples apart. They have collapsed, or training has not begun. Try a smaller --lr "
-                "or a longer --warmup"
+                "embeddings do not tell the samples apart, and the warm-up is over. They have collapsed, or training has not "
+                "begun. Try a smaller --lr or a longer --warmup"
             )
 
     def evaluation(self, metrics: dict[str, float], position: dict[str, int]) -> None:
@@ -281,10 +288,3 @@ def _start_wandb(config: ReportingConfig, folder: Path | None) -> Any:
     if folder is not None:
         wandb.save(str(folder / "params.txt"))
     return wandb
-
-
-def _duration(seconds: float) -> str:
-    """Return ``h:mm:ss``."""
-    minutes, seconds = divmod(round(max(seconds, 0.0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"

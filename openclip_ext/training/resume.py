@@ -1,5 +1,6 @@
 """Where a run starts: afresh, or from a checkpoint, with the logs cut to it."""
 
+import contextlib
 import logging
 import math
 from pathlib import Path
@@ -16,7 +17,7 @@ from openclip_ext.training.checkpoint import Checkpoint, Position, RunIdentity
 from openclip_ext.training.ema import TRAINED_KEY, ModelEma
 from openclip_ext.training.errors import UsageError, on_master
 from openclip_ext.training.optimizer import HYPERPARAMETERS
-from openclip_ext.training.run_folder import RunFolderConfig, fetch_checkpoints
+from openclip_ext.training.run_folder import SAVED, RunFolderConfig, fetch_checkpoints
 
 
 class Start(NamedTuple):
@@ -51,14 +52,35 @@ def find_start(resume: str | None, config: RunFolderConfig) -> Start:
 
 def _find(resume: str, config: RunFolderConfig) -> ckpt.Scan:
     if resume != "latest":
-        ckpt.verify(ckpt.read(Path(resume), mmap=True))
+        try:
+            ckpt.verify(ckpt.read(Path(resume), mmap=True))
+        except UsageError as error:
+            good = None
+            with contextlib.suppress(UsageError):
+                good = ckpt.scan(Path(resume).parent).newest
+            raise UsageError(f"{error}. {good} is good" if good else str(error)) from error
         return ckpt.Scan(Path(resume), frozenset())
     assert config.folder is not None
     fetch_checkpoints(config)
     found = ckpt.scan(config.folder / "checkpoints")
+    if found.newest is None:
+        _refuse_lost_checkpoints(config.folder)
     nothing = f"No checkpoint in {config.folder} yet: starting afresh."
     logging.info(f"Resuming from {found.newest}." if found.newest else nothing)
     return found
+
+
+def _refuse_lost_checkpoints(folder: Path) -> None:
+    """Raise UsageError for a run that has saved, and whose checkpoints are gone: it would lose its log, too.
+
+    A run that was killed before its first save has nothing to go on from, and starts afresh.
+    """
+    steps = [line for line in json_lines.read(folder / "metrics.jsonl") if "loss" in line]
+    if steps and (folder / SAVED).exists():
+        raise UsageError(
+            f"{folder} has the log of {len(steps)} steps and no checkpoint, though the run has saved some: is the disk of "
+            f"{folder / 'checkpoints'} there? To start afresh and lose the log, remove {folder / 'metrics.jsonl'}"
+        )
 
 
 def restore(

@@ -15,7 +15,7 @@ from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training import heartbeat, parallel, resume, run_folder, signals
 from openclip_ext.training.checkpoint import Checkpoint, Position, RunIdentity
-from openclip_ext.training.checks import check
+from openclip_ext.training.checks import check, tell_other_batch
 from openclip_ext.training.config import TrainingConfig, training_config
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import build_evaluators, run_evaluators
@@ -94,14 +94,19 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
         seed=config.loading.seed,
         optimizer=full_name(config.optimizer),
         data=loader.source.index_digest,
+        settings=run_folder.settings(config.flags, config.loss.options),
     )
     position = resume.restore(start.checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
     loader.check_progress(position.progress)
     steps_left = steps_per_epoch * (config.length.epochs - position.epoch) - position.step_in_epoch
     if steps_left <= 0 and distributed.is_master():
         logging.info(f"Nothing is left to train: the checkpoint is the end of epoch {position.epoch}, see --epochs.")
+    elif distributed.is_master() and (changed := ckpt.changed_settings(start.checkpoint, identity)):
+        logging.warning(f"The run goes on with other settings: {'; '.join(changed)}.")
     if folder is not None and distributed.is_master():
         _begin_folder(config, folder, position, start, trains=steps_left > 0)
+    if distributed.is_master():
+        tell_other_batch(config)
     announce(identity, config.loss.options, built.model, loss, steps_per_epoch, config.length.epochs)
     settings = config.step.settings(built.device, built.images.normalize)
     ema = resume.restore_ema(start.checkpoint, model, config.step.model_ema_decay)
@@ -121,10 +126,10 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
         trainer.fit(start.checkpoint is not None and resume.lacks_evaluation(folder, position))
     finally:
         trainer.reporter.close()
-    if folder is not None and distributed.is_master():
+    if folder is not None and distributed.is_master() and steps_left > 0:
         last = folder / "checkpoints" / f"epoch_{config.length.epochs}.pt"
         lines = "\n".join(f"  {line}" for line in loading_lines(config.model, folder, last))
-        logging.info(f"To load the model in stock OpenCLIP:\n{lines}")
+        print(f"To load the model in stock OpenCLIP:\n{lines}")  # the log's last words are of the run
 
 
 def _check_combination(config: TrainingConfig, loss: ContrastiveLoss) -> None:
@@ -148,7 +153,7 @@ def _check_combination(config: TrainingConfig, loss: ContrastiveLoss) -> None:
         logging.warning("--fsdp does nothing in a single process: there is nobody to share the model with.")
     elif config.parallel.fsdp:
         has_head = loss.model_head() is not None
-        parallel.check_shardable(config.optimizer.name, config.step.precision == "amp", has_head)
+        parallel.check_shardable(full_name(config.optimizer), config.step.precision == "amp", has_head)
 
 
 def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveLoss, is_fresh: bool) -> nn.Module:
@@ -175,12 +180,10 @@ def _temperature_lr(config: TrainingConfig, loss: ContrastiveLoss, steps_per_epo
 def _begin_folder(config: TrainingConfig, folder: Path, position: Position, start: Start, trains: bool) -> None:
     """Write what the folder says about the run, and bring the rest to where the run goes on."""
     if trains or start.checkpoint is None:  # else the settings are still those of what is there
-        options = dict(config.loss.options)
-        changed = run_folder.changed_settings(folder, config.flags, options) if start.checkpoint is not None else []
-        if changed:
-            logging.warning(f"The run goes on with other settings: {'; '.join(changed)}.")
-        run_folder.write_settings(folder, config.flags, config.loss.name, options)
+        run_folder.write_settings(folder, config.flags, config.loss.name, dict(config.loss.options))
         write_model_config(config.model, folder)
+    if start.checkpoint is None:
+        (folder / run_folder.SAVED).unlink(missing_ok=True)
     resume.cut_logs(folder, position)
     ckpt.remove_leftovers(folder / "checkpoints", spared=start.unreadable)
     if start.checkpoint is not None:

@@ -18,14 +18,17 @@ from filelock import FileLock, Timeout
 
 import openclip_ext
 from openclip_ext import compat, distributed
+from openclip_ext.losses.options import PLACEMENT_OPTIONS
 from openclip_ext.options import flag
 from openclip_ext.training.errors import UsageError, on_master
 
-# Flags that say how a run is started and not what it does.
-_START_FLAGS = {
+# Flags and options that say how a run is started and not what it does.
+_NOT_COMPARED = {
     "resume", "logs", "name", "log_path", "checkpoint_path", "tensorboard_path", "device", "distributed", "rank", "local_rank",
-    "world_size", "workers", "log_every_n_steps", "debug", "epochs",
+    "world_size", "workers", "log_every_n_steps", "debug", *PLACEMENT_OPTIONS,
 }  # fmt: skip
+# Says in the run's folder, beside ``checkpoints/``, that the run has saved one.
+SAVED = ".saved"
 # Seconds to wait for another process to leave the run folder.
 LOCK_PATIENCE = 10
 
@@ -211,21 +214,6 @@ def write_settings(folder: Path, flags: Mapping[str, Any], loss: str, loss_optio
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def changed_settings(folder: Path, flags: Mapping[str, Any], loss_options: dict[str, Any]) -> list[str]:
-    """Return what differs from the settings that :func:`write_settings` wrote last, in words."""
-    try:
-        before = json.loads((folder / "config.json").read_text())
-        old = {**before["flags"], **before["loss"]["options"]}
-    except (OSError, ValueError, KeyError):
-        return []
-    new = json.loads(json.dumps({**_plain(flags), **loss_options}))
-    return [
-        f"{name} {new[name]} (before: {old[name]})"
-        for name in sorted(new.keys() & old.keys() - _START_FLAGS)
-        if new[name] != old[name]
-    ]
-
-
 def versions() -> dict[str, str]:
     """Return the versions of what a run's numbers depend on."""
     import open_clip
@@ -238,6 +226,11 @@ def versions() -> dict[str, str]:
         "torchvision": torchvision.__version__,
         "python": platform.python_version(),
     }
+
+
+def settings(flags: Mapping[str, Any], loss_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what decides a run's numbers and files, by name: to compare runs."""
+    return {name: value for name, value in _plain({**flags, **loss_options}).items() if name not in _NOT_COMPARED}
 
 
 def _plain(flags: Mapping[str, Any]) -> dict[str, Any]:

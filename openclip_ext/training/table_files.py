@@ -4,6 +4,7 @@ A file holds one rank's part in numpy's format: a row of numbers for each sample
 (``state/host_table.py``). ``numpy.load`` reads it. Parts that were never written are holes in the file.
 """
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -45,12 +46,17 @@ def open_table(path: Path) -> np.ndarray:
     Raises:
         UsageError: not such a file, or not all of it.
     """
+    rows, reason = None, ""
     try:
         rows = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
+    except OSError as error:
+        reason = f" ({error})"
+    except Exception as error:  # numpy raises many kinds for a damaged header
+        logging.debug(f"{path}: {error!r}")
     if not isinstance(rows, np.memmap) or rows.ndim != 2 or rows.dtype not in (np.float32, np.float64):
-        raise UsageError(f"{path} is no table: expected rows of floating-point numbers")
+        raise UsageError(
+            f"{path} is no table, or damaged{reason}: expected rows of floating-point numbers. Give another checkpoint"
+        )
     return rows
 
 

@@ -25,6 +25,7 @@ from openclip_ext.training.evaluation import ScheduledEvaluator, is_best, run_ev
 from openclip_ext.training.guard import SkippedStep
 from openclip_ext.training.optimizer import schedule_rate
 from openclip_ext.training.reporting import Reporter, Stopwatch
+from openclip_ext.training.run_folder import SAVED
 from openclip_ext.training.signals import Request, SignalRequests
 from openclip_ext.training.step import Batch, TrainStep
 
@@ -127,6 +128,14 @@ class Trainer:
         self._progress_at_start: list[dict[str, Any]] = []
         self._batches_since = 0
         self._has_stepped = False
+        if self._step_of_schedule > 0:
+            # A run that saves before it takes a step, since it was killed at its end, saves the last step's rates.
+            self.schedule(self._step_of_schedule - 1)
+
+    @property
+    def _step_of_schedule(self) -> int:
+        """Steps of whole epochs as they are now: before a resume they may have been of another number (batch, manifest)."""
+        return self.position.epoch * self.steps_per_epoch + self.position.step_in_epoch
 
     @property
     def model(self) -> nn.Module:
@@ -147,7 +156,7 @@ class Trainer:
         Raises:
             SystemExit: with 143 after SIGTERM, 130 after SIGINT, and a saved checkpoint.
             SaveFailed: the last checkpoint could not be written.
-            TrainingDiverged: a checkpoint was due and the parameters are not finite.
+            TrainingDiverged: a checkpoint was due and the parameters are not finite, or every step was skipped.
         """
         with SignalRequests() as signals:
             if evaluate_first:
@@ -186,8 +195,7 @@ class Trainer:
     def _one_step(self, batches: list[Batch]) -> None:
         self.stopwatch.data_arrived()
         position = self.position
-        # Not ``position.step``: epochs may have had another number of steps before a resume (batch size, manifest).
-        self.schedule(position.epoch * self.steps_per_epoch + position.step_in_epoch)
+        self.schedule(self._step_of_schedule)
         terms = self.step(batches, position.step)
         if not self._has_stepped:
             distributed.set_patience(distributed.STEP_PATIENCE)
@@ -219,7 +227,10 @@ class Trainer:
         self._save_mid_epoch(must_succeed=request == Request.SAVE_AND_STOP)
         self.stopwatch.restart()
         if request == Request.SAVE_AND_STOP:
-            logging.warning(f"Stopped by a signal after step {self.position.step}; --resume latest goes on from here.")
+            if distributed.is_master():
+                logging.warning(
+                    f"Stopped by a signal after step {self.position.step}; --resume latest goes on from here."
+                )
             raise SystemExit(signals.exit_status)
 
     def _complete_position(self) -> None:
@@ -297,6 +308,12 @@ class Trainer:
         position = self.position
         skipped = self.step.guard.skipped
         self.position = Position(position.epoch + 1, position.step, samples=position.samples, skipped=skipped)
+        if self.position.epoch == self.length.epochs and skipped == position.step:
+            raise TrainingDiverged(
+                f"all {skipped} steps of the run changed nothing, since their gradients were not finite: the model is as it "
+                "was at the start, and is not saved. Look at the samples that the log names, lower --lr, or set "
+                "--grad-clip-norm"
+            )
         self._save_epoch()
         self._evaluate()
         self.stopwatch.restart()
@@ -337,9 +354,13 @@ class Trainer:
         except OSError as error:
             if must_succeed:
                 raise SaveFailed(f"the last checkpoint {name}.pt could not be saved: {error}") from error
-            logging.warning(f"Checkpoint {name}.pt could not be saved ({error}); training goes on.")
+            if distributed.is_master():
+                logging.warning(f"Checkpoint {name}.pt could not be saved ({error}); training goes on.")
             return None
         self._last_saved = (name, self.position.step)
+        if distributed.is_master():
+            with contextlib.suppress(OSError):
+                (policy.folder.parent / SAVED).touch()
         return path
 
     def _model_file(self) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def refused() -> list[str]:
     convert_weights_to_lp(model)  # --precision bf16 and fp16
     messages = []
     for attempt in (
-        lambda: parallel.ShardedDataParallel(model, CPU),
+        lambda: parallel.distribute(model, parallel.ParallelConfig(fsdp=True), CPU, keep_whole=False),
         lambda: parallel.check_shardable("timm/lamb", has_scaler=False, has_head=False),
         lambda: parallel.check_shardable("adamw", has_scaler=True, has_head=True),
     ):

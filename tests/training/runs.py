@@ -103,6 +103,11 @@ def run_on_two_ranks(runs: list[dict]) -> None:
         assert statuses == [planned.get("status", 0)] * 2, planned
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files below a folder with their bytes."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def metrics_of(folder: Path) -> list[dict]:
     """Return the lines of a run's ``metrics.jsonl``; none without the file."""
     log = folder / "metrics.jsonl"

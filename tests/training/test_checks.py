@@ -4,9 +4,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from openclip_ext.training import run as program
+from openclip_ext.training.checks import tell_other_batch
+from openclip_ext.training.config import training_config
 from openclip_ext.training.errors import UsageError
+from openclip_ext.training.flags import parse
 from tests.training.runs import command, run
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
@@ -23,9 +27,9 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "timm-without-lr": (["--opt", "timm/lamb"], "--opt timm/lamb needs --lr"),
     "lamp": (["--opt", "timm/lamp", "--lr", "1"], r"unknown optimizer --opt 'timm/lamp'.*did you mean timm/lamb\?"),
     "one-beta": (["--opt", "timm/lamb", "--lr", "1", "--beta1", "0.9"], "both --beta1 and --beta2"),
-    "schedule": (["--lr-scheduler", "cos"], "unknown --lr-scheduler 'cos'; known: cosine"),
+    "schedule": (["--lr-scheduler", "cos"], "--lr-scheduler cos: expected one of cosine, const"),
+    "lookahead": (["--lookahead-steps", "5"], "an optimizer with LookAhead, such as --opt timm/lookahead_sgd"),
     "optimizer": (["--opt", "sgd"], "unknown optimizer"),
-    "cooldown": (["--lr-scheduler", "const-cooldown"], "needs --epochs-cooldown"),
     "epochs": (["--epochs", "0"], "--epochs 0: expected an integer >= 1; to evaluate only"),
     "augmentation": (["--aug-cfg", "foo=3"], "--aug-cfg: got an unexpected keyword argument 'foo'"),
     "temperature": (["--temperature", "14"], r"--temperature 14: expected at most 1.*give --temperature 0\.07143"),
@@ -58,6 +62,14 @@ def test_wandb_that_is_missing_is_told(shards, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="needs the package wandb, which is not installed: pip install wandb"):
         run(command(shards, tmp_path, "run", "openclip", "--report-to", "wandb"))
+
+
+@pytest.mark.parametrize(("batch_size", "told"), [([], True), (["--batch-size", "1024"], False)])
+def test_a_recipe_on_fewer_gpus_tells_its_batch(batch_size, told, caplog):
+    args, loss = parse(["--recipe", "cc3m", "--loss", "neuclip", "--train-data", "x.tar", "--name", "run", *batch_size])
+    args.local_rank = 0
+    tell_other_batch(training_config(args, loss, torch.device("cpu")))
+    assert ("for a global batch of 1,024, and this run's is 128: give --batch-size 1024" in caplog.text) == told
 
 
 RESNET = ["--model", "demo-resnet", "--force-patch-dropout", "0"]

@@ -109,12 +109,3 @@ def test_projections_are_in_the_optimizer_with_openclips_decay():
             assert decay[id(parameter)] == (0.0 if parameter.ndim < 2 else 1e-4)
     assert all((group["momentum"], group["lookahead_k"]) == (0.9, 5) for group in optimizer.param_groups)
     assert all(group["lookahead_alpha"] == 0.5 for group in optimizer.param_groups)
-
-
-def test_lookahead_without_lookahead_is_refused():
-    add_model_configs()
-    config = from_flags(OptimizerConfig, vars(parse(["--lookahead-steps", "5"])[0]))
-    with pytest.raises(UsageError, match="needs an optimizer with LookAhead, such as --opt timm/lookahead_sgd"):
-        create_optimizer(open_clip.create_model("demo-vit"), config, None)
-    with pytest.raises(UsageError, match="--lookahead-steps: '0': expected an integer >= 1"):
-        parse(["--opt", "timm/lookahead_sgd", "--lr", "0.1", "--lookahead-steps", "0"])

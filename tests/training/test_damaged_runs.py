@@ -7,7 +7,6 @@ or be refused with a message that names a file, and with nothing changed. A digi
 what can be noticed, so logs are torn and cut here, but not changed.
 """
 
-import hashlib
 import io
 import random
 import re
@@ -20,6 +19,7 @@ import torch
 
 from tests.soak import SoakCase
 from tests.training.programs import LOGS, SMALL_MODEL, Program, Runs, differing, lines_of
+from tests.training.runs import contents
 
 NEWEST = "epoch_1_step_8"
 CHECKPOINTS = ("epoch_1", "epoch_latest", NEWEST)
@@ -171,19 +171,14 @@ DAMAGES: tuple[Damage, ...] = (
 # --- what becomes of them --------------------------------------------------------------------------------------------
 
 
-def checksums(folder: Path) -> dict[str, str]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def check_refusal(message: str | None, text: str, before: dict[str, str], after: dict[str, str]) -> None:
+def check_refusal(message: str | None, text: str, before: dict[str, bytes], after: dict[str, bytes]) -> None:
     assert message is not None, text[-2000:]
     assert "checkpoints" in message
     changed = [file for file in before if file not in ALWAYS_WRITTEN and after.get(file) != before[file]]
     assert changed == [], message
 
 
-def check_end(run_folder: Path, whole: Path, text: str, before: dict[str, str], after: dict[str, str]) -> None:
+def check_end(run_folder: Path, whole: Path, text: str, before: dict[str, bytes], after: dict[str, bytes]) -> None:
     differs = differing(run_folder, whole)
     assert [item for item in differs if item not in LOGS or not is_said(item, text, run_folder, whole)] == []
     passed_over = re.findall(r"Passing over a checkpoint.*?checkpoints/(epoch_\w+)\.(?:pt|state)", text)
@@ -191,7 +186,7 @@ def check_end(run_folder: Path, whole: Path, text: str, before: dict[str, str], 
         resumed = re.search(r"Resuming from .*/(epoch_\w+)\.pt", text)
         assert resumed is not None and resumed[1] in (NEWEST, "epoch_1_step_9", "epoch_3"), f"no word on {NEWEST}"
     unreadable = re.compile(rf"checkpoints/({'|'.join(passed_over) or '-'})\.(pt|state)(/|$)")
-    gone = [file for file, digest in before.items() if unreadable.match(file) and digest not in after.values()]
+    gone = [file for file, content in before.items() if unreadable.match(file) and content not in after.values()]
     assert gone == [], f"{passed_over} could not be read, and were overwritten"
 
 
@@ -213,9 +208,9 @@ def test_damaged_runs_go_on_or_are_refused(soak_case: SoakCase, runs: Runs, tmp_
     for damage in damages:
         damage(run_folder, rng)
     print([damage.__name__ for damage in damages])
-    before = checksums(run_folder)
+    before = contents(run_folder)
     program = Program(runs.argv(tmp_path, loss, ranks, *more), ranks, tmp_path / "output")
     if any(program.wait()):
-        check_refusal(program.message(), program.text(), before, checksums(run_folder))
+        check_refusal(program.message(), program.text(), before, contents(run_folder))
     else:
-        check_end(run_folder, whole, program.text(), before, checksums(run_folder))
+        check_end(run_folder, whole, program.text(), before, contents(run_folder))

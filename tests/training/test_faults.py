@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -9,23 +10,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from openclip_ext import distributed
 from openclip_ext.data.manifest import Manifest
-from openclip_ext.training import heartbeat, run_folder, signals
+from openclip_ext.training import checkpoint, heartbeat, run_folder, signals
 from openclip_ext.training.errors import UsageError
+from openclip_ext.training.step import TrainStep
+from openclip_ext.training.trainer import SaveFailed
+from tests.distributed.pool import two_ranks
 from tests.training.programs import Program, wait_until
 from tests.training.runs import (
     EXIT_AFTER_SIGTERM,
     assert_same_run,
     command,
+    contents,
     losses_of,
     results_of,
     run,
     run_on_two_ranks,
 )
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def damage(path: Path) -> bytes:
@@ -85,11 +87,11 @@ def test_what_the_last_save_had_overtaken_goes_at_the_next_start(shards, tmp_pat
     checkpoints = tmp_path / "run" / "checkpoints"
     shutil.copytree(checkpoints, tmp_path / "killed")
     assert run(argv) == 0
-    expected = set(files_of(checkpoints))
+    expected = set(contents(checkpoints))
     shutil.copytree(tmp_path / "killed", checkpoints, dirs_exist_ok=True)
-    assert set(files_of(checkpoints)) > expected
+    assert set(contents(checkpoints)) > expected
     assert run(argv) == 0
-    assert set(files_of(checkpoints)) == expected
+    assert set(contents(checkpoints)) == expected
 
 
 def test_two_ranks_fall_back_together(shards, tmp_path):
@@ -110,21 +112,116 @@ def test_a_run_of_which_no_checkpoint_can_be_read_is_left_alone(shards, tmp_path
     argv = command(shards, tmp_path, "run", "fastclip", "--resume", "latest")
     assert run(argv, stop_after=3) == EXIT_AFTER_SIGTERM
     damage(tmp_path / "run" / "checkpoints" / "epoch_0_step_3.pt")
-    before = files_of(tmp_path)
+    before = contents(tmp_path)
     with pytest.raises(UsageError, match=r"none of the checkpoints in .* can be read"):
         run(argv)
-    after = files_of(tmp_path)
+    after = contents(tmp_path)
     before["run/out.log"] = after["run/out.log"]
     assert after == before
 
 
 def test_a_damaged_checkpoint_named_by_its_path_is_refused(shards, tmp_path):
-    argv = command(shards, tmp_path, "run", "openclip", "--epochs", "1")
-    assert run(argv) == 0
-    path = tmp_path / "run" / "checkpoints" / "epoch_1.pt"
+    assert run(command(shards, tmp_path, "run", "openclip")) == 0
+    path = tmp_path / "run" / "checkpoints" / "epoch_2.pt"
     damage(path)
-    with pytest.raises(UsageError, match=r"epoch_1\.pt is damaged"):
+    with pytest.raises(UsageError, match=r"epoch_2\.pt is damaged.*epoch_1\.pt is good"):
         run(command(shards, tmp_path, "other", "openclip", "--resume", str(path)))
+
+
+def test_a_fresh_run_is_refused_where_another_ones_checkpoints_are(shards, whole, tmp_path):
+    """It would recommend a file that it has not trained."""
+    shutil.copytree(whole / "checkpoints", tmp_path / "run" / "checkpoints")
+    with pytest.raises(UsageError, match="exists; continue it with --resume latest"):
+        run(command(shards, tmp_path, "run", "fastclip"))
+
+
+def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(shards, whole, tmp_path, monkeypatch):
+    shutil.copytree(whole, tmp_path / "run")
+    before = contents(tmp_path / "run" / "checkpoints")
+
+    def denied(folder="."):
+        if Path(folder).name == "checkpoints":
+            raise PermissionError(13, "Permission denied")
+        return listdir(folder)
+
+    # As a user other than root sees a folder of another one.
+    listdir, glob = os.listdir, Path.glob
+    monkeypatch.setattr(checkpoint.os, "listdir", denied)
+    monkeypatch.setattr(Path, "glob", lambda path, name: iter(()) if path.name == "checkpoints" else glob(path, name))
+    with pytest.raises(UsageError, match=r"cannot look for checkpoints in .*/checkpoints .*Permission denied.* --name"):
+        run(command(shards, tmp_path, "run", "fastclip", "--resume", "latest"))
+    monkeypatch.undo()
+    assert contents(tmp_path / "run" / "checkpoints") == before
+
+
+def test_two_ranks_end_together_where_the_checkpoints_are_out_of_reach(shards, tmp_path):
+    argv = [*command(shards, tmp_path, "run", "fastclip", "--save-every-steps", "2"), "--batch-size", "8"]
+    messages = two_ranks().run(run_that_loses_its_checkpoints, argv, group=False, timeout=200)
+    assert all("epoch_2.pt could not be saved: rank 0: " in message for message in messages)
+    assert "epoch_0_step_4.pt could not be saved" in (tmp_path / "run" / "out.log").read_text()
+    assert len(losses_of(tmp_path / "run")) == 10
+
+
+def run_that_loses_its_checkpoints(argv: list[str]) -> str:
+    """Train; from the third step on the master may not look into checkpoints/. Returns how the run ended."""
+
+    def denied(original):
+        def call(path, *args, **options):
+            if "checkpoints" in path.parts and distributed.is_master():
+                raise PermissionError(13, "Permission denied", str(path))
+            return original(path, *args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patched:
+
+        class Losing(TrainStep):
+            def __call__(self, batches, number=0):
+                if number == 2:
+                    for name in ("is_file", "mkdir", "exists"):
+                        patched.setattr(Path, name, denied(getattr(Path, name)))
+                return super().__call__(batches, number)
+
+        patched.setattr("openclip_ext.training.run.TrainStep", Losing)
+        with pytest.raises(SaveFailed) as failed:
+            run(argv)
+        return str(failed.value)
+
+
+def test_a_run_whose_checkpoints_are_gone_keeps_its_log(shards, tmp_path):
+    """The disk of checkpoints/ is not mounted, say."""
+    argv = command(shards, tmp_path, "run", "openclip", "--resume", "latest")
+    assert run(argv, stop_after=3) == EXIT_AFTER_SIGTERM
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(UsageError, match=r"the log of 3 steps and no checkpoint.* the disk of .*/checkpoints there\?"):
+        run(argv)
+    assert len(losses_of(tmp_path / "run")) == 3
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    assert run(argv, stop_after=1) == EXIT_AFTER_SIGTERM
+    assert len(losses_of(tmp_path / "run")) == 1
+
+
+def test_a_run_that_was_killed_before_its_first_save_starts_afresh(shards, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "epoch": 0, "loss": 1.0}\n')
+    argv = command(shards, tmp_path, "run", "openclip", "--resume", "latest")
+    assert run(argv, stop_after=2) == EXIT_AFTER_SIGTERM
+    assert len(losses_of(tmp_path / "run")) == 2
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_named(shards, tmp_path, monkeypatch, caplog):
+    def immutable(source, target):
+        if Path(source).name == "epoch_0_step_2.pt" and Path(target).name.endswith(".tmp"):
+            raise PermissionError(1, "Operation not permitted")
+        replace(source, target)
+
+    replace = os.replace
+    monkeypatch.setattr(checkpoint.os, "replace", immutable)
+    assert run(command(shards, tmp_path, "run", "openclip", "--epochs", "1", "--save-every-steps", "2")) == 0
+    assert re.search(r"old checkpoint .*epoch_0_step_2\.pt cannot be removed \(.*not permitted", caplog.text)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert {path.name for path in checkpoints.glob("*.pt")} == {"epoch_0_step_2.pt", "epoch_1.pt"}
+    assert (checkpoints / "epoch_0_step_2.state").is_dir()
 
 
 # --- two programs, one folder ----------------------------------------------------------------------------------------
@@ -306,7 +403,7 @@ def test_leftovers_of_killed_saves_go_at_the_next_start(shards, tmp_path):
     argv = command(shards, tmp_path, "run", "fastclip", "--resume", "latest", "--save-most-recent")
     assert run(argv, stop_after=7) == EXIT_AFTER_SIGTERM
     checkpoints = tmp_path / "run" / "checkpoints"
-    before = set(files_of(checkpoints))
+    before = set(contents(checkpoints))
     shutil.copytree(checkpoints / "epoch_1_step_7.state", checkpoints / "epoch_0_step_4.state")
     shutil.copytree(
         checkpoints / "epoch_1_step_7.state" / "step_7", checkpoints / "epoch_1_step_7.state" / "tmp_step_8"
@@ -318,6 +415,6 @@ def test_leftovers_of_killed_saves_go_at_the_next_start(shards, tmp_path):
     (checkpoints / "epoch_7.state" / "step_1").mkdir(parents=True)
     (checkpoints / "epoch_7.state" / "step_1" / "shared.pt").write_bytes(b"not mine")
     assert run(argv, stop_after=1) == EXIT_AFTER_SIGTERM
-    after = set(files_of(checkpoints))
+    after = set(contents(checkpoints))
     mine = {name.replace("step_7", "step_8") for name in before}  # the newest in mid-epoch
     assert after == mine | {"epoch_7.pt", "epoch_7.state/step_1/shared.pt"}

@@ -6,7 +6,7 @@ from openclip_ext.losses.options import HARD_SHARE
 from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.options import flag_fields, python_name
 from openclip_ext.training import flag_table
-from openclip_ext.training.config import FLAG_GROUPS, loss_options
+from openclip_ext.training.config import FLAG_GROUPS
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.flags import parse
 from openclip_ext.training.parser import build_parser
@@ -14,9 +14,9 @@ from openclip_ext.training.parser import build_parser
 
 def test_openclips_command_parses_unchanged():
     argv = ["--train-data", "x.tar", "--batch-size", "32", "--siglip", "--precision", "amp_bf16", "--accum-freq", "2"]
-    args, choice = parse(argv)
+    args, loss = parse(argv)
     assert (args.train_data, args.batch_size, args.precision, args.accum_freq) == ("x.tar", 32, "amp_bf16", 2)
-    assert choice.name == args.loss == "siglip"
+    assert loss.name == args.loss == "siglip"
     assert parse([])[1].name == "openclip"
 
 
@@ -28,16 +28,16 @@ def test_openclips_defaults_are_openclips():
 
 
 def test_the_loss_takes_its_options_and_adams_eps_stays_adams():
-    args, choice = parse(["--loss", "fastclip", "--loss-eps", "1e-6", "--eps", "1e-7", "--rho", "8.5", "--epochs", "5"])
+    args, loss = parse(["--loss", "fastclip", "--loss-eps", "1e-6", "--eps", "1e-7", "--rho", "8.5", "--epochs", "5"])
     assert args.eps == 1e-7
-    options = loss_options(args, choice)
-    assert (options["eps"], options["rho"], options["epochs"]) == (1e-6, 8.5, 5)
+    assert (loss.options["eps"], loss.options["rho"], loss.options["epochs"]) == (1e-6, 8.5, 5)
+    assert loss.given == {"eps", "rho"}
 
 
 def test_none_is_a_value_and_not_given_is_not():
-    _, choice = parse(["--loss", "neuclip", "--restart-every", "none"])
-    assert choice.options == {"restart_every": None}
-    assert "prototypes" not in choice.options
+    _, loss = parse(["--loss", "neuclip", "--restart-every", "none"])
+    assert loss.given == {"restart_every"}
+    assert (loss.options["restart_every"], loss.options["prototypes"]) == (None, 4096)
 
 
 def test_our_flags_are_not_abbreviated():
@@ -52,15 +52,15 @@ def test_our_flags_are_not_abbreviated():
 
 
 def test_explicit_flags_win_over_the_recipe():
-    args, choice = parse(["--recipe", "cc3m", "--loss", "neuclip", "--lr", "3e-4", "--rho", "7"])
-    assert (args.model, args.lr, choice.options["rho"]) == ("RN50", 3e-4, 7.0)
-    assert choice.options["prototypes"] == 4096
+    args, loss = parse(["--recipe", "cc3m", "--loss", "neuclip", "--lr", "3e-4", "--rho", "7"])
+    assert (args.model, args.lr, loss.options["rho"]) == ("RN50", 3e-4, 7.0)
+    assert "prototypes" in loss.given
 
 
 def test_a_recipe_combines_with_another_part():
-    _, choice = parse(["--recipe", "cc3m", "--loss", "neuclip", "--normalizer", "mlp"])
-    assert choice.options["normalizer"] == "mlp"
-    assert "prototypes" not in choice.options
+    _, loss = parse(["--recipe", "cc3m", "--loss", "neuclip", "--normalizer", "mlp"])
+    assert loss.options["normalizer"] == "mlp"
+    assert "prototypes" not in loss.options
 
 
 @pytest.mark.parametrize(
@@ -84,6 +84,7 @@ def test_a_recipe_combines_with_another_part():
         (["--beta1", "1.5"], "--beta1 1.5: expected a number >= 0, below 1"),
         (["--lr-scheduler", "const-cooldown", "--epochs-cooldown", "50"], "50, more than --epochs 32"),
         (["--epochs-cooldown", "5"], "--epochs-cooldown needs --lr-scheduler const-cooldown"),
+        (["--lr-scheduler", "const-cooldown"], "needs --lr-scheduler const-cooldown, and the other way round"),
         (["--lock-image-unlocked-groups", "1"], "--lock-image-unlocked-groups needs --lock-image"),
         (["--logs", "none", "--save-every-steps", "5"], "--save-every-steps needs a folder"),
         (["--eval-data-dir", "data"], "--eval-data-dir needs --eval-suite"),

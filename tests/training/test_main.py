@@ -127,13 +127,27 @@ def test_a_resume_heeds_new_settings_and_tells_them(shards, tmp_path, caplog):
     assert run([*argv, "--epochs", "1"]) == 0
     caplog.clear()
     assert run([*argv, "--wd", "0.9", "--beta1", "0.5", "--eps", "1e-3"]) == 0
-    told = "beta1 0.5 (before: 0.9); eps 0.001 (before: 1e-06); wd 0.9 (before: 0.2)."
+    told = "beta1 0.5 (before: 0.9); epochs 2 (before: 1); eps 0.001 (before: 1e-06); wd 0.9 (before: 0.2)."
     assert f"The run goes on with other settings: {told}" in caplog.text
     groups = torch.load(tmp_path / "run" / "checkpoints" / "epoch_2.pt", weights_only=True)["optimizer"]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.0, 0.9]
     assert {(*group["betas"], group["eps"]) for group in groups} == {(0.5, 0.98, 1e-3)}
     caplog.clear()
     assert run([*argv, "--wd", "0.9", "--beta1", "0.5", "--eps", "1e-3", "--epochs", "3", "--workers", "1"]) == 0
+    assert "The run goes on with other settings: epochs 3 (before: 2)." in caplog.text
+
+
+def test_a_resume_tells_what_the_loss_does_differently(shards, tmp_path, caplog):
+    """Options that are given now, or no longer; also where config.json says nothing."""
+    argv = command(shards, tmp_path, "run", "fastclip", "--resume", "latest")
+    assert run([*argv, "--rho", "3"], stop_after=2) == EXIT_AFTER_SIGTERM
+    (tmp_path / "run" / "config.json").write_text("")
+    assert run([*argv, "--temperature-max", "0.5"], stop_after=1) == EXIT_AFTER_SIGTERM
+    told = "rho 6.5 (before: 3.0); temperature_max 0.5 (before: 1.0)."
+    assert f"The run goes on with other settings: {told}" in caplog.text
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["loss"]["options"]["rho"] == 6.5
+    caplog.clear()
+    assert run([*argv, "--temperature-max", "0.5"]) == 0
     assert "other settings" not in caplog.text
 
 

@@ -85,10 +85,11 @@ def test_a_captioner_trains_with_openclips_loss(shards, configs, tmp_path):
         ),
     ],
 )
-def test_the_printed_lines_load_the_model_in_stock_openclip(shards, tmp_path, caplog, loss, model, flags):
+def test_the_printed_lines_load_the_model_in_stock_openclip(shards, tmp_path, capsys, loss, model, flags):
     """In a process that never imports this package."""
     assert run(command(shards, tmp_path, "run", loss, *of_model(model), *flags)) == 0
-    lines = caplog.text.split("To load the model in stock OpenCLIP:\n")[1].splitlines()[:2]
+    lines = capsys.readouterr().out.split("To load the model in stock OpenCLIP:\n")[1].splitlines()[:2]
+    assert "stock OpenCLIP" not in (tmp_path / "run" / "out.log").read_text()
     saved = tmp_path / "run" / "checkpoints" / "epoch_1.pt"
     program = "\n".join(
         [

@@ -1,75 +1,35 @@
 """Every loss in every way that a step can be computed: precision, compiled, checkpointed, accumulated."""
 
-import contextlib
 import functools
 import shutil
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from open_clip.model import convert_weights_to_lp
 from torch import Tensor, nn
 
 from openclip_ext import compat
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.training.optimizer import create_optimizer
-from openclip_ext.training.step import StepSettings, TrainStep
 from tests.losses.cases import CASES, make_steps, run_step
-from tests.training import tiny
 from tests.training.runs import command, metrics_of, run
-from tests.training.tiny import (
-    BFLOAT16,
-    CPU,
-    FLOAT16,
-    LOSSES,
-    OPTIMIZER,
-    TinyTraining,
-    parts_of,
-    prepare,
-    tensors,
-    tiny_batch,
-    tiny_loss,
-    tiny_model,
-)
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a step is computed.
-
-    Attributes:
-        error: largest relative error of value and gradient against the plain step in float64.
-        dtype: of the images, and of parameters unless ``mixed``.
-        mixed: as ``--precision bf16``: matrices in ``dtype``, norms in float32.
-        scaled: with a GradScaler, whose factor is a power of two.
-    """
-
-    error: float
-    dtype: torch.dtype = torch.float64
-    autocast: Callable[[], AbstractContextManager] = contextlib.nullcontext
-    scaled: bool = False
-    mixed: bool = False
-    checkpointing: bool = False
-    micro_batches: int = 1
-    device: torch.device = CPU
-
+from tests.training.tiny import BFLOAT16, FLOAT16, LOSSES, TinyTraining, Way, prepare, tensors, tiny_loss, tiny_model
 
 # bfloat16 has 8 significant bits and float16 11: a rounding is off by 0.2 % or 0.02 % on average, and some tens of them lie
 # between a weight and its gradient. Where nothing is rounded, the order of additions is all that differs.
 EXACT, IN_FLOAT32, IN_FLOAT16, IN_BFLOAT16 = 1e-12, 1e-5, 0.02, 0.1
+DOUBLE, MIXED = Way(dtype=torch.float64), Way(autocast=BFLOAT16)
+# How a step is computed, with the largest relative error of value and gradient against the plain step in float64.
 WAYS = {
-    "checkpointed": Way(EXACT, checkpointing=True),
-    "accumulated": Way(EXACT, micro_batches=2),
-    "accumulated-checkpointed": Way(EXACT, micro_batches=4, checkpointing=True),
-    "scaled": Way(EXACT, scaled=True, micro_batches=2),
-    "fp32": Way(IN_FLOAT32, torch.float32),
-    "amp_bf16": Way(IN_BFLOAT16, torch.float32, BFLOAT16),
-    "amp_bf16-accumulated": Way(IN_BFLOAT16, torch.float32, BFLOAT16, micro_batches=2, checkpointing=True),
-    "amp": Way(IN_FLOAT16, torch.float32, FLOAT16, scaled=True),
-    "bf16": Way(IN_BFLOAT16, torch.bfloat16, mixed=True),
-    "pure_bf16": Way(IN_BFLOAT16, torch.bfloat16),
+    "checkpointed": (replace(DOUBLE, checkpointing=True), EXACT),
+    "accumulated": (replace(DOUBLE, micro_batches=2), EXACT),
+    "accumulated-checkpointed": (replace(DOUBLE, micro_batches=4, checkpointing=True), EXACT),
+    "scaled": (replace(DOUBLE, scale=2.0**8, micro_batches=2), EXACT),
+    "fp32": (Way(), IN_FLOAT32),
+    "amp_bf16": (MIXED, IN_BFLOAT16),
+    "amp_bf16-accumulated": (replace(MIXED, micro_batches=2, checkpointing=True), IN_BFLOAT16),
+    "amp": (Way(autocast=FLOAT16, scale=2.0**8), IN_FLOAT16),
+    "bf16": (Way(dtype=torch.bfloat16, norms_in_float32=True), IN_BFLOAT16),
+    "pure_bf16": (Way(dtype=torch.bfloat16), IN_BFLOAT16),
 }
 
 
@@ -89,37 +49,23 @@ class Result:
 
 def one_step(name: str, way: Way, compiled: nn.Module | None = None) -> Result:
     """The first step of a training run."""
-    model, loss = tiny_model().to(way.device), tiny_loss(name).to(way.device)
-    prepare(model, loss)
-    if compiled is not None:
-        start, model = model.state_dict(), compiled._orig_mod
-        model.load_state_dict(start)
-    if way.checkpointing:
-        model.set_grad_checkpointing()
-    convert_weights_to_lp(model, way.dtype) if way.mixed else model.to(way.dtype)
-    if way.dtype == torch.float64:
-        loss.double()
-    optimizer = create_optimizer(model, OPTIMIZER, loss.logit_scale_lr, loss.model_head())
-    scaler = torch.amp.GradScaler(way.device.type, init_scale=2.0**8) if way.scaled else None
-    settings = StepSettings(way.device, way.dtype, way.autocast)
-    step = TrainStep(model if compiled is None else compiled, loss, optimizer, settings, scaler)
-    step.model.train()
-    terms = step(parts_of(tiny_batch(0, loss.views), way.micro_batches))
-    head = loss.model_head()
-    parameters = [*model.parameters(), *([] if head is None else head.parameters())]
+    training = TinyTraining(name, way, compiled=compiled)
+    terms = training.take(0)
+    head = training.loss.model_head()
+    parameters = [*training.model.parameters(), *([] if head is None else head.parameters())]
     gradients = [parameter.grad.double().flatten() for parameter in parameters if parameter.grad is not None]
-    logit_scale = model.logit_scale.grad
+    logit_scale = training.model.logit_scale.grad
     return Result(
         sum(terms.values()).double().cpu(),
         torch.cat(gradients).cpu(),
         torch.zeros((), dtype=torch.float64) if logit_scale is None else logit_scale.double().cpu(),
-        loss,
+        training.loss,
     )
 
 
 @functools.cache
 def plain_step(name: str) -> Result:
-    return one_step(name, Way(0.0))
+    return one_step(name, DOUBLE)
 
 
 def assert_agrees(result: Result, expected: Result, error: float) -> None:
@@ -139,7 +85,8 @@ def assert_agrees(result: Result, expected: Result, error: float) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_step_agrees_with_the_plain_one(name, way):
-    assert_agrees(one_step(name, WAYS[way]), plain_step(name), WAYS[way].error)
+    computed, error = WAYS[way]
+    assert_agrees(one_step(name, computed), plain_step(name), error)
 
 
 @pytest.mark.gpu
@@ -150,7 +97,8 @@ def test_autocast_on_a_gpu(name, precision, error):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     device = torch.device("cuda")
-    way = Way(error, torch.float32, compat.autocast_context(precision, device), precision == "amp", device=device)
+    scale = 2.0**8 if precision == "amp" else None
+    way = Way(autocast=compat.autocast_context(precision, device), scale=scale, device=device)
     assert_agrees(one_step(name, way), plain_step(name), error)
 
 
@@ -172,14 +120,14 @@ def needs_of_model(name: str) -> tuple[bool, float | None, int]:
 def test_a_compiled_model_gives_the_same(name):
     compiled = compiled_model(*needs_of_model(name))
     compiled.zero_grad()
-    assert_agrees(one_step(name, Way(EXACT, micro_batches=2), compiled), plain_step(name), EXACT)
+    assert_agrees(one_step(name, replace(DOUBLE, micro_batches=2), compiled), plain_step(name), EXACT)
 
 
 @pytest.mark.parametrize("name", ["openclip", "fastclip", "neuclip"])
 def test_a_compiled_step_does_not_compile_again(name):
     """The loss counts its calls; the model, which is what is compiled, must not depend on the count."""
     torch._dynamo.reset()
-    training = TinyTraining(name, tiny.Way(micro_batches=2, compiled=True))
+    training = TinyTraining(name, Way(micro_batches=2, compiled=True))
     for number in range(3):
         training.take(number)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -195,7 +143,7 @@ def test_inductor_gives_the_same():
     model = tiny_model()
     prepare(model, tiny_loss("neuclip"))
     compiled = torch.compile(model.double())
-    assert_agrees(one_step("neuclip", Way(1e-9), compiled), plain_step("neuclip"), 1e-9)
+    assert_agrees(one_step("neuclip", DOUBLE, compiled), plain_step("neuclip"), 1e-9)
 
 
 @pytest.mark.parametrize("name", ["fastclip", "fastclip-v2", "amorlip", "neuclip", "queueclip"])

@@ -10,9 +10,9 @@ from openclip_ext.training.reporting import Reporter, ReportingConfig, Stopwatch
 _CHANCE = math.log(64)
 
 
-def _warnings(infonce: list[float | None], caplog: pytest.LogCaptureFixture) -> list[str]:
+def _warnings(infonce: list[float | None], caplog: pytest.LogCaptureFixture, warmup: int = 0) -> list[str]:
     """What is said of a run whose logged steps had these values; None: a step without one."""
-    reporter = Reporter(None, ReportingConfig(), total_steps=1000, steps_per_epoch=1000)
+    reporter = Reporter(None, ReportingConfig(warmup=warmup), total_steps=1000, steps_per_epoch=1000)
     with caplog.at_level(logging.WARNING):
         for number, value in enumerate(infonce):
             record = {"step": number, "epoch": 0, "global_batch": 64, "loss": 0.05, "terms": {}, "chance": _CHANCE}
@@ -29,6 +29,11 @@ _HEALTHY = [5.9011, 4.1600, 4.1610, 4.1590, 3.9004, 3.8153, 3.4500, 3.1, 2.9, 2.
 def test_a_collapse_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     (message,) = _warnings(_COLLAPSED, caplog)
     assert "4.1589" in message and "--lr" in message
+
+
+@pytest.mark.parametrize(("warmup", "count"), [(6, 1), (7, 0), (10_000, 0)])
+def test_nothing_is_said_in_the_warmup(warmup: int, count: int, caplog: pytest.LogCaptureFixture) -> None:
+    assert len(_warnings(_COLLAPSED, caplog, warmup)) == count
 
 
 @pytest.mark.parametrize("infonce", [_HEALTHY, [math.nan] * 20, [None] * 20], ids=["healthy", "not finite", "without"])

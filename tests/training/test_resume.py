@@ -30,6 +30,15 @@ def test_one_rank(shards, tmp_path, loss, workers):
     assert_same_run(tmp_path / "resumed", tmp_path / "whole")
 
 
+def test_a_run_that_stops_after_its_last_step(shards, tmp_path):
+    """It saves without another step, and with the last one's learning rates."""
+    assert run(command(shards, tmp_path, "whole", "fastclip")) == 0
+    resumed = command(shards, tmp_path, "resumed", "fastclip", "--resume", "latest")
+    assert run(resumed, stop_after=10) == EXIT_AFTER_SIGTERM
+    assert run(resumed) == 0
+    assert_same_run(tmp_path / "resumed", tmp_path / "whole")
+
+
 HOST_TABLES = ["fastclip", "fastclip-v2"]
 
 

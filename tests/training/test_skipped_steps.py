@@ -153,6 +153,14 @@ def test_bad_steps_in_a_row_end_the_run_with_the_last_good_state_saved(shards, t
     assert [step for step, *_ in losses_of(tmp_path / "run")] == list(range(10))
 
 
+def test_a_run_that_trained_nothing_fails(shards, tmp_path, monkeypatch):
+    """Shorter than --max-skipped-steps: it would end as if it had succeeded."""
+    spoiling(monkeypatch, range(10))
+    with pytest.raises(TrainingDiverged, match="all 10 steps of the run changed nothing"):
+        run(command(shards, tmp_path, "run", "openclip"))
+    assert not (tmp_path / "run" / "checkpoints" / "epoch_2.pt").exists()
+
+
 def test_a_resumed_run_goes_on_counting(shards, tmp_path, monkeypatch):
     """Skipped steps; and samples, where an epoch ended before the batch got smaller."""
     spoiling(monkeypatch, {1, 3})

@@ -19,7 +19,9 @@ from openclip_ext.training.errors import UsageError
 from openclip_ext.training.table_files import open_table, restore_table, write_table
 
 SAMPLES = 103
-IDENTITY = RunIdentity(model="demo-vit", loss="fastclip", num_samples=SAMPLES, global_batch=8, seed=0)
+IDENTITY = RunIdentity(
+    model="demo-vit", loss="fastclip", optimizer="adamw", num_samples=SAMPLES, global_batch=8, seed=0
+)
 
 
 @pytest.fixture(autouse=True)
@@ -124,9 +126,9 @@ def test_precision_follows_the_table(tmp_path, device, saved):
 def test_damaged_and_foreign_files_are_refused(tmp_path):
     path = write(filled(numbers()), tmp_path / "table.npy")
     whole = path.read_bytes()
-    for damaged, message in ((whole[:-4], "mmap length is greater"), (whole[:20], "EOF")):
+    for damaged in (whole[:-4], whole[:20], b"", whole.replace(b"descr", b"dexcr"), whole.replace(b"(", b"((")):
         path.write_bytes(damaged)
-        with pytest.raises(UsageError, match=message):
+        with pytest.raises(UsageError, match=r"table\.npy is no table, or damaged: expected rows of .* Give another"):
             open_table(path)
     path.write_bytes(whole)
     with pytest.raises(UsageError, match="103 samples with 3 numbers each, this run's has 103 with 2"):

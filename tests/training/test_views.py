@@ -13,7 +13,7 @@ from openclip_ext.data.spec import DataSpec
 from openclip_ext.data.train_loader import TrainLoaderConfig
 from openclip_ext.losses.heads import HEADS_KEY, read_heads, with_heads
 from openclip_ext.losses.registry import create_loss
-from openclip_ext.training.config import views
+from openclip_ext.training.config import training_config
 from openclip_ext.training.flags import parse
 from tests.training.runs import command, metrics_of, run, stock_model
 
@@ -97,5 +97,8 @@ def test_logs_know_the_number_of_candidates(finished):
 
 
 def test_the_command_line_knows_the_views():
-    assert views(parse(["--loss", "sogclr"])[1]) == views(parse(["--loss", "openclip"])[1]) == 1
-    assert views(parse(["--loss", "sogclr", "--views", "2"])[1]) == views(parse(["--loss", "simclr"])[1]) == 2
+    def views(*argv: str) -> int:
+        return training_config(*parse(["--loss", *argv]), torch.device("cpu")).loading.views
+
+    assert views("sogclr") == views("openclip") == 1
+    assert views("sogclr", "--views", "2") == views("simclr") == 2

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from open_clip.model import CLIP
+from open_clip.model import CLIP, convert_weights_to_lp
 from torch import Tensor, nn
 
 from openclip_ext import distributed
@@ -16,8 +16,9 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses import registry
 from openclip_ext.training import parallel
 from openclip_ext.training.guard import StepGuard
-from openclip_ext.training.model import train_image_tower_only
+from openclip_ext.training.model import prepare_for
 from openclip_ext.training.optimizer import OptimizerConfig, create_optimizer
+from openclip_ext.training.parallel import ParallelConfig
 from openclip_ext.training.step import Batch, StepSettings, TrainStep
 
 CPU = torch.device("cpu")
@@ -54,14 +55,9 @@ def tiny_loss(name: str, **options: Any) -> ContrastiveLoss:
 
 def prepare(model: nn.Module, loss: ContrastiveLoss) -> None:
     """Set the temperature's start and freeze what the loss does not train, as the training does."""
-    if loss.initial_logit_scale is not None:
-        with torch.no_grad():
-            model.logit_scale.fill_(loss.initial_logit_scale)
-    model.logit_scale.requires_grad_(loss.learns_logit_scale)
     if loss.initial_logit_bias is not None:
         model.logit_bias = nn.Parameter(torch.full_like(model.logit_scale, loss.initial_logit_bias))
-    if loss.views > 1:
-        train_image_tower_only(model)
+    prepare_for(loss, model, set_logit_scale=True)
 
 
 def tiny_batch(number: int, views: int = 1, dtype: torch.dtype = torch.float32, size: int = IMAGE) -> Batch:
@@ -95,6 +91,7 @@ class Way:
         dtype: of the images and the parameters; with float64, of the loss's state, too.
         scale: where a GradScaler starts; None: there is none.
         on_device: whether the guard decides without the host, as on a GPU.
+        norms_in_float32: as ``--precision bf16``, which has the matrices in ``dtype`` only.
         sharded: whether several processes spread the parameters (FSDP2), or replicate them (DDP).
         reshard: whether sharded parameters are freed between forward and backward.
         device: of model, loss and steps.
@@ -111,6 +108,7 @@ class Way:
     scale: float | None = None
     optimizer: OptimizerConfig = OPTIMIZER
     on_device: bool = False
+    norms_in_float32: bool = False
     sharded: bool = False
     reshard: bool = True
     device: torch.device = CPU
@@ -124,25 +122,28 @@ class TinyTraining:
         name: of the loss.
         way: how the steps are computed.
         keep_whole: whether the master keeps a whole model of a sharded one, to evaluate it.
+        compiled: a compiled model, which takes the steps from the start weights, to save the time of compiling.
     """
 
-    def __init__(self, name: str, way: Way, keep_whole: bool = False) -> None:
+    def __init__(self, name: str, way: Way, keep_whole: bool = False, compiled: Any = None) -> None:
         self.way, self.loss = way, tiny_loss(name, **way.options).to(way.device)
-        model = tiny_model(way.tower).to(way.device, way.dtype)
+        model = tiny_model(way.tower).to(way.device)
+        prepare(model, self.loss)
+        if compiled is not None:
+            start, model = model.state_dict(), compiled._orig_mod
+            model.load_state_dict(start)
         if way.checkpointing:
             model.set_grad_checkpointing()
-        prepare(model, self.loss)
+        convert_weights_to_lp(model, way.dtype) if way.norms_in_float32 else model.to(way.dtype)
         if way.dtype == torch.float64:
             self.loss.double()
-        self.model: nn.Module = model
-        if distributed.world_size() > 1 and way.sharded:
-            self.model = parallel.ShardedDataParallel(model, way.device, way.reshard, way.compiled, keep_whole)
-        elif distributed.world_size() > 1:
-            self.model = parallel.replicate(model, way.device)
+        config = ParallelConfig(way.sharded, keep_gathered=not way.reshard, compile=way.compiled)
+        self.model = parallel.distribute(model, config, way.device, keep_whole)
         self.optimizer = create_optimizer(self.model, way.optimizer, self.loss.logit_scale_lr, self.loss.model_head())
         scaler = None if way.scale is None else torch.amp.GradScaler(way.device.type, init_scale=way.scale)
         # As the training does; a sharded model has compiled its blocks.
         stepped = torch.compile(self.model, backend="eager") if way.compiled and not way.sharded else self.model
+        stepped = stepped if compiled is None else compiled
         settings = StepSettings(way.device, way.dtype, way.autocast, way.clip)
         self.step = TrainStep(stepped, self.loss, self.optimizer, settings, scaler)
         if way.on_device:

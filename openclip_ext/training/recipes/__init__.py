@@ -6,21 +6,20 @@ common flags, and for each loss the source, its options, the flags that differ (
 results by table, and notes on what the source leaves open. Reading recipes needs no torch.
 """
 
-import difflib
 import json
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from openclip_ext.options import flag_of
+from openclip_ext.options import flag_of, nearest
 
 Value = int | float | str | bool | None
 
 # Losses with two names.
 _ALIASES = {"fastclip-v3": "fastclip"}
+_KEYS = ("about", "dataset_size", "samples_seen", "gpus", "flags", "options", "source", "results", "notes", "losses")
 
 
 @dataclass(frozen=True)
@@ -71,10 +70,6 @@ class Recipe:
     source: str
     results: tuple[Result, ...]
     notes: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        for name in ("openclip_flags", "loss_options"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @property
     def global_batch(self) -> int:
@@ -139,7 +134,7 @@ def losses(name: str) -> list[str]:
         ValueError: no recipe has this name.
     """
     if name not in names():
-        raise ValueError(f"unknown recipe {name!r}{_did_you_mean(name, names())}; there are: {', '.join(names())}")
+        raise ValueError(f"unknown recipe {name!r}{nearest(name, names())}; there are: {', '.join(names())}")
     return [recipe.loss for recipe in _RECIPES if recipe.dataset == name]
 
 
@@ -154,7 +149,7 @@ def get(name: str, loss: str) -> Recipe:
         if (recipe.dataset, recipe.loss) == (name, _ALIASES.get(loss, loss)):
             return replace(recipe, loss=loss)
     raise ValueError(
-        f"recipe {name} has no published settings for the loss {loss!r}{_did_you_mean(loss, known)}; it has them for: "
+        f"recipe {name} has no published settings for the loss {loss!r}{nearest(loss, known)}; it has them for: "
         f"{', '.join(known)}. Leave out --recipe to train with the defaults"
     )
 
@@ -166,16 +161,15 @@ def _as_arguments(flag: str, value: Value) -> list[str]:
     return [f"{flag}={'none' if value is None else value}"]
 
 
-def _did_you_mean(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
 def _load() -> Iterator[Recipe]:
     data = json.loads(Path(__file__).with_name("recipes.json").read_text(encoding="utf-8"))
     for dataset, shared in data.items():
         for loss, own in shared["losses"].items():
             fields = {**shared, **own}
+            if unknown := fields.keys() - _KEYS:
+                raise ValueError(
+                    f"recipes.json: {dataset}, {loss}: unknown {', '.join(unknown)}; expected some of {_KEYS}"
+                )
             flags = {**shared["flags"], **own.get("flags", {})}
             yield Recipe(
                 dataset=dataset,
