@@ -4,6 +4,7 @@ import ctypes
 import enum
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -24,6 +25,8 @@ class Request(enum.IntEnum):
 EXIT_AFTER_SIGTERM = 128 + signal.SIGTERM
 EXIT_AFTER_SIGINT = 128 + signal.SIGINT
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Waits for the process $0, a minute at most.
+_SAY_AFTER = 'for _ in $(seq 600); do kill -0 "$0" 2>/dev/null || break; sleep 0.1; done; printf "%s\\n" "$1" >&2'
 
 
 def _under_torchrun() -> bool:
@@ -38,6 +41,12 @@ def end_with_torchrun() -> None:
     """
     if sys.platform == "linux" and _under_torchrun():
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def say_after_torchrun(text: str) -> None:
+    """Print a line when torchrun is gone: stopped by a signal, it prints a page that buries what its trainers have said."""
+    if _under_torchrun() and os.getppid() != 1:  # it is there
+        subprocess.Popen(["sh", "-c", _SAY_AFTER, str(os.getppid()), text], start_new_session=True)
 
 
 class SignalRequests:

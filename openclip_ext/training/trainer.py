@@ -26,7 +26,7 @@ from openclip_ext.training.guard import SkippedStep
 from openclip_ext.training.optimizer import schedule_rate
 from openclip_ext.training.reporting import Reporter, Stopwatch
 from openclip_ext.training.run_folder import SAVED
-from openclip_ext.training.signals import Request, SignalRequests
+from openclip_ext.training.signals import Request, SignalRequests, say_after_torchrun
 from openclip_ext.training.step import Batch, TrainStep
 
 # Entries of a checkpoint that are the model and no state of the training.
@@ -228,9 +228,9 @@ class Trainer:
         self.stopwatch.restart()
         if request == Request.SAVE_AND_STOP:
             if distributed.is_master():
-                logging.warning(
-                    f"Stopped by a signal after step {self.position.step}; --resume latest goes on from here."
-                )
+                told = f"Stopped by a signal after step {self.position.step}; --resume latest goes on from here."
+                logging.warning(told)
+                say_after_torchrun(told)
             raise SystemExit(signals.exit_status)
 
     def _complete_position(self) -> None:

@@ -278,6 +278,21 @@ def test_trainers_end_with_torchrun(shards, tmp_path):
     assert [step for step, *_ in losses_of(tmp_path / "run")] == list(range(len(steps) + 2))  # each once
 
 
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_the_last_words_are_not_torchruns(shards, tmp_path, sent):
+    argv = [*command(shards, tmp_path, "run", "openclip", "--epochs", "200", "--resume", "latest"), "--batch-size", "8"]
+    program = Program(argv, 2, tmp_path / "output", torchrun=True)
+    try:
+        program.wait_for_step(tmp_path / "run", 2)
+        os.kill(program.launcher.pid, sent)
+        program.wait()
+        told = re.compile(r"Stopped by a signal after step \d+; --resume latest goes on from here\.")
+        wait_until(lambda: told.fullmatch(program.text().splitlines()[-1]) is not None, 20)
+        assert "SignalException" in program.text()
+    finally:
+        program.kill()
+
+
 def test_a_file_in_the_place_of_the_folder_is_named(shards, tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(UsageError, match="cannot write to the run folder"):
