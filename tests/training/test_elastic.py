@@ -1,0 +1,121 @@
+"""A run under torchrun whose nodes come and go; and the exit status that torchrun has."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training import paced
+from tests.training.runs import command, final_state, metrics_of
+
+STEPS_PER_EPOCH, GLOBAL_BATCH = 5, 16
+QUICK = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+
+
+class Node:
+    """A torchrun with one trainer, which stands for a node."""
+
+    def __init__(self, argv: list[str], notes: Path, port: int, **variables: str) -> None:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--max-restarts=3"]
+        rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", f"--rdzv-conf={QUICK}"]
+        self.process = subprocess.Popen(
+            [*launcher, "--nnodes=1:2", *rendezvous, "--", paced.__file__, "-m", "openclip_ext.training.main", *argv],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "NOTES": str(notes), **variables},
+            stderr=subprocess.STDOUT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def lose_power(self) -> None:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        for pid in (self.process.pid, *map(int, children)):
+            os.kill(pid, signal.SIGKILL)
+
+    def wait(self, status: int) -> None:
+        output, _ = self.process.communicate(timeout=150)
+        assert self.process.returncode == status, output
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Return a function that starts a node; all end with the test."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    nodes = []
+
+    def start_node(argv, **variables):
+        nodes.append(Node(argv, tmp_path / "notes", port, **variables))
+        while nodes[-1].process.poll() is None:  # the first one holds the meeting place
+            with contextlib.suppress(ConnectionError), socket.create_connection(("localhost", port)):
+                break
+            time.sleep(0.1)
+        return nodes[-1]
+
+    yield start_node
+    for node in nodes:
+        if node.process.poll() is None:
+            node.process.terminate()
+            node.process.wait()
+
+
+def wait_for_step(folder, step, nodes=()):
+    deadline = time.monotonic() + 120
+    while not any(line["step"] >= step for line in metrics_of(folder)):
+        assert time.monotonic() < deadline, f"{folder} never came to step {step}"
+        assert all(node.process.poll() is None for node in nodes), nodes[0].process.communicate()[0]
+        time.sleep(0.1)
+
+
+def test_a_node_leaves_and_comes_back(shards, tmp_path, start):
+    flags = ["--global-batch", str(GLOBAL_BATCH), "--batch-size", "8", "--save-every-steps", "1", "--resume", "latest"]
+    argv = command(shards, tmp_path, "run", "fastclip-v2", *flags)
+    # Alone, the first node waits after its third step for the other one to come back.
+    held = {"PACE": "0.5", "HOLD_AT": "3", "HOLD_WORLD": "1"}
+    first, second = start(argv, **held), start(argv, **held)
+    wait_for_step(tmp_path / "run", 2, [first, second])
+    second.lose_power()
+    wait_for_step(tmp_path / "run", 6, [first])
+    again = start(argv, **held)
+    first.wait(0)
+    again.wait(0)
+
+    notes = [note for note in paced.read_notes(tmp_path / "notes") if "step" in note]
+    assert [step["step"] for step in metrics_of(tmp_path / "run")] == list(range(2 * STEPS_PER_EPOCH))
+    seen, worlds = {}, []
+    for step in range(2 * STEPS_PER_EPOCH):
+        # What was lost with a node was done again from the newest checkpoint: the last time counts.
+        of_step = [note for note in notes if note["step"] == step]
+        world = max(of_step, key=lambda note: note["started"])["world_size"]
+        last = sorted((note for note in of_step if note["world_size"] == world), key=lambda note: -note["started"])[
+            :world
+        ]
+        seen.setdefault(step // STEPS_PER_EPOCH, []).extend(index for note in last for index in note["samples"])
+        worlds.append(world)
+    assert [world for place, world in enumerate(worlds) if worlds[place - 1 : place] != [world]] == [2, 1, 2]
+    for samples in seen.values():
+        assert len(samples) == len(set(samples)) == STEPS_PER_EPOCH * GLOBAL_BATCH
+    assert samples_with_state(tmp_path / "run") == {index for samples in seen.values() for index in samples}
+
+
+def samples_with_state(folder):
+    """The samples whose numbers in the table of normalizers were ever written, of all ranks' parts."""
+    state = final_state(folder)
+    parts = [state[name] for name in sorted(state) if name.endswith(".normalizer.table.npy")]
+    table = torch.cat([part.reshape(len(part), -1) for part in parts])
+    return set(table.any(dim=1).nonzero().flatten().tolist())
+
+
+def test_torchrun_ends_with_1_after_sigterm_and_the_run_is_saved(shards, tmp_path, start):
+    node = start(command(shards, tmp_path, "run", "openclip"), HOLD_AT="3")
+    wait_for_step(tmp_path / "run", 2, [node])
+    node.process.terminate()
+    node.wait(1)
+    assert (tmp_path / "run" / "checkpoints" / "epoch_0_step_3.pt").is_file()
