@@ -16,7 +16,7 @@ from tests.training import paced
 from tests.training.runs import command, final_state, metrics_of
 
 STEPS_PER_EPOCH, GLOBAL_BATCH = 5, 16
-QUICK = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+QUICK = "last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
 class Node:
@@ -66,12 +66,18 @@ def start(tmp_path):
             node.process.wait()
 
 
-def wait_for_step(folder, step, nodes=()):
-    deadline = time.monotonic() + 120
-    while not any(line["step"] >= step for line in metrics_of(folder)):
-        assert time.monotonic() < deadline, f"{folder} never came to step {step}"
+def wait_for_steps(notes, count, world_size, nodes, since=0.0):
+    """Wait until ``world_size`` ranks that started after a time have taken steps together."""
+    deadline = time.monotonic() + 150
+    while True:
+        found = [
+            note for note in paced.read_notes(notes) if note["world_size"] == world_size and note["started"] > since
+        ]
+        if len({note["step"] for note in found if "step" in note}) >= count:
+            return
+        assert time.monotonic() < deadline, f"{world_size} ranks never took {count} steps: {found}"
         assert all(node.process.poll() is None for node in nodes), nodes[0].process.communicate()[0]
-        time.sleep(0.1)
+        time.sleep(0.2)
 
 
 def test_a_node_leaves_and_comes_back(shards, tmp_path, start):
@@ -80,9 +86,9 @@ def test_a_node_leaves_and_comes_back(shards, tmp_path, start):
     # Alone, the first node waits after its third step for the other one to come back.
     held = {"PACE": "0.5", "HOLD_AT": "3", "HOLD_WORLD": "1"}
     first, second = start(argv, **held), start(argv, **held)
-    wait_for_step(tmp_path / "run", 2, [first, second])
+    wait_for_steps(tmp_path / "notes", 3, 2, [first, second])
     second.lose_power()
-    wait_for_step(tmp_path / "run", 6, [first])
+    wait_for_steps(tmp_path / "notes", 3, 1, [first], since=time.time())
     again = start(argv, **held)
     first.wait(0)
     again.wait(0)
@@ -99,7 +105,8 @@ def test_a_node_leaves_and_comes_back(shards, tmp_path, start):
         ]
         seen.setdefault(step // STEPS_PER_EPOCH, []).extend(index for note in last for index in note["samples"])
         worlds.append(world)
-    assert [world for place, world in enumerate(worlds) if worlds[place - 1 : place] != [world]] == [2, 1, 2]
+    changes = [world for place, world in enumerate(worlds) if worlds[:place][-1:] != [world]]
+    assert changes[-3:] == [2, 1, 2]  # a slow machine may begin with one node
     for samples in seen.values():
         assert len(samples) == len(set(samples)) == STEPS_PER_EPOCH * GLOBAL_BATCH
     assert samples_with_state(tmp_path / "run") == {index for samples in seen.values() for index in samples}
@@ -115,7 +122,7 @@ def samples_with_state(folder):
 
 def test_torchrun_ends_with_1_after_sigterm_and_the_run_is_saved(shards, tmp_path, start):
     node = start(command(shards, tmp_path, "run", "openclip"), HOLD_AT="3")
-    wait_for_step(tmp_path / "run", 2, [node])
+    wait_for_steps(tmp_path / "notes", 3, 1, [node])
     node.process.terminate()
     node.wait(1)
     assert (tmp_path / "run" / "checkpoints" / "epoch_0_step_3.pt").is_file()
