@@ -1,4 +1,4 @@
-"""A cluster of two nodes on this machine: real munged, slurmctld and two slurmd, with everything in a temporary folder."""
+"""A cluster of three nodes on this machine: real munged, slurmctld and slurmd, with everything in a temporary folder."""
 
 import contextlib
 import getpass
@@ -21,7 +21,7 @@ from tests.training.runs import metrics_of
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 # Addresses as names: they need no name service, and all of 127.0.0.0/8 is this machine.
-NODES = ("127.0.0.1", "127.0.0.2")
+NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 GPUS = 8
 CONFIGURATION = """
 ClusterName=test

@@ -74,13 +74,13 @@ def test_before_the_time_limit_every_trainer_saves_and_the_job_goes_on_bitwise(c
     assert_same_run(runs.logs / "limited", reference)
 
 
-def test_two_nodes_of_which_one_dies(cluster, runs, reference):
+def test_of_two_nodes_one_dies_and_a_spare_takes_its_place(cluster, runs, reference):
     job = runs.submit(cluster, "nodes", *TWO_NODES, more=("--save-every-steps", "2"), PACE="0.5")
     cluster.wait_for_step(job, runs.logs / "nodes", 5)
     cluster.kill_node(NODES[1])
     cluster.wait(job, "PENDING", "COMPLETING")
-    cluster.start_node(NODES[1])
     ended = cluster.wait(job, "COMPLETED", "FAILED")
+    assert NODES[1] not in cluster.run("scontrol", "show", "hostnames", ended["NodeList"])
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
     assert_same_run(runs.logs / "nodes", reference)
 
