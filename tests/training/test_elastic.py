@@ -27,7 +27,14 @@ class Node:
         rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", f"--rdzv-conf={QUICK}"]
         self.process = subprocess.Popen(
             [*launcher, "--nnodes=1:2", *rendezvous, "--", paced.__file__, "-m", "openclip_ext.training.main", *argv],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "NOTES": str(notes), **variables},
+            # Without it a node that comes back waits for an address that torchrun told the first round only (torch 2.15).
+            env={
+                **os.environ,
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+                "OMP_NUM_THREADS": "1",
+                "NOTES": str(notes),
+                **variables,
+            },
             stderr=subprocess.STDOUT,
             stdout=subprocess.PIPE,
             text=True,
