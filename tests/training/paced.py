@@ -46,13 +46,13 @@ def slow_down() -> None:
 
             return remember
 
-        def agreed(self):
+        def agreed(self, now=False):
             self.steps += 1
             time.sleep(float(os.environ.get("PACE", "0")))
             deadline = time.monotonic() + 100
             while is_held(self.steps) and not self._request and time.monotonic() < deadline:
                 time.sleep(0.05)
-            return super().agreed()
+            return super().agreed(now)
 
     def one_step(self, batches, take=trainer.Trainer._one_step):
         step = self.position.step
