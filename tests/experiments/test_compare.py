@@ -491,13 +491,13 @@ def test_a_batch_is_not_judged_against_itself(data):
 def test_the_batch_is_judged_at_the_losss_own_temperatures(data, loss, same):
     """Unless the loss's normalizers are others, with the positive pair."""
     pilot = prepared(with_val(data, "--losses", f"openclip,{loss}"))
-    found = execute(pilot, make_run(loss))["normalizers"]
+    found = execute(pilot, make_run(loss, seed=1))["normalizers"]
     assert (found["batch"] == found["own_batch"]) == same
 
 
 def test_a_run_that_diverged_is_scored(data):
     pilot = prepared(with_val(data))
-    row = execute(pilot, make_run(BASELINE, lr=1e12))
+    row = execute(pilot, make_run(BASELINE, lr=1e12, seed=1))
     assert "normalizers" not in row
     assert row["val"]["mean"] < 0.1  # everything comes last
     assert set(row["hits"][RETRIEVAL[0]]) == {"0"}
@@ -648,7 +648,7 @@ def test_the_recommended_command_line_trains_that_configuration(data):
     found = Comparison(config, training, prepare(config, training)[0], results, 0.0)
     results.close()
     solved = next(place for place, (options, _) in enumerate(candidates(BASELINE, {})) if "rho" in options)
-    run = make_run(BASELINE, 48, candidate=solved)
+    run = make_run(BASELINE, 48, candidate=solved, seed=1)
     row = execute(found.pilot, run)
     words = shlex.split(found.command_line(row))
     assert words[:2] == ["openclip-ext", "train"]

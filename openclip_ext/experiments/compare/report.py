@@ -56,7 +56,7 @@ class LossResult:
         gains: epochs, gain and number of seeds of all lengths, the shortest first.
         zero_shot_difference: the same for zero-shot accuracy.
         curves: ``(samples, seconds, R@1)`` of each seed.
-        normalizers: errors of its and the batch's log-normalizers, at the end of the first seed.
+        normalizers: errors of its and the batch's log-normalizers, at the end of the second seed.
         command: the training command line.
     """
 
