@@ -24,6 +24,7 @@ from openclip_ext.training.ema import TRAINED_KEY
 from openclip_ext.training.evaluation import ScheduledEvaluator, is_best, run_evaluators
 from openclip_ext.training.guard import SkippedStep
 from openclip_ext.training.optimizer import schedule_rate
+from openclip_ext.training.profiling import profiled
 from openclip_ext.training.reporting import Reporter, Stopwatch
 from openclip_ext.training.run_folder import SAVED
 from openclip_ext.training.signals import Request, SignalRequests, say_after_torchrun
@@ -89,6 +90,12 @@ class RunLength:
         50,
         "stop after so many steps in a row whose gradients are not finite; such a step changes nothing",
         minimum=1,
+    )
+    profile: int = flag(
+        0,
+        "trace so many optimizer steps, after the first 12 of this start: profile/ in the run folder gets a trace and a table "
+        "of where the time goes",
+        minimum=0,
     )
 
 
@@ -158,7 +165,8 @@ class Trainer:
             SaveFailed: the last checkpoint could not be written.
             TrainingDiverged: a checkpoint was due and the parameters are not finite, or every step was skipped.
         """
-        with SignalRequests() as signals:
+        folder = None if self.policy.folder is None else self.policy.folder.parent
+        with SignalRequests() as signals, profiled(self.length.profile, folder) as self._profile_step:
             if evaluate_first:
                 self._evaluate()
             while self.position.epoch < self.length.epochs:
@@ -212,6 +220,7 @@ class Trainer:
             has_loss = all(step.has_loss for step in skipped if step.number == position.step)
             self._report(terms, global_batch, has_loss)
         self.reporter.advance()
+        self._profile_step()
         position.step += 1
         position.step_in_epoch += 1
         self._batches_since += len(batches)

@@ -1,0 +1,48 @@
+"""Where the time of a step goes: ``--profile STEPS`` traces some optimizer steps with PyTorch's profiler."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from openclip_ext import distributed
+
+# Steps before the trace: compilation, caches and a loss's checks of the loop are over by then.
+_FIRST, _WARM_UP = 10, 2
+_ROWS = 40
+
+
+@contextmanager
+def profiled(steps: int, folder: Path | None) -> Iterator[Callable[[], None]]:
+    """Trace some steps of the master, after the first 12; yield what to call after each step.
+
+    ``folder/profile/`` receives ``trace.json.gz``, for chrome://tracing or Perfetto, and ``table.txt``, the operations that
+    took the most time.
+
+    Args:
+        steps: how many; 0: none.
+        folder: the run's; None: nothing is traced.
+    """
+    if not steps or folder is None or not distributed.is_master():
+        yield lambda: None
+        return
+    target = folder / "profile"
+
+    def write(trace: profile) -> None:
+        target.mkdir(exist_ok=True)
+        trace.export_chrome_trace(str(target / "trace.json.gz"))
+        order = "self_device_time_total" if torch.cuda.is_initialized() else "self_cpu_time_total"
+        (target / "table.txt").write_text(trace.key_averages().table(sort_by=order, row_limit=_ROWS))
+        logging.info(f"Traced {steps} steps: {target}")
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_initialized() else [])]
+    when = schedule(wait=_FIRST, warmup=_WARM_UP, active=steps, repeat=1)
+    with profile(activities=activities, schedule=when, on_trace_ready=write) as running:
+        yield running.step
+    if not (target / "table.txt").exists():
+        logging.warning(
+            f"--profile {steps}: the run ended before its step {_FIRST + _WARM_UP + steps}, so there is no trace"
+        )
