@@ -70,7 +70,7 @@ def build_eval_loader(
     """
     samples: ShardStreams | Source
     if spec.resolved_type == "webdataset":
-        samples = ShardStreams(expand_shards(_given(spec)), SampleKeys(spec.image_key, spec.caption_key))
+        samples = ShardStreams(expand_shards(_given(spec)), SampleKeys(spec.image_key, spec.caption_key), spec.storage)
         num_samples = spec.num_samples
     else:
         samples = build_source(spec, preprocess)
@@ -108,9 +108,9 @@ def build_source(spec: DataSpec, preprocess: Transform) -> Source:
         if len(paths) != 1:
             raise ValueError(f"expected one CSV file, got {list(paths)}")
         return CsvSource(paths[0], spec.csv_image_key, spec.csv_caption_key, spec.csv_separator)
-    manifest = find_or_create_manifest(given, spec.manifest, spec.image_key, spec.caption_key)
+    manifest = find_or_create_manifest(given, spec.manifest, spec.image_key, spec.caption_key, spec.storage)
     weights = _shard_weights(spec, [shard.url for shard in manifest.shards])
-    return ShardSource(manifest, spec.image_key, spec.caption_key, spec.resampled, weights)
+    return ShardSource(manifest, spec.image_key, spec.caption_key, spec.resampled, weights, spec.storage)
 
 
 def _given(spec: DataSpec) -> str | Sequence[str]:

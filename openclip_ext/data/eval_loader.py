@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -19,7 +20,7 @@ from openclip_ext.data.source import (
     Source,
     decode_image,
 )
-from openclip_ext.data.storage import open_url
+from openclip_ext.data.storage import DEFAULT_STORAGE, Storage
 from openclip_ext.data.worker_signals import leave_process_group, start_workers
 
 
@@ -28,13 +29,14 @@ class ShardStreams(NamedTuple):
 
     urls: list[str]
     keys: SampleKeys
+    storage: Storage = DEFAULT_STORAGE
 
 
-def _read_shard(url: str, wanted: frozenset[str]) -> Iterator[RawSample]:
+def _read_shard(url: str, wanted: frozenset[str], storage: Storage) -> Iterator[RawSample]:
     position = 0
     gaps: list[tar.Gap] = []
     try:
-        with open_url(url) as file:
+        with storage.open(url) as file:
             archive = tar.TarArchive(file)
             gaps = archive.gaps
             for position, sample in enumerate(archive.samples(wanted)):
@@ -76,21 +78,28 @@ class _EvalDataset(IterableDataset):
             for index, image, caption in self._usable("the data set", raws, self._samples.decode):
                 yield self._transform_sample(image, caption) | {"index": index}
             return
-        urls, keys = self._samples
+        urls, keys, storage = self._samples
         for url in urls[worker::workers]:
-            for _, image, caption in self._usable(url, _read_shard(url, keys.fields), keys.decode):
+            for _, image, caption in self._usable(url, _read_shard(url, keys.fields, storage), keys.decode):
                 yield self._transform_sample(image, caption)
 
     def _transform_sample(self, image: DecodedImage, caption: str) -> dict[str, Any]:
         return {"image": self._transform(image), "text": self._tokenizer(caption)[0]}
 
     def _read_source(self, source: Source, worker: int, workers: int) -> Iterator[RawSample]:
-        """Yield the samples that are not left out; workers take batches in turn."""
-        read, count, size = source.reader(), source.num_samples, self._batch_size
-        for begin in range(worker * size, count, workers * size):
-            for index in range(begin, min(begin + size, count)):
-                if not source.is_left_out(index):
-                    yield read(index)
+        """Yield the samples that are not left out; workers take shards in turn, or batches where these are too few."""
+        read, count = source.reader(), source.num_samples
+        by_shard = source.group_of(0)[2] * workers <= count
+        turn = end = 0
+        while end < count:
+            begin, end = end, min(end + self._batch_size, count)
+            if by_shard:
+                _, begin, samples = source.group_of(begin)
+                end = begin + samples
+            if turn % workers == worker:
+                read.expect(np.arange(begin, end))
+                yield from (read(index) for index in range(begin, end) if not source.is_left_out(index))
+            turn += 1
 
     @staticmethod
     def _usable(

@@ -24,7 +24,7 @@ from openclip_ext.data import scan
 from openclip_ext.data.scan import Problems, Shard
 from openclip_ext.data.shardlist import expand_shards, refuse_repeated, shard_name
 from openclip_ext.data.spec import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
-from openclip_ext.data.storage import is_local
+from openclip_ext.data.storage import DEFAULT_STORAGE, Storage, is_local
 from openclip_ext.files import write_atomically
 from openclip_ext.schema import read_as
 
@@ -117,6 +117,8 @@ class Manifest:
         caption_key: str = DEFAULT_CAPTION_KEY,
         sizes: dict[str, int] | None = None,
         workers: int | None = None,
+        storage: Storage = DEFAULT_STORAGE,
+        journal: Path | None = None,
     ) -> "Manifest":
         """Count the samples of all shards.
 
@@ -125,18 +127,31 @@ class Manifest:
             image_key, caption_key: Fields of image and caption, alternatives separated by ``;``.
             sizes: Counts of remote shards by file name, instead of the files next to them.
             workers: Processes for local shards; None for one per core.
+            storage: How remote files are read.
+            journal: Remote shards whose count is nowhere are scanned, and this file keeps what is done, for a scan that is
+                killed. None: they are refused.
 
         Raises:
             ManifestError: A shard is given twice or cannot be read, has no sample with image and caption, or no shard
-                has any sample.
-            ValueError: The specification is wrong, or the count of a remote shard cannot be found.
+                has any sample; or the count of a remote shard is nowhere.
+            ValueError: The specification is wrong.
         """
         urls = expand_shards(shards)
         local = [url for url in urls if is_local(url)]
         remote = [url for url in urls if not is_local(url)]
         found = dict(zip(local, scan.scan_local(local, image_key, caption_key, workers), strict=True))
         if remote:
-            found |= zip(remote, scan.count_remote(remote, sizes), strict=True)
+            found |= scan.count_remote(remote, sizes, storage)
+        unknown = [url for url in remote if url not in found]
+        if unknown and journal is None:
+            raise ManifestError(
+                f"the number of samples is unknown for {len(unknown)} of {len(urls)} shards, among them {unknown[0]!r}: "
+                "neither sizes.json nor the shard's *_stats.json (img2dataset writes them) lies next to it. Count them "
+                "once with: openclip-ext manifest SHARDS --output manifest.json (it reads the headers of the tars, or "
+                "takes the counts of a file that --sizes names), then train with --manifest manifest.json"
+            )
+        if unknown and journal is not None:
+            found |= scan.scan_remote(unknown, image_key, caption_key, storage, journal)
         scanned = [found[url] for url in urls]
         _refuse_unusable(scanned, image_key, caption_key)
         return cls(scanned, image_key, caption_key)
@@ -318,10 +333,7 @@ def _shard_to_json(shard: Shard, folder: str) -> dict[str, Any]:
     entry = {"name": shard.url, **vars(shard)}
     if shard.is_local and os.path.commonpath([folder, shard.url]) == folder:
         entry["name"] = Path(os.path.relpath(shard.url, folder)).as_posix()
-    left_out = {"url"} | (set() if shard.problems else {"problems"})
-    if shard.size is None:
-        left_out |= {"size", "mtime_ns", "digest"}
-    return {name: value for name, value in entry.items() if name not in left_out}
+    return {name: value for name, value in entry.items() if name != "url" and value not in (None, {})}
 
 
 def _shard_from_json(entry: dict[str, Any], folder: str, where: str) -> Shard:
@@ -412,6 +424,7 @@ def find_or_create_manifest(
     manifest: str | os.PathLike | None = None,
     image_key: str = DEFAULT_IMAGE_KEY,
     caption_key: str = DEFAULT_CAPTION_KEY,
+    storage: Storage = DEFAULT_STORAGE,
 ) -> Manifest:
     """Return the manifest of a training run: the given one, the one next to the shards, or a new one.
 
@@ -433,7 +446,7 @@ def find_or_create_manifest(
         try:
             urls = expand_shards(train_data)
             if manifest is None:
-                found = _find_or_create(urls, image_key, caption_key)
+                found = _find_or_create(urls, image_key, caption_key, storage)
             else:
                 found = Manifest.load(manifest)
                 found.verify(urls)
@@ -448,7 +461,7 @@ def find_or_create_manifest(
     return found
 
 
-def _find_or_create(urls: Sequence[str], image_key: str, caption_key: str) -> Manifest:
+def _find_or_create(urls: Sequence[str], image_key: str, caption_key: str, storage: Storage) -> Manifest:
     free = []
     for path in _places(urls, image_key, caption_key):
         try:
@@ -462,7 +475,7 @@ def _find_or_create(urls: Sequence[str], image_key: str, caption_key: str) -> Ma
             logging.info(f"Using the manifest {path}: {manifest.num_samples:,} samples in {len(urls):,} shards.")
             return manifest
     logging.info(f"No manifest yet: counting the samples of {len(urls):,} shards.")
-    manifest = Manifest.scan(urls, image_key, caption_key)
+    manifest = Manifest.scan(urls, image_key, caption_key, storage=storage)
     _save_somewhere(manifest, free)
     return manifest
 
@@ -545,6 +558,12 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="fields that hold the caption, or json:ENTRY (default: %(default)s)",
     )
     parser.add_argument("--sizes", help='JSON file {"00000.tar": count, ...} for remote shards')
+    parser.add_argument(
+        "--remote-patience",
+        type=float,
+        default=Storage.patience,
+        help="seconds for which a remote file that fails is asked for again (default: %(default)g)",
+    )
     return parser.parse_args(argv)
 
 
@@ -556,8 +575,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         urls = expand_shards(args.shards)
         output = Path(args.output) if args.output else _place_beside(urls, args.image_key, args.caption_key)
         _refuse_other_file(output)
-        manifest = Manifest.scan(urls, args.image_key, args.caption_key, sizes, args.workers)
+        journal, storage = output.with_name(f".{output.name}.journal"), Storage(args.remote_patience)
+        manifest = Manifest.scan(urls, args.image_key, args.caption_key, sizes, args.workers, storage, journal)
         manifest.save(output)
+        journal.unlink(missing_ok=True)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

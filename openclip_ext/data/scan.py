@@ -1,5 +1,6 @@
 """Count the samples of shards: local tars by their headers, remote ones by what img2dataset leaves next to them."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -8,9 +9,10 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypedDict
 
 from tqdm import tqdm
@@ -18,14 +20,15 @@ from tqdm import tqdm
 from openclip_ext.data import tar
 from openclip_ext.data.shardlist import shard_name, sibling
 from openclip_ext.data.spec import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY, parse_keys
-from openclip_ext.data.storage import is_local, open_local, read_url
+from openclip_ext.data.storage import DEFAULT_STORAGE, Storage, is_local
 from openclip_ext.machine import available_cores
+from openclip_ext.schema import read_as
 
 # Positions of bad samples are written down only when they are few: a manifest stays small.
 _MAX_POSITIONS = 20
 _MAX_GAPS = 5
-# One read brings the headers that lie close together, but not the images between them.
-_HEADER_BUFFER = 1 << 13
+# Remote files that are asked for at a time.
+_REQUESTS = 32
 
 
 class Problems(TypedDict, total=False):
@@ -59,23 +62,29 @@ class Shard:
         return is_local(self.url)
 
 
-def scan_shard(path: str, image_key: str = DEFAULT_IMAGE_KEY, caption_key: str = DEFAULT_CAPTION_KEY) -> Shard:
-    """Scan one local tar; plain ones by their headers only, compressed ones by reading them through.
+def scan_shard(
+    url: str,
+    image_key: str = DEFAULT_IMAGE_KEY,
+    caption_key: str = DEFAULT_CAPTION_KEY,
+    storage: Storage = DEFAULT_STORAGE,
+) -> Shard:
+    """Scan one tar by its headers; compressed ones, and what cannot be read in parts, by reading them through.
 
     After damage the scan goes on at the next readable header; what was lost is told in ``problems``.
     """
     image_fields = {key.field for key in parse_keys(image_key, allow_json=False)}
     caption_fields = {key.field for key in parse_keys(caption_key, allow_json=True)}
     try:
-        with open_local(path, _HEADER_BUFFER) as file:
-            status = os.fstat(file.fileno())
-            shard = _scan_archive(path, tar.TarArchive(file), image_fields, caption_fields)
+        with storage.open(url, headers_only=True) as file:
+            shard = _scan_archive(url, tar.TarArchive(file), image_fields, caption_fields)
+            if is_local(url):
+                status = os.fstat(file.fileno())
+                shard.size, shard.mtime_ns = status.st_size, status.st_mtime_ns
     except OSError as error:
-        return Shard(path, 0, problems={"error": f"cannot be read: {error.strerror or error}"})
-    shard.size, shard.mtime_ns = status.st_size, status.st_mtime_ns
+        return Shard(url, 0, problems={"error": f"cannot be read: {error.strerror or error}"})
     if "gaps" in shard.problems or "error" in shard.problems:
         # The count that img2dataset left next to the shard is better than an estimate.
-        written = _SizeTables().count(path)
+        written = _SizeTables(storage).count(url)
         if written is not None and written > shard.num_samples:
             shard.problems["lost"] = max(shard.problems.get("lost", 0), written - shard.num_samples)
     return shard
@@ -133,36 +142,49 @@ def scan_local(paths: Sequence[str], image_key: str, caption_key: str, workers: 
         return list(_with_bar(pool.map(scan, paths), len(paths)))
 
 
-def _with_bar(items: Iterable, total: int) -> Iterator:
+def _with_bar(items: Iterable, total: int, task: str = "scanning shards") -> Iterator:
     # disable=None: no bar where stderr is a file.
-    return iter(tqdm(items, total=total, desc="scanning shards", unit="shard", disable=None))
+    return iter(tqdm(items, total=total, desc=task, unit="shard", disable=None))
 
 
-def count_remote(urls: Sequence[str], sizes: dict[str, int] | None = None) -> list[Shard]:
-    """Take the sample counts of remote shards from ``sizes`` by file name, or from ``sizes.json`` or ``*_stats.json``
-    next to them; no tar is read.
-
-    Raises:
-        ValueError: The count of a shard is nowhere to be found.
+def count_remote(urls: Sequence[str], sizes: dict[str, int] | None, storage: Storage) -> dict[str, Shard]:
+    """Take sample counts of remote shards from ``sizes`` by file name, or from ``sizes.json`` or ``*_stats.json`` next to
+    them; no tar is read, and a shard whose count is nowhere is missing in the result.
     """
-    tables = _SizeTables(sizes)
-    with ThreadPoolExecutor(32) as pool:
-        counts = list(_with_bar(pool.map(tables.count, urls), len(urls)))
-    unknown = [url for url, count in zip(urls, counts, strict=True) if count is None]
-    if unknown:
-        raise ValueError(
-            f"the number of samples is unknown for {len(unknown)} of {len(urls)} remote shards, among them "
-            f"{unknown[0]!r}: neither sizes.json nor the shard's *_stats.json (img2dataset writes them) could be read next "
-            'to it. Write a file {"00000.tar": 9876, ...}, make a manifest with openclip-ext manifest SHARDS --sizes FILE '
-            "--output MANIFEST, and train with --manifest MANIFEST"
-        )
-    return [Shard(url, count) for url, count in zip(urls, counts, strict=True)]
+    tables = _SizeTables(storage, sizes)
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        counts = list(_with_bar(pool.map(tables.count, urls), len(urls), "looking up counts"))
+    return {url: Shard(url, count) for url, count in zip(urls, counts, strict=True) if count is not None}
+
+
+def scan_remote(
+    urls: Sequence[str], image_key: str, caption_key: str, storage: Storage, journal: Path
+) -> dict[str, Shard]:
+    """Scan remote shards by their headers, 32 at a time; what a killed scan has written to its journal is not read again."""
+    done: dict[str, Shard] = {}
+    for line in journal.read_text().splitlines() if journal.exists() else []:
+        with contextlib.suppress(ValueError):  # cut off by the kill
+            *keys, entry = json.loads(line)
+            if keys == [image_key, caption_key]:
+                done[entry["url"]] = read_as(Shard, entry, str(journal))
+    missing = [url for url in urls if url not in done]
+    scan = partial(scan_shard, image_key=image_key, caption_key=caption_key, storage=storage)
+    with journal.open("a") as file, ThreadPoolExecutor(_REQUESTS) as pool:
+        futures = [pool.submit(scan, url) for url in missing]
+        for future in _with_bar(as_completed(futures), len(futures)):
+            shard = future.result()
+            done[shard.url] = shard
+            if "error" not in shard.problems:
+                file.write(json.dumps([image_key, caption_key, vars(shard)]) + "\n")
+                file.flush()
+    return {url: done[url] for url in urls}
 
 
 class _SizeTables:
     """Sample counts by file name: given, or from the files next to a shard."""
 
-    def __init__(self, sizes: dict[str, int] | None = None) -> None:
+    def __init__(self, storage: Storage, sizes: dict[str, int] | None = None) -> None:
+        self._storage = storage
         self._sizes = sizes
         self._folders: dict[str | None, dict[str, Any]] = {}
 
@@ -173,19 +195,22 @@ class _SizeTables:
         folder = sibling(url, "sizes.json")
         # Two threads may read the same table at the same time; both get the same.
         if folder not in self._folders:
-            self._folders[folder] = _read_json(folder)
+            self._folders[folder] = self._read_json(folder)
         if name in self._folders[folder]:
             return _as_count(self._folders[folder][name])
-        stats = _read_json(sibling(url, re.sub(r"\.(tar(\.\w+)?|tgz)$", "", name) + "_stats.json"))
+        stats = self._read_json(sibling(url, re.sub(r"\.(tar(\.\w+)?|tgz)$", "", name) + "_stats.json"))
         return _as_count(stats.get("successes"))
 
-
-def _read_json(url: str | None) -> dict[str, Any]:
-    try:
-        content = json.loads(read_url(url)) if url is not None else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    def _read_json(self, url: str | None) -> dict[str, Any]:
+        if url is None:
+            return {}
+        # A command cannot say that a file is not there; that it fails is no reason for patience.
+        storage = Storage(patience=0) if url.startswith("pipe:") else self._storage
+        try:
+            content = json.loads(storage.read(url))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return content if isinstance(content, dict) else {}
 
 
 def _as_count(value: Any) -> int | None:

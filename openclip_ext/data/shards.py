@@ -1,10 +1,11 @@
 """WebDataset shards as a source."""
 
 import contextlib
+import io
 import logging
-import time
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO
+from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 
@@ -12,9 +13,10 @@ from openclip_ext.data import tar
 from openclip_ext.data.manifest import Manifest
 from openclip_ext.data.order import EpochSequence, kept_samples, resampled_shards, shuffled_shards
 from openclip_ext.data.source import BadSampleError, DecodedImage, ImageDecoder, RawSample, Reader, SampleKeys, Source
-from openclip_ext.data.storage import open_url
+from openclip_ext.data.storage import DEFAULT_STORAGE, Storage, in_background
 
-_STREAM_ATTEMPTS = 3
+# Remote shards that are opened before their turn.
+_SHARDS_AHEAD = 3
 
 
 class ShardSource(Source):
@@ -33,6 +35,7 @@ class ShardSource(Source):
         caption_key: str,
         resampled: bool = False,
         weights: Sequence[float] | None = None,
+        storage: Storage = DEFAULT_STORAGE,
     ) -> None:
         super().__init__(manifest.num_samples, manifest.digest)
         self.num_kept -= len(manifest.left_out)
@@ -42,6 +45,7 @@ class ShardSource(Source):
         self._manifest_knows_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
         self._resampled = resampled
         self._weights = weights
+        self._storage = storage
         self._first_indices = np.array([shard.first_index for shard in manifest.shards], dtype=np.int64)
         bounds = np.append(self._first_indices, manifest.num_samples)
         self._kept_counts = np.diff(bounds - np.searchsorted(manifest.left_out, bounds))
@@ -59,7 +63,7 @@ class ShardSource(Source):
         return kept_samples(kept, self.manifest.left_out) if len(self.manifest.left_out) else kept
 
     def reader(self) -> Reader:
-        return _ShardReader(self).read
+        return _ShardReader(self)
 
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
         image, caption = self.keys.decode(raw, decoder, draw)
@@ -71,8 +75,12 @@ class ShardSource(Source):
         return raw.key, self.keys.caption(raw)
 
     def shard_number(self, index: int) -> int:
-        """Number of the shard that holds a sample."""
-        return int(np.searchsorted(self._first_indices, index, side="right")) - 1
+        """Return the number of the shard that holds a sample."""
+        return int(self.shard_numbers(np.array(index)))
+
+    def shard_numbers(self, indices: np.ndarray) -> np.ndarray:
+        """Return :meth:`shard_number` of each index."""
+        return np.searchsorted(self._first_indices, indices, side="right") - 1
 
     def group_of(self, index: int) -> tuple[str, int, int]:
         shard = self.manifest.shards[self.shard_number(index)]
@@ -85,45 +93,48 @@ class ShardSource(Source):
         where = "; ".join(lines[:3]) + (f" and {len(lines) - 3} more shards" if lines[3:] else "")
         return self.manifest.num_bad + self.manifest.num_lost, where
 
-    def open_shard(self, number: int) -> BinaryIO:
-        """Open one shard; OSError if it is gone or was changed since its scan."""
+    def open_shard(self, number: int, fetch: bool = False) -> io.BufferedReader:
+        """Open one shard, and fetch its beginning if asked to; OSError if it is gone or was changed since its scan."""
         shard = self.manifest.shards[number]
         if shard.is_local:
             self.manifest.check_unchanged(number)
-        return open_url(shard.url)
+        file = self._storage.open(shard.url)
+        if fetch:
+            file.peek()
+        return file
 
 
-class _ShardReader:
+class _ShardReader(Reader):
     """Reads shards from front to back, and keeps the last one open; going back opens it again.
 
-    Samples that are passed over cost a look at their headers where the storage can seek.
+    Samples that are passed over cost a look at their headers where the storage can seek. The next remote shards
+    are opened, and so fetched, while this one is read.
     """
 
     def __init__(self, source: ShardSource) -> None:
         self._source = source
-        self._file: BinaryIO | None = None
+        self._file: io.BufferedReader | None = None
         self._samples: Iterator[tar.TarSample] = iter(())
         self._shard = -1
         self._next = self._end = 0
         self._failure: Exception | None = None
-        self._attempts = 1
+        self._restarted = -1
+        self._expected: list[int] = []
+        self._ahead: dict[int, Future[io.BufferedReader]] = {}
 
-    def read(self, index: int) -> RawSample:
+    def __call__(self, index: int) -> RawSample:
         number = self._source.shard_number(index)
         try:
             if number != self._shard or index < self._next:
                 self._open(number)
             sample = self._advance(index)
-            self._attempts = 1
         except tar.STREAM_ERRORS as error:
             shard = self._source.manifest.shards[number]
-            if not shard.is_local and self._attempts < _STREAM_ATTEMPTS:
-                logging.warning(
-                    f"Reading {shard.url} failed ({error}), attempt {self._attempts} of {_STREAM_ATTEMPTS}."
-                )
-                time.sleep(self._attempts)
-                self._shard, self._attempts = -1, self._attempts + 1
-                return self.read(index)
+            if not shard.is_local and not isinstance(error, OSError) and self._restarted != number:
+                # A stream whose length nobody has said may have come too short.
+                logging.warning(f"{shard.url} is read again from its beginning: {error}")
+                self._shard, self._restarted = -1, number
+                return self(index)
             if shard.is_local and isinstance(error, OSError) and error.errno is not None:
                 self._shard = -1  # a bad block of a disk costs the sample in it
             else:
@@ -131,11 +142,26 @@ class _ShardReader:
             return RawSample(index, problem=f"{shard.url} cannot be read: {type(error).__name__}: {error}")
         return RawSample(index, sample.fields, sample.found, sample.key)
 
+    def expect(self, indices: np.ndarray) -> None:
+        self._expected = list(dict.fromkeys(self._source.shard_numbers(indices).tolist()))
+        self._open_ahead()
+
+    def _open_ahead(self) -> None:
+        place = self._expected.index(self._shard) + 1 if self._shard in self._expected else 0
+        self._ahead = {
+            number: self._ahead.get(number) or in_background(partial(self._source.open_shard, number, True))
+            for number in self._expected[place : place + _SHARDS_AHEAD]
+            if not self._source.manifest.shards[number].is_local
+        }
+
     def _open(self, number: int) -> None:
         self._close()
-        _, first, count = self._source.group_of(self._source.manifest.shards[number].first_index)
-        self._shard, self._next, self._end, self._failure = number, first, first + count, None
-        self._file = self._source.open_shard(number)
+        shard = self._source.manifest.shards[number]
+        self._shard, self._next, self._end = number, shard.first_index, shard.first_index + shard.num_samples
+        self._failure = None
+        future = self._ahead.pop(number, None)
+        self._file = self._source.open_shard(number) if future is None else future.result()
+        self._open_ahead()
         self._samples = tar.TarArchive(self._file).samples(self._source.keys.fields)
 
     def _advance(self, index: int) -> tar.TarSample:

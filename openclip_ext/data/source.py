@@ -49,8 +49,15 @@ class RawSample:
     problem: str | None = None  # why the sample could not be read; None if it could
 
 
-# Reads samples one after the other, fast if their indices ascend; never raises for a bad one. Belongs to one process.
-Reader = Callable[[int], RawSample]
+class Reader:
+    """Reads samples one after the other, fast if their indices ascend. Belongs to one process."""
+
+    def __call__(self, index: int) -> RawSample:
+        """Read a sample; a bad one says so and raises nothing."""
+        return RawSample(index)
+
+    def expect(self, indices: np.ndarray) -> None:
+        """Hear which samples come next, in order: what they lie in may be fetched before they are asked for."""
 
 
 class Source(ABC):
@@ -86,7 +93,7 @@ class Source(ABC):
 
     def reader(self) -> Reader:
         """Return a new reader."""
-        return RawSample
+        return Reader()
 
     @abstractmethod
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:

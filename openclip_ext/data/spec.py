@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from openclip_ext.data.storage import Storage
 from openclip_ext.options import flag, from_flags
 
 DATASET_TYPES = ("webdataset", "csv", "synthetic", "auto")
@@ -65,6 +66,13 @@ class DataSpec:
     max_bad_fraction: float = flag(
         0.05, "stop when more than this part of the data set is unusable", minimum=0.0, maximum=1.0
     )
+    remote_patience: float = flag(
+        300.0, "seconds for which a remote shard that fails is asked for again, before it counts as bad", minimum=0.0
+    )
+    cache_dir: str | None = flag(None, "folder of this node where remote shards are kept, for all its processes")
+    cache_size: float = flag(
+        100.0, "GiB of --cache-dir; shards unused for longest are removed", needs="cache_dir", exclusive_minimum=0.0
+    )
 
     @classmethod
     def of_validation(cls, flags: Mapping[str, Any]) -> "DataSpec":
@@ -79,6 +87,11 @@ class DataSpec:
             upsampling_factors=None,
             max_bad_fraction=cls.max_bad_fraction,
         )
+
+    @property
+    def storage(self) -> Storage:
+        """How the data are opened."""
+        return Storage(self.remote_patience, self.cache_dir, self.cache_size)
 
     @property
     def resolved_type(self) -> str:

@@ -3,17 +3,39 @@
 Only here is a shard, or a file beside one, opened. All errors of reading are OSErrors.
 """
 
+import hashlib
 import io
+import logging
 import os
 import re
+import select
+import shutil
 import subprocess
-from typing import Any, BinaryIO
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import urlparse
 
+from openclip_ext.files import write_atomically
+
+T = TypeVar("T")
+
 _PIPE = "pipe:"
-# One request of a remote file; also what is read ahead.
-_REMOTE_BLOCK = 1 << 23
+# A remote file is asked for in blocks, some of them ahead of the reader and at the same time.
+_BLOCK = 1 << 22
+_BLOCKS_AHEAD = 6
+# Where only the headers of a tar are read, a block brings few of the images between them.
+_HEADER_BLOCK = 1 << 18
 _BUFFER = 1 << 20
+_HEADER_BUFFER = 1 << 13
+# Seconds after which a request without an answer counts as failed.
+_STALL = 60.0
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 
 
 def is_local(url: str) -> bool:
@@ -27,7 +49,7 @@ def local_path(url: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
-def open_local(path: str, buffering: int = -1) -> BinaryIO:
+def open_local(path: str | os.PathLike[str], buffer: int = io.DEFAULT_BUFFER_SIZE) -> io.BufferedReader:
     """Open a file to read bytes.
 
     Raises:
@@ -35,23 +57,7 @@ def open_local(path: str, buffering: int = -1) -> BinaryIO:
     """
     if not os.path.isfile(path) and os.path.exists(path):
         raise OSError(f"{path} is no regular file (a folder, named pipe or device)")
-    return open(path, "rb", buffering=buffering)
-
-
-def open_url(url: str) -> BinaryIO:
-    """Open a shard or another file to read bytes from its beginning.
-
-    Args:
-        url: A path, ``pipe:COMMAND`` (run by the shell, as OpenCLIP does), or a URL that fsspec knows (``https://``,
-            ``s3://``, ``gs://``, ``hf://``, ...). The result can seek where the storage can.
-
-    Raises:
-        OSError: It cannot be opened; while reading: the connection or the command failed.
-    """
-    if is_local(url):
-        return open_local(local_path(url), _BUFFER)
-    raw = _CommandOutput(url[len(_PIPE) :]) if url.startswith(_PIPE) else _RemoteFile(url)
-    return io.BufferedReader(raw, _BUFFER)
+    return io.BufferedReader(open(path, "rb", buffering=0), buffer)
 
 
 def check_protocol(url: str) -> None:
@@ -66,10 +72,255 @@ def check_protocol(url: str) -> None:
         raise ValueError(f"cannot read {url}: {error}") from error
 
 
-def read_url(url: str) -> bytes:
-    """Return the whole content of a file, see :func:`open_url`."""
-    with open_url(url) as file:
-        return file.read()
+@dataclass(frozen=True)
+class Storage:
+    """How files are opened that may be remote.
+
+    Attributes:
+        patience: Seconds for which a remote file that fails is asked for again, less and less often.
+        cache_dir: Where whole remote shards are kept, for all processes of the node; None: nowhere.
+        cache_size: GiB that they may take. Those that nobody has opened for longest are removed.
+    """
+
+    patience: float = 300.0
+    cache_dir: str | None = None
+    cache_size: float = 100.0
+
+    def open(self, url: str, headers_only: bool = False) -> io.BufferedReader:
+        """Open a shard or another file to read bytes from its beginning.
+
+        Args:
+            url: A path, ``pipe:COMMAND`` (run by the shell, as OpenCLIP does), or a URL that fsspec knows (``https://``,
+                ``s3://``, ``gs://``, ``hf://``, ...). The result can seek where the storage can.
+            headers_only: Most of a tar will be passed over: fetch little ahead, and keep nothing.
+
+        Raises:
+            OSError: It cannot be opened; while reading: the connection or the command failed beyond the patience.
+        """
+        buffer = _HEADER_BUFFER if headers_only else _BUFFER
+        if is_local(url):
+            return open_local(local_path(url), buffer)
+        file = _RemoteFile(url, self.patience, _HEADER_BLOCK if headers_only else _BLOCK)
+        # A file of unknown size may have come too short.
+        if self.cache_dir is not None and not headers_only and (file.size is not None or url.startswith(_PIPE)):
+            return self._open_cached(Path(self.cache_dir), file)
+        return io.BufferedReader(file, buffer)
+
+    def read(self, url: str) -> bytes:
+        """Return the whole content of a file, see :meth:`open`."""
+        with Storage(self.patience).open(url) as file:
+            return file.read()
+
+    def _open_cached(self, folder: Path, file: "_RemoteFile") -> io.BufferedReader:
+        """Open the copy of a remote file; the first process that asks for it makes the copy, and the others wait."""
+        from filelock import FileLock
+
+        folder.mkdir(parents=True, exist_ok=True)
+        # A file that was replaced in the bucket is another one.
+        version = hashlib.blake2b(f"{file.url}\0{file.version}".encode(), digest_size=8).hexdigest()
+        path = folder / f"{version}-{re.sub(r'[^-.a-zA-Z0-9]', '_', file.url)[-60:]}"
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                write_atomically(path, lambda copy: shutil.copyfileobj(file, copy, _BLOCK))
+            os.utime(path)
+            copy = open_local(path, _BUFFER)
+        file.close()
+        with FileLock(folder / ".lock"):
+            self._remove_oldest(folder)
+        return copy
+
+    def _remove_oldest(self, folder: Path) -> None:
+        """Remove copies, also unfinished ones of killed runs, until the others fit. Those that are open can still be read."""
+        found = []
+        for path in folder.iterdir():
+            try:
+                status = path.stat()
+            except FileNotFoundError:  # renamed meanwhile
+                continue
+            found.append((status.st_mtime_ns, status.st_size, path))
+        excess = sum(size for _, size, _ in found) - self.cache_size * 2**30
+        for _, size, path in sorted(found):
+            if excess > 0 and path.suffix != ".lock":
+                path.unlink(missing_ok=True)
+                excess -= size
+
+
+DEFAULT_STORAGE = Storage()
+
+
+def in_background(action: Callable[[], T]) -> "Future[T]":
+    """Call a function in a thread that does not keep the process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+class _RemoteFile(io.RawIOBase):
+    """A remote file, fetched in blocks ahead of the reader where the server has ranges, else read as a stream.
+
+    What fails, stalls or comes too short is asked for again until the patience is over.
+
+    Attributes:
+        url: Its URL or ``pipe:`` command.
+        size: In bytes; None if unknown.
+        version: The ETag, or what else tells this file from another one under the same name.
+    """
+
+    def __init__(self, url: str, patience: float, block: int) -> None:
+        self.url = url
+        self._patience = patience
+        self._block = block
+        self._system: Any = None
+        self._position = 0
+        self._stream: Any = None
+        self._stream_position = 0
+        self._blocks: dict[int, Future[bytes]] = {}
+        self._blocks_ahead = 0  # none until the server has answered a request for a range with that range
+        self._has_ranges = True
+        self.size, self.version = self._persist(self._describe)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self.size is not None
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        assert self.size is not None, "only a file of known size can seek"
+        self._position = offset + (0, self._position, self.size)[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        if self.size is not None and self._position >= self.size:
+            return 0
+        in_blocks = self.size is not None and self._has_ranges
+        data = self._from_block() if in_blocks else memoryview(self._persist(partial(self._from_stream, len(buffer))))
+        count = min(len(buffer), len(data))
+        buffer[:count] = data[:count]
+        self._position += count
+        return count
+
+    def close(self) -> None:
+        self._blocks = {}
+        self._close_stream()
+        super().close()
+
+    def _describe(self) -> tuple[int | None, str]:
+        """Return size and version."""
+        if self.url.startswith(_PIPE):
+            return None, ""
+        if self._system is None:
+            import fsspec
+
+            self._system, self._path = fsspec.core.url_to_fs(self.url)
+        info = self._call("info", self._path)
+        names = ("ETag", "etag", "md5Hash", "Last-Modified", "LastModified", "mtime", "last_commit")
+        version = next((str(info[name]) for name in names if info.get(name)), "")
+        return info.get("size") if info.get("partial", True) else None, version
+
+    def _call(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method of the file system; an answer that does not come is a TimeoutError."""
+        if not self._system.async_impl:
+            return getattr(self._system, method)(*args, **options)
+        from fsspec.asyn import sync
+
+        return sync(self._system.loop, getattr(self._system, f"_{method}"), *args, timeout=_STALL, **options)
+
+    def _from_block(self) -> memoryview:
+        """Return the bytes from the position to the end of its block."""
+        assert self.size is not None
+        first = self._position // self._block
+        last = min(first + self._blocks_ahead, (self.size - 1) // self._block)
+        self._blocks = {
+            number: self._blocks.get(number) or in_background(partial(self._persist, partial(self._fetch, number)))
+            for number in range(first, last + 1)
+        }
+        return memoryview(self._blocks[first].result())[self._position - first * self._block :]
+
+    def _fetch(self, number: int) -> bytes:
+        assert self.size is not None
+        begin, end = number * self._block, min((number + 1) * self._block, self.size)
+        data = self._call("cat_file", self._path, start=begin, end=end)
+        if len(data) == self.size > end - begin:
+            self._has_ranges = False  # what follows is read as a stream
+            return data[begin:end]
+        if len(data) != end - begin:
+            raise OSError(f"{len(data):,} bytes came instead of {end - begin:,}")
+        if end == self.size and number and self._describe() != (self.size, self.version):
+            raise _ReplacedError("it was replaced by another file while it was read")
+        self._blocks_ahead = _BLOCKS_AHEAD if self._block == _BLOCK else 0
+        return data
+
+    def _from_stream(self, count: int) -> bytes:
+        """Return at most so many bytes from the position on; where the stream is behind it, they are read again."""
+        try:
+            if self._stream is None or self._stream_position > self._position:
+                self._close_stream()
+                is_command, command = self.url.startswith(_PIPE), self.url[len(_PIPE) :]
+                self._stream = _CommandOutput(command) if is_command else self._system.open(self._path, block_size=0)
+            while self._stream_position < self._position and self._read_on(self._position - self._stream_position):
+                pass
+            data = self._read_on(count)
+            if not data and self.size is not None:
+                raise OSError(f"it ended after {self._stream_position:,} of {self.size:,} bytes")
+            return data
+        except BaseException:
+            self._close_stream()
+            raise
+
+    def _read_on(self, count: int) -> bytes:
+        data = self._stream.read(min(count, _BUFFER))
+        self._stream_position += len(data)
+        return data
+
+    def _close_stream(self) -> None:
+        stream, self._stream, self._stream_position = self._stream, None, 0
+        if stream is not None:
+            stream.close()
+
+    def _persist(self, action: Callable[[], T]) -> T:
+        """Do what may fail again and again, after waits that double, until the patience is over; log each failure."""
+        start, failures = time.monotonic(), 0
+        while True:
+            try:
+                result = action()
+            except Exception as error:
+                wait = min(_FIRST_WAIT * 2**failures, _LONGEST_WAIT)
+                failures += 1
+                if _is_final(error) or time.monotonic() + wait > start + self._patience:
+                    tried = f" ({failures} attempts in {time.monotonic() - start:.0f} s)" if failures > 1 else ""
+                    raise OSError(f"{self.url}: {type(error).__name__}: {error}{tried}") from error
+                logging.warning(f"Reading {self.url} failed ({type(error).__name__}: {error}): again in {wait:g} s.")
+                time.sleep(wait)
+            else:
+                if failures:
+                    seconds = time.monotonic() - start
+                    logging.warning(f"Reading {self.url} goes on after {failures} failures in {seconds:.0f} s.")
+                return result
+
+
+class _ReplacedError(OSError):
+    """A remote file is no longer the one that was opened."""
+
+
+def _is_final(error: Exception) -> bool:
+    """Return whether trying again is of no use: the file is not there, may not be read, or is another one."""
+    if not isinstance(error, FileNotFoundError | PermissionError | _ReplacedError):
+        return False
+    # fsspec's HTTP says "not found" of a server that is away, too.
+    cause = error.__cause__
+    no_answer = isinstance(cause, TimeoutError) or type(cause).__module__.startswith("aiohttp")
+    return not no_answer or 400 <= getattr(cause, "status", 500) < 500
 
 
 class _CommandOutput(io.RawIOBase):
@@ -84,6 +335,8 @@ class _CommandOutput(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], _STALL)[0]:
+            raise TimeoutError(f"the command wrote nothing for {_STALL:g} s: {self._command}")
         count = self._process.stdout.readinto(buffer)  # type: ignore[attr-defined]
         if not count and (status := self._process.wait()):
             raise OSError(f"the command failed with exit status {status}: {self._command}")
@@ -95,45 +348,3 @@ class _CommandOutput(io.RawIOBase):
             self._process.terminate()
             self._process.wait()
         super().close()
-
-
-class _RemoteFile(io.RawIOBase):
-    """A file that fsspec opened, with OSErrors for the errors of its many libraries."""
-
-    def __init__(self, url: str) -> None:
-        import fsspec
-
-        self._url = url
-        try:
-            system, path = fsspec.core.url_to_fs(url)
-            self._file = system.open(path, "rb", block_size=_REMOTE_BLOCK)
-        except Exception as error:
-            raise self._as_os_error(error) from error
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return getattr(self._file, "size", None) is not None
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            data = self._file.read(len(buffer))
-        except Exception as error:
-            raise self._as_os_error(error) from error
-        buffer[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
-
-    def _as_os_error(self, error: Exception) -> OSError:
-        return error if isinstance(error, OSError) else OSError(f"{self._url}: {type(error).__name__}: {error}")

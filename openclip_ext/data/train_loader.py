@@ -246,11 +246,17 @@ def _read_in_sequence(
 ) -> Iterator[tuple[int, RawSample]]:
     reader = source.reader()
     length, step = order.piece_length(rank, worker), 4096
-    for begin in range(0, length, step):
+
+    def part(begin: int) -> tuple[np.ndarray, np.ndarray]:
         positions = np.arange(begin, min(begin + step, length))
         if len(skipped):
             positions = positions[~skipped[positions]]
-        indices = order.piece_indices(rank, worker, positions)
+        return positions, order.piece_indices(rank, worker, positions)
+
+    following = part(0)
+    for begin in range(0, length, step):
+        (positions, indices), following = following, part(begin + step)
+        reader.expect(np.concatenate([indices, following[1]]))
         for position, index in zip(positions.tolist(), indices.tolist(), strict=True):
             yield position, reader(index)
 

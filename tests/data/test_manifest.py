@@ -353,7 +353,7 @@ def test_remote_counts_come_from_what_lies_beside_the_shards(shards: list[str], 
     assert Manifest.scan(piped).num_samples == 10
     path.unlink()
     for given in (None, {"00000.tar": 3, "00001.tar": 5}):
-        with pytest.raises(ValueError, match=r"unknown for 1 of 3 remote shards.*00002.tar.*--sizes"):
+        with pytest.raises(ValueError, match=r"unknown for 1 of 3 shards.*00002.tar.*--sizes"):
             Manifest.scan(piped, sizes=given)
     assert Manifest.scan(piped, sizes=sizes).num_samples == 10
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from PIL import Image
 
-from openclip_ext.data import shards as shards_module
 from openclip_ext.data.build import build_train_loader
 from openclip_ext.data.source import BadDataError, decode_image
 from openclip_ext.data.spec import DataSpec
@@ -66,9 +65,8 @@ def test_bad_samples_of_a_stream_are_replaced_from_its_head(tmp_path: Path, monk
     assert sum(loader.bad_samples().values()) == 3
 
 
-def test_a_stream_that_fails_is_tried_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_stream_that_fails_is_tried_again(folder: Path, tmp_path: Path):
     """The first attempt on each shard ends with an error in the middle."""
-    monkeypatch.setattr(shards_module.time, "sleep", lambda seconds: None)
     script = tmp_path / "flaky.sh"
     script.write_text(
         f'mark="{tmp_path}/$(basename "$1").tried"\n'
@@ -81,18 +79,14 @@ def test_a_stream_that_fails_is_tried_again(folder: Path, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_that_keeps_failing_stops_the_run(folder: Path, workers: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shards_module.time, "sleep", lambda seconds: None)
-    loader = build(remote(folder), workers=workers)
+def test_a_stream_that_keeps_failing_stops_the_run(folder: Path, workers: int):
+    loader = build(remote(folder), workers=workers, remote_patience=0)
     (folder / "00001.tar").unlink()
     with pytest.raises(BadDataError, match=r"00001.tar has no usable sample among its 11"):
         list(loader.iterate(0))
 
 
-def test_a_stream_with_fewer_samples_than_promised(
-    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(shards_module.time, "sleep", lambda seconds: None)
+def test_a_stream_with_fewer_samples_than_promised(folder: Path, caplog: pytest.LogCaptureFixture):
     (folder / "sizes.json").write_text('{"00000.tar": 20, "00001.tar": 11, "00002.tar": 12}')
     loader = build(remote(folder), max_bad_fraction=0.1)
     with caplog.at_level(logging.WARNING):

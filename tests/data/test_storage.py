@@ -1,17 +1,34 @@
-"""Where bytes come from: files, commands and servers; a transfer that breaks off is an error, never an end."""
+"""Where bytes come from: files, commands, a web server and an S3 server on loopback.
 
+A transfer that breaks off, stalls or comes too short is repeated, and never trained on.
+"""
+
+import hashlib
+import logging
+import multiprocessing
+import re
+import shutil
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import fsspec
 import pytest
 
+from openclip_ext.data import manifest, scan, storage
+from openclip_ext.data.build import build_source
+from openclip_ext.data.eval_loader import EvalLoader
 from openclip_ext.data.shardlist import expand_shards
-from openclip_ext.data.storage import open_url, read_url
-from tests.data.loading import assert_equal, build
+from openclip_ext.data.spec import DataSpec
+from openclip_ext.data.storage import Storage
+from tests.data.loading import assert_equal, build, indices, preprocess, tokenize
 from tests.data.shards import write_shards
+
+COUNTS = [20, 12, 9, 3]
+SHARDS = "{00000..00003}.tar"
 
 
 class Server(ThreadingHTTPServer):
@@ -20,6 +37,8 @@ class Server(ThreadingHTTPServer):
     Attributes:
         has_ranges: Whether it answers requests for a range, and says how long a file is.
         breaks: How many of the next answers break off in their middle.
+        stalls: How many of the next answers never come.
+        away_until: It answers nobody before this time, as time.monotonic counts.
         requests: Method, path and range of all requests so far.
     """
 
@@ -27,9 +46,14 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder = folder
         self.has_ranges = True
-        self.breaks = 0
+        self.breaks = self.stalls = 0
+        self.away_until = 0.0
         self.requests: list[tuple[str, str, str | None]] = []
         threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def fetched(self) -> list[str]:
+        """Paths of all requests for content."""
+        return [path for method, path, _ in self.requests if method == "GET"]
 
     @property
     def url(self) -> str:
@@ -52,7 +76,14 @@ class _Handler(BaseHTTPRequestHandler):
         if not file.is_file():
             self.send_error(404)
             return
+        if time.monotonic() < server.away_until:
+            return
+        if server.stalls:
+            server.stalls -= 1
+            time.sleep(2)
+            return
         content, status = file.read_bytes(), 200
+        version = hashlib.md5(content).hexdigest()
         if server.has_ranges and wanted:
             first, _, last = wanted.removeprefix("bytes=").partition("-")
             total, status = len(content), 206
@@ -61,6 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         if server.has_ranges:
             self.send_header("Accept-Ranges", "bytes")
+            self.send_header("ETag", f'"{version}"')
             self.send_header("Content-Length", str(len(content)))
             if status == 206:
                 self.send_header("Content-Range", f"bytes {begin}-{end}/{total}")
@@ -75,6 +107,20 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Shards and their counts."""
+    write_shards(tmp_path / "data", COUNTS)
+    sizes = ", ".join(f'"{number:05d}.tar": {count}' for number, count in enumerate(COUNTS))
+    (tmp_path / "data" / "sizes.json").write_text(f"{{{sizes}}}")
+    return tmp_path / "data"
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     with Server(tmp_path) as running:
@@ -82,12 +128,56 @@ def server(tmp_path: Path) -> Iterator[Server]:
         running.shutdown()
 
 
+class Bucket:
+    """An S3 server whose bucket holds the shards, and which can go away and come back."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.serve = pytest.importorskip("moto.server").ThreadedMotoServer
+        self.server = self.serve("127.0.0.1", 0, verbose=False)
+        self.server.start()
+        self.host, self.port = self.server.get_host_and_port()
+        for name, value in {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_ACCESS_KEY_ID": "user",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():
+            monkeypatch.setenv(name, value)
+        fsspec.filesystem("s3").clear_instance_cache()  # one with the address of an earlier test's server
+        files = fsspec.filesystem("s3")
+        files.mkdir("bucket")
+        files.put(f"{folder}/", "bucket/", recursive=True)
+        files.rm("bucket/sizes.json")
+
+    def go_away(self, seconds: float) -> None:
+        self.server.stop()
+
+        def come_back() -> None:
+            time.sleep(seconds)
+            self.server = self.serve("127.0.0.1", self.port, verbose=False)
+            self.server.start()
+
+        threading.Thread(target=come_back).start()
+
+
+@pytest.fixture
+def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    running = Bucket(folder, monkeypatch)
+    yield running
+    fsspec.filesystem("s3").rm("bucket", recursive=True)
+    running.server.stop()
+
+
+# ------------------------------------------------------------------ files
+
+
 def test_a_command_that_fails_is_an_error(tmp_path: Path):
     (tmp_path / "a.txt").write_bytes(b"content")
-    assert read_url(f"pipe:cat {tmp_path}/a.txt | tr a-z A-Z") == b"CONTENT"
+    at_once = Storage(patience=0)
+    assert at_once.read(f"pipe:cat {tmp_path}/a.txt | tr a-z A-Z") == b"CONTENT"
     with pytest.raises(OSError, match="exit status 3: printf half; exit 3"):
-        read_url("pipe:printf half; exit 3")
-    with open_url("pipe:yes") as endless:
+        at_once.read("pipe:printf half; exit 3")
+    with at_once.open("pipe:yes") as endless:
         assert endless.read(4) == b"y\ny\n"
 
 
@@ -96,28 +186,209 @@ def test_a_server_is_read_as_a_file(tmp_path: Path, server: Server, has_ranges: 
     server.has_ranges = has_ranges
     content = bytes(range(256)) * 100
     (tmp_path / "a.bin").write_bytes(content)
-    assert read_url(f"{server.url}/a.bin") == content
+    assert Storage().read(f"{server.url}/a.bin") == content
+    started = time.monotonic()
     with pytest.raises(OSError, match=r"none\.bin"):
-        read_url(f"{server.url}/none.bin")
+        Storage().read(f"{server.url}/none.bin")
+    assert time.monotonic() - started < 5, "what is not there will not come"
 
 
 def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    for url, message in (("s3://bucket/0.tar", "Install s3fs"), ("nothing://0.tar", "Protocol not known: nothing")):
-        with pytest.raises(ValueError, match=f"cannot read {url}: {message}"):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    for url, message in (("gs://bucket/0.tar", "install gcsfs"), ("nothing://0.tar", "Protocol not known: nothing")):
+        with pytest.raises(ValueError, match=f"(?i)cannot read {url}: .*{message}"):
             expand_shards(url)
+
+
+# ------------------------------------------------------------------ training
 
 
 @pytest.mark.parametrize("has_ranges, breaks", [(True, 0), (False, 0), (True, 1), (False, 1)])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_shards_on_a_server_train_as_local_ones(
-    tmp_path: Path, server: Server, workers: int, has_ranges: bool, breaks: int
+    folder: Path, server: Server, workers: int, has_ranges: bool, breaks: int
 ):
-    write_shards(tmp_path / "data", [20, 12])
-    (tmp_path / "data" / "sizes.json").write_text('{"00000.tar": 20, "00001.tar": 12}')
     server.has_ranges = has_ranges
-    expected = list(build(str(tmp_path / "data" / "*.tar"), workers=workers).iterate(1))
-    loader = build(f"{server.url}/data/{{00000..00001}}.tar", workers=workers)
+    expected = list(build(f"{folder}/{SHARDS}", workers=workers).iterate(1))
+    loader = build(f"{server.url}/data/{SHARDS}", workers=workers)
     server.breaks = breaks
     assert_equal(list(loader.iterate(1)), expected)
     assert loader.bad_samples() == {}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("cached", [False, True])
+def test_shards_in_a_bucket_train_as_local_ones(
+    bucket: Bucket, folder: Path, tmp_path: Path, workers: int, cached: bool
+):
+    """Their counts come from the command that the refusal of the training names."""
+    with pytest.raises(ValueError, match="number of samples is unknown for 4 of 4 shards") as refused:
+        build(f"s3://bucket/{SHARDS}")
+    command = re.search("openclip-ext manifest SHARDS --output manifest.json", str(refused.value))
+    assert command and "train with --manifest manifest.json" in str(refused.value)
+    counts = str(tmp_path / "manifest.json")
+    assert manifest.main([f"s3://bucket/{SHARDS}", "--output", counts]) == 0
+    options = {"cache_dir": str(tmp_path / "copies")} if cached else {}
+    loader = build(f"s3://bucket/{SHARDS}", manifest=counts, workers=workers, **options)
+    expected = list(build(f"{folder}/{SHARDS}", workers=workers).iterate(1))
+    assert_equal(list(loader.iterate(1)), expected)
+    if cached:
+        assert len(list((tmp_path / "copies").glob("*.tar"))) == 4
+        assert_equal(list(loader.iterate(1)), expected)
+
+
+def test_a_bucket_that_is_away_for_8_seconds(bucket: Bucket, folder: Path):
+    fsspec.filesystem("s3").put(str(folder / "sizes.json"), "bucket/sizes.json")
+    loader = build(f"s3://bucket/{SHARDS}")
+    expected = list(build(f"{folder}/{SHARDS}").iterate(0))
+    started = time.monotonic()
+    bucket.go_away(8)
+    assert_equal(list(loader.iterate(0)), expected)
+    assert loader.bad_samples() == {} and time.monotonic() - started >= 8
+
+
+def test_failures_are_counted_in_the_log(folder: Path, server: Server, caplog: pytest.LogCaptureFixture):
+    loader = build(f"{server.url}/data/{SHARDS}")
+    expected = list(build(f"{folder}/{SHARDS}").iterate(0))
+    server.away_until = time.monotonic() + 2
+    with caplog.at_level(logging.WARNING):
+        assert_equal(list(loader.iterate(0)), expected)
+    assert loader.bad_samples() == {}
+    assert re.search(r"Reading http://.*/0000\d.tar failed .*again in 0.5 s", caplog.text)
+    assert re.search(r"goes on after \d+ failures in \d+ s", caplog.text)
+
+
+def test_a_connection_that_stalls_has_a_time_limit(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(storage, "_STALL", 0.3)
+    content = (folder / "00000.tar").read_bytes()
+    for stalls in (1, 3):
+        server.stalls = stalls
+        assert Storage().read(f"{server.url}/data/00000.tar") == content
+    server.stalls = 10
+    with pytest.raises(OSError, match=r"00000.tar: \w*Timeout\w*:.*attempts in"):
+        Storage(patience=1.0).read(f"{server.url}/data/00000.tar")
+    with pytest.raises(OSError, match=r"wrote nothing for 0\.3 s"):
+        Storage(patience=0).read("pipe:sleep 5")
+
+
+def test_a_file_that_is_replaced_while_it_is_read(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(storage, "_BLOCK", 4096)
+    monkeypatch.setattr(storage, "_BUFFER", 4096)
+    path = folder / "00000.tar"
+    with Storage(patience=0).open(f"{server.url}/data/00000.tar") as file:
+        file.read(4096)
+        path.write_bytes(path.read_bytes()[::-1])
+        with pytest.raises(OSError, match="replaced by another file while it was read"):
+            file.read()
+
+
+def test_a_server_that_ignores_ranges_is_read_as_a_stream(
+    folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+):
+    """It says how long a file is, but answers every request with all of it."""
+    monkeypatch.setattr(storage, "_BLOCK", 4096)
+    monkeypatch.setattr(_Handler, "headers", property(lambda self: {}, lambda self, value: None), raising=False)
+    content = (folder / "00000.tar").read_bytes()
+    assert Storage().read(f"{server.url}/data/00000.tar") == content
+    assert len(server.fetched()) <= 3
+
+
+def test_the_next_shards_are_fetched_while_this_one_is_read(folder: Path, server: Server):
+    batches = build(f"{server.url}/data/{SHARDS}", shuffle_window=0, batch_size=1).iterate(0)
+    next(batches)
+    deadline = time.monotonic() + 10
+    while len(set(server.fetched()) - {"/data/sizes.json"}) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(set(server.fetched()) - {"/data/sizes.json"}) == 4
+
+
+def test_each_shard_is_fetched_once_for_evaluation(folder: Path, server: Server):
+    """As inspect and estimation-error read the training data."""
+    source = build_source(DataSpec(f"{server.url}/data/{SHARDS}"), preprocess)
+    server.requests.clear()
+    loader = EvalLoader(source, preprocess=preprocess, tokenizer=tokenize, batch_size=4, workers=2)
+    assert sorted(indices(list(loader))) == list(range(sum(COUNTS)))
+    assert sorted(server.fetched()) == [f"/data/0000{number}.tar" for number in range(4)]
+
+
+# ------------------------------------------------------------------ copies
+
+
+def open_copy(url: str, folder: str) -> None:
+    with Storage(cache_dir=folder).open(url) as file:
+        assert len(file.read()) > 1000
+
+
+def test_processes_share_one_copy(folder: Path, server: Server, tmp_path: Path):
+    url, copies = f"{server.url}/data/00000.tar", tmp_path / "copies"
+    copies.mkdir()
+    (copies / ".left-by-a-kill.tar.x.partial").write_bytes(b"half")
+    processes = [
+        multiprocessing.get_context("fork").Process(target=open_copy, args=(url, str(copies))) for _ in range(4)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    assert server.fetched() == ["/data/00000.tar"]
+    (copy,) = copies.glob("*-*.tar")
+    assert copy.read_bytes() == (folder / "00000.tar").read_bytes()
+
+
+def test_copies_that_were_not_used_for_longest_are_removed(folder: Path, server: Server, tmp_path: Path):
+    size = (folder / "00000.tar").stat().st_size
+    for number in range(1, 4):
+        shutil.copy(folder / "00000.tar", folder / f"0000{number}.tar")
+    kept = Storage(cache_dir=str(tmp_path / "copies"), cache_size=2.5 * size / 2**30)
+    first = kept.open(f"{server.url}/data/00000.tar")
+    for number in (1, 0, 2):
+        kept.open(f"{server.url}/data/0000{number}.tar").close()
+    assert sorted(path.name[-9:] for path in (tmp_path / "copies").glob("*.tar")) == ["00000.tar", "00002.tar"]
+    kept.open(f"{server.url}/data/00003.tar").close()
+    kept.open(f"{server.url}/data/00001.tar").close()
+    assert first.read() == (folder / "00000.tar").read_bytes(), "what is open can still be read"
+    # Another file under the same name is not taken for its copy; a transfer that breaks off leaves none.
+    (folder / "00001.tar").write_bytes(b"other" * 1000)
+    server.breaks = 1
+    with kept.open(f"{server.url}/data/00001.tar") as file:
+        assert file.read() == b"other" * 1000
+
+
+# ------------------------------------------------------------------ counts
+
+
+def test_a_scan_that_was_killed_goes_on(
+    folder: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    (folder / "sizes.json").unlink()
+    arguments = [f"{server.url}/data/{SHARDS}", "--output", str(tmp_path / "m.json")]
+    scan_shard = scan.scan_shard
+
+    def killed(url: str, **options: object) -> scan.Shard:
+        if url.endswith("3.tar"):
+            time.sleep(1)
+            raise KeyboardInterrupt
+        return scan_shard(url, **options)
+
+    monkeypatch.setattr(scan, "scan_shard", killed)
+    with pytest.raises(KeyboardInterrupt):
+        manifest.main(arguments)
+    monkeypatch.undo()
+    server.requests.clear()
+    assert manifest.main(arguments) == 0
+    assert {path for path in server.fetched() if path.endswith(".tar")} == {"/data/00003.tar"}
+    found = manifest.Manifest.load(tmp_path / "m.json")
+    assert [shard.num_samples for shard in found.shards] == COUNTS
+    assert found.digest == manifest.Manifest.scan(f"{folder}/{SHARDS}").digest
+    assert not list(tmp_path.glob("*.journal")) and not list(tmp_path.glob(".*.journal"))
+
+
+def test_the_headers_of_large_samples_are_read_without_the_images(
+    folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(storage, "_HEADER_BLOCK", 512)
+    monkeypatch.setattr(storage, "_HEADER_BUFFER", 512)
+    assert scan.scan_shard(f"{server.url}/data/00003.tar").num_samples == 3
+    total = (folder / "00003.tar").stat().st_size
+    assert 512 * len(server.fetched()) < 0.95 * total

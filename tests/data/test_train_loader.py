@@ -113,14 +113,14 @@ def test_resuming_reads_and_decodes_only_what_is_left(data: str, monkeypatch: py
     order = indices(list(loader.iterate(0)))
     opened, read, decoded = [], [], []
     open_shard, decode = ShardSource.open_shard, ShardSource.decode
-    read_one = shards_module._ShardReader.read
+    read_one = shards_module._ShardReader.__call__
 
     monkeypatch.setattr(ShardSource, "open_shard", lambda self, n: opened.append(n) or open_shard(self, n))
     monkeypatch.setattr(
         ShardSource, "decode", lambda self, raw, *more: decoded.append(raw.index) or decode(self, raw, *more)
     )
     monkeypatch.setattr(
-        shards_module._ShardReader, "read", lambda self, index: read.append(index) or read_one(self, index)
+        shards_module._ShardReader, "__call__", lambda self, index: read.append(index) or read_one(self, index)
     )
     rest = indices(list(loader.iterate(0, loader.extend_progress(None, done))))
     assert rest == order[done * 4 :]
