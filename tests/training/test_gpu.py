@@ -131,7 +131,11 @@ def _compiled(model: nn.Module, device: torch.device) -> nn.Module:
     )
 
 
-WRAPPINGS = {"replicated": parallel.replicate, "sharded": parallel.ShardedDataParallel, "compiled": _compiled}
+def _sharded(model: nn.Module, device: torch.device) -> nn.Module:
+    return parallel.ShardedDataParallel(model, device, parallel.ParallelConfig(fsdp=True), keep_whole=False)
+
+
+WRAPPINGS = {"replicated": parallel.replicate, "sharded": _sharded, "compiled": _compiled}
 
 
 @on_each_device
