@@ -56,6 +56,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, LossConfig]:
     if name is not None and ":" in name:
         registry.find_method(name)  # its options are flags then
     parser = build_parser(flag_table.of_training())
+    argv = _with_flags_of_options(argv)
     refuse_contradictions(argv)
     ours, rest = _without_usage(lambda: parser.parse_known_args(argv))
     if ours.recipe is not None:
@@ -108,6 +109,29 @@ def refuse_shortened(argv: Sequence[str], ours: argparse.ArgumentParser) -> None
             raise UsageError(
                 f"{flag} is none of OpenCLIP's flags and the beginning of {', '.join(meant)}: write it out"
             )
+
+
+def _with_flags_of_options(argv: Sequence[str]) -> list[str]:
+    """Return the arguments with each ``--loss-option NAME=VALUE`` replaced by the option's own flag."""
+    found, words = [], iter(argv)
+    for word in words:
+        flag, _, assignment = word.partition("=")
+        if flag != "--loss-option":
+            found.append(word)
+            continue
+        assignment = assignment or next(words, "")
+        name, _, value = assignment.partition("=")
+        option = OPTIONS.get(name.replace("-", "_"))
+        if option is None or not value:
+            known = nearest(name, OPTIONS) if option is None else ""
+            raise UsageError(f"--loss-option {assignment}: expected NAME=VALUE{known}; see openclip-ext losses NAME")
+        if option.type is bool and value.lower() in ("true", "false"):
+            # One that is off by default has no opposite.
+            is_on = value.lower() == "true"
+            found += [option.flag if is_on else f"--no-{option.flag[2:]}"] if is_on or option.default else []
+        else:
+            found.append(f"{option.flag}={value}")
+    return found
 
 
 def refuse_contradictions(argv: Sequence[str]) -> None:

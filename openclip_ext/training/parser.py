@@ -42,6 +42,12 @@ def add_loss_flags(group: argparse._ArgumentGroup, table: FlagTable, hidden: Col
     """
     names = f"one of: {', '.join(table.defaults)}, or my.module:METHOD (default: openclip)"
     group.add_argument("--loss", default=None, help=argparse.SUPPRESS if "loss" in hidden else names)
+    group.add_argument(
+        "--loss-option",
+        metavar="NAME=VALUE",
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS if hidden else "an option of the loss by its name; openclip-ext losses LOSS lists them",
+    )
     for option in (*(option for option in table.options if not option.openclip_flag), HARD_SHARE):
         is_share = option is HARD_SHARE
         name = "rho" if is_share else option.name

@@ -1,5 +1,7 @@
 """The command line: OpenCLIP's flags keep their meaning, ours are checked against the chosen loss."""
 
+import re
+
 import pytest
 
 from openclip_ext.losses.options import HARD_SHARE
@@ -46,7 +48,7 @@ def test_our_flags_are_not_abbreviated():
     assert args.loss_dist_impl is None
     with pytest.raises(UsageError, match="--prototyp is none of OpenCLIP's flags and the beginning of --prototypes"):
         parse(["--loss", "neuclip", "--prototyp", "8"])
-    with pytest.raises(UsageError, match=r"--los is none of .* the beginning of --loss, --loss-eps: write it out"):
+    with pytest.raises(UsageError, match=r"--los is none of .* the beginning of --loss, --loss-option, --loss-eps: write it out"):
         parse(["--los=neuclip"])
     assert parse(["--batch-s", "8"])[0].batch_size == 8  # as OpenCLIP does
 
@@ -164,3 +166,32 @@ def test_every_field_of_a_configuration_names_a_flag_with_its_default():
     for config in (config for configs in FLAG_GROUPS.values() for config in configs):
         for field in flag_fields(config):
             assert python_name(field) in flags, f"{config.__name__}.{field.name}"
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_an_option_of_the_loss_by_its_name(joined):
+    words = ["prototypes=64", "restart_every=none", "normalizer-reset=false", "simultaneous=true", "verify_fit=false"]
+    flags = [part for word in words for part in ([f"--loss-option={word}"] if joined else ["--loss-option", word])]
+    _, loss = parse(["--loss", "neuclip", "--train-data", "x.tar", *flags])
+    wanted = {
+        "prototypes": 64,
+        "restart_every": None,
+        "normalizer_reset": False,
+        "simultaneous": True,
+        "verify_fit": False,
+    }
+    assert wanted.items() <= loss.options.items()
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("prototyps=64", "did you mean prototypes?; see openclip-ext losses NAME"),
+        ("prototypes", "--loss-option prototypes: expected NAME=VALUE"),
+        ("gamma=0.5", "gamma"),
+        ("prototypes=0", "prototypes"),
+    ],
+)
+def test_a_wrong_option_of_the_loss_is_refused(word, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        parse(["--loss", "neuclip", "--train-data", "x.tar", "--loss-option", word])

@@ -1,0 +1,62 @@
+"""Describe the losses: ``openclip-ext losses`` lists them, ``openclip-ext losses NAME`` shows one's parts, state and options.
+
+An option is also a flag of ``openclip-ext train``, or ``--loss-option NAME=VALUE``.
+"""
+
+import argparse
+import importlib
+import pkgutil
+from collections.abc import Iterator
+
+from openclip_ext import losses
+from openclip_ext.diagnostics import command_line
+from openclip_ext.losses.registry import OPTIONS, check_options, find_method, list_losses, options_used_by
+
+_PARTS = ("normalizer", "temperature_scheme")
+
+
+def main(argv: list[str]) -> None:
+    """Print all losses, or what there is to know of those that are named."""
+    parser = argparse.ArgumentParser(
+        prog="openclip-ext losses", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a loss, or my.module:METHOD (default: list all)")
+    names = parser.parse_args(argv).names
+    summaries = _summaries()
+    if not names:
+        width = max(map(len, list_losses()))
+        print("\n".join(f"{name:{width}}  {summaries.get(name, '')}" for name in list_losses()))
+    for name in names:
+        print("\n".join(_described(name, summaries)))
+
+
+def _summaries() -> dict[str, str]:
+    """Return the first sentence of the file that each loss comes from."""
+    found = {}
+    for info in pkgutil.iter_modules(losses.__path__):
+        module = importlib.import_module(f"{losses.__name__}.{info.name}")
+        own = [module.METHOD] if hasattr(module, "METHOD") else getattr(module, "METHODS", ())
+        if isinstance(own, (list, tuple)):
+            found |= {method.name: (module.__doc__ or "").splitlines()[0].replace("``", "") for method in own}
+    return found
+
+
+def _described(name: str, summaries: dict[str, str]) -> Iterator[str]:
+    """Yield the lines about a loss."""
+    name = find_method(name).name
+    options, loss = options_used_by(name), check_options(name)
+    yield f"{name}: {summaries.get(name, '')}".rstrip(": ")
+    parts = [f"{part.replace('_', ' ')} {options[part]}" for part in _PARTS if part in options]
+    yield f"  parts:    {', '.join(parts) or 'none, it comes whole'}"
+    yield f"  index:    {'needs that of each sample' if loss.needs_index else 'needs none'}"
+    bytes_of_sample = sum(table.nbytes for table in loss.tables().values()) // (loss.num_samples or 1)
+    networks = ", and prototypes or networks" if loss.state_size().replicated > loss.get_extra_state().nbytes else ""
+    yield f"  state:    {bytes_of_sample} bytes a sample{networks}"
+    yield f"  trains:   {'a head with the model' if loss.model_head() is not None else 'nothing but the model'}"
+    yield "  options (NAME = default: meaning):"
+    for option, default in options.items():
+        yield f"    {option} = {default}: {OPTIONS[option].help}"
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,33 @@
+"""``openclip-ext losses`` says what there is to know of a loss."""
+
+import pytest
+
+from openclip_ext.diagnostics.losses import main
+from openclip_ext.losses.registry import list_losses, options_used_by
+
+
+def test_all_losses_are_listed_with_a_sentence(capsys):
+    main([])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list_losses()
+    assert all(len(line.split()) > 4 for line in lines)
+
+
+@pytest.mark.parametrize("name", list_losses())
+def test_a_loss_is_described_with_all_its_options(name, capsys):
+    main([name])
+    shown = capsys.readouterr().out
+    assert all(f"    {option} = {default}:" in shown for option, default in options_used_by(name).items())
+
+
+def test_state_and_index_are_told(capsys):
+    main(["neuclip", "fastclip-v2", "cliplite"])
+    neuclip, fastclip, cliplite = capsys.readouterr().out.split("\n  options")[:3]
+    assert "normalizer prototypes, temperature scheme global" in neuclip and "0 bytes a sample, and proto" in neuclip
+    assert "needs that of each sample" in fastclip and "32 bytes a sample\n" in fastclip
+    assert "it comes whole" in cliplite and "a head with the model" in cliplite
+
+
+def test_a_wrong_name_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match="Did you mean 'neuclip'"):
+        main(["nuclip"])
