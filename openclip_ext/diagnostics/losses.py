@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
 
 def _summaries() -> dict[str, str]:
     """Return the first sentence of the file that each loss comes from."""
-    found = {}
+    found: dict[str, str] = {}
     for info in pkgutil.iter_modules(losses.__path__):
         module = importlib.import_module(f"{losses.__name__}.{info.name}")
         own = [module.METHOD] if hasattr(module, "METHOD") else getattr(module, "METHODS", ())
