@@ -36,7 +36,11 @@ def training_commands(page):
 LAUNCHES = [(page.name, launch, argv) for page in PAGES for launch, argv in training_commands(page)]
 # tests/losses/test_guide.py runs those of a reader's own loss, which has to be imported.
 COMMANDS = [(page, argv) for page, _, argv in LAUNCHES if not any(word.endswith(":METHOD") for word in argv)]
-TORCHRUN_LAUNCHES = [(page, launch[1:]) for page, launch, _ in LAUNCHES if launch[0] == "torchrun"]
+TORCHRUN_LAUNCHES = [
+    (page, launch[1:] + [word for word in argv[:1] if word == "--"])
+    for page, launch, argv in LAUNCHES
+    if launch[0] == "torchrun"
+]
 
 
 @pytest.mark.parametrize(("page", "argv"), COMMANDS, ids=lambda value: value if isinstance(value, str) else "")
