@@ -81,6 +81,14 @@ def check_bounds(lower: float, upper: float) -> None:
         raise ValueError(f"temperature_min={lower} is larger than temperature_max={upper}")
 
 
+def own_start(temperature: float | None, lr_tau: float | None, whose: str) -> tuple[float, float]:
+    """Return start and learning rate of temperatures that are not the model's; raise ValueError if one is missing."""
+    if temperature is None or lr_tau is None:
+        missing = "temperature" if temperature is None else "lr_tau"
+        raise ValueError(f"{missing}=None: {whose} need a value, as the model has none for them")
+    return temperature, lr_tau
+
+
 class ConstantTemperature(TemperatureScheme):
     """``τ`` fixed.
 
@@ -201,16 +209,11 @@ class TwoGlobalTemperatures(TemperatureScheme):
     ) -> None:
         super().__init__()
         check_bounds(temperature_min, temperature_max)
-        if temperature is None or lr_tau is None:
-            missing = "temperature" if temperature is None else "lr_tau"
-            raise ValueError(
-                f"{missing}=None: two global temperatures need a value, as the model has one temperature only"
-            )
+        start, self.lr = own_start(temperature, lr_tau, "two global temperatures")
         self.weight = rho
         self.bounds = (math.log(temperature_min), math.log(temperature_max))
-        self.lr = lr_tau
-        self.initial_logit_scale = log_inverse(temperature)
-        self.log_tau = nn.Parameter(torch.full((2,), math.log(temperature)))
+        self.initial_logit_scale = log_inverse(start)
+        self.log_tau = nn.Parameter(torch.full((2,), math.log(start)))
         self.adam = InnerAdam(self)
 
     def rho(self, epoch: int) -> float:

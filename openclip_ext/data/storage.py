@@ -120,13 +120,15 @@ class Storage:
         version = hashlib.blake2b(f"{file.url}\0{file.version}".encode(), digest_size=8).hexdigest()
         path = folder / f"{version}-{re.sub(r'[^-.a-zA-Z0-9]', '_', file.url)[-60:]}"
         with FileLock(f"{path}.lock"):
-            if not path.exists():
+            is_new = not path.exists()
+            if is_new:
                 write_atomically(path, lambda copy: shutil.copyfileobj(file, copy, _BLOCK))
             os.utime(path)
             copy = open_local(path, _BUFFER)
         file.close()
-        with FileLock(folder / ".lock"):
-            self._remove_oldest(folder)
+        if is_new:
+            with FileLock(folder / ".lock"):
+                self._remove_oldest(folder)
         return copy
 
     def _remove_oldest(self, folder: Path) -> None:

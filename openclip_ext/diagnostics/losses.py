@@ -4,13 +4,10 @@ An option is also a flag of ``openclip-ext train``, or ``--loss-option NAME=VALU
 """
 
 import argparse
-import importlib
-import pkgutil
 from collections.abc import Iterator
 
-from openclip_ext import losses
 from openclip_ext.diagnostics import command_line
-from openclip_ext.losses.registry import OPTIONS, check_options, find_method, list_losses, options_used_by
+from openclip_ext.losses.registry import OPTIONS, SUMMARIES, check_options, find_method, list_losses, options_used_by
 
 _PARTS = ("normalizer", "temperature_scheme")
 
@@ -22,30 +19,18 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="a loss, or my.module:METHOD (default: list all)")
     names = parser.parse_args(argv).names
-    summaries = _summaries()
     if not names:
         width = max(map(len, list_losses()))
-        print("\n".join(f"{name:{width}}  {summaries.get(name, '')}" for name in list_losses()))
+        print("\n".join(f"{name:{width}}  {SUMMARIES.get(name, '')}" for name in list_losses()))
     for name in names:
-        print("\n".join(_described(name, summaries)))
+        print("\n".join(_described(name)))
 
 
-def _summaries() -> dict[str, str]:
-    """Return the first sentence of the file that each loss comes from."""
-    found: dict[str, str] = {}
-    for info in pkgutil.iter_modules(losses.__path__):
-        module = importlib.import_module(f"{losses.__name__}.{info.name}")
-        own = [module.METHOD] if hasattr(module, "METHOD") else getattr(module, "METHODS", ())
-        if isinstance(own, (list, tuple)):
-            found |= {method.name: (module.__doc__ or "").splitlines()[0].replace("``", "") for method in own}
-    return found
-
-
-def _described(name: str, summaries: dict[str, str]) -> Iterator[str]:
+def _described(name: str) -> Iterator[str]:
     """Yield the lines about a loss."""
     name = find_method(name).name
     options, loss = options_used_by(name), check_options(name)
-    yield f"{name}: {summaries.get(name, '')}".rstrip(": ")
+    yield f"{name}: {SUMMARIES.get(name, '')}".rstrip(": ")
     parts = [f"{part.replace('_', ' ')} {options[part]}" for part in _PARTS if part in options]
     yield f"  parts:    {', '.join(parts) or 'none, it comes whole'}"
     yield f"  index:    {'needs that of each sample' if loss.needs_index else 'needs none'}"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from openclip_ext.contrastive.batch import Contrast, GatheredBatch
 from openclip_ext.contrastive.objectives import Contrastive
-from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds
+from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds, own_start
 from openclip_ext.losses.fastclip import MovingAverageNormalizer
 from openclip_ext.losses.method import Method, TemperaturePart, WholeLoss
 from openclip_ext.losses.simclr import TWO_VIEW_DEFAULTS, TWO_VIEW_REFUSED, TwoViewLoss
@@ -64,15 +64,9 @@ class PerSampleTemperature(TemperatureScheme):
     ) -> None:
         super().__init__()
         check_bounds(temperature_min, temperature_max)
-        if temperature is None or lr_tau is None:
-            missing = "temperature" if temperature is None else "lr_tau"
-            raise ValueError(
-                f"{missing}=None: temperatures of each sample need a value, as the model has none for them"
-            )
+        self.start, self.lr = own_start(temperature, lr_tau, "temperatures of each sample")
         self.weight = rho
-        self.start = temperature
         self.bounds = (temperature_min, temperature_max)
-        self.lr = lr_tau
         # Rows: temperatures, first and second moments, two sides each.
         self.table = ShardedTable(6, num_samples, state_device, state_dir)
 

@@ -54,15 +54,17 @@ _SMALL = 8
 # All losses, and the options of all of them, by name. :func:`register_method` adds to both.
 METHODS: dict[str, Method] = {}
 OPTIONS: dict[str, Option] = {}
+# The first sentence about each of this package's losses.
+SUMMARIES: dict[str, str] = {}
 
 
-def _discover_methods() -> Iterator[Method]:
-    """Return the ``METHOD``, or ``METHODS``, of each file in this folder."""
-    for module in pkgutil.iter_modules(losses.__path__):
-        contents = vars(importlib.import_module(f"{losses.__name__}.{module.name}"))
-        yield from contents.get("METHODS", ())
-        if "METHOD" in contents:
-            yield contents["METHOD"]
+def _discover_methods() -> Iterator[tuple[Method, str]]:
+    """Return the ``METHOD``, or ``METHODS``, of each file in this folder, with the file's first sentence."""
+    for info in pkgutil.iter_modules(losses.__path__):
+        module = importlib.import_module(f"{losses.__name__}.{info.name}")
+        contents, summary = vars(module), (module.__doc__ or "").partition("\n")[0].replace("``", "")
+        for method in (*contents.get("METHODS", ()), *([contents["METHOD"]] if "METHOD" in contents else [])):
+            yield method, summary
 
 
 def _parts(kind: type[Part], name: str | None = None) -> list[Part]:
@@ -82,7 +84,8 @@ def _collect_options() -> None:
     OPTIONS.update({option.name: option for option in (*PACKAGE_OPTIONS, *of_methods)})
 
 
-METHODS.update({method.name: method for method in sorted(_discover_methods(), key=lambda method: method.name)})
+for _method, _summary in sorted(_discover_methods(), key=lambda found: found[0].name):
+    METHODS[_method.name], SUMMARIES[_method.name] = _method, _summary
 _collect_options()
 _BUILT_IN = frozenset(METHODS)
 

@@ -70,13 +70,14 @@ class FakeStream:
 
     Attributes:
         seen: of other streams, the time until which their work is done when this one's goes on.
-        kept: the memory that is not given away before this stream has used it (``record_stream``).
+        kept: the memory that is not given away before this stream has used it (``record_stream``), by address. Holding
+            it keeps its address from being another tensor's later.
     """
 
     def __init__(self, device: Any = None, **options: Any) -> None:
         self.device = torch.device("cuda", 0 if device is None else torch.device(device).index or 0)
         self.seen: dict[FakeStream, int] = {}
-        self.kept: set[int] = set()
+        self.kept: dict[int, torch.UntypedStorage] = {}
 
     def wait_stream(self, other: "FakeStream") -> None:
         """Order this stream behind another one."""
@@ -125,6 +126,10 @@ def current_stream(device: Any = None) -> FakeStream:
 def memory_of(tensor: Tensor) -> int:
     """What views of a tensor share."""
     return tensor.untyped_storage()._cdata
+
+
+def _record_stream(tensor: Tensor, stream: FakeStream) -> None:
+    stream.kept[memory_of(tensor)] = tensor.untyped_storage()
 
 
 def now() -> int:
@@ -193,11 +198,13 @@ def fake_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(torch, "empty", _without_pinning(torch.empty)))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda tensor, *args: tensor.clone()))
-        stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda self, to: to.kept.add(memory_of(self))))
+        stack.enter_context(mock.patch.object(Tensor, "record_stream", _record_stream))
         stack.enter_context(mock.patch.object(HostTable, "gather", _gather))
         stack.enter_context(mock.patch.object(HostTable, "scatter", _scatter))
         stack.enter_context(mock.patch.object(HostTable, "take_back", _take_back))
         stack.enter_context(mock.patch.object(FakeEvent, "recorded", []))
+        # New streams: they know nothing of memory that another test used.
+        stack.enter_context(mock.patch.dict(_current, clear=True))
         device.enter()
         stack.callback(device.leave)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
