@@ -56,6 +56,13 @@ def test_torchrun_leaves_the_trainers_flags_alone(page, launch):
     assert get_args_parser().parse_args([*launch, "--logs", "runs"]).training_script_args[-2:] == ["--logs", "runs"]
 
 
+def test_the_tests_that_pages_name_are_there():
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    for page in PAGES:
+        for name in re.findall(r"`(test_\w{20,})`", page.read_text(encoding="utf-8")):
+            assert f"def {name}(" in tests, f"{page.name}: {name}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page):
     for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):

@@ -23,6 +23,7 @@ CASES = {
     "npn": "--batch-size 4 --prototypes 6 --embed-dim 4 --updates 2",
     "step": "--batch-size 4 --steps 1 --losses neuclip --prototypes 8",
     "state_table": "--batch-size 8 --batches 1 --dense 1000 --checkpoint-rounds 1",
+    "remote": "--shards 2 --samples 20 --image-bytes 2000 --latency 0.01 --counts 40",
     "evaluation": f"--model {datasets.TINY_MODEL} --scale 3000 --workers 1",
 }
 ROWS = {
@@ -30,6 +31,10 @@ ROWS = {
     "npn": {"": {"matrix products", "closed form", "autograd"}},
     "step": {"": {"openclip", "neuclip"}},
     "state_table": {"lookups": {"1e+04", "1e+06", "1e+08"}, "checkpoints": {"write", "restore"}},
+    "remote": {
+        "reading": {"pipe:curl", "streamed", "into --cache-dir", "from --cache-dir"},
+        "counting": {"*_stats.json"},
+    },
     "evaluation": {title: {"upstream", "ours"} for title in ("whole", "without loading the model", "seconds")},
 }
 
