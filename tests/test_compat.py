@@ -2,6 +2,7 @@
 
 import open_clip
 import pytest
+import torch
 
 from openclip_ext import compat
 from openclip_ext.model_configs import add_model_configs
@@ -24,3 +25,14 @@ def test_embedding_width_of_all_kinds_of_configurations():
     assert compat.embedding_dim("hf-hub:somebody/model", custom) == 64
     with pytest.raises(ValueError, match="embedding width"):
         compat.embedding_dim("no-such-model")
+
+
+@pytest.mark.parametrize(("name", "width"), [("resnet18-2layers", 512), ("resnet50-6layers", 2048)])
+def test_clip_lites_image_towers_end_with_their_pooled_features(name, width):
+    add_model_configs()
+    model = open_clip.create_model(name)
+    assert not list(model.visual.head.parameters()) and model.text_projection.shape == (768, width)
+    assert len(model.transformer.resblocks) == int(name.split("-")[1][0])
+    images = torch.rand(1, 3, 224, 224)
+    pooled = model.visual.trunk.forward_features(images).mean(dim=(2, 3))
+    assert torch.allclose(model.encode_image(images), pooled, atol=1e-5) and compat.embedding_dim(name) == width

@@ -101,6 +101,7 @@ class MlpNormalizer(Normalizer):
         normalizer_updates: int,
         normalizer_lr: float,
         normalizer_objective: str,
+        l2_log_weight: float,
         fit_every: int,
         target_every: int,
         ema_decay: float,
@@ -113,6 +114,7 @@ class MlpNormalizer(Normalizer):
         self.updates = normalizer_updates
         self.lr = normalizer_lr
         self.objective = normalizer_objective
+        self.l2_log_weight = l2_log_weight
         self.fit_every = fit_every
         self.target_every = target_every
         self.ema_decay = ema_decay
@@ -193,7 +195,8 @@ class MlpNormalizer(Normalizer):
             """Return these anchors' part of the mean over all."""
             log_lambda = self.online(batch.features[:, anchors])
             others = (values[:, anchors] for values in (log_target, log_batch, contrast.tau))
-            return batch.mean(amortization_objective(self.objective, log_lambda, *others), anchors).sum()
+            values = amortization_objective(self.objective, log_lambda, *others, l2_log_weight=self.l2_log_weight)
+            return batch.mean(values, anchors).sum()
 
         width = _GRAPH_TENSORS * batch.features.shape[2]
         parts = [partial(objective, anchors) for anchors in anchor_chunks(slice(0, batch.size), width)]
@@ -207,7 +210,9 @@ class MlpNormalizer(Normalizer):
             average.lerp_(value, share)
 
 
-def amortization_objective(name: str, log_lambda: Tensor, log_target: Tensor, log_batch: Tensor, tau: Tensor) -> Tensor:
+def amortization_objective(
+    name: str, log_lambda: Tensor, log_target: Tensor, log_batch: Tensor, tau: Tensor, *, l2_log_weight: float
+) -> Tensor:
     """Return what the network minimizes, per anchor.
 
     Args:
@@ -217,9 +222,9 @@ def amortization_objective(name: str, log_lambda: Tensor, log_target: Tensor, lo
         log_target: ``log Z_comb`` [12].
         log_batch: ``log Z``, the batch's own.
         tau: temperatures.
+        l2_log_weight: how much of l2-log the divergences have added (Appendix C: 0.1).
 
-    The divergences take the batch's pairs as samples of P, so that their weight is ``Z/Z_comb``. They have 0.1 of l2-log
-    added (Appendix C).
+    The divergences take the batch's pairs as samples of P, so that their weight is ``Z/Z_comb``.
     """
     log_ratio = log_target - log_lambda
     if name == "unified":
@@ -237,7 +242,7 @@ def amortization_objective(name: str, log_lambda: Tensor, log_target: Tensor, lo
         divergence = ratio * log_ratio
     else:
         raise ValueError(f"unknown objective {name!r}")
-    return log_math.saturating_exp(log_batch - log_target) * divergence + 0.1 * squared
+    return log_math.saturating_exp(log_batch - log_target) * divergence + l2_log_weight * squared
 
 
 def _copy(source: nn.Module, destination: nn.Module) -> None:

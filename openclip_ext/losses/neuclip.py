@@ -180,6 +180,7 @@ class PrototypeNormalizer(Normalizer):
         normalizer_lr: float,
         normalizer_objective: str,
         normalizer_reset: bool,
+        normalizer_weight_decay: float,
         simultaneous: bool,
         verify_fit: bool,
         alpha_gradient: bool,
@@ -193,6 +194,7 @@ class PrototypeNormalizer(Normalizer):
         self.lr = normalizer_lr
         self.objective = normalizer_objective
         self.reset = normalizer_reset
+        self.weight_decay = normalizer_weight_decay
         self.simultaneous = simultaneous
         self.verify_fit = verify_fit and normalizer_updates > 0
         self.alpha_gradient = alpha_gradient
@@ -274,6 +276,7 @@ class PrototypeNormalizer(Normalizer):
             eps=self.eps,
             objective=self.objective,
             lr=self.lr,
+            weight_decay=self.weight_decay,
         )
         for _ in range(self.updates):
             fit.update()
@@ -372,7 +375,7 @@ class _Fit:
         shared: whether each process has a part; an update then exchanges ``4·B`` scalars.
         eps: ε.
         objective: see :func:`_objective_descent`.
-        lr: AdaGrad's learning rate.
+        lr, weight_decay: AdaGrad's.
     """
 
     def __init__(
@@ -386,6 +389,7 @@ class _Fit:
         eps: float,
         objective: str,
         lr: float,
+        weight_decay: float,
     ) -> None:
         self.prototypes = prototypes
         self.shared = shared
@@ -394,6 +398,8 @@ class _Fit:
         # Reused in every update: on the CPU fresh memory of this size costs as much as a pass over it.
         self.directions, self.gradient = prototypes.new_empty((2, *prototypes.shape))
         self.adagrad = _Adagrad(prototypes, self.gradient, accumulator, lr)
+        # Zero in a step without a usable sample, which changes nothing.
+        self.decay = contrast.batch.ok * weight_decay if weight_decay else None
         self.chunks = list(self._chunks(contrast, number))
 
     def _chunks(self, contrast: Contrast, number: int) -> Iterator[_FitAnchors]:
@@ -425,6 +431,8 @@ class _Fit:
             self._add_gradient(directions, anchors, first=position == 0)
         along = torch.linalg.vecdot(self.gradient, directions).unsqueeze(-1)
         self.gradient.addcmul_(directions, along, value=-1).div_(norms)
+        if self.decay is not None:
+            self.gradient.addcmul_(self.prototypes, self.decay)
         self.adagrad.step()
 
     def _add_gradient(self, directions: Tensor, anchors: _FitAnchors, first: bool) -> None:

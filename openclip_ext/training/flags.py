@@ -152,17 +152,19 @@ def reconcile_siglip(args: argparse.Namespace) -> None:
 def _recipe_argv(ours: argparse.Namespace, rest: list[str]) -> list[str]:
     """Return the recipe's flags for the loss that the command line names."""
     loss = ours.loss or ("siglip" if "--siglip" in rest else "openclip")
-    if getattr(ours, "views", 1) > 1:
-        raise UsageError(
-            f"recipe {ours.recipe} is for images with texts, and --views {ours.views} contrasts images alone: the papers at "
-            "hand have no settings for that; leave out --recipe, or --views"
-        )
     try:
         recipe = recipes.get(ours.recipe, loss)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    views = recipe.loss_options.get("views", 1)
+    if getattr(ours, "views", views) != views:
+        kind = "images alone" if views == 2 else "images with texts"
+        raise UsageError(
+            f"recipe {ours.recipe} is for {kind}, not for --views {ours.views}; leave out --recipe, or --views"
+        )
     # A part given explicitly brings other options: the recipe's for the part it replaces mean nothing then.
-    used = registry.options_used_by(loss, **{part: getattr(ours, part, None) for part in PARTS})
+    parts = dict.fromkeys(PARTS) | {"views": recipe.loss_options.get("views")}
+    used = registry.options_used_by(loss, **parts | {part: vars(ours)[part] for part in PARTS if part in ours})
     options = {name: value for name, value in recipe.loss_options.items() if name in used}
     return replace(recipe, loss_options=options).argv()
 
@@ -191,6 +193,9 @@ def _check_together(args: argparse.Namespace) -> None:
         ),
         "--epochs-cooldown needs --lr-scheduler const-cooldown, and the other way round": (
             (cooldown is not None) != (args.lr_scheduler == "const-cooldown")
+        ),
+        "--lr-min is where --lr-scheduler cosine ends, at most at --lr": (
+            args.lr_min and (args.lr_scheduler != "cosine" or args.lr_min > args.lr)
         ),
         f"--epochs-cooldown is {cooldown}, more than --epochs {args.epochs}": (cooldown or 0) > args.epochs,
         "--model-ema-decay averages whole weights, which --fsdp does not keep; give one of them": ema and args.fsdp,

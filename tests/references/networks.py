@@ -54,7 +54,9 @@ def log_partition(images: Tensor, texts: Tensor, scale: float, side: int, i: int
     return math.log(total / (len(others) + 1))
 
 
-def amortization_loss(name: str, log_lambda: Tensor, log_target: float, log_batch: float, tau: float) -> Tensor:
+def amortization_loss(
+    name: str, log_lambda: Tensor, log_target: float, log_batch: float, tau: float, l2_log_weight: float
+) -> Tensor:
     """AmorLIP (8), (9), (10) for one anchor; NeuCLIP (12) as ``unified``."""
     squared = 0.5 * (log_lambda - log_target) ** 2
     ratio = torch.exp(log_target - log_lambda)
@@ -62,11 +64,14 @@ def amortization_loss(name: str, log_lambda: Tensor, log_target: float, log_batc
     if name == "l2-log":
         return squared
     if name == "kl":
-        return weight * (ratio * torch.log(ratio) - ratio + 1) + 0.1 * squared
+        return weight * (ratio * torch.log(ratio) - ratio + 1) + l2_log_weight * squared
     if name == "kl-printed":
-        return weight * ratio * torch.log(ratio) + 0.1 * squared
+        return weight * ratio * torch.log(ratio) + l2_log_weight * squared
     if name == "js":
-        return weight * 0.5 * (ratio * torch.log(ratio) - (ratio + 1) * torch.log((ratio + 1) / 2)) + 0.1 * squared
+        return (
+            weight * 0.5 * (ratio * torch.log(ratio) - (ratio + 1) * torch.log((ratio + 1) / 2))
+            + l2_log_weight * squared
+        )
     return tau * (ratio + log_lambda)
 
 
@@ -80,6 +85,7 @@ class AmortizedPartition:
         updates: int,
         lr: float,
         objective: str,
+        l2_log_weight: float,
         fit_every: int,
         target_every: int,
         ema_decay: float,
@@ -87,7 +93,7 @@ class AmortizedPartition:
         epochs: int,
         fresh: Callable[[int], list[Mlp]] | None,
     ) -> None:
-        self.updates, self.lr, self.objective = updates, lr, objective
+        self.updates, self.lr, self.objective, self.l2_log_weight = updates, lr, objective, l2_log_weight
         self.fit_every, self.target_every, self.ema_decay = fit_every, target_every, ema_decay
         self.previous_weight, self.epochs, self.fresh = previous_weight, epochs, fresh
         self.epoch = 0
@@ -127,7 +133,9 @@ class AmortizedPartition:
             total = torch.zeros((), dtype=torch.float64)
             for i in range(len(features)):
                 combined = math.log(beta * math.exp(old[i].item()) + (1 - beta) * math.exp(log_z[side][i]))
-                total = total + amortization_loss(self.objective, log_lambda[i], combined, log_z[side][i], 1 / scale)
+                total = total + amortization_loss(
+                    self.objective, log_lambda[i], combined, log_z[side][i], 1 / scale, self.l2_log_weight
+                )
             self.adam[side].zero_grad()
             (total / len(features)).backward()
             self.adam[side].step()

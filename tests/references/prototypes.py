@@ -103,6 +103,7 @@ class NeuClip:
         rho: float,
         objective: str = "unified",
         reset: bool = True,
+        weight_decay: float = 0.0,
         simultaneous: bool = False,
         verify_fit: bool = False,
         alpha_gradient: bool = True,
@@ -110,6 +111,7 @@ class NeuClip:
         self.recent = Recent(m)
         self.restart_every, self.updates, self.lr, self.eps, self.rho = restart_every, updates, lr, eps, rho
         self.objective, self.reset, self.simultaneous = objective, reset, simultaneous
+        self.weight_decay = weight_decay
         self.verify_fit, self.alpha_gradient = verify_fit and updates > 0, alpha_gradient
         self.t = 0
         self.prototypes: list[Tensor] = []
@@ -154,7 +156,7 @@ class NeuClip:
         fresh = self.recent.repeated()
         if self.optimizer is None or self.reset:
             self.prototypes = [prototypes.clone().requires_grad_() for prototypes in fresh]
-            self.optimizer = torch.optim.Adagrad(self.prototypes, lr=self.lr)
+            self.optimizer = torch.optim.Adagrad(self.prototypes, lr=self.lr, weight_decay=self.weight_decay)
             return
         with torch.no_grad():
             for prototypes, new in zip(self.prototypes, fresh, strict=True):

@@ -87,6 +87,8 @@ def test_a_recipe_combines_with_another_part():
         (["--lr-scheduler", "const-cooldown", "--epochs-cooldown", "50"], "50, more than --epochs 32"),
         (["--epochs-cooldown", "5"], "--epochs-cooldown needs --lr-scheduler const-cooldown"),
         (["--lr-scheduler", "const-cooldown"], "needs --lr-scheduler const-cooldown, and the other way round"),
+        (["--lr-min", "1e-3"], "--lr-min is where --lr-scheduler cosine ends, at most at --lr"),
+        (["--lr-min", "1e-5", "--lr-scheduler", "const"], "--lr-min is where --lr-scheduler cosine ends"),
         (["--lock-image-unlocked-groups", "1"], "--lock-image-unlocked-groups needs --lock-image"),
         (["--logs", "none", "--save-every-steps", "5"], "--save-every-steps needs a folder"),
         (["--eval-data-dir", "data"], "--eval-data-dir needs --eval-suite"),
@@ -103,7 +105,8 @@ def test_a_recipe_combines_with_another_part():
         (["--loss", "openclip", "--views", "2"], "--views 2: openclip compares images with texts"),
         (["--loss", "sogclr", "--views", "2", "--rho", "5"], "--rho: not used by the loss 'sogclr with --views 2'"),
         (["--loss", "sogclr", "--projection-dim", "8"], "--projection-dim: not used by the loss 'sogclr'"),
-        (["--recipe", "cc3m", "--loss", "sogclr", "--views", "2"], "is for images with texts, and --views 2"),
+        (["--recipe", "cc3m", "--loss", "sogclr", "--views", "2"], "is for images with texts, not for --views 2"),
+        (["--recipe", "imagenet", "--loss", "sogclr", "--views", "1"], "is for images alone, not for --views 1"),
     ],
 )
 def test_wrong_command_lines_are_refused_with_the_reason(argv, message):

@@ -1,5 +1,6 @@
-"""The learning rate of the temperature, where none was given, and the optimizer's state at a resume."""
+"""The learning rates: of the temperature, where none was given, and at the end; and the optimizer's state at a resume."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,20 @@ def test_a_warmup_as_long_as_the_run_is_told(caplog, warmup, is_told) -> None:
         ScheduleConfig(epochs=2, warmup=warmup, lr=1e-3), optimizer, steps_per_epoch=30, logit_scale_lr=None
     )
     assert ("as long as the run, 60 steps" in caplog.text) == is_told
+
+
+def test_the_cosine_ends_at_its_floor() -> None:
+    """A cosine from lr to lr_min, after the same warm-up; the rate of a tower is its share of both."""
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:], SCALE: 0.5}], lr=1e-3)
+    config = ScheduleConfig(epochs=2, warmup=10, lr=1e-3, lr_min=4e-5)
+    schedule = create_schedule(config, optimizer, steps_per_epoch=30, logit_scale_lr=None)
+    for step in (0, 4, 9, 10, 35, 59, 60):
+        schedule(step)
+        cosine = 4e-5 + 0.5 * (1e-3 - 4e-5) * (1 + math.cos(math.pi * (step - 10) / 50))
+        expected = 1e-3 * (step + 1) / 10 if step < 10 else cosine
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([expected, expected / 2], rel=1e-12)
+    assert expected == 4e-5
 
 
 def test_a_resume_keeps_the_implementation_that_this_device_needs(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from openclip_ext.options import flag_of, nearest
 
-Value = int | float | str | bool | None
+Value = int | float | str | bool | list[float] | dict[str, Any] | None
 
 # Losses with two names.
 _ALIASES = {"fastclip-v3": "fastclip"}
@@ -50,7 +50,8 @@ class Recipe:
     Attributes:
         dataset: the name ``--recipe`` takes.
         loss: the name ``--loss`` takes.
-        openclip_flags: OpenCLIP's flags without the leading hyphens; True stands for a flag without a value.
+        openclip_flags: OpenCLIP's flags without the leading hyphens; True stands for a flag without a value, a list for
+            several values, a dictionary for several of NAME=VALUE.
         loss_options: options of ``openclip_ext.create_loss``.
         gpus: number of GPUs that ``batch-size``, which is per GPU, belongs to.
         dataset_size: image-text pairs the source trained on.
@@ -157,6 +158,10 @@ def get(name: str, loss: str) -> Recipe:
 def _as_arguments(flag: str, value: Value) -> list[str]:
     if isinstance(value, bool):
         return [flag if value else f"--no-{flag.removeprefix('--')}"]
+    if isinstance(value, dict):
+        return [flag, *(f"{name}={setting}" for name, setting in value.items())]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
     # An equals sign, since argparse would take a negative number in an argument of its own for a flag.
     return [f"{flag}={'none' if value is None else value}"]
 
