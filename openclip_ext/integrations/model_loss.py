@@ -140,7 +140,8 @@ class ModelLoss:
         if accumulation > 1 and self.loss.keeps_state:
             raise ValueError(
                 f"the gradients of {accumulation} batches are accumulated, and each would update the loss's state: do not "
-                "accumulate; these losses are made for small batches"
+                f"accumulate. Make the batch {accumulation} times as large; if memory does not suffice, call "
+                "openclip_ext.integrations.micro_batches.in_micro_batches(model, size) on the model first"
             )
         if repeats and self.loss.needs_index:
             raise ValueError(

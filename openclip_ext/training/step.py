@@ -21,7 +21,7 @@ from openclip_ext.training.guard import StepGuard, StepOutcome
 
 Batch = dict[str, Tensor]
 # What a model returns that is one number for the whole model, not a row per sample.
-_SCALARS = ("logit_scale", "logit_bias")
+SCALARS = ("logit_scale", "logit_bias")
 
 
 @dataclass(frozen=True)
@@ -190,12 +190,12 @@ class TrainStep:
     @torch.no_grad()
     def _features_without_graph(self, batches: list[Batch]) -> tuple[dict[str, Tensor], list["_GeneratorState"]]:
         outputs, generators = [], []
-        with _frozen_batchnorm_statistics(self.model):
+        with frozen_batchnorm_statistics(self.model):
             for batch in batches:
                 generators.append(_GeneratorState(self.settings.device))
                 outputs.append(self._forward(batch))
         joined = {
-            name: outputs[0][name] if name in _SCALARS else torch.cat([output[name] for output in outputs])
+            name: outputs[0][name] if name in SCALARS else torch.cat([output[name] for output in outputs])
             for name in outputs[0]
         }
         return joined, generators
@@ -205,10 +205,10 @@ class TrainStep:
     ) -> None:
         tensors, shares = [], []
         for name, gradient in gradients.items():
-            if not outputs[name].requires_grad or (name in _SCALARS and not with_scalars):
+            if not outputs[name].requires_grad or (name in SCALARS and not with_scalars):
                 continue
             tensors.append(outputs[name])
-            share = gradient if name in _SCALARS else gradient[rows]
+            share = gradient if name in SCALARS else gradient[rows]
             shares.append(share.to(outputs[name].dtype))
         torch.autograd.backward(tensors, shares)
 
@@ -302,7 +302,7 @@ class _GeneratorState:
 
 
 @contextlib.contextmanager
-def _frozen_batchnorm_statistics(model: nn.Module) -> Iterator[None]:
+def frozen_batchnorm_statistics(model: nn.Module) -> Iterator[None]:
     """Keep running statistics as they are in the first of two forward passes, so that a batch counts once."""
     layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     counts = [None if layer.num_batches_tracked is None else layer.num_batches_tracked.clone() for layer in layers]

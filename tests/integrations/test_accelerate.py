@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from openclip_ext import distributed
 from openclip_ext.integrations.accelerate import prepare
+from openclip_ext.integrations.micro_batches import in_micro_batches
 from openclip_ext.integrations.model_loss import ModelLoss, split_batch
 from openclip_ext.losses.registry import create_loss
 from tests.distributed.pool import two_ranks
@@ -30,8 +31,8 @@ from tests.integrations.towers import (
 from tests.training.tiny import WIDTH, tiny_batch, tiny_model
 
 
-def prepared(make_optimizer=torch.optim.AdamW, batch=BATCH, dispatch=None, split=False, **options):
-    model = tiny_model()
+def prepared(make_optimizer=torch.optim.AdamW, batch=BATCH, dispatch=None, split=False, size=None, **options):
+    model = in_micro_batches(tiny_model(), size) if size else tiny_model()
     optimizer = make_optimizer(model.parameters(), lr=1e-2)
     loader = DataLoader(pairs(), batch, shuffle=True, drop_last=True)
     loading = DataLoaderConfiguration(

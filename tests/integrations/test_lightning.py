@@ -11,6 +11,7 @@ import lightning
 from torch.utils.data import DataLoader, DistributedSampler
 
 from openclip_ext.integrations.lightning import ContrastiveModule
+from openclip_ext.integrations.micro_batches import in_micro_batches
 from tests.integrations.towers import (
     BATCH,
     LR_TAU,
@@ -32,11 +33,12 @@ class Module(ContrastiveModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
-def train(folder, epochs=2, resume=None, optimizer=torch.optim.AdamW, rank=0, processes=1, **options):
+def train(folder, epochs=2, resume=None, optimizer=torch.optim.AdamW, rank=0, processes=1, size=None, **options):
     train_set = pairs()
     sampler = DistributedSampler(train_set, processes, rank, drop_last=True)
     loader = DataLoader(train_set, BATCH // processes, sampler=sampler)
-    module = Module(tiny_model(), stateful_loss, optimizer)
+    model = in_micro_batches(tiny_model(), size) if size else tiny_model()
+    module = Module(model, stateful_loss, optimizer)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     trainer = lightning.Trainer(max_epochs=epochs, default_root_dir=folder, **quiet, **options)
     trainer.fit(module, loader, DataLoader(Pairs(), BATCH), ckpt_path=resume)

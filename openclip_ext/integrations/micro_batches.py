@@ -1,0 +1,75 @@
+"""Exact large batches in little memory, in any training loop: the model takes a batch in parts."""
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from openclip_ext.training.optimizer import LOGIT_SCALE
+from openclip_ext.training.step import SCALARS, frozen_batchnorm_statistics
+
+_EMBEDDINGS = ("image_features", "text_features", "image_embeds", "text_embeds")
+
+
+def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
+    """Let a two-tower model take the batches of its training in parts, of which one at a time has activations in memory.
+
+    Value and gradient are those of the whole batch: each part is computed once for its embeddings, and a second time, with
+    the same random numbers, in the backward pass (GradCache, Gao et al. 2021). This works in ``transformers.Trainer``,
+    Lightning, accelerate, and in a loop of one's own, where accumulated gradients would update a loss's state for each
+    part. Batch normalization sees each part by itself, as with accumulated gradients.
+
+    Args:
+        model: Of OpenCLIP (``output_dict=True``) or ``transformers``, called with tensors whose rows are samples. It is
+            changed in place, and keeps its type and parameters. Call this before it is compiled or wrapped.
+        size: Samples of a part.
+
+    Returns:
+        The model. In training it returns a dictionary of the embeddings, ``logit_scale`` and ``logit_bias``.
+
+    Raises:
+        ValueError: The size is not positive.
+        AttributeError: The model has no ``logit_scale``.
+
+    Example:
+        >>> model = in_micro_batches(model, 64)
+        >>> model_loss(model(image, text)).backward()  # of 4,096 pairs
+    """
+    if size < 1:
+        raise ValueError(f"size={size}: expected at least one sample")
+    whole, logit_scale = model.forward, model.get_parameter(LOGIT_SCALE)
+
+    @functools.wraps(whole)
+    def forward(*args: Any, **inputs: Any) -> Any:
+        if not (model.training and torch.is_grad_enabled()):
+            return whole(*args, **inputs)
+        count = next(len(value) for value in (*args, *inputs.values()) if isinstance(value, Tensor))
+        parts = [
+            checkpoint(
+                embeddings,
+                *(_rows(value, first, size, count) for value in args),
+                **{name: _rows(value, first, size, count) for name, value in inputs.items()},
+                use_reentrant=False,
+                context_fn=lambda: (contextlib.nullcontext(), frozen_batchnorm_statistics(model)),
+            )
+            for first in range(0, count, size)
+        ]
+        rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0].keys() - SCALARS}
+        # DistributedDataParallel looks for the parameters that are used in what is returned.
+        scalars = {"logit_scale": logit_scale.exp()} | {name: parts[0][name] for name in SCALARS if name in parts[0]}
+        return rows | scalars
+
+    def embeddings(*args: Any, **inputs: Any) -> dict[str, Tensor]:
+        outputs = whole(*args, **inputs)
+        return {name: outputs[name] for name in (*_EMBEDDINGS, *SCALARS) if outputs.get(name) is not None}
+
+    model.forward = forward
+    return model
+
+
+def _rows(value: Any, first: int, size: int, count: int) -> Any:
+    """Return the rows of a part, of what has a row for each sample."""
+    return value[first : first + size] if isinstance(value, Tensor) and value.ndim and len(value) == count else value

@@ -1,0 +1,102 @@
+"""A batch in parts trains as the whole batch: in a loop of one's own, in each trainer, and in two processes."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from openclip_ext.integrations.micro_batches import in_micro_batches
+from openclip_ext.integrations.model_loss import ModelLoss
+from tests.integrations.towers import BATCH, SAMPLES, assert_two_equal_one, final_state, in_two_processes, stateful_loss
+from tests.training.tiny import tiny_batch, tiny_model
+
+SIZE = 3  # does not divide the batch
+
+
+def step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a loss and the gradients of all parameters."""
+    torch.manual_seed(0)
+    value = ModelLoss(stateful_loss().double(), model)(model(batch["image"], batch["text"]), batch["index"] % SAMPLES)
+    value.backward()
+    return value.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_value_and_gradient_are_the_whole_batchs():
+    model = tiny_model().double()
+    batch = {name: value.double() if value.is_floating_point() else value for name, value in tiny_batch(0).items()}
+    value, gradients = step(copy.deepcopy(model), batch)
+    parts, found = step(in_micro_batches(model, SIZE), batch)
+    torch.testing.assert_close(parts, value, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-12)
+
+
+def test_one_part_has_activations_and_the_second_pass_draws_the_same_numbers():
+    """A dropout before the embeddings, and batch normalization, whose statistics a batch enters once."""
+    model = tiny_model()
+    drawn: list[Tensor] = []
+    layers = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(model.text_projection.shape[1]))
+    layers[0].register_forward_hook(lambda module, args, output: drawn.append(output == 0))
+    encode = model.encode_text
+    model.dropout = layers
+    model.encode_text = lambda text, normalize=False: layers(encode(text, normalize=False))
+    in_micro_batches(model, SIZE)
+    step(model, tiny_batch(0))
+    first, second = drawn[: len(drawn) // 2], drawn[len(drawn) // 2 :]
+    assert [len(part) for part in first] == [3, 3, 2]
+    # The backward pass takes the parts in any order.
+    assert all(any(torch.equal(part, other) for other in second if len(other) == len(part)) for part in first)
+    assert layers[1].num_batches_tracked == len(first)
+
+
+def test_validation_takes_the_whole_batch():
+    model, batch = in_micro_batches(tiny_model(), SIZE), tiny_batch(0)
+    calls: list[int] = []
+    model.visual.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
+    with torch.no_grad():
+        model(batch["image"], batch["text"])
+    assert calls == [len(batch["image"])]
+
+
+def test_a_size_of_0_is_refused():
+    with pytest.raises(ValueError, match="expected at least one"):
+        in_micro_batches(tiny_model(), 0)
+
+
+def run_transformers(folder: Path, size: int | None, processes: int = 1) -> dict[str, Tensor]:
+    from tests.integrations import test_transformers
+
+    options: dict[str, Any] = {"per_device_train_batch_size": BATCH // processes, "dataloader_drop_last": True}
+    run = test_transformers.trainer(folder, optim="sgd", save_strategy="no", **options)
+    if size:
+        in_micro_batches(run.model, size)
+    run.train()
+    return final_state(run.model, run.model_loss.loss)
+
+
+def run_lightning(folder: Path, size: int | None) -> dict[str, Tensor]:
+    from tests.integrations import test_lightning
+
+    module = test_lightning.train(folder, optimizer=torch.optim.SGD, size=size)[1]
+    return final_state(module.model, module.model_loss.loss)
+
+
+def run_accelerate(folder: Path, size: int | None) -> dict[str, Tensor]:
+    from tests.integrations import test_accelerate
+
+    return test_accelerate.train(folder, make_optimizer=torch.optim.SGD, size=size)
+
+
+@pytest.mark.parametrize("package", ["transformers", "lightning", "accelerate"])
+def test_a_trainer_trains_as_with_the_whole_batch(package: str, tmp_path: Path):
+    pytest.importorskip(package)
+    run = globals()[f"run_{package}"]
+    torch.testing.assert_close(run(tmp_path / "parts", SIZE), run(tmp_path / "whole", None), rtol=1e-4, atol=1e-5)
+
+
+def test_two_processes_train_as_one(tmp_path: Path):
+    pytest.importorskip("transformers")
+    ranks = in_two_processes(run_transformers, tmp_path / "two", SIZE, 2)
+    assert_two_equal_one(ranks, run_transformers(tmp_path / "single", None))
