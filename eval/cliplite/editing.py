@@ -8,18 +8,22 @@ that the concept is gone.
 """
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from openclip_ext.pages.rendering import render_page, thumbnail
+
 from ..command_line import add_model_arguments, load_encoder, run_command
 from ..data import Batch, read_lines
-from .image_files import encode_files, list_images
+from .image_files import encode_files, list_images, open_image
 
 # The concept of the paper: gender. The first two pairs and the first template are its examples.
 PAIRS = (
@@ -35,6 +39,9 @@ PAIRS = (
     ("waiter", "waitress"),
 )
 TEMPLATES = ("I am a {c}.", "a photo of a {c}.", "this person is a {c}.")
+
+# On the page of nearest images, as in Figure 5.
+_NEAREST, _PIXELS = 5, 112
 
 # Side of the queries -> group of images -> mean alignment "original", with the concept removed ("neutral"), and "delta".
 AlignmentTable = dict[str, dict[str, dict[str, float]]]
@@ -103,6 +110,34 @@ def alignment_table(
     return table
 
 
+def nearest_images(
+    query: Tensor, groups: Mapping[str, tuple[Tensor, Sequence[Path]]], basis: Tensor
+) -> dict[str, list[tuple[Path, float]]]:
+    """Find the images of a row of CLIP-Lite's Figure 5: each group's five nearest, before and after.
+
+    Args:
+        query: ``(d,)``, the unit embedding of a prompt.
+        groups: the unit embeddings ``(n, d)`` of each group's images, and their files.
+        basis: the concept, as `concept_subspace` returns it.
+
+    Returns:
+        By group, and group with the concept removed, files with their alignment, from the nearest on.
+    """
+    rows = {}
+    for removed in (False, True):
+        for group, (features, files) in groups.items():
+            alignment = (remove(features, basis) if removed else features) @ query
+            best, places = (found.tolist() for found in alignment.topk(min(_NEAREST, len(files))))
+            title = f"{group}, concept removed" if removed else group
+            rows[title] = [(files[place], value) for place, value in zip(places, best, strict=True)]
+    return rows
+
+
+@functools.cache
+def _picture(path: Path) -> str:
+    return thumbnail(open_image(path), _PIXELS)
+
+
 def markdown_table(table: AlignmentTable) -> str:
     """Format the alignment table: a row a side, three columns a group."""
     columns = {"original": ".4f", "neutral": ".4f", "delta": "+.4f"}
@@ -150,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def edit(args: argparse.Namespace) -> None:
-    """Write ``editing.json``, ``editing.md`` and ``subspace.npy`` (the basis, ``(k, d)``), and print the table.
+    """Write ``editing.json``, ``editing.md``, ``nearest.html`` and ``subspace.npy`` (the basis ``(k, d)``); print the table.
 
     Raises:
         ValueError: for wrong data or options.
@@ -168,12 +203,11 @@ def edit(args: argparse.Namespace) -> None:
     basis, explained = concept_subspace(first, second, args.components)
 
     def compute(batch: Batch) -> dict[str, Tensor]:
-        return {"image": encoder.encode_images(batch.images).cpu()}
+        return {"image": encoder.encode_images(batch.images).cpu(), "order": torch.as_tensor(batch.order)}
 
-    images = {
-        name: encode_files(list_images(folder), encoder, compute).values["image"]
-        for name, folder in zip(names, args.images, strict=True)
-    }
+    paths = {name: list_images(folder) for name, folder in zip(names, args.images, strict=True)}
+    encoded = {name: encode_files(files, encoder, compute).values for name, files in paths.items()}
+    images = {name: values["image"] for name, values in encoded.items()}
     # As in the paper, a query a pair: the first template's prompts.
     queries = {name: side[: len(pairs)] for name, side in zip(names, (first, second), strict=True)}
     table = alignment_table(queries, images, basis, args.top)
@@ -188,6 +222,14 @@ def edit(args: argparse.Namespace) -> None:
     }
     text = markdown_table(table)
     args.output_dir.mkdir(parents=True, exist_ok=True)
+    files = {name: [paths[name][place] for place in values["order"].tolist()] for name, values in encoded.items()}
+    groups = {name: (images[name], files[name]) for name in names}
+    asked = zip(
+        chain.from_iterable(texts[: len(pairs)] for texts in prompts), torch.cat(list(queries.values())), strict=True
+    )
+    found = {prompt: nearest_images(query, groups, basis) for prompt, query in asked}
+    page = render_page("nearest.html", "Nearest images", queries=found, picture=_picture)
+    (args.output_dir / "nearest.html").write_text(page, encoding="utf-8")
     (args.output_dir / "editing.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     (args.output_dir / "editing.md").write_text(text + "\n", encoding="utf-8")
     np.save(args.output_dir / "subspace.npy", basis.numpy())

@@ -1,6 +1,6 @@
 """The comparison as one HTML page that fetches nothing: tables, differences task by task, and curves over training."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
@@ -55,24 +55,33 @@ def _protocols_differ(runs: Sequence[Run]) -> bool:
 
 
 def _differences(runs: Sequence[Run], rows: Sequence[Row], index: int) -> dict[str, Any] | None:
-    """Return a run's differences to the baseline by task, sorted (AmorLIP's Figure 2); None without a common task."""
-    bars = []
-    for row in rows:
-        difference = row.differences()[index]
-        if difference is not None and row.key in TASKS:
-            before, after = format_value(row.cells[0]), format_value(row.cells[index])
-            hint = f"{row.title} ({row.metric}): {before} → {after}"
-            bars.append(Bar(row.title, 100 * difference, format_difference(difference), hint))
+    """Return a run's differences to the baseline; None without a common task.
+
+    They are those of the averages (AmorLIP's Figure 1), and of the tasks, sorted (its Figure 2).
+    """
+    averages = _bars((row for row in rows if row.is_group), index)
+    bars = sorted(_bars((row for row in rows if row.key in TASKS), index), key=lambda bar: bar.value, reverse=True)
     if not bars:
         return None
-    bars.sort(key=lambda bar: bar.value, reverse=True)
+    title = f"{runs[index].name} − {runs[0].name}, percentage points"
     return {
         "name": runs[index].name,
         "tasks": len(bars),
         "better": sum(bar.value > 0 for bar in bars),
         "worse": sum(bar.value < 0 for bar in bars),
-        "chart": bar_chart(bars, f"{runs[index].name} − {runs[0].name}, percentage points"),
+        "charts": [bar_chart(drawn, title) for drawn in (averages, bars) if drawn],
     }
+
+
+def _bars(rows: Iterable[Row], index: int) -> list[Bar]:
+    bars = []
+    for row in rows:
+        difference = row.differences()[index]
+        if difference is not None:
+            before, after = format_value(row.cells[0]), format_value(row.cells[index])
+            hint = f"{row.title} ({row.metric}): {before} → {after}"
+            bars.append(Bar(row.title, 100 * difference, format_difference(difference), hint))
+    return bars
 
 
 def _learning_curves(runs: Sequence[Run]) -> dict[str, list[Markup]]:

@@ -3,9 +3,10 @@
 ``α*_i = log(ε + g_i(S))`` [NeuCLIP 9] is computed over all ``n`` training embeddings ``S`` of a model, for sampled anchors
 ``i``; an estimator's error is the mean of ``(α_i − α*_i)²``. The mini-batch estimate in the run's batches is the baseline.
 
-Of a finished run::
+Of a finished run, or over the training of several (NeuCLIP, Figures 2c and 4)::
 
     python -m openclip_ext.diagnostics.estimation_error LOGS/NAME --checkpoint latest --anchors 10000
+    python -m openclip_ext.diagnostics.estimation_error LOGS/A LOGS/B --checkpoint all --plot error.svg
 
 In Python, of any loss of :func:`openclip_ext.create_loss` and embeddings of one's own: :func:`measure`; without a loss:
 :func:`exact_log_normalizers`.
@@ -13,6 +14,8 @@ In Python, of any loss of :func:`openclip_ext.create_loss` and embeddings of one
 
 import argparse
 import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +29,7 @@ from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.diagnostics import command_line
 from openclip_ext.losses.openclip import OpenClipLoss
+from openclip_ext.training.errors import UsageError
 
 DEFAULT_ANCHORS = 10_000
 _CHUNK = 1024
@@ -241,8 +245,38 @@ def table(title: str, result: EstimationError) -> str:
     return "\n".join(lines)
 
 
+def checkpoints_of(run: Path, names: str) -> list[str]:
+    """Return the checkpoints that ``--checkpoint`` names, with commas between; ``all``: those with state, in their order."""
+    if names != "all":
+        return names.split(",")
+    found = [path for path in (run / "checkpoints").glob("epoch_*.pt") if path.with_suffix(".state").is_dir()]
+    if not found:
+        raise UsageError(f"no checkpoint of {run} has its .state folder: train with --save-frequency")
+    return [path.name for path in sorted(found, key=lambda path: list(map(int, re.findall(r"\d+", path.stem))))]
+
+
+def plot(results: Sequence[Mapping[str, Any]], output: Path) -> None:
+    """Write a picture of the errors over the samples seen: a color a run, dashed the mini-batch estimate's."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for number, run in enumerate(dict.fromkeys(result["run"] for result in results)):
+        own = [result for result in results if result["run"] == run]
+        for kind, style in (("estimator", "o-"), ("minibatch", "o--")):
+            points = [(result["samples_seen"], result[kind]["mean"]) for result in own if result[kind] is not None]
+            label = Path(run).name if kind == "estimator" else f"{Path(run).name}: its mini-batches"
+            if points:
+                axes.plot(*zip(*points, strict=True), style, color=f"C{number % 10}", label=label)
+    axes.set(xlabel="samples seen", ylabel="mean squared error of log-normalizers", ylim=(0, None))
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.25)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=130)
+
+
 def main(argv: list[str]) -> None:
-    """Measure a run's estimation error, print it, and write it as JSON if asked to.
+    """Measure the estimation error of checkpoints, print it, and write it as JSON and draw it if asked to.
 
     Raises:
         UsageError: there is no such run or checkpoint, its state or its training data are gone, or its loss has no
@@ -254,29 +288,39 @@ def main(argv: list[str]) -> None:
         prog="openclip-ext estimation-error",
         description="How far a run's log-normalizers are from the exact ones over the whole training set.",
     )
-    add_run_arguments(parser)
+    add_run_arguments(parser, several=True)
     parser.add_argument(
         "--anchors", type=command_line.count, default=DEFAULT_ANCHORS, help="samples to compare (default: %(default)s)"
     )
-    parser.add_argument("--json", default=None, metavar="FILE", help="also write the result here")
+    parser.add_argument("--json", default=None, metavar="FILE", help="also write the result here; of several, a list")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the errors over training")
     parser.add_argument("--seed", type=int, default=0, help="of the sample of anchors (default: %(default)s)")
     args = parser.parse_args(argv)
-    run = load_run(**vars(args))
-    refuse_without_normalizers(run.loss)
-    result = measure(
-        run.loss,
-        **vars(embed_training_set(run)),
-        batch_size=run.global_batch,
-        anchors=args.anchors,
-        seed=args.seed,
-        device=args.device,
-    )
-    print(table(run.loss_name, result))
-    if run.source.num_samples > result.samples:
-        print(f"{run.source.num_samples - result.samples:,} samples are left out by the manifest or do not decode")
-    if args.json:
+    names = [(folder, name) for folder in args.run for name in checkpoints_of(folder, args.checkpoint)]
+    results: list[dict[str, Any]] = []
+    for folder, name in names:
+        run = load_run(**vars(args) | {"run": folder, "checkpoint": name})
+        refuse_without_normalizers(run.loss)
+        result = measure(
+            run.loss,
+            **vars(embed_training_set(run)),
+            batch_size=run.global_batch,
+            anchors=args.anchors,
+            seed=args.seed,
+            device=args.device,
+        )
+        if len(names) > 1:
+            print(f"\n{folder}, {run.checkpoint.name}")
+        print(table(run.loss_name, result))
+        if run.source.num_samples > result.samples:
+            print(f"{run.source.num_samples - result.samples:,} samples are left out by the manifest or do not decode")
         about = {"run": str(run.folder), "checkpoint": run.checkpoint.name, "loss": run.loss_name, "step": run.step}
-        Path(args.json).write_text(json.dumps(about | asdict(result), indent=2) + "\n")
+        results.append(about | {"samples_seen": run.step * run.global_batch} | asdict(result))
+    if args.json:
+        Path(args.json).write_text(json.dumps(results if len(results) > 1 else results[0], indent=2) + "\n")
+    if args.plot:
+        plot(results, args.plot)
+        print(args.plot)
 
 
 if __name__ == "__main__":

@@ -71,11 +71,14 @@ class Embeddings:
     logit_scale: float
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say which run :func:`open_run` opens, and how."""
-    parser.add_argument("run", type=Path, metavar="RUN_FOLDER", help="LOGS/NAME, as training wrote it")
+def add_run_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    """Add the arguments that say which run :func:`load_run` loads, and how; ``several``: ``run`` is a list."""
+    count, others = ("+", ", with commas between, or all") if several else (None, "")
+    parser.add_argument("run", nargs=count, type=Path, metavar="RUN_FOLDER", help="LOGS/NAME, as training wrote it")
     parser.add_argument(
-        "--checkpoint", default="latest", help="name of a file in its checkpoints/, or latest (default: %(default)s)"
+        "--checkpoint",
+        default="latest",
+        help=f"name of a file in its checkpoints/, or latest{others} (default: %(default)s)",
     )
     parser.add_argument("--train-data", help="the training data, where they are no longer where they were")
     default = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,10 +1,13 @@
 """Render a template of ``templates/``: one self-contained HTML page, or plain text."""
 
+import base64
 import functools
+import io
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from PIL import Image
 
 
 def render_page(template: str, title: str, **values: Any) -> str:
@@ -24,6 +27,14 @@ def render_page(template: str, title: str, **values: Any) -> str:
 def render_lines(template: str, **values: Any) -> list[str]:
     """Return the lines of a text that are not empty; nothing is escaped."""
     return [line for line in _environment().get_template(template).render(**values).splitlines() if line]
+
+
+def thumbnail(image: Image.Image, pixels: int) -> str:
+    """Return a small copy of an image, at most so wide and high, as a data URI."""
+    small, buffer = image.convert("RGB"), io.BytesIO()
+    small.thumbnail((pixels, pixels))
+    small.save(buffer, "JPEG", quality=80)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 @functools.lru_cache(maxsize=1)

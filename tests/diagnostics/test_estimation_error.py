@@ -193,6 +193,42 @@ def test_the_program_measures_a_run_of_several_ranks(fastclip, tmp_path, capsys,
         assert expected < result["estimator"]["mean"] < expected + 0.1
 
 
+def test_several_checkpoints_are_measured_in_one_call_and_drawn(fastclip, tmp_path, capsys, monkeypatch):
+    measured = []
+    monkeypatch.setattr(estimation_error, "measure", lambda *_, **__: measured.append(result) or result)
+    error = estimation_error.Error(*7 * [2.0])
+    result = estimation_error.EstimationError(
+        error, error, anchors=9, samples=NUM_SAMPLES, batch_size=16, temperature=1
+    )
+    estimation_error.main(
+        [
+            str(fastclip),
+            "--checkpoint",
+            "all",
+            "--json",
+            str(tmp_path / "out.json"),
+            "--plot",
+            str(tmp_path / "out.svg"),
+        ]
+    )
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert [(one["checkpoint"], one["samples_seen"]) for one in found] == [("epoch_1.pt", 80), ("epoch_2.pt", 160)]
+    assert len(measured) == 2 and "epoch_1.pt" in capsys.readouterr().out
+    assert "samples seen" in (tmp_path / "out.svg").read_text()
+    with pytest.raises(UsageError, match=r"has its \.state folder"):
+        estimation_error.main([str(tmp_path), "--checkpoint", "all"])
+
+
+def test_checkpoints_come_in_the_order_of_training(tmp_path):
+    for name in ("epoch_10", "epoch_2", "epoch_2_step_31", "epoch_1"):
+        (tmp_path / "checkpoints" / f"{name}.state").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"{name}.pt").touch()
+    (tmp_path / "checkpoints" / "epoch_3.pt").touch()  # without its state
+    names = ["epoch_1.pt", "epoch_2.pt", "epoch_2_step_31.pt", "epoch_10.pt"]
+    assert estimation_error.checkpoints_of(tmp_path, "all") == names
+    assert estimation_error.checkpoints_of(tmp_path, "epoch_2.pt,latest") == ["epoch_2.pt", "latest"]
+
+
 @pytest.mark.parametrize("loss", ["neuclip", "cliplite"])
 def test_the_program_reads_runs_of_networks_and_refuses_those_without_normalizers(shards, tmp_path, capsys, loss):
     assert run(command(shards, tmp_path, "run", loss, "--epochs", "1")) == 0

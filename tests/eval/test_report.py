@@ -123,6 +123,8 @@ def test_two_runs_in_all_three_forms(tmp_path: Path) -> None:
 
     chart = charts_of(text)["B − A, percentage points: 38 bars"]
     assert len(hints_of(chart)) == 38 and hints_of(chart)[-1] == "CIFAR-10 (acc1): 11.00 → 5.00"
+    averages_drawn = charts_of(text)[f"B − A, percentage points: {len(GROUPS)} bars"]
+    assert f"{AVERAGE} (average): {mean[0]:.2f} → {mean[1]:.2f}" in hints_of(averages_drawn)
     assert "B is better on 37 of 38 tasks and worse on 1." in text
 
 
@@ -137,7 +139,7 @@ def test_averages_only_over_complete_sets(tmp_path: Path) -> None:
     assert averages[RETRIEVAL] == ["partial 1/2", "-", "-"]
     assert re.fullmatch(r"\d\d\.\d\d", averages["ImageNet & variants (7)"][0])
     # They have no task in common, so there is nothing to draw.
-    assert charts_of(text) == {} and "task by task" not in text
+    assert charts_of(text) == {} and "Absolute differences" not in text
     partial, few = csv_rows(tmp_path)
     assert partial["Average perf. on 38 datasets"] == few["Caltech-101"] == "" and float(few["MNIST"]) == 0.5
 

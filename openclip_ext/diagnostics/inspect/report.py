@@ -1,8 +1,6 @@
 """What was found, for people and programs: a self-contained HTML page, JSON and CSV."""
 
-import base64
 import csv
-import io
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass, fields
@@ -15,7 +13,7 @@ from PIL import Image
 from openclip_ext.data.shardlist import shard_name
 from openclip_ext.data.source import Source, decode_image
 from openclip_ext.diagnostics.inspect.findings import Found, Thresholds
-from openclip_ext.pages.rendering import render_page
+from openclip_ext.pages.rendering import render_page, thumbnail
 
 _THUMBNAIL = 112  # pixels
 
@@ -55,10 +53,7 @@ def read_thumbnails(source: Source, indices: Iterable[int]) -> dict[int, str]:
     for index in sorted(set(indices)):
         image, _ = source.decode(reader(index), decode_image)
         assert isinstance(image, Image.Image)
-        image.thumbnail((_THUMBNAIL, _THUMBNAIL))
-        buffer = io.BytesIO()
-        image.save(buffer, "JPEG", quality=80)
-        thumbnails[index] = "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+        thumbnails[index] = thumbnail(image, _THUMBNAIL)
     return thumbnails
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.decomposition import PCA
 
-from eval.cliplite.editing import alignment_table, concept_subspace, main, remove
+from eval.cliplite.editing import alignment_table, concept_subspace, main, nearest_images, remove
 from tests.eval import datasets
 
 
@@ -79,6 +79,20 @@ def test_alignment_table_by_hand_and_its_effect() -> None:
         alignment_table(queries, images, basis, top=100)
 
 
+def test_nearest_images_by_hand() -> None:
+    first, second, direction = paired_embeddings()
+    basis, _ = concept_subspace(first, second)
+    features = F.normalize(torch.randn(9, 16, generator=torch.Generator().manual_seed(2)), dim=1)
+    files = [Path(str(number)) for number in range(9)]
+    rows = nearest_images(direction, {"a": (features[:2], files[:2]), "b": (features, files)}, basis)
+    assert list(rows) == ["a", "b", "a, concept removed", "b, concept removed"]
+    assert [len(row) for row in rows.values()] == [2, 5, 2, 5]
+    for title, own in (("b", features), ("b, concept removed", remove(features, basis))):
+        expected = sorted(((float(own[number] @ direction), path) for number, path in enumerate(files)), reverse=True)
+        assert [path for path, _ in rows[title]] == [path for _, path in expected[:5]]
+        assert [value for _, value in rows[title]] == pytest.approx([value for value, _ in expected[:5]], abs=1e-6)
+
+
 def test_wrong_pairs_are_refused() -> None:
     first, second, _ = paired_embeddings()
     with pytest.raises(ValueError, match="17 components of 30 pairs in 16"):
@@ -112,6 +126,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.testing.assert_allclose(basis @ basis.T, np.eye(2), atol=1e-5)
     shares = report["explained_variance"]
     assert len(shares) == 2 and shares[0] >= shares[1] > 0 and sum(shares) <= 1 + 1e-6
+    page = (tmp_path / "out" / "nearest.html").read_text()
+    assert page.count("data:image/jpeg") == 6 * 4 * 5 and "the number three" in page and "odd, concept removed" in page
     cell = report["alignment"]["odd"]["even"]
     assert cell["delta"] == pytest.approx(cell["original"] - cell["neutral"])
     table = (tmp_path / "out" / "editing.md").read_text().splitlines()
