@@ -16,6 +16,11 @@ from .features import PRECISIONS, Encoder, resolve_precision
 from .models import MODEL_OPTIONS, LoadedModel, load_model
 
 
+def called_as(command: str, module: str) -> str:
+    """Return how this program was called, for its usage."""
+    return f"openclip-ext {command}" if "openclip_ext.cli" in sys.modules else f"python -m {module}"
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `load_encoder` reads."""
     parser.add_argument("--model", required=True, help="OpenCLIP's name of the model, hf-hub: and local-dir: too")
@@ -26,10 +31,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         # Processes of torchrun on one machine share the cores.
         default=max(1, min(16, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))),
-        help="number of images decoded in parallel (default: one per core, at most 16; here %(default)s)",
+        help="number of images decoded in parallel (default: one per core, at most 16)",
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=device_name, default=default, help="cpu, cuda or cuda:N (here %(default)s)")
+    parser.add_argument(
+        "--device", type=device_name, default=default, help="cpu, cuda or cuda:N (default: cuda if there is a GPU)"
+    )
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,

@@ -21,7 +21,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from openclip_ext import distributed
 from openclip_ext.files import write_atomically
 
-from .command_line import add_model_arguments, load_encoder
+from .command_line import add_model_arguments, called_as, load_encoder
 from .data import DataError, task_folder
 from .features import Encoder
 from .models import LoadedModel
@@ -37,7 +37,7 @@ logger = logging.getLogger("eval.datacomp")
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {__package__}.datacomp",
+        prog=called_as("evaluate", f"{__package__}.datacomp"),
         description="Evaluate a checkpoint on DataComp's 40 tasks (the average is over 38). One process, or several "
         "under torchrun that share the tasks. A second run goes on where the first stopped.",
         epilog="Exit status: 0 all done; 1 a task failed, or one named with --tasks is missing; 2 nothing evaluated.",

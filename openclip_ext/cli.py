@@ -4,9 +4,11 @@ Nothing heavy is imported before a command is chosen, so that ``openclip-ext --h
 """
 
 import difflib
+import json
 import runpy
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from openclip_ext.version import __version__
@@ -38,6 +40,17 @@ COMMANDS = {
     "report": Command("openclip_ext.eval.report", "compare evaluated runs in tables and charts"),
 }
 
+# What the commands answer to --help, whose modules take seconds to import. ``python -m tests.losses.option_tables`` writes it.
+HELP_FILE = Path(__file__).with_name("help.json")
+_COMPLETION = """\
+_openclip_ext() {{
+  local words="{commands}"
+  if ((COMP_CWORD > 1)); then words=$(openclip-ext "${{COMP_WORDS[1]}}" --help | grep -oE -e '--[a-z][a-z0-9-]+' | sort -u); fi
+  if [[ "${{COMP_WORDS[COMP_CWORD - 1]}}" == @(--loss|losses) ]]; then words="{losses}"; fi
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _openclip_ext openclip-ext"""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command line.
@@ -53,6 +66,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(_help())
     elif name == "--version":
         print(f"openclip-ext {__version__}")
+    elif name == "--completion":
+        from openclip_ext.training import flag_table
+
+        losses = flag_table.from_file().defaults
+        print(_COMPLETION.format(commands=" ".join(COMMANDS), losses=" ".join(losses)))
+    elif name != "train" and name in COMMANDS and {"-h", "--help"} & set(rest):
+        print(json.loads(HELP_FILE.read_text(encoding="utf-8"))[name], end="")
     elif name in COMMANDS:
         sys.argv[1:] = rest
         runpy.run_module(COMMANDS[name].module, run_name="__main__", alter_sys=True)
@@ -66,10 +86,12 @@ def _help() -> str:
     commands = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
-            "usage: openclip-ext [--help] [--version] COMMAND ...",
+            "usage: openclip-ext [--help] [--version] [--completion] COMMAND ...",
             "",
             "commands (openclip-ext COMMAND --help describes one):",
             *commands,
+            "",
+            'eval "$(openclip-ext --completion)" lets bash, and zsh with bashcompinit, complete commands, flags and losses.',
         ]
     )
 

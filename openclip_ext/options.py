@@ -49,12 +49,14 @@ _ASSIGNMENT = re.compile(r"\b([a-z]\w*)=([^\s:,;)]*)")
 
 
 def _as_flag(assignment: re.Match[str]) -> str:
-    flag, value = flag_of(assignment[1]), assignment[2]
+    name, value = assignment[1], assignment[2]
     if value.startswith("'"):
         value = value.strip("'")
+    if name in _ABLATIONS:
+        return f"--loss-option {name}={value}".removesuffix("=")
     if value in ("True", "False"):
-        return flag if value == "True" else flag.replace("--", "--no-", 1)
-    return f"{flag} {value}".rstrip()
+        return as_words(flag_of(name), value == "True")[0]
+    return f"{flag_of(name)} {value}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Option:
         flag: the command-line flag, unless it is the name with hyphens.
         nullable: None ("none" on the command line) is a value; ``help`` says what it means.
         openclip_flag: OpenCLIP's command line has this flag already.
+        ablation: only ablations set it, by ``--loss-option NAME=VALUE``; the flag is an old spelling, and hidden.
         cure: what to do instead of giving a value that is refused.
     """
 
@@ -89,6 +92,7 @@ class Option:
     flag: str = ""
     nullable: bool = False
     openclip_flag: bool = False
+    ablation: bool = False
     cure: str = ""
 
     def __post_init__(self) -> None:
@@ -96,6 +100,8 @@ class Option:
             _OTHER_FLAGS[self.name] = self.flag
         else:
             object.__setattr__(self, "flag", flag_of(self.name))
+        if self.ablation:
+            _ABLATIONS.add(self.name)
 
     def check(self, value: Any) -> Any:
         """Return ``value`` as the option's type.
@@ -122,6 +128,8 @@ class Option:
         """
         if self.nullable and text.lower() == "none":
             return None
+        if self.type is bool:
+            return self.check({"true": True, "false": False}.get(text.lower(), text))
         return self.check(text)
 
     def _convert(self, value: Any) -> Any:
@@ -156,6 +164,27 @@ def flag_of(name: str) -> str:
     return _OTHER_FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
+def as_words(flag: str, value: Any) -> list[str]:
+    """Return a flag with its value as words of a command line."""
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag[2:]}"]
+    if isinstance(value, dict):
+        return [flag, *(f"{name}={setting}" for name, setting in value.items())]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    # An equals sign, since argparse would take a negative number in a word of its own for a flag.
+    return [f"{flag}={'none' if value is None else value}"]
+
+
+def option_as_words(name: str, value: Any) -> list[str]:
+    """Return a loss's option with its value as words of a command line."""
+    if name in _ABLATIONS:
+        return [f"--loss-option={name}={'none' if value is None else str(value).lower()}"]
+    return as_words(flag_of(name), value)
+
+
+# Options that have no flag of their own, but for the old spelling.
+_ABLATIONS: set[str] = set()
 # Flags that are not the option's name with hyphens.
 _OTHER_FLAGS: dict[str, str] = {}
 _BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..command_line import run_command
+from ..command_line import called_as, run_command
 from .page import build_page
 from .runs import read_runs
 from .tables import build_rows, comma_separated, markdown
@@ -14,7 +14,7 @@ from .tables import build_rows, comma_separated, markdown
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {__package__}",
+        prog=called_as("report", __package__),
         description="Compare evaluated runs: report.md, report.csv and report.html (one file, needs no network). The "
         "first run is the baseline that the others are compared with.",
     )

@@ -162,7 +162,12 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False, usage="openclip-ext doctor [FLAG] FLAGS OF TRAIN ...")
     parser.add_argument("--world-size", type=command_line.count, default=1, help="processes, one a GPU (default: 1)")
     here = memory_here()
-    parser.add_argument("--gpu-memory", type=float, default=here.gpu / 1e9, help="GB of a GPU (default: %(default).0f)")
+    parser.add_argument(
+        "--gpu-memory",
+        type=float,
+        default=here.gpu / 1e9,
+        help="GB of a GPU (default: that of this machine's, else 80)",
+    )
     own, flags = parser.parse_known_args(argv)
     add_model_configs()
     args, choice = parse(flags)

@@ -82,7 +82,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, several: bool = False) ->
     )
     parser.add_argument("--train-data", help="the training data, where they are no longer where they were")
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=command_line.device, default=default, help="default: %(default)s")
+    parser.add_argument("--device", type=command_line.device, default=default, help="default: cuda if there is a GPU")
     parser.add_argument("--workers", type=int, help="processes that read images (default: the run's)")
     parser.add_argument(
         "--batch-size", type=command_line.count, help="images embedded at a time (default: the run's --batch-size)"

@@ -1,6 +1,6 @@
 """Describe the losses: ``openclip-ext losses`` lists them, ``openclip-ext losses NAME`` shows one's parts, state and options.
 
-An option is also a flag of ``openclip-ext train``, or ``--loss-option NAME=VALUE``.
+Every option can be given as ``--loss-option NAME=VALUE``, most of them also as a flag, ``--NAME VALUE``.
 """
 
 import argparse
@@ -40,7 +40,8 @@ def _described(name: str) -> Iterator[str]:
     yield f"  trains:   {'a head with the model' if loss.model_head() is not None else 'nothing but the model'}"
     yield "  options (NAME = default: meaning):"
     for option, default in options.items():
-        yield f"    {option} = {default}: {OPTIONS[option].help}"
+        spelled = " (--loss-option)" if OPTIONS[option].ablation else ""
+        yield f"    {option} = {default}: {OPTIONS[option].help}{spelled}"
 
 
 if __name__ == "__main__":

@@ -323,8 +323,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--precision", choices=PRECISIONS, default="amp", help="default: %(default)s, as OpenCLIP's")
     parser.add_argument("--grad-checkpointing", action="store_true", help="as in a training")
     parser.add_argument("--accum-freq", type=count, default=1, help="micro-batches of a step (default: %(default)s)")
-    for name, what, default in zip(("gpu", "host"), ("a GPU", "a node"), memory_here(), strict=True):
-        text = f"GB of {what} (default: {default / 1e9:.0f}; this machine's, if it has a GPU)"
+    for name, what, size, default in zip(("gpu", "host"), ("a GPU", "a node"), (80, 512), memory_here(), strict=True):
+        text = f"GB of {what} (default: this machine's if it has a GPU, else {size})"
         parser.add_argument(f"--{name}-memory", type=_gigabytes, default=default, metavar="GB", help=text)
     add_loss_flags(parser.add_argument_group("loss"), flag_table.of_losses())
     return parser

@@ -78,10 +78,9 @@ class TrainingConfig:
 # The configurations that flags fill, by the heading of their flags in the help.
 FLAG_GROUPS: dict[str, tuple[type, ...]] = {
     "data": (DataSpec, TrainLoaderConfig, ModelConfig),
-    "run": (
-        *(OptimizerConfig, ScheduleConfig, StepConfig, ParallelConfig, RunLength, SavePolicy, EvaluationConfig),
-        *(RunFolderConfig, ReportingConfig, TrainingConfig),
-    ),
+    "optimization": (OptimizerConfig, ScheduleConfig, StepConfig, ParallelConfig),
+    "length, checkpoints and evaluation": (RunLength, SavePolicy, EvaluationConfig),
+    "the run": (RunFolderConfig, ReportingConfig, TrainingConfig),
 }
 
 

@@ -23,11 +23,13 @@ class FlagTable:
     Attributes:
         options: of all losses, in the order of the help.
         defaults: for each loss the options that it uses, with the defaults that they have there.
+        summaries: the first sentence about each loss.
         run_options: all other flags but ``--loss`` and ``--recipe``, by their headings in the help.
     """
 
     options: tuple[Option, ...]
     defaults: dict[str, dict[str, Any]]
+    summaries: dict[str, str]
     run_options: dict[str, tuple[Option, ...]] = field(default_factory=dict)
 
 
@@ -35,8 +37,9 @@ def of_losses() -> FlagTable:
     """Return the losses' flags as the code has them; imports torch."""
     from openclip_ext.losses import registry
 
-    losses = registry.list_losses()
-    return FlagTable(tuple(registry.OPTIONS.values()), {loss: registry.options_used_by(loss) for loss in losses})
+    defaults = {loss: registry.options_used_by(loss) for loss in registry.list_losses()}
+    summaries = {loss: registry.SUMMARIES.get(loss, "").partition(". ")[0].rstrip(".") for loss in defaults}
+    return FlagTable(tuple(registry.OPTIONS.values()), defaults, summaries)
 
 
 def of_training() -> FlagTable:
@@ -52,4 +55,4 @@ def from_file() -> FlagTable:
     """Return the table as it was last written."""
     content = json.loads(FILE.read_text(encoding="utf-8"))
     groups = {title: tuple(map(option_from, group)) for title, group in content["run_options"].items()}
-    return FlagTable(tuple(map(option_from, content["options"])), content["defaults"], groups)
+    return FlagTable(tuple(map(option_from, content["options"])), content["defaults"], content["summaries"], groups)

@@ -7,23 +7,25 @@ that is left goes to OpenCLIP's own parser.
 import argparse
 import contextlib
 import io
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from openclip_ext import compat
 from openclip_ext.losses import registry
 from openclip_ext.losses.registry import OPTIONS
-from openclip_ext.options import OptionError, check_flags, nearest
+from openclip_ext.options import OptionError, as_words, check_flags, nearest
 from openclip_ext.training import flag_table, recipes
 from openclip_ext.training.config import FLAG_GROUPS, writes_nothing
 from openclip_ext.training.errors import UsageError
-from openclip_ext.training.help import asks_for_help, chosen_loss, openclip_flags, print_help
+from openclip_ext.training.help import asks_for_help, chosen_loss, is_first_process, openclip_flags, print_help
 from openclip_ext.training.model import LossConfig
 from openclip_ext.training.parser import build_parser
 
 T = TypeVar("T")
 PARTS = ("normalizer", "temperature_scheme", "views")
+_NAMES_OF_MAIN = {"--text-key": "--caption-key", "--visual-layer-decay": "--image-layer-decay"}
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, LossConfig]:
@@ -56,7 +58,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, LossConfig]:
     if name is not None and ":" in name:
         registry.find_method(name)  # its options are flags then
     parser = build_parser(flag_table.of_training())
-    argv = _with_flags_of_options(argv)
+    _tell_old_spellings(argv)
+    argv = list(_with_our_names(argv))
     refuse_contradictions(argv)
     ours, rest = _without_usage(lambda: parser.parse_known_args(argv))
     if ours.recipe is not None:
@@ -111,27 +114,28 @@ def refuse_shortened(argv: Sequence[str], ours: argparse.ArgumentParser) -> None
             )
 
 
-def _with_flags_of_options(argv: Sequence[str]) -> list[str]:
-    """Return the arguments with each ``--loss-option NAME=VALUE`` replaced by the option's own flag."""
-    found, words = [], iter(argv)
+def _with_our_names(argv: Sequence[str]) -> Iterator[str]:
+    """Yield the arguments with our names for the flags that OpenCLIP's main branch has under another one."""
+    words = iter(argv)
     for word in words:
-        flag, _, assignment = word.partition("=")
-        if flag != "--loss-option":
-            found.append(word)
-            continue
-        assignment = assignment or next(words, "")
-        name, _, value = assignment.partition("=")
-        option = OPTIONS.get(name.replace("-", "_"))
-        if option is None or not value:
-            known = nearest(name, OPTIONS) if option is None else ""
-            raise UsageError(f"--loss-option {assignment}: expected NAME=VALUE{known}; see openclip-ext losses NAME")
-        if option.type is bool and value.lower() in ("true", "false"):
-            # One that is off by default has no opposite.
-            is_on = value.lower() == "true"
-            found += [option.flag if is_on else f"--no-{option.flag[2:]}"] if is_on or option.default else []
+        flag, _, value = word.partition("=")
+        if flag == "--json-text-key":
+            entries = (value or next(words, "")).split(";")
+            yield f"--caption-key={';'.join(f'json:{entry}' for entry in entries)}"
         else:
-            found.append(f"{option.flag}={value}")
-    return found
+            yield _NAMES_OF_MAIN.get(flag, flag) + word[len(flag) :]
+
+
+def _tell_old_spellings(argv: Sequence[str]) -> None:
+    """Say for each flag of an option that only ablations set how it is spelled now."""
+    words = {word.partition("=")[0] for word in argv}
+    for option in (option for option in OPTIONS.values() if option.ablation):
+        if words & {option.flag, *as_words(option.flag, False)} and is_first_process():
+            print(
+                f"note: {option.flag} is spelled --loss-option {option.name}=VALUE now; the old spelling goes with the "
+                "next version",
+                file=sys.stderr,
+            )
 
 
 def refuse_contradictions(argv: Sequence[str]) -> None:

@@ -6,14 +6,15 @@ Nothing heavy is imported here, so that it answers at once.
 import argparse
 import contextlib
 import io
+import os
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from openclip_ext import compat
-from openclip_ext.options import Option
+from openclip_ext.options import Option, option_as_words
 from openclip_ext.training import flag_table
 from openclip_ext.training.flag_table import FlagTable
 from openclip_ext.training.parser import build_parser
@@ -22,12 +23,34 @@ _WIDTH = 100
 _USAGE = "openclip-ext train --loss NAME --train-data SHARDS --model NAME [FLAG ...]"
 _WORK = ("--train-data", "--dataset-type", "--val-data", "--imagenet-val", "--imagenet-v2", "--eval-suite")
 NOTHING_TO_DO = "nothing to do: give --train-data to train, or --val-data, --imagenet-val or --eval-suite to evaluate"
-_MORE = "--loss NAME --help describes the flags of a loss, --help-all describes all flags, OpenCLIP's included."
+_EXAMPLE = """\
+  openclip-ext train --loss queueclip --train-data 'shards/{00000..00331}.tar' --model ViT-B-32 \\
+      --batch-size 128 --epochs 32 --lr 5e-4 --warmup 2000 --name first"""
+_EVERYDAY = {
+    "--loss NAME": "the loss, one of those below (default: openclip)",
+    "--train-data SHARDS": "tar files, such as 'data/{00000..00331}.tar', or a CSV file",
+    "--model NAME": "OpenCLIP's name of the model (default: RN50)",
+    "--batch-size N": "samples on each GPU in a step (default: 64)",
+    "--epochs N": "passes over the data (default: 32)",
+    "--lr RATE": "learning rate after the warm-up (default: 5e-4)",
+    "--warmup STEPS": "steps in which the learning rate rises (default: 10000)",
+    "--precision KIND": "amp, amp_bf16, or fp32 on a CPU (default: amp)",
+    "--name NAME": "the run writes into LOGS/NAME (--logs LOGS, default: ./logs)",
+    "--resume latest": "continue from the newest checkpoint of this name",
+}
+_MORE = (
+    "openclip-ext losses NAME describes a loss. --loss NAME --help describes its flags, --help-all describes all flags."
+)
 
 
 def asks_for_help(argv: list[str]) -> bool:
     """Return whether a command line wants to know the flags only."""
     return any(argument in ("-h", "--help", "--help-all") for argument in argv)
+
+
+def is_first_process() -> bool:
+    """Return whether this is process 0 of torchrun's or SLURM's."""
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0
 
 
 def gives_work(argv: list[str]) -> bool:
@@ -48,8 +71,7 @@ def print_help(argv: list[str]) -> None:
         parser = build_parser(replace(table, options=tuple(_with_told_defaults(table))))
         parser.usage = _USAGE
         parser.print_help()
-        print("\nFlags of OpenCLIP, with the meaning they have there:\n", flush=True)
-        compat.print_openclip_help()
+        print(f"\nFlags of OpenCLIP, with the meaning they have there:\n{_openclip_help()}", end="")
     elif chosen in table.defaults:
         print(f"The flags of --loss {chosen}, with their defaults:\n\n{_described(table, chosen)}\n\n{_MORE}")
     else:
@@ -64,37 +86,47 @@ def chosen_loss(argv: list[str]) -> str | None:
 
 
 def _short(table: FlagTable) -> str:
-    """Return each loss with its flags and their defaults, and the names of all other flags."""
-    parts = [f"usage: {_USAGE}", "Losses, and the flags that each takes, with their defaults:"]
-    flags_of: dict[str, list[str]] = {}
-    for loss in table.defaults:
-        flags_of.setdefault(_wrapped(flag for flag, _ in _flags_of(table, loss)), []).append(loss)
-    parts += [f"{', '.join(names)}\n{flags}" for flags, names in flags_of.items()]
-    ours = [option.flag for options in table.run_options.values() for option in options]
-    parts.append("Further flags of ours:\n" + _wrapped([*ours, "--recipe"]))
+    """Return an example, the flags that everybody needs, a line about each loss, and the names of all other flags."""
+    parts = [f"usage: {_USAGE}", _EXAMPLE, "Flags that everybody needs:\n" + _in_columns(_EVERYDAY)]
+    parts.append("Losses:\n" + _in_columns(_about_losses(table)))
+    parts.append("Further flags of ours, for the loss:\n" + _wrapped(_flags_of_losses(table)))
+    parts += [
+        f"For {title}:\n{_wrapped(option.flag for option in options)}" for title, options in table.run_options.items()
+    ]
     parts.append("Flags of OpenCLIP, with the meaning they have there:\n" + _wrapped(openclip_flags()))
     return "\n\n".join([*parts, _MORE])
 
 
+def _about_losses(table: FlagTable) -> dict[str, str]:
+    """Return a line about each loss; of those with one summary it says the temperature, too."""
+    lines = dict(table.summaries)
+    for loss, defaults in table.defaults.items():
+        if list(table.summaries.values()).count(lines[loss]) > 1 and "temperature_scheme" in defaults:
+            lines[loss] += f"; temperature {defaults['temperature_scheme']}"
+    return lines
+
+
+def _in_columns(rows: Mapping[str, str]) -> str:
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:{width}}  {meaning}" for name, meaning in rows.items())
+
+
+def _flags_of_losses(table: FlagTable) -> Iterator[str]:
+    yield from ("--loss-option NAME=VALUE", "--recipe", "--hard-share")
+    yield from (option.flag for option in table.options if not (option.openclip_flag or option.ablation))
+
+
 def _described(table: FlagTable, loss: str) -> str:
-    lines = []
-    for flag, option in _flags_of(table, loss):
-        meaning = option.help + (f" [{option.symbol}]" if option.symbol else "")
-        meaning += f"; one of {', '.join(option.choices)}" if option.choices else ""
-        lines += [f"  {flag}", *textwrap.wrap(meaning, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
-    return "\n".join(lines) or "  none"
-
-
-def _flags_of(table: FlagTable, loss: str) -> Iterator[tuple[str, Option]]:
     """Return the options of a loss that OpenCLIP does not have, each with its default as one would give it."""
-    for option in table.options:
+    lines = []
+    for option in sorted(table.options, key=lambda option: option.ablation):
         if option.name not in table.defaults[loss] or option.openclip_flag:
             continue
-        value = table.defaults[loss][option.name]
-        if option.type is bool:
-            yield option.flag if value else f"--no-{option.flag[2:]}", option
-        else:
-            yield f"{option.flag} {_text(value)}", option
+        meaning = option.help + (f" [{option.symbol}]" if option.symbol else "")
+        meaning += f"; one of {', '.join(option.choices)}" if option.choices else ""
+        lines.append("  " + option_as_words(option.name, table.defaults[loss][option.name])[0].replace("=", " ", 1))
+        lines += textwrap.wrap(meaning, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines) or "  none"
 
 
 def _with_told_defaults(table: FlagTable) -> Iterator[Option]:
@@ -115,10 +147,15 @@ def _text(value: Any) -> str:
 
 def openclip_flags() -> list[str]:
     """Return the names of OpenCLIP's flags, from its own help."""
+    return re.findall(r"^  (?:-\w, )?(--[\w-]+)", _openclip_help(), flags=re.MULTILINE)
+
+
+def _openclip_help() -> str:
+    """Return what OpenCLIP says of its flags, without the usage, which names another program."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
         compat.print_openclip_help()
-    return re.findall(r"^  (?:-\w, )?(--[\w-]+)", shown.getvalue(), flags=re.MULTILINE)
+    return shown.getvalue().partition("options:\n")[2]
 
 
 def _wrapped(words: Iterable[str]) -> str:

@@ -4,10 +4,9 @@ PyTorch and OpenCLIP take seconds to import. ``--help`` and a command line with 
 says that it waits for them.
 """
 
-import os
 import sys
 
-from openclip_ext.training.help import NOTHING_TO_DO, asks_for_help, gives_work, print_help
+from openclip_ext.training.help import NOTHING_TO_DO, asks_for_help, gives_work, is_first_process, print_help
 from openclip_ext.version import __version__
 
 
@@ -32,19 +31,14 @@ def cli() -> None:
         print_help(sys.argv[1:])
         return
     if not gives_work(sys.argv[1:]):
-        if _is_first_process():
+        if is_first_process():
             print(f"error: {NOTHING_TO_DO}", file=sys.stderr)
         raise SystemExit(2)
-    if "torch" not in sys.modules and _is_first_process():
+    if "torch" not in sys.modules and is_first_process():
         print(f"openclip_ext {__version__}: importing PyTorch and OpenCLIP ...", file=sys.stderr, flush=True)
     from openclip_ext.training.run import program
 
     program(sys.argv[1:])
-
-
-def _is_first_process() -> bool:
-    """Return whether this is process 0 of torchrun's or SLURM's."""
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from openclip_ext.losses.options import HARD_SHARE, rho_of
-from openclip_ext.options import Option
+from openclip_ext.options import Option, OptionError, nearest
 from openclip_ext.training import recipes
 from openclip_ext.training.flag_table import FlagTable
 
@@ -40,21 +40,45 @@ def add_loss_flags(group: argparse._ArgumentGroup, table: FlagTable, hidden: Col
 
     An option that is not given leaves no trace, so that None can be a value.
     """
+    options = {option.name: option for option in table.options if not option.openclip_flag}
     names = f"one of: {', '.join(table.defaults)}, or my.module:METHOD (default: openclip)"
     group.add_argument("--loss", default=None, help=argparse.SUPPRESS if "loss" in hidden else names)
     group.add_argument(
         "--loss-option",
         metavar="NAME=VALUE",
+        action=_SetOption,
+        options=options,
         default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS if hidden else "an option of the loss by its name; openclip-ext losses LOSS lists them",
+        help="an option of the loss by its name; openclip-ext losses LOSS lists them",
     )
-    for option in (*(option for option in table.options if not option.openclip_flag), HARD_SHARE):
+    for option in (*options.values(), HARD_SHARE):
         is_share = option is HARD_SHARE
         name = "rho" if is_share else option.name
-        more: dict[str, Any] = {"help": argparse.SUPPRESS} if name in hidden else {}
+        more: dict[str, Any] = {"help": argparse.SUPPRESS} if name in hidden or option.ablation else {}
         if is_share:
             more["type"] = lambda text: rho_of(_parser_of(HARD_SHARE)(text))
         add_flag(group, option, default=argparse.SUPPRESS, dest=name, **more)
+
+
+class _SetOption(argparse.Action):
+    """``NAME=VALUE`` does what the option's own flag would."""
+
+    def __init__(self, options: dict[str, Option], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.options = options
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        name, _, value = values.partition("=")
+        option = self.options.get(name.replace("-", "_"))
+        if option is None or not value:
+            known = nearest(name, self.options) if option is None else ""
+            raise argparse.ArgumentError(
+                self, f"{values}: expected NAME=VALUE{known}; openclip-ext losses LOSS lists the names"
+            )
+        try:
+            setattr(namespace, option.name, option.parse(value))
+        except OptionError as error:
+            raise argparse.ArgumentError(self, str(error)) from error
 
 
 def add_flag(group: argparse._ActionsContainer, option: Option, default: Any, **more: Any) -> None:

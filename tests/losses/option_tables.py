@@ -1,4 +1,4 @@
-"""What is made from the losses' options: the tables in ``docs/methods/``, the help's file, and the package's type stub.
+"""What is made from the code: the tables in ``docs/methods/``, the files of ``--help``, and the package's type stub.
 
 A page says whose options it documents in a comment, and the table between it and the next comment is made from
 ``openclip_ext/losses/options.py`` and the defaults of the registry::
@@ -9,13 +9,20 @@ A page says whose options it documents in a comment, and the table between it an
 ``python -m tests.losses.option_tables`` brings all of them up to date; ``test_docs.py`` says what is not.
 """
 
+import contextlib
 import dataclasses
+import io
 import json
 import re
+import runpy
+import signal
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import openclip_ext
+from openclip_ext import cli
 from openclip_ext.losses.options import HARD_SHARE
 from openclip_ext.losses.registry import OPTIONS, list_losses, options_used_by
 from openclip_ext.options import Option
@@ -39,7 +46,13 @@ def _table(losses: list[str]) -> str:
     titles, columns = _columns(losses)
     header = ["option", "flag", "symbol", "meaning", *titles]
     rows = [
-        [f"`{name}`", f"`{option.flag}`", option.symbol, _meaning(option), *(_cell(used, name) for used in columns)]
+        [
+            f"`{name}`",
+            f"`{_spelled(option)}`",
+            option.symbol,
+            _meaning(option),
+            *(_cell(used, name) for used in columns),
+        ]
         for name, option in OPTIONS.items()
         if any(name in used for used in columns)
     ]
@@ -79,6 +92,10 @@ def _meaning(option: Option) -> str:
     return option.help + choices
 
 
+def _spelled(option: Option) -> str:
+    return f"--loss-option {option.name}=" if option.ablation else option.flag
+
+
 def _cell(used: dict[str, Any], name: str) -> str:
     if name not in used:
         return "–"
@@ -95,6 +112,7 @@ def help_file() -> str:
         "options": [_fields(option) for option in table.options],
         "run_options": {title: [_fields(option) for option in group] for title, group in table.run_options.items()},
         "defaults": table.defaults,
+        "summaries": table.summaries,
     }
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
@@ -104,6 +122,24 @@ def _fields(option: Option) -> dict[str, Any]:
     unsaid = {field.name: field.default for field in dataclasses.fields(option)}
     said = {name: value for name, value in dataclasses.asdict(option).items() if value != unsaid[name]}
     return said | {"type": option.type.__name__, "default": option.default}
+
+
+def helps() -> dict[str, str]:
+    """What each command but ``train`` answers to ``--help``."""
+    return {name: _help_of(name, command.module) for name, command in cli.COMMANDS.items() if name != "train"}
+
+
+def _help_of(name: str, module: str) -> str:
+    shown, handler = io.StringIO(), signal.getsignal(signal.SIGTERM)
+    with (
+        mock.patch.object(sys, "argv", [f"openclip-ext {name}", "--help"]),
+        mock.patch.dict("os.environ", COLUMNS="100"),
+        contextlib.redirect_stdout(shown),
+        contextlib.suppress(SystemExit),
+    ):
+        runpy.run_module(module, run_name="__main__")
+    signal.signal(signal.SIGTERM, handler)
+    return shown.getvalue()
 
 
 def _json(content: Any) -> str:
@@ -152,6 +188,7 @@ def main() -> None:
     for path, content in (
         (flag_table.FILE, help_file()),
         (STUB, stub()),
+        (cli.HELP_FILE, json.dumps(helps(), indent=1, ensure_ascii=False) + "\n"),
         *((page, updated(page.read_text(encoding="utf-8"))) for page in PAGES),
     ):
         if not path.exists() or path.read_text(encoding="utf-8") != content:

@@ -160,10 +160,10 @@ def test_wrong_options_are_named(name: str, options: dict[str, Any], message: st
     ("name", "options", "message"),
     [
         ("neuclip", {"gamma": 0.5}, r"--gamma: not used by the loss 'neuclip', which takes .*--prototypes, .*"),
-        ("fastclip", {"eps": None}, "--loss-eps None: expected a number >= 0"),
+        ("fastclip", {"eps": None}, "--loss-option eps=None: expected a number >= 0"),
         ("fastclip", {"temperature": 14.3}, r"--temperature 14.3: expected at most 1, .* give --temperature 0\.06993"),
         ("fastclip", {"gamma": "much"}, "--gamma much: expected a number >= 0, at most 1"),
-        ("queueclip", {"leave_own_out": True, "prototypes": 1}, "--leave-own-out: needs .*"),
+        ("queueclip", {"leave_own_out": True, "prototypes": 1}, "--loss-option leave_own_out=True: needs .*"),
     ],
 )
 def test_a_command_line_is_told_the_flags(name: str, options: dict[str, Any], message: str) -> None:

@@ -130,13 +130,17 @@ def help_of(capsys, *argv):
 
 def test_the_help_has_every_flag_with_the_losses_defaults(capsys):
     short = help_of(capsys, "--help")
-    for part in ("neuclip\n", "--restart-every 500", "--no-simultaneous", "--save-every-steps", "--fsdp"):
-        assert part in short
-    assert {"--local-loss", "--train-data", "--aug-cfg"} <= set(short.split())
-    assert len(short.splitlines()) < 150 and max(map(len, short.splitlines())) <= 110
+    start = short.splitlines()[:20]
+    assert start[0].startswith("usage: openclip-ext train") and "openclip-ext train --loss queueclip" in start[2]
+    assert [line.split()[0] for line in start if line.startswith("  --")][:3] == ["--loss", "--train-data", "--model"]
+    assert next(line for line in short.splitlines() if line.startswith("  neuclip  ")).endswith("inside each step")
+    assert set(flag_table.from_file().defaults) <= set(short.split())
+    assert {"--local-loss", "--train-data", "--aug-cfg", "--save-every-steps", "--recipe"} <= set(short.split())
+    assert len(short.splitlines()) < 90 and max(map(len, short.splitlines())) <= 125
     whole = " ".join(help_of(capsys, "--help-all").split())
     for part in ("(default: 4096 with neuclip, queueclip)", "--local-loss calculate loss w/ local", "--fsdp spread"):
         assert part in whole
+    assert "main.py" not in whole and "--alpha-gradient" not in short + whole
 
 
 def test_the_help_of_a_loss_describes_its_flags_only(capsys):
@@ -145,7 +149,7 @@ def test_the_help_of_a_loss_describes_its_flags_only(capsys):
         assert "--restart-every 500\n      steps between two restarts" in shown
         assert "--gamma" not in shown and "--train-data" not in shown
     assert "none" in help_of(capsys, "--loss", "siglip", "-h")
-    assert "Losses, and the flags" in help_of(capsys, "--help", "--loss", "unknown")
+    assert "Flags that everybody needs" in help_of(capsys, "--help", "--loss", "unknown")
 
 
 def test_the_help_knows_the_options_that_the_code_has():
@@ -186,11 +190,44 @@ def test_an_option_of_the_loss_by_its_name(joined):
     assert wanted.items() <= loss.options.items()
 
 
+def test_an_old_spelling_works_and_says_the_new_one(capsys):
+    _, loss = parse(["--loss", "neuclip", "--no-alpha-gradient", "--loss-eps=1e-6"])
+    assert (loss.options["alpha_gradient"], loss.options["eps"]) == (False, 1e-6)
+    notes = capsys.readouterr().err.splitlines()
+    assert [note.split(";")[0] for note in notes] == [
+        "note: --loss-eps is spelled --loss-option eps=VALUE now",
+        "note: --alpha-gradient is spelled --loss-option alpha_gradient=VALUE now",
+    ]
+    parse(["--recipe", "cc3m", "--loss", "neuclip", "--loss-option", "eps=1e-6"])
+    assert not capsys.readouterr().err
+
+
+def test_messages_name_the_spelling_of_today():
+    with pytest.raises(UsageError, match="--loss-option leave_own_out: not used by the loss 'neuclip'"):
+        parse(["--loss", "neuclip", "--loss-option", "leave_own_out=true"])
+    with pytest.raises(UsageError, match="argument --loss-option: eps='-1': expected a number >= 0"):
+        parse(["--loss", "neuclip", "--loss-option", "eps=-1"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        (["--text-key", "txt;caption"], "caption_key", "txt;caption"),
+        (["--json-text-key", "long;short"], "caption_key", "json:long;json:short"),
+        (["--json-text-key=caption"], "caption_key", "json:caption"),
+        (["--visual-layer-decay=0.7"], "image_layer_decay", 0.7),
+        (["--image-key", "png"], "image_key", "png"),
+    ],
+)
+def test_the_names_of_openclips_main_branch_work(argv, name, value):
+    assert getattr(parse(["--train-data", "x.tar", *argv])[0], name) == value
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("prototyps=64", "did you mean prototypes?; see openclip-ext losses NAME"),
-        ("prototypes", "--loss-option prototypes: expected NAME=VALUE"),
+        ("prototyps=64", "did you mean prototypes?; openclip-ext losses LOSS lists the names"),
+        ("prototypes", "--loss-option: prototypes: expected NAME=VALUE"),
         ("gamma=0.5", "gamma"),
         ("prototypes=0", "prototypes"),
     ],

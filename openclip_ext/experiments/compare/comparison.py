@@ -35,7 +35,7 @@ from openclip_ext.experiments.runs import Contest, Results, Run, score
 from openclip_ext.experiments.statistics import group_numbers, half_width
 from openclip_ext.experiments.workers import Workers
 from openclip_ext.files import write_atomically
-from openclip_ext.losses.registry import OPTIONS
+from openclip_ext.options import option_as_words
 from openclip_ext.training.config import TrainingConfig
 
 # Of --minutes: kept for runs that are slower than their pace was, and used to measure the pace, in seconds at most.
@@ -294,11 +294,7 @@ class Comparison:
         words += ["--val-data", self.config.val] if self.config.val else []
         words += [*kept, "--loss", row["family"]]
         for name, value in row["setting"]["options"].items():
-            option = OPTIONS[name]
-            if option.type is bool:
-                words.append(option.flag if value else option.flag.replace("--", "--no-", 1))
-            else:
-                words += [option.flag, "none" if value is None else f"{value}"]
+            words += option_as_words(name, value)
         epochs, samples = row["epochs"], row["epoch_samples"]
         warmup = warmup_steps(self.pilot.config.schedule.warmup, epochs * (samples // self.pilot.batch))
         words += ["--lr", f"{row['lr']:g}", "--warmup", str(warmup), "--epochs", str(epochs)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from openclip_ext.options import flag_of, nearest
+from openclip_ext.options import as_words, nearest, option_as_words
 
 Value = int | float | str | bool | list[float] | dict[str, Any] | None
 
@@ -93,12 +93,12 @@ class Recipe:
 
     def argv(self) -> list[str]:
         """Return the recipe as arguments of ``openclip_ext.training.main``; what follows them on a command line wins."""
-        arguments = ["--loss", self.loss]
+        words = ["--loss", self.loss]
         for flag, value in self.openclip_flags.items():
-            arguments += _as_arguments(f"--{flag}", value)
-        for option, value in self.loss_options.items():
-            arguments += _as_arguments(flag_of(option), value)
-        return arguments
+            words += as_words(f"--{flag}", value)
+        for name, value in self.loss_options.items():
+            words += option_as_words(name, value)
+        return words
 
     def launch_command(self) -> str:
         """Return the command that starts the recipe on one machine with ``gpus`` GPUs."""
@@ -153,17 +153,6 @@ def get(name: str, loss: str) -> Recipe:
         f"recipe {name} has no published settings for the loss {loss!r}{nearest(loss, known)}; it has them for: "
         f"{', '.join(known)}. Leave out --recipe to train with the defaults"
     )
-
-
-def _as_arguments(flag: str, value: Value) -> list[str]:
-    if isinstance(value, bool):
-        return [flag if value else f"--no-{flag.removeprefix('--')}"]
-    if isinstance(value, dict):
-        return [flag, *(f"{name}={setting}" for name, setting in value.items())]
-    if isinstance(value, list):
-        return [flag, *map(str, value)]
-    # An equals sign, since argparse would take a negative number in an argument of its own for a flag.
-    return [f"{flag}={'none' if value is None else value}"]
 
 
 def _load() -> Iterator[Recipe]:
