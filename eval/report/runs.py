@@ -147,8 +147,8 @@ def _read_run(path: Path) -> Run:
     if not found:
         content = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
         raise ValueError(
-            f"{path} has no results: expected {RESULTS_FILE}, datacomp/CHECKPOINT/{RESULTS_FILE} or {METRICS_FILE}; "
-            f"in it: {content}."
+            f"{path} has no results: expected {RESULTS_FILE}, datacomp/CHECKPOINT/{RESULTS_FILE}, or tasks that --eval-suite "
+            f"wrote to {METRICS_FILE}; in it: {content}."
         )
     training = [record for record in records if "loss" in record]
     placed = [_place(entry, training) for entry in found.values()]

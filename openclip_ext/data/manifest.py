@@ -144,6 +144,10 @@ class Manifest:
             found |= scan.count_remote(remote, sizes, storage)
         unknown = [url for url in remote if url not in found]
         if unknown and journal is None:
+            try:
+                storage.open(unknown[0], headers_only=True).close()
+            except OSError as error:  # a wrong address has no counts, either
+                raise ManifestError(f"cannot read shards: {error}") from error
             raise ManifestError(
                 f"the number of samples is unknown for {len(unknown)} of {len(urls)} shards, among them {unknown[0]!r}: "
                 "neither sizes.json nor the shard's *_stats.json (img2dataset writes them) lies next to it. Count them "

@@ -222,6 +222,8 @@ def test_shards_in_a_bucket_train_as_local_ones(
     bucket: Bucket, folder: Path, tmp_path: Path, workers: int, cached: bool
 ):
     """Their counts come from the command that the refusal of the training names."""
+    with pytest.raises(ValueError, match=r"cannot read shards: s3://bucked/00000\.tar: .*bucket does not exist"):
+        build(f"s3://bucked/{SHARDS}")
     with pytest.raises(ValueError, match="number of samples is unknown for 4 of 4 shards") as refused:
         build(f"s3://bucket/{SHARDS}")
     command = re.search("openclip-ext manifest SHARDS --output manifest.json", str(refused.value))
