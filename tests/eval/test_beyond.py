@@ -38,15 +38,25 @@ def evaluate(tiny_folder, tmp_path, monkeypatch):
     return run
 
 
-def test_classification_of_fer2013(tiny, evaluate, tmp_path):
-    """A folder of images a class; names and templates are clip-benchmark's."""
-    images, labels = datasets.digit_images(40)
-    kept = [(image, label) for image, label in zip(images, labels, strict=True) if label < 7]
-    for number, (image, label) in enumerate(kept):
-        (tmp_path / "test" / str(label)).mkdir(parents=True, exist_ok=True)
-        image.save(tmp_path / "test" / str(label) / f"{number}.png")
-    (found,) = evaluate("fer2013", root=str(tmp_path))
-    dataset = build_dataset("fer2013", root=str(tmp_path), transform=tiny.preprocess)
+def make_fer2013(folder, images, labels) -> None:
+    """A folder of images a class."""
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        if label < 7:
+            (folder / str(label)).mkdir(parents=True, exist_ok=True)
+            image.save(folder / str(label) / f"{number}.png")
+
+
+@pytest.mark.parametrize("prompts", [None, ["a {c}", "a picture of a {c}"]])
+def test_classification_of_fer2013(tiny, evaluate, tmp_path, prompts):
+    """Names are clip-benchmark's, and so are the templates, unless a file has others (CLIP-Lite, Table 11)."""
+    make_fer2013(tmp_path / "test", *datasets.digit_images(40))
+    options = {}
+    if prompts is not None:
+        (tmp_path / "prompts.json").write_text(json.dumps({"fer2013": prompts}))
+        options = {"custom_template_file": str(tmp_path / "prompts.json")}
+    (found,) = evaluate("fer2013", root=str(tmp_path), **options)
+    dataset = build_dataset("fer2013", root=str(tmp_path), transform=tiny.preprocess, **options)
+    assert prompts is None or dataset.templates == prompts
     weights = zeroshot_classification.zero_shot_classifier(
         tiny.model, tiny.tokenizer, dataset.classes, dataset.templates, "cpu", amp=False
     )
