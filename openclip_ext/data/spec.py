@@ -49,7 +49,7 @@ class DataSpec:
     source: str | Sequence[str] | None = flag(None, dest="train_data")
     dataset_type: str = flag("auto")  # "webdataset", "csv", "synthetic", or "auto": by the ending of the path
     # Samples of an epoch, None for all (--train-num-samples, --val-num-samples); of a synthetic data set the size, or 100.
-    num_samples: int | None = flag(None, dest="train_num_samples")
+    num_samples: int | None = flag(None, dest="train_num_samples", minimum=1)
     image_key: str = flag(DEFAULT_IMAGE_KEY, "extensions of the images in the shards")
     caption_key: str = flag(DEFAULT_CAPTION_KEY, "extension of the captions, or json:FIELD for a field of the metadata")
     csv_separator: str = flag("\t")

@@ -48,10 +48,10 @@ _PATIENCE = 1000
 class TrainLoaderConfig:
     """Configuration of :class:`TrainLoader`."""
 
-    batch_size: int = flag()  # samples of a micro-batch on one rank
+    batch_size: int = flag(minimum=1)  # samples of a micro-batch on one rank
     accum_freq: int = flag(1, minimum=1)  # micro-batches of an optimizer step
-    workers: int = flag(0)  # processes of each rank; 0 works in the training process
-    seed: int = flag(0)  # order, pixels and replacements depend on it
+    workers: int = flag(0, minimum=0)  # processes of each rank; 0 works in the training process
+    seed: int = flag(0, minimum=0)  # order, pixels and replacements depend on it
     rank: int | None = None  # None for those of torch.distributed
     world_size: int | None = None
     shuffle_window: int = 10_000  # samples that a worker shuffles over; it holds about half as many in memory

@@ -38,7 +38,7 @@ import torch
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.files import write_atomically
-from openclip_ext.training.errors import UsageError
+from openclip_ext.training.errors import UsageError, one_line
 from openclip_ext.training.table_files import open_table, restore_table, write_table
 
 LATEST = "epoch_latest"
@@ -612,4 +612,4 @@ def load_model(
     try:
         model.load_state_dict(state_dict)
     except RuntimeError as error:
-        raise UsageError(f"{source} is of another model: {str(error)[:500]}") from error
+        raise UsageError(f"{source} is of another model: {one_line(error)}") from error

@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 
 import open_clip
+import torch
 
 from openclip_ext import compat, distributed
 from openclip_ext.data.shardlist import expand_shards
-from openclip_ext.data.spec import DataSpec
+from openclip_ext.data.spec import DataSpec, parse_keys
 from openclip_ext.data.storage import is_local, local_path
 from openclip_ext.options import nearest
 from openclip_ext.training import recipes
@@ -26,9 +27,14 @@ def check(config: TrainingConfig) -> None:
     if config.data is None and not config.evaluation.is_asked_for:
         raise UsageError(NOTHING_TO_DO)
     _check_model(config.model)
+    _check_pixels(config.model)
     check_optimizer(config.optimizer)
     _check_evaluation(config.evaluation)
     if config.data is not None and config.data.resolved_type != "synthetic":
+        parse_keys(config.data.image_key, allow_json=False)
+        parse_keys(config.data.caption_key, allow_json=True)
+        if config.data.manifest is not None and not os.path.isfile(config.data.manifest):
+            raise UsageError(f"--manifest {config.data.manifest} is not there; without it one is found or made")
         files = _local_files(config.data)
         if files and not any(map(os.path.isfile, files)):  # a few that are missing are counted as bad samples
             raise UsageError(f"--train-data: none of the {len(files)} files is there, the first is {files[0]}")
@@ -65,6 +71,31 @@ def _check_model(config: ModelConfig) -> None:
     tags = open_clip.list_pretrained_tags_by_model(name)
     there = f"; tags of {name}: {', '.join(tags)}" if tags else f"; {name} has no tags"
     raise UsageError(f"--pretrained {tag} is neither a file nor a tag of {name}{nearest(tag, tags)}{there}")
+
+
+def _check_pixels(config: ModelConfig) -> None:
+    size, deviations = config.force_image_size, config.image_std
+    sides = (size,) if isinstance(size, int) else size
+    if sides is not None and not (len(sides) in (1, 2) and min(sides) > 0):
+        raise UsageError(f"--force-image-size {size}: expected one positive number, or the height and the width")
+    for flag, values in (("--image-mean", config.image_mean), ("--image-std", deviations)):
+        if values is not None and len(values) != 3:
+            raise UsageError(f"{flag} {values}: expected three numbers, of red, green and blue")
+    if deviations is not None and min(deviations) <= 0:
+        raise UsageError(f"--image-std {deviations}: expected positive numbers")
+
+
+def check_device(name: str) -> None:
+    """Raise UsageError for a device that PyTorch does not know, or a GPU by number that this machine does not have."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"--device {name} is no device of PyTorch: expected cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+        raise UsageError(
+            f"--device {name}: PyTorch finds {torch.cuda.device_count()} GPUs on this machine; to train without one give "
+            "--device cpu"
+        )
 
 
 def _check_evaluation(config: EvaluationConfig) -> None:

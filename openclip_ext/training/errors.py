@@ -12,6 +12,12 @@ class UsageError(ValueError):
     """A wrong command line, or data or a checkpoint that does not fit it; the message says what to do."""
 
 
+def one_line(error: Exception) -> str:
+    """Return the first of what a model's ``load_state_dict`` finds wrong, without the names of all weights."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2])[:200]
+
+
 def on_master(action: Callable[[], T]) -> T:
     """Return on all ranks what an action gives on the master; its UsageError is raised on all of them, so that none waits.
 

@@ -64,10 +64,10 @@ class EvaluationConfig:
     """
 
     val_data: DataSpec | None = None
-    val_every: int = flag(1, dest="val_frequency")
+    val_every: int = flag(1, dest="val_frequency", minimum=0)
     imagenet_val: str | None = flag(None)
     imagenet_v2: str | None = flag(None)
-    imagenet_every: int = flag(2, dest="zeroshot_frequency")
+    imagenet_every: int = flag(2, dest="zeroshot_frequency", minimum=0)
     suite: str | None = flag(
         None,
         "DataComp tasks to run during training",

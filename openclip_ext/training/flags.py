@@ -96,6 +96,8 @@ def _without_usage(parse: Callable[[], T], known: Sequence[str] = ()) -> T:
     try:
         with contextlib.redirect_stderr(printed):
             return parse()
+    except ValueError as error:
+        raise UsageError(f"--aug-cfg: expected NAME=VALUE, such as color_jitter_prob=0.8 ({error})") from error
     except SystemExit:
         message = printed.getvalue().rpartition(" error: ")[2].strip()
         unknown = message.partition("unrecognized arguments: ")[2].split()
@@ -192,6 +194,9 @@ def _check_together(args: argparse.Namespace) -> None:
             args.dataset_type == "synthetic" and args.val_data
         ),
         "--trace is for evaluation only; leave it out to train": args.trace and args.train_data,
+        "--name is empty: leave it out, or give the run a name": args.name == "",
+        f"--resume {args.resume} is no file of this machine: copy the checkpoint and its .state folder, or give --remote-sync "
+        "and --resume latest": "://" in (args.resume or ""),
         "--resume latest needs --name: without it every start makes a new run folder": (
             args.resume == "latest" and args.name is None
         ),

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from openclip_ext.data.images import IMAGE_BACKENDS, ImagePipeline, image_pipeli
 from openclip_ext.losses import registry
 from openclip_ext.losses.heads import read_heads
 from openclip_ext.options import flag
-from openclip_ext.training.errors import UsageError
+from openclip_ext.training.errors import UsageError, one_line
 
 # Folder of a run in which its model's configuration is.
 MODEL_CONFIG = "model_config"
@@ -54,9 +55,9 @@ class ModelConfig:
     torchscript: bool = flag(False)
     force_quick_gelu: bool = flag(False)
     force_custom_text: bool = flag(False)
-    force_patch_dropout: float | None = flag(None)
+    force_patch_dropout: float | None = flag(None, minimum=0.0, exclusive_maximum=1.0)
     force_image_size: int | tuple[int, ...] | None = flag(None)
-    force_context_length: int | None = flag(None)
+    force_context_length: int | None = flag(None, minimum=1)
     image_mean: Sequence[float] | None = flag(None)
     image_std: Sequence[float] | None = flag(None)
     image_interpolation: str | None = flag(None)
@@ -71,10 +72,10 @@ class ModelConfig:
     cache_dir: str | None = flag(None)
     siglip_start: bool = flag(False, dest="siglip")
     lock_image: bool = flag(False)
-    lock_image_unlocked_groups: int = flag(0, needs="lock_image")
+    lock_image_unlocked_groups: int = flag(0, needs="lock_image", minimum=0)
     lock_image_freeze_bn_stats: bool = flag(False, needs="lock_image")
     lock_text: bool = flag(False)
-    lock_text_unlocked_layers: int = flag(0, needs="lock_text")
+    lock_text_unlocked_layers: int = flag(0, needs="lock_text", minimum=0)
     lock_text_freeze_layer_norm: bool = flag(False, needs="lock_text")
     grad_checkpointing: bool = flag(False)
     trace: int | None = None
@@ -166,7 +167,14 @@ class BuiltModel:
 def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltModel:
     """Build the model from the same random numbers on all ranks; afterwards each rank draws its own."""
     _seed(seed)
-    model, preprocess_train, preprocess_val = config.create(device)
+    try:
+        model, preprocess_train, preprocess_val = config.create(device)
+    except (RuntimeError, AssertionError) as error:
+        if not config.pretrained or not os.path.isfile(config.pretrained):
+            raise
+        raise UsageError(
+            f"--pretrained {config.pretrained} is no checkpoint of --model {config.name}: {one_line(error)}"
+        ) from error
     if config.linear_replacement is not None:
         model = compat.replace_linear_layers(model, config.linear_replacement, device)
     _seed(seed + distributed.rank())

@@ -51,12 +51,12 @@ class OptimizerConfig:
     """
 
     name: str = flag("adamw", dest="opt")
-    lr: float = flag(5e-4)
+    lr: float = flag(5e-4, exclusive_minimum=0.0, cure="to evaluate only, leave out --train-data")
     weight_decay: float = flag(0.2, dest="wd", minimum=0.0)
     beta1: float | None = flag(0.9, minimum=0.0, exclusive_maximum=1.0)
     beta2: float | None = flag(0.98, minimum=0.0, exclusive_maximum=1.0)
     eps: float | None = flag(1e-6)
-    momentum: float | None = flag(None, minimum=0.0)
+    momentum: float | None = flag(None, minimum=0.0, exclusive_maximum=1.0)
     lookahead_steps: int | None = flag(
         None,
         "steps between two of LookAhead, for --opt timm/lookahead_NAME (CLIP-Lite: 5; default: timm's 6)",
@@ -99,8 +99,8 @@ class ScheduleConfig:
         0.0, "learning rate at the end of --lr-scheduler cosine (FastCLIP on LAION-400M: 4e-5)", minimum=0.0
     )
     cooldown_epochs: int | None = flag(None, dest="epochs_cooldown", minimum=0)
-    cooldown_power: float = flag(1.0, dest="lr_cooldown_power")
-    cooldown_end: float = flag(0.0, dest="lr_cooldown_end")
+    cooldown_power: float = flag(1.0, dest="lr_cooldown_power", minimum=0.0)
+    cooldown_end: float = flag(0.0, dest="lr_cooldown_end", minimum=0.0)
     skip: bool = flag(False, dest="skip_scheduler")
 
 

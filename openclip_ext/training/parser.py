@@ -71,10 +71,8 @@ class _SetOption(argparse.Action):
         name, _, value = values.partition("=")
         option = self.options.get(name.replace("-", "_"))
         if option is None or not value:
-            known = nearest(name, self.options) if option is None else ""
-            raise argparse.ArgumentError(
-                self, f"{values}: expected NAME=VALUE{known}; openclip-ext losses LOSS lists the names"
-            )
+            wrong = f"no loss has {name!r}{nearest(name, self.options)}" if option is None else "expected NAME=VALUE"
+            raise argparse.ArgumentError(self, f"{values}: {wrong}; openclip-ext losses LOSS lists the names")
         try:
             setattr(namespace, option.name, option.parse(value))
         except OptionError as error:

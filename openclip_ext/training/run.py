@@ -15,7 +15,7 @@ from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training import heartbeat, parallel, resume, run_folder, signals
 from openclip_ext.training.checkpoint import Checkpoint, Position, RunIdentity
-from openclip_ext.training.checks import check, tell_other_batch
+from openclip_ext.training.checks import check, check_device, tell_other_batch
 from openclip_ext.training.config import TrainingConfig, training_config
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import build_evaluators, run_evaluators
@@ -42,6 +42,7 @@ def run(argv: list[str]) -> None:
     args, choice = parse(argv)
     signals.end_with_torchrun()
     compat.set_backends()
+    check_device(args.device)
     device = compat.init_device(args)
     distributed.set_patience(distributed.START_PATIENCE)
     handlers = list(logging.root.handlers)

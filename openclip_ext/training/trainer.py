@@ -60,7 +60,7 @@ class SavePolicy:
 
     folder: Path | None
     name: str
-    every_epochs: int = flag(1, dest="save_frequency")
+    every_epochs: int = flag(1, dest="save_frequency", minimum=0)
     every_steps: int = flag(
         0, "also save a checkpoint every N optimizer steps (0: never)", dest="save_every_steps", minimum=0
     )

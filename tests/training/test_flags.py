@@ -226,7 +226,7 @@ def test_the_names_of_openclips_main_branch_work(argv, name, value):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("prototyps=64", "did you mean prototypes?; openclip-ext losses LOSS lists the names"),
+        ("prototyps=64", "no loss has 'prototyps'; did you mean prototypes?; openclip-ext losses LOSS lists the names"),
         ("prototypes", "--loss-option: prototypes: expected NAME=VALUE"),
         ("gamma=0.5", "gamma"),
         ("prototypes=0", "prototypes"),

@@ -1,0 +1,149 @@
+"""Mistakes on the command line, some from each group of flags: exit status 2 and one line with what was found and the cure."""
+
+import pytest
+import torch
+
+from openclip_ext.training import run as program
+from openclip_ext.training.model import ModelConfig
+
+WORKS = "--model demo-vit --precision fp32 --device cpu --logs none --dataset-type synthetic --train-num-samples 64"
+
+# Flags, and what the line says of them, by group.
+MISTAKES: dict[str, list[tuple[str, str]]] = {
+    "names": [
+        ("--gama 0.5", "unrecognized arguments: --gama 0.5; did you mean --gamma?"),
+        ("--losss neuclip", "did you mean --loss?"),
+        ("--train_data x", "did you mean --train-data?"),
+        ("-loss neuclip", "did you mean --loss?"),
+        ("extra words", "unrecognized arguments: extra words"),
+        ("--los neuclip", "--los is none of OpenCLIP's flags and the beginning of --loss"),
+        ("--recipe", "--recipe: expected one argument"),
+    ],
+    "batch and length": [
+        ("--batch-size 0", "--batch-size 0: expected an integer >= 1"),
+        ("--batch-size -4", "--batch-size -4: expected an integer >= 1"),
+        ("--batch-size 1.5", "--batch-size: invalid int value: '1.5'"),
+        ("--accum-freq -1", "--accum-freq -1: expected an integer >= 1"),
+        ("--global-batch 0", "--global-batch: '0': expected an integer >= 1"),
+        ("--epochs -1", "to evaluate only, leave out --train-data"),
+        ("--train-num-samples 0", "--train-num-samples 0: expected an integer >= 1"),
+        ("--train-num-samples 8 --batch-size 16", "16"),
+        ("--workers -1", "--workers -1: expected an integer >= 0"),
+        ("--seed -1", "--seed -1: expected an integer >= 0"),
+    ],
+    "optimization": [
+        ("--lr 0", "--lr 0.0: expected a number > 0; to evaluate only, leave out --train-data"),
+        ("--lr nan", "--lr nan: expected a number > 0"),
+        ("--lr fast", "--lr: invalid float value: 'fast'"),
+        ("--warmup 1e3", "--warmup: invalid int value: '1e3'"),
+        ("--beta2 1", "--beta2 1.0: expected a number >= 0, below 1"),
+        ("--momentum 2", "--momentum 2.0: expected a number >= 0, below 1"),
+        ("--opt sgd", "did you mean timm/sgd?"),
+        ("--lr-scheduler linear", "--lr-scheduler linear: expected one of cosine, const, const-cooldown"),
+        ("--lr-cooldown-power -1", "--lr-cooldown-power -1.0: expected a number >= 0"),
+        ("--model-ema-decay 1", "give one such as 0.9999"),
+        ("--lr-image 0", "use --lock-image"),
+        ("--image-layer-decay 2", "--image-layer-decay: '2': expected a number > 0, at most 1"),
+    ],
+    "model": [
+        ("--model vit-b-32", "did you mean ViT-B-32?"),
+        ("--pretrained no_such", "--pretrained no_such is neither a file nor a tag of demo-vit"),
+        ("--precision fp8", "--precision: invalid choice: 'fp8'"),
+        ("--force-image-size 0", "--force-image-size 0: expected one positive number, or the height and the width"),
+        ("--force-image-size 1 2 3", "expected one positive number, or the height and the width"),
+        ("--force-context-length 0", "--force-context-length 0: expected an integer >= 1"),
+        ("--force-patch-dropout 2", "--force-patch-dropout 2.0: expected a number >= 0, below 1"),
+        ("--image-mean 1 2", "--image-mean [1.0, 2.0]: expected three numbers"),
+        ("--image-std 0 0 0", "--image-std [0.0, 0.0, 0.0]: expected positive numbers"),
+        ("--image-resize-mode crop", "--image-resize-mode: invalid choice: 'crop'"),
+        ("--aug-cfg scale", "--aug-cfg: expected NAME=VALUE"),
+        ("--lock-text-unlocked-layers 3", "--lock-text-unlocked-layers needs --lock-text"),
+    ],
+    "machine": [
+        ("--device gpu", "--device gpu is no device of PyTorch: expected cpu, cuda or cuda:N"),
+        (
+            "--device cuda:0",
+            "--device cuda:0: PyTorch finds 0 GPUs on this machine; to train without one give --device cpu",
+        ),
+        ("--rank-patience -5", "--rank-patience: '-5': expected a number > 0"),
+        ("--profile -1", "--profile: '-1': expected an integer >= 0"),
+    ],
+    "loss": [
+        ("--loss neucilp", "Did you mean 'neuclip'?"),
+        ("--loss no.module:METHOD", "No module named 'no'"),
+        ("--loss os:path", "expected a Method"),
+        ("--loss neuclip --gamma 0.5", "--gamma: not used by the loss 'neuclip', which takes"),
+        ("--loss neuclip --loss-option prototyps=5", "no loss has 'prototyps'; did you mean prototypes?"),
+        ("--loss neuclip --loss-option prototypes", "prototypes: expected NAME=VALUE"),
+        ("--loss neuclip --loss-option simultaneous=perhaps", "simultaneous='perhaps': expected True or False"),
+        ("--loss neuclip --prototypes 0", "--prototypes: '0': expected an integer >= 1"),
+        ("--loss neuclip --temperature 14", "For a logit scale of 14 give --temperature 0.07143"),
+        ("--loss neuclip --temperature-min 0.5 --temperature-max 0.2", "is larger than --temperature-max 0.2"),
+        ("--loss neuclip --hard-share 2", "--hard-share: '2': expected a number > 0, at most 1"),
+        ("--loss fastclip --state-device gpu", "--state-device: 'gpu': expected one of auto, model, cpu"),
+        ("--loss sogclr --views 3", "--views: '3': expected an integer >= 1, at most 2"),
+        ("--loss neuclip --siglip", "--siglip and --loss neuclip contradict each other"),
+        ("--recipe cc3", "did you mean cc3m?"),
+    ],
+    "data": [
+        ("--image-backend opencv", "--image-backend: 'opencv': expected one of pil, torchvision"),
+        ("--max-bad-fraction 5%", "--max-bad-fraction: '5%': expected a number >= 0, at most 1"),
+        ("--cache-size 5", "--cache-size needs --cache-dir"),
+        ("--dataset-type tar", "--dataset-type: invalid choice: 'tar'"),
+        ("--dataset-type auto --train-data x.txt", "say it with --dataset-type"),
+        (
+            "--dataset-type webdataset --train-data /no/{0..3}.tar",
+            "none of the 4 files is there, the first is /no/0.tar",
+        ),
+        ("--dataset-type webdataset --train-data data/{00..10", "Unbalanced braces"),
+        ("--dataset-type webdataset --train-data x.tar --manifest no.json", "--manifest no.json is not there"),
+        ("--dataset-type webdataset --train-data x.tar --caption-key meta:a", "the key 'meta:a' is not understood"),
+        ("--dataset-type webdataset --train-data x.tar --image-key json:a", "the key 'json:a' is not understood"),
+        ("--dataset-type webdataset --train-data x.tar --json-text-key=", "the key 'json:' is not understood"),
+        (
+            "--dataset-type webdataset --train-data x.tar --image-key ;",
+            "expected names of tar fields such as 'jpg;png'",
+        ),
+    ],
+    "run folder": [
+        ("--resume latest", "--resume latest needs --name"),
+        ("--resume s3://b/epoch_1.pt", "s3://b/epoch_1.pt is no file of this machine"),
+        ("--resume no/epoch_1.pt", "no/epoch_1.pt does not exist"),
+        ("--name=", "--name is empty"),
+        ("--save-frequency -1", "--save-frequency -1: expected an integer >= 0"),
+        ("--report-to tensorbord", "--report-to tensorbord: known are wandb, tensorboard, all"),
+        ("--remote-sync s3://x", "--remote-sync needs a folder, and --logs none has none"),
+    ],
+    "evaluation": [
+        ("--val-frequency -1", "--val-frequency -1: expected an integer >= 0"),
+        ("--zeroshot-frequency -1", "--zeroshot-frequency -1: expected an integer >= 0"),
+        ("--eval-suite fast --eval-data-dir x", "--eval-suite: 'fast': expected one of quick, full"),
+        ("--imagenet-val /no", "--imagenet-val /no is no folder"),
+        ("--keep-best", "--keep-best: expected one argument"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), [mistake for group in MISTAKES.values() for mistake in group])
+def test_a_mistake_is_one_line_and_status_2(flags, message, monkeypatch, capsys):
+    monkeypatch.setattr(ModelConfig, "create", lambda *_: pytest.fail("the model was built"))
+    if "--batch-size 16" in flags:  # the loader comes after the model
+        monkeypatch.undo()
+    with pytest.raises(SystemExit) as stopped:
+        program.program([*WORKS.split(), *flags.split()])
+    assert stopped.value.code == 2
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert told.startswith("error: ") and message in told
+
+
+@pytest.mark.parametrize("flag", ["--pretrained", "--resume"])
+def test_weights_of_another_model_are_one_line(flag, tmp_path, capsys):
+    weights = tmp_path / "epoch_1.pt"
+    torch.save(
+        {"epoch": 1, "name": "x", "state_dict": {"visual.conv.weight": torch.zeros(2)}, "optimizer": {}}, weights
+    )
+    with pytest.raises(SystemExit) as stopped:
+        program.program([*WORKS.split(), flag, str(weights)])
+    assert stopped.value.code == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1 and str(weights) in told[0] and len(told[0]) < 400
