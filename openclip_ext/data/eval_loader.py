@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 
 from openclip_ext.data import tar
 from openclip_ext.data.source import (
+    MAX_CAPTION,
     BadDataError,
     BadSampleError,
     DecodedImage,
@@ -21,7 +22,7 @@ from openclip_ext.data.source import (
     decode_image,
 )
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage
-from openclip_ext.data.worker_signals import leave_process_group, start_workers
+from openclip_ext.data.workers import leave_process_group, start_workers
 
 
 class ShardStreams(NamedTuple):
@@ -84,7 +85,7 @@ class _EvalDataset(IterableDataset):
                 yield self._transform_sample(image, caption)
 
     def _transform_sample(self, image: DecodedImage, caption: str) -> dict[str, Any]:
-        return {"image": self._transform(image), "text": self._tokenizer(caption)[0]}
+        return {"image": self._transform(image), "text": self._tokenizer(caption[:MAX_CAPTION])[0]}
 
     def _read_source(self, source: Source, worker: int, workers: int) -> Iterator[RawSample]:
         """Yield the samples that are not left out; workers take shards in turn, or batches where these are too few."""

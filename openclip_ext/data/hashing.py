@@ -1,6 +1,6 @@
 """A counter-based hash: the only source of randomness in the data package.
 
-Orders, pixels and replacements are functions of numbers such as (seed, epoch, index). Hashing these numbers, rather
+Orders, pixels and drawn captions are functions of numbers such as (seed, epoch, index). Hashing these numbers, rather
 than drawing from a generator, needs no state, works on whole arrays, and gives the same values with every numpy
 version.
 """
@@ -21,7 +21,6 @@ class Purpose(IntEnum):
     ROTATION = 2
     SHUFFLE = 3
     PIXELS = 4
-    REPLACEMENT = 5
     RESAMPLING = 6
     CAPTION = 7
 

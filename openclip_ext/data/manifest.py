@@ -24,7 +24,7 @@ from openclip_ext.data import scan
 from openclip_ext.data.scan import Problems, Shard
 from openclip_ext.data.shardlist import expand_shards, refuse_repeated, shard_name
 from openclip_ext.data.spec import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
-from openclip_ext.data.storage import DEFAULT_STORAGE, Storage, is_local
+from openclip_ext.data.storage import DEFAULT_STORAGE, ReplacedError, Storage, is_local
 from openclip_ext.files import write_atomically
 from openclip_ext.schema import read_as
 
@@ -311,16 +311,17 @@ class Manifest:
         """Check a local shard that is about to be read, as :meth:`verify` does; this may be days after the start.
 
         Raises:
-            OSError: It is gone, or its samples may not be the ones that were indexed.
+            ReplacedError: Its samples may not be the ones that were indexed.
+            OSError: It is gone.
         """
         shard = self.shards[shard_number]
         status = os.stat(shard.url)
         if status.st_size != shard.size:
-            raise OSError(f"it has {status.st_size:,} bytes, {shard.size or 0:,} when the manifest was made")
+            raise ReplacedError(f"it has {status.st_size:,} bytes, {shard.size or 0:,} when the manifest was made")
         if status.st_mtime_ns != shard.mtime_ns:
             found = scan.scan_shard(shard.url, self.image_key, self.caption_key)
             if not _has_same_members(shard, found):
-                raise OSError("it was replaced by a file with other samples after the manifest was made")
+                raise ReplacedError("it was replaced by a file with other samples after the manifest was made")
             shard.mtime_ns = found.mtime_ns
 
     def report(self) -> Iterator[str]:

@@ -146,10 +146,23 @@ class Layout:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of an epoch that was run in one layout: ``batches`` micro-batches on each rank."""
+    """A part of an epoch that was run in one layout.
+
+    Attributes:
+        layout: the layout.
+        batches: micro-batches of each rank.
+        bad: samples that each worker has passed over as bad, rank by rank; empty: none.
+    """
 
     layout: Layout
     batches: int
+    bad: tuple[int, ...] = ()
+
+    def taken(self, rank: int, worker: int) -> int:
+        """Return how many samples of its piece a worker has handed out or passed over."""
+        number = rank * self.layout.workers + worker
+        bad = self.bad[number] if number < len(self.bad) else 0
+        return self.layout.worker_batches(self.batches, worker) * self.layout.batch_size + bad
 
 
 class EpochOrder:
@@ -160,18 +173,28 @@ class EpochOrder:
         seed, epoch: The shuffles depend on these.
         seen: The segments that were run in other layouts, in order.
         layout: The layout to go on in: each rank gets ``batches`` micro-batches.
+        num_slots: Slots that the sequence has; None: as many as the layouts ask for.
 
     Raises:
         ValueError: A segment has more batches than there were samples for.
     """
 
-    def __init__(self, sequence: EpochSequence, seed: int, epoch: int, seen: Sequence[Segment], layout: Layout) -> None:
+    def __init__(
+        self,
+        sequence: EpochSequence,
+        seed: int,
+        epoch: int,
+        seen: Sequence[Segment],
+        layout: Layout,
+        num_slots: int | None = None,
+    ) -> None:
         self._sequence = sequence
         self._seed = seed
         self._epoch = epoch
         self._layout = layout
         self._segment = len(seen)
-        unseen = _Slots.up_to(max([layout.epoch_samples, *(segment.layout.epoch_samples for segment in seen)]))
+        asked = max([layout.epoch_samples, *(segment.layout.epoch_samples for segment in seen)])
+        unseen = _Slots.up_to(asked if num_slots is None else min(asked, num_slots))
         for number, segment in enumerate(seen):
             unseen = _without(unseen, segment, seed, (epoch, number))
         self._slots = unseen
@@ -249,7 +272,7 @@ def _without(slots: _Slots, segment: Segment, seed: int, words: tuple[int, ...])
     for rank in range(layout.world_size):
         for worker in range(layout.workers):
             begin, end = layout.piece(number, rank, worker)
-            done = layout.worker_batches(segment.batches, worker) * layout.batch_size
+            done = min(segment.taken(rank, worker), end - begin)
             left = _left_of_shuffle(end - begin, layout.shuffle_window, done, seed, *words, rank, worker)
             begins.append(begin + left[0])
             ends.append(begin + left[1])

@@ -12,8 +12,8 @@ import numpy as np
 from openclip_ext.data import tar
 from openclip_ext.data.manifest import Manifest
 from openclip_ext.data.order import EpochSequence, kept_samples, resampled_shards, shuffled_shards
-from openclip_ext.data.source import BadSampleError, DecodedImage, ImageDecoder, RawSample, Reader, SampleKeys, Source
-from openclip_ext.data.storage import DEFAULT_STORAGE, Storage, in_background
+from openclip_ext.data.source import DecodedImage, ImageDecoder, RawSample, Reader, SampleKeys, Source
+from openclip_ext.data.storage import DEFAULT_STORAGE, ReplacedError, Storage, in_background, persist
 
 # Remote shards that are opened before their turn.
 _SHARDS_AHEAD = 3
@@ -46,30 +46,29 @@ class ShardSource(Source):
         self._resampled = resampled
         self._weights = weights
         self._storage = storage
+        self._gave_up = False  # on a local shard, after which none was opened
         self._first_indices = np.array([shard.first_index for shard in manifest.shards], dtype=np.int64)
-        bounds = np.append(self._first_indices, manifest.num_samples)
-        self._kept_counts = np.diff(bounds - np.searchsorted(manifest.left_out, bounds))
 
     def is_left_out(self, index: int) -> bool:
         left_out = self.manifest.left_out
         place = np.searchsorted(left_out, index)
         return bool(place < len(left_out) and left_out[place] == index)
 
-    def sequence(self, seed: int, epoch: int, num_slots: int) -> EpochSequence:
+    def sequence(self, seed: int, epoch: int, num_slots: int, bad: np.ndarray) -> tuple[EpochSequence, int | None]:
+        left_out = np.union1d(self.manifest.left_out, bad)
+        bounds = np.append(self._first_indices, self.num_samples)
+        counts = np.diff(bounds - np.searchsorted(left_out, bounds))
         if self._resampled:
-            kept = resampled_shards(self._kept_counts, num_slots, seed, epoch, self._weights)
+            kept = resampled_shards(counts, num_slots, seed, epoch, self._weights)
         else:
-            kept = shuffled_shards(self._kept_counts, seed, epoch)
-        return kept_samples(kept, self.manifest.left_out) if len(self.manifest.left_out) else kept
+            kept = shuffled_shards(counts, seed, epoch)
+        return kept_samples(kept, left_out), None if self._resampled else int(counts.sum())
 
     def reader(self) -> Reader:
         return _ShardReader(self)
 
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
-        image, caption = self.keys.decode(raw, decoder, draw)
-        if not caption.strip():
-            raise BadSampleError("no caption: the text is empty")
-        return image, caption
+        return self.keys.decode(raw, decoder, draw)
 
     def describe(self, raw: RawSample) -> tuple[str, str]:
         return raw.key, self.keys.caption(raw)
@@ -94,13 +93,25 @@ class ShardSource(Source):
         return self.manifest.num_bad + self.manifest.num_lost, where
 
     def open_shard(self, number: int, fetch: bool = False) -> io.BufferedReader:
-        """Open one shard, and fetch its beginning if asked to; OSError if it is gone or was changed since its scan."""
+        """Open one shard, and fetch its beginning if asked to; OSError if it is gone or was changed since its scan.
+
+        A local one may lie on a file server that is away: it is waited for, unless the one before did not come either.
+        """
         shard = self.manifest.shards[number]
-        if shard.is_local:
+        if not shard.is_local:
+            file = self._storage.open(shard.url)
+            if fetch:
+                file.peek()
+            return file
+
+        def open_local() -> io.BufferedReader:
             self.manifest.check_unchanged(number)
-        file = self._storage.open(shard.url)
-        if fetch:
-            file.peek()
+            return self._storage.open(shard.url)
+
+        patience = 0.0 if self._gave_up else self._storage.patience
+        self._gave_up = True
+        file = persist(shard.url, patience, lambda error: isinstance(error, ReplacedError), open_local)
+        self._gave_up = False
         return file
 
 
@@ -136,7 +147,7 @@ class _ShardReader(Reader):
                 self._shard, self._restarted = -1, number
                 return self(index)
             if shard.is_local and isinstance(error, OSError) and error.errno is not None:
-                self._shard = -1  # a bad block of a disk costs the sample in it
+                self._shard = -1  # a bad block of a disk costs the sample in it; opening finds a shard that is gone
             else:
                 self._failure = error
             return RawSample(index, problem=f"{shard.url} cannot be read: {type(error).__name__}: {error}")

@@ -7,35 +7,33 @@ import io
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from openclip_ext.data.hashing import Purpose, hash_int
-from openclip_ext.data.order import EpochSequence, shuffled_rows
+from openclip_ext.data.order import EpochSequence, kept_samples, shuffled_rows
 from openclip_ext.data.spec import Key, parse_keys
 
 # RGB: Pillow's, or (3, H, W) uint8.
 DecodedImage = Image.Image | Tensor
 ImageDecoder = Callable[[bytes | BinaryIO], DecodedImage]
 
-# Candidates for replacing a bad sample of a shard that are tried first.
-_HEAD = 64
+# Tokenizers take time that grows with the square of a word's length, or worse; models see fewer than a hundred tokens.
+MAX_CAPTION = 4000
 # JSON can write half of a surrogate pair, on which tokenizers fail.
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class BadDataError(RuntimeError):
-    """The data are too bad to go on: a shard without a usable sample, or too many bad samples."""
+    """The data are too bad to go on: there are too many bad samples, or workers that do not answer."""
 
 
 class BadSampleError(ValueError):
-    """One sample lacks its image or caption or does not decode; it is skipped and counted."""
+    """One sample lacks its image or caption or does not decode; it is passed over and counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +85,16 @@ class Source(ABC):
         """Return whether a sample is not trained on."""
         return False
 
-    def sequence(self, seed: int, epoch: int, num_slots: int) -> EpochSequence:
-        """Return the sequence of an epoch's samples; the first ``num_slots`` are used."""
-        return shuffled_rows(self.num_samples, seed, epoch)
+    def sequence(self, seed: int, epoch: int, num_slots: int, bad: np.ndarray) -> tuple[EpochSequence, int | None]:
+        """Return the sequence of an epoch's samples, and how many there are; None: as many as are asked for.
+
+        Args:
+            seed, epoch: The order depends on these.
+            num_slots: At most so many are used.
+            bad: ``(k,)`` int64, ascending indices of samples that the epoch goes without.
+        """
+        kept = self.num_samples - len(bad)
+        return kept_samples(shuffled_rows(kept, seed, epoch), bad), kept
 
     def reader(self) -> Reader:
         """Return a new reader."""
@@ -119,15 +124,6 @@ class Source(ABC):
     def known_bad(self) -> tuple[int, str]:
         """Return how many samples are known to be bad before training starts, and where."""
         return 0, ""
-
-    def replacements(self, index: int, seed: int, epoch: int) -> Iterator[int]:
-        """Return candidates to replace a bad sample: all others of its shard that are trained on, starting at a random one."""
-        _, first, count = self.group_of(index)
-        # A shard is read from its front: a candidate from the first ones is found without going through it.
-        head = min(_HEAD, count) if self.sequential else count
-        offset = hash_int(Purpose.REPLACEMENT, seed, epoch, index) % head
-        positions = chain(range(offset, head), range(offset), range(head, count))
-        return (first + p for p in positions if first + p != index and not self.is_left_out(first + p))
 
 
 def decode_image(data: bytes | BinaryIO) -> Image.Image:
@@ -167,7 +163,10 @@ class SampleKeys:
         caption_key = _choose(raw, self._captions, "caption")
         present = [key for key in self._captions if key.field in raw.fields] if draw else [caption_key]
         captions = [caption for key in present for caption in _captions(raw.fields[key.field], key)]
-        return decoder(raw.fields[image_key.field]), captions[draw % len(captions)]
+        caption = captions[draw % len(captions)]
+        if not caption.strip():
+            raise BadSampleError("no caption: the text is empty")
+        return decoder(raw.fields[image_key.field]), caption
 
     def caption(self, raw: RawSample) -> str:
         """Return the first caption of a sample; BadSampleError if it has none, or it does not decode."""

@@ -67,7 +67,7 @@ class DataSpec:
         0.05, "stop when more than this part of the data set is unusable", minimum=0.0, maximum=1.0
     )
     remote_patience: float = flag(
-        300.0, "seconds for which a remote shard that fails is asked for again, before it counts as bad", minimum=0.0
+        300.0, "seconds for which a shard that cannot be read is asked for again, before it counts as bad", minimum=0.0
     )
     cache_dir: str | None = flag(None, "folder of this node where remote shards are kept, for all its processes")
     cache_size: float = flag(

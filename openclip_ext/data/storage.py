@@ -177,7 +177,6 @@ class _RemoteFile(io.RawIOBase):
 
     def __init__(self, url: str, patience: float, block: int) -> None:
         self.url = url
-        self._patience = patience
         self._block = block
         self._system: Any = None
         self._position = 0
@@ -186,6 +185,7 @@ class _RemoteFile(io.RawIOBase):
         self._blocks: dict[int, Future[bytes]] = {}
         self._blocks_ahead = 0  # none until the server has answered a request for a range with that range
         self._has_ranges = True
+        self._persist = partial(persist, url, patience, _is_final)
         self.size, self.version = self._persist(self._describe)
 
     def readable(self) -> bool:
@@ -259,7 +259,7 @@ class _RemoteFile(io.RawIOBase):
         if len(data) != end - begin:
             raise OSError(f"{len(data):,} bytes came instead of {end - begin:,}")
         if end == self.size and number and self._describe() != (self.size, self.version):
-            raise _ReplacedError("it was replaced by another file while it was read")
+            raise ReplacedError("it was replaced by another file while it was read")
         self._blocks_ahead = _BLOCKS_AHEAD if self._block == _BLOCK else 0
         return data
 
@@ -290,34 +290,39 @@ class _RemoteFile(io.RawIOBase):
         if stream is not None:
             stream.close()
 
-    def _persist(self, action: Callable[[], T]) -> T:
-        """Do what may fail again and again, after waits that double, until the patience is over; log each failure."""
-        start, failures = time.monotonic(), 0
-        while True:
-            try:
-                result = action()
-            except Exception as error:
-                wait = min(_FIRST_WAIT * 2**failures, _LONGEST_WAIT)
-                failures += 1
-                if _is_final(error) or time.monotonic() + wait > start + self._patience:
-                    tried = f" ({failures} attempts in {time.monotonic() - start:.0f} s)" if failures > 1 else ""
-                    raise OSError(f"{self.url}: {type(error).__name__}: {error}{tried}") from error
-                logging.warning(f"Reading {self.url} failed ({type(error).__name__}: {error}): again in {wait:g} s.")
-                time.sleep(wait)
-            else:
-                if failures:
-                    seconds = time.monotonic() - start
-                    logging.warning(f"Reading {self.url} goes on after {failures} failures in {seconds:.0f} s.")
-                return result
+
+def persist(url: str, patience: float, is_final: Callable[[Exception], bool], action: Callable[[], T]) -> T:
+    """Do what may fail again and again, after waits that double, until the patience is over; log each failure.
+
+    Raises:
+        OSError: The last failure, or one that is final.
+    """
+    start, failures = time.monotonic(), 0
+    while True:
+        try:
+            result = action()
+        except Exception as error:
+            wait = min(_FIRST_WAIT * 2**failures, _LONGEST_WAIT)
+            failures += 1
+            if is_final(error) or time.monotonic() + wait > start + patience:
+                tried = f" ({failures} attempts in {time.monotonic() - start:.0f} s)" if failures > 1 else ""
+                raise OSError(f"{url}: {type(error).__name__}: {error}{tried}") from error
+            logging.warning(f"Reading {url} failed ({type(error).__name__}: {error}): again in {wait:g} s.")
+            time.sleep(wait)
+        else:
+            if failures:
+                seconds = time.monotonic() - start
+                logging.warning(f"Reading {url} goes on after {failures} failures in {seconds:.0f} s.")
+            return result
 
 
-class _ReplacedError(OSError):
-    """A remote file is no longer the one that was opened."""
+class ReplacedError(OSError):
+    """A file is no longer the one that was opened, or that was scanned."""
 
 
 def _is_final(error: Exception) -> bool:
     """Return whether trying again is of no use: the file is not there, may not be read, or is another one."""
-    if not isinstance(error, FileNotFoundError | PermissionError | _ReplacedError):
+    if not isinstance(error, FileNotFoundError | PermissionError | ReplacedError):
         return False
     # fsspec's HTTP says "not found" of a server that is away, too.
     cause = error.__cause__

@@ -1,13 +1,13 @@
 """Training batches with indices: exact order, exact resuming, pixels that depend on (seed, epoch, index) alone.
 
 The order is in :mod:`openclip_ext.data.order`, the reading in the sources. Here samples become batches: workers decode
-and transform, bad samples are replaced and counted, and the training process gets
+and transform, bad samples are passed over and counted, and the training process gets
 ``{"image", "text", "index"}``.
 """
 
+import itertools
 import logging
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -19,29 +19,29 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
 from openclip_ext import distributed
+from openclip_ext.data.bad_samples import BadSample, BadSamples
 from openclip_ext.data.flip import flip_at_random
 from openclip_ext.data.hashing import Purpose, hash_int, hash_text
 from openclip_ext.data.order import EpochOrder, Layout, Segment
 from openclip_ext.data.source import (
+    MAX_CAPTION,
     BadDataError,
     BadSampleError,
     DecodedImage,
     ImageDecoder,
     RawSample,
-    Reader,
     Source,
     decode_image,
 )
-from openclip_ext.data.worker_signals import leave_process_group, start_workers
+from openclip_ext.data.workers import WatchedBatches, WorkerError, WorkerLost, leave_process_group
 from openclip_ext.options import flag
 
 Transform = Callable[[Any], Tensor]
 Tokenizer = Callable[[str], Tensor]
 Progress = Sequence[Mapping[str, Any]]
 
-_MAX_LOGGED = 20
-# Candidates tried for one bad sample between two looks at whether the data as a whole are too bad.
-_PATIENCE = 1000
+# Workers are started anew so many times without a batch in between.
+_MAX_LOST = 3
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class TrainLoaderConfig:
     batch_size: int = flag(minimum=1)  # samples of a micro-batch on one rank
     accum_freq: int = flag(1, minimum=1)  # micro-batches of an optimizer step
     workers: int = flag(0, minimum=0)  # processes of each rank; 0 works in the training process
-    seed: int = flag(0, minimum=0)  # order, pixels and replacements depend on it
+    seed: int = flag(0, minimum=0)  # order and pixels depend on it
     rank: int | None = None  # None for those of torch.distributed
     world_size: int | None = None
     shuffle_window: int = 10_000  # samples that a worker shuffles over; it holds about half as many in memory
@@ -67,6 +67,14 @@ class TrainLoaderConfig:
     )
     caption_hash: bool = False  # batches have ``caption_hash``, equal for equal captions
     pin_memory: bool = False
+    patience: float | None = None  # seconds after which a worker that does not answer is ended; None: wait for ever
+
+
+class _Beginning(NamedTuple):
+    """Where the workers of a rank begin."""
+
+    left_out: np.ndarray  # (k,) int64, ascending indices of bad samples that the epoch goes without
+    passed: tuple[int, ...]  # bad samples that each worker has passed over before
 
 
 class _Request(NamedTuple):
@@ -75,18 +83,26 @@ class _Request(NamedTuple):
     epoch: int
     seen: tuple[Segment, ...]
     batch: int
+    beginning: _Beginning | None = None  # with a worker's first request
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self[:3]
 
 
 class _Requests(Sampler[_Request]):
     """The requests of the next pass over the DataLoader."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
         self.epoch = 0
         self.seen: tuple[Segment, ...] = ()
         self.batches = range(0)
+        self.beginning: _Beginning | None = None
 
     def __iter__(self) -> Iterator[_Request]:
-        return (_Request(self.epoch, self.seen, batch) for batch in self.batches)
+        for place, batch in enumerate(self.batches):
+            yield _Request(self.epoch, self.seen, batch, self.beginning if place < self._workers else None)
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -125,51 +141,59 @@ class _BatchDataset(Dataset):
     _tokenizer: Tokenizer
     _layout: Layout
     _rank: int
-    _max_bad_fraction: float
+    _max_bad: int  # samples, in one batch
     _stream: Iterator[RawSample] = field(default_factory=lambda: iter(()))
-    _expected: _Request | None = None
-    _spare_reader: Reader | None = None
-    _bad: dict[int, str] = field(default_factory=dict)
+    _expected: tuple[Any, ...] | None = None
 
     def __getitem__(self, request: _Request) -> dict[str, Any]:
-        try:
-            if request != self._expected:
-                self._stream = self._open_stream(request)
-            with _generators_kept():
-                batch = self._make_batch(request.epoch)
-        except BadDataError as error:
-            # Exceptions of workers arrive wrapped in their traceback; this one is a message to the user.
-            self._expected = None
-            return {"error": str(error)}
-        self._expected = request._replace(batch=request.batch + self._layout.workers)
+        if request.key != self._expected:
+            self._stream = self._open_stream(request)
+        with _generators_kept():
+            batch = self._make_batch(request.epoch)
+        self._expected = request._replace(batch=request.batch + self._layout.workers).key
         return batch
 
     def _open_stream(self, request: _Request) -> Iterator[RawSample]:
         """The worker's samples from a batch on. What comes before is neither read nor decoded."""
-        seed = self._config.seed
-        sequence = self._source.sequence(seed, request.epoch, self._layout.epoch_samples)
-        order = EpochOrder(sequence, seed, request.epoch, request.seen, self._layout)
+        assert request.beginning is not None
+        left_out, passed = request.beginning
+        order = epoch_order(self._source, self._config.seed, request.epoch, request.seen, self._layout, left_out)
         worker = request.batch % self._layout.workers
-        start = request.batch // self._layout.workers * self._layout.batch_size
+        start = request.batch // self._layout.workers * self._layout.batch_size + passed[worker]
         return _stream_shuffled(self._source, order, self._rank, worker, start)
 
     def _make_batch(self, epoch: int) -> dict[str, Any]:
+        """Make a batch of the next usable samples; one with ``is_short`` has nothing but the bad ones of the stream's end."""
         images, texts, indices, captions = [], [], [], []
-        bad: list[tuple[int, str]] = []
-        for _ in range(self._layout.batch_size):
-            index, image, caption = self._usable(next(self._stream), epoch, bad)
-            pixels, text, caption = self._view(image, caption, epoch, index)
+        bad: list[BadSample] = []
+        num_cut = 0
+        for raw in self._stream:
+            try:
+                image, caption = self._decode(raw, epoch)
+            except BadSampleError as error:
+                bad.append(BadSample(raw.index, str(error), raw.problem is None))
+                if len(bad) > self._max_bad:
+                    break
+                continue
+            num_cut += len(caption) > MAX_CAPTION
+            pixels, text, caption = self._view(image, caption[:MAX_CAPTION], epoch, raw.index)
             if self._config.views > 1:
-                others = [self._view(image, caption, epoch, index, view)[0] for view in range(1, self._config.views)]
+                others = [
+                    self._view(image, caption, epoch, raw.index, view)[0] for view in range(1, self._config.views)
+                ]
                 pixels = torch.stack([pixels, *others])
             images.append(pixels)
             texts.append(text)
-            indices.append(index)
+            indices.append(raw.index)
             captions.append(caption)
+            if len(indices) == self._layout.batch_size:
+                break
+        if len(indices) < self._layout.batch_size:
+            return {"is_short": True, "bad": bad}
         batch = {"image": default_collate(images), "text": default_collate(texts), "index": torch.tensor(indices)}
         if self._config.caption_hash:
             batch["caption_hash"] = torch.tensor([hash_text(caption) for caption in captions])
-        return batch | ({"bad": bad} if bad else {})
+        return batch | ({"bad": bad} if bad else {}) | ({"num_cut": num_cut} if num_cut else {})
 
     def _view(
         self, image: DecodedImage, caption: str, epoch: int, index: int, *view: int
@@ -180,37 +204,21 @@ class _BatchDataset(Dataset):
             image, caption = flip_at_random(image, caption)
         return self._transform(image), self._tokenizer(caption)[0], caption
 
-    def _usable(self, raw: RawSample, epoch: int, bad: list[tuple[int, str]]) -> tuple[int, DecodedImage, str]:
-        """Decode a sample, or the first of its replacements that decodes."""
-        try:
-            return raw.index, *self._decode(raw, epoch)
-        except BadSampleError as error:
-            reason = str(error)
-        bad.append((raw.index, reason))
-        self._bad[raw.index] = reason
-        self._spare_reader = self._spare_reader or self._source.reader()
-        for tried, candidate in enumerate(self._source.replacements(raw.index, self._config.seed, epoch), start=1):
-            if tried % _PATIENCE == 0 and len(self._bad) > self._max_bad_fraction * self._source.num_samples:
-                raise BadDataError(
-                    f"{len(self._bad):,} bad samples, more than the allowed {self._max_bad_fraction:.1%} "
-                    f"(--max-bad-fraction) of {self._source.num_samples:,}; sample {raw.index}: {reason}"
-                )
-            if candidate in self._bad:
-                continue
-            try:
-                return candidate, *self._decode(self._spare_reader(candidate), epoch)
-            except BadSampleError as error:
-                self._bad[candidate] = str(error)
-        name, _, count = self._source.group_of(raw.index)
-        raise BadDataError(f"{name} has no usable sample among its {count:,}; sample {raw.index}: {reason}")
-
     def _decode(self, raw: RawSample, epoch: int) -> tuple[DecodedImage, str]:
         draw = hash_int(Purpose.CAPTION, self._config.seed, epoch, raw.index) if self._config.draw_captions else 0
         return self._source.decode(raw, self._decoder, draw)
 
     def __getstate__(self) -> dict[str, Any]:
         # Streams and open files stay in the process they belong to.
-        return self.__dict__ | {"_stream": iter(()), "_expected": None, "_spare_reader": None}
+        return self.__dict__ | {"_stream": iter(()), "_expected": None}
+
+
+def epoch_order(
+    source: Source, seed: int, epoch: int, seen: Sequence[Segment], layout: Layout, bad: np.ndarray
+) -> EpochOrder:
+    """Return the order of the rest of an epoch that goes without samples that are known to be bad."""
+    sequence, num_slots = source.sequence(seed, epoch, layout.epoch_samples, bad)
+    return EpochOrder(sequence, seed, epoch, seen, layout, num_slots)
 
 
 def _stream_shuffled(source: Source, order: EpochOrder, rank: int, worker: int, start: int) -> Iterator[RawSample]:
@@ -266,7 +274,8 @@ class TrainLoader:
 
     On every rank, an epoch has ``batches_per_epoch`` batches of ``batch_size`` samples; over all ranks every sample of
     the epoch comes once, up to the remainder that does not fill a global batch (``batch_size * world_size *
-    accum_freq``).
+    accum_freq``). Bad samples are passed over, without a stand-in: where they leave too few, the epoch has fewer batches.
+    Later epochs go without the bad samples of all ranks; those that could not be read are tried again.
 
     Args:
         source: The samples.
@@ -308,11 +317,23 @@ class TrainLoader:
             shuffle_window=config.shuffle_window if source.sequential else 0,
         )
         self._check_arguments()
-        self._bad: dict[int, str] = {}
-        self._bad_this_epoch = 0
-        self._requests = _Requests()
-        self._loader = DataLoader(
-            _BatchDataset(source, config, decoder, preprocess, tokenizer, self._layout, self.rank, max_bad_fraction),
+        self._config = config
+        self._is_shared = self._layout.world_size == distributed.world_size() > 1
+        self.bad = BadSamples(source, max_bad_fraction, self._layout.epoch_samples)
+        self._num_cut = 0
+        self._entries: list[dict[str, Any]] = []  # the progress at the beginning of the pass
+        self._handed_out = 0  # batches since then
+        self._passed = [0] * self._layout.workers  # bad samples before the last of them
+        self._received = self._passed  # and before the last that the workers have made
+        self._requests = _Requests(self._layout.workers)
+        max_bad = int(max_bad_fraction * self._layout.epoch_samples)
+        self._dataset = _BatchDataset(source, config, decoder, preprocess, tokenizer, self._layout, self.rank, max_bad)
+        self._loader = self._new_loader()
+
+    def _new_loader(self) -> DataLoader[Any]:
+        config = self._config
+        return DataLoader(
+            self._dataset,
             batch_size=None,
             sampler=self._requests,
             num_workers=config.workers,
@@ -357,19 +378,32 @@ class TrainLoader:
         """The current layout as a progress entry, without ``batches``; plain types."""
         return asdict(self._layout) | {"seed": self.seed, "data": self.source.digest}
 
-    def remaining_batches(self, epoch: int, progress: Progress | None = None) -> int:
-        """Micro-batches that :meth:`iterate` yields on each rank."""
-        seen, start = self.check_progress(progress)
-        if not seen:
-            return self.batches_per_epoch - start
-        sequence = self.source.sequence(self.seed, epoch, self._layout.epoch_samples)
-        return EpochOrder(sequence, self.seed, epoch, seen, self._layout).batches - start
+    def extend_progress(
+        self, progress: Progress | None, batches: int, bad: Sequence[int] | None = None
+    ) -> list[dict[str, Any]]:
+        """Progress in the epoch after ``batches`` more micro-batches on each rank; goes into a checkpoint.
 
-    def extend_progress(self, progress: Progress | None, batches: int) -> list[dict[str, Any]]:
-        """Progress in the epoch after ``batches`` more micro-batches on each rank; goes into a checkpoint."""
+        ``bad`` are those that each worker has passed over in this layout, rank by rank; None: no more than before.
+        """
         entries = [dict(entry) for entry in progress or ()]
         seen, done = self.check_progress(entries)
-        return [*entries[: len(seen)], self.layout | {"batches": done + batches}]
+        before = entries[-1].get("bad", []) if len(entries) > len(seen) else []
+        entry = {"batches": done + batches, "bad": list(before if bad is None else bad)}
+        return [*entries[: len(seen)], self.layout | entry]
+
+    def progress(self) -> list[dict[str, Any]]:
+        """Return the progress in the epoch with all batches that :meth:`iterate` has handed out; collective.
+
+        All ranks know each other's bad samples afterwards.
+        """
+        self.bad.share()
+        layout = self._layout
+        bad = np.zeros((layout.world_size, layout.workers), dtype=np.int64)
+        if self._is_shared:
+            bad[:] = distributed.all_gather_object(self._passed)
+        else:
+            bad[self.rank] = self._passed
+        return self.extend_progress(self._entries, self._handed_out, bad.ravel().tolist())
 
     def check_progress(self, progress: Progress | None) -> tuple[tuple[Segment, ...], int]:
         """Return the segments that were run in other layouts, and how many batches of the current one are done.
@@ -387,7 +421,7 @@ class TrainLoader:
                         f"{own}. Use the same, or begin a run of another --name with --resume and the checkpoint of a "
                         "completed epoch"
                     )
-            segments.append(Segment(self._layout.replaced(entry), int(entry["batches"])))
+            segments.append(Segment(self._layout.replaced(entry), int(entry["batches"]), tuple(entry.get("bad", ()))))
         if segments and segments[-1].layout == self._layout:
             return tuple(segments[:-1]), segments[-1].batches
         return tuple(segments), 0
@@ -395,11 +429,14 @@ class TrainLoader:
     def iterate(self, epoch: int, progress: Progress | None = None) -> Iterator[dict[str, Tensor]]:
         """Yield the rest of an epoch.
 
+        Where bad samples leave a worker with too few for its last batch, what is left over of all ranks is laid out anew,
+        until it does not fill a step.
+
         Args:
             epoch: Number of the epoch, from 0.
-            progress: The part that was seen, as :meth:`extend_progress` returns it: a list of entries
-                ``loader.layout | {"batches": micro-batches done on each rank}``. If the last entry has the current
-                layout, the same batches follow; otherwise the unseen samples are laid out anew.
+            progress: The part that was seen, as :meth:`progress` returns it: a list of entries
+                ``loader.layout | {"batches": micro-batches done on each rank, "bad": ...}``. If the last entry has the
+                current layout, the same batches follow; otherwise the unseen samples are laid out anew.
 
         Yields:
             ``image`` ``(batch_size, ...)``, ``text`` ``(batch_size, L)`` int64, ``index`` ``(batch_size,)`` int64,
@@ -407,56 +444,98 @@ class TrainLoader:
 
         Raises:
             ValueError: The progress is not of this data set and seed, or has more batches than the epoch.
-            BadDataError: Too many samples are bad, or none of a shard is usable. The ranks add up their bad samples ten
-                times an epoch (a small collective, so all of them have to go through the batches side by side).
+            BadDataError: Too many samples are bad. The ranks add up theirs now and then (a small collective, so all of
+                them have to go through the batches side by side).
+            WorkerError: Workers do not answer, or end again and again.
         """
-        seen, start = self.check_progress(progress)
-        total = start + self.remaining_batches(epoch, progress)
-        if total < start:
-            raise ValueError(
-                f"cannot resume: the checkpoint says {start} batches of the epoch are done, it has {total}"
-            )
-        self._bad_this_epoch = 0
-        is_shared = self._layout.world_size == distributed.world_size() > 1
-        self._requests.epoch, self._requests.seen, self._requests.batches = epoch, seen, range(start, total)
-        for number, batch in enumerate(start_workers(self._loader), start=start):
-            if "error" in batch:
-                raise BadDataError(batch["error"])
-            self._count_bad(batch.pop("bad", ()))
-            # Ten times an epoch and at its end, after the same batches on each rank.
-            if is_shared and (number + 1 == total or (number + 1) % max(1, self.batches_per_epoch // 10) == 0):
-                self.check_bad_samples()
-            yield batch
-
-    def _count_bad(self, bad: Sequence[tuple[int, str]]) -> None:
-        for index, reason in bad:
-            if index not in self._bad and len(self._bad) < _MAX_LOGGED:
-                logging.warning(f"Bad sample {index} in {self.source.group_of(index)[0]} is replaced: {reason}")
-            self._bad[index] = reason
-        self._bad_this_epoch += len(bad)
-        self._refuse_too_many(self._bad_this_epoch)
-
-    def _refuse_too_many(self, bad: int) -> None:
-        if bad > self.max_bad_fraction * self._layout.epoch_samples:
-            examples = "; ".join(f"sample {index}: {reason}" for index, reason in list(self._bad.items())[:3])
-            raise BadDataError(
-                f"{bad:,} bad samples in this epoch of {self._layout.epoch_samples:,}, more than the allowed "
-                f"{self.max_bad_fraction:.1%} (--max-bad-fraction). By shard: {dict(self.bad_samples().most_common(5))}. "
-                f"{examples}"
+        self._entries = [dict(entry) for entry in progress or ()]
+        left_out = self.bad.begin(epoch, is_fresh=not progress)
+        while True:
+            seen, start = self.check_progress(self._entries)
+            order = epoch_order(self.source, self.seed, epoch, seen, self._layout, left_out)
+            if order.batches < start:
+                raise ValueError(
+                    f"cannot resume: the checkpoint says {start} batches of the epoch are done, it has {order.batches}"
+                )
+            yield from self._until_short(epoch, seen, start, order, left_out)
+            done = start + self._handed_out
+            self._entries, self._handed_out = self.progress(), 0
+            if done in (0, order.batches):
+                break
+            self._entries.append(self.layout | {"batches": 0})
+        if not any(entry["batches"] for entry in self._entries):
+            raise BadDataError(f"epoch {epoch} has no step: its usable samples do not fill one")
+        self.bad.log_epoch()
+        if self._num_cut:
+            logging.warning(
+                f"Rank {self.rank} has cut {self._num_cut:,} captions to their first {MAX_CAPTION:,} characters so far."
             )
 
-    def bad_samples(self) -> Counter[str]:
-        """Return the bad samples by shard that this rank has met so far (each counted once)."""
-        return Counter(self.source.group_of(index)[0] for index in self._bad)
+    def _until_short(
+        self, epoch: int, seen: tuple[Segment, ...], start: int, order: EpochOrder, left_out: np.ndarray
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield batches in the current layout, until the workers of some rank have too few samples for a step.
 
-    def check_bad_samples(self) -> Counter[str]:
-        """Return the bad samples by shard over all ranks; collective: every rank calls it at the same point.
-
-        :meth:`iterate` does so a few times an epoch.
-
-        Raises:
-            BadDataError: On every rank, if the ranks together have met too many in this epoch.
+        The ranks ask each other ten times an epoch, and more often the nearer that is: after half of the steps that all of
+        them could still take, as far as they know.
         """
-        counts = distributed.all_gather_object((self._bad_this_epoch, self.bad_samples()))
-        self._refuse_too_many(sum(count for count, _ in counts))
-        return sum((by_shard for _, by_shard in counts), Counter())
+        layout = self._layout
+        last: dict[str, Any] = {}
+        known = self._entries[-1].get("bad", ()) if len(self._entries) > len(seen) else ()
+        self._received = list(known[self.rank * layout.workers :][: layout.workers]) or [0] * layout.workers
+        self._handed_out, self._passed = 0, list(self._received)
+        batches = self._batches(epoch, seen, range(start, order.batches), left_out)
+        ask_at = start
+        for first in range(start, order.batches, layout.accum_freq):
+            step = list(itertools.islice(batches, min(layout.accum_freq, order.batches - first)))
+            is_short = any("is_short" in batch for batch in step)
+            if self._is_shared and first >= ask_at:
+                self.bad.share()
+                answers = distributed.all_gather_object((is_short, self._first_short(order)))
+                is_short = any(short for short, _ in answers)
+                ask_at = first + min(self.batches_per_epoch // 10, (min(end for _, end in answers) - first) // 2)
+            elif self._is_shared and is_short:
+                logging.warning(
+                    f"Rank {self.rank} has lost too many samples at once to tell the others in time: a batch comes again."
+                )
+                step, is_short = [last] * len(step), False
+            if is_short:
+                return
+            self._handed_out += len(step)
+            self._passed = list(self._received)
+            yield from step
+            last = step[-1]
+
+    def _first_short(self, order: EpochOrder) -> int:
+        """Return the number of the first batch for which a worker of this rank has too few samples, as far as it knows."""
+        layout = self._layout
+        left = [order.piece_length(self.rank, worker) - passed for worker, passed in enumerate(self._received)]
+        return min(worker + layout.workers * (count // layout.batch_size) for worker, count in enumerate(left))
+
+    def _batches(
+        self, epoch: int, seen: tuple[Segment, ...], numbers: range, left_out: np.ndarray
+    ) -> Iterator[dict[str, Any]]:
+        """Yield batches, and note their bad samples. Where a worker was killed, new ones take up the work."""
+        number, lost = numbers.start, 0
+        while number < numbers.stop:
+            self._requests.epoch, self._requests.seen = epoch, seen
+            self._requests.batches = range(number, numbers.stop)
+            self._requests.beginning = _Beginning(left_out, tuple(self._received))
+            try:
+                for batch in WatchedBatches(self._loader, self._config.patience):
+                    bad = batch.pop("bad", ())
+                    self._received[number % self._layout.workers] += len(bad)
+                    for sample in bad:
+                        self.bad.add(sample)
+                    self._num_cut += batch.pop("num_cut", 0)
+                    number, lost = number + 1, 0
+                    yield batch
+            except WorkerLost as error:
+                lost += 1
+                if lost == _MAX_LOST:
+                    raise WorkerError(
+                        f"{error}. It is the {lost}th time without a batch in between; --resume latest goes on from the last "
+                        "checkpoint"
+                    ) from error
+                logging.warning(f"Rank {self.rank}: {error}. Training goes on with new workers.")
+                self._loader = self._new_loader()

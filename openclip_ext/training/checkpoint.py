@@ -65,6 +65,7 @@ class Position:
         progress: what the loader has handed out of that epoch (see ``data/train_loader.py``); kept up to date at saves.
         samples: that were trained on over the run; a resume may change how many a step has.
         skipped: steps over the run that changed nothing.
+        bad: the bad samples that were met (see ``data/bad_samples.py``).
     """
 
     epoch: int = 0
@@ -73,6 +74,7 @@ class Position:
     progress: list[dict[str, Any]] = field(default_factory=list)
     samples: int = 0
     skipped: int = 0
+    bad: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,7 @@ def training_config(args: argparse.Namespace, loss: LossConfig, device: torch.de
             views=loss.options.get("views", 1),
             caption_hash=loss.options.get("equal_captions", "negative") != "negative",
             pin_memory=device.type == "cuda",
+            patience=args.rank_patience,
         ),
         loss=loss,
         optimizer=from_flags(OptimizerConfig, flags),

@@ -174,6 +174,7 @@ class Reporter:
             f"{record['samples_per_second']:.0f} samples/s, step {1000 * record['batch_time']:.0f} ms",
             f"data wait {100 * record['data_time'] / max(record['batch_time'], 1e-9):.0f} %",
             f"left {tqdm.format_interval(left)}",
+            *([f"bad samples {record['bad_samples']}"] if record.get("bad_samples") else []),
         ]
         logging.info(" | ".join(parts))
 
@@ -192,6 +193,11 @@ class Reporter:
                 "embeddings do not tell the samples apart, and the warm-up is over. They have collapsed, or training has not "
                 "begun. Try a smaller --lr or a longer --warmup"
             )
+
+    def epoch_end(self, position: dict[str, int], bad_samples: int) -> None:
+        """Write how many samples an epoch went without, if any; ``position`` has its last ``step`` and ``epoch``."""
+        if self.active and bad_samples:
+            self._write("metrics.jsonl", {**position, "bad_samples": bad_samples})
 
     def evaluation(self, metrics: dict[str, float], position: dict[str, int]) -> None:
         """Report an evaluation: OpenCLIP's ``results.jsonl``, a line in ``metrics.jsonl``, TensorBoard, W&B.

@@ -10,6 +10,7 @@ from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.build import build_train_loader
 from openclip_ext.data.source import BadDataError
+from openclip_ext.data.workers import WorkerError
 from openclip_ext.losses.heads import read_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
@@ -235,7 +236,7 @@ def program(argv: list[str]) -> None:
     """Run with messages for errors that a user can mend, not tracebacks; exit status 2 for a wrong command line, else 1."""
     try:
         run(argv)
-    except (BadDataError, TrainingDiverged, SaveFailed) as error:
+    except (BadDataError, WorkerError, TrainingDiverged, SaveFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from error
     except (ValueError, FileNotFoundError) as error:

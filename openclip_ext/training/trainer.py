@@ -132,8 +132,7 @@ class Trainer:
         self.steps_per_epoch = self.loader.batches_per_epoch // self.length.accum_freq
         self.stopwatch = Stopwatch()
         self._last_saved: tuple[str, int] | None = None
-        self._progress_at_start: list[dict[str, Any]] = []
-        self._batches_since = 0
+        self.loader.bad.load(self.position.bad)
         self._has_stepped = False
         if self._step_of_schedule > 0:
             # A run that saves before it takes a step, since it was killed at its end, saves the last step's rates.
@@ -192,9 +191,8 @@ class Trainer:
 
     def _batches_of_steps(self) -> Iterator[list[Batch]]:
         """Yield the rest of the epoch's micro-batches, grouped by optimizer step."""
-        self._progress_at_start, self._batches_since = self.position.progress, 0
         group: list[Batch] = []
-        for batch in self.loader.iterate(self.position.epoch, self._progress_at_start):
+        for batch in self.loader.iterate(self.position.epoch, self.position.progress):
             group.append(batch)
             if len(group) == self.length.accum_freq:
                 yield group
@@ -223,7 +221,6 @@ class Trainer:
         self._profile_step()
         position.step += 1
         position.step_in_epoch += 1
-        self._batches_since += len(batches)
 
     def _act_on(self, request: Request, signals: SignalRequests) -> None:
         if self.step.guard.in_a_row >= self.length.max_skipped_steps:
@@ -244,7 +241,8 @@ class Trainer:
 
     def _complete_position(self) -> None:
         """Bring what is not kept up to date in every step up to date, for a save."""
-        self.position.progress = self.loader.extend_progress(self._progress_at_start, self._batches_since)
+        self.position.progress = self.loader.progress()
+        self.position.bad = self.loader.bad.state()
         self._report_skipped(self.step.guard.learn(wait=True))
         self.position.skipped = self.step.guard.skipped
 
@@ -284,9 +282,10 @@ class Trainer:
     def _report(self, terms: dict[str, Tensor], global_batch: int, has_loss: bool) -> None:
         """Log a step. This is where the host waits for the device."""
         position = self.position
-        values = distributed.all_reduce_sum(torch.stack([value.float() for value in terms.values()]))
-        values = values / distributed.world_size()
-        named = dict(zip(terms, values.tolist(), strict=True))
+        known_bad, own_bad = self.loader.bad.counts()
+        own = torch.stack([value.float() for value in terms.values()])
+        *sums, other_bad = distributed.all_reduce_sum(torch.cat([own, own.new_tensor([own_bad])])).tolist()
+        named = {name: value / distributed.world_size() for name, value in zip(terms, sums, strict=True)}
         metrics = self.loss.metrics()
         if not has_loss:
             # What the loss gives without valid samples, 0, is no loss.
@@ -305,6 +304,7 @@ class Trainer:
             "lr": schedule_rate(self.step.optimizer),
             "global_batch": global_batch,
             "skipped_steps": self.step.guard.skipped,
+            "bad_samples": known_bad + int(other_bad),
             **metrics,
         }
         record.setdefault("temperature", metrics.get("temperature_median", float("nan")))
@@ -316,7 +316,9 @@ class Trainer:
     def _end_epoch(self) -> None:
         position = self.position
         skipped = self.step.guard.skipped
-        self.position = Position(position.epoch + 1, position.step, samples=position.samples, skipped=skipped)
+        bad = self.loader.bad.state()
+        self.position = Position(position.epoch + 1, position.step, samples=position.samples, skipped=skipped, bad=bad)
+        self.reporter.epoch_end({"step": position.step - 1, "epoch": position.epoch}, self.loader.bad.counts()[0])
         if self.position.epoch == self.length.epochs and skipped == position.step:
             raise TrainingDiverged(
                 f"all {skipped} steps of the run changed nothing, since their gradients were not finite: the model is as it "

@@ -237,7 +237,7 @@ def train(folder: Path) -> tuple[int, int, bool]:
     came = {int(batch["index"]): int(batch["text"]) for batch in batches}
     manifest = Manifest.load(folder / "manifest.json")
     problems = manifest.shards[0].problems
-    counted = manifest.num_lost + sum(loader.bad_samples().values()) + problems.get("duplicate_keys", 0)
+    counted = manifest.num_lost + sum(loader.bad.counts()) + problems.get("duplicate_keys", 0)
     return missing(list(came.values())), counted, "error" in problems
 
 

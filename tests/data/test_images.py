@@ -144,7 +144,7 @@ def test_the_loader_gives_the_same_samples(tmp_path):
             decoder=images.decode,
         )
         batches[backend] = list(loader.iterate(0))
-        bad[backend] = loader.bad_samples()
+        bad[backend] = loader.bad.by_shard()
     assert bad["pil"] == bad["torchvision"] != {}
     assert indices(batches["pil"]) == indices(batches["torchvision"])
     for pil, torchvision in zip(batches["pil"], batches["torchvision"], strict=True):

@@ -213,7 +213,7 @@ def test_shards_on_a_server_train_as_local_ones(
     loader = build(f"{server.url}/data/{SHARDS}", workers=workers)
     server.breaks = breaks
     assert_equal(list(loader.iterate(1)), expected)
-    assert loader.bad_samples() == {}
+    assert loader.bad.by_shard() == {}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -246,7 +246,7 @@ def test_a_bucket_that_is_away_for_8_seconds(bucket: Bucket, folder: Path):
     started = time.monotonic()
     bucket.go_away(8)
     assert_equal(list(loader.iterate(0)), expected)
-    assert loader.bad_samples() == {} and time.monotonic() - started >= 8
+    assert loader.bad.by_shard() == {} and time.monotonic() - started >= 8
 
 
 def test_failures_are_counted_in_the_log(folder: Path, server: Server, caplog: pytest.LogCaptureFixture):
@@ -255,7 +255,7 @@ def test_failures_are_counted_in_the_log(folder: Path, server: Server, caplog: p
     server.away_until = time.monotonic() + 2
     with caplog.at_level(logging.WARNING):
         assert_equal(list(loader.iterate(0)), expected)
-    assert loader.bad_samples() == {}
+    assert loader.bad.by_shard() == {}
     assert re.search(r"Reading http://.*/0000\d.tar failed .*again in 0.5 s", caplog.text)
     assert re.search(r"goes on after \d+ failures in \d+ s", caplog.text)
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from openclip_ext import distributed
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
-from openclip_ext.data.worker_signals import leave_process_group
+from openclip_ext.data.workers import leave_process_group
 from openclip_ext.diagnostics.finished_run import load_run
 from openclip_ext.losses import registry
 from openclip_ext.training import trainer

@@ -3,12 +3,17 @@
 import pytest
 import torch
 
+from openclip_ext.data.source import BadDataError
+from openclip_ext.data.tar import TarArchive
 from tests.training.runs import (
     EXIT_AFTER_SIGTERM,
     LOSS_FLAGS,
+    SAMPLES_PER_SHARD,
     assert_same_run,
     command,
     losses_of,
+    make_shards,
+    metrics_of,
     run,
     run_on_two_ranks,
 )
@@ -39,6 +44,55 @@ def test_a_run_that_stops_after_its_last_step(shards, tmp_path):
     assert_same_run(tmp_path / "resumed", tmp_path / "whole")
 
 
+@pytest.fixture(scope="module")
+def damaged_shards(tmp_path_factory):
+    """Shards in which 5 of 84 images do not decode."""
+    folder = tmp_path_factory.mktemp("damaged")
+    shards = make_shards(folder)
+    for number in (3, 10, 30, 31, 70):
+        with open(folder / f"{number // SAMPLES_PER_SHARD:05d}.tar", "r+b") as file:
+            sample = list(TarArchive(file).samples(frozenset()))[number % SAMPLES_PER_SHARD]
+            image = sample.members[[field in ("jpg", "png") for field in sample.found].index(True)]
+            file.seek(image.data)
+            file.write(b"x" * image.size)
+    return shards
+
+
+def assert_bad_samples_are_counted(folder):
+    """The second epoch goes without those of the first; no epoch has the 80 good samples that 5 steps take.
+
+    With workers, what is left over in the first is laid out anew, and may have a bad sample again: it ends a step earlier.
+    """
+    lines = metrics_of(folder)
+    steps = [[line["step"] for line in lines if "loss" in line and line["epoch"] == epoch] for epoch in (0, 1)]
+    assert len(steps[0]) in (3, 4) and len(steps[1]) == 4
+    (first, met), (last, known) = [(line["step"], line["bad_samples"]) for line in lines if "loss" not in line]
+    assert (first, last, known) == (steps[0][-1], steps[1][-1], 5) and met in (4, 5)
+    assert all(line["bad_samples"] in (met, 5) for line in lines if line["epoch"] == 1)
+    log = (folder / "out.log").read_text()
+    assert f"Epoch 0 met {met} bad samples" in log and "| bad samples 5" in log
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_bad_samples_on_one_rank(damaged_shards, tmp_path, workers):
+    more = ["--workers", workers, "--max-bad-fraction", "0.1"]
+    assert run(command(damaged_shards, tmp_path, "whole", "fastclip", *more)) == 0
+    resumed = command(damaged_shards, tmp_path, "resumed", "fastclip", *more, "--resume", "latest")
+    for stop in (2, 1, 2, 2):
+        assert run(resumed, stop_after=stop) == EXIT_AFTER_SIGTERM
+    assert run(resumed) == 0
+    assert_same_run(tmp_path / "resumed", tmp_path / "whole")
+    assert_bad_samples_are_counted(tmp_path / "whole")
+
+
+def test_a_resume_goes_on_counting_bad_samples(damaged_shards, tmp_path):
+    """One that begins anew would not come above the limit."""
+    argv = command(damaged_shards, tmp_path, "run", "fastclip", "--max-bad-fraction", "0.05", "--resume", "latest")
+    with pytest.raises(BadDataError, match="5 bad samples in this epoch of 84"):
+        for _ in range(5):
+            run(argv, stop_after=1)
+
+
 HOST_TABLES = ["fastclip", "fastclip-v2"]
 
 
@@ -55,7 +109,7 @@ def test_tables_on_the_host_are_the_same_run(shards, tmp_path, loss):
 
 
 @pytest.fixture(scope="module")
-def two_rank_runs(shards, tmp_path_factory):
+def two_rank_runs(shards, damaged_shards, tmp_path_factory):
     """All losses in one pair of processes: starting them costs more than the runs."""
     folder = tmp_path_factory.mktemp("two_ranks")
     runs = []
@@ -77,8 +131,18 @@ def two_rank_runs(shards, tmp_path_factory):
         argv = command(shards, folder, f"{loss}-from-one", loss, "--resume", "latest")
         assert run(argv, stop_after=STOP_IN_EPOCH[0]) == EXIT_AFTER_SIGTERM
         runs.append({"argv": [*argv, "--batch-size", "8"]})
+    more = ["--batch-size", "8", "--workers", "2", "--max-bad-fraction", "0.1"]
+    resumed = command(damaged_shards, folder, "bad-resumed", "fastclip", *more, "--resume", "latest")
+    runs.append({"argv": command(damaged_shards, folder, "bad-whole", "fastclip", *more)})
+    runs += [{"argv": resumed, "stop_after": stop, "status": EXIT_AFTER_SIGTERM} for stop in (2, 4)]
+    runs.append({"argv": resumed})
     run_on_two_ranks(runs)
     return folder
+
+
+def test_bad_samples_on_two_ranks(two_rank_runs):
+    assert_same_run(two_rank_runs / "bad-resumed", two_rank_runs / "bad-whole")
+    assert_bad_samples_are_counted(two_rank_runs / "bad-whole")
 
 
 @pytest.mark.parametrize(("loss", "workers"), CASES)

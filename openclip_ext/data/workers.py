@@ -1,0 +1,147 @@
+"""The worker processes of a DataLoader: signals to the process group do not end them, and what ended one is said."""
+
+import ctypes
+import gc
+import logging
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+# What torchrun, SLURM and a terminal send to the whole process group; the training process answers with a checkpoint.
+_TO_THE_GROUP = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Seconds until a worker whose sockets are closed has ended.
+_LAST_BREATH = 2.0
+_NO_SHARED_MEMORY = re.compile(r"\(shm\)|out of shared memory|unable to \w+ .*No space left on device")
+
+
+class WorkerError(RuntimeError):
+    """Workers end again and again, or have no memory to hand out a batch."""
+
+
+def start_workers(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Return ``iter(loader)``; a signal to the process group meanwhile does not kill a worker.
+
+    A new worker is in the group until it ran :func:`leave_process_group`. It inherits that signals are held until then.
+    torch's handler for the end of a worker is taken away: it raises wherever training is, also within an optimizer's step.
+    The DataLoader itself notices within seconds, when the next batch is asked for.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_THE_GROUP)
+    child_handler = signal.getsignal(signal.SIGCHLD)
+    try:
+        return iter(loader)
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, child_handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_process_group(worker: int) -> None:
+    """Keep signals to the process group from killing a worker (``worker_init_fn``, with :func:`start_workers`).
+
+    The training process needs its workers for the steps until it has saved a checkpoint. It ends them itself, and the
+    kernel does when it is gone. Python collects their garbage, whatever the training process has it do with its own.
+    """
+    gc.enable()
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    while pending := signal.sigpending() & _TO_THE_GROUP:
+        signal.sigwait(pending)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_THE_GROUP)
+
+
+class WorkerLost(RuntimeError):
+    """A worker has ended before its time; others can take up its work."""
+
+
+class WatchedBatches:
+    """The batches of a DataLoader, in a pass over it. A worker that does not answer is ended.
+
+    Args:
+        loader: Its workers take turns.
+        patience: Seconds to wait for a batch, but for the first ones, for which a shuffle reads ahead; None: for ever.
+    """
+
+    def __init__(self, loader: DataLoader[Any], patience: float | None) -> None:
+        self._patience = patience
+        self._received = self._largest = 0
+        self._stuck: str | None = None
+        self._workers: list[Any] = []
+        with self._explained():
+            self._batches = start_workers(loader)
+        # torch tells nobody who its workers are.
+        self._workers = getattr(self._batches, "_workers", [])
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches.
+
+        Raises:
+            WorkerLost: A worker was killed.
+            WorkerError: A worker did not answer, or has no shared memory for a batch.
+        """
+        while True:
+            timer = threading.Timer(self._patience or 0.0, self._end_stuck)
+            timer.daemon = True
+            if self._patience is not None and 0 < len(self._workers) <= self._received:
+                timer.start()
+            try:
+                with self._explained():
+                    batch = next(self._batches)
+            except StopIteration:
+                return
+            finally:
+                timer.cancel()
+            self._received += 1
+            sizes = (value.nbytes for value in batch.values() if isinstance(value, Tensor))
+            self._largest = max(self._largest, sum(sizes))
+            yield batch
+
+    def _end_stuck(self) -> None:
+        """End the worker whose turn it is; the DataLoader notices."""
+        number = self._received % len(self._workers)
+        self._stuck = f"data worker {number} (process {self._workers[number].pid})"
+        logging.error(f"No answer for {self._patience:g} s of {self._stuck}: it is ended.")
+        self._workers[number].kill()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn what torch says of the end of a worker into a sentence."""
+        try:
+            yield
+        except (RuntimeError, OSError, EOFError) as error:  # of a dead worker's sockets, too
+            if self._stuck is not None:
+                raise WorkerError(
+                    f"{self._stuck} did not answer for {self._patience:g} s (--rank-patience) and was ended. Look at the "
+                    "samples that it read (a file server that hangs, an image or a caption without end); --resume latest "
+                    "goes on from the last checkpoint"
+                ) from error
+            wait([worker.sentinel for worker in self._workers], timeout=_LAST_BREATH)
+            ended = [worker for worker in self._workers if not worker.is_alive()]
+            if _NO_SHARED_MEMORY.search(str(error)) or any(worker.exitcode == -signal.SIGBUS for worker in ended):
+                free = shutil.disk_usage("/dev/shm").free / 2**20
+                raise WorkerError(
+                    f"the shared memory /dev/shm is too small: {free:,.0f} MiB are free, a batch takes "
+                    f"{self._largest / 2**20:,.0f} MiB, and each worker holds two. Give it more (docker: --shm-size), or "
+                    "lower --workers or --batch-size; --workers 0 needs none"
+                ) from error
+            if not ended:
+                raise
+            killed = any(worker.exitcode == -signal.SIGKILL for worker in ended)
+            memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20  # of KiB
+            raise WorkerLost(
+                f"data worker (process {', '.join(str(worker.pid) for worker in ended)}) "
+                + ("was killed, as the kernel does where memory runs out" if killed else "ended")
+                + f". The largest process that ended had {memory:.1f} GiB; fewer --workers take less"
+            ) from error

@@ -1,0 +1,108 @@
+"""Workers that are killed, do not answer or have no memory; and captions that take a tokenizer for ever."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from open_clip import get_tokenizer
+
+from openclip_ext.data import train_loader
+from openclip_ext.data.workers import WorkerError
+from tests.data.loading import assert_equal, build, preprocess, tokenize
+from tests.data.shards import sample_members, write_shards
+
+
+def test_a_killed_worker_is_replaced_and_the_batches_are_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    data = write_shards(tmp_path, [100], {3: sample_members(3, ["jpg"]), 60: sample_members(60, ["jpg"])})
+    expected = list(build(data, workers=2).iterate(0))
+    loader = build(data, workers=2)
+    batches = []
+    with caplog.at_level(logging.WARNING):
+        for batch in loader.iterate(0):
+            batches.append(batch)
+            if len(batches) in (2, 9):
+                os.kill(multiprocessing.active_children()[-1].pid, signal.SIGKILL)
+    assert_equal(batches, expected)
+    assert caplog.text.count("Training goes on with new workers") == 2
+    assert "was killed, as the kernel does where memory runs out" in caplog.text and "GiB" in caplog.text
+    assert loader.bad.counts() == (2, 0)
+
+
+def test_workers_that_are_killed_again_and_again_end_the_run(tmp_path: Path):
+    def kill(image):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(
+        WorkerError, match=r"was killed.*It is the 3th time without a batch in between; --resume latest"
+    ):
+        list(build(write_shards(tmp_path, [20]), preprocess=kill, workers=1).iterate(0))
+
+
+def test_a_worker_that_does_not_answer_is_named_and_ended(tmp_path: Path):
+    def hang(text: str) -> torch.Tensor:
+        if tokenize(text)[0, 0] == last:
+            time.sleep(1000)
+        return tokenize(text)
+
+    data = write_shards(tmp_path, [40])
+    last = int(list(build(data, workers=1).iterate(0))[-1]["index"][-1])
+    before = multiprocessing.active_children()
+    batches = build(data, workers=1, tokenizer=hang, patience=2.0).iterate(0)
+    next(batches)
+    (worker,) = [child for child in multiprocessing.active_children() if child not in before]
+    message = rf"data worker 0 \(process {worker.pid}\) did not answer for 2 s \(--rank-patience\) and was ended"
+    with pytest.raises(WorkerError, match=message):
+        list(batches)
+    assert not worker.is_alive()
+
+
+def test_full_shared_memory_is_said(tmp_path: Path):
+    def full(image):
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+    with pytest.raises(WorkerError, match=r"/dev/shm is too small: .* MiB are free.*docker: --shm-size.*--workers 0"):
+        list(build(write_shards(tmp_path, [20]), preprocess=full, workers=1).iterate(0))
+
+
+def test_workers_end_with_the_training_process(tmp_path: Path):
+    """Also one that is busy."""
+
+    def train() -> None:
+        batches = build(data, workers=1, preprocess=slow).iterate(0)
+        next(batches)
+        receiver.close()
+        sender.send(multiprocessing.active_children()[0].pid)
+        time.sleep(1000)
+
+    def slow(image):
+        time.sleep(0.0 if next(counter) < 4 else 1000)
+        return preprocess(image)
+
+    counter = iter(range(1000))
+    data = write_shards(tmp_path, [20])
+    receiver, sender = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=train)
+    process.start()
+    worker = receiver.recv()
+    process.kill()
+    process.join()
+    for _ in range(100):
+        if not os.path.exists(f"/proc/{worker}") or "State:\tZ" in Path(f"/proc/{worker}/status").read_text():
+            return
+        time.sleep(0.05)
+    raise AssertionError("the worker is still there")
+
+
+def test_a_megabyte_without_a_space_is_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    long = [(name, b"a" * 2**20 if name.endswith("txt") else data) for name, data in sample_members(5)]
+    loader = build(write_shards(tmp_path, [8], {5: long}), tokenizer=get_tokenizer("ViT-B-32"))
+    start = time.process_time()
+    with caplog.at_level(logging.WARNING):
+        batches = list(loader.iterate(0))
+    assert sum(len(batch["index"]) for batch in batches) == 8 and time.process_time() - start < 60
+    assert f"has cut 1 captions to their first {train_loader.MAX_CAPTION:,} characters" in caplog.text
