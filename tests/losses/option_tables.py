@@ -42,19 +42,22 @@ def updated(text: str) -> str:
     return _TABLE.sub(lambda found: _table([loss.strip() for loss in found["losses"].split(";")]), text)
 
 
+# Options of many losses that are flags of OpenCLIP's, or have a page: equal-captions.md, scale.md.
+ELSEWHERE = ("equal_captions", "epochs", "state_device", "state_dir", "seed")
+
+
 def _table(losses: list[str]) -> str:
     titles, columns = _columns(losses)
-    header = ["option", "flag", "symbol", "meaning", *titles]
+    header = ["option († by `--loss-option`)", "symbol", "meaning", *titles]
     rows = [
         [
-            f"`{name}`",
-            f"`{_spelled(option)}`",
+            f"`{name}`{' †' * option.ablation}",
             option.symbol,
             _meaning(option),
             *(_cell(used, name) for used in columns),
         ]
         for name, option in OPTIONS.items()
-        if any(name in used for used in columns)
+        if name not in ELSEWHERE and any(name in used for used in columns)
     ]
     lines = [header, ["---"] * len(header), *rows]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -90,10 +93,6 @@ def _title(loss: str) -> str:
 def _meaning(option: Option) -> str:
     choices = "" if option.choices is None else ": " + ", ".join(f"`{choice}`" for choice in option.choices)
     return option.help + choices
-
-
-def _spelled(option: Option) -> str:
-    return f"--loss-option {option.name}=" if option.ablation else option.flag
 
 
 def _cell(used: dict[str, Any], name: str) -> str:
