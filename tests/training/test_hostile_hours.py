@@ -1,0 +1,156 @@
+"""A training with a fault every few steps ends bitwise as the undisturbed one: ``pytest FILE --soak 100`` takes hours.
+
+Two ranks with two data workers each read shards from a file server on loopback, and some steps are not finite. Drawn faults:
+processes are killed (all, a rank, a data worker) or asked to end, the file server goes away, breaks off or stalls, the disk is
+full for some seconds (a tmpfs, for root only), the clock jumps. Whatever has ended is started again, with the same command.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from openclip_ext.training.step import TrainStep
+from tests.data.test_storage import Server
+from tests.soak import SoakCase
+from tests.training.programs import SMALL_MODEL, Program, differing, program, send_kill
+from tests.training.runs import command, make_shards
+
+RANKS, EPOCHS = 2, 30
+CLOCK = "HOSTILE_CLOCK"  # names a file with the seconds that the clock is ahead
+FAULTS = (
+    "kill all",
+    "kill a rank",
+    "kill a worker",
+    "ask to end",
+    "outage",
+    "broken answers",
+    "stall",
+    "full disk",
+    "clock",
+)
+
+
+def hostile_program(argv: list[str]) -> None:
+    """Run the training program with a clock that can jump, and with steps that are not finite."""
+    real, clock = time.time, Path(os.environ[CLOCK])
+    time.time = lambda: real() + float(clock.read_text() or 0)
+
+    def step(self, batches, number=0, take=TrainStep.__call__):
+        if number % 11 == 5:
+            batches = [batch | {"image": torch.full_like(batch["image"].float(), torch.nan)} for batch in batches]
+        return take(self, batches, number)
+
+    TrainStep.__call__ = step
+    program(argv)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder with 300 MiB, where this user may mount it."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300m", "tmpfs", str(folder)]
+    is_mounted = subprocess.run(mount, capture_output=True).returncode == 0
+    yield folder
+    if is_mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def afflict(fault: str, running: Program, server: Server, disk: Path, rng: random.Random) -> None:
+    """Let one fault happen, and be over."""
+    trainers = running.trainers()
+    if fault == "kill all":
+        running.kill()
+    elif fault == "kill a rank" and trainers:
+        send_kill(rng.choice(trainers))
+    elif fault == "kill a worker" and trainers:
+        pid = rng.choice(trainers)
+        with contextlib.suppress(OSError):
+            if children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                send_kill(int(rng.choice(children)))
+    elif fault == "ask to end":
+        for pid in trainers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+    elif fault == "outage":
+        server.away_until = time.monotonic() + rng.uniform(0, 5)
+    elif fault == "broken answers":
+        server.breaks += rng.randrange(1, 4)
+    elif fault == "stall":
+        server.stalls += 1
+    elif fault == "full disk" and disk.is_mount():
+        filler = disk / "filler"
+        with contextlib.suppress(OSError), filler.open("wb") as file:
+            while True:
+                file.write(bytes(1 << 20))
+        time.sleep(rng.uniform(0, 3))
+        filler.unlink()
+    elif fault == "clock":
+        Path(os.environ[CLOCK]).write_text(str(rng.uniform(-7200, 7200)))
+
+
+def reaches_a_step(running: Program, more: int) -> bool:
+    """Wait until so many more steps are logged; False if the program ends before. After a minute a fault comes anyway."""
+    wanted, deadline = running.text().count(" | loss ") + more, time.monotonic() + 60
+    while not running.has_ended():
+        if running.text().count(" | loss ") >= wanted or time.monotonic() > deadline:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.soak(0)
+def test_a_training_with_faults_is_the_undisturbed_one(
+    soak_case: SoakCase, tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = soak_case.random()
+    monkeypatch.setenv(CLOCK, str(tmp_path / "clock"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "clock").write_text("0")
+    shards = Path(make_shards(tmp_path / "data"))
+    loss = rng.choice(("fastclip", "neuclip", "queueclip", "amorlip", "isogclr"))
+    more = [
+        "--model",
+        SMALL_MODEL,
+        "--batch-size",
+        "8",
+        "--workers",
+        "2",
+        "--epochs",
+        str(EPOCHS),
+        "--rank-patience",
+        "60",
+    ]
+    more += ["--save-every-steps", "3", "--save-most-recent", "--resume", "latest", "--max-skipped-steps", "9999"]
+    if rng.random() < 0.5:
+        more += ["--cache-dir", str(tmp_path / "copies")]
+    happened: list[str] = []
+    with Server(tmp_path) as server:
+        url = f"{server.url}/data/{shards.name}"
+        (tmp_path / "whole").mkdir()
+        whole = Program(
+            command(url, tmp_path / "whole", "run", loss, *more), RANKS, tmp_path / "output", target=hostile_program
+        )
+        assert not any(whole.wait()), whole.text()[-3000:]
+        argv, statuses = command(url, disk / "logs", "run", loss, *more), [1]
+        for start in range(200):
+            running = Program(argv, RANKS, tmp_path / f"output_{start}", target=hostile_program)
+            while reaches_a_step(running, 0 if rng.random() < 0.1 else rng.randrange(1, 20)):
+                time.sleep(rng.uniform(0, 1))
+                happened.append(rng.choice(FAULTS))
+                afflict(happened[-1], running, server, disk, rng)
+            statuses = running.wait()
+            if not any(statuses):
+                break
+        server.shutdown()
+    assert not any(statuses), (happened, running.text()[-3000:])
+    assert differing(disk / "logs" / "run", tmp_path / "whole" / "run") == [], happened
+    print(f"{loss}: {len(happened)} faults, {start + 1} starts")
