@@ -129,7 +129,7 @@ def test_a_training_with_faults_is_the_undisturbed_one(
         "--rank-patience",
         "60",
     ]
-    more += ["--save-every-steps", "3", "--save-most-recent", "--resume", "latest", "--max-skipped-steps", "9999"]
+    more += ["--save-every-steps", "3", "--save-frequency", "10", "--resume", "latest", "--max-skipped-steps", "9999"]
     if rng.random() < 0.5:
         more += ["--cache-dir", str(tmp_path / "copies")]
     happened: list[str] = []
