@@ -20,7 +20,7 @@ from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 from torchvision.transforms.v2.functional import resized_crop
 
 from openclip_ext import compat
-from openclip_ext.data.source import DecodedImage, decode_image
+from openclip_ext.data.source import MAX_ASPECT, DecodedImage, decode_image
 
 IMAGE_BACKENDS = ("pil", "torchvision")
 
@@ -113,7 +113,8 @@ def _is_plain_jpeg(content: bytes) -> bool:
         head = Image.open(io.BytesIO(content))
     except Exception:  # decode_image says what is wrong
         return False
-    return head.format == "JPEG" and head.mode in ("RGB", "L") and content.endswith(_END_OF_JPEG)
+    fits = max(head.size) <= MAX_ASPECT * min(head.size)
+    return fits and head.format == "JPEG" and head.mode in ("RGB", "L") and content.endswith(_END_OF_JPEG)
 
 
 def _for_tensors(steps: list[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:

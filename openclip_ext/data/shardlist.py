@@ -10,6 +10,7 @@ from braceexpand import braceexpand
 from openclip_ext.data.storage import check_protocol, is_local, local_path
 
 _GLOB = re.compile(r"[*?\[]")
+_MAX_SHARDS = 10**6
 _TAR_NAME = re.compile(r"([^\s/'\"=]+?)(\.tar(?:\.\w+)?|\.tgz)(?=$|[\s'\"?#|;&>)])")
 
 
@@ -37,6 +38,8 @@ def expand_components(shards: str | Sequence[str]) -> list[list[str]]:
 def _expand(component: str) -> list[str]:
     urls: list[str] = []
     for url in braceexpand(component):
+        if len(urls) == _MAX_SHARDS:
+            raise ValueError(f"{component} names more than {_MAX_SHARDS:,} shards: is a digit of its range too many?")
         if not is_local(url):
             check_protocol(url)
             urls.append(url)
@@ -65,15 +68,26 @@ def expand_shards(shards: str | Sequence[str]) -> list[str]:
 
 def refuse_repeated(urls: Sequence[str]) -> None:
     """Raise ValueError if two of the shards are the same file or URL."""
-    seen: dict[str, str] = {}
+    seen: dict[object, str] = {}
     for url in urls:
-        identity = os.path.realpath(url) if is_local(url) else url
+        identity = _identity(url)
         if identity in seen:
             other = "" if seen[identity] == url else f" (also as {seen[identity]})"
             raise ValueError(
                 f"the shard {url} is given twice{other}: its samples would be trained on twice; name it once"
             )
         seen[identity] = url
+
+
+def _identity(url: str) -> object:
+    """Return what two names of one file have in common, links of either kind included."""
+    if not is_local(url):
+        return url
+    try:
+        status = os.stat(url)
+    except OSError:
+        return url
+    return (status.st_dev, status.st_ino) if status.st_nlink > 1 else os.path.realpath(url)
 
 
 def shard_name(url: str) -> str:

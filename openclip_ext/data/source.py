@@ -24,6 +24,8 @@ ImageDecoder = Callable[[bytes | BinaryIO], DecodedImage]
 
 # Tokenizers take time that grows with the square of a word's length, or worse; models see fewer than a hundred tokens.
 MAX_CAPTION = 4000
+# Long side by short side: a resize to the short side would make gigabytes of a few kilobytes.
+MAX_ASPECT = 500
 # JSON can write half of a surrogate pair, on which tokenizers fail.
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
@@ -136,6 +138,8 @@ def decode_image(data: bytes | BinaryIO) -> Image.Image:
     """
     try:
         image: Image.Image = Image.open(io.BytesIO(data) if isinstance(data, bytes) else data)
+        if max(image.size) > MAX_ASPECT * min(image.size):
+            raise ValueError(f"{image.width} x {image.height} pixels, expected a ratio of at most {MAX_ASPECT}")
         image.load()
         if image.mode.startswith("I"):
             # ``convert`` would clip at 255 and turn the image white. Keep the upper byte, as Pillow does for 16-bit colors.

@@ -23,6 +23,8 @@ _MAX_EXTENSION = 1 << 20
 _STREAM_BUFFER = 1 << 20
 # A read allocates what it asks for, and a damaged header may ask for anything.
 _MAX_READ = 1 << 26
+# An image or caption that is larger is damaged, or meant to fill the memory.
+_MAX_FIELD = 1 << 28
 _COMPRESSED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 _METADATA = re.compile(r"__[^/]*__($|/)")
 _REGULAR_TYPES = frozenset(b"0\x007")
@@ -251,7 +253,8 @@ def group_samples(
 ) -> Iterator[TarSample]:
     """Group members into samples. A field that occurs again begins a new sample, also under the same key.
 
-    The content of the wanted fields (None: of all) is read with ``read_at``; TarError if the file ends in one.
+    The content of the wanted fields (None: of all) is read with ``read_at``; TarError if the file ends in one. One that is too
+    large stays unread, and ``found`` says so.
     """
     sample: TarSample | None = None
     for member in members:
@@ -267,6 +270,9 @@ def group_samples(
         sample.found.append(field)
         if wanted is None or field in wanted:
             assert read_at is not None
+            if member.size > _MAX_FIELD:
+                sample.found[-1] = f"{field} of {member.size:,} bytes (at most {_MAX_FIELD:,})"
+                continue
             data = sample.fields[field] = read_at(member.data, member.size)
             if len(data) < member.size:
                 raise TarError(f"the file ends in {member.name}")

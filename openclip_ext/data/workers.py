@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 # What torchrun, SLURM and a terminal send to the whole process group; the training process answers with a checkpoint.
-_TO_THE_GROUP = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+_TO_THE_GROUP = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Seconds until a worker whose sockets are closed has ended.
 _LAST_BREATH = 2.0

@@ -241,5 +241,14 @@ def _zeros_in_file(size: int, folder: str) -> mmap.mmap:
             f"{size * on_this_node / 2**30:.1f} GiB there: choose another folder"
         )
     with tempfile.TemporaryFile(dir=folder) as file:
-        file.truncate(size)
+        try:
+            # Else a disk that another program fills later would end the process at a write.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                file.truncate(size)
+        except OSError as error:
+            raise OSError(
+                f"{folder} has no {size / 2**30:.1f} GiB for the per-sample state ({error.strerror})"
+            ) from error
         return mmap.mmap(file.fileno(), size)

@@ -271,7 +271,9 @@ def _write_file(path: Path, write: Callable[[BinaryIO], Any]) -> str:
         return checksum(path)
     except _WRITE_ERRORS as error:
         path.unlink(missing_ok=True)
-        raise OSError(f"cannot write {path.name} ({error})") from error
+        # torch's writer says "unexpected pos" where the file has said why.
+        reason = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise OSError(f"cannot write {path.name} ({getattr(reason, 'strerror', None) or reason})") from error
 
 
 def _together(action: Callable[[], T], master_only: bool = False) -> list[T]:

@@ -4,6 +4,7 @@ PyTorch and OpenCLIP take seconds to import. ``--help`` and a command line with 
 says that it waits for them.
 """
 
+import signal
 import sys
 
 from openclip_ext.training.help import NOTHING_TO_DO, asks_for_help, gives_work, is_first_process, print_help
@@ -34,6 +35,8 @@ def cli() -> None:
         if is_first_process():
             print(f"error: {NOTHING_TO_DO}", file=sys.stderr)
         raise SystemExit(2)
+    # Without a handler it would end the process.
+    signal.signal(signal.SIGUSR1, lambda *_: print("SIGUSR1: nothing to save yet", file=sys.stderr))
     if "torch" not in sys.modules and is_first_process():
         print(f"openclip_ext {__version__}: importing PyTorch and OpenCLIP ...", file=sys.stderr, flush=True)
     from openclip_ext.training.run import program

@@ -225,8 +225,11 @@ class Reporter:
         if self._folder is None:
             return
         try:
-            with open(self._folder / file, "a") as lines:
-                lines.write(json.dumps(record) + "\n")
+            with open(self._folder / file, "ab+") as lines:
+                end = lines.tell()
+                lines.seek(max(0, end - 1))
+                torn = lines.read(1) not in (b"", b"\n")  # where the disk was full
+                lines.write(b"\n" * torn + json.dumps(record).encode() + b"\n")
         except OSError as error:
             self._warn_once(file, error)
 

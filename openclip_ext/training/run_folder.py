@@ -1,11 +1,14 @@
 """The run folder ``LOGS/NAME/``: OpenCLIP's files, our ``config.json`` and ``metrics.jsonl``; and its copy elsewhere."""
 
+import functools
 import json
 import logging
 import os
 import platform
 import shutil
 import subprocess
+import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -113,9 +116,24 @@ def opened(config: RunFolderConfig) -> Iterator[Path | None]:
         if writes_log:
             folder.mkdir(parents=True, exist_ok=True)
             compat.setup_logging(str(folder / config.log_file), level)
+            for handler in logging.root.handlers:
+                handler.handleError = _write_failed  # type: ignore[method-assign]
         else:
             compat.setup_logging(None, logging.WARNING)
         yield folder
+
+
+@functools.cache
+def _failure_told() -> None:
+    print("error: the log file cannot be written; is the disk full? Training goes on.", file=sys.stderr)
+
+
+def _write_failed(record: logging.LogRecord) -> None:
+    """Say once that the log cannot be written, instead of a traceback for each line; other failures are mistakes."""
+    if isinstance(sys.exc_info()[1], OSError):
+        _failure_told()
+    else:
+        traceback.print_exc()
 
 
 @contextmanager

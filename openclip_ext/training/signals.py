@@ -1,4 +1,4 @@
-"""Requests from outside: SIGUSR1 asks for a checkpoint, SIGTERM and SIGINT for a checkpoint and the end of the run."""
+"""Requests from outside: SIGUSR1 asks for a checkpoint, SIGTERM, SIGINT and SIGHUP for a checkpoint and the end of the run."""
 
 import ctypes
 import enum
@@ -72,8 +72,11 @@ class SignalRequests:
             signal.SIGUSR1: Request.SAVE,
             signal.SIGTERM: Request.SAVE_AND_STOP,
             signal.SIGINT: Request.SAVE_AND_STOP,
+            signal.SIGHUP: Request.SAVE_AND_STOP,
         }
         for number, request in requests.items():
+            if signal.getsignal(number) == signal.SIG_IGN:  # nohup
+                continue
             self._previous[number] = signal.signal(number, self._handler(request))
         return self
 

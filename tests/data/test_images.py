@@ -151,3 +151,12 @@ def test_the_loader_gives_the_same_samples(tmp_path):
         assert torch.equal(pil["text"], torchvision["text"])
         assert pil["image"].shape == (4, 2, 3, SIZE, SIZE) and pil["image"].dtype == torch.uint8
         assert (pil["image"].int() - torchvision["image"].int()).abs().float().mean() < 1
+
+
+@pytest.mark.parametrize("decode", [decode_image, decode_with_torchvision])
+def test_a_thread_of_pixels_is_refused(decode):
+    """Its resize to a short side of 224 would take 12 GB."""
+    file = io.BytesIO()
+    Image.new("RGB", (65500, 1)).save(file, "JPEG")
+    with pytest.raises(BadSampleError, match="65500 x 1 pixels, expected a ratio of at most 500"):
+        decode(file.getvalue())

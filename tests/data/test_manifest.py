@@ -31,6 +31,15 @@ def shards(tmp_path: Path) -> list[str]:
     return write_shards(tmp_path / "data", COUNTS)
 
 
+def test_a_hard_link_to_a_shard_and_an_endless_range_are_refused(shards: list[str], monkeypatch: pytest.MonkeyPatch):
+    os.link(shards[0], other := shards[0].replace("00000", "10000"))
+    with pytest.raises(ValueError, match=r"10000.tar is given twice \(also as .*00000.tar\)"):
+        expand_shards([*shards, other])
+    monkeypatch.setattr("openclip_ext.data.shardlist._MAX_SHARDS", 100)
+    with pytest.raises(ValueError, match=r"names more than 100 shards: is a digit"):
+        expand_shards("s3://b/{0..99999999999}.tar")
+
+
 def test_specifications_expand_as_in_openclip(shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     data = tmp_path / "data"
     for specification in (

@@ -205,3 +205,13 @@ def test_every_cut_is_noticed(tmp_path: Path):
             with pytest.raises((tar.TarError, EOFError)):
                 received.extend(sample.fields for sample in tar.TarArchive(stream).samples(ALL_FIELDS))
             assert received == expected[: len(received)] and len(received) in (complete, complete - 1)
+
+
+def test_a_member_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A compressed tar of a megabyte may declare gigabytes."""
+    monkeypatch.setattr(tar, "_MAX_FIELD", 100)
+    path = write_tar(tmp_path / "0.tar.gz", [("a.jpg", b"x" * 101), ("a.txt", b"a"), ("b.jpg", b"y" * 100)], "w:gz")
+    with open(path, "rb") as file:
+        first, second = tar.TarArchive(file).samples(ALL_FIELDS)
+    assert first.fields == {"txt": b"a"} and first.found == ["jpg of 101 bytes (at most 100)", "txt"]
+    assert second.fields == {"jpg": b"y" * 100}

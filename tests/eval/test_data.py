@@ -102,6 +102,7 @@ def test_a_missing_data_set_says_how_to_get_it(tmp_path):
         ("classnames.txt", b"\xff\xfe", "is not UTF-8"),
         ("test/nshards.txt", None, "nshards.txt is missing"),
         ("test/nshards.txt", "three", "says 'three'"),
+        ("test/nshards.txt", "1000000000", "says '1000000000': expected the number of shards"),
         ("test/nshards.txt", "2", "says 2 shards, but the folder has 3"),
         ("test/nshards.txt", "4", "but 3.tar is missing"),
     ],

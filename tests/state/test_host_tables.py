@@ -3,6 +3,8 @@
 import concurrent.futures
 import contextlib
 import copy
+import errno
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -225,6 +227,20 @@ def test_a_folder_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(OSError, match=r"0.0 GiB free, the per-sample state of 2 process\(es\) grows to 0.1 GiB"):
         create_loss("fastclip", num_samples=10_000_000, state_dir=str(tmp_path))
+
+
+def test_room_for_the_whole_table_is_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved, fallocate = [], os.posix_fallocate
+    monkeypatch.setattr(host_table.os, "posix_fallocate", lambda *what: reserved.append(what[1:]) or fallocate(*what))
+    create_loss("fastclip", num_samples=20, state_dir=str(tmp_path))
+    assert reserved == [(0, 168)]
+
+    def full(*what: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(host_table.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"has no 0.0 GiB for the per-sample state \(No space left on device\)"):
+        create_loss("fastclip", num_samples=20, state_dir=str(tmp_path))
 
 
 def test_a_folder_and_the_models_device_contradict_each_other(tmp_path: Path) -> None:

@@ -302,7 +302,7 @@ def test_a_file_in_the_place_of_the_folder_is_named(shards, tmp_path):
 # --- signals and ranks that stop -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
 def test_ctrl_c_saves_like_sigterm(shards, tmp_path, sent, status):
     argv = command(shards, tmp_path, "run", "fastclip", "--workers", "2", "--epochs", "200", "--resume", "latest")
     program = Program(argv, 1, tmp_path / "output")

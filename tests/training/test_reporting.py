@@ -2,10 +2,14 @@
 
 import logging
 import math
+from pathlib import Path
 
 import pytest
 
+from openclip_ext import json_lines
+from openclip_ext.training import run_folder
 from openclip_ext.training.reporting import Reporter, ReportingConfig, Stopwatch
+from openclip_ext.training.run_folder import RunFolderConfig
 
 _CHANCE = math.log(64)
 
@@ -39,3 +43,24 @@ def test_nothing_is_said_in_the_warmup(warmup: int, count: int, caplog: pytest.L
 @pytest.mark.parametrize("infonce", [_HEALTHY, [math.nan] * 20, [None] * 20], ids=["healthy", "not finite", "without"])
 def test_other_runs_are_not(infonce: list[float | None], caplog: pytest.LogCaptureFixture) -> None:
     assert not _warnings(infonce, caplog)
+
+
+def test_a_line_that_a_full_disk_has_torn_is_not_glued_to_the_next(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"st')
+    reporter = Reporter(tmp_path, ReportingConfig(), total_steps=10, steps_per_epoch=10)
+    for epoch in (1, 2):
+        reporter.epoch_end({"step": epoch, "epoch": epoch}, bad_samples=3)
+    assert [line["step"] for line in json_lines.read(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolderConfig(tmp_path, "run")
+    with run_folder.opened(folder):
+        (handler,) = [handler for handler in logging.root.handlers if isinstance(handler, logging.FileHandler)]
+        handler.stream.close()
+        handler.stream = open("/dev/full", "w")  # noqa: SIM115
+        logging.warning("one")
+        logging.warning("two")
+        logging.root.removeHandler(handler)
+    written = capsys.readouterr().err
+    assert written.count("the log file cannot be written") == 1 and "Traceback" not in written

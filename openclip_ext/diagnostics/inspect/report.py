@@ -85,7 +85,11 @@ def write_csv(path: Path, inspection: Inspection) -> None:
         for name, found in inspection.found.items():
             for *members, value in _entries(found):
                 texts = [text for index in members for text in astuple(inspection.samples[index])]
-                writer.writerow([name, f"{value:.6g}", *texts])
+                # A spreadsheet would run a caption that begins as a formula.
+                harmless = [
+                    f"'{text}" if str(text)[:1] in "=+-@\t\r" and isinstance(text, str) else text for text in texts
+                ]
+                writer.writerow([name, f"{value:.6g}", *harmless])
 
 
 def _entries(found: Found) -> Iterable[tuple[Any, ...]]:
