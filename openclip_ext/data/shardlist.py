@@ -10,6 +10,7 @@ from braceexpand import braceexpand
 from openclip_ext.data.storage import check_protocol, is_local, local_path
 
 _GLOB = re.compile(r"[*?\[]")
+_RANGE = re.compile(r"\{(-?\d{1,99})\.\.(-?\d{1,99})")
 _MAX_SHARDS = 10**6
 _TAR_NAME = re.compile(r"([^\s/'\"=]+?)(\.tar(?:\.\w+)?|\.tgz)(?=$|[\s'\"?#|;&>)])")
 
@@ -37,9 +38,11 @@ def expand_components(shards: str | Sequence[str]) -> list[list[str]]:
 
 def _expand(component: str) -> list[str]:
     urls: list[str] = []
+    # braceexpand makes lists of whole ranges.
+    sizes = (abs(int(last) - int(first)) for first, last in _RANGE.findall(component))
+    if max(sizes, default=0) >= _MAX_SHARDS:
+        raise ValueError(f"{component} names more than {_MAX_SHARDS:,} shards: is a digit of its range too many?")
     for url in braceexpand(component):
-        if len(urls) == _MAX_SHARDS:
-            raise ValueError(f"{component} names more than {_MAX_SHARDS:,} shards: is a digit of its range too many?")
         if not is_local(url):
             check_protocol(url)
             urls.append(url)

@@ -31,12 +31,11 @@ def shards(tmp_path: Path) -> list[str]:
     return write_shards(tmp_path / "data", COUNTS)
 
 
-def test_a_hard_link_to_a_shard_and_an_endless_range_are_refused(shards: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_hard_link_to_a_shard_and_an_endless_range_are_refused(shards: list[str]):
     os.link(shards[0], other := shards[0].replace("00000", "10000"))
     with pytest.raises(ValueError, match=r"10000.tar is given twice \(also as .*00000.tar\)"):
         expand_shards([*shards, other])
-    monkeypatch.setattr("openclip_ext.data.shardlist._MAX_SHARDS", 100)
-    with pytest.raises(ValueError, match=r"names more than 100 shards: is a digit"):
+    with pytest.raises(ValueError, match=r"names more than 1,000,000 shards: is a digit"):
         expand_shards("s3://b/{0..99999999999}.tar")
 
 

@@ -56,7 +56,7 @@ def test_a_line_that_a_full_disk_has_torn_is_not_glued_to_the_next(tmp_path: Pat
 def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolderConfig(tmp_path, "run")
     with run_folder.opened(folder):
-        (handler,) = [handler for handler in logging.root.handlers if isinstance(handler, logging.FileHandler)]
+        (handler,) = [h for h in logging.root.handlers if getattr(h, "baseFilename", "").endswith("out.log")]
         handler.stream.close()
         handler.stream = open("/dev/full", "w")  # noqa: SIM115
         logging.warning("one")
