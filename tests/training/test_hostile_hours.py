@@ -6,6 +6,7 @@ full for some seconds (a tmpfs, for root only), the clock jumps. Whatever has en
 """
 
 import contextlib
+import multiprocessing
 import os
 import random
 import signal
@@ -40,6 +41,8 @@ FAULTS = (
 
 def hostile_program(argv: list[str]) -> None:
     """Run the training program with a clock that can jump, and with steps that are not finite."""
+    # As in a program of its own: data workers that a fork server starts survive the trainer, and so does that server.
+    multiprocessing.set_start_method("fork", force=True)
     real, clock = time.time, Path(os.environ[CLOCK])
     time.time = lambda: real() + float(clock.read_text() or 0)
 
