@@ -1,7 +1,6 @@
 """The command line of ``openclip-ext compare``."""
 
 import argparse
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,8 +106,6 @@ def _training_config(shards: str, argv: Sequence[str]) -> TrainingConfig:
             raise UsageError(f"--{name.replace('_', '-')} has no effect on compare; leave it out")
     if namespace.batch_size < 2:
         raise UsageError(f"--batch-size is {namespace.batch_size}, must be at least 2")
-    if not 0 < namespace.lr < math.inf:
-        raise UsageError(f"--lr is {namespace.lr:g}, must be positive")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     training = training_config(namespace, choice, device)
     check(training)
