@@ -75,7 +75,7 @@ class SignalRequests:
             signal.SIGHUP: Request.SAVE_AND_STOP,
         }
         for number, request in requests.items():
-            if signal.getsignal(number) == signal.SIG_IGN:  # nohup
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:  # nohup
                 continue
             self._previous[number] = signal.signal(number, self._handler(request))
         return self
