@@ -54,6 +54,7 @@ def test_a_line_that_a_full_disk_has_torn_is_not_glued_to_the_next(tmp_path: Pat
 
 
 def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_folder._failure_told.cache_clear()  # another test may have had it told
     folder = RunFolderConfig(tmp_path, "run")
     with run_folder.opened(folder):
         (handler,) = [h for h in logging.root.handlers if getattr(h, "baseFilename", "").endswith("out.log")]
