@@ -2,8 +2,16 @@
 
 import pytest
 
+from openclip_ext.diagnostics import doctor
 from openclip_ext.diagnostics.doctor import main
 from tests.training.runs import command
+
+
+@pytest.fixture(autouse=True)
+def _a_disk_with_one_free_tebibyte(tmp_path, monkeypatch):
+    """Let no test depend on how full this machine's disk is."""
+    usage = doctor.shutil.disk_usage(tmp_path)._replace(free=1 << 40)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: usage)
 
 
 def lines_of(capsys, argv, status=0):

@@ -57,7 +57,8 @@ def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pytes
     run_folder._failure_told.cache_clear()  # another test may have had it told
     folder = RunFolderConfig(tmp_path, "run")
     with run_folder.opened(folder):
-        (handler,) = [h for h in logging.root.handlers if getattr(h, "baseFilename", "").endswith("out.log")]
+        log = str(tmp_path / "run" / "out.log")  # other tests may have left theirs open
+        (handler,) = [h for h in logging.root.handlers if getattr(h, "baseFilename", "") == log]
         handler.stream.close()
         handler.stream = open("/dev/full", "w")  # noqa: SIM115
         logging.warning("one")
