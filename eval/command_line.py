@@ -1,10 +1,8 @@
 """Arguments of all evaluations: the model, and how to run it."""
 
 import argparse
-import logging
 import os
 import sys
-from collections.abc import Callable
 
 import torch
 
@@ -56,16 +54,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--image-std", type=float, nargs=3)
     group.add_argument("--image-interpolation", choices=("bicubic", "bilinear", "random"))
     group.add_argument("--image-resize-mode", choices=("shortest", "longest", "squash"))
-
-
-def run_command(command: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> int:
-    """Run a command and return the exit code; what the user or the disk did wrong is one line, and the code 1."""
-    logging.basicConfig(format="%(levelname)s: %(message)s")
-    try:
-        return command(args) or 0
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
 
 
 def load_encoder(args: argparse.Namespace, show_progress: bool = True) -> tuple[LoadedModel, Encoder]:

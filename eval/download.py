@@ -8,7 +8,6 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import filter_repo_objects
 from huggingface_hub.utils.sha import sha_fileobj
 
+from openclip_ext.diagnostics import command_line
 from openclip_ext.files import write_atomically
 
-from .command_line import run_command
 from .convert import convert_retrieval, convert_winogavil
 from .data import (
     DataError,
@@ -202,10 +201,16 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code: 0 when every chosen set is there and whole."""
+def main(argv: list[str]) -> None:
+    """Fetch or check the chosen sets.
+
+    Raises:
+        SystemExit: always; the exit status is 0 if every chosen set is there and whole, else 1.
+        ValueError: if there is no such task.
+        ConnectionError: if the hub does not answer.
+    """
     args = build_parser().parse_args(argv)
-    return run_command(_verify if args.verify else _download, args)
+    raise SystemExit(_verify(args) if args.verify else _download(args))
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -273,4 +278,4 @@ def _download(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)

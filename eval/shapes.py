@@ -8,7 +8,6 @@ the complete captions: training captions leave out so many words that most of th
 import argparse
 import io
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +28,10 @@ from openclip_ext.data.shapes.scene import (
     Scene,
     describe,
 )
-from openclip_ext.diagnostics.command_line import without_warnings
+from openclip_ext.diagnostics import command_line
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.retrieval import ranks_of_best_match
 
-from .command_line import run_command
 from .data import read_shard
 from .features import Encoder
 from .models import ImageTextModel, LoadedModel, load_model
@@ -194,7 +192,7 @@ def _with_article(words: str) -> str:
 def untrained(model_name: str, device: str, seed: int = 0) -> LoadedModel:
     """Make a model with random weights."""
     torch.manual_seed(seed)
-    with without_warnings():
+    with command_line.without_warnings():
         model, _, preprocess = open_clip.create_model_and_transforms(model_name, device=device)
     return LoadedModel(model.eval(), preprocess, open_clip.get_tokenizer(model_name), model_name, "", {}, "")
 
@@ -209,8 +207,7 @@ def format_table(columns: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.shapes",
         description="Zero-shot classification and retrieval on the demo set's test split.",
@@ -225,20 +222,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
     parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
-    return parser.parse_args(argv)
+    return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return the exit code."""
-    return run_command(compare, parse_args(argv))
-
-
-def compare(args: argparse.Namespace) -> None:
+def main(argv: list[str]) -> None:
     """Score the checkpoint, or random weights, or both, and print the table.
 
     Raises:
         ValueError: for a wrong folder or checkpoint.
     """
+    args = _parser().parse_args(argv)
     add_model_configs()
     loaded = {}
     if args.checkpoint:
@@ -257,4 +250,4 @@ def compare(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)

@@ -10,7 +10,6 @@ that the concept is gone.
 import argparse
 import functools
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -19,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from openclip_ext.diagnostics import command_line
 from openclip_ext.pages.rendering import render_page, thumbnail
 
-from ..command_line import add_model_arguments, load_encoder, run_command
+from ..command_line import add_model_arguments, load_encoder
 from ..data import Batch, read_lines
 from .image_files import encode_files, list_images, open_image
 
@@ -179,17 +179,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
-    return run_command(edit, build_parser().parse_args(argv))
-
-
-def edit(args: argparse.Namespace) -> None:
+def main(argv: list[str]) -> None:
     """Write ``editing.json``, ``editing.md``, ``nearest.html`` and ``subspace.npy`` (the basis ``(k, d)``); print the table.
 
     Raises:
         ValueError: for wrong data or options.
     """
+    args = build_parser().parse_args(argv)
     names = args.names or [folder.name for folder in args.images]
     if names[0] == names[1]:
         raise ValueError(f"both sides are called {names[0]}: name them with --names")
@@ -238,4 +234,4 @@ def edit(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)

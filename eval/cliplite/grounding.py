@@ -8,7 +8,6 @@ enter the last block's attention: behind it only the class token reaches the emb
 
 import argparse
 import re
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,8 +22,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from openclip_ext.data.images import split_transform
+from openclip_ext.diagnostics import command_line
 
-from ..command_line import add_model_arguments, load_encoder, run_command
+from ..command_line import add_model_arguments, load_encoder
 from ..features import Encoder
 from ..models import ModelError
 from .image_files import open_image
@@ -167,17 +167,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
-    return run_command(ground, build_parser().parse_args(argv))
-
-
-def ground(args: argparse.Namespace) -> None:
+def main(argv: list[str]) -> None:
     """Write a picture for every image, and print its path.
 
     Raises:
         ValueError: for a wrong model, layer or image.
     """
+    args = build_parser().parse_args(argv)
     _, encoder = load_encoder(args)
     layer = SpatialLayer(args.layer) if args.layer else None
     to_pixels, _ = split_transform(encoder.preprocess)
@@ -192,4 +188,4 @@ def ground(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)

@@ -12,7 +12,6 @@ Source: CLIP-Lite, section 4.3, which follows VirTex (Desai and Johnson, 2021).
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +20,16 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import average_precision_score, precision_recall_curve
+from sklearn.metrics import average_precision_score
 from sklearn.model_selection import GridSearchCV, StratifiedShuffleSplit
 from sklearn.preprocessing import StandardScaler, normalize
 from sklearn.svm import LinearSVC
 from torch import Tensor
 from torchvision.datasets import ImageFolder
 
-from ..command_line import add_model_arguments, load_encoder, run_command
+from openclip_ext.diagnostics import command_line
+
+from ..command_line import add_model_arguments, load_encoder
 from ..data import CLASSNAMES_FILE, Batch, SampleFormat, find_shards, read_lines
 from ..features import Encoder
 from ..models import ImageTextModel, ModelError
@@ -57,7 +58,7 @@ class Split:
     skipped: int = 0
 
 
-# Metrics by name; ``per_class``: average precision by class (VOC07); ``costs``: the chosen costs, by class for VOC07.
+# The metrics by name, ``costs`` (the chosen costs, by class for VOC07), and for VOC07 ``per_class``, the average precisions.
 Result = dict[str, Any]
 
 
@@ -177,11 +178,10 @@ def probe_voc07(train: Split, test: Split, costs: Sequence[float] = SVM_COSTS) -
         costs: to choose from, per class.
 
     Returns:
-        ``map`` (area under the precision-recall curve, as VirTex reports), ``map_11point`` (VOC2007's own definition),
-        ``per_class`` and ``costs``.
+        ``map`` (the mean area under the precision-recall curves, as VirTex reports), ``per_class`` and ``costs``.
     """
     train_features, test_features = normalize(train.features), normalize(test.features)
-    per_class, eleven_point, chosen = {}, [], {}
+    per_class, chosen = {}, {}
     svm = LinearSVC(class_weight={True: 2, False: 1}, max_iter=2000, dual="auto", random_state=0)
     for number, name in enumerate(train.classes):
         search = GridSearchCV(svm, {"C": list(costs)}, scoring="average_precision", cv=FOLDS)
@@ -191,27 +191,11 @@ def probe_voc07(train: Split, test: Split, costs: Sequence[float] = SVM_COSTS) -
         scores = search.decision_function(test_features[counted])
         chosen[name] = search.best_params_["C"]
         per_class[name] = float(average_precision_score(targets, scores))
-        eleven_point.append(eleven_point_precision(targets, scores))
     return {
         "map": float(np.mean(list(per_class.values()))),
-        "map_11point": float(np.mean(eleven_point)),
         "per_class": per_class,
         "costs": chosen,
     }
-
-
-def eleven_point_precision(targets: np.ndarray, scores: np.ndarray) -> float:
-    """Compute VOC2007's average precision: the mean, over recalls 0, 0.1, ..., 1, of the best precision from there on.
-
-    Args:
-        targets: ``(n,)`` bool, at least one true.
-        scores: ``(n,)``.
-    """
-    precision, recall, _ = precision_recall_curve(targets, scores)
-    # The last pair is a convention of scikit-learn's, precision 1 at recall 0. A tenth is no binary fraction: without the
-    # margin, recall 0.3 would miss the level 3/10.
-    levels = [recall[:-1] >= level / 10 - 1e-9 for level in range(11)]
-    return float(np.mean([precision[:-1][reached].max() for reached in levels]))
 
 
 def probe_top1(
@@ -251,7 +235,6 @@ def probe_top1(
     return {
         "acc1": float(search.score(test_features, test.labels)),
         "train_acc1": float(search.score(features, labels)),
-        "per_class": {},
         "costs": {"all": search.best_params_["C"]},
     }
 
@@ -279,17 +262,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
-    return run_command(probe, build_parser().parse_args(argv))
-
-
-def probe(args: argparse.Namespace) -> None:
+def main(argv: list[str]) -> None:
     """Compute the features, run a probe on them, and print or write the report.
 
     Raises:
         ValueError: for wrong data or options.
     """
+    args = build_parser().parse_args(argv)
     loaded, encoder = load_encoder(args)
     is_voc = args.probe == "voc07"
     if is_voc:
@@ -320,4 +299,4 @@ def probe(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)

@@ -1,11 +1,11 @@
 """``python -m eval.report RESULTS... --output DIR``: tables and one HTML page that compare evaluated runs."""
 
 import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from ..command_line import called_as, run_command
+from openclip_ext.diagnostics import command_line
+
+from ..command_line import called_as
 from .page import build_page
 from .runs import read_runs
 from .tables import build_rows, comma_separated, markdown
@@ -30,17 +30,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
-    return run_command(report, build_parser().parse_args(argv))
-
-
-def report(args: argparse.Namespace) -> None:
+def main(argv: list[str]) -> None:
     """Write the tables and the page, and print the averages.
 
     Raises:
         ValueError: for runs without results.
     """
+    args = build_parser().parse_args(argv)
     runs = read_runs(args.results)
     rows = build_rows(runs)
     args.output.mkdir(parents=True, exist_ok=True)
@@ -56,4 +52,4 @@ def report(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)

@@ -85,7 +85,7 @@ def csv_rows(tmp_path: Path) -> list[dict[str, str]]:
 
 def report(tmp_path: Path, *arguments: str) -> tuple[list[list[list[str]]], str]:
     """Return tables and text of a report's page, which refers to its own parts only."""
-    assert main([*arguments, "--output", str(tmp_path / "report")]) == 0
+    main([*arguments, "--output", str(tmp_path / "report")])
     text = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
     assert "@import" not in text and " src=" not in text
     assert {reference[0] for reference in re.findall(r"(?:url\(|href=.)([^)\"]+)", text)} <= {"#"}
@@ -257,11 +257,11 @@ def test_datacomps_own_file_with_nan(tmp_path: Path) -> None:
     assert len(tables[1]) == 1 + 38 and not any(cell == "nan" for row in tables[1] for cell in row)
 
 
-def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").touch()
     (tmp_path / "broken.jsonl").write_text("not json\n")
     for path, expected in (("none", "does not exist"), ("empty", "notes.txt"), ("broken.jsonl", "holds no results")):
-        assert main([str(tmp_path / path), "--output", str(tmp_path / "report")]) == 1
-        assert expected in capsys.readouterr().err
+        with pytest.raises(ValueError, match=expected):
+            main([str(tmp_path / path), "--output", str(tmp_path / "report")])
     assert not (tmp_path / "report").exists()

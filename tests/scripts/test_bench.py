@@ -22,7 +22,6 @@ CASES = {
     "losses": "--batch-sizes 8 --embed-dim 4 --losses fastclip neuclip",
     "npn": "--batch-size 4 --prototypes 6 --embed-dim 4 --updates 2",
     "step": "--batch-size 4 --steps 1 --losses neuclip --prototypes 8",
-    "state_table": "--batch-size 8 --batches 1 --dense 1000 --checkpoint-rounds 1",
     "remote": "--shards 2 --samples 20 --image-bytes 2000 --latency 0.01 --counts 40",
     "evaluation": f"--model {datasets.TINY_MODEL} --scale 3000 --workers 1",
 }
@@ -30,7 +29,6 @@ ROWS = {
     "losses": {"8": {"ClipLoss", "fastclip", "neuclip"}},
     "npn": {"": {"matrix products", "closed form", "autograd"}},
     "step": {"": {"openclip", "neuclip"}},
-    "state_table": {"lookups": {"1e+04", "1e+06", "1e+08"}, "checkpoints": {"write", "restore"}},
     "remote": {
         "reading": {"pipe:curl", "streamed", "into --cache-dir", "from --cache-dir"},
         "counting": {"*_stats.json"},
@@ -64,9 +62,8 @@ def run_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_benchmark_prints_and_writes_its_rows(name: str, run_benchmark: Any, tiny_model: None, tmp_path: Path) -> None:
-    more = ["--folder", str(tmp_path)] if name == "state_table" else []
-    report, printed = run_benchmark(name, *CASES[name].split(), *more)
+def test_benchmark_prints_and_writes_its_rows(name: str, run_benchmark: Any, tiny_model: None) -> None:
+    report, printed = run_benchmark(name, *CASES[name].split())
     tables = report["results"]
     assert {title: set(table) for title, table in tables.items()} == ROWS[name]
     assert "baseline" in report

@@ -101,7 +101,7 @@ def test_wrong_pairs_are_refused() -> None:
         concept_subspace(first, first)
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(tmp_path: Path) -> None:
     checkpoint = datasets.tiny_checkpoint(tmp_path)
     images, labels = datasets.digit_images(40)
     for number, (image, label) in enumerate(zip(images, labels, strict=True)):
@@ -112,13 +112,13 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "pairs.csv").write_text("one, two\nthree,four\n\nfive, six\n")
     (tmp_path / "templates.txt").write_text("the number {c}\nI see a {c}\n")
 
-    def run(*arguments: str) -> int:
+    def run(*arguments: str) -> None:
         model = ["--model", datasets.TINY_MODEL, "--checkpoint", str(checkpoint), "--device", "cpu", "--workers", "0"]
         folders = ["--images", str(tmp_path / "odd"), str(tmp_path / "even")]
-        return main([*model, *folders, "--output-dir", str(tmp_path / "out"), *arguments])
+        main([*model, *folders, "--output-dir", str(tmp_path / "out"), *arguments])
 
     custom = ["--pairs", str(tmp_path / "pairs.csv"), "--templates", str(tmp_path / "templates.txt")]
-    assert run(*custom, "--components", "2", "--top", "3") == 0
+    run(*custom, "--components", "2", "--top", "3")
     report = json.loads((tmp_path / "out" / "editing.json").read_text())
     odd = sum(label % 2 for label in labels)
     assert report["images"] == {"odd": odd, "even": 40 - odd} and (report["pairs"], report["templates"]) == (3, 2)
@@ -132,17 +132,16 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cell["delta"] == pytest.approx(cell["original"] - cell["neutral"])
     table = (tmp_path / "out" / "editing.md").read_text().splitlines()
     assert len(table) == 4 and f"{cell['original']:.4f}" in table[2] and table[2].startswith("| odd |")
-    assert run("--names", "male", "female", "--top", "3") == 0
+    run("--names", "male", "female", "--top", "3")
     assert set(json.loads((tmp_path / "out" / "editing.json").read_text())["alignment"]) == {"male", "female"}
 
-    capsys.readouterr()
     for arguments, expected in (
         (["--top", "30"], "but 30 are to be retrieved"),
         (["--names", "x", "x"], "both sides are called x"),
         (["--components", "50"], "too many"),
         (["--pairs", str(tmp_path / "templates.txt")], "does not hold pairs alone"),
-        (["--templates", str(tmp_path / "pairs.csv")], "needs a {c}"),
+        (["--templates", str(tmp_path / "pairs.csv")], "needs a"),
         (["--checkpoint", str(tmp_path / "none.pt")], "none.pt"),
     ):
-        assert run(*arguments) == 1
-        assert expected in capsys.readouterr().err
+        with pytest.raises(ValueError, match=expected):
+            run(*arguments)
