@@ -41,6 +41,7 @@ class BadSamples:
         self._unread: set[int] = set()  # of the epoch under way
         self._new: dict[int, BadSample] = {}
         self._num_logged = 0
+        self._has_refused = False
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as plain types: what all ranks know."""
@@ -112,6 +113,8 @@ class BadSamples:
             logging.warning(f"Bad sample {sample.index} in {name} is left out: {sample.reason}")
 
     def _refuse_too_many(self) -> None:
+        if self._has_refused:  # what follows is the run's last save
+            return
         known = {*self._found, *self._unread, *self._new}
         met = len(known) - sum(met < self._epoch for met in self._found.values())
         for bad, total, where in (
@@ -119,6 +122,7 @@ class BadSamples:
             (len(known), self._source.num_samples, "the data set"),
         ):
             if bad > self._max_fraction * total:
+                self._has_refused = True
                 examples = "; ".join(f"sample {s.index}: {s.reason}" for s in list(self._new.values())[:3])
                 raise BadDataError(
                     f"{bad:,} bad samples in {where} of {total:,}, more than the allowed {self._max_fraction:.1%} "

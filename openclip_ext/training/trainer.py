@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.data.source import BadDataError
 from openclip_ext.data.train_loader import TrainLoader
 from openclip_ext.losses.heads import HEADS_KEY, heads_entry, with_heads
 from openclip_ext.options import flag
@@ -163,13 +164,18 @@ class Trainer:
             SystemExit: with 143 after SIGTERM, 130 after SIGINT, and a saved checkpoint.
             SaveFailed: the last checkpoint could not be written.
             TrainingDiverged: a checkpoint was due and the parameters are not finite, or every step was skipped.
+            BadDataError: too many samples are bad, on all ranks; the steps before are saved.
         """
         folder = None if self.policy.folder is None else self.policy.folder.parent
         with SignalRequests() as signals, profiled(self.length.profile, folder) as self._profile_step:
             if evaluate_first:
                 self._evaluate()
             while self.position.epoch < self.length.epochs:
-                self._train_epoch(signals)
+                try:
+                    self._train_epoch(signals)
+                except BadDataError:
+                    self._save_steps_of_this_start()
+                    raise
                 self._end_epoch()
 
     def _train_epoch(self, signals: SignalRequests) -> None:
@@ -245,6 +251,12 @@ class Trainer:
         self.position.bad = self.loader.bad.state()
         self._report_skipped(self.step.guard.learn(wait=True))
         self.position.skipped = self.step.guard.skipped
+
+    def _save_steps_of_this_start(self) -> None:
+        """Save before the run ends, so that it can go on from here with other data or a higher limit."""
+        if self._has_stepped and self.position.step_in_epoch > 0:
+            self._complete_position()
+            self._save_mid_epoch(must_succeed=False)
 
     def _give_up(self) -> None:
         """Save the last good state, which is the present one, and end the run."""

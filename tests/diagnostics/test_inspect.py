@@ -18,7 +18,7 @@ from openclip_ext.data.manifest import Manifest
 from openclip_ext.diagnostics import finished_run
 from openclip_ext.diagnostics.finished_run import Embeddings, embed_training_set, load_run
 from openclip_ext.diagnostics.inspect import __main__ as inspect
-from openclip_ext.diagnostics.inspect import findings
+from openclip_ext.diagnostics.inspect import findings, report
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.training.errors import UsageError
@@ -161,6 +161,15 @@ def test_difficulty_is_the_exact_log_normalizer_or_the_stored_one(monkeypatch, n
     found, is_stored = log_normalizers(loss, embeddings, anchors, CPU)
     assert is_stored == (name == "isogclr")
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("caption", ["=HYPERLINK(1)", "+1", "-1", "@SUM(1)", "\t=1"])
+def test_no_caption_is_a_formula_to_a_spreadsheet(tmp_path, caption):
+    samples = {3: report.Sample(3, "00000.tar", "key", caption)}
+    found = {"hardest": Found(1, np.array([3]), None, np.array([0.5]))}
+    report.write_csv(tmp_path / "found.csv", report.Inspection({}, LOOSE, found, samples))
+    (row,) = csv.DictReader((tmp_path / "found.csv").open(newline=""))
+    assert (row["index"], row["key"], row["caption"]) == ("3", "key", f"'{caption}")
 
 
 def test_a_model_that_has_diverged_is_refused():

@@ -6,6 +6,7 @@ import json
 import logging
 import resource
 import signal
+import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -276,6 +277,24 @@ def test_sigusr1_saves_and_goes_on(shards, tmp_path, monkeypatch):
     assert run(command(shards, tmp_path, "run", "openclip", "--epochs", "1")) == 0
     assert saved == ["epoch_0_step_3.pt"]
     assert len(losses_of(tmp_path / "run")) == 5
+
+
+def test_sigusr1_before_there_is_anything_to_save_ends_nothing(tmp_path):
+    argv = [
+        sys.executable,
+        "-m",
+        "openclip_ext.training.main",
+        "--train-data",
+        str(tmp_path / "none.tar"),
+        "--logs",
+        "none",
+    ]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "importing PyTorch" in process.stderr.readline()
+        process.send_signal(signal.SIGUSR1)
+        written = process.stderr.read()
+    assert "nothing to save yet" in written and process.returncode == 2, written
 
 
 def test_a_failing_evaluation_costs_nothing_and_is_made_up_for(shards, tmp_path, monkeypatch, caplog):

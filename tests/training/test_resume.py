@@ -93,6 +93,16 @@ def test_a_resume_goes_on_counting_bad_samples(damaged_shards, tmp_path):
             run(argv, stop_after=1)
 
 
+def test_a_run_with_too_many_bad_samples_is_saved_before_it_ends(damaged_shards, tmp_path):
+    assert run(command(damaged_shards, tmp_path, "whole", "fastclip", "--max-bad-fraction", "0.1")) == 0
+    argv = command(damaged_shards, tmp_path, "run", "fastclip", "--resume", "latest", "--max-bad-fraction")
+    with pytest.raises(BadDataError, match="5 bad samples in this epoch of 84"):
+        run([*argv, "0.05"])
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("epoch_0_step_*.pt")]
+    assert run([*argv, "0.1"]) == 0
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
 HOST_TABLES = ["fastclip", "fastclip-v2"]
 
 
