@@ -24,7 +24,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("openclip_ext.training.main", "train CLIP: OpenCLIP's flags and ours"),
     "doctor": Command("openclip_ext.diagnostics.doctor", "check the flags of a training before it is submitted"),
-    "losses": Command("openclip_ext.diagnostics.losses", "list the losses, or describe one: parts, state, cost, options"),
+    "losses": Command("openclip_ext.diagnostics.losses", "list the losses, or describe one: parts, cost, options"),
     "manifest": Command("openclip_ext.data.manifest", "count the samples of shards and fix their indices"),
     "plan": Command("openclip_ext.diagnostics.plan", "memory and communication of a training before it starts"),
     "compare": Command("openclip_ext.diagnostics.compare", "find the loss that brings the most on your data"),

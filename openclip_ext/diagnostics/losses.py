@@ -1,4 +1,4 @@
-"""Describe the losses: ``openclip-ext losses`` lists them, ``openclip-ext losses NAME`` shows one's parts, state, cost and options.
+"""Describe the losses: ``openclip-ext losses`` lists them, ``openclip-ext losses NAME`` shows what one has and costs.
 
 Every option can be given as ``--loss-option NAME=VALUE``, most of them also as a flag, ``--NAME VALUE``.
 """
@@ -46,8 +46,8 @@ def _described(name: str) -> Iterator[str]:
     bytes_of_sample = sum(table.nbytes for table in loss.tables().values()) // (loss.num_samples or 1)
     networks = ", and prototypes or networks" if loss.state_size().replicated > loss.get_extra_state().nbytes else ""
     yield f"  state:    {bytes_of_sample} bytes a sample{networks}"
-    yield f"  cost:     {_fixed_mebibytes(name):.1f} MiB on each rank for embeddings of 512 numbers, besides the state of samples"
-    yield "            (openclip-ext plan: memory and communication of a step; docs/performance.md: time)"
+    yield f"  cost:     {_fixed_mebibytes(name):.1f} MiB on each rank besides the state of samples, for embeddings of 512 numbers"
+    yield "            (memory of a step: openclip-ext plan; time: docs/performance.md)"
     yield f"  trains:   {'a head with the model' if loss.model_head() is not None else 'nothing but the model'}"
     yield "  options (NAME = default: meaning):"
     for option, default in options.items():
