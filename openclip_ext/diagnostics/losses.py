@@ -46,7 +46,7 @@ def _described(name: str) -> Iterator[str]:
     bytes_of_sample = sum(table.nbytes for table in loss.tables().values()) // (loss.num_samples or 1)
     networks = ", and prototypes or networks" if loss.state_size().replicated > loss.get_extra_state().nbytes else ""
     yield f"  state:    {bytes_of_sample} bytes a sample{networks}"
-    yield f"  cost:     {_fixed_mebibytes(name):.1f} MiB on each rank besides the state of samples, for embeddings of 512 numbers"
+    yield f"  cost:     {_fixed_mebibytes(name):.1f} MiB on each rank for embeddings of 512, besides the samples' state"
     yield "            (memory of a step: openclip-ext plan; time: docs/performance.md)"
     yield f"  trains:   {'a head with the model' if loss.model_head() is not None else 'nothing but the model'}"
     yield "  options (NAME = default: meaning):"
