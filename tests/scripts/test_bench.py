@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture
-def run_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Any:
+def run_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Iterator[Any]:
     """A function that runs a benchmark and returns its report and what it printed."""
     monkeypatch.syspath_prepend(str(BENCH))
-    monkeypatch.setattr(logging.root, "level", logging.root.level)  # a benchmark silences the libraries
+    level = logging.root.level
 
     def run(name: str, *arguments: str) -> tuple[dict[str, Any], str]:
         output = tmp_path / "results.json"
@@ -58,7 +59,8 @@ def run_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         assert {"settings", "hardware", "versions", "load"} <= report.keys()
         return report, capsys.readouterr().out
 
-    return run
+    yield run
+    logging.root.setLevel(level)  # A benchmark silences the libraries. Only setLevel() clears the loggers' caches.
 
 
 @pytest.mark.parametrize("name", CASES)
