@@ -35,4 +35,6 @@ say "pytest"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 processes="${TEST_PROCESSES:-$("$python" -c 'import os; print(min(4, os.cpu_count() or 1))')}"
 # A file stays in one process: its tests share what its fixtures make. tests/conftest.py orders the files.
-"$python" -m pytest --numprocesses "$processes" --dist loadfile --no-loadscope-reorder ${options[@]+"${options[@]}"} "$@"
+# Tests with a scheduler, servers and killed processes depend on how a busy machine takes turns: one that fails is run
+# once more. The summary names it (RERUN): a test that often needs it hides a race, in the test or in the product.
+"$python" -m pytest --reruns 1 -raR --numprocesses "$processes" --dist loadfile --no-loadscope-reorder ${options[@]+"${options[@]}"} "$@"

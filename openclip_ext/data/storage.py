@@ -123,7 +123,8 @@ class Storage:
             is_new = not path.exists()
             if is_new:
                 write_atomically(path, lambda copy: shutil.copyfileobj(file, copy, _BLOCK))
-            os.utime(path)
+            now = time.time_ns()  # The kernel's own time of a file is too coarse to tell the order of two uses.
+            os.utime(path, ns=(now, now))
             copy = open_local(path, _BUFFER)
         file.close()
         if is_new:

@@ -127,7 +127,10 @@ class WatchedBatches:
                     "samples that it read (a file server that hangs, an image or a caption without end); --resume latest "
                     "goes on from the last checkpoint"
                 ) from error
-            wait([worker.sentinel for worker in self._workers], timeout=_LAST_BREATH)
+            ready = wait([worker.sentinel for worker in self._workers], timeout=_LAST_BREATH)
+            for worker in self._workers:
+                if worker.sentinel in ready:  # The kernel closes it some moments before the process has ended.
+                    worker.join(timeout=_LAST_BREATH)
             ended = [worker for worker in self._workers if not worker.is_alive()]
             if _NO_SHARED_MEMORY.search(str(error)) or any(worker.exitcode == -signal.SIGBUS for worker in ended):
                 free = shutil.disk_usage("/dev/shm").free / 2**20

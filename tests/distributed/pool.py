@@ -116,6 +116,8 @@ class RankPool:
         if failed:
             # The first to fail tells the cause; one that only did not answer is a consequence, if another has failed.
             failed = [rank for rank in dict.fromkeys([*answers, *failed]) if rank in failed]
+            # A crash is a cause even where the others' error, a lost connection, arrives first.
+            failed.sort(key=lambda rank: self._processes[rank].exitcode not in _CRASHES)
             report = "\n".join(self._report(rank, answers.get(rank)) for rank in failed)
             crashed = self._processes[failed[0]].exitcode in _CRASHES
             self.close()
