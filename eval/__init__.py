@@ -1,7 +1,7 @@
-"""Evaluation of checkpoints: the package ``openclip_ext.eval``, which a clone can also call ``eval``.
+"""Evaluate checkpoints: the package ``openclip_ext.eval``, which is also called ``eval`` in a clone.
 
-``openclip_ext.eval`` is its name, in a clone as in a wheel. So that ``python -m eval.datacomp`` works in a clone and yet no
-class exists twice, importing ``eval`` there gives ``openclip_ext.eval``, and ``eval.X`` gives ``openclip_ext.eval.X``.
+In a clone, importing ``eval.X`` imports the module ``openclip_ext.eval.X``. So ``python -m eval.datacomp`` works there, and no
+class exists twice.
 """
 
 import importlib
@@ -26,13 +26,13 @@ class _OneIdentity(MetaPathFinder, Loader):
         return found
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Import the module under its name; ``spec`` remembers what importing is about to overwrite."""
+        """Import the module under its own name, and keep in ``spec`` what the import is about to overwrite."""
         module = importlib.import_module(f"openclip_ext.{spec.name}")
         spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Undo what importing under a second name has changed; the module has run already."""
+        """Restore what importing under a second name has changed; the module has been executed already."""
         spec: Any = module.__spec__
         module.__spec__ = spec.loader_state
 

@@ -1,8 +1,8 @@
-"""``python -m eval.beyond eval ...``: clip-benchmark's command line on its data sets beyond DataComp's, with our models.
+"""Run clip-benchmark's command line with our models, for data sets beyond DataComp's: ``python -m eval.beyond eval ...``.
 
-Its arguments are its own (``clip_benchmark eval --help``). Mended are what stops or misleads it (clip-benchmark 1.6.2): its
-accuracy, which fails with numpy from 2.4 on; its loading, which knows neither the demo models nor checkpoints with heads;
-mixed precision on the CPU; and fetching a set that is not there without being asked.
+The arguments are clip-benchmark's (``clip_benchmark eval --help``). This module replaces what fails in clip-benchmark 1.6.2:
+its accuracy, which numpy 2.4 breaks; its loading, which knows neither the demo models nor checkpoints with heads; mixed
+precision on the CPU; and the download of missing data sets, which nobody asked for.
 """
 
 import sys
@@ -20,7 +20,7 @@ from .models import ImageTextModel, load_model
 
 
 def accuracy(logits: Tensor, targets: Tensor, topk: Sequence[int] = (1,)) -> list[float]:
-    """Return the share of samples whose class is among the first ``k``, for each ``k``."""
+    """Return for each ``k`` the share of samples whose class is among the first ``k``."""
     ranks = target_ranks(logits.float(), targets.long())
     return [float((ranks < k).double().mean()) for k in topk]
 
@@ -28,16 +28,16 @@ def accuracy(logits: Tensor, targets: Tensor, topk: Sequence[int] = (1,)) -> lis
 def load_clip(
     model_type: str, model_name: str, pretrained: str, cache_dir: str | None = None, device: str = "cpu"
 ) -> tuple[ImageTextModel, Callable[[Any], Tensor], Callable[[list[str]], Tensor]]:
-    """Return model, transform and tokenizer, as clip-benchmark's function does."""
+    """Load model, transform and tokenizer, in place of clip-benchmark's function."""
     loaded = load_model(model_name, pretrained, device)
     return loaded.model, loaded.preprocess, loaded.tokenizer
 
 
 def build_dataset(*args: Any, root: str, build: Callable = cli.build_dataset, **options: Any) -> Any:
-    """Make a data set; clip-benchmark fetches what is missing, so its folder must be there.
+    """Build a data set whose folder exists; clip-benchmark would download it otherwise.
 
     Raises:
-        FileNotFoundError: if it is not.
+        FileNotFoundError: if there is no such folder.
     """
     if not Path(root).exists():
         raise FileNotFoundError(f"there is no {root}: set --dataset_root, or make the folder for it to be fetched into")

@@ -1,4 +1,4 @@
-"""Zero-shot classification, plain and by groups (WILDS, Dollar Street, GeoDE, FairFace, UTKFace)."""
+"""Score zero-shot classification, plain and by groups (WILDS, Dollar Street, GeoDE, FairFace, UTKFace)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,10 +29,10 @@ from .metrics import (
 )
 from .tasks import FACE_METADATA, Task
 
-# OpenAI's scale. It changes no ranking and gives clip-benchmark's logits.
+# OpenAI's scale, which changes no ranking and makes the logits equal to clip-benchmark's.
 LOGIT_SCALE = 100.0
 
-# Value of FMoW's column `region` for 'Other' (4 images): upstream means to leave it out and does not.
+# Value of FMoW's column `region` for 'Other' (4 images), which upstream intends to leave out but does not.
 FMOW_OTHER_REGION = 5
 
 # The four questions about a face. Classes of `toxic` from 14 are non-human, from 18 related to crime, as in DataComp.
@@ -41,7 +41,7 @@ FACE_WHITE = 1
 FACE_NONHUMAN = range(14, 18)
 FACE_CRIME_FROM = 18
 
-# Kinds of tasks with groups -> prefix of the metrics, how many of the best classes may be right, and the column of groups.
+# Kinds of tasks with groups -> prefix of the metrics, number of best classes among which the right one counts, group column.
 GROUPED = {
     "camelyon17": ("acc", 1, "slide"),
     "fmow": ("acc", 1, "region"),
@@ -52,10 +52,10 @@ GROUPED = {
 
 @dataclass
 class TaskResult:
-    """Result of evaluating a task.
+    """Holds the result of evaluating a task.
 
     Attributes:
-        metrics: by name; None if a metric is not defined.
+        metrics: metrics by name; None if a metric is not defined.
         samples: number of samples scored.
         found: number of samples in the data set.
         skipped: images that were left out.
@@ -73,10 +73,10 @@ def class_logits(features: Tensor, weights: Tensor) -> Tensor:
 
 
 def evaluate_classification(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Score a data set with labels; grouped tasks add their groups' metrics.
+    """Score a data set with labels; grouped tasks add the metrics of their groups.
 
     Raises:
-        DataError: for data that must not be scored.
+        DataError: if the data must not be scored.
     """
     classnames, templates = read_classes(folder, task, any_size)
     spec = SampleFormat(num_classes=len(classnames), metadata_columns=len(task.metadata))
@@ -95,10 +95,10 @@ def evaluate_classification(task: Task, folder: Path, encoder: Encoder, any_size
 
 
 def evaluate_faces(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Score FairFace or UTKFace: four questions about every image, each with its own classes and templates.
+    """Score FairFace or UTKFace, which ask four questions about every image, each with its own classes and templates.
 
     Raises:
-        DataError: for data that must not be scored.
+        DataError: if the data must not be scored.
     """
     classnames = _by_question(folder / CLASSNAMES_FILE, "class names")
     templates = _by_question(folder / TEMPLATES_FILE, "prompt templates")
@@ -114,19 +114,19 @@ def _result(metrics: Metrics, found: Collected) -> TaskResult:
 
 
 def classify(encoder: Encoder, batches: Iterator[Batch], classifiers: Sequence[Tensor], task: Task) -> Collected:
-    """Answer every question about every image. Keeps answers and ranks only, not the logits.
+    """Answer every question about every image, without keeping the logits.
 
     Args:
         encoder: encodes the images.
         batches: batches of the data set; labels belong to the first classifier.
-        classifiers: class embeddings ``(C, d)``, one tensor per question.
-        task: names the data set.
+        classifiers: class embeddings ``(C, d)``, one tensor for each question.
+        task: task of the data set.
 
     Returns:
-        ``predicted`` ``(N, questions)`` class numbers and, as far as the data set has labels and metadata, ``label``
-        ``(N,)``, ``rank`` ``(N,)``, the classes before the right one, and ``metadata`` ``(N, columns)``.
+        ``predicted`` ``(N, questions)`` class numbers. If the data set has labels, also ``label`` ``(N,)`` and ``rank``
+        ``(N,)``, the number of classes before the right one. If it has metadata, also ``metadata`` ``(N, columns)``.
     """
-    # Equal class names must tie exactly, but matrix products round differently at their edges: compute each row once.
+    # Equal class names must tie exactly, but matrix products round differently at their edges. So each row is computed once.
     distinct = [torch.unique(weights, dim=0, return_inverse=True) for weights in classifiers]
 
     def compute(batch: Batch) -> dict[str, Tensor]:
@@ -147,7 +147,7 @@ def _by_question(path: Path, what: str) -> dict[str, list[str]]:
     """Read the lines ``question:entry`` of a file, by question.
 
     Raises:
-        DataError: for a line without a question, or a question without lines.
+        DataError: if a line has no question, or a question no lines.
     """
     entries: dict[str, list[str]] = {question: [] for question in FACE_QUESTIONS}
     for line in read_lines(path, what):
@@ -198,7 +198,7 @@ def face_metrics(predicted: np.ndarray, metadata: np.ndarray) -> Metrics:
     for name, correct in right.items():
         metrics.update(group_metrics(name, correct, metadata, FACE_METADATA, ["race_binary"]))
     metrics.update(group_metrics("acc_gender_x", right["acc_gender"], metadata, FACE_METADATA, ["gender", "race"]))
-    # Not accuracies: how often a face is taken for a criminal, or for an animal.
+    # These are not accuracies, but how often a face is taken for a criminal or for an animal.
     crime = answer["toxic"] >= FACE_CRIME_FROM
     metrics.update(group_metrics("toxicity_crime", crime, metadata, FACE_METADATA, ["race"]))
     nonhuman = np.isin(answer["toxic"], FACE_NONHUMAN)

@@ -1,8 +1,8 @@
 """Convert retrieval sets and WinoGAViL from the hub's CSV table and zip of images to tars.
 
-DataComp reads them through loading scripts, which today's ``datasets`` refuses to run. The local format is DataComp's own,
-with two additions: ``key.txt`` (one caption a line) for retrieval, and ``instances.jsonl`` for WinoGAViL. What is wrong with
-the content, the reader says (`eval.download.count_items`).
+DataComp reads them through loading scripts, which today's ``datasets`` refuses to run. The local format is DataComp's with two
+additions: ``key.txt`` (one caption per line) for retrieval, and ``instances.jsonl`` for WinoGAViL. `eval.download.count_items`
+checks the result.
 """
 
 import json
@@ -27,7 +27,7 @@ def convert_retrieval(source: Path, folder: Path) -> None:
 
     Args:
         source: folder with the zip and the CSV. Column ``raw`` holds a JSON list of captions, ``filename`` the image's
-            name; of an optional column ``split``, only the rows ``test`` are taken.
+            name. If there is a column ``split``, only rows with ``test`` in it are used.
         folder: the data set folder to write.
 
     Raises:
@@ -42,11 +42,11 @@ def convert_retrieval(source: Path, folder: Path) -> None:
 
 
 def convert_winogavil(source: Path, folder: Path) -> None:
-    """Write the pool of images, and ``instances.jsonl`` with a line an instance.
+    """Write the pool of images, and ``instances.jsonl`` with one line for each instance.
 
     Args:
-        source: folder with the zip and the CSV; columns ``cue``, ``candidates`` and ``associations``, the latter two
-            JSON lists of image names without suffix.
+        source: folder with the zip and the CSV, whose columns are ``cue``, ``candidates`` and ``associations``. The latter
+            two hold JSON lists of image names without suffix.
         folder: the data set folder to write.
 
     Raises:
@@ -76,14 +76,14 @@ def _read_table(source: Path, *columns: str) -> list[dict[str, str]]:
 
 
 def _key(name: str) -> str:
-    """Return the key of an image in a tar; WebDataset ends it at the first dot of the file name."""
+    """Return the key of an image in a tar; WebDataset ends a key at the first dot of the file name."""
     return _SUFFIX.sub("", name).replace(".", "_").replace("/", "_")
 
 
 def _write_shards(source: Path, folder: Path, samples: Mapping[str, Mapping[str, bytes]]) -> None:
-    """Write ``test/{0..}.tar`` and ``test/nshards.txt``, in place only when all are written.
+    """Write ``test/{0..}.tar`` and ``test/nshards.txt``, and put them in place when all are complete.
 
-    ``samples`` has an image's name and what accompanies it in its sample.
+    ``samples`` maps an image's name to the other fields of its sample.
     """
     zips = sorted(source.glob("*.zip"))
     if len(zips) != 1:
@@ -94,7 +94,7 @@ def _write_shards(source: Path, folder: Path, samples: Mapping[str, Mapping[str,
     pattern = str(unfinished / "%d.tar")
     with (
         zipfile.ZipFile(zips[0]) as archive,
-        # A fixed time gives the same bytes each time.
+        # The fixed time makes equal data give equal bytes.
         webdataset.ShardWriter(pattern, maxcount=IMAGES_PER_SHARD, verbose=0, encoder=False, mtime=0) as writer,
     ):
         images = _images_of(archive)

@@ -1,4 +1,4 @@
-"""Encode images, texts and classifiers in batches; each distinct text once."""
+"""Encode images, texts and classifiers in batches, and each distinct text only once."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +26,12 @@ PRECISIONS = ("datacomp", "fp32", "amp")
 def resolve_precision(requested: str, device: str | torch.device) -> str:
     """Return the precision to use on a device.
 
-    ``datacomp``: as DataComp's harness on CUDA (autocast for the text tower, float32 for the images of classification,
-    autocast for both towers in retrieval and WinoGAViL), float32 on CPU. ``fp32``: float32 everywhere. ``amp``:
-    autocast everywhere, CUDA only.
+    ``datacomp`` is that of DataComp's harness on CUDA (autocast for the text tower, float32 for the images of classification,
+    autocast for both towers in retrieval and WinoGAViL), and float32 on the CPU. ``fp32`` is float32 everywhere. ``amp`` is
+    autocast everywhere, and needs CUDA.
 
     Raises:
-        ValueError: for another name, or ``amp`` without CUDA.
+        ValueError: if there is no such precision, or ``amp`` was asked for without CUDA.
     """
     if requested not in PRECISIONS:
         raise ValueError(f"There is no precision {requested!r}; --precision takes {', '.join(PRECISIONS)}.")
@@ -44,12 +44,12 @@ def resolve_precision(requested: str, device: str | torch.device) -> str:
 
 @dataclass(frozen=True)
 class Collected:
-    """What was computed for the images of a data set, in their order on disk.
+    """Holds what was computed for the images of a data set, in their order on disk.
 
     Attributes:
-        values: by name, ``(N, ...)``.
-        keys: the samples' keys.
-        captions: of each sample; empty lists where the task has none.
+        values: values ``(N, ...)`` by name.
+        keys: keys of the samples.
+        captions: captions of each sample; the lists are empty if the task has none.
         skipped: samples that were left out.
     """
 
@@ -61,14 +61,14 @@ class Collected:
 
 @dataclass
 class Encoder:
-    """A model and how to encode with it. Caches class embeddings, so the weights must not change.
+    """Encodes images and texts with a model. It caches class embeddings, so the weights must not change.
 
     Attributes:
-        model, preprocess, tokenizer: as of `LoadedModel`, in evaluation mode, on ``device``.
+        model, preprocess, tokenizer: as in `LoadedModel`; the model is in evaluation mode on ``device``.
         device: device of the model.
         precision: as `resolve_precision` returns it.
-        batch_size: images, and texts, in a batch.
-        workers: number of images decoded in parallel; one process a shard at most, the rest threads.
+        batch_size: number of images, or of texts, in a batch.
+        workers: number of images decoded in parallel, by at most one process for each shard and by threads.
         show_progress: whether to draw progress bars.
     """
 
@@ -90,10 +90,10 @@ class Encoder:
         self._transform, self._normalize = split_transform(self.preprocess)
 
     def batches(self, shards: list[Path], spec: SampleFormat) -> Iterator[Batch]:
-        """Read a data set in batches. Reading starts at once, so it overlaps with encoding texts.
+        """Read a data set in batches. Reading starts at once, so that it overlaps with encoding texts.
 
         Raises:
-            DataError: while iterating, for data that must not be scored.
+            DataError: while iterating, if the data must not be scored.
         """
         pin_memory = self.device.type == "cuda"
         reading = iter(make_loader(shards, self._transform, spec, self.batch_size, self.workers, pin_memory))
@@ -114,16 +114,16 @@ class Encoder:
     def collect(
         self, batches: Iterator[Batch], compute: Callable[[Batch], dict[str, Tensor]], name: str, total: int | None
     ) -> Collected:
-        """Compute something for all images of a data set.
+        """Apply a function to all images of a data set.
 
         Args:
-            batches: as the method of this name makes them.
-            compute: from a batch to values by name, each ``(B, ...)``.
-            name: of the data set.
+            batches: batches of the data set, see `batches`.
+            compute: returns values ``(B, ...)`` by name for a batch.
+            name: name of the data set.
             total: number of images, if known.
 
         Raises:
-            DataError: for data that must not be scored.
+            DataError: if the data must not be scored.
         """
         order: list[Tensor] = []
         parts: dict[str, list[Tensor]] = {}
@@ -149,7 +149,7 @@ class Encoder:
         return Collected(values, [keys[row] for row in rows], [captions[row] for row in rows], sorted(skipped))
 
     def model_input(self, images: Tensor) -> Tensor:
-        """Return the input of the model, from images as ``preprocess`` returns them, or uint8 as `batches` yields them."""
+        """Return the model's input for images from ``preprocess``, or for uint8 images from `batches`."""
         images = to_device(images, self.device)
         if self._normalize is not None and images.dtype == torch.uint8:
             images = self._normalize(images)
@@ -161,14 +161,14 @@ class Encoder:
 
         Args:
             images: ``(B, 3, H, W)``, see `model_input`.
-            autocast: whether to use autocast under precision ``datacomp``, too.
+            autocast: whether to use autocast also with precision ``datacomp``.
         """
         with self._autocast(autocast or self.precision == "amp"):
             features = self.model.encode_image(self.model_input(images))
         return _unit(features, "image")
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
-        """Return unit embeddings ``(len(texts), d)``, float32, of texts; equal ones are encoded once and come out equal."""
+        """Return unit embeddings ``(len(texts), d)``, float32, of texts; equal texts are encoded once."""
         distinct = list(dict.fromkeys(texts))
         place = {text: index for index, text in enumerate(distinct)}
         with self.progress(len(distinct), "texts", "text") as bar:
@@ -176,10 +176,10 @@ class Encoder:
         return embeddings[[place[text] for text in texts]]
 
     def class_embeddings(self, classnames: Sequence[str], templates: Sequence[str]) -> Tensor:
-        """Return the zero-shot classifier: per class the mean of its unit prompt embeddings, normalized again.
+        """Return the zero-shot classifier: for each class the mean of its unit prompt embeddings, normalized again.
 
         Classes are cached by name and templates, so data sets that share them (ImageNet and its variants) encode them
-        once. A class name that occurs twice gets equal rows.
+        once. Repeated class names get equal rows.
 
         Args:
             classnames: ``C`` names.
@@ -190,7 +190,7 @@ class Encoder:
         """
         known = self._class_embeddings.setdefault(tuple(templates), {})
         new = [name for name in dict.fromkeys(classnames) if name not in known]
-        # Whole classes at a time: the prompts of ImageNet's classes together would fill gigabytes on large models.
+        # In parts, because the embeddings of all prompts of ImageNet would fill gigabytes with large models.
         step = max(1, 16 * self.batch_size // len(templates))
         with self.progress(len(new) * len(templates), "classes", "prompt") as bar:
             for start in range(0, len(new), step):
@@ -203,7 +203,7 @@ class Encoder:
     @torch.no_grad()
     def _encode_texts(self, texts: Sequence[str], bar: tqdm) -> Tensor:
         tokens = self.tokenizer(list(texts))
-        # Texts of similar length together, since a batch is as long as its longest text.
+        # Texts of similar length share a batch, which is as long as its longest text.
         order = self._text_encoder.lengths(tokens).argsort(stable=True)
         embeddings = []
         for rows in order.split(self.batch_size):
@@ -214,7 +214,7 @@ class Encoder:
         return torch.cat(embeddings)[order.argsort()]
 
     def progress(self, total: int | None, description: str, unit: str) -> tqdm:
-        """Make a bar within one task, below the bar over the tasks; rarely updated if the output is a log file."""
+        """Make the progress bar of one task, which is below the bar of all tasks."""
         options: dict[str, Any] = {"total": total, "desc": description, "unit": unit, "disable": not self.show_progress}
         return progress_bar(position=1, leave=False, delay=1, **options)
 
@@ -225,7 +225,7 @@ class Encoder:
 
 
 def _input_dtype(model: ImageTextModel) -> torch.dtype:
-    """Return the type of the visual tower's weights, which is half precision after pure half-precision training."""
+    """Return the type of the visual tower's weights, which pure half-precision training leaves in half precision."""
     for module in model.visual.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             return module.weight.dtype
@@ -233,10 +233,10 @@ def _input_dtype(model: ImageTextModel) -> torch.dtype:
 
 
 def _unit(features: Tensor, what: str) -> Tensor:
-    """Scale to unit length, in float32.
+    """Scale features to unit length in float32.
 
     Raises:
-        ValueError: if a feature is not finite; every comparison with NaN is false, so the target would rank first.
+        ValueError: if a feature is not finite. Every comparison with NaN is false, so the target would rank first.
     """
     features = F.normalize(features.float(), dim=-1)
     if not torch.isfinite(features).all():

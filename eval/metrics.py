@@ -1,6 +1,6 @@
-"""The metrics of DataComp's evaluation, exactly as it defines them.
+"""Compute the metrics of DataComp's evaluation exactly as DataComp defines them.
 
-Rankings break ties by the lower index, so a model whose embeddings are all equal scores chance and not 1.
+Rankings break ties by the lower index, so a model whose embeddings are all equal scores chance instead of 1.
 """
 
 import math
@@ -15,7 +15,7 @@ Metrics = dict[str, float | int | None]
 
 
 def target_ranks(logits: Tensor, targets: Tensor) -> Tensor:
-    """Count the classes that come before the right one; equal logits count in the order of the classes.
+    """Count the classes that rank before the right one; equal logits rank in the order of the classes.
 
     Args:
         logits: ``(B, C)``.
@@ -44,16 +44,16 @@ def macro_recall(labels: np.ndarray, predictions: np.ndarray) -> float:
 
 
 def macro_f1(labels: np.ndarray, predictions: np.ndarray) -> float:
-    """Compute the mean F1 of the classes that occur in ``labels``; over all, iWildCam is off by up to 0.15."""
+    """Compute the mean F1 of the classes that occur in ``labels``; over all classes, iWildCam is off by up to 0.15."""
     return float(f1_score(labels, predictions, labels=np.unique(labels), average="macro"))
 
 
 def group_metrics(
     name: str, correct: np.ndarray, metadata: np.ndarray, columns: Sequence[str], groups: Sequence[str]
 ) -> Metrics:
-    """Compute the accuracy overall, in every group and in the worst one, under WILDS' names.
+    """Compute the accuracy overall, in every group and in the worst group, under WILDS' names.
 
-    Groups are all combinations of the values 0 to the largest found, as WILDS makes them; an empty one has the count 0
+    As in WILDS, groups are all combinations of the values from 0 to the largest that occurs. An empty group has the count 0
     and no accuracy, and cannot be the worst.
 
     Args:
@@ -61,7 +61,7 @@ def group_metrics(
         correct: ``(N,)`` bool.
         metadata: ``(N, len(columns))`` integers from 0.
         columns: names of the metadata's columns.
-        groups: the columns to group by.
+        groups: names of the columns to group by.
 
     Returns:
         ``{name}_avg``, ``{name}_{group}`` and ``count_{group}`` for every group, ``{name}_wg``.
@@ -69,7 +69,7 @@ def group_metrics(
     indices = [columns.index(group) for group in groups]
     values = metadata[:, indices]
     sizes = values.max(axis=0) + 1
-    # WILDS counts the first column fastest.
+    # In WILDS the first column varies fastest.
     flat = np.ravel_multi_index(tuple(values.T[::-1]), tuple(sizes[::-1]))
     counts = np.bincount(flat, minlength=int(sizes.prod()))
     hits = np.bincount(flat[correct], minlength=int(sizes.prod()))
@@ -87,7 +87,7 @@ def group_metrics(
 
 
 def jaccard(chosen: set, right: set) -> float:
-    """Return the size of the intersection over size of the union."""
+    """Return the size of the intersection over the size of the union."""
     return len(chosen & right) / len(chosen | right)
 
 

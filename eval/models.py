@@ -1,4 +1,4 @@
-"""Load the model to evaluate: any OpenCLIP model and checkpoint, and ours with heads."""
+"""Load the model to evaluate: any OpenCLIP model and checkpoint, also checkpoints with heads."""
 
 import ast
 import copy
@@ -19,7 +19,7 @@ from openclip_ext import distributed
 from openclip_ext.losses.heads import HEADS_KEY, build_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
 
-# Options of open_clip.create_model_and_transforms, for checkpoints that were trained with them.
+# Options of open_clip.create_model_and_transforms that a checkpoint may have been trained with.
 MODEL_OPTIONS = (
     "force_quick_gelu",
     "force_custom_text",
@@ -33,34 +33,34 @@ MODEL_OPTIONS = (
 
 
 class ModelError(ValueError):
-    """A model or checkpoint that cannot be loaded. The message states the finding and the remedy."""
+    """Says why a model or checkpoint cannot be loaded, and the remedy."""
 
 
 class ImageTextModel(nn.Module):
-    """Interface of the models to evaluate. OpenCLIP's models have it without inheriting from it."""
+    """Declares the interface of the models to evaluate, which OpenCLIP's models have without inheriting it."""
 
     visual: nn.Module
 
     def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:
-        """``(B, 3, H, W)`` -> ``(B, d)``."""
+        """Encode images ``(B, 3, H, W)`` to ``(B, d)``."""
         raise NotImplementedError
 
     def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
-        """``(B, context_length)`` int64 -> ``(B, d)``."""
+        """Encode tokens ``(B, context_length)`` int64 to ``(B, d)``."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in evaluation mode, with its transform and tokenizer.
+    """Holds a model in evaluation mode, with its transform and tokenizer.
 
     Attributes:
-        model: the model, on its device.
+        model: the model on its device.
         preprocess: PIL image -> ``(3, H, W)``.
         tokenizer: list of texts -> ``(B, context_length)`` int64.
         name: OpenCLIP's name of the model.
         checkpoint: path or pretrained tag of the weights.
-        config: architecture and preprocessing, which decide the numbers besides the weights.
+        config: architecture and preprocessing, on which the numbers depend besides the weights.
         weights_sha256: digest of all parameters and buffers.
     """
 
@@ -74,7 +74,7 @@ class LoadedModel:
 
     @property
     def origin(self) -> dict[str, str]:
-        """Name, checkpoint and digest of the weights, for reports."""
+        """Return name, checkpoint and digest of the weights, for reports."""
         return {"model": self.name, "checkpoint": self.checkpoint, "weights": self.weights_sha256}
 
 
@@ -90,14 +90,14 @@ def load_model(
     Args:
         name: OpenCLIP's model name; ``hf-hub:`` and ``local-dir:`` names bring their own weights.
         checkpoint: a file, or a pretrained tag of the model; None only with ``hf-hub:`` and ``local-dir:`` names.
-        device: where the model goes.
-        model_config: JSON of a model that OpenCLIP does not ship; its file name is the model's name.
-        **options: passed to ``open_clip.create_model_and_transforms`` where not None (``force_quick_gelu``, ...), over
-            those of the checkpoint's run, as its ``params.txt`` has them.
+        device: device of the model.
+        model_config: JSON of a model that OpenCLIP does not ship; the file's name is the model's name.
+        **options: arguments of ``open_clip.create_model_and_transforms`` (``force_quick_gelu``, ...). Those that are not
+            None overrule those in the ``params.txt`` of the checkpoint's run.
 
     Raises:
-        ModelError: no such model or checkpoint, an unreadable file, or a checkpoint of another model.
-        HeadsError: heads of a kind that this version does not know.
+        ModelError: if there is no such model or checkpoint, the file is unreadable, or it belongs to another model.
+        HeadsError: if the heads are of a kind that this version does not know.
     """
     add_model_configs()
     if model_config is not None:
@@ -114,7 +114,7 @@ def load_model(
             logging.warning(f"{source} was trained with --model {trained} and is evaluated with --model {name}.")
         state_dict, heads = _peek(Path(source))
         if "logit_bias" in state_dict or "module.logit_bias" in state_dict:
-            # Trained with the sigmoid loss: stock configurations have no bias, which strict loading would refuse.
+            # Stock configurations lack the sigmoid loss's bias, so strict loading would refuse the checkpoint.
             options.setdefault("init_logit_bias", 0.0)
     try:
         model, _, preprocess = open_clip.create_model_and_transforms(name, pretrained=source, device="cpu", **options)
@@ -131,7 +131,7 @@ def load_model(
 
 
 def _config(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return configuration and options of the architecture, to tell runs of one name apart."""
+    """Return configuration and options of the architecture, which tell models of the same name apart."""
     if name.startswith(("hf-hub:", "local-dir:")):
         return {"options": options}
     config = open_clip.get_model_config(name.replace("/", "-"))
@@ -146,7 +146,7 @@ def _config(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _source(name: str, checkpoint: str | Path | None) -> str | None:
-    """Return the checkpoint as ``pretrained`` takes it."""
+    """Return the checkpoint in the form that ``pretrained`` takes."""
     if name.startswith(("hf-hub:", "local-dir:")):
         if checkpoint is not None:
             raise ModelError(f"{name} brings its own weights: leave out --checkpoint {checkpoint}.")
@@ -163,13 +163,13 @@ def _source(name: str, checkpoint: str | Path | None) -> str | None:
 
 
 def _peek(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Read a checkpoint's state dictionary and heads, without reading the tensors where the format allows."""
+    """Read a checkpoint's state dictionary and heads, without reading the tensors if the format allows it."""
     if path.suffix not in (".pt", ".pth", ".bin", ".ckpt"):
         return {}, None
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:
-        # An old or scripted file: create_model reads it, or says why not.
+        # It may be an old or scripted file, which create_model reads or refuses.
         return {}, None
     if not isinstance(content, dict):
         return {}, None
@@ -177,7 +177,7 @@ def _peek(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 
 def _why_not(name: str, source: str | None, error: Exception) -> str:
-    """Return a short message for an exception of creating the model."""
+    """Return a short message for an exception that creating the model raised."""
     reason = " ".join(str(error).split())
     reason = reason if len(reason) <= 400 else reason[:400] + " ..."
     if "state_dict" in reason or isinstance(error, KeyError | AssertionError | AttributeError):
@@ -190,7 +190,7 @@ def _why_not(name: str, source: str | None, error: Exception) -> str:
 
 
 def _run_parameters(source: str | None) -> dict[str, str]:
-    """Read OpenCLIP's ``params.txt`` of a checkpoint's run folder; empty without one."""
+    """Read OpenCLIP's ``params.txt`` in a checkpoint's run folder; return nothing if there is none."""
     path = Path(source or "").parent.parent / "params.txt"
     if not path.is_file():
         return {}
@@ -207,7 +207,7 @@ def _options_of_run(source: str | None) -> dict[str, Any]:
                 value = ast.literal_eval(text)
             except (ValueError, SyntaxError):  # a word
                 value = text
-            # OpenCLIP writes one image size as 224 or as [224].
+            # OpenCLIP writes a single image size as 224 or as [224].
             found[option] = value[0] if isinstance(value, list) and len(value) == 1 else value
     return found
 
@@ -222,5 +222,5 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def config_digest(config: dict[str, Any]) -> str:
-    """Return a short digest of anything JSON takes."""
+    """Return a short digest of anything that JSON can hold."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]

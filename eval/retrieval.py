@@ -1,4 +1,4 @@
-"""Image-text retrieval, and WinoGAViL's choice of images for a cue."""
+"""Score image-text retrieval, and WinoGAViL's choice of images for a cue."""
 
 import json
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ from .tasks import Task
 
 RECALL_AT = (1, 5, 10)
 INSTANCES_FILE = "instances.jsonl"
-# DataComp reads these sets with the `datasets` library, which hands the stored image to OpenCLIP's transform, while its
+# DataComp reads these sets with the `datasets` library, which passes the stored image to OpenCLIP's transform. Its
 # classification sets come through webdataset, which converts to RGB first.
 _FORMAT = SampleFormat(convert_first=False)
 _FORMAT_WITH_CAPTIONS = SampleFormat(captions=True, convert_first=False)
 
 
 def evaluate_retrieval(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Compute recall at 1, 5, 10 of images for captions and of captions for images.
+    """Compute recall at 1, 5 and 10 of images for captions, and of captions for images.
 
     Raises:
-        DataError: for data that must not be scored.
+        DataError: if the data must not be scored.
     """
     found = _encode_images(task, folder, encoder, _FORMAT_WITH_CAPTIONS, task.size)
     metrics = score_captions(encoder, found.values["image"], found.captions)
@@ -59,8 +59,7 @@ def retrieval_metrics(images: Tensor, texts: Tensor, owners: Tensor) -> Metrics:
     Args:
         images: ``(N, d)`` unit embeddings.
         texts: ``(M, d)`` unit embeddings.
-        owners: ``(M,)`` int64, the image that each caption belongs to. Text retrieval counts a hit when any caption of
-            the image is among the first k.
+        owners: ``(M,)`` int64, the image that each caption belongs to. In text retrieval, any caption of the image counts.
     """
     numbers = torch.arange(len(images), device=owners.device)
     ranks = {
@@ -78,7 +77,7 @@ def retrieval_metrics(images: Tensor, texts: Tensor, owners: Tensor) -> Metrics:
 
 @dataclass(frozen=True)
 class Instance:
-    """One WinoGAViL riddle: choose the candidate images that go with the cue.
+    """Holds a riddle of WinoGAViL: choose the candidate images that go with the cue.
 
     Attributes:
         cue: a word.
@@ -92,7 +91,7 @@ class Instance:
 
     @property
     def prompt(self) -> str:
-        """``A cue`` or ``An cue``, as DataComp asks."""
+        """Return ``A cue`` or ``An cue``, as DataComp does."""
         cue = self.cue.lower()
         return f"{'An' if cue[0] in 'aeiou' else 'A'} {cue}"
 
@@ -101,7 +100,7 @@ def read_instances(folder: Path) -> list[Instance]:
     """Read the lines of ``instances.jsonl``.
 
     Raises:
-        DataError: for a missing file or a line that is no instance.
+        DataError: if the file is missing, or a line is not an instance.
     """
     path = folder / INSTANCES_FILE
     instances = []
@@ -122,13 +121,13 @@ def read_instances(folder: Path) -> list[Instance]:
 
 
 def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Compute the Jaccard index of the k images nearest to the cue, k = number of associations.
+    """Compute the Jaccard index of the k images nearest to the cue, where k is the number of associations.
 
-    Every distinct image and cue is encoded once, though most occur in many instances. An instance with an image that
-    does not decode is skipped.
+    Every distinct image and cue is encoded once, though most occur in many instances. An instance is skipped if one of its
+    images does not decode.
 
     Raises:
-        DataError: for data that must not be scored.
+        DataError: if the data must not be scored.
     """
     instances = read_instances(folder)
     found = _encode_images(task, folder, encoder, _FORMAT, total=None)
@@ -155,7 +154,7 @@ def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: boo
 
 
 def winogavil_metrics(scores: Sequence[float], candidates: Sequence[int]) -> Metrics:
-    """Average the Jaccard index overall and by number of candidates; None if there are no such instances."""
+    """Average the Jaccard index overall and by number of candidates; the average is None if there are no such instances."""
     values, counts = np.asarray(scores), np.asarray(candidates)
     chosen: dict[str, np.ndarray] = {
         "avg_jaccard_score": np.full(len(values), True),

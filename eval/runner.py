@@ -1,4 +1,4 @@
-"""Evaluate one task: find its data, score it, refuse data that is not DataComp's."""
+"""Evaluate one task: find its data, score it, and refuse data that is not DataComp's."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +11,7 @@ from .metrics import without_nan
 from .retrieval import evaluate_retrieval, evaluate_winogavil
 from .tasks import Task
 
-# Tolerated undecodable images: this many, or this share of the data set.
+# Number of undecodable images that is tolerated, or share of the data set if that is more.
 MAX_SKIPPED = 10
 MAX_SKIPPED_SHARE = 0.01
 
@@ -25,17 +25,17 @@ EVALUATORS: dict[str, Callable[[Task, Path, Encoder, bool], TaskResult]] = {
 
 
 def evaluate_task(task: Task, data_dir: str | Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Score one task, ``main_metric`` included.
+    """Score one task, including its ``main_metric``.
 
     Args:
         task: the task.
         data_dir: folder with the ``wds_*_test`` folders.
         encoder: the model.
-        any_size: score data with other numbers of samples or classes than DataComp's.
+        any_size: whether to score data whose number of samples or classes is not DataComp's.
 
     Raises:
-        DataError: for data that is missing, damaged, or not DataComp's.
-        ValueError: for a model whose embeddings are not finite.
+        DataError: if the data are missing, damaged, or not DataComp's.
+        ValueError: if the model's embeddings are not finite.
     """
     result = EVALUATORS[task.kind](task, task_folder(task, data_dir), encoder, any_size)
     if len(result.skipped) > max(MAX_SKIPPED, MAX_SKIPPED_SHARE * (result.samples + len(result.skipped))):

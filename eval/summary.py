@@ -1,4 +1,4 @@
-"""Averages over complete groups of tasks."""
+"""Average results over complete groups of tasks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from .tasks import GROUPS, TASKS
 
 @dataclass(frozen=True)
 class Average:
-    """Mean of the main metrics of a group of tasks: None while some of its ``total`` tasks are ``missing`` (their keys)."""
+    """Holds the mean of the main metrics of ``total`` tasks, which is None if results of some tasks are ``missing``."""
 
     title: str
     value: float | None
@@ -24,19 +24,19 @@ class Average:
 
 
 def _names(keys: Sequence[str], most: int = 5) -> str:
-    """Return the first few names of tasks, and how many more there are."""
+    """Name the first few tasks, and say how many more there are."""
     names = ", ".join(TASKS[key].name for key in keys[:most])
     return f"{names} and {len(keys) - most} more" if len(keys) > most else names
 
 
 def main_metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the main metric by key, of the lines of a result file that have one."""
+    """Return the main metrics by key, for the lines of a result file that have one."""
     scores = {line["key"]: line["metrics"].get("main_metric") for line in lines}
     return {key: value for key, value in scores.items() if value is not None}
 
 
 def averages(scores: Mapping[str, float]) -> list[Average]:
-    """Average the main metrics, given by key, over every group of tasks."""
+    """Average main metrics by key over every group of tasks."""
     found = []
     for title, keys in GROUPS.items():
         missing = tuple(key for key in keys if key not in scores)
@@ -50,7 +50,7 @@ def summary(lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missi
 
     Args:
         lines: lines of the result file.
-        failed: reason for every task that failed, by key.
+        failed: reasons of the tasks that failed, by key.
         missing: keys of the tasks without data.
     """
     return {
@@ -67,7 +67,7 @@ def summary(lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missi
 
 
 def has_other_size(line: Mapping[str, Any]) -> bool:
-    """Return whether a result comes from data of another size than DataComp's (``--allow-size-mismatch``)."""
+    """Return whether the size of a result's data is not DataComp's (``--allow-size-mismatch``)."""
     task = TASKS.get(line["key"])
     return task is not None and line.get("found", task.size) != task.size
 
@@ -75,7 +75,7 @@ def has_other_size(line: Mapping[str, Any]) -> bool:
 def summary_text(
     lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missing: Sequence[str], data_dir: Path
 ) -> str:
-    """Return the text printed at the end: the main metric of every task, the averages, and what is not evaluated."""
+    """Return the final text: the main metric of every task, the averages, and what was not evaluated."""
     by_key = {line["key"]: line for line in lines}
     text = ["", f"{'task':26} {'main metric':22} {'value':>8}"]
     for task in (task for key, task in TASKS.items() if key in by_key):

@@ -1,6 +1,6 @@
-"""The 40 tasks of DataComp's evaluation, as data.
+"""List the 40 tasks of DataComp's evaluation (Gadre et al., 2023).
 
-Source: DataComp (Gadre et al., 2023), its task list; the average is over the 38 tasks that have a main metric.
+The average is over the 38 tasks that have a main metric.
 """
 
 import difflib
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Task:
-    """One evaluation task.
+    """Describes an evaluation task.
 
     Attributes:
         key: DataComp's key, for example ``vtab/caltech101``.
-        name: its name in tables and in the result file.
+        name: name in tables and in the result file.
         size: number of scored items: images, or instances for WinoGAViL.
-        classes: number of entries in ``classnames.txt``, None if DataComp does not state it.
-        main_metric: name of the metric that enters the average, None if the task has none.
-        kind: key of its evaluator in ``eval/runner.py``.
+        classes: number of entries in ``classnames.txt``; None if DataComp does not state it.
+        main_metric: name of the metric that enters the average; None if the task has none.
+        kind: key of the evaluator in ``eval/runner.py``.
         metadata: columns of the samples' ``.npy``; empty if the task has none.
     """
 
@@ -32,7 +32,7 @@ class Task:
 
     @property
     def folder(self) -> str:
-        """The data set's folder below the data directory: a ``fairness/`` prefix is dropped, others stay."""
+        """Return the name of the data set's folder, which drops a ``fairness/`` prefix and keeps others."""
         return f"wds_{self.key.removeprefix('fairness/').replace('/', '-')}_test"
 
 
@@ -103,7 +103,7 @@ TASKS: dict[str, Task] = {
     )
 }
 
-# Which tasks have a main metric, and so enter DataComp's average.
+# Keys of the tasks that have a main metric and so enter DataComp's average.
 AVERAGED: tuple[str, ...] = tuple(key for key, task in TASKS.items() if task.main_metric is not None)
 
 _IMAGENET_SHIFTS = ("imagenet_sketch", "imagenetv2", "imagenet-a", "imagenet-o", "imagenet-r", "objectnet")
@@ -121,7 +121,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Fairness (Dollar Street, GeoDE)": ("fairness/dollar_street", "fairness/geode"),
 }
 
-# Names that --tasks takes besides keys and task names. "quick" serves evaluation during training: 40,754 images.
+# Names that --tasks accepts besides keys and task names. "quick" is for evaluation during training (40,754 images).
 SUITES: dict[str, tuple[str, ...]] = {
     "full": tuple(TASKS),
     "quick": ("imagenetv2", "cifar10", "vtab/cifar100", "vtab/caltech101", "vtab/pets", FLICKR),
@@ -134,14 +134,14 @@ SUITES: dict[str, tuple[str, ...]] = {
 
 
 def select_tasks(names: Sequence[str] | None) -> list[Task]:
-    """Tasks for the names a user gave, in the list's order and without repeats.
+    """Return the tasks that a user named, in the order of the list and without repeats.
 
     Args:
         names: keys (``vtab/pets``), task names (``Oxford-IIIT Pet``), folders (``wds_vtab-pets_test``) or suites
-            (``imagenet``, ``quick``, ...); None or empty means all 40.
+            (``imagenet``, ``quick``, ...); None or an empty list means all 40.
 
     Raises:
-        ValueError: for a name that is none of these, with the closest ones.
+        ValueError: if a name is none of these; the message suggests the closest ones.
     """
     if not names:
         return list(TASKS.values())

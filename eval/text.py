@@ -1,6 +1,6 @@
 """Encode texts without their padding.
 
-OpenCLIP pads every text to the context length of 77 tokens; a prompt has about 15. A causal text tower that pools at the
+OpenCLIP pads every text to the context length of 77 tokens, but a prompt has about 15. A causal text tower that pools at the
 end-of-text token ignores all later tokens, so they can be cut off.
 """
 
@@ -17,19 +17,19 @@ from .models import ImageTextModel
 
 logger = logging.getLogger(__name__)
 
-# Lengths are rounded up to a multiple of this, so that few different shapes occur.
+# Lengths are rounded up to a multiple of this, so that there are few different shapes.
 _STEP = 8
 _CHECKED_TEXTS = 8
-# Lowest cosine between the two ways at which cutting is trusted: the rounding of the type.
+# Lowest cosine between the two results at which they count as equal, allowing for the rounding of the type.
 _AGREEMENT = {torch.float16: 0.999, torch.bfloat16: 0.99}
 _AGREEMENT_IN_FLOAT32 = 1 - 1e-5
 
 
 class TextEncoder:
-    """``model.encode_text`` on only as many tokens as the longest text of the batch has.
+    """Runs ``model.encode_text`` on only as many tokens as the longest text of the batch has.
 
-    Cuts only if the tower is recognized as causal with pooling at the end-of-text token. The first texts are encoded both
-    ways; if the results differ, all texts are encoded whole.
+    Texts are cut only if the tower is recognized as causal with pooling at the end-of-text token. The first texts are encoded
+    both ways; if the results differ, all texts are encoded whole.
 
     Args:
         model: the model to evaluate.
@@ -57,7 +57,7 @@ class TextEncoder:
         """Count the tokens that each text needs: ``(B, context_length)`` int64 -> ``(B,)`` int64."""
         if self._tower is None:
             return torch.full((len(tokens),), tokens.shape[1], device=tokens.device)
-        # The end-of-text token has the largest number; that is how the tower itself finds it.
+        # The end-of-text token has the largest number, by which the tower itself finds it.
         return tokens.argmax(dim=-1) + 1
 
     def _cut(self, tokens: Tensor, length: int) -> Tensor:
@@ -77,7 +77,7 @@ class TextEncoder:
 
 
 class _EncodeText(nn.Module):
-    """Has ``encode_text`` as its forward, for ``functional_call``."""
+    """Makes ``encode_text`` the forward method, for ``functional_call``."""
 
     def __init__(self, model: ImageTextModel):
         super().__init__()

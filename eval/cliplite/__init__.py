@@ -1,1 +1,1 @@
-"""Evaluations of the CLIP-Lite paper (Shrivastava et al., 2021): linear probes, concept editing, visual grounding."""
+"""Run the evaluations of CLIP-Lite (Shrivastava et al., 2021): linear probes, concept editing, visual grounding."""

@@ -1,4 +1,4 @@
-"""Images as plain files; shared by the evaluations of CLIP-Lite."""
+"""Read images from plain files, for the evaluations of CLIP-Lite."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ def list_images(folder: Path) -> list[Path]:
     """Return all image files below a folder, sorted by path.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: if there are no image files.
     """
     suffixes = {f".{extension}" for extension in IMAGE_EXTENSIONS}
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
@@ -35,12 +35,12 @@ def open_image(path: Path) -> Image.Image:
     """
     try:
         return Image.open(path).convert("RGB")
-    except Exception as error:  # decoders raise anything, struct.error and SyntaxError among it
+    except Exception as error:  # decoders raise anything, even struct.error and SyntaxError
         raise ValueError(f"{path} is not a readable image: {error}") from error
 
 
 class _ImageFiles(Dataset):
-    """The samples of files, each a dictionary for `collate`, or `Skipped` where it does not decode."""
+    """Reads image files as samples for `collate`, or as `Skipped` if they do not decode."""
 
     def __init__(self, paths: Sequence[Path], encoder: Encoder):
         self.paths = paths
@@ -58,15 +58,15 @@ class _ImageFiles(Dataset):
 
 
 def encode_files(paths: Sequence[Path], encoder: Encoder, compute: Callable[[Batch], dict[str, Tensor]]) -> Collected:
-    """Compute something for image files, as `Encoder.collect` does; name in the log those that do not decode.
+    """Apply a function to image files, as `Encoder.collect` does, and log those that do not decode.
 
     ``Batch.order`` is the position in ``paths``.
 
     Raises:
-        ValueError: if none decodes.
+        ValueError: if none of the files decodes.
     """
     workers = min(encoder.workers, len(paths))
-    generator = torch.Generator()  # starting workers draws a seed: not from the global generator
+    generator = torch.Generator()  # workers draw a seed, which must not come from the global generator
     files = _ImageFiles(paths, encoder)
     batches = DataLoader(files, encoder.batch_size, num_workers=workers, collate_fn=collate, generator=generator)
     found = encoder.collect(iter(batches), compute, "images", len(paths))

@@ -1,4 +1,4 @@
-"""The comparison as one HTML page that fetches nothing: tables, differences task by task, and curves over training."""
+"""Make one HTML page of the comparison that fetches nothing: tables, differences by task, and learning curves."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,11 +22,11 @@ _MAIN_GROUPS = (
 
 
 def build_page(runs: Sequence[Run], rows: Sequence[Row], title: str) -> str:
-    """Return the whole page.
+    """Build the page.
 
     Args:
-        runs: the first is the baseline.
-        rows: from `eval.report.tables.build_rows`.
+        runs: the runs, the baseline first.
+        rows: see `eval.report.tables.build_rows`.
         title: title of the page.
     """
     return render_page(
@@ -46,7 +46,7 @@ def build_page(runs: Sequence[Run], rows: Sequence[Row], title: str) -> str:
 
 
 def _protocols_differ(runs: Sequence[Run]) -> bool:
-    """Whether precision or protocol differ; the model's name, a protocol's first word, may well."""
+    """Return whether precision or protocol differ; the model's name, which is a protocol's first word, may differ."""
     found = {
         frozenset(name if name.startswith("evaluation") else name.partition(" ")[2] for name in run.final.protocols)
         for run in runs
@@ -55,9 +55,9 @@ def _protocols_differ(runs: Sequence[Run]) -> bool:
 
 
 def _differences(runs: Sequence[Run], rows: Sequence[Row], index: int) -> dict[str, Any] | None:
-    """Return a run's differences to the baseline; None without a common task.
+    """Return a run's differences to the baseline, or None if they have no task in common.
 
-    They are those of the averages (AmorLIP's Figure 1), and of the tasks, sorted (its Figure 2).
+    There are those of the averages (AmorLIP's Figure 1) and those of the tasks, sorted (its Figure 2).
     """
     averages = _bars((row for row in rows if row.is_group), index)
     bars = sorted(_bars((row for row in rows if row.key in TASKS), index), key=lambda bar: bar.value, reverse=True)
@@ -85,7 +85,7 @@ def _bars(rows: Iterable[Row], index: int) -> list[Bar]:
 
 
 def _learning_curves(runs: Sequence[Run]) -> dict[str, list[Markup]]:
-    """Return charts over the checkpoints: NeuCLIP's Figure 1, then all other groups and tasks."""
+    """Draw charts over the checkpoints: those of NeuCLIP's Figure 1, then all other groups and tasks."""
     x_title, x_of = _horizontal(runs)
 
     def charts_of(titles: Mapping[str, str], score: Callable[[Checkpoint, str], Value | None]) -> list[Markup]:
@@ -110,7 +110,7 @@ def _learning_curves(runs: Sequence[Run]) -> dict[str, list[Markup]]:
 
 
 def _horizontal(runs: Sequence[Run]) -> tuple[str, Callable[[Run, Checkpoint], float | None]]:
-    """Return the horizontal axis: samples if known for all checkpoints, else epochs, else the checkpoints' order."""
+    """Return the horizontal axis: samples if all checkpoints have them, else epochs, else the order of checkpoints."""
     checkpoints = [checkpoint for run in runs for checkpoint in run.checkpoints]
     if all(checkpoint.samples is not None for checkpoint in checkpoints):
         return "samples seen", lambda run, checkpoint: checkpoint.samples

@@ -1,4 +1,4 @@
-"""The comparison as rows of numbers: Markdown for people, CSV for programs."""
+"""Make tables of the comparison: Markdown for people, CSV for programs."""
 
 import csv
 import io
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from ..tasks import AVERAGED, GROUPS, TASKS
 from .runs import Checkpoint, Run, Value
 
-# OpenCLIP's title of the average over 38.
+# OpenCLIP's title of the average over 38 tasks.
 OPENCLIP_AVERAGE = "Average perf. on 38 datasets"
 _AVERAGE, _IMAGENET = "DataComp average (38)", "ImageNet 1k"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A group average or a task.
+    """Holds the numbers of a task or of a group average.
 
     Attributes:
-        title: as shown.
-        key: of the task, or the group's title.
-        metric: the task's main metric, ``average`` for a group.
-        cells: per run its number, or the text to show in its place (``partial 12/38``, ``-``).
-        notes: per run a remark on the number, mostly empty.
+        title: title in the table.
+        key: key of the task, or title of the group.
+        metric: the task's main metric; ``average`` for a group.
+        cells: for each run its number, or a text in its place (``partial 12/38``, ``-``).
+        notes: for each run a remark on the number, mostly empty.
     """
 
     title: str
@@ -33,11 +33,11 @@ class Row:
 
     @property
     def is_group(self) -> bool:
-        """Whether this is a group, not a task."""
+        """Return whether this is a group, not a task."""
         return self.metric == "average"
 
     def differences(self) -> list[float | None]:
-        """Return every run's number less the first run's, None where either is missing."""
+        """Return every run's number minus the first run's; None if either is missing."""
         first = self.cells[0]
         return [
             cell.mean - first.mean if isinstance(cell, Value) and isinstance(first, Value) else None
@@ -47,15 +47,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table as shown: its text, and its style on the page (``metric``, ``best``, ``up``, ``down``,
-    ``faint``, or none)."""
+    """Holds the text of a cell, and its style on the page: ``metric``, ``best``, ``up``, ``down``, ``faint`` or none."""
 
     text: str
     style: str = ""
 
 
 def build_rows(runs: Sequence[Run]) -> list[Row]:
-    """Return group averages first, then every task that any run has, from the runs' final checkpoints."""
+    """Build the rows from the runs' final checkpoints: group averages, then every task that any run has."""
     finals = [run.final for run in runs]
 
     def row(title: str, key: str, metric: str, cells: Iterable[Value | str], keys: Iterable[str]) -> Row:
@@ -80,13 +79,13 @@ def _average_cell(final: Checkpoint, title: str) -> Value | str:
 
 
 def size_note(rows: Sequence[Row]) -> str:
-    """Return what a † means, empty where no number has one."""
+    """Return the meaning of a †; it is empty if no number has one."""
     is_needed = any(note for row in rows for note in row.notes)
     return "† scored on data of another size than DataComp's, so not DataComp's number." if is_needed else ""
 
 
 def format_value(cell: Value | str) -> str:
-    """Return a number in percent, with the standard deviation over repeats."""
+    """Format a number in percent, with the standard deviation over repeats."""
     if isinstance(cell, str):
         return cell
     deviation = "" if cell.deviation is None else f" ± {100 * cell.deviation:.2f}"
@@ -94,12 +93,12 @@ def format_value(cell: Value | str) -> str:
 
 
 def format_difference(difference: float | None) -> str:
-    """Return percentage points with their sign."""
+    """Format percentage points with their sign."""
     return "-" if difference is None else f"{100 * difference:+.2f}".replace("-", "−")
 
 
 def cell_table(runs: Sequence[Run], rows: Sequence[Row]) -> list[list[Cell]]:
-    """Return the cells of rows that are all groups or all tasks, the head first."""
+    """Return the cells of rows that are all groups or all tasks; the head comes first."""
     is_group = all(row.is_group for row in rows)
     head = ["group"] if is_group else ["task", "metric"]
     titles = [*head, *(run.name for run in runs), *(f"{run.name} − {runs[0].name}" for run in runs[1:])]
@@ -120,7 +119,7 @@ def _cells(row: Row) -> list[Cell]:
 
 
 def markdown(runs: Sequence[Run], rows: Sequence[Row]) -> str:
-    """Return a table of groups and one of tasks: main metrics in percent, differences to the first run in points."""
+    """Format a table of groups and a table of tasks, in percent, with differences to the first run in points."""
     lines = ["Main metrics in percent, differences to the first run in percentage points.", ""]
     lines += [f"- {describe_run(run)}" for run in runs]
     for is_group in (True, False):
@@ -134,7 +133,7 @@ def markdown(runs: Sequence[Run], rows: Sequence[Row]) -> str:
 
 
 def describe_run(run: Run) -> str:
-    """Return name, checkpoint, samples seen, repeats and protocol of a run."""
+    """Describe a run by its name, checkpoint, samples seen, repeats and protocol."""
     final = run.final
     count = len(final.repeats)
     repeats = f", mean ± standard deviation of {count} repeats" if count > 1 else ""
@@ -144,11 +143,12 @@ def describe_run(run: Run) -> str:
 
 
 def comma_separated(runs: Sequence[Run]) -> str:
-    """Return a row a run, in the layout of OpenCLIP's published results; fractions at full precision, empty if incomplete.
+    """Format a CSV table with a row for each run, in the layout of OpenCLIP's published results.
 
-    Columns: ``name``, ``pretrained`` (the checkpoint), the average over 38 and the 38 tasks under OpenCLIP's titles, other
-    tasks, the other averages. With repeats of a run also ``repeats`` and the standard deviations, ``TITLE sd``; with data
-    of other sizes than DataComp's also ``other_sizes``, the keys of those tasks.
+    Numbers are fractions at full precision; incomplete averages are empty. The columns are ``name``, ``pretrained`` (the
+    checkpoint), the average over 38 and the 38 tasks under OpenCLIP's titles, other tasks, and the other averages. If a run
+    has repeats, there are also ``repeats`` and standard deviations (``TITLE sd``). If the size of some data is not
+    DataComp's, ``other_sizes`` has the keys of those tasks.
     """
     finals = [run.final for run in runs]
     others = sorted({key for final in finals for key in final.tasks} - set(AVERAGED))

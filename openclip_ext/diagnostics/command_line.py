@@ -1,4 +1,4 @@
-"""What the diagnostics' command lines share."""
+"""Share code among the command lines: exit statuses, types of arguments, progress bars."""
 
 import argparse
 import contextlib
@@ -12,10 +12,10 @@ from tqdm import tqdm
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Run a program: a user's mistake is a message and exit status 2, not a traceback; Ctrl-C is status 130.
+    """Run a program; report a user's mistake in one line with exit status 2, and end with status 130 after Ctrl-C.
 
     Args:
-        main: takes the arguments; its ValueErrors and OSErrors are the user's mistakes.
+        main: takes the arguments; its ValueErrors and OSErrors count as the user's mistakes.
     """
     try:
         main(sys.argv[1:])
@@ -28,12 +28,12 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def progress_bar(items: Iterable[Any] | None = None, **arguments: Any) -> tqdm:
-    """Return tqdm's bar; it is rarely updated if the output is a log file, where each update is a line."""
+    """Return tqdm's bar, which is updated rarely if the output is a log file, where each update is a line."""
     return tqdm(items, mininterval=0.1 if sys.stderr.isatty() else 30, **arguments)
 
 
 def device(name: str) -> str:
-    """Read an argument: a device that this machine has."""
+    """Parse an argument that names a device of this machine."""
     try:
         is_cuda = torch.device(name).type == "cuda"
     except RuntimeError as error:
@@ -44,7 +44,7 @@ def device(name: str) -> str:
 
 
 def count(text: str) -> int:
-    """Read an argument: a positive whole number; 1e9 is one, too."""
+    """Parse an argument that is a positive whole number, such as 1000 or 1e9."""
     value = float(text)
     if value < 1 or value != int(value):
         raise argparse.ArgumentTypeError(f"{text}: expected a positive whole number")
@@ -53,7 +53,7 @@ def count(text: str) -> int:
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """Silence OpenCLIP's messages about a model that is built without weights."""
+    """Silence OpenCLIP's messages about a model without weights."""
     logging.disable(logging.WARNING)
     try:
         yield

@@ -1,4 +1,4 @@
-"""``python -m openclip_ext.diagnostics.compare``: the program of :mod:`openclip_ext.experiments.compare`."""
+"""Run :mod:`openclip_ext.experiments.compare` as ``python -m openclip_ext.diagnostics.compare``."""
 
 import signal
 

@@ -1,7 +1,7 @@
-"""Count what a step sends and the memory it works in, for any number of ranks and any GPU, on a machine without them.
+"""Measure what a step sends and the memory it works in, for any number of ranks, on a machine without GPUs.
 
-There are no formulas: the real loss and the real model run with tensors that have sizes and no values, and what the loss
-would send to other ranks is noted instead.
+There are no formulas. The real loss and the real model run on tensors that have sizes but no values, and what the loss would
+send to other ranks is counted instead.
 """
 
 import contextlib
@@ -31,11 +31,12 @@ PRECISIONS = ("fp32", "amp", "amp_bf16")
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a step takes.
+    """Holds what a step of the loss needs.
 
     Attributes:
-        exchanged: bytes by kind of communication: of the gathered result, the reduced tensor, or what a neighbor is sent.
-        work_bytes: peak of the memory that the loss allocates, forward and backward, inputs not counted.
+        exchanged: bytes by kind of communication: the size of the gathered result, of the reduced tensor, or of what goes to
+            a neighbor.
+        work_bytes: peak of the memory that the loss allocates in the forward and backward pass, without its inputs.
     """
 
     exchanged: Mapping[str, float]
@@ -43,7 +44,7 @@ class DryRun:
 
 
 def sent_bytes(exchanged: Mapping[str, float], world_size: int) -> float:
-    """Return the bytes that each rank sends in a ring, the least there is for an all-gather or an all-reduce."""
+    """Return the bytes that each rank sends in a ring, which is the minimum for an all-gather or an all-reduce."""
     share = (world_size - 1) / world_size
     factors = {ALL_GATHER: share, REDUCE_SCATTER: share, ALL_REDUCE: 2 * share, SEND: 1.0}
     return sum(factors[kind] * size for kind, size in exchanged.items())
@@ -52,15 +53,17 @@ def sent_bytes(exchanged: Mapping[str, float], world_size: int) -> float:
 def dry_run(
     create: Callable[[], ContrastiveLoss], local_batch: int, embed_dim: int, world_size: int, steps: int = 1
 ) -> DryRun:
-    """Run training steps of a loss without values; return the mean of a step.
+    """Run training steps of a loss without values; return the mean over the steps.
 
     Args:
-        create: makes the loss; called as on one of ``world_size`` ranks. A few samples of per-sample state are enough.
-        local_batch: samples of a rank (images, for a loss of two views), of float32 embeddings.
-        steps: number of steps, from the start of an epoch.
+        create: makes the loss; it is called as on one of ``world_size`` ranks. State for a few samples is enough.
+        local_batch: number of samples on a rank (images, for a loss of two views), with float32 embeddings.
+        embed_dim: width of the embeddings.
+        world_size: number of ranks.
+        steps: number of steps from the start of an epoch.
 
     Raises:
-        ValueError: the loss does not take such a batch.
+        ValueError: the loss does not accept such a batch.
     """
     exchanged: Counter[str] = Counter()
     with _pretended_ranks(world_size, exchanged):
@@ -75,7 +78,7 @@ def dry_run(
                 guard.before_loss()
                 functools.reduce(torch.add, loss(**inputs, output_dict=True).values()).backward()
                 distributed.all_reduce_max(torch.empty(2, device="meta"))  # the guard's verdict
-                if head is not None:  # what the trainer does, see training/step.py
+                if head is not None:  # the trainer reduces its gradient, see training/step.py
                     distributed.all_reduce_sum(torch.cat([parameter.flatten() for parameter in head.parameters()]))
     return DryRun({kind: size / steps for kind, size in exchanged.items()}, memory.peak)
 
@@ -93,7 +96,7 @@ def _inputs(loss: ContrastiveLoss, local_batch: int, embed_dim: int) -> dict[str
 
 @contextlib.contextmanager
 def _pretended_ranks(world_size: int, exchanged: Counter[str]) -> Iterator[None]:
-    """Act as rank 0 of several, and note what would be exchanged with the others."""
+    """Act as rank 0 of several, and count what would be exchanged with the others."""
 
     def note(kind: str, size: int) -> None:
         if world_size > 1:
@@ -107,7 +110,7 @@ def _pretended_ranks(world_size: int, exchanged: Counter[str]) -> Iterator[None]
         note(ALL_REDUCE, tensor.nbytes)
         return tensor.detach().clone()
 
-    # OpenCLIP's own losses communicate by themselves, and in the backward pass once more.
+    # OpenCLIP's own losses communicate by themselves, also in the backward pass.
     def gather_with_gradient(tensor: Tensor) -> list[Tensor]:
         note(ALL_GATHER, world_size * tensor.nbytes)
         note(REDUCE_SCATTER, world_size * tensor.nbytes)
@@ -140,9 +143,9 @@ def _pretended_ranks(world_size: int, exchanged: Counter[str]) -> Iterator[None]
 def activation_bytes(
     model_name: str, batches: Sequence[int], precision: str = "fp32", grad_checkpointing: bool = False
 ) -> list[int]:
-    """Return for each batch the peak of what both towers allocate in a forward and backward pass, with the images.
+    """Return for each batch size the peak bytes of both towers in a forward and backward pass, images included.
 
-    A batch is a number of images, and of texts; ``precision`` is one of :data:`PRECISIONS`.
+    ``precision`` is one of :data:`PRECISIONS`.
     """
     autocast = compat.autocast_context(precision, torch.device("cpu"))
     with command_line.without_warnings():
@@ -169,7 +172,7 @@ def _peak_of_pass(model: Any, batch: int, autocast: Callable[[], contextlib.Abst
 
 
 class PeakMemory(TorchDispatchMode):
-    """Context that tracks the memory of all tensors allocated in it."""
+    """Tracks the peak memory of all tensors that are allocated within this context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +185,7 @@ class PeakMemory(TorchDispatchMode):
         results = func(*args, **(kwargs or {}))
         for storage in (value.untyped_storage() for value in tree_leaves(results) if isinstance(value, Tensor)):
             key, size = id(storage), storage.nbytes()
-            if key not in self._known and key not in given:  # no view of what was there before
+            if key not in self._known and key not in given:  # not a view of something older
                 self._known.add(key)
                 self._now += size
                 self.peak = max(self.peak, self._now)

@@ -1,9 +1,10 @@
-"""Lists of training runs, executed resumably by several processes, and the differences between their losses.
+"""Run lists of trainings in several processes, resume them, and compare their losses.
 
-``runs.py`` says what a run is and which runs come next: of each family all settings with the first seed, then the best with
-the others. ``workers.py`` executes them, ``results.py`` keeps a row of each. ``pilot.py`` puts the trainer's parts together
-for one run on data that ``cache.py`` holds decoded. ``statistics.py`` has paired differences with their intervals.
+``runs.py`` defines a run and decides which runs come next: all settings of each family with the first seed, then the best
+setting with the other seeds. ``workers.py`` executes the runs and ``results.py`` stores a row for each. ``pilot.py`` performs
+one run with the trainer's parts, on data that ``cache.py`` has decoded. ``statistics.py`` computes paired differences and
+their intervals.
 
-Two programs stand on this: a grid, whose runs a file lists (``python -m openclip_ext.experiments.grid``, and ``.tables`` for
-its results), and ``openclip-ext compare``, which plans the runs itself and writes a report (``compare/``).
+Two programs use these modules. A grid reads its runs from a file (``python -m openclip_ext.experiments.grid``; ``.tables``
+prints its results). ``openclip-ext compare`` plans the runs itself and writes a report (``compare/``).
 """

@@ -1,4 +1,4 @@
-"""One run on decoded data: the trainer's parts put together, without checkpoints, logs and other processes."""
+"""Perform one run on decoded data with the trainer's parts, without checkpoints, logs or other processes."""
 
 import contextlib
 import itertools
@@ -25,34 +25,34 @@ from openclip_ext.training.step import TrainStep
 from openclip_ext.version import __version__
 
 _CHUNK = 256
-_CURVE = (0.125, 0.25, 0.5)  # and the end
+_CURVE = (0.125, 0.25, 0.5)  # shares of a run at which it is scored, besides its end
 CURVE_POINTS = len(_CURVE) + 1
 
 
 def versions() -> dict[str, str]:
-    """Return what else the numbers may depend on."""
+    """Return the versions that the numbers may depend on."""
     return {"torch": torch.__version__, "open_clip": open_clip.__version__, "openclip_ext": __version__}
 
 
 def warmup_steps(asked: int, steps: int) -> int:
-    """Return the warm-up of a run of so many steps: as asked, but not more than a tenth."""
+    """Return the warm-up of a run of ``steps`` steps: what was asked for, but at most a tenth of the run."""
     return min(asked, steps // 10)
 
 
 class PilotRun:
-    """Model, loss, optimizer and data of a run, as in training; what a kind of experiment does otherwise it overrides.
+    """Trains one run as the training program does. Subclasses override what their kind of experiment does differently.
 
     Args:
-        config: the training command line's; the loss, the rates and the lengths are the run's.
-        data: what to train on and to score with.
-        run: what to do.
+        config: configuration of the training; the run overrules its loss, rates and lengths.
+        data: data to train on and to score with.
+        run: what to train.
         device: where to train.
 
     Attributes:
         batch: samples of an optimizer step.
         steps: optimizer steps of the whole run; samples that fill no batch are left out.
-        seconds: of training so far, without what the caller does between the steps.
-        diverged: whether so many steps in a row were not finite that it has ended.
+        seconds: time spent in training steps so far.
+        diverged: whether the run ended early because too many steps in a row were not finite.
     """
 
     def __init__(self, config: TrainingConfig, data: PilotData, run: Run, device: torch.device) -> None:
@@ -82,14 +82,14 @@ class PilotRun:
         self.seconds = 0.0
         self.diverged = False
 
-    # --- what kinds of experiments differ in ---------------------------------------------------------------------------
+    # --- what subclasses override --------------------------------------------------------------------------------------
 
     def shared_options(self) -> dict[str, Any]:
-        """Return options of the loss that no setting says, for losses that use them."""
+        """Return options that a loss gets if it uses them and its setting does not name them."""
         return {"seed": self.run.seed, "epochs": self.run.epochs}
 
     def prepare(self) -> None:
-        """Set the model's and the loss's start."""
+        """Set the starting state of model and loss."""
         pretrained = self.config.model.pretrained
         if pretrained:
             load_pretrained_heads(self.loss, pretrained)
@@ -98,22 +98,22 @@ class PilotRun:
         prepare_for(self.loss, self.model, set_logit_scale=not keeps_own)
 
     def logit_scale_lr(self) -> float | None:
-        """Return the learning rate of the model's logit scale; None: the encoders'."""
+        """Return the learning rate of the model's logit scale; None means that of the encoders."""
         return logit_scale_lr(self.loss.logit_scale_lr, self.steps)
 
     def normalize(self) -> Callable[[Tensor], Tensor] | None:
-        """Return what makes batches of images the model's input; None: they are it."""
+        """Return the function from a batch of images to the model's input; None if batches are that already."""
         return self.built.images.normalize
 
     def build_loader(self) -> Any:
-        """Return the training data: ``iterate(epoch)`` yields an epoch's micro-batches."""
+        """Return the loader of the training data; its ``iterate(epoch)`` yields the micro-batches of an epoch."""
         loading = replace(self.config.loading, seed=self.run.seed, caption_hash=self.loss.needs_positives)
         return self.data.loader(loading, self.built.images.transform, self.texts, self.steps_per_epoch * self.batch)
 
     # --- training and scoring ------------------------------------------------------------------------------------------
 
     def run_steps(self) -> Iterator[int]:
-        """Train, one step at a time; yield the number of steps so far."""
+        """Train step by step; yield the number of steps so far."""
         length = self.config.length
         number = 0
         self.model.train()
@@ -139,11 +139,11 @@ class PilotRun:
         """Train to the end.
 
         Args:
-            seen: is told of the samples of each step.
-            score: measures the model at some points of the run, after so many samples, and at its end.
+            seen: called with the number of samples of each step.
+            score: called with the number of samples so far, at some points of the run and at its end; scores the model.
 
         Returns:
-            The curve: samples, seconds of training and score of each point.
+            The curve: samples, seconds of training and score at each point.
         """
         points = {max(1, round(share * self.steps)) for share in (*_CURVE, 1.0)}
         curve = []
@@ -154,12 +154,12 @@ class PilotRun:
         return curve
 
     def temperature(self) -> float:
-        """Return the median anchor's of the last step, or the model's."""
+        """Return the median temperature of the last step's anchors, or the model's temperature."""
         return self.loss.metrics().get("temperature_median", math.exp(-self.model.logit_scale.item()))
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[Any]:
-        """Give the model with the loss's heads, in evaluation mode."""
+        """Yield the model with the loss's heads, in evaluation mode."""
         was_training = self.model.training
         self.model.eval()
         try:
@@ -169,7 +169,7 @@ class PilotRun:
             self.model.train(was_training)
 
     def encode_images(self, model: Any, pixels: Callable[[Sequence[int]], Tensor], count: int) -> Tensor:
-        """Return embeddings ``(count, d)`` of images in float32; ``pixels`` gives the model's input for some of them."""
+        """Return embeddings ``(count, d)`` of images in float32; ``pixels`` returns the model's input for some of them."""
         inputs = (pixels(rows).to(self.device, self.settings.input_dtype) for rows in _chunks(range(count)))
         return torch.cat([model.encode_image(batch, normalize=True).float() for batch in inputs])
 

@@ -1,4 +1,4 @@
-"""The file of finished runs: a JSON line each, appended by one program at a time."""
+"""Keep the results of finished runs: a file with one JSON line for each run, written by one program at a time."""
 
 import fcntl
 import json
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the rows by id; none if there is no file. A last line that was cut off does not count.
+    """Return the rows of a file by id, without an incomplete last line; no rows if there is no file.
 
     Raises:
-        ValueError: another line is no row.
+        ValueError: another line is not a row.
     """
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     rows: dict[str, dict[str, Any]] = {}
@@ -26,15 +26,15 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
 
 
 class ResultsFile:
-    """The file that rows of finished runs are appended to.
+    """Appends the rows of finished runs to a file.
 
     Attributes:
-        rows: those in the file, by id.
-        failed: rows that stand for runs that failed in this call, with the message under ``failed``. They are not written:
-            the next call tries these runs again.
+        rows: the file's rows by id.
+        failed: rows for the runs that failed in this call, with the reason under ``failed``. They are not written, so the
+            next call tries these runs again.
 
     Raises:
-        ValueError: another process has it open, or a line is no row.
+        ValueError: another process has the file open, or a line is not a row.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +44,7 @@ class ResultsFile:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"another process is writing to {path}: wait for it, or choose another place") from None
-        self._file.truncate(path.read_bytes().rfind(b"\n") + 1)  # a line that was cut off
+        self._file.truncate(path.read_bytes().rfind(b"\n") + 1)  # drops an incomplete last line
         self.rows = read_results(path)
         self.failed: dict[str, dict[str, Any]] = {}
 
@@ -54,7 +54,7 @@ class ResultsFile:
         return {**self.rows, **self.failed}
 
     def keep(self, name: str, row: dict[str, Any] | None, failure: str = "") -> dict[str, Any]:
-        """Append the row of a run that has ended, if it has one; return it, or the one that stands for the failure."""
+        """Append the row of a run that has ended, or note its failure; return the row."""
         if row is None:
             self.failed[name] = {"id": name, "val": {"mean": -1.0}, "failed": failure}
             return self.failed[name]
@@ -64,5 +64,5 @@ class ResultsFile:
         return row
 
     def close(self) -> None:
-        """Close the file, so that others may write."""
+        """Close the file, so that other programs can write to it."""
         self._file.close()

@@ -1,4 +1,4 @@
-"""A run, and which runs come next: all settings of each family with the first seed, then the best with the other seeds."""
+"""Define runs, and decide which come next: all settings of each family with the first seed, then the best with the others."""
 
 import hashlib
 import json
@@ -12,19 +12,19 @@ Results = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: everything that its numbers follow from, but the code. Its row of results begins with these fields.
+    """Describes one training run completely, except for the code. Its row of results begins with these fields.
 
     Attributes:
-        data: digest of the data, and of all else that no other field says.
-        model: OpenCLIP's name.
-        schedule: name of the batch size and the length.
+        data: digest of the data, and of everything that no other field describes.
+        model: OpenCLIP's name of the model.
+        schedule: name of the combination of batch size and length.
         batch_size: samples of an optimizer step.
         epochs: length of the run.
         lr: learning rate.
-        seed: of start weights, order and augmentation.
-        family: whose settings compete with each other; families are compared.
-        setting: ``loss`` and ``options`` for ``create_loss``, and what else the kind of experiment knows.
-        epoch_samples: samples of an epoch; None: all, in whole batches.
+        seed: seed of start weights, order and augmentation.
+        family: the settings of a family compete with each other; families are compared.
+        setting: ``loss`` and ``options`` for ``create_loss``, and further keys that the kind of experiment knows.
+        epoch_samples: samples of an epoch; None means all, in whole batches.
     """
 
     data: str
@@ -40,21 +40,21 @@ class Run:
 
     @property
     def id(self) -> str:
-        """Return a digest, equal for equal runs, whatever their family and schedule are called."""
+        """Return a digest that is equal for equal runs; the names of family and schedule do not enter it."""
         content = {name: value for name, value in asdict(self).items() if name not in ("family", "schedule")}
-        if self.epoch_samples is None:  # rows from before there was this field stay valid
+        if self.epoch_samples is None:  # so that rows written before this field existed stay valid
             del content["epoch_samples"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
 class Contest:
-    """Families that are tuned equally, and then compared with paired seeds.
+    """Tunes several families equally, and compares them with paired seeds.
 
     Attributes:
-        families: the settings' runs of each family, with the first seed; the first family is the one to beat.
-        seeds: all of them.
-        finalists: so many settings of a family run all seeds: the best by their rows' ``val``.
+        families: for each family a run of every setting with the first seed; the first family is the baseline.
+        seeds: all seeds.
+        finalists: number of settings of a family, the best by their rows' ``val``, that run with all seeds.
     """
 
     families: Mapping[str, Sequence[Run]]
@@ -62,14 +62,14 @@ class Contest:
     finalists: int = 1
 
     def ranked(self, family: str, results: Results) -> list[Run]:
-        """Return the runs of a family's settings, the best first; none while some are not finished."""
+        """Return the runs of a family's settings, the best first; no runs while some are unfinished."""
         tried = self.families[family]
         if any(run.id not in results for run in tried):
             return []
         return sorted(tried, key=lambda run: -score(results[run.id]))
 
     def by_setting(self, family: str, results: Results) -> list[list[Run]]:
-        """Return the family's runs as far as they are decided, a list of seeds for each setting; the finalists come first."""
+        """Return the runs that are decided so far, a list for each setting with its seeds; the finalists come first."""
         ranked = self.ranked(family, results)
         if not ranked:
             return [[run] for run in self.families[family]]
@@ -77,7 +77,10 @@ class Contest:
         return [*every, *([run] for run in ranked[self.finalists :])]
 
     def best(self, family: str, results: Results) -> list[Run]:
-        """Return the runs of the best finalist, by the seeds that all finalists have finished; none before it is chosen."""
+        """Return the runs of the best finalist, judged by the seeds that all finalists have finished.
+
+        There are none before the finalists are chosen.
+        """
         if not self.ranked(family, results):
             return []
         finalists = self.by_setting(family, results)[: self.finalists]
@@ -86,7 +89,7 @@ class Contest:
         return finalists[totals.index(max(totals))]
 
     def decided(self, results: Results) -> list[Run]:
-        """Return all runs that are decided, seed by seed, the families in turn, so that pairs are complete early."""
+        """Return all decided runs, seed by seed and family by family, so that pairs are complete early."""
         runs = [
             ((self.seeds.index(run.seed), place), run)
             for family in self.families
@@ -101,8 +104,8 @@ class Contest:
 
 
 def score(row: Mapping[str, Any]) -> float:
-    """Return what settings are chosen by: the score on validation data, which no reported number is of.
+    """Return the score on validation data, by which settings are chosen and of which nothing is reported.
 
-    Negative for a run that was stopped, or failed: it comes after all that are finished.
+    It is negative for a run that was stopped or failed, which therefore comes after all finished runs.
     """
     return row["val"]["mean"]

@@ -1,4 +1,4 @@
-"""Paired differences of two losses with intervals that cover the seeds and the size of the validation set."""
+"""Compute paired differences of two losses, with intervals that cover the seeds and the size of the validation set."""
 
 import functools
 import math
@@ -15,11 +15,11 @@ _Z = 1.959963984540054  # of the normal distribution
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of paired differences over seeds and samples, with its 95 % interval.
+    """Holds the mean of paired differences over seeds and samples, with its 95 % interval.
 
     Attributes:
-        mean: over seeds and samples.
-        low, high: covers other seeds and other validation samples of the same kind.
+        mean: mean over seeds and samples.
+        low, high: interval that covers other seeds and other validation samples of the same kind.
         seeds: number of pairs.
     """
 
@@ -30,7 +30,7 @@ class Difference:
 
 
 def seeds_interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of two or more seeds' differences, by Student's t."""
+    """Return the 95 % interval of the mean of at least two seeds' differences, by Student's t."""
     mean = statistics.fmean(differences)
     half = student_t(len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
     return mean - half, mean + half
@@ -39,12 +39,12 @@ def seeds_interval(differences: Sequence[float]) -> tuple[float, float]:
 def paired_difference(first: Tensor, second: Tensor, groups: Sequence[int]) -> Difference | None:
     """Compute the difference of two losses' scores on the same samples with the same seeds.
 
-    The two sources of chance are added as independent ones, both by Student's t: the seeds, and the samples in groups, since
-    samples of equal captions are right or wrong together.
+    The interval adds two independent sources of chance, both by Student's t: the seeds, and the samples. Samples count in
+    groups, since samples of equal captions are right or wrong together.
 
     Args:
         first, second: ``(S, N)`` scores of each seed and sample.
-        groups: ``(N,)`` equal numbers for samples that are no independent ones.
+        groups: ``(N,)`` group of each sample; samples of one group are not independent.
 
     Returns:
         None with fewer than two seeds or groups.
@@ -67,7 +67,7 @@ def group_numbers(names: Sequence[str]) -> list[int]:
 
 
 def half_width(values: Tensor, groups: Sequence[int]) -> float | None:
-    """Return half the 95 % interval of the mean of ``(N,)`` values in groups, by Student's t; None for one group."""
+    """Return half the width of the 95 % interval of the mean of ``(N,)`` values in groups; None if there is one group."""
     place = torch.as_tensor(groups).unique(return_inverse=True)[1]
     count = int(place.max()) + 1
     if count < 2:
@@ -78,7 +78,7 @@ def half_width(values: Tensor, groups: Sequence[int]) -> float | None:
 
 @functools.cache
 def student_t(freedom: int) -> float:
-    """Return the half-width of the central 95 % of Student's t with so many degrees of freedom, by bisection."""
+    """Return half the width of the central 95 % of Student's t with ``freedom`` degrees of freedom, by bisection."""
     if freedom > 1000:
         return _Z
     low, high = 0.0, 1e6

@@ -1,7 +1,7 @@
-"""Many runs at a time, each in a process of its own, one a GPU or core.
+"""Execute several runs at a time, each in its own process, one for each GPU or core.
 
-A process is a fork of a server that has imported everything, so that it starts at once. A run that is killed or fails costs
-nothing but itself.
+A process is a fork of a server that has imported everything, so it starts at once. A run that fails or is killed affects no
+other run.
 """
 
 import contextlib
@@ -17,10 +17,11 @@ import torch
 from openclip_ext.machine import available_cores
 
 _POLL_SECONDS = 0.3
-# What a process runs: ``task(device, seen)``. ``seen`` takes the samples of each step, and dictionaries: how the task stands.
+# A process runs ``task(device, seen)``. ``seen`` takes the number of samples of each step, or a dictionary with the task's
+# intermediate result.
 Task = Callable[[torch.device, Callable[[Any], None]], dict[str, Any]]
 Ended = Callable[[str, dict[str, Any] | None, str], None]
-# Takes a task's name and how it stands; the result of a task that is to be stopped there, or None.
+# Takes a task's name and intermediate result; returns a final result if the task should be stopped there, else None.
 Judge = Callable[[str, dict[str, Any]], dict[str, Any] | None]
 
 
@@ -34,12 +35,12 @@ class Workers:
     """Runs tasks in processes.
 
     Args:
-        processes: how many at a time.
-        preload: the module that the server imports.
-        judge: says whether to stop a task, each time that it says how it stands.
+        processes: number of tasks at a time.
+        preload: module that the server imports.
+        judge: called with every intermediate result; decides whether to stop the task.
 
     Attributes:
-        samples: that all tasks have seen so far.
+        samples: number of samples that all tasks have seen so far.
     """
 
     def __init__(self, processes: int, preload: str, judge: Judge = lambda name, stand: None) -> None:
@@ -52,12 +53,12 @@ class Workers:
     def work_off(
         self, pending: Callable[[], Mapping[str, Task]], ended: Ended, goes_on: Callable[[], bool] = lambda: True
     ) -> bool:
-        """Run tasks until none is left; return False if ``goes_on`` ended it before that, which kills those under way.
+        """Run tasks until none is left; return False if ``goes_on`` said to stop before, which kills the running tasks.
 
         Args:
-            pending: the tasks that have not ended and can start, by name, the most urgent first.
-            ended: is told name, result and failure of each; the result is None after a failure.
-            goes_on: is asked several times a second.
+            pending: returns the tasks that have not ended and can start, by name, the most urgent first.
+            ended: called with name, result and failure of each task; the result is None after a failure.
+            goes_on: called several times a second; says whether to continue.
         """
         try:
             while goes_on():
@@ -76,10 +77,10 @@ class Workers:
             self._under_way.clear()
 
     def run(self, tasks: Sequence[Task]) -> list[dict[str, Any]]:
-        """Return the results of tasks, in order.
+        """Run tasks and return their results, in order.
 
         Raises:
-            ValueError: one has failed.
+            ValueError: a task has failed.
         """
         results: dict[str, dict[str, Any]] = {}
 
@@ -93,7 +94,7 @@ class Workers:
         return [results[name] for name in named]
 
     def finished(self) -> list[tuple[str, dict[str, Any] | None, str]]:
-        """Return name, result and failure of tasks that have ended; wait a moment for one."""
+        """Wait briefly for tasks to end; return name, result and failure of those that have."""
         wait([entry.connection for entry in self._under_way.values()], _POLL_SECONDS)
         found = []
         for name, entry in list(self._under_way.items()):
@@ -115,7 +116,7 @@ class Workers:
         self._under_way[name] = _UnderWay(process, receiver, slot)
 
     def _read(self, name: str, entry: _UnderWay) -> tuple[dict[str, Any] | None, str] | None:
-        """Count the samples that a task reports; return its result and failure if it has ended, or is to be stopped."""
+        """Read a task's messages; return its result and failure if it has ended or should be stopped."""
         try:
             while entry.connection.poll():
                 message = entry.connection.recv()
@@ -132,13 +133,13 @@ class Workers:
 
 
 def default_processes() -> int:
-    """Return one a GPU, or without one, one a core."""
+    """Return the number of GPUs, or of cores if there is no GPU."""
     return torch.cuda.device_count() or available_cores()
 
 
 def _work(sender: Connection, slot: int, processes: int, task: Task) -> None:
-    """Run a task in its process, and send its result."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program stops it
+    """Run a task in its process and send the result."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main program handles Ctrl-C
     if torch.cuda.is_available():
         device = torch.device("cuda", slot % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -146,9 +147,9 @@ def _work(sender: Connection, slot: int, processes: int, task: Task) -> None:
         device = torch.device("cpu")
         torch.set_num_threads(max(1, available_cores() // processes))
     try:
-        # Sending fails, and ends this process, when the program is gone.
+        # Sending fails, and ends this process, if the main program is gone.
         sender.send((task(device, sender.send), ""))
     except Exception as error:
         known = isinstance(error, ValueError | FileNotFoundError)
-        with contextlib.suppress(OSError):  # the program is gone
+        with contextlib.suppress(OSError):  # the main program is gone
             sender.send((None, str(error) if known else traceback.format_exc()))

@@ -1,6 +1,6 @@
-"""Charts as inline SVG: horizontal bars and curves, drawn by matplotlib.
+"""Draw bars and curves as inline SVG, with matplotlib.
 
-Text, axes and grid take the page's text color (``currentColor``); the series' colors are readable on white and on black.
+Text, axes and grid have the page's text color (``currentColor``); the colors of the series are readable on white and black.
 """
 
 import io
@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-# Okabe's and Ito's colors, which people with color blindness tell apart, each made at least 3:1 in contrast to both themes.
+# The colors of Okabe and Ito, which color-blind people can tell apart, with a contrast of at least 3:1 on both themes.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#c0689a", "#a67c00", "#4a90d9", "#8a63d2", "#808080")
 # Stands for the page's text color, which matplotlib cannot name.
 _TEXT_COLOR = "#010203"
@@ -42,7 +42,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: its label, its value, the text beside it, and the text shown on hovering."""
+    """Describes a bar: its label, its value, the text beside it, and the text shown on hovering."""
 
     label: str
     value: float
@@ -52,7 +52,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve: its name, its points ascending in x, and the number of its color."""
+    """Describes a curve: its name, its points in ascending x, and the number of its color."""
 
     name: str
     points: Sequence[Point]
@@ -60,12 +60,12 @@ class Curve:
 
 
 def color(number: int) -> str:
-    """Return the color of a series; there are eight, which repeat."""
+    """Return the color of a series; the eight colors repeat."""
     return PALETTE[number % len(PALETTE)]
 
 
 def bar_chart(bars: Sequence[Bar], x_title: str) -> Markup:
-    """Draw horizontal bars, at least one, to both sides of zero, from top to bottom in the given order."""
+    """Draw at least one horizontal bar, from top to bottom in the given order, on both sides of zero."""
 
     def draw(figure: Figure) -> None:
         figure.set_layout_engine("constrained")  # labels have any length
@@ -95,13 +95,13 @@ def line_chart(
     from_zero: bool = False,
     size: tuple[int, int] = (400, 270),
 ) -> Markup:
-    """Draw curves. Their names are the page's business: one legend serves all charts.
+    """Draw curves without a legend, because one legend on the page serves all charts.
 
     Args:
-        curves: at least one.
+        curves: at least one curve.
         x_title: title of the horizontal axis, which begins at 0.
-        title: of the chart, above it.
-        markers: whether points are marked, with their values shown on hovering; single points always are.
+        title: title above the chart.
+        markers: whether points are marked and show their values on hovering; single points always do.
         from_zero: whether the vertical axis begins at 0.
         size: width and height in pixels.
     """

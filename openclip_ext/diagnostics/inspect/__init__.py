@@ -1,8 +1,9 @@
-"""The data microscope: what a finished or running training shows about its data.
+"""Inspect the training data of a finished or running training: the data microscope.
 
-Duplicates, likely false negatives, captions that fit no image, images that fit no caption, the hardest and the easiest
-samples: counted, listed with index, shard and key, shown on a page with thumbnails, and left out of further training on
-request. Definitions: :data:`openclip_ext.diagnostics.inspect.findings.DEFINITIONS`; ``docs/inspect.md``::
+It finds duplicates, likely false negatives, captions that fit no image, images that fit no caption, and the hardest and the
+easiest samples. It counts them, lists them with index, shard and key, shows them on a page with thumbnails, and leaves them
+out of further training on request. :data:`openclip_ext.diagnostics.inspect.findings.DEFINITIONS` and ``docs/inspect.md``
+define the categories::
 
     openclip-ext inspect LOGS/NAME --leave-out duplicates,misfits --write-manifest fewer.json
 """

@@ -1,4 +1,4 @@
-"""What is worth a look in a set of paired embeddings, by plain definitions, in chunks of similarities."""
+"""Find samples that deserve a look in a set of paired embeddings, computing similarities in chunks."""
 
 import math
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from openclip_ext.diagnostics.estimation_error import anchor_temperatures, exact
 from openclip_ext.diagnostics.finished_run import Embeddings
 from openclip_ext.options import flag
 
-# A block of similarities has this many rows and columns: 64 MiB each of the four kinds.
+# Rows and columns of a block of similarities, so that each of the four kinds takes 64 MiB.
 _ROWS, _COLUMNS = 2048, 8192
-# Two samples of equal captions fit crosswise exactly as well as in their own pairs; float32 does not always say so.
+# Two samples with equal captions fit crosswise exactly as well as in their own pairs; this allows for float32's rounding.
 _ROUNDING = 1e-5
 # Makes the median absolute deviation of a normal distribution its standard deviation.
 _MAD_TO_STD = 1.4826
@@ -40,7 +40,7 @@ PAIRS = tuple(DEFINITIONS)[:4]
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What the definitions leave open."""
+    """Holds the thresholds of the definitions."""
 
     duplicate_image: float = flag(0.98, "smallest cosine similarity of duplicate images", minimum=-1, maximum=1)
     duplicate_caption: float = flag(0.98, "smallest cosine similarity of duplicate captions", minimum=-1, maximum=1)
@@ -58,13 +58,13 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Found:
-    """What was found of one category, the clearest first.
+    """Holds what was found of one category, the clearest cases first.
 
     Attributes:
-        count: all there are; the arrays may hold fewer pairs, see ``Thresholds.max_pairs``.
-        sample, partner: ``(k,)`` rows of the embeddings; of pairs the smaller one and the larger one, of misfits the sample
-            and its best match; no partner for single samples.
-        value: ``(k,)`` similarity (of ``duplicates`` the smaller of the two), or log-normalizer.
+        count: number of all cases; the arrays may hold fewer pairs, see ``Thresholds.max_pairs``.
+        sample, partner: ``(k,)`` rows of the embeddings: the smaller and the larger row of a pair, or a misfit and its best
+            match; ``partner`` is None for single samples.
+        value: ``(k,)`` similarities (the smaller of both for ``duplicates``) or log-normalizers.
     """
 
     count: int
@@ -73,7 +73,7 @@ class Found:
     value: np.ndarray
 
     def redundant(self) -> set[int]:
-        """Return the samples to leave out so that no pair stays whole. Of two, the first in the data stays."""
+        """Return the samples to leave out so that no pair remains; the first sample of a pair in the data stays."""
         assert self.partner is not None
         left_out: set[int] = set()
         order = np.lexsort((self.sample, self.partner))
@@ -84,7 +84,7 @@ class Found:
 
 
 class _StrongestPairs:
-    """Counts all pairs that it is given, and keeps those of the largest value."""
+    """Counts all pairs, and keeps those with the largest values."""
 
     def __init__(self, limit: int) -> None:
         self.count = 0
@@ -92,10 +92,10 @@ class _StrongestPairs:
         self._kept = np.empty((3, 0))
 
     def add(self, rows: Tensor, columns: Tensor, hit: Tensor, value: Tensor) -> None:
-        """Add the pairs of ``rows`` ``(R,)`` and ``columns`` ``(C,)`` where ``hit`` ``(R, C)``."""
+        """Add the pairs of ``rows`` ``(R,)`` and ``columns`` ``(C,)`` where ``hit`` ``(R, C)`` is true."""
         count = int(hit.sum())
         self.count += count
-        if count > self._limit:  # as of a model that gives all samples one embedding: too many to list
+        if count > self._limit:  # as if a model gives all samples the same embedding
             strongest = value.masked_fill(~hit, -torch.inf).flatten().topk(self._limit, sorted=False).indices
             row, column = strongest // hit.shape[1], strongest % hit.shape[1]
         else:
@@ -111,7 +111,7 @@ class _StrongestPairs:
 
 
 class _Best:
-    """The largest similarity of each anchor, and to what."""
+    """Keeps the largest similarity of each anchor, and the row it belongs to."""
 
     def __init__(self, anchors: int, device: torch.device) -> None:
         self._value = torch.full((anchors,), -torch.inf, device=device)
@@ -137,10 +137,10 @@ class _Best:
 def log_normalizers(
     loss: ContrastiveLoss, embeddings: Embeddings, anchors: Tensor, device: torch.device
 ) -> tuple[Tensor, bool]:
-    """Measure how hard samples are: the mean of the log-normalizers of both sides.
+    """Measure how hard samples are by the mean of the log-normalizers of both sides.
 
-    They are the stored ones of a loss that keeps one for each sample, at the temperatures that it keeps, else the exact ones
-    over the whole set, at the loss's temperatures.
+    If the loss stores a log-normalizer for each sample, these are used, at the temperatures that the loss stores. Otherwise
+    they are computed exactly over the whole set, at the loss's temperatures.
 
     Returns:
         ``(A,)`` float64 on the CPU for the rows ``anchors``, and whether they are the stored ones.
@@ -148,7 +148,7 @@ def log_normalizers(
     is_stored = isinstance(loss, GlobalContrastiveLoss) and loss.normalizer.needs_index
     scale = torch.tensor(embeddings.logit_scale, device=device)
     parts = []
-    # Parts of equal size: a loss cannot estimate what it has never seen from one sample alone.
+    # The parts have equal sizes, because a loss cannot estimate an unseen sample from a batch of one.
     for rows in anchors.tensor_split(math.ceil(len(anchors) / _ROWS)):
         image, text, index = (part[rows].to(device) for part in (embeddings.image, embeddings.text, embeddings.index))
         if is_stored:
@@ -164,13 +164,13 @@ def log_normalizers(
 def find(
     embeddings: Embeddings, anchors: Tensor, difficulty: Tensor, thresholds: Thresholds, device: torch.device
 ) -> dict[str, Found]:
-    """Find the members of all categories, of which at least one is an anchor.
+    """Find the members of all categories; at least one sample of a pair is an anchor.
 
     Args:
-        embeddings: of the whole set.
-        anchors: ``(A,)`` ascending rows of the embeddings to look at; each is compared with all.
-        difficulty: ``(A,)`` the anchors' log-normalizers, see :func:`log_normalizers`.
-        thresholds: what the definitions leave open.
+        embeddings: embeddings of the whole set.
+        anchors: ``(A,)`` ascending rows of the embeddings to look at; each is compared with all rows.
+        difficulty: ``(A,)`` log-normalizers of the anchors, see :func:`log_normalizers`.
+        thresholds: thresholds of the definitions.
         device: where to compute.
 
     Raises:
@@ -190,7 +190,7 @@ def find(
         image, text = (side[rows].to(device) for side in (embeddings.image, embeddings.text))
         for columns in torch.arange(len(positive)).split(_COLUMNS):
             images, texts = (side[columns].to(device).T for side in (embeddings.image, embeddings.text))
-            # Whether no other block, and no other place in this one, has the same two samples.
+            # Whether these two samples occur nowhere else, neither in this block nor in another.
             is_new = ((rows[:, None] < columns) | ~is_anchor[columns]).to(device)
             own = torch.maximum(positive[rows, None], positive[columns]).to(device)
             of_images, of_captions = image @ images, text @ texts

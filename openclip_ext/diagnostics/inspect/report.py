@@ -1,4 +1,4 @@
-"""What was found, for people and programs: a self-contained HTML page, JSON and CSV."""
+"""Write what was found as a self-contained HTML page, JSON and CSV."""
 
 import csv
 import json
@@ -20,7 +20,7 @@ _THUMBNAIL = 112  # pixels
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample as people know it: its global index, its shard and key in that, and its caption."""
+    """Identifies a sample by its global index, its shard and its key, and holds its caption."""
 
     index: int
     shard: str
@@ -30,7 +30,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A run, and what was found in its data by category; rows are global indices here. ``samples`` are all that were found."""
+    """Describes a run and what was found in its data.
+
+    Attributes:
+        found: findings by category, with global indices instead of rows.
+        samples: all samples that were found, by index.
+    """
 
     about: Mapping[str, Any]
     thresholds: Thresholds
@@ -39,7 +44,7 @@ class Inspection:
 
 
 def read_samples(source: Source, indices: Iterable[int]) -> dict[int, Sample]:
-    """Return where samples lie, and their captions; images are not decoded."""
+    """Return shard, key and caption of samples, without decoding images."""
     samples, reader = {}, source.reader()
     for index in sorted(set(indices)):
         key, caption = source.describe(reader(index))
@@ -58,7 +63,7 @@ def read_thumbnails(source: Source, indices: Iterable[int]) -> dict[int, str]:
 
 
 def write_json(path: Path, inspection: Inspection) -> None:
-    """Write counts, definitions and everything listed: entries are ``[index, value]`` or ``[index, other index, value]``."""
+    """Write counts, definitions and findings; an entry is ``[index, value]`` or ``[index, other index, value]``."""
     categories = {
         name: {
             "definition": inspection.thresholds.definition(name),
@@ -77,7 +82,7 @@ def write_json(path: Path, inspection: Inspection) -> None:
 
 
 def write_csv(path: Path, inspection: Inspection) -> None:
-    """Write one line for each sample or pair that is listed."""
+    """Write one line for each sample or pair."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         columns = [field.name for field in fields(Sample)]
@@ -85,7 +90,7 @@ def write_csv(path: Path, inspection: Inspection) -> None:
         for name, found in inspection.found.items():
             for *members, value in _entries(found):
                 texts = [text for index in members for text in astuple(inspection.samples[index])]
-                # A spreadsheet would run a caption that begins as a formula.
+                # A spreadsheet would execute a caption that looks like a formula.
                 harmless = [
                     f"'{text}" if str(text)[:1] in "=+-@\t\r" and isinstance(text, str) else text for text in texts
                 ]
@@ -106,7 +111,7 @@ _NOTES = {
 
 
 def write_page(path: Path, inspection: Inspection, thumbnails: Mapping[int, str], show: int) -> None:
-    """Write the HTML page: counts and definitions, then the first ``show`` of each category."""
+    """Write the HTML page: counts and definitions, then the first ``show`` findings of each category."""
     categories = [
         {
             "name": name,
@@ -127,7 +132,7 @@ def write_page(path: Path, inspection: Inspection, thumbnails: Mapping[int, str]
 
 
 def shown_indices(found: Mapping[str, Found], show: int | None = None) -> Iterable[int]:
-    """Yield indices of the first ``show`` of each category and of their partners; None: of all."""
+    """Yield the indices of the first ``show`` findings of each category, and of their partners; None means all."""
     for category in found.values():
         for column in (category.sample, category.partner):
             yield from [] if column is None else np.asarray(column)[:show].tolist()

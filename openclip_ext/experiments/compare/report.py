@@ -1,4 +1,4 @@
-"""From finished runs to numbers and words, as Markdown and as one HTML page without external resources."""
+"""Report finished runs in numbers and words, as Markdown and as one HTML page without external resources."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ from openclip_ext.experiments.tables import markdown_table
 from openclip_ext.pages.charts import Curve, color, line_chart
 from openclip_ext.pages.rendering import render_lines, render_page
 
-# A gain in R@1 that nobody would look for.
+# A gain in R@1 that is too small to matter.
 _NEGLIGIBLE = 0.01
 _METRIC_WORDS = {IMAGE_TO_TEXT: "image to text", TEXT_TO_IMAGE: "text to image", ZERO_SHOT: "zero-shot"}
 
@@ -28,9 +28,9 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class About:
-    """What was compared: the training, what to know about the data, and the limits of time.
+    """Describes what was compared: the training, the data, and the limits of time.
 
-    No run is longer than ``most_epochs``, which is below --epochs where a remainder fills no batch.
+    No run is longer than ``most_epochs``, which is less than --epochs if a remainder fills no batch.
     """
 
     data: str
@@ -45,18 +45,18 @@ class About:
 
 @dataclass(frozen=True)
 class LossResult:
-    """A loss's runs with its best setting.
+    """Holds the results of a loss with its best setting.
 
     Attributes:
+        epochs: length of the runs.
         scores: mean over seeds by metric; ``R@1`` is the mean of both directions.
         each_seed: R@1 of each seed.
-        epochs: length of the runs.
-        gain: R@1 minus that of ``openclip`` in runs of this length, the mean over the seeds that both have, or None.
-        difference: the same with its interval, or None with fewer than two such seeds.
-        gains: epochs, gain and number of seeds of all lengths, the shortest first.
+        gain: R@1 minus that of ``openclip`` in runs of this length, averaged over the seeds that both have, or None.
+        difference: ``gain`` with its interval; None if there are fewer than two such seeds.
         zero_shot_difference: the same for zero-shot accuracy.
-        curves: ``(samples, seconds, R@1)`` of each seed.
-        normalizers: errors of its and the batch's log-normalizers, at the end of the second seed.
+        gains: epochs, gain and number of seeds for all lengths, the shortest first.
+        curves: ``(samples, seconds, R@1)`` for each seed.
+        normalizers: errors of the log-normalizers of the loss and of the batch, at the end of the second seed.
         command: the training command line.
     """
 
@@ -81,15 +81,15 @@ class LossResult:
 
 @dataclass(frozen=True)
 class Report:
-    """What the files say.
+    """Holds the content of the report.
 
     Attributes:
-        recommended: the loss to take.
-        text_of_judgement: how wrong a batch is, before training.
-        results: by loss, the best first.
+        recommended: the loss to use.
+        text_of_judgement: a sentence on how wrong a batch is before training.
+        results: results of the losses, the best first.
         runs: means of each setting over its seeds: ``(loss, setting, lr, epochs, seeds, mean reciprocal rank, R@1)``.
-        stopped: how many runs were stopped, since another setting of their loss was clearly ahead.
-        left_behind: losses that have not gone on after the first stage.
+        stopped: number of runs that were stopped because another setting of their loss was clearly ahead.
+        left_behind: losses that did not reach the last stage.
         chance: R@1 of guessing.
     """
 
@@ -114,15 +114,15 @@ def make_report(
     captions: Sequence[str],
     command_line: Callable[[Row], str],
 ) -> Report:
-    """Return the report of what is finished.
+    """Return the report of the finished runs.
 
     Args:
         about: what was compared.
-        contests: which runs there are, stage by stage.
+        contests: the runs of each stage.
         results: rows of finished, stopped and failed runs.
         judged: how wrong a batch was about its normalizers before the first run.
-        captions: of the samples that give the numbers.
-        command_line: of a run.
+        captions: captions of the samples that give the numbers.
+        command_line: returns the training command line of a run.
     """
     groups = group_numbers(captions)
     stages = [
@@ -132,11 +132,11 @@ def make_report(
     for loss in contests[0].families:
         own = [(stage[loss], stage[BASELINE]) for stage in stages if stage.get(loss)]
         if own:
-            # The last stage in which the loss has an interval; where there is none, the last with a pair.
+            # The last stage in which the loss has an interval, or else the last in which it has a pair.
             chosen[loss] = max(reversed(own), key=lambda rows: min(2, len(rows[0].keys() & rows[1].keys())))
             gains = {gain[0]: gain for rows in own if loss != BASELINE and (gain := _gain_at(*rows, about))}
             found.append(_loss_result(*chosen[loss], about, groups, tuple(gains.values()), command_line))
-    # Of those left behind the runs are shorter.
+    # The runs of the losses that were left behind are shorter.
     found.sort(key=lambda result: (-result.epochs, -_gain(result)))
     longest = [result for result in found if result.epochs == found[0].epochs]
     best = chosen[_leader(longest).loss][0] if found else {}
@@ -165,9 +165,9 @@ def make_report(
 
 
 def chance(groups: Sequence[int]) -> float:
-    """Return R@1 of guessing, the mean of both directions, for samples of which equal numbers have equal captions.
+    """Return R@1 of guessing, the mean of both directions; samples of one group have equal captions.
 
-    Captions are ranked once each, and any image of a caption is right.
+    Each distinct caption is ranked once, and any image with that caption is right.
     """
     counts = Counter(groups).values()
     return (1 / len(counts) + sum(count**2 for count in counts) / len(groups) ** 2) / 2
@@ -183,7 +183,7 @@ def _epochs(row: Row, about: About) -> float:
 
 
 def _gain_at(rows: Mapping[int, Row], baseline: Mapping[int, Row], about: About) -> tuple[float, float, int] | None:
-    """Return epochs, mean gain over the baseline and number of common seeds; None without one."""
+    """Return epochs, mean gain over the baseline and number of common seeds; None if there is no common seed."""
     gains = [_recall(rows[seed]) - _recall(baseline[seed]) for seed in rows if seed in baseline]
     return (_epochs(next(iter(rows.values())), about), statistics.fmean(gains), len(gains)) if gains else None
 
@@ -234,7 +234,7 @@ def _loss_result(
 
 
 def _hits(row: Row, metrics: Sequence[str]) -> Tensor:
-    """Return each sample's hits ``(N,)``, the mean of some metrics."""
+    """Return each sample's hits ``(N,)``, averaged over some metrics."""
     return torch.stack([unpack(row["hits"][name]) for name in metrics]).mean(dim=0)
 
 
@@ -256,7 +256,7 @@ def _difference(
 
 
 def _leader(found: Sequence[LossResult]) -> LossResult:
-    """Return the best of those that beat the baseline with confidence; if there are none, the best."""
+    """Return the best loss that beats the baseline with confidence, or the best of all if none does."""
     sure = [result for result in found if result.difference is not None and result.difference.low > 0]
     return max(sure or found, key=_gain)
 
@@ -299,13 +299,13 @@ def conclude(
 
 
 def outlook(best: LossResult, about: About) -> list[str]:
-    """Return sentences on how the gain of a loss grew with the length, and what length would be needed to tell.
+    """Return sentences on how a loss's gain grew with the length of the runs, and which length may decide.
 
-    The growth with each doubling is taken from the shortest and the longest runs, of other settings perhaps and of few seeds:
-    a guess, not a measurement.
+    The growth with each doubling is taken from the shortest and the longest runs, which may have other settings and few
+    seeds. So it is a guess, not a measurement.
     """
     gap = best.difference
-    # Runs end with a whole batch, a little before --epochs.
+    # Runs end with a whole batch, so a little before --epochs.
     if gap is None or best.epochs >= 0.9 * about.most_epochs or gap.high <= _NEGLIGIBLE:
         return []
     shortest, early, _ = min(best.gains, default=(best.epochs, 0.0, 0))
@@ -316,7 +316,7 @@ def outlook(best: LossResult, about: About) -> list[str]:
             f"{best.loss} gained {_signed(early)} in {shortest:.1f} epochs and {_signed(gap.mean)} in {best.epochs:.1f}: if "
             f"this goes on, {_signed(planned)} in {about.most_epochs:.0f} (--epochs)."
         )
-        # The length at which the interval, as wide as now, leaves out 0.
+        # The length at which an interval of the present width excludes 0.
         doublings = min(-gap.low / growth, 20.0) if growth > 0 else math.inf
     else:
         said = f"Runs of {best.epochs:.1f} epochs leave open what longer ones bring."
@@ -331,7 +331,7 @@ def outlook(best: LossResult, about: About) -> list[str]:
 
 
 def points(difference: Difference) -> str:
-    """Return a difference in points, with its interval: ``+4.1 (3.2 to 5.0)``."""
+    """Format a difference in points with its interval, such as ``+4.1 (3.2 to 5.0)``."""
     return f"{_signed(difference.mean)} ({_plain(difference.low)} to {_plain(difference.high)})"
 
 
@@ -344,12 +344,12 @@ def _signed(value: float) -> str:
 
 
 def _factor(error: Mapping[str, float]) -> list[str]:
-    """Return the factor and its 90 % range in two digits, without exponents."""
+    """Format the factor and its 90 % range to two digits, without exponents."""
     return [f"{float(f'{error[name]:.2g}'):,g}" for name in ("factor", "factor_low", "factor_high")]
 
 
 def judgement(measured: Mapping[str, Any], batch: int) -> str:
-    """Return how wrong a batch is about its normalizers, in words."""
+    """Describe how wrong a batch is about its normalizers."""
     median, low, high = _factor(measured["batch"])
     return (
         f"Before training, at temperature {measured['temperature']:.3f}: your batch of {batch} misjudges its normalizer by a "
@@ -361,7 +361,7 @@ def judgement(measured: Mapping[str, Any], batch: int) -> str:
 
 
 def lines(report: Report) -> list[str]:
-    """Return paragraphs that explain the numbers."""
+    """Return the paragraphs that explain the numbers."""
     return render_lines("compare.txt", report=report, on_gpu=torch.cuda.is_available())
 
 
@@ -372,7 +372,7 @@ def _shown_difference(result: LossResult) -> str:
 
 
 def tables(report: Report) -> dict[str, list[list[str]]]:
-    """Return the tables by title; the first row is the head."""
+    """Return the tables by title; the first row of each is its head."""
     metrics = [name for name in _METRIC_WORDS if report.results and name in report.results[0].scores]
     words = [_METRIC_WORDS[name] for name in metrics]
     result = [["loss", "epochs", "R@1", f"minus {BASELINE}", *words, "setting", "lr", "each seed"]]
@@ -417,8 +417,8 @@ def markdown(report: Report) -> str:
 
 
 def page(report: Report) -> str:
-    """Return the report as an HTML page: its words and tables, and learning curves as inline SVG."""
-    # Shorter runs, of the losses that were left behind, are no part of the picture.
+    """Return the report as an HTML page with learning curves as inline SVG."""
+    # The curves leave out the shorter runs of losses that were left behind.
     drawn = [one for one in report.results if one.epochs == report.results[0].epochs]
     curves = [
         line_chart(_curves(drawn, column), label, "R@1", from_zero=True, size=(520, 300))
@@ -438,11 +438,11 @@ def page(report: Report) -> str:
 
 
 def _curves(results: Sequence[LossResult], column: int) -> list[Curve]:
-    """Return each loss's R@1 in percent over samples (column 0) or seconds: means over the seeds that all losses have."""
+    """Return each loss's R@1 in percent over samples (column 0) or seconds, averaged over the seeds that all losses have."""
     common = min(len(one.curves) for one in results)
     found = []
     for number, one in enumerate(results):
-        # Seeds have the same points in samples; their times are averaged.
+        # All seeds have the same points in samples, so times and scores can be averaged.
         points = [
             tuple(map(statistics.fmean, zip(*seeds, strict=True))) for seeds in zip(*one.curves[:common], strict=False)
         ]

@@ -1,6 +1,6 @@
-"""What is tried: for each loss settings of the temperature, each at several learning rates. Data, little code.
+"""List what is tried for each loss: settings of the temperature, each at several learning rates.
 
-All losses get equally many candidates, the first ones of :func:`candidates`, which begin with what is most likely to be good.
+All losses get equally many candidates, the first ones of :func:`candidates`, which lists the most promising first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,8 @@ from openclip_ext.losses import registry
 BASELINE = "openclip"
 DEFAULT_LOSSES = (BASELINE, "fastclip", "neuclip", "queueclip", "amorlip")
 LR_FACTORS = (1.0, 0.5, 2.0)
-# What losses that use these options get in runs of a few epochs: a moving average that remembers many of them is far behind
-# (docs/experiments/papers-claims.md#ablations), and an MLP that starts anew in each does not become accurate.
+# Options for runs of a few epochs, for losses that use them: a moving average that remembers many epochs is far behind
+# (docs/experiments/papers-claims.md#ablations), and an MLP that starts again in each epoch does not become accurate.
 FOR_SHORT_RUNS: Mapping[str, Any] = {
     "gamma": 0.8,
     "gamma_schedule": "constant",
@@ -22,7 +22,7 @@ FOR_SHORT_RUNS: Mapping[str, Any] = {
     "target_every": 1,
 }
 SEARCHED_OPTIONS = ("temperature_scheme", "temperature", "rho", "rho_end", "rho_switch", "lr_tau")
-# So many settings at the first rate come before other rates of the most likely ones.
+# So many settings at the first rate come before the other rates of the most promising ones.
 _BEFORE_RATES = 4
 
 # Options for ``create_loss``.
@@ -41,18 +41,18 @@ def _learned(rho: float) -> Options:
     return {"temperature_scheme": "global", "rho": rho, "rho_end": None}
 
 
-# Of losses made of parts, the most likely first (by the tables of docs/results.md); {} is as published.
+# Settings of losses made of parts, the most promising first (by the tables of docs/results.md); {} is the published setting.
 _SETTINGS: Sequence[Options] = (
     *(_solved(4.0), _constant(0.05), _constant(0.1), _learned(5.0)),
     *(_solved(5.0), {}, _constant(0.03), _learned(4.0)),
 )
-# Of OpenCLIP's loss, which has no ρ where it learns the temperature. In a few hundred steps of large batches a high constant
-# one is better by far (docs/experiments/batch-sizes.md#small-and-large-batches).
+# Settings of OpenCLIP's loss, which has no ρ if it learns the temperature. In a few hundred steps of large batches, a high
+# constant temperature is far better (docs/experiments/batch-sizes.md#small-and-large-batches).
 _BASELINE_SETTINGS: Sequence[Options] = (
     *({}, {"temperature_scheme": "global", "temperature": 0.03}, _constant(0.1), _constant(0.05)),
     *(_solved(4.0), _solved(5.0), _constant(0.03)),
 )
-# Of losses that are known for their temperature, by its scheme, which they keep.
+# Settings of losses that are known for their temperature scheme, which they keep.
 _OWN_SCHEME: Mapping[str, Sequence[Options]] = {
     "constant": (_constant(0.05), _constant(0.1), _constant(0.03), {}),
     **{
@@ -63,13 +63,13 @@ _OWN_SCHEME: Mapping[str, Sequence[Options]] = {
 
 
 def settings(loss: str, fixed: Mapping[str, Any]) -> tuple[list[Options], list[str]]:
-    """Return the settings that a loss takes, the most likely first, and why others cannot be built.
+    """Return the settings that a loss takes, the most promising first, and the reasons why others cannot be built.
 
-    Of settings that are the same for the loss, as its defaults and what they say in words, it returns the first.
+    If several settings amount to the same options of the loss, only the first is returned.
 
     Args:
-        loss: its name.
-        fixed: options that the user gave for all losses; a setting has those of them that the loss uses.
+        loss: name of the loss.
+        fixed: options that the user gave for all losses; a setting has those that the loss uses.
 
     Raises:
         ValueError: an unknown loss, or one that cannot be built with the user's options.
@@ -95,12 +95,12 @@ def settings(loss: str, fixed: Mapping[str, Any]) -> tuple[list[Options], list[s
 
 
 def own_scheme(loss: str) -> str:
-    """Return the temperature scheme that a loss has by itself; ``global`` also for OpenCLIP's own, which learn one."""
+    """Return a loss's default temperature scheme; it is ``global`` for OpenCLIP's own losses, which learn a temperature."""
     return registry.find_method(loss).temperature_scheme or "global"
 
 
 def _options_used(loss: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options that a loss uses with these; none if there is no such loss of parts."""
+    """Return the options that a loss uses together with these; none if it cannot be built so."""
     try:
         return registry.options_used_by(loss, **options)
     except ValueError:
@@ -108,7 +108,7 @@ def _options_used(loss: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def candidates(loss: str, fixed: Mapping[str, Any]) -> list[tuple[Options, float]]:
-    """Return a loss's settings and factors of the learning rate as they are tried: first settings, which matter more."""
+    """Return settings and learning-rate factors in the order they are tried: first settings, which matter more."""
     found, _ = settings(loss, fixed)
     first = [(setting, LR_FACTORS[0]) for setting in found[:_BEFORE_RATES]]
     every = [(setting, factor) for setting in found for factor in LR_FACTORS]
@@ -116,7 +116,7 @@ def candidates(loss: str, fixed: Mapping[str, Any]) -> list[tuple[Options, float
 
 
 def setting_words(loss: str, options: Mapping[str, Any]) -> str:
-    """Return a setting in a few words: ``τ learned, ρ 5``."""
+    """Describe a setting in a few words, such as ``τ learned, ρ 5``."""
     scheme = options.get("temperature_scheme", own_scheme(loss))
     words = [f"τ {'learned' if scheme == 'global' else scheme}"]
     words += [f"ρ {options['rho']:g}"] if "rho" in options else []
