@@ -1,4 +1,4 @@
-"""Arguments of all evaluations: the model, and how to run it."""
+"""Share the arguments of all evaluations: the model, and how to run it."""
 
 import argparse
 import os
@@ -15,19 +15,19 @@ from .models import MODEL_OPTIONS, LoadedModel, load_model
 
 
 def called_as(command: str, module: str) -> str:
-    """Return how this program was called, for its usage."""
+    """Return how this program was called, for its usage message."""
     return f"openclip-ext {command}" if "openclip_ext.cli" in sys.modules else f"python -m {module}"
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `load_encoder` reads."""
-    parser.add_argument("--model", required=True, help="OpenCLIP's name of the model, hf-hub: and local-dir: too")
-    parser.add_argument("--checkpoint", help="checkpoint file, or one of the model's pretrained tags")
-    parser.add_argument("--batch-size", type=count, default=256, help="images, and texts, in a batch")
+    parser.add_argument("--model", required=True, help="OpenCLIP's name of the model, also hf-hub: or local-dir: names")
+    parser.add_argument("--checkpoint", help="checkpoint file, or a pretrained tag of the model")
+    parser.add_argument("--batch-size", type=count, default=256, help="number of images, or of texts, in a batch")
     parser.add_argument(
         "--workers",
         type=int,
-        # Processes of torchrun on one machine share the cores.
+        # The processes of torchrun on one machine share its cores.
         default=max(1, min(16, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))),
         help="number of images decoded in parallel (default: one per core, at most 16)",
     )
@@ -43,7 +43,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "CPU; fp32: float32 everywhere; amp: autocast everywhere (CUDA)",
     )
     group = parser.add_argument_group(
-        "model options", "as in training with OpenCLIP; default: as in the checkpoint's run"
+        "model options", "as in training with OpenCLIP; the defaults are those of the checkpoint's run"
     )
     group.add_argument("--model-config", help="JSON of a model that OpenCLIP does not ship")
     group.add_argument("--force-quick-gelu", action="store_true", default=None)
@@ -60,7 +60,7 @@ def load_encoder(args: argparse.Namespace, show_progress: bool = True) -> tuple[
     """Load the model that the arguments of `add_model_arguments` name, and prepare to encode with it.
 
     Raises:
-        ValueError: no such model or checkpoint.
+        ValueError: if there is no such model or checkpoint.
     """
     device = torch.device(args.device)
     if device.type == "cuda":

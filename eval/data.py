@@ -1,9 +1,9 @@
-"""Reading evaluation data sets in DataComp's on-disk format, strictly.
+"""Read evaluation data sets in DataComp's on-disk format, strictly.
 
 ``DATA_DIR/wds_NAME_test/`` holds ``classnames.txt``, ``zeroshot_classification_templates.txt`` and ``test/`` with
-``nshards.txt`` and ``{0..}.tar``; a sample is the files of one key: an image, and ``cls``, ``npy`` or ``txt``.
-Every fault that would change a score silently (a cut tar, a short shard count, a repeated key, a label outside the classes)
-is a `DataError` that names the file. An image that does not decode is skipped, counted and named.
+``nshards.txt`` and ``{0..}.tar``. The files of one key are a sample: an image, and ``cls``, ``npy`` or ``txt``.
+Every fault that would change a score silently (a truncated tar, a short shard count, a repeated key, a label outside the
+classes) is a `DataError` that names the file. An image that does not decode is skipped, counted and named.
 """
 
 import hashlib
@@ -31,28 +31,28 @@ CLASSNAMES_FILE = "classnames.txt"
 TEMPLATES_FILE = "zeroshot_classification_templates.txt"
 # A tar ends with two blocks of zeros.
 _END_OF_ARCHIVE = bytes(2 * tar.BLOCK)
-# `Batch.order` has the number of the shard above these bits and the position in the shard below.
+# `Batch.order` holds the number of the shard above this many bits, and the position in the shard below.
 _POSITION_BITS = 32
 
 
 class DataError(ValueError):
-    """A data set that must not be scored. The message states the fault, the place and the remedy."""
+    """Says why a data set must not be scored: the fault, its place, and the remedy."""
 
 
 class MissingDataError(DataError):
-    """The data set does not exist."""
+    """Says that a data set does not exist."""
 
 
 @dataclass(frozen=True)
 class SampleFormat:
-    """How to read the samples of a task.
+    """Describes how to read the samples of a task.
 
     Attributes:
-        num_classes: labels (``cls``) are read and must lie in ``[0, num_classes)``; None: no labels.
-        metadata_columns: length of the ``npy`` vector; 0: none is read.
-        captions: whether ``txt`` holds captions, one a line.
-        convert_first: whether images become RGB before the transform. If not, the transform gets them as they are
-            stored, and OpenCLIP's resizes them first: palette images by nearest neighbor, alpha premultiplied.
+        num_classes: labels (``cls``) are read and must be in ``[0, num_classes)``; None means no labels.
+        metadata_columns: length of the ``npy`` vector; 0 means that none is read.
+        captions: whether ``txt`` holds captions, one per line.
+        convert_first: whether images become RGB before the transform. If not, the transform gets them as they are stored,
+            and OpenCLIP's resizes them first: palette images by nearest neighbor, alpha premultiplied.
     """
 
     num_classes: int | None = None
@@ -63,7 +63,7 @@ class SampleFormat:
 
 @dataclass(frozen=True, order=True)
 class Skipped:
-    """A sample that was left out: its image does not decode."""
+    """Describes a sample that was left out because its image does not decode."""
 
     shard: str
     key: str
@@ -75,15 +75,15 @@ class Skipped:
 
 @dataclass
 class Batch:
-    """Decoded samples of one worker.
+    """Holds decoded samples of one worker.
 
     Attributes:
-        images: ``(B, 3, H, W)``, of the type that the transform gives.
-        order: ``(B,)`` int64, sorts all samples of the data set into their order on disk.
-        keys: the samples' keys.
+        images: ``(B, 3, H, W)`` of the type that the transform returns.
+        order: ``(B,)`` int64 that sorts all samples of the data set into their order on disk.
+        keys: keys of the samples.
         labels: ``(B,)`` int64 or None.
         metadata: ``(B, columns)`` int64 or None.
-        captions: per sample its captions; empty lists where the task has none.
+        captions: captions of each sample; the lists are empty if the task has none.
         skipped: samples that were left out.
     """
 
@@ -96,7 +96,7 @@ class Batch:
     skipped: list[Skipped] = field(default_factory=list)
 
     def pin_memory(self) -> "Batch":
-        """Pin the images; called by ``DataLoader`` with ``pin_memory=True``."""
+        """Pin the images; ``DataLoader`` calls this with ``pin_memory=True``."""
         self.images = self.images.pin_memory()
         return self
 
@@ -117,7 +117,7 @@ def task_folder(task: Task, data_dir: str | Path) -> Path:
 
 
 def read_lines(path: Path, what: str) -> list[str]:
-    """Return the non-blank lines of a text file, stripped; blank lines are no entries.
+    """Return the stripped lines of a text file, without blank lines.
 
     Raises:
         DataError: if the file is missing, not text, or has no entries.
@@ -125,12 +125,12 @@ def read_lines(path: Path, what: str) -> list[str]:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:
-        raise DataError(f"{path} is missing: it must hold the {what}, one a line.") from None
+        raise DataError(f"{path} is missing: it must hold the {what}, one per line.") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error}).") from None
     lines = [line for line in lines if line]
     if not lines:
-        raise DataError(f"{path} holds no {what}: expected one a line.")
+        raise DataError(f"{path} holds no {what}: expected one per line.")
     return lines
 
 
@@ -138,8 +138,8 @@ def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list
     """Return class names (duplicates kept) and prompt templates (``{c}`` stands for the class name).
 
     Raises:
-        DataError: without classes or templates, with a template that cannot be filled in, or, unless ``any_size``, with
-            another number of classes than DataComp's.
+        DataError: if there are no classes or templates, a template cannot be filled in, or the number of classes is not
+            DataComp's (unless ``any_size``).
     """
     classnames = read_lines(folder / CLASSNAMES_FILE, "class names")
     templates = read_lines(folder / TEMPLATES_FILE, "prompt templates")
@@ -159,10 +159,10 @@ def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """Return the shards of the test split; each is checked to exist and to end as a tar ends.
+    """Return the shards of the test split, after checking that all exist and end as a tar ends.
 
     Raises:
-        DataError: for a missing or wrong ``nshards.txt``, a missing shard, or a truncated one.
+        DataError: if ``nshards.txt`` is missing or wrong, or a shard is missing or truncated.
     """
     count_file = folder / "test" / "nshards.txt"
     text = read_lines(count_file, "number of shards")[0]
@@ -177,7 +177,7 @@ def find_shards(folder: Path) -> list[Path]:
         raise DataError(
             f"{count_file} says {len(shards)} shards, but the folder has {len(present)}: the count is short."
         )
-    for shard in shards:  # a tar that was cut has no end-of-archive mark; seen in constant time
+    for shard in shards:  # a truncated tar lacks the mark at its end
         size = shard.stat().st_size
         with open(shard, "rb") as stream:
             stream.seek(max(0, size - len(_END_OF_ARCHIVE)))
@@ -189,10 +189,10 @@ def find_shards(folder: Path) -> list[Path]:
 
 
 def read_shard(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Yield ``(key, {extension: content})`` in file order; files of one key lie together.
+    """Yield ``(key, {extension: content})`` in file order; the files of one key are adjacent.
 
     Raises:
-        DataError: if the tar cannot be read to its end, or bytes in it belong to no file.
+        DataError: if the tar cannot be read to its end, or contains bytes that belong to no file.
     """
     try:
         with open(shard, "rb") as file:
@@ -210,24 +210,24 @@ def read_shard(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
 
 
 class UniqueKeys(dict[str, str]):
-    """The keys of a data set, with their shards; refuses one twice, since a copied shard would count its samples twice."""
+    """Maps the keys of a data set to their shards; refuses repeated keys, because a copied shard would count twice."""
 
     def add(self, key: str, shard: str) -> None:
         """Add the key of a sample in a shard.
 
         Raises:
-            DataError: if the key is known already.
+            DataError: if the key occurred before.
         """
         if key in self:
             raise DataError(
-                f"key {key!r} occurs twice, in {self[key]} and in {shard}: expected every key once; one of the "
-                "shards is a copy or belongs to another data set. Fetch the data set again."
+                f"key {key!r} occurs twice, in {self[key]} and in {shard}, so one of them is a copy or belongs to "
+                "another data set. Fetch the data set again."
             )
         self[key] = shard
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a digest of a data set's texts and of its shards' names and sizes, to notice other data."""
+    """Return a digest of a data set's texts and of its shards' names and sizes, which tells data sets apart."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".jsonl", ".tar")):
         content = str(path.stat().st_size).encode() if path.suffix == ".tar" else path.read_bytes()
@@ -237,16 +237,17 @@ def fingerprint(folder: Path) -> str:
 
 @dataclass(eq=False)
 class ShardReader(IterableDataset):
-    """Reads shards front to back and yields `Batch` objects, or the error that ends it; worker w of W takes the shards w,
-    w + W, ...
+    """Reads shards front to back; yields `Batch` objects, and an error if one ends the reading.
+
+    Worker w of W reads the shards w, w + W, ...
 
     Attributes:
-        shards: of the data set.
+        shards: shards of the data set.
         transform: PIL image -> ``(3, H, W)``.
         spec: how to read the samples.
         batch_size: samples in a batch.
-        threads: decoding threads in every worker; more than one keeps more cores busy if a data set has fewer shards
-            than there are workers. Pillow decodes and resizes without Python's global lock.
+        threads: decoding threads of every worker. Several threads keep more cores busy if there are fewer shards than
+            workers, since Pillow decodes and resizes without Python's global lock.
     """
 
     shards: list[Path]
@@ -267,7 +268,7 @@ class ShardReader(IterableDataset):
             try:
                 while part := list(islice(entries, self.batch_size)):
                     yield collate(list(pool.map(self._decode, part)))
-            except DataError as error:  # as an item, so that the worker's traceback stays out of the message
+            except DataError as error:  # yielded, so that the worker's traceback stays out of the message
                 yield error
 
     def _decode(self, entry: tuple[int, int, str, dict[str, bytes]]) -> dict[str, Any] | Skipped:
@@ -278,17 +279,17 @@ class ShardReader(IterableDataset):
             image: Image.Image = Image.open(io.BytesIO(content))
             image.load()
             image = image.convert("RGB") if self.spec.convert_first else image
-        except Exception as error:  # decoders raise anything, struct.error and SyntaxError among it
+        except Exception as error:  # decoders raise anything, even struct.error and SyntaxError
             return Skipped(shard, key, f"the image does not decode ({error})")
         order = (number << _POSITION_BITS) + position
         return {"key": key, "order": order, "image": self.transform(image), **sample}
 
 
 def parse_sample(fields: dict[str, bytes], spec: SampleFormat, where: str) -> tuple[bytes, dict[str, Any]]:
-    """Return the image file of a sample, and its ``label``, ``metadata`` and ``captions`` as far as ``spec`` has them.
+    """Return the image file of a sample, and those of ``label``, ``metadata`` and ``captions`` that ``spec`` asks for.
 
     Raises:
-        DataError: if one is missing or wrong; ``where`` begins the message.
+        DataError: if one of them is missing or wrong; the message begins with ``where``.
     """
     extension = next((extension for extension in IMAGE_EXTENSIONS if extension in fields), None)
     if extension is None:
@@ -302,12 +303,12 @@ def parse_sample(fields: dict[str, bytes], spec: SampleFormat, where: str) -> tu
         lines = _field(fields, "txt", where).decode("utf-8", errors="replace").splitlines()
         sample["captions"] = [line.strip() for line in lines if line.strip()]
         if not sample["captions"]:
-            raise DataError(f"{where}: no caption in its .txt, expected one a line.")
+            raise DataError(f"{where}: no caption in its .txt, expected one per line.")
     return fields[extension], sample
 
 
 def shard_of(order: int) -> int:
-    """Return the number of a sample's shard, from its entry in `Batch.order`."""
+    """Return the number of the shard of an entry in `Batch.order`."""
     return order >> _POSITION_BITS
 
 
@@ -342,7 +343,7 @@ def _parse_metadata(content: bytes, columns: int, where: str) -> np.ndarray:
 
 
 def collate(found: Sequence[dict[str, Any] | Skipped]) -> Batch:
-    """Make a batch of samples (``key``, ``order``, ``image``, and what `parse_sample` gives) and of those left out."""
+    """Make a batch of samples (``key``, ``order``, ``image``, and what `parse_sample` returns) and of skipped ones."""
     samples = [sample for sample in found if not isinstance(sample, Skipped)]
     present = samples[0].keys() if samples else ()
     return Batch(
@@ -364,7 +365,7 @@ def make_loader(
     workers: int,
     pin_memory: bool = False,
 ) -> DataLoader:
-    """Make a loader of `Batch` objects with at most one worker process a shard.
+    """Make a loader of `Batch` objects with at most one worker process for each shard.
 
     If there are fewer shards than ``workers``, each process decodes in several threads.
     """
@@ -374,6 +375,6 @@ def make_loader(
         batch_size=None,
         num_workers=processes,
         pin_memory=pin_memory,
-        # Starting workers draws a seed: not from the global generator, which belongs to a training run.
+        # Starting workers draws a seed. It must not come from the global generator, which a training run may use.
         generator=torch.Generator(),
     )

@@ -1,7 +1,7 @@
-"""``python -m eval.datacomp``: DataComp's 40 tasks on a checkpoint.
+"""Evaluate a checkpoint on DataComp's 40 tasks: ``python -m eval.datacomp``.
 
-Exit status: 0, all tasks have a result (without ``--tasks``, data sets that are missing from ``--data-dir`` are reported
-and do not count); 1, a task failed or a task named with ``--tasks`` is missing; 2, nothing could be evaluated.
+The exit status is 0 if all tasks have a result (without ``--tasks``, missing data sets are reported and do not count), 1 if a
+task failed or a task named with ``--tasks`` is missing, and 2 if nothing could be evaluated.
 """
 
 import argparse
@@ -38,8 +38,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog=called_as("evaluate", f"{__package__}.datacomp"),
-        description="Evaluate a checkpoint on DataComp's 40 tasks (the average is over 38). One process, or several "
-        "under torchrun that share the tasks. A second run goes on where the first stopped.",
+        description="Evaluate a checkpoint on DataComp's 40 tasks (the average is over 38). Several processes under "
+        "torchrun share the tasks. A second run continues where the first stopped.",
         epilog="Exit status: 0 all done; 1 a task failed, or one named with --tasks is missing; 2 nothing evaluated.",
     )
     add_model_arguments(parser)
@@ -50,23 +50,23 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--tasks", nargs="+", metavar="TASK", help=f"keys such as vtab/pets, or {', '.join(SUITES)}; default: all 40"
     )
     parser.add_argument("--output-dir", type=Path, help="folder for the results; default: RUN/datacomp/CHECKPOINT")
-    parser.add_argument("--overwrite", action="store_true", help="evaluate tasks again that have a result")
+    parser.add_argument("--overwrite", action="store_true", help="also evaluate tasks that have a result")
     parser.add_argument(
         "--allow-size-mismatch",
         action="store_true",
-        help="score data with other numbers of samples or classes than DataComp's; the summary says so",
+        help="also score data whose number of samples or classes is not DataComp's; the summary says so",
     )
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status. Errors of the user are one line on stderr."""
+    """Run the command and return the exit status; report a user's mistake in one line on stderr."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     logger.setLevel(logging.INFO)
     args = parse_args(argv)
     try:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            # They exchange task lists and failures only, so gloo is enough; the others' last tasks may take hours.
+            # The processes exchange only task lists and failures, so gloo is enough. Waiting for the others may take hours.
             dist.init_process_group("gloo", timeout=datetime.timedelta(days=7))
         return evaluate(args)
     except (ValueError, OSError) as error:
@@ -81,7 +81,7 @@ def evaluate(args: argparse.Namespace) -> int:
     """Evaluate the tasks and print the summary; return the exit status.
 
     Raises:
-        ValueError: if nothing can be evaluated: wrong folder, no such task, model or checkpoint.
+        ValueError: if nothing can be evaluated, because there is no such folder, task, model or checkpoint.
     """
     tasks = select_tasks([name for entry in args.tasks or () for name in entry.split(",")])
     missing = [task.key for task in tasks if not (args.data_dir / task.folder).is_dir()]
@@ -110,10 +110,10 @@ def evaluate(args: argparse.Namespace) -> int:
 def evaluate_tasks(
     tasks: Sequence[Task], args: argparse.Namespace, encoder: Encoder, results: ResultFile
 ) -> dict[str, str]:
-    """Evaluate tasks one after another and store each result at once; a task that fails stops no other.
+    """Evaluate tasks one after another, and store each result at once; a task that fails does not stop the others.
 
     Returns:
-        The reason for every task that failed, by key.
+        The reasons of the tasks that failed, by key.
     """
     failed = {}
     bar = tqdm(tasks, desc="tasks", unit="task", position=0, disable=not encoder.show_progress)
@@ -139,9 +139,9 @@ def evaluate_tasks(
 
 
 def share_tasks(tasks: Sequence[Task], processes: int) -> list[list[Task]]:
-    """Split tasks among processes evenly: the largest task first, each to the process with the least to do.
+    """Split tasks among processes: the largest first, each to the process that has the least to do.
 
-    Each share begins with its small tasks, so that errors show early.
+    Each share begins with its smallest tasks, so that errors appear early.
     """
     shares: list[list[Task]] = [[] for _ in range(processes)]
     for task in sorted(tasks, key=lambda task: task.size, reverse=True):
@@ -150,7 +150,7 @@ def share_tasks(tasks: Sequence[Task], processes: int) -> list[list[Task]]:
 
 
 def default_output_dir(loaded: LoadedModel) -> Path:
-    """Return ``RUN/datacomp/epoch_K`` for ``RUN/checkpoints/epoch_K.pt``; a folder named after model and tag for a tag."""
+    """Return ``RUN/datacomp/epoch_K`` for ``RUN/checkpoints/epoch_K.pt``, or a folder named after model and tag."""
     checkpoint = Path(loaded.checkpoint)
     if not checkpoint.is_file():
         return Path("datacomp") / f"{loaded.name}-{loaded.checkpoint}".replace("/", "-").replace(":", "-")
@@ -160,7 +160,7 @@ def default_output_dir(loaded: LoadedModel) -> Path:
 
 def _wrong_folder(tasks: Sequence[Task], data_dir: Path) -> str:
     if not data_dir.is_dir():
-        return f"--data-dir {data_dir} is no folder."
+        return f"--data-dir {data_dir} is not a folder."
     found = sorted(path.name for path in data_dir.iterdir())
     shown = ", ".join(found[:5]) or "nothing"
     return f"--data-dir {data_dir} has none of the {len(tasks)} tasks, such as {tasks[0].folder}; in it: {shown}."
@@ -172,7 +172,7 @@ def _without_results(tasks: Sequence[Task], results: ResultFile, args: argparse.
     if done:
         logger.info(f"{len(done)} of {len(tasks)} tasks have results of this model already: {results.path}")
     todo = [task for task in tasks if task.key not in done]
-    # If an evaluation fails, no number of other data or of an earlier attempt may stand in for it.
+    # If an evaluation fails, no older number may stand in for it.
     results.discard(task.key for task in todo)
     return todo
 

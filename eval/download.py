@@ -1,7 +1,7 @@
 """Fetch DataComp's evaluation sets from the Hugging Face hub, and check them: ``python -m eval.download --data-dir DIR``.
 
-``huggingface_hub`` fetches the files, goes on after an interruption, and compares them with the hub's checksums. The SHA-256
-of all files stay in ``checksums.json`` of each folder, so that ``--verify`` needs no network.
+``huggingface_hub`` fetches the files, continues after an interruption, and compares them with the hub's checksums. The
+``checksums.json`` of each folder holds the SHA-256 of all files, so that ``--verify`` needs no network.
 """
 
 import argparse
@@ -35,18 +35,18 @@ from .retrieval import INSTANCES_FILE, read_instances
 from .tasks import Task, select_tasks
 
 CHECKSUMS_FILE = "checksums.json"
-# Subfolder for the table and the zip of a set that is still to be converted.
+# Subfolder for the table and the zip of a set until it is converted.
 SOURCE_FOLDER = "source"
-# Where huggingface_hub notes which files of a folder are complete.
+# Folder in which huggingface_hub notes which files are complete.
 HUB_FOLDER = ".cache"
 _ATTEMPTS = 3
 _DOCUMENTS = ["README*", "LICENSE*"]
-# What `check_set` finds. UNPROVEN: whole and of the right size, but not fetched by this tool, so without checksums.
+# Results of `check_set`. UNPROVEN: complete and of the right size, but without checksums, since another tool fetched it.
 OK, UNPROVEN, MISSING, INCOMPLETE, BROKEN = "ok", "ok, no checksums", "missing", "incomplete", "broken"
 
 
 def is_converted(task: Task) -> bool:
-    """Return whether the hub has a table and a zip of images instead of the local format."""
+    """Return whether the hub stores the set as a table and a zip of images instead of the local format."""
     return task.kind in ("retrieval", "winogavil")
 
 
@@ -70,14 +70,15 @@ def _what_to_fetch(task: Task, data_dir: Path) -> dict[str, Any]:
 def fetch_set(task: Task, data_dir: Path, endpoint: str | None = None) -> None:
     """Fetch one data set completely, convert it if needed, and write its checksums.
 
+    Complete files stay for the next call if an exception ends this one. The exceptions of huggingface_hub pass through.
+
     Args:
         task: the task that needs the data set.
         data_dir: folder of all data sets.
-        endpoint: address of the hub; None: its usual one.
+        endpoint: address of the hub; None means its usual one.
 
     Raises:
-        ValueError: if the checksum of a file stays wrong, or the set to convert is not as expected. The exceptions of
-            huggingface_hub come through. Complete files stay for the next time.
+        ValueError: if the checksum of a file stays wrong, or the set to convert is not as expected.
     """
     api, wanted = HfApi(endpoint=endpoint), _what_to_fetch(task, data_dir)
     folder, target = data_dir / task.folder, wanted["local_dir"]
@@ -90,7 +91,7 @@ def fetch_set(task: Task, data_dir: Path, endpoint: str | None = None) -> None:
         if not wrong:
             break
     else:
-        raise ValueError(f"{wanted['repo_id']}: of another checksum than the hub's: {', '.join(wrong)}")
+        raise ValueError(f"{wanted['repo_id']}: the checksum differs from the hub's for {', '.join(wrong)}")
     if is_converted(task):
         (convert_retrieval if task.kind == "retrieval" else convert_winogavil)(target, folder)
         count_items(folder, task, any_size=True)
@@ -113,7 +114,7 @@ def _sha256(path: Path) -> str:
 
 
 def read_checksums(folder: Path) -> dict[str, dict[str, Any]] | None:
-    """Return ``size`` and ``sha256`` of a folder's files by name; None if it has no ``checksums.json``."""
+    """Return ``size`` and ``sha256`` of a folder's files by name, or None if it has no ``checksums.json``."""
     path = folder / CHECKSUMS_FILE
     return json.loads(path.read_text(encoding="utf-8"))["files"] if path.exists() else None
 
@@ -123,15 +124,15 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def check_set(data_dir: Path, task: Task, any_size: bool = False) -> tuple[str, list[str]]:
-    """Check one data set without a network: its checksums if they are known, then every tar to its end.
+    """Check one data set without a network: its checksums if they are known, and every tar to its end.
 
     Args:
         data_dir: folder of all data sets.
         task: the task whose data to check.
-        any_size: accept numbers of samples and classes other than DataComp's.
+        any_size: whether to accept numbers of samples and classes that are not DataComp's.
 
     Returns:
-        One of `OK`, `UNPROVEN`, `MISSING`, `INCOMPLETE`, `BROKEN`, and an entry for every fault.
+        One of `OK`, `UNPROVEN`, `MISSING`, `INCOMPLETE` and `BROKEN`, and a list of faults.
     """
     try:
         folder = task_folder(task, data_dir)
@@ -145,7 +146,7 @@ def check_set(data_dir: Path, task: Task, any_size: bool = False) -> tuple[str, 
         if not (folder / name).is_file():
             problems.append(f"{name} is missing")
         elif not _has_size(folder / name, record["size"]) or _sha256(folder / name) != record["sha256"]:
-            problems.append(f"{name} is not what was fetched: its size or its SHA-256 has changed")
+            problems.append(f"{name} has changed since it was fetched: its size or its SHA-256 differs")
     try:
         samples = count_items(folder, task, any_size)
         if samples != task.size and not any_size:
@@ -159,7 +160,7 @@ def count_items(folder: Path, task: Task, any_size: bool = False) -> int:
     """Read a data set to its end, and return the number of scored items: images, or instances for WinoGAViL.
 
     Raises:
-        DataError: for the first thing that would make a score wrong.
+        DataError: if something would make a score wrong.
     """
     num_classes = None
     if not is_converted(task):
@@ -187,16 +188,16 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the command line."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.download",
-        description="Fetch DataComp's evaluation sets from the Hugging Face hub, once; everything else works offline. "
-        "Run the same command again to go on after an interruption.",
+        description="Fetch DataComp's evaluation sets from the Hugging Face hub; everything else works offline. "
+        "Run the same command again to continue after an interruption.",
     )
-    parser.add_argument("--data-dir", type=Path, required=True, help="folder that gets a folder a data set")
+    parser.add_argument("--data-dir", type=Path, required=True, help="folder in which every data set gets a folder")
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="keys, names or suites (default: all 40)")
     parser.add_argument("--verify", action="store_true", help="only check the folders, without a network")
     parser.add_argument(
         "--allow-size-mismatch", action="store_true", help="with --verify: accept other sizes than DataComp's"
     )
-    parser.add_argument("--dry-run", action="store_true", help="only list the sets to fetch, and the space they take")
+    parser.add_argument("--dry-run", action="store_true", help="only list the sets to fetch and their sizes")
     parser.add_argument("--endpoint", help="address of the hub or a mirror (default: HF_ENDPOINT, or the hub's)")
     return parser
 
@@ -224,17 +225,17 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _sizes(task: Task, args: argparse.Namespace) -> dict[Path, int]:
-    """Ask the hub for the files to fetch, and return their sizes.
+    """Ask the hub for the sizes of the files to fetch.
 
     Raises:
-        ConnectionError: if there is no answer.
+        ConnectionError: if the hub does not answer.
     """
     wanted = _what_to_fetch(task, args.data_dir)
     try:
         info = HfApi(endpoint=args.endpoint).dataset_info(wanted["repo_id"], files_metadata=True, timeout=30.0)
     except HfHubHTTPError:
         raise
-    except Exception as error:  # of the HTTP client, which differs by version
+    except Exception as error:  # from the HTTP client, which depends on the version
         raise ConnectionError(
             f"The hub does not answer ({error}). Downloading needs a network; for a mirror set --endpoint or HF_ENDPOINT. "
             "--verify works without one."
@@ -264,7 +265,9 @@ def _download(args: argparse.Namespace) -> int:
                 fetch_set(task, args.data_dir, args.endpoint)
         except ConnectionError:
             raise
-        except Exception as error:  # of the hub, the HTTP client, the disk, the data: the other sets can be fetched
+        except (
+            Exception
+        ) as error:  # from the hub, the HTTP client, the disk or the data; other sets can still be fetched
             failed[task.key] = f"{type(error).__name__}: {error}"
     if args.dry_run:
         existing = next(path for path in (args.data_dir, *args.data_dir.resolve().parents) if path.exists())
@@ -273,7 +276,7 @@ def _download(args: argparse.Namespace) -> int:
     else:
         print(f"{len(tasks) - len(failed)} of {len(tasks)} data sets are complete in {args.data_dir}.")
     for key, reason in failed.items():
-        print(f"failed: {key}: {reason}; run the same command again to go on", file=sys.stderr)
+        print(f"failed: {key}: {reason}; run the same command again to continue", file=sys.stderr)
     return 1 if failed else 0
 
 

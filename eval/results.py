@@ -1,7 +1,7 @@
-"""``eval_results.jsonl``: one line a task in DataComp's format; resumable, and never mixes two models' numbers.
+"""Store results in ``eval_results.jsonl``: one line for each task in DataComp's format, and only one run's lines.
 
-The file holds the lines of one run only, so that DataComp's ``aggregate_scores.py`` can read it: lines of other runs move to
-``eval_results.RUN.jsonl`` in the same folder and return when that run continues.
+So DataComp's ``aggregate_scores.py`` can read the file, and the numbers of two models never mix. Lines of other runs move to
+``eval_results.RUN.jsonl`` in the same folder, and return when that run continues.
 """
 
 import json
@@ -21,15 +21,15 @@ from .models import LoadedModel, config_digest
 from .tasks import Task
 
 RESULTS_FILE = "eval_results.jsonl"
-# In place of the digest, for lines that do not say which run they belong to.
+# Stands for the digest of lines that do not say which run they belong to.
 UNKNOWN_RUN = "unknown"
-# Changes whenever the same weights on the same data may give other numbers than before.
+# Must change whenever the same weights may get other numbers on the same data.
 PROTOCOL = "datacomp-2"
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Identity of an evaluation besides its data: a result counts for a run only if all of this agrees.
+    """Identifies an evaluation apart from its data; a result counts for a run only if everything here agrees.
 
     ``weights`` is the SHA-256 of the weights, ``config`` the digest of architecture and preprocessing.
     """
@@ -42,26 +42,26 @@ class RunIdentity:
 
     @classmethod
     def of(cls, loaded: LoadedModel, precision: str, any_size: bool = False) -> "RunIdentity":
-        """Identify the evaluation of a model; with ``any_size``, on data that need not be DataComp's."""
+        """Identify the evaluation of a model; with ``any_size``, the data may have other sizes than DataComp's."""
         protocol = f"{PROTOCOL}-any-size" if any_size else PROTOCOL
         return cls(loaded.name, loaded.weights_sha256, config_digest(loaded.config), precision, protocol)
 
     @property
     def id(self) -> str:
-        """A short name of the run, for file names."""
+        """Return a short name of the run for file names."""
         return config_digest(asdict(self))[:8]
 
 
 class ResultFile:
-    """The results of one run in a folder; safe for several processes at a time.
+    """Stores the results of one run in a folder, also for several processes at a time.
 
-    Every change writes a new file and renames it into place, under a lock: a killed process leaves the old file, never
+    Every change writes a new file under a lock and renames it into place, so a killed process leaves the old file and never
     half a line.
 
     Args:
-        folder: created if needed.
+        folder: folder of the results; it is created if needed.
         run: the run that the results belong to.
-        checkpoint: path or tag, for information; not part of the run's identity.
+        checkpoint: path or tag, for information only; it is not part of the run's identity.
     """
 
     def __init__(self, folder: str | Path, run: RunIdentity, checkpoint: str):
@@ -72,7 +72,7 @@ class ResultFile:
         self.checkpoint = checkpoint
 
     def open(self) -> None:
-        """Bring this run's earlier lines into the result file and move those of other runs out of it."""
+        """Move the lines of other runs out of the result file, and earlier lines of this run into it."""
         with self._locked():
             lines: dict[str, list[dict[str, Any]]] = {self.run.id: []}
             for line in read_results(self.path):
@@ -88,20 +88,20 @@ class ResultFile:
             logging.warning(f"{self.path} held {len(foreign)} results {owner}: moved to {self._aside(run_id).name}.")
 
     def completed(self, tasks: Sequence[Task], data_dir: str | Path) -> set[str]:
-        """Return keys with a result of this run, unless the data has changed since; data that was removed does not count."""
+        """Return the keys that have a result of this run whose data has not changed since, except by being removed."""
         known = {line["key"]: line.get("data") for line in self.lines()}
         folders = {task.key: Path(data_dir) / task.folder for task in tasks if task.key in known}
         return {key for key, path in folders.items() if not path.is_dir() or fingerprint(path) == known[key]}
 
     def discard(self, keys: Iterable[str]) -> None:
-        """Drop this run's results for some tasks."""
+        """Remove this run's results for some tasks."""
         unwanted = set(keys)
         with self._locked():
             lines = read_results(self.path)
             _write(self.path, [line for line in lines if line["key"] not in unwanted or not self._is_own(line)])
 
     def add(self, task: Task, folder: Path, result: TaskResult, seconds: float) -> None:
-        """Store the result of a task, in place of an earlier one."""
+        """Store the result of a task, replacing an earlier one."""
         line = {
             "key": task.key,
             "dataset": task.name,
@@ -114,7 +114,7 @@ class ResultFile:
             "seconds": round(seconds, 3),
         }
         with self._locked():
-            # Another run may have taken the file over in the meantime: then ours go where `open` finds them again.
+            # If another run has taken over the file in the meantime, our results go where `open` finds them again.
             taken = any(not self._is_own(other) for other in read_results(self.path))
             path = self._aside(self.run.id) if taken else self.path
             kept = [other for other in read_results(path) if other["key"] != task.key]
@@ -136,7 +136,7 @@ class ResultFile:
 
 
 def read_results(path: str | Path) -> list[dict[str, Any]]:
-    """Read the lines of a result file, ours or DataComp's own, NaN as None; others are left out with a warning."""
+    """Read the results in a file of ours or of DataComp's harness, with None for NaN; warn of other lines."""
     path = Path(path)
     if not path.is_file():
         return []
@@ -151,7 +151,7 @@ def read_results(path: str | Path) -> list[dict[str, Any]]:
         if complete:
             lines.append(line)
         else:
-            logging.warning(f"{path}, line {number} is no result and is left out: {text[:80]}")
+            logging.warning(f"{path}, line {number} is not a result and is left out: {text[:80]}")
     return lines
 
 
@@ -162,6 +162,6 @@ def _run_of(line: dict[str, Any]) -> str:
 
 
 def _write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    # A NaN would be written as NaN, which is not JSON: an error here rather than an unreadable file.
+    # NaN is not JSON, so it should raise an error here instead of making the file unreadable.
     content = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
     write_atomically(path, lambda stream: stream.write(content.encode()))

@@ -1,7 +1,7 @@
-"""Zero-shot classification and retrieval on the demo set's test split: ``python -m eval.shapes``.
+"""Score zero-shot classification and retrieval on the demo set's test split: ``python -m eval.shapes``.
 
-Classification uses the images with one item, with prompts ensembled over backgrounds. Retrieval and the relation task use
-the complete captions: training captions leave out so many words that most of them fit several images.
+Classification uses the images with one item, and averages prompts over backgrounds. Retrieval and the relation task use the
+complete captions, because training captions leave out so many words that most of them fit several images.
 ``python -m openclip_ext.data.shapes --split test --output DIR --num-samples 4000`` makes the test split.
 """
 
@@ -37,12 +37,12 @@ from .features import Encoder
 from .models import ImageTextModel, LoadedModel, load_model
 
 MAX_CANDIDATES = 1000
-# A class is described without a place, and on every background.
+# A class is described without a background, and on every background.
 _TEMPLATES = ("{c}", *(f"{{c}} on {background}" for background in BACKGROUNDS))
 Tokenizer = Callable[[list[str]], Tensor]
 Preprocess = Callable[[Image.Image], Tensor]
 
-# Metric -> its title, and the score of guessing (None: it depends on the captions).
+# Metric -> its title, and the score of guessing (None if that depends on the captions).
 _METRICS: dict[str, tuple[str, float | None]] = {
     "shape-top1": ("zero-shot shape", 1 / len(SHAPES)),
     "color-top1": ("zero-shot color", 1 / len(COLORS)),
@@ -56,7 +56,7 @@ _METRICS: dict[str, tuple[str, float | None]] = {
 
 @dataclass(frozen=True)
 class ShapesSample:
-    """One image of the test split, its scene and its caption."""
+    """Holds an image of the test split, its scene and its caption."""
 
     png: bytes
     scene: Scene
@@ -64,19 +64,17 @@ class ShapesSample:
 
 
 class ShapesEvaluator:
-    """All tasks on one folder of test shards.
+    """Performs all tasks on a folder of test shards.
 
     Args:
         data_dir: folder with the shards of the test split.
-        preprocess: from a PIL image to the model's input, as ``open_clip.create_model_and_transforms`` returns it.
-        tokenizer: as ``open_clip.get_tokenizer`` returns it.
-        batch_size: images or texts that go through the model at a time.
+        preprocess: transform from a PIL image to the model's input, see ``open_clip.create_model_and_transforms``.
+        tokenizer: see ``open_clip.get_tokenizer``.
+        batch_size: number of images or texts in a batch.
 
     Raises:
-        ValueError: the folder has no shards, or they are not of the demo set's test split.
+        ValueError: if the folder has no shards, or they are not of the demo set's test split.
     """
-
-    name = "shapes"
 
     def __init__(self, data_dir: str | Path, preprocess: Preprocess, tokenizer: Tokenizer, batch_size: int = 250):
         self.samples = read_samples(Path(data_dir))
@@ -88,7 +86,7 @@ class ShapesEvaluator:
         self.captions = [sample.caption for sample in self.samples[:MAX_CANDIDATES]]
 
     def run(self, model: nn.Module) -> dict[str, float]:
-        """Return accuracies between 0 and 1 of an OpenCLIP model; its training mode is restored afterwards."""
+        """Return an OpenCLIP model's accuracies between 0 and 1; the model's training mode is restored afterwards."""
         was_training = model.training
         model.eval()
         device = next(model.parameters()).device
@@ -115,7 +113,7 @@ class ShapesEvaluator:
         items = [self.samples[number].scene.items[0] for number in self.singles]
 
         def hits(phrases: dict[Any, str], truth: list[Any]) -> Tensor:
-            """Return whether each image is nearest to the class it belongs to, ``(N,)``; ``phrases`` describe the classes."""
+            """Return ``(N,)`` whether each image is nearest to its class; ``phrases`` describe the classes."""
             weights = encoder.class_embeddings(list(map(_with_article, phrases.values())), _TEMPLATES)
             wanted = torch.tensor([list(phrases).index(name) for name in truth], device=images.device)
             return ((images @ weights.T).argmax(dim=1) == wanted).double()
@@ -132,7 +130,7 @@ class ShapesEvaluator:
         }
 
     def _tell_relations(self, encoder: Encoder, images: Tensor) -> float:
-        """Return how often the caption with the true relation beats the same caption with the three others."""
+        """Return how often the caption with the true relation beats the same caption with each of the three others."""
         scenes = [self.samples[number].scene for number in self.doubles]
         texts = encoder.encode_texts([describe(scene, relation) for scene in scenes for relation in RELATIONS])
         scores = torch.einsum("nd,nrd->nr", images, texts.unflatten(0, (-1, len(RELATIONS))))
@@ -140,7 +138,7 @@ class ShapesEvaluator:
         return (scores.argmax(dim=1) == wanted).double().mean().item()
 
     def _retrieve(self, encoder: Encoder, images: Tensor) -> dict[str, float]:
-        """Return recall at 1; equal captions are equally right."""
+        """Return recall at 1; any equal caption is right."""
         texts = encoder.encode_texts(self.captions)
         labels = torch.tensor([self.captions.index(caption) for caption in self.captions], device=texts.device)
         ways = {"image-to-text-R@1": (images, texts), "text-to-image-R@1": (texts, images)}
@@ -148,17 +146,17 @@ class ShapesEvaluator:
         return {name: (found == 0).double().mean().item() for name, found in ranks.items()}
 
     def _images(self) -> Iterator[Tensor]:
-        """Yield batches ``(b, 3, H, W)`` of all samples' images, in order."""
+        """Yield the images of all samples in batches ``(b, 3, H, W)``, in order."""
         for start in range(0, len(self.samples), self.batch_size):
             samples = self.samples[start : start + self.batch_size]
             yield torch.stack([self.preprocess(Image.open(io.BytesIO(one.png)).convert("RGB")) for one in samples])
 
 
 def read_samples(data_dir: Path) -> list[ShapesSample]:
-    """Read all shards of a folder into memory (a sample is about 3 kB).
+    """Read all shards of a folder into memory (a sample takes about 3 kB).
 
     Raises:
-        ValueError: no shards, or not those of the demo set's test split.
+        ValueError: if there are no shards, or they are not of the demo set's test split.
     """
     shards = sorted(data_dir.glob("*.tar"))
     if not shards:
@@ -174,7 +172,7 @@ def read_samples(data_dir: Path) -> list[ShapesSample]:
                 ShapesSample(fields["png"], Scene.from_attributes(attributes), attributes["complete_caption"])
             )
         except KeyError as error:
-            raise ValueError(f"{shard}: sample {key} is not one of the demo set, {error} is missing") from error
+            raise ValueError(f"{shard}: sample {key} is not of the demo set, because {error} is missing") from error
     kinds = {sample.scene.relation is None for sample in samples}
     held_out = any(item.pair in HELD_OUT_PAIRS for sample in samples for item in sample.scene.items)
     if kinds != {True, False} or not held_out:
@@ -190,7 +188,7 @@ def _with_article(words: str) -> str:
 
 
 def untrained(model_name: str, device: str, seed: int = 0) -> LoadedModel:
-    """Make a model with random weights."""
+    """Build a model with random weights."""
     torch.manual_seed(seed)
     with command_line.without_warnings():
         model, _, preprocess = open_clip.create_model_and_transforms(model_name, device=device)
@@ -198,7 +196,7 @@ def untrained(model_name: str, device: str, seed: int = 0) -> LoadedModel:
 
 
 def format_table(columns: dict[str, dict[str, float]]) -> str:
-    """Format a Markdown table: a row a metric, a column a model."""
+    """Format a Markdown table with a row for each metric and a column for each model."""
     width = max(len(title) for title, _ in _METRICS.values())
     lines = [f"| {'':{width}} | " + " | ".join(f"{title:>9}" for title in columns) + " |"]
     lines.append(f"|:{'-' * width}-|" + "|".join("-" * 10 + ":" for _ in columns) + "|")
@@ -210,18 +208,18 @@ def format_table(columns: dict[str, dict[str, float]]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.shapes",
-        description="Zero-shot classification and retrieval on the demo set's test split.",
+        description="Score zero-shot classification and retrieval on the demo set's test split.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--data-dir", required=True, help="folder with the shards of the test split")
     parser.add_argument("--model", default="demo-resnet", help="name of an OpenCLIP model configuration")
-    parser.add_argument("--checkpoint", help="path of a training checkpoint; without it, random weights are scored")
-    parser.add_argument("--untrained", action="store_true", help="score random weights, too, next to the checkpoint")
+    parser.add_argument("--checkpoint", help="training checkpoint; without one, random weights are scored")
+    parser.add_argument("--untrained", action="store_true", help="also score random weights")
     parser.add_argument("--batch-size", type=int, default=250)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     return parser
 
 
@@ -229,7 +227,7 @@ def main(argv: list[str]) -> None:
     """Score the checkpoint, or random weights, or both, and print the table.
 
     Raises:
-        ValueError: for a wrong folder or checkpoint.
+        ValueError: if the folder or the checkpoint is wrong.
     """
     args = _parser().parse_args(argv)
     add_model_configs()

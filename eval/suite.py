@@ -1,4 +1,4 @@
-"""DataComp's tasks as an evaluator during training (``--eval-suite quick|full``)."""
+"""Evaluate DataComp's tasks during training (``--eval-suite quick|full``)."""
 
 import logging
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from .tasks import SUITES, Task, select_tasks
 
 @dataclass
 class DataCompSuite:
-    """Main metrics of a set of tasks, and the averages over groups that are complete in it.
+    """Measures the main metrics of a set of tasks, and the averages over its complete groups.
 
     Attributes:
-        name: for logs and as the prefix of the metrics.
-        tasks: those whose data is there.
+        name: name in logs, and prefix of the metrics.
+        tasks: the tasks whose data are there.
         data_dir: folder with the ``wds_*_test`` folders.
-        any_size: score data whose size is not DataComp's.
-        make_encoder: from a model to its `Encoder`.
+        any_size: whether to score data whose size is not DataComp's.
+        make_encoder: makes the `Encoder` of a model.
     """
 
     name: ClassVar[str] = "datacomp"
@@ -38,14 +38,14 @@ class DataCompSuite:
         """Measure a model; a task that fails is logged and left out.
 
         Args:
-            model: an OpenCLIP model on the suite's device, not wrapped in DDP. Its mode is put back afterwards.
+            model: an OpenCLIP model on the suite's device, not wrapped in DDP. Its mode is restored afterwards.
 
         Returns:
-            ``datacomp/KEY``, the main metric of a task, and ``datacomp/average/TITLE``, where the group is complete.
+            The main metrics of tasks as ``datacomp/KEY``, and averages of complete groups as ``datacomp/average/TITLE``.
         """
         was_training = model.training
         model.eval()
-        # A new encoder every time: the class embeddings of the last call belong to other weights.
+        # Each call needs a new encoder, because the cached class embeddings belong to other weights.
         encoder = self.make_encoder(model)
         scores = {}
         try:
@@ -55,7 +55,7 @@ class DataCompSuite:
                 except Exception as error:
                     logging.error(f"{task.name} could not be evaluated and is left out: {error}")
                     continue
-                if value is not None:  # no group to take the metric over
+                if value is not None:  # it is None if there is no group to take it over
                     scores[task.key] = value
         finally:
             model.train(was_training)
@@ -69,23 +69,21 @@ def build_suite(
     data_dir: str | Path,
     *,
     device: str | torch.device = "cpu",
-    precision: str = "datacomp",
     any_size: bool = False,
     **encoding: Any,
 ) -> list[DataCompSuite]:
-    """Build evaluators for training, each with ``name`` and ``run(model) -> dict[str, float]``.
+    """Build the evaluators of a training, each with ``name`` and ``run(model) -> dict[str, float]``.
 
     Args:
         suite: ``quick`` (six tasks, 40,754 images), ``full`` (the 38 with a main metric), or another name of
             ``eval.tasks.SUITES``.
-        data_dir: folder with the ``wds_*_test`` folders. Tasks of the suite that are not there are named in the log.
+        data_dir: folder with the ``wds_*_test`` folders. The log names tasks of the suite that are missing.
         device: device of the model.
-        precision: see `eval.features.resolve_precision`.
-        any_size: score data whose size is not DataComp's.
-        **encoding: ``preprocess``, ``tokenizer``, and what else `eval.features.Encoder` takes.
+        any_size: whether to score data whose size is not DataComp's.
+        **encoding: ``preprocess``, ``tokenizer`` and other arguments of `eval.features.Encoder`.
 
     Raises:
-        ValueError: no such suite, or none of its data is there. Better before training than after the first epoch.
+        ValueError: if there is no such suite, or none of its data. This is raised before training begins.
     """
     if suite not in SUITES:
         raise ValueError(f"There is no suite {suite!r}; --eval-suite takes {', '.join(SUITES)}.")
@@ -96,5 +94,5 @@ def build_suite(
         raise ValueError(f"{data_dir} holds no data set of the suite {suite!r}: none of {missing}.")
     if missing:
         logging.warning(f"The suite {suite!r} is incomplete in {data_dir}; missing: {missing}.")
-    encoding |= {"device": torch.device(device), "precision": resolve_precision(precision, device)}
+    encoding |= {"device": torch.device(device), "precision": resolve_precision("datacomp", device)}
     return [DataCompSuite(tasks, Path(data_dir), any_size, partial(Encoder, **encoding))]

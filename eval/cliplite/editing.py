@@ -1,10 +1,9 @@
-"""Concept editing: find a concept's direction with words and remove it from image embeddings.
+"""Find a concept's direction with words, and remove it from image embeddings: ``python -m eval.cliplite.editing``.
 
-``python -m eval.cliplite.editing``, CLIP-Lite, section 4.8. Pairs of prompts that differ only in the concept ("I am a
-boy.", "I am a girl.") span it; the principal components of their embeddings, each pair shifted to mean zero (Bolukbasi et
-al., 2016), are its subspace. Images are edited by subtracting their projection on it. The alignment table (Table 6 of the
-paper) compares how well the best images of two groups answer queries of either side, before and after: equal values mean
-that the concept is gone.
+Source: CLIP-Lite, section 4.8. Pairs of prompts differ only in the concept ("I am a boy.", "I am a girl."). The principal
+components of their embeddings, with each pair shifted to mean zero (Bolukbasi et al., 2016), span the concept's subspace.
+Images are edited by subtracting their projection on it. The alignment table (Table 6 of the paper) compares how well the best
+images of two groups answer queries of either side, before and after. Equal values mean that the concept is gone.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from ..command_line import add_model_arguments, load_encoder
 from ..data import Batch, read_lines
 from .image_files import encode_files, list_images, open_image
 
-# The concept of the paper: gender. The first two pairs and the first template are its examples.
+# The paper's concept, gender; the first two pairs and the first template are its examples.
 PAIRS = (
     ("man", "woman"),
     ("son", "daughter"),
@@ -40,10 +39,10 @@ PAIRS = (
 )
 TEMPLATES = ("I am a {c}.", "a photo of a {c}.", "this person is a {c}.")
 
-# On the page of nearest images, as in Figure 5.
+# Number and size of the nearest images on the page, as in Figure 5.
 _NEAREST, _PIXELS = 5, 112
 
-# Side of the queries -> group of images -> mean alignment "original", with the concept removed ("neutral"), and "delta".
+# Side of the queries -> group of images -> mean alignment: "original", "neutral" (without the concept), and "delta".
 AlignmentTable = dict[str, dict[str, dict[str, float]]]
 
 
@@ -51,21 +50,21 @@ def concept_subspace(first: Tensor, second: Tensor, components: int = 1) -> tupl
     """Find the directions in which paired prompts differ most.
 
     Args:
-        first: ``(n, d)``, embeddings of one side's prompts.
-        second: ``(n, d)``, those of the other side, row by row the same prompt otherwise.
-        components: ``k``, at most ``min(n, d)``.
+        first: ``(n, d)`` embeddings of one side's prompts.
+        second: ``(n, d)`` embeddings of the other side's prompts, in the same order.
+        components: number of directions ``k``, at most ``min(n, d)``.
 
     Returns:
-        The basis ``(k, d)``, orthonormal rows, the first of which points from the second side to the first; and the share
-        ``(k,)`` of the pairs' variance in each direction.
+        The basis ``(k, d)`` with orthonormal rows that point from the second side to the first, and the share ``(k,)`` of
+        the pairs' variance in each direction.
 
     Raises:
-        ValueError: if there cannot be so many components, or the pairs do not differ.
+        ValueError: if there are too many components, or the pairs do not differ.
     """
     if not 1 <= components <= min(first.shape):
         raise ValueError(f"{components} components of {len(first)} pairs in {first.shape[1]} dimensions: too many")
-    # With m the mean of a pair, its two shifted members a - m and b - m are +-(a - b) / 2: the principal components of
-    # all members are those of the differences, around zero.
+    # The members of a pair (a, b) with mean m are shifted to a - m and b - m, which are +-(a - b) / 2. So their principal
+    # components are those of the differences around zero.
     differences = (first.double() - second.double()) / 2
     _, values, vectors = torch.linalg.svd(differences, full_matrices=False)
     variance = values.square()
@@ -78,20 +77,20 @@ def concept_subspace(first: Tensor, second: Tensor, components: int = 1) -> tupl
 
 
 def remove(features: Tensor, basis: Tensor) -> Tensor:
-    """Return ``h - sum_j <h, v_j> v_j``: features ``(n, d)`` without the concept, not brought back to unit length."""
+    """Remove the concept from features ``(n, d)``: ``h - sum_j <h, v_j> v_j``, without scaling back to unit length."""
     return features - features @ basis.T @ basis
 
 
 def alignment_table(
     queries: Mapping[str, Tensor], images: Mapping[str, Tensor], basis: Tensor, top: int = 10
 ) -> AlignmentTable:
-    """Compute Table 6 of CLIP-Lite: the mean over queries of the mean over their ``top`` images.
+    """Compute Table 6 of CLIP-Lite: the mean over queries of the mean alignment of their ``top`` images.
 
     Args:
-        queries: side -> ``(q, d)``, unit embeddings of its prompts.
-        images: group -> ``(n, d)``, unit embeddings of its images.
+        queries: side -> unit embeddings ``(q, d)`` of its prompts.
+        images: group -> unit embeddings ``(n, d)`` of its images.
         basis: the concept, as `concept_subspace` returns it.
-        top: images retrieved for a query, from each group on its own.
+        top: number of images retrieved for a query from each group.
 
     Raises:
         ValueError: if a group has fewer than ``top`` images.
@@ -103,7 +102,7 @@ def alignment_table(
     table: AlignmentTable = {side: {} for side in queries}
     for group, features in images.items():
         if len(features) < top:
-            raise ValueError(f"group {group} has {len(features)} images, but {top} are to be retrieved for each query")
+            raise ValueError(f"group {group} has {len(features)} images, but --top asks for {top} for each query")
         for side, prompts in queries.items():
             original, neutral = mean_of_best(prompts, features), mean_of_best(prompts, remove(features, basis))
             table[side][group] = {"original": original, "neutral": neutral, "delta": original - neutral}
@@ -113,15 +112,15 @@ def alignment_table(
 def nearest_images(
     query: Tensor, groups: Mapping[str, tuple[Tensor, Sequence[Path]]], basis: Tensor
 ) -> dict[str, list[tuple[Path, float]]]:
-    """Find the images of a row of CLIP-Lite's Figure 5: each group's five nearest, before and after.
+    """Find each group's five nearest images, before and after the removal, as in a row of CLIP-Lite's Figure 5.
 
     Args:
-        query: ``(d,)``, the unit embedding of a prompt.
-        groups: the unit embeddings ``(n, d)`` of each group's images, and their files.
+        query: ``(d,)`` unit embedding of a prompt.
+        groups: for each group the unit embeddings ``(n, d)`` of its images, and their files.
         basis: the concept, as `concept_subspace` returns it.
 
     Returns:
-        By group, and group with the concept removed, files with their alignment, from the nearest on.
+        For each group, with and without the concept, the files with their alignment, the nearest first.
     """
     rows = {}
     for removed in (False, True):
@@ -139,7 +138,7 @@ def _picture(path: Path) -> str:
 
 
 def markdown_table(table: AlignmentTable) -> str:
-    """Format the alignment table: a row a side, three columns a group."""
+    """Format the alignment table, with a row for each side and three columns for each group."""
     columns = {"original": ".4f", "neutral": ".4f", "delta": "+.4f"}
     head = ["queries", *(f"{group}: {column}" for group in next(iter(table.values())) for column in columns)]
     lines = [head, ["---"] * len(head)]
@@ -149,14 +148,14 @@ def markdown_table(table: AlignmentTable) -> str:
 
 
 def read_pairs(path: Path) -> list[tuple[str, str]]:
-    """Read pairs of words or phrases, a pair a line with a comma between.
+    """Read pairs of words or phrases, one pair per line, separated by a comma.
 
     Raises:
-        ValueError: if a line is no pair.
+        ValueError: if a line is not a pair.
     """
     pairs = [[word.strip() for word in line.split(",")] for line in read_lines(path, "pairs")]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
-        raise ValueError(f"{path} does not hold pairs alone: expected two words a line, with a comma between")
+        raise ValueError(f"{path} has lines that are not pairs: expected two words per line, separated by a comma")
     return [(first, second) for first, second in pairs]
 
 
@@ -165,16 +164,22 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.editing",
         description="Find the direction of a concept from pairs of words, remove it from image embeddings, and print "
-        "the alignment table (CLIP-Lite, section 4.8). Without --pairs the concept is gender, as in the paper.",
+        "the alignment table (CLIP-Lite, section 4.8). Without --pairs, the concept is gender as in the paper.",
     )
     add_model_arguments(parser)
     sides = ("FIRST", "SECOND")
     parser.add_argument("--images", nargs=2, type=Path, required=True, metavar=sides, help="folders of the two groups")
-    parser.add_argument("--names", nargs=2, metavar=sides, help="of the two sides; default: the folders'")
-    parser.add_argument("--pairs", type=Path, help="file with a pair a line: FIRST, SECOND")
-    parser.add_argument("--templates", type=Path, help="file with a prompt a line, {c} for the word")
-    parser.add_argument("--components", type=int, default=1, help="directions to remove (default: %(default)s)")
-    parser.add_argument("--top", type=int, default=10, help="images retrieved for a query (default: %(default)s)")
+    parser.add_argument("--names", nargs=2, metavar=sides, help="names of the two sides (default: the folders' names)")
+    parser.add_argument("--pairs", type=Path, help="file with one pair per line: FIRST, SECOND")
+    parser.add_argument(
+        "--templates", type=Path, help="file with one prompt per line, in which {c} stands for the word"
+    )
+    parser.add_argument(
+        "--components", type=int, default=1, help="number of directions to remove (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--top", type=int, default=10, help="number of images retrieved for a query (default: %(default)s)"
+    )
     parser.add_argument("--output-dir", type=Path, default=Path("editing"), help="default: %(default)s")
     return parser
 
@@ -183,7 +188,7 @@ def main(argv: list[str]) -> None:
     """Write ``editing.json``, ``editing.md``, ``nearest.html`` and ``subspace.npy`` (the basis ``(k, d)``); print the table.
 
     Raises:
-        ValueError: for wrong data or options.
+        ValueError: if the data or the options are wrong.
     """
     args = build_parser().parse_args(argv)
     names = args.names or [folder.name for folder in args.images]
@@ -204,7 +209,7 @@ def main(argv: list[str]) -> None:
     paths = {name: list_images(folder) for name, folder in zip(names, args.images, strict=True)}
     encoded = {name: encode_files(files, encoder, compute).values for name, files in paths.items()}
     images = {name: values["image"] for name, values in encoded.items()}
-    # As in the paper, a query a pair: the first template's prompts.
+    # As in the paper, there is one query for each pair, the prompt of the first template.
     queries = {name: side[: len(pairs)] for name, side in zip(names, (first, second), strict=True)}
     table = alignment_table(queries, images, basis, args.top)
     report = {

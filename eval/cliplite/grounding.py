@@ -1,9 +1,9 @@
-"""Visual grounding: Grad-CAM heat maps over an image for a phrase, ``python -m eval.cliplite.grounding``.
+"""Draw Grad-CAM heat maps over an image for a phrase: ``python -m eval.cliplite.grounding``.
 
-CLIP-Lite (section 4.7) after Grad-CAM (Selvaraju et al., 2017): the gradient of the alignment of image and phrase with
-respect to the last spatial features of the visual tower is averaged over the positions; that weights the channels, and
-the negative part of the sum is cut off. For vision transformers the last spatial features are the patch tokens that
-enter the last block's attention: behind it only the class token reaches the embedding.
+Source: CLIP-Lite, section 4.7, after Grad-CAM (Selvaraju et al., 2017). The gradient of the alignment of image and phrase with
+respect to the last spatial features of the visual tower is averaged over the positions. It weights the channels, whose sum is
+clipped at zero. In vision transformers, the last spatial features are the patch tokens that enter the attention of the last
+block, since only the class token goes on from there.
 """
 
 import argparse
@@ -36,11 +36,11 @@ def _as_it_is(features: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SpatialLayer:
-    """A module of a visual tower whose output has a place in the image.
+    """Describes a module of a visual tower whose output has positions in the image.
 
     Attributes:
         name: the module's name in the tower.
-        to_map: from its output to ``(N, C, H, W)``.
+        to_map: function from its output to ``(N, C, H, W)``.
     """
 
     name: str
@@ -48,13 +48,13 @@ class SpatialLayer:
 
 
 def find_spatial_layer(visual: Any) -> SpatialLayer:
-    """Find the last layer of a visual tower whose features have a place in the image.
+    """Find the last layer of a visual tower whose features have positions in the image.
 
     Args:
         visual: OpenCLIP's ModifiedResNet, VisionTransformer, or a timm model (convolutional, or with patch tokens).
 
     Raises:
-        ModelError: for any other tower.
+        ModelError: if it is any other tower.
     """
 
     def tokens(blocks: str, count: int, norm: str, grid: Sequence[int]) -> SpatialLayer:
@@ -75,34 +75,34 @@ def find_spatial_layer(visual: Any) -> SpatialLayer:
         channels_last = str(getattr(trunk, "output_fmt", "")).endswith("NHWC")
         return SpatialLayer(name, partial(torch.movedim, source=-1, destination=1) if channels_last else _as_it_is)
     raise ModelError(
-        f"Grad-CAM needs a visual tower whose last features have a place in the image: a ModifiedResNet, a timm "
+        f"Grad-CAM needs a visual tower whose last features have positions in the image: a ModifiedResNet, a timm "
         f"convolutional network, or a vision transformer with patch tokens; this one is a {type(visual).__name__}."
     )
 
 
 def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: SpatialLayer | None = None) -> Tensor:
-    """Compute Grad-CAM heat maps of an image, one a phrase.
+    """Compute Grad-CAM heat maps of an image, one for each phrase.
 
     Args:
-        encoder: the model; its weights and gradients stay as they are.
-        image: ``(3, H, W)``, preprocessed.
+        encoder: the model, whose weights and gradients do not change.
+        image: preprocessed image ``(3, H, W)``.
         phrases: ``P`` texts.
-        layer: layer to look at; default `find_spatial_layer`.
+        layer: layer of the features; the default is that of `find_spatial_layer`.
 
     Returns:
-        ``(P, H, W)``, float32 on CPU, in [0, 1]: the largest value of every map is 1, or 0 where nothing in the image
-        speaks for the phrase.
+        ``(P, H, W)``, float32 on the CPU, in [0, 1]. The largest value of a map is 1, or 0 if nothing in the image fits the
+        phrase.
 
     Raises:
-        ModelError: if the tower has no such layer, or the layer is no map of more than one position.
+        ModelError: if the tower has no such layer, or the layer's output has only one position.
     """
     visual = encoder.model.visual
     layer = layer or find_spatial_layer(visual)
     caught: list[Tensor] = []
 
     def catch(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        # A new leaf: it gets a gradient even in a frozen tower, and earlier layers need none. The clone protects it from
-        # later layers that work in place.
+        # A new leaf gets a gradient even in a frozen tower, and earlier layers need none. The clone protects it from later
+        # layers that work in place.
         caught.append(output.detach().requires_grad_())
         return caught[-1].clone()
 
@@ -111,7 +111,7 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
         hook = visual.get_submodule(layer.name).register_forward_hook(catch)
     except AttributeError:
         known = ", ".join(child for child, _ in visual.named_children())
-        raise ModelError(f"the visual tower has no module {layer.name!r}; at its top are {known}") from None
+        raise ModelError(f"the visual tower has no module {layer.name!r}; its first level has {known}") from None
     try:
         with torch.enable_grad():
             images = image.to(encoder.device).unsqueeze(0)
@@ -126,7 +126,7 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
     if activations.dim() != 4 or activations.shape[-2:].numel() < 2:
         raise ModelError(
             f"Grad-CAM: {layer.name} gives features of shape {tuple(features.shape)} for images of "
-            f"{tuple(image.shape[-2:])}: that is no map of several positions. An earlier --layer has one."
+            f"{tuple(image.shape[-2:])}, which is not a map of several positions. Choose an earlier --layer."
         )
     maps = torch.cat([_weighted_map(activations, layer.to_map(gradient)) for gradient in gradients])
     maps = F.interpolate(maps.unsqueeze(1), size=image.shape[-2:], mode="bilinear", align_corners=False).squeeze(1)
@@ -134,13 +134,13 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
 
 
 def _weighted_map(activations: Tensor, gradients: Tensor) -> Tensor:
-    """Apply equations 1 and 2 of Grad-CAM: ``relu(sum_c mean_hw(gradients)_c activations_c)``, ``(1, H, W)``."""
+    """Compute equations 1 and 2 of Grad-CAM: ``relu(sum_c mean_hw(gradients)_c activations_c)``, ``(1, H, W)``."""
     weights = gradients.float().mean(dim=(2, 3), keepdim=True)
     return (weights * activations.float()).sum(dim=1).clamp_min(0)
 
 
 def grounding_picture(image: np.ndarray, maps: np.ndarray, phrases: Sequence[str]) -> Figure:
-    """Draw the image ``(H, W, 3)`` that the model sees, and beside it each phrase's heat map ``(H, W)`` over the image."""
+    """Draw the image ``(H, W, 3)`` that the model sees, and each phrase's heat map ``(H, W)`` over it."""
     figure = Figure(figsize=(3 * (1 + len(maps)), 3.2), layout="constrained")
     panels = figure.subplots(1, 1 + len(maps))
     for panel, title in zip(panels, ["image", *phrases], strict=True):
@@ -148,7 +148,7 @@ def grounding_picture(image: np.ndarray, maps: np.ndarray, phrases: Sequence[str
         panel.set_axis_off()
         panel.set_title(textwrap.shorten(title, 40, placeholder="…"), fontsize=9)
     for panel, heat in zip(panels[1:], maps, strict=True):
-        # Cold places keep some tint, so that a map without any hot place looks different from no map.
+        # Cold positions keep some tint, so that a map without hot positions looks different from no map.
         panel.imshow(heat, cmap="turbo", vmin=0, vmax=1, alpha=0.2 + 0.4 * heat)
     return figure
 
@@ -157,13 +157,13 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the command line."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.grounding",
-        description="Grad-CAM heat maps over images for phrases (CLIP-Lite, section 4.7), saved as PNG pictures.",
+        description="Draw Grad-CAM heat maps over images for phrases as PNG pictures (CLIP-Lite, section 4.7).",
     )
     add_model_arguments(parser)
     parser.add_argument("--images", nargs="+", type=Path, required=True, metavar="FILE")
     parser.add_argument("--phrases", nargs="+", required=True, metavar="PHRASE")
     parser.add_argument("--output-dir", type=Path, default=Path("grounding"), help="default: %(default)s")
-    parser.add_argument("--layer", help="name of a module of the visual tower with a (N, C, H, W) output")
+    parser.add_argument("--layer", help="module of the visual tower whose output is (N, C, H, W)")
     return parser
 
 
@@ -171,7 +171,7 @@ def main(argv: list[str]) -> None:
     """Write a picture for every image, and print its path.
 
     Raises:
-        ValueError: for a wrong model, layer or image.
+        ValueError: if the model, the layer or an image is wrong.
     """
     args = build_parser().parse_args(argv)
     _, encoder = load_encoder(args)

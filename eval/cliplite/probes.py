@@ -1,13 +1,12 @@
-"""Linear probes on frozen features: ``python -m eval.cliplite.probes voc07`` and ``python -m eval.cliplite.probes top1``.
+"""Fit linear probes on frozen features: ``python -m eval.cliplite.probes voc07`` and ``... top1``.
 
 Source: CLIP-Lite, section 4.3, which follows VirTex (Desai and Johnson, 2021).
 
-- VOC07: per class a linear SVM on the trainval split, its cost chosen from {0.01, 0.1, 1, 10} by 3-fold
-  cross-validation of average precision; mean average precision on the test split. As in VirTex, features have unit
-  length, positives weigh twice, and images where an object is marked difficult count as negatives in training and are
-  left out of the test.
-- Top-1: one multinomial logistic regression over all classes, trained to convergence; its cost is chosen on a part of
-  the training data. CLIP-Lite trains the same classifier with SGD for 100 epochs.
+- ``voc07`` fits a linear SVM for each class on the trainval split, and measures mean average precision on the test split.
+  3-fold cross-validation of average precision chooses the cost from {0.01, 0.1, 1, 10}. As in VirTex, features have unit
+  length and positives weigh twice. Images with an object marked difficult are negatives in training and left out of the test.
+- ``top1`` fits one multinomial logistic regression over all classes to convergence, and chooses its cost on a part of the
+  training data. CLIP-Lite trains the same classifier with SGD for 100 epochs.
 """
 
 import argparse
@@ -43,13 +42,13 @@ PRESENT, DIFFICULT, ABSENT = 1, 0, -1
 
 @dataclass(frozen=True)
 class Split:
-    """Features of one split.
+    """Holds the features of one split.
 
     Attributes:
         features: ``(n, d)`` float32.
-        labels: top-1: ``(n,)`` class numbers; VOC07: ``(n, classes)`` of `PRESENT`, `DIFFICULT`, `ABSENT`.
-        classes: their names.
-        skipped: number of images that do not decode and are left out.
+        labels: ``(n,)`` class numbers for top-1; ``(n, classes)`` of `PRESENT`, `DIFFICULT` and `ABSENT` for VOC07.
+        classes: names of the classes.
+        skipped: number of images that were left out because they do not decode.
     """
 
     features: np.ndarray
@@ -67,11 +66,11 @@ def feature_function(model: ImageTextModel, kind: str) -> Callable[[Tensor], Ten
 
     Args:
         model: an OpenCLIP model.
-        kind: ``backbone``, the pooled features in front of the projection (for ModifiedResNet the global average of its
-            last map, as in the papers); ``embedding``, the features that are compared with texts.
+        kind: ``backbone`` for the pooled features before the projection (for ModifiedResNet the global average of its last
+            map, as in the papers), or ``embedding`` for the features that are compared with texts.
 
     Raises:
-        ModelError: if this tower's backbone is not known.
+        ModelError: if the backbone of this tower is not known.
     """
     visual: Any = model.visual  # one of several classes without a common interface
 
@@ -80,7 +79,7 @@ def feature_function(model: ImageTextModel, kind: str) -> Callable[[Tensor], Ten
         return found["image_intermediates"][-1].mean(dim=(2, 3))
 
     def pooled(images: Tensor) -> Tensor:
-        features = visual.trunk(images)  # pools by itself, unless OpenCLIP put an attention pool behind it
+        features = visual.trunk(images)  # pooled, unless OpenCLIP added an attention pool
         return features.mean(dim=(2, 3)) if features.dim() == 4 else features
 
     def without_projection(images: Tensor) -> Tensor:
@@ -97,7 +96,7 @@ def feature_function(model: ImageTextModel, kind: str) -> Callable[[Tensor], Ten
         if hasattr(visual, attribute):
             return function
     raise ModelError(
-        f"The backbone's features of a {type(visual).__name__} are not known; --features embedding works with any."
+        f"The backbone's features of a {type(visual).__name__} are not known; --features embedding works with any tower."
     )
 
 
@@ -127,14 +126,14 @@ def read_voc(devkit: Path, split: str, encoder: Encoder, kind: str) -> Split:
     """Read features and labels of a split of Pascal VOC 2007.
 
     Args:
-        devkit: ``VOCdevkit/VOC2007`` (or the folder above it), with ``ImageSets/Main/CLASS_SPLIT.txt`` (a line an
-            image: its name and 1, 0 for difficult, or -1) and ``JPEGImages``.
+        devkit: ``VOCdevkit/VOC2007`` or the folder above it, with ``JPEGImages`` and ``ImageSets/Main/CLASS_SPLIT.txt``,
+            whose lines hold an image's name and 1, 0 (difficult) or -1.
         split: ``trainval`` or ``test``.
         encoder: the model.
         kind: ``backbone`` or ``embedding``.
 
     Raises:
-        ValueError: if files are missing or not as described.
+        ValueError: if files are missing or have another form.
     """
     devkit = devkit / "VOC2007" if (devkit / "VOC2007").is_dir() else devkit
     files = sorted((devkit / "ImageSets" / "Main").glob(f"*_{split}.txt"))
@@ -157,7 +156,7 @@ def read_labelled(path: Path, encoder: Encoder, kind: str) -> Split:
 
     Raises:
         ValueError: if a set in DataComp's format is damaged.
-        OSError: if the folder has no class folders, or one of them no images.
+        OSError: if the folder has no class folders, or a class folder has no images.
     """
     if (path / CLASSNAMES_FILE).is_file():
         classes = read_lines(path / CLASSNAMES_FILE, "class names")
@@ -171,11 +170,11 @@ def read_labelled(path: Path, encoder: Encoder, kind: str) -> Split:
 
 
 def probe_voc07(train: Split, test: Split, costs: Sequence[float] = SVM_COSTS) -> Result:
-    """Train per-class linear SVMs and compute their mean average precision.
+    """Train a linear SVM for each class, and compute their mean average precision.
 
     Args:
-        train, test: as `read_voc` returns them, of the same classes.
-        costs: to choose from, per class.
+        train, test: splits with the same classes, see `read_voc`.
+        costs: costs to choose from for each class.
 
     Returns:
         ``map`` (the mean area under the precision-recall curves, as VirTex reports), ``per_class`` and ``costs``.
@@ -205,13 +204,13 @@ def probe_top1(
     samples_per_class: int | None = None,
     max_iterations: int = 1000,
 ) -> Result:
-    """Train a multinomial logistic regression on standardised features.
+    """Train a multinomial logistic regression on standardized features.
 
     Args:
-        train, test: as `read_labelled` returns them, of the same classes.
-        costs: scikit-learn's C, the inverse of the weight decay; the best on a tenth of the training data is taken.
-        samples_per_class: train on at most this many a class; None: on all.
-        max_iterations: of L-BFGS.
+        train, test: splits with the same classes, see `read_labelled`.
+        costs: values of scikit-learn's C, the inverse of the weight decay; the best on a tenth of the training data is used.
+        samples_per_class: largest number of training samples in a class; None means all.
+        max_iterations: iterations of L-BFGS.
 
     Returns:
         ``acc1``, ``train_acc1`` and ``costs``.
@@ -228,7 +227,7 @@ def probe_top1(
     scaler = StandardScaler().fit(features)
     features, test_features = scaler.transform(features), scaler.transform(test.features)
 
-    # The costs are compared on a held-out tenth, which has every class in it; the best one then gets all data.
+    # The costs are compared on a held-out tenth that contains every class; the best one is then fitted to all data.
     held_out = StratifiedShuffleSplit(1, test_size=max(len(train.classes), len(labels) // 10), random_state=0)
     search = GridSearchCV(LogisticRegression(max_iter=max_iterations), {"C": list(costs)}, cv=held_out)
     search.fit(features, labels)
@@ -243,30 +242,35 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the command line."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.probes",
-        description="Linear probes on frozen features, as in CLIP-Lite and VirTex.",
+        description="Fit linear probes on frozen features, as in CLIP-Lite and VirTex.",
     )
     probes = parser.add_subparsers(dest="probe", required=True)
-    voc07 = probes.add_parser("voc07", help="Pascal VOC 2007: an SVM a class, mean average precision")
+    voc07 = probes.add_parser("voc07", help="Pascal VOC 2007: an SVM for each class, mean average precision")
     voc07.add_argument("--devkit", type=Path, required=True, help="folder VOCdevkit/VOC2007")
     top1 = probes.add_parser("top1", help="ImageNet and the like: logistic regression, top-1 accuracy")
     top1.add_argument("--train", type=Path, required=True, help="data to train on: class folders, or DataComp's format")
     top1.add_argument("--test", type=Path, required=True, help="data to test on: class folders, or DataComp's format")
-    top1.add_argument("--samples-per-class", type=int, help="train on at most this many a class")
-    top1.add_argument("--max-iterations", type=int, default=1000, help="of L-BFGS (default: %(default)s)")
+    top1.add_argument("--samples-per-class", type=int, help="largest number of training samples in a class")
+    top1.add_argument("--max-iterations", type=int, default=1000, help="iterations of L-BFGS (default: %(default)s)")
     for probe, costs in ((voc07, SVM_COSTS), (top1, LOGISTIC_COSTS)):
         add_model_arguments(probe)
         kinds = ("backbone", "embedding")
-        probe.add_argument("--features", choices=kinds, default="backbone", help="default: before the projection")
+        probe.add_argument(
+            "--features",
+            choices=kinds,
+            default="backbone",
+            help="features to probe (default: those before the projection)",
+        )
         probe.add_argument("--costs", type=float, nargs="+", default=costs, help=f"default: {costs}")
         probe.add_argument("--output", type=Path, help="JSON file to write")
     return parser
 
 
 def main(argv: list[str]) -> None:
-    """Compute the features, run a probe on them, and print or write the report.
+    """Compute the features, fit a probe on them, and print and write the report.
 
     Raises:
-        ValueError: for wrong data or options.
+        ValueError: if the data or the options are wrong.
     """
     args = build_parser().parse_args(argv)
     loaded, encoder = load_encoder(args)

@@ -1,4 +1,4 @@
-"""``python -m eval.report RESULTS... --output DIR``: tables and one HTML page that compare evaluated runs."""
+"""Compare evaluated runs in tables and on one HTML page: ``python -m eval.report RESULTS... --output DIR``."""
 
 import argparse
 from pathlib import Path
@@ -12,20 +12,22 @@ from .tables import build_rows, comma_separated, markdown
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Build the command line."""
     parser = argparse.ArgumentParser(
         prog=called_as("report", __package__),
-        description="Compare evaluated runs: report.md, report.csv and report.html (one file, needs no network). The "
-        "first run is the baseline that the others are compared with.",
+        description="Compare evaluated runs. The report is report.md, report.csv and report.html (one file that needs no "
+        "network). The first run is the baseline of the others.",
     )
     parser.add_argument(
         "results",
         nargs="+",
         metavar="[NAME=]PATH",
-        help="eval_results.jsonl, a folder with one, or a run folder (all of its checkpoints). The same NAME for "
-        "several paths makes them repeats of one run: mean and standard deviation",
+        help="eval_results.jsonl, a folder with one, or a run folder (all of its checkpoints). Several paths with the "
+        "same NAME are repeats of one run, shown as mean and standard deviation",
     )
-    parser.add_argument("--output", type=Path, default=Path("report"), help="folder to write to (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("report"), help="folder of the report (default: %(default)s)"
+    )
     parser.add_argument("--title", default="Evaluation report", help="title of the page (default: %(default)s)")
     return parser
 
@@ -34,7 +36,7 @@ def main(argv: list[str]) -> None:
     """Write the tables and the page, and print the averages.
 
     Raises:
-        ValueError: for runs without results.
+        ValueError: if a run has no results.
     """
     args = build_parser().parse_args(argv)
     runs = read_runs(args.results)

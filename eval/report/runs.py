@@ -15,14 +15,14 @@ from ..summary import has_other_size, main_metrics
 from ..tasks import GROUPS, TASKS
 
 METRICS_FILE = "metrics.jsonl"
-# Prefix of task keys in the evaluations of metrics.jsonl, written by `eval.suite`.
+# Prefix that `eval.suite` gives to task keys in metrics.jsonl.
 _SUITE_PREFIX = "datacomp/"
 _CHECKPOINT_NAME = re.compile(r"epoch_(\d+)(?:_step_(\d+))?$")
 
 
 @dataclass(frozen=True)
 class Value:
-    """A number of one checkpoint: the mean over repeats of the run, and their sample standard deviation."""
+    """Holds a number of a checkpoint: the mean over repeats of the run, and their sample standard deviation."""
 
     mean: float
     deviation: float | None = None
@@ -30,15 +30,15 @@ class Value:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The results of one checkpoint.
+    """Holds the results of one checkpoint.
 
     Attributes:
-        label: ``epoch_3``, or the name of the folder or file the results were in.
-        repeats: per repeat of the run, the main metric by key of task.
-        epoch: number of completed epochs, None where unknown.
-        samples: number of training samples seen, None where unknown.
-        protocols: which model, precision and protocol the numbers come from.
-        other_sizes: keys of tasks that were scored on data of another size than DataComp's.
+        label: ``epoch_3``, or the name of the folder or file that holds the results.
+        repeats: for each repeat of the run, the main metrics by key of the task.
+        epoch: number of completed epochs; None if unknown.
+        samples: number of training samples seen; None if unknown.
+        protocols: model, precision and protocol of the numbers.
+        other_sizes: keys of tasks whose data does not have DataComp's size.
     """
 
     label: str
@@ -50,16 +50,16 @@ class Checkpoint:
 
     @property
     def tasks(self) -> list[str]:
-        """Keys that every repeat has a number for, in DataComp's order; unknown keys last."""
+        """Return the keys that every repeat has a number for, in DataComp's order; unknown keys come last."""
         common = set.intersection(*(set(scores) for scores in self.repeats))
         return [key for key in TASKS if key in common] + sorted(common - set(TASKS))
 
     def score(self, key: str) -> Value | None:
-        """Return the main metric of a task; None unless every repeat has it."""
+        """Return the main metric of a task, or None unless every repeat has it."""
         return self._mean([key])
 
     def average(self, title: str) -> Value | None:
-        """Return the mean over a group of `eval.tasks.GROUPS`; None unless every repeat has all of it."""
+        """Return the mean over a group of `eval.tasks.GROUPS`, or None unless every repeat has all of the group."""
         return self._mean(GROUPS[title])
 
     def _mean(self, keys: Sequence[str]) -> Value | None:
@@ -69,17 +69,17 @@ class Checkpoint:
         return Value(statistics.fmean(means), statistics.stdev(means) if len(means) > 1 else None)
 
     def missing(self, title: str) -> list[str]:
-        """Return the keys of a group that some repeat has no number for."""
+        """Return the keys of a group that some repeat lacks."""
         return [key for key in GROUPS[title] if any(key not in scores for scores in self.repeats)]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the comparison.
+    """Holds a run of the comparison.
 
     Attributes:
-        name: as shown.
-        checkpoints: in order of training, at least one.
+        name: name in the report.
+        checkpoints: at least one checkpoint, in the order of training.
     """
 
     name: str
@@ -87,16 +87,16 @@ class Run:
 
     @property
     def final(self) -> Checkpoint:
-        """The last of the checkpoints that have the most tasks."""
+        """Return the last of the checkpoints with the most tasks."""
         return max(reversed(self.checkpoints), key=lambda checkpoint: len(checkpoint.tasks))
 
 
 def read_runs(arguments: Iterable[str]) -> list[Run]:
-    """Return the runs that a user gave; those given under one NAME are repeats of one run.
+    """Read the runs that a user named; paths with the same NAME are repeats of one run.
 
     Args:
-        arguments: ``PATH`` or ``NAME=PATH``; a path is a result file, a folder with one, or a run folder (results in
-            ``datacomp/CHECKPOINT/``, and those of evaluation during training in ``metrics.jsonl``).
+        arguments: ``PATH`` or ``NAME=PATH``. A path is a result file, a folder with one, or a run folder, which has results
+            in ``datacomp/CHECKPOINT/`` and those of evaluation during training in ``metrics.jsonl``.
 
     Raises:
         ValueError: if a path has no results or is given twice, or the repeats of a name have no checkpoint in common.
@@ -105,19 +105,19 @@ def read_runs(arguments: Iterable[str]) -> list[Run]:
     places = [path.resolve() for _, path in given]
     for (_, path), place in zip(given, places, strict=True):
         if places.count(place) > 1:
-            raise ValueError(f"{path} is given twice, but is one run: give each run once.")
+            raise ValueError(f"{path} is given twice: give each run once.")
     runs = [_read_run(path) for _, path in given]
     names = [name or run.name for (name, _), run in zip(given, runs, strict=True)]
     named: dict[str, list[Run]] = {}
     for (name, path), place, run in zip(given, places, runs, strict=True):
-        if not name:  # only the user knows what is a repeat: folders of one name are several runs
+        if not name:  # folders with equal names are different runs, since only the user knows what is a repeat
             name = run.name if names.count(run.name) == 1 else str(place if str(path) in names else path)
         named.setdefault(name, []).append(run)
     return [_merge(name, repeats) for name, repeats in named.items()]
 
 
 def _name_and_path(argument: str) -> tuple[str, Path]:
-    """Split ``NAME=PATH``; no name where there is none."""
+    """Split ``NAME=PATH``; the name is empty if there is none."""
     name, separator, path = argument.partition("=")
     return (name, Path(path)) if separator and not Path(argument).exists() else ("", Path(argument))
 
@@ -132,7 +132,6 @@ def _read_run(path: Path) -> Run:
     records = [line for line in json_lines.read(path / METRICS_FILE) if "step" in line and "epoch" in line]
     found = {}
     for record in records:
-        # `eval.suite` names DataComp's tasks so.
         scores = {key: record.get("evaluation", {}).get(f"{_SUITE_PREFIX}{key}") for key in TASKS}
         scores = {key: score for key, score in scores.items() if score is not None}
         if scores:
@@ -141,7 +140,7 @@ def _read_run(path: Path) -> Run:
     for file in sorted([*path.glob(f"datacomp/*/{RESULTS_FILE}"), *path.glob(f"*/{RESULTS_FILE}")]):
         label = file.parent.name
         from_file = _from_file(file, label)
-        # A full evaluation of the checkpoint stands in for that during training.
+        # A full evaluation of the checkpoint replaces that during training.
         if label not in found or len(from_file.tasks) >= len(found[label].tasks):
             found[label] = from_file
     if not found:
@@ -159,7 +158,7 @@ def _read_run(path: Path) -> Run:
 
 
 def _name(folder: Path) -> str:
-    """``RUN/epoch_3`` for ``RUN/datacomp/epoch_3``."""
+    """Return ``RUN/epoch_3`` for ``RUN/datacomp/epoch_3``."""
     parts = [part for part in folder.resolve().parts[-3:] if part != "datacomp"]
     return "/".join(parts[-2:])
 
@@ -178,7 +177,7 @@ def _from_file(path: Path, label: str) -> Checkpoint:
 
 
 def _place(checkpoint: Checkpoint, training: Sequence[Mapping[str, Any]]) -> Checkpoint:
-    """Fill in how far the training was. The trainer logs the last step of every epoch, so the samples are exact."""
+    """Add epoch and samples of a checkpoint. The trainer logs the last step of every epoch, so the samples are exact."""
     match = _CHECKPOINT_NAME.match(checkpoint.label)
     if match is None:
         return checkpoint
@@ -191,7 +190,7 @@ def _place(checkpoint: Checkpoint, training: Sequence[Mapping[str, Any]]) -> Che
 
 
 def _merge(name: str, repeats: Sequence[Run]) -> Run:
-    """Return repeats of a run as one: the checkpoints that all of them have, or the single one of each."""
+    """Merge repeats of a run: the checkpoints that all of them have, or the only checkpoint of each."""
     if len(repeats) == 1:
         return replace(repeats[0], name=name)
     by_label = [{checkpoint.label: checkpoint for checkpoint in run.checkpoints} for run in repeats]

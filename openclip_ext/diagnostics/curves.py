@@ -16,7 +16,7 @@ Records = list[dict[str, Any]]
 
 
 def read_records(run: Path) -> Records:
-    """Return the logged training steps of a run folder in order; none if it has not logged any yet.
+    """Return the logged training steps of a run folder in order; there are none if it has not logged any yet.
 
     Raises:
         ValueError: the folder does not exist.
@@ -34,13 +34,13 @@ def series(records: Records, key: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Return the centered moving average of seven, which gets narrower towards both ends."""
+    """Return the centered moving average over seven values, or over fewer near the ends."""
     reach = [min(3, position, len(values) - 1 - position) for position in range(len(values))]
     return np.array([values[p - r : p + r + 1].mean() for p, r in enumerate(reach)])
 
 
 def plot(runs: dict[str, Records], output: Path) -> None:
-    """Write a picture of four panels; a run has the same color in all of them."""
+    """Draw the runs in a picture of four panels; a run has the same color in all of them."""
     figure = Figure(figsize=(10, 6.5), layout="constrained")
     panels = figure.subplots(2, 2, sharex=True)
     (infonce, temperature), (normalizers, loss) = panels
@@ -71,7 +71,7 @@ def _draw_noisy(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, l
 
 
 def _draw_band(axes: Axes, records: Records, keys: tuple[str, str, str], color: str) -> None:
-    """Draw the middle one of three series, and the area between the others where they differ."""
+    """Draw the second of three series, and shade the area between the other two if they differ."""
     (steps, low), (of_middle, middle), (_, high) = (series(records, key) for key in keys)
     if len(low) == len(high) and np.any(high > low):
         axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
@@ -92,7 +92,11 @@ def _draw_chance(axes: Axes, runs: dict[str, Records]) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Draw runs into a picture; ValueError if there is nothing to draw."""
+    """Draw runs into a picture.
+
+    Raises:
+        ValueError: there is nothing to draw.
+    """
     parser = argparse.ArgumentParser(prog="openclip-ext plot", description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (LOGS/NAME)")
     parser.add_argument("--output", type=Path, required=True, help="picture to write; the extension says the format")
@@ -104,7 +108,7 @@ def main(argv: list[str]) -> None:
     }
     logged = {name: records for name, records in runs.items() if records}
     if not logged:
-        raise ValueError(f"no training step logged in {', '.join(map(str, args.runs))}")
+        raise ValueError(f"no training step is logged in {', '.join(map(str, args.runs))}")
     for name in (name for name in runs if name not in logged):
         print(f"warning: {name} is left out: it has logged no training step", file=sys.stderr)
     plot(logged, args.output)

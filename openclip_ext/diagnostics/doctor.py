@@ -1,7 +1,8 @@
 """Check a training before it is submitted: ``openclip-ext doctor --world-size 32 FLAGS``, with the flags of ``train``.
 
-It runs on a login node, without a GPU, and trains nothing: a line for each thing that a run would stumble over, with the cure.
-The exit status is 1 if one of them would stop the run. Like a run's first start, it writes the manifest of new shards.
+It runs on a login node without a GPU and trains nothing. It prints a line for each examination, and says how to cure what it
+finds. The exit status is 1 if something would stop the run. Like the first start of a run, it writes the manifest of new
+shards.
 """
 
 import argparse
@@ -27,14 +28,14 @@ from openclip_ext.training.config import TrainingConfig, training_config
 from openclip_ext.training.flags import parse
 
 _GIB = 2**30
-# The model and AdamW's two moments, in float32.
+# A checkpoint holds each parameter and AdamW's two moments in float32.
 _BYTES_OF_A_PARAMETER = 12
 OK, WARNING, ERROR = "ok", "warning", "ERROR"
 Finding = tuple[str, str]
 
 
 class Doctor:
-    """The examinations of a training of ``world_size`` processes, in the order in which a run would come to them."""
+    """Examines a training of ``world_size`` processes, in the order in which a run would reach each problem."""
 
     def __init__(self, config: TrainingConfig, world_size: int, memory: Memory) -> None:
         self.config, self.world_size, self.memory = config, world_size, memory
@@ -43,7 +44,7 @@ class Doctor:
         self.plan: Plan | None = None
 
     def findings(self) -> Iterator[Finding]:
-        """Yield what was found; an examination that fails is a finding, too."""
+        """Yield what was found; an examination that raises an exception is a finding, too."""
         for examine in (self._versions, self._launcher, self._caches, self._data, self._memory, self._folder):
             try:
                 yield from examine()
@@ -136,7 +137,7 @@ class Doctor:
         if self.plan is None or self.samples is None:
             return
         kept = 1 if saving.delete_previous or not saving.every_epochs else length.epochs // saving.every_epochs
-        count = kept + 1  # the one being written
+        count = kept + 1  # the new one is written before an old one is removed
         size = _BYTES_OF_A_PARAMETER * self.plan.parameters + sum(self.plan.of_sample) * self.samples
         told = f"folder: {place} has {free / _GIB:.1f} GiB for {count} checkpoints of {size / _GIB:.2f} GiB"
         cure = "free some, choose another --logs, raise --save-frequency, or --delete-previous-checkpoint"
@@ -146,7 +147,7 @@ class Doctor:
 
 
 def _is_cached(repository: str, cache_dir: str | None) -> bool:
-    """Return whether something of a repository of the Hugging Face hub is on this machine."""
+    """Return whether a repository of the Hugging Face hub is in this machine's cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folder = Path(cache_dir or HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
@@ -154,19 +155,22 @@ def _is_cached(repository: str, cache_dir: str | None) -> bool:
 
 
 def main(argv: list[str]) -> None:
-    """Print the findings; exit with 1 if something would stop the run.
+    """Print the findings.
 
     Raises:
-        ValueError: the flags are wrong by themselves.
+        SystemExit: always; the status is 1 if something would stop the run.
+        ValueError: the flags themselves are wrong.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False, usage="openclip-ext doctor [FLAG] FLAGS OF TRAIN ...")
-    parser.add_argument("--world-size", type=command_line.count, default=1, help="processes, one a GPU (default: 1)")
+    parser.add_argument(
+        "--world-size", type=command_line.count, default=1, help="number of processes, one for each GPU (default: 1)"
+    )
     here = memory_here()
     parser.add_argument(
         "--gpu-memory",
         type=float,
         default=here.gpu / 1e9,
-        help="GB of a GPU (default: that of this machine's, else 80)",
+        help="memory of a GPU in GB (default: that of this machine's GPU, or 80)",
     )
     own, flags = parser.parse_known_args(argv)
     add_model_configs()

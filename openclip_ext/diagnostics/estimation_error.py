@@ -1,15 +1,15 @@
-"""Estimation error: the distance of a loss's log-normalizers from the exact ones (NeuCLIP, Appendix B.6).
+"""Measure the estimation error: how far a loss's log-normalizers are from the exact ones (NeuCLIP, Appendix B.6).
 
 ``α*_i = log(ε + g_i(S))`` [NeuCLIP 9] is computed over all ``n`` training embeddings ``S`` of a model, for sampled anchors
 ``i``; an estimator's error is the mean of ``(α_i − α*_i)²``. The mini-batch estimate in the run's batches is the baseline.
 
-Of a finished run, or over the training of several (NeuCLIP, Figures 2c and 4)::
+The program measures a finished run, or several over the course of training (NeuCLIP, Figures 2c and 4)::
 
     python -m openclip_ext.diagnostics.estimation_error LOGS/NAME --checkpoint latest --anchors 10000
     python -m openclip_ext.diagnostics.estimation_error LOGS/A LOGS/B --checkpoint all --plot error.svg
 
-In Python, of any loss of :func:`openclip_ext.create_loss` and embeddings of one's own: :func:`measure`; without a loss:
-:func:`exact_log_normalizers`.
+In Python, :func:`measure` takes any loss of :func:`openclip_ext.create_loss` and any embeddings, and
+:func:`exact_log_normalizers` takes embeddings without a loss.
 """
 
 import argparse
@@ -37,14 +37,14 @@ _CHUNK = 1024
 
 @dataclass(frozen=True)
 class Error:
-    """Mean squared error of log-normalizers.
+    """Holds the mean squared error of log-normalizers.
 
     Attributes:
-        mean: both sides averaged.
-        image, text: of the image anchors and of the text anchors.
-        bias: mean of ``α − α*``, both sides averaged.
-        factor: median of ``exp|α − α*|``, by which a normalizer is wrong, either way.
-        factor_low, factor_high: 90 % of the anchors are between.
+        mean: mean of both sides.
+        image, text: error of the image anchors and of the text anchors.
+        bias: mean of ``α − α*`` over both sides.
+        factor: median of ``exp|α − α*|``, the factor by which a normalizer is too large or too small.
+        factor_low, factor_high: range that contains 90 % of the anchors' factors.
     """
 
     mean: float
@@ -57,7 +57,7 @@ class Error:
 
     @classmethod
     def of(cls, estimate: Tensor, exact: Tensor) -> "Error":
-        """Compare estimates ``(2, A)``, of images and of texts, with the exact values."""
+        """Compare estimates ``(2, A)`` of images and texts with the exact values."""
         difference = estimate.double() - exact.double()
         image, text = difference.square().mean(dim=1).tolist()
         low, median, high = difference.abs().flatten().quantile(difference.new_tensor([0.05, 0.5, 0.95])).exp().tolist()
@@ -66,12 +66,14 @@ class Error:
 
 @dataclass(frozen=True)
 class EstimationError:
-    """Result of :func:`measure`.
+    """Holds the result of :func:`measure`.
 
     Attributes:
-        estimator: error of ``loss.log_normalizers``; None where that is the mini-batch estimate.
-        minibatch: error of the mini-batch estimate, in batches of ``batch_size``.
-        anchors, samples: numbers of anchors on each side, and of embeddings that the exact log-normalizers are over.
+        estimator: error of ``loss.log_normalizers``; None if that is the mini-batch estimate.
+        minibatch: error of the mini-batch estimate in batches of ``batch_size``.
+        anchors: number of anchors on each side.
+        samples: number of embeddings that the exact log-normalizers are over.
+        batch_size: the run's global batch.
         temperature: median over the anchors of both sides.
     """
 
@@ -87,14 +89,15 @@ class EstimationError:
 def exact_log_normalizers(
     image: Any, text: Any, anchors: Any, tau: Any, *, eps: float = 0.0, include_positive: int | None = None
 ) -> Tensor:
-    """Compute ``α*`` of some anchors over all embeddings [NeuCLIP 9], in float64, in memory proportional to the anchors.
+    """Compute ``α*`` of some anchors over all embeddings [NeuCLIP 9], in float64; memory grows only with the anchors.
 
     ``log g_i = logsumexp_{j≠i} (s_ij − s_ii)/τ_i − log(n−1)``; ``α*_i = log(ε + g_i)``.
 
     Args:
         image, text: ``(n, d)`` unit embeddings, tensors or arrays.
-        anchors: ``(A,)`` which rows are anchors.
-        tau: temperature, or one for each anchor of both sides ``(2, A)``.
+        anchors: ``(A,)`` rows that are anchors.
+        tau: one temperature, or ``(2, A)`` temperatures of the anchors of both sides.
+        eps: ε.
         include_positive: the global batch ``B`` of a loss whose normalizers contain the positive pair
             (``loss.normalizers_include_positive``): ``α*_i = log((1 + (B−1)·g_i)/B)``.
 
@@ -125,7 +128,7 @@ def _pairs(image: Any, text: Any) -> tuple[Tensor, Tensor]:
 
 
 def _log_g(own: Tensor, other: Tensor, anchors: Tensor, tau: Tensor) -> Tensor:
-    """Return ``log g`` ``(A,)`` of the rows ``anchors`` of ``own`` against all rows of ``other`` but their own."""
+    """Return ``log g`` ``(A,)`` of the rows ``anchors`` of ``own`` against all other rows of ``other``."""
     device = anchors.device
     rows = own[anchors.to(own.device)].to(device, torch.float64)
     positive = (rows * other[anchors.to(other.device)].to(device, torch.float64)).sum(dim=1)
@@ -153,22 +156,24 @@ def measure(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> EstimationError:
-    """Measure the error of a loss's log-normalizers (NeuCLIP, Appendix B.6); the loss's state stays as it is.
+    """Measure the error of a loss's log-normalizers (NeuCLIP, Appendix B.6) without changing the loss's state.
 
-    Anchors are drawn without replacement, and estimated in shuffled batches of ``batch_size``, the last one filled up with
-    other samples: what an estimator that reads its batch says depends on the batch's size.
+    Anchors are drawn without replacement and estimated in shuffled batches of ``batch_size``, because some estimators depend
+    on the size of their batch. The last batch is filled up with other samples.
 
     Args:
         loss: a loss that contrasts images with texts by normalizers, with the state to measure, on ``device``.
-        image, text: ``(n, d)`` unit embeddings of the whole training set, tensors or arrays, in any memory: they are moved
-            to the device in parts.
+        image, text: ``(n, d)`` unit embeddings of the whole training set, tensors or arrays. They can be in any memory, as
+            they are moved to the device in parts.
         logit_scale: ``1/τ`` of the model.
         batch_size: the run's global batch ``B``.
-        index: ``(n,)`` positions of the samples in the data set, for losses that need them; None: ``0 .. n−1``.
-        anchors: how many to sample; all, if there are fewer samples.
+        index: ``(n,)`` positions of the samples in the data set, for losses that need them; None means ``0 .. n−1``.
+        anchors: number of anchors; all samples if there are fewer.
+        seed: seed of the draw of anchors.
+        device: where to compute.
 
     Raises:
-        ValueError: the loss has no normalizers, or embeddings are not finite, or fewer than a batch.
+        ValueError: the loss has no normalizers, embeddings are not finite, or there are fewer samples than a batch.
     """
     refuse_without_normalizers(loss)
     image, text = _pairs(image, text)
@@ -183,7 +188,7 @@ def measure(
     order = torch.randperm(len(image), generator=torch.Generator().manual_seed(seed))
     exact_of = partial(
         exact_log_normalizers,
-        # Normalizers that contain the positive pair, and OpenCLIP's, have none.
+        # OpenCLIP's loss has no ε, nor have normalizers that contain the positive pair.
         eps=loss.objective.eps if isinstance(loss, GlobalContrastiveLoss) else 0.0,
         include_positive=batch_size if loss.normalizers_include_positive else None,
     )
@@ -199,7 +204,7 @@ def measure(
     all_tau = torch.cat(tau, dim=1)
     exact = exact_of(image, text, order[:total].to(device), all_tau)
     return EstimationError(
-        # OpenCLIP's loss has no other estimate than the batch.
+        # OpenCLIP's loss has no estimate but the batch's.
         estimator=None if isinstance(loss, OpenClipLoss) else Error.of(torch.cat(alpha, dim=1), exact),
         minibatch=Error.of(torch.cat(minibatch, dim=1), exact),
         anchors=total,
@@ -219,7 +224,7 @@ def refuse_without_normalizers(loss: ContrastiveLoss) -> None:
 
 
 def anchor_temperatures(loss: ContrastiveLoss, image: Tensor, text: Tensor, scale: Tensor, index: Tensor) -> Tensor:
-    """Return the temperatures of a batch's anchors ``(2, B)``: the loss's, or the model's where the loss has none."""
+    """Return the temperatures ``(2, B)`` of a batch's anchors: the loss's own, or the model's if the loss has none."""
     if not isinstance(loss, GlobalContrastiveLoss):
         return (1 / scale).expand(2, len(image))
     return loss.anchor_temperatures(image, text, scale, index)
@@ -229,7 +234,7 @@ def anchor_temperatures(loss: ContrastiveLoss, image: Tensor, text: Tensor, scal
 
 
 def table(title: str, result: EstimationError) -> str:
-    """Return a result as text."""
+    """Format a result as text."""
     rows = {title: result.estimator, "mini-batch": result.minibatch}
     width, batch = max(map(len, rows)), result.minibatch
     lines = [f"{'estimate':<{width}}  {'error':>9}  {'images':>9}  {'texts':>9}  {'bias':>9}"]
@@ -238,7 +243,7 @@ def table(title: str, result: EstimationError) -> str:
             values = (error.mean, error.image, error.text, error.bias)
             lines.append(f"{name:<{width}}" + "".join(f"  {value:9.4f}" for value in values))
     lines.append(
-        f"Mean squared error of log-normalizers: {result.anchors:,} anchors a side against {result.samples:,} samples, "
+        f"Mean squared error of log-normalizers: {result.anchors:,} anchors on each side against {result.samples:,} samples, "
         f"batches of {result.batch_size:,}\nThe mini-batch misjudges a normalizer by a factor of {batch.factor:.2g} (90 %: "
         f"{batch.factor_low:.2g} to {batch.factor_high:.2g})"
     )
@@ -246,7 +251,7 @@ def table(title: str, result: EstimationError) -> str:
 
 
 def checkpoints_of(run: Path, names: str) -> list[str]:
-    """Return the checkpoints that ``--checkpoint`` names, with commas between; ``all``: those with state, in their order."""
+    """Return the checkpoints in a comma-separated list; ``all`` means those with state, in the order of training."""
     if names != "all":
         return names.split(",")
     found = [path for path in (run / "checkpoints").glob("epoch_*.pt") if path.with_suffix(".state").is_dir()]
@@ -256,7 +261,7 @@ def checkpoints_of(run: Path, names: str) -> list[str]:
 
 
 def plot(results: Sequence[Mapping[str, Any]], output: Path) -> None:
-    """Write a picture of the errors over the samples seen: a color a run, dashed the mini-batch estimate's."""
+    """Draw the errors over the samples seen, each run in its own color; dashed lines show the mini-batch estimate."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -276,10 +281,10 @@ def plot(results: Sequence[Mapping[str, Any]], output: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Measure the estimation error of checkpoints, print it, and write it as JSON and draw it if asked to.
+    """Measure the estimation error of checkpoints and print it; also write it as JSON and draw it, if asked to.
 
     Raises:
-        UsageError: there is no such run or checkpoint, its state or its training data are gone, or its loss has no
+        UsageError: there is no such run or checkpoint, its state or its training data are missing, or its loss has no
             normalizers.
     """
     from openclip_ext.diagnostics.finished_run import add_run_arguments, embed_training_set, load_run
@@ -290,11 +295,16 @@ def main(argv: list[str]) -> None:
     )
     add_run_arguments(parser, several=True)
     parser.add_argument(
-        "--anchors", type=command_line.count, default=DEFAULT_ANCHORS, help="samples to compare (default: %(default)s)"
+        "--anchors",
+        type=command_line.count,
+        default=DEFAULT_ANCHORS,
+        help="number of samples to compare (default: %(default)s)",
     )
-    parser.add_argument("--json", default=None, metavar="FILE", help="also write the result here; of several, a list")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the errors over training")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample of anchors (default: %(default)s)")
+    parser.add_argument(
+        "--json", default=None, metavar="FILE", help="also write the result to this file; several results are a list"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the errors over the course of training")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draw of anchors (default: %(default)s)")
     args = parser.parse_args(argv)
     names = [(folder, name) for folder in args.run for name in checkpoints_of(folder, args.checkpoint)]
     results: list[dict[str, Any]] = []
@@ -313,7 +323,7 @@ def main(argv: list[str]) -> None:
             print(f"\n{folder}, {run.checkpoint.name}")
         print(table(run.loss_name, result))
         if run.source.num_samples > result.samples:
-            print(f"{run.source.num_samples - result.samples:,} samples are left out by the manifest or do not decode")
+            print(f"{run.source.num_samples - result.samples:,} samples do not decode, or the manifest leaves them out")
         about = {"run": str(run.folder), "checkpoint": run.checkpoint.name, "loss": run.loss_name, "step": run.step}
         results.append(about | {"samples_seen": run.step * run.global_batch} | asdict(result))
     if args.json:

@@ -1,4 +1,4 @@
-"""Load a finished run from its folder: model, loss and training data."""
+"""Load model, loss and training data of a finished run from its folder."""
 
 import argparse
 import json
@@ -32,12 +32,12 @@ from openclip_ext.training.model import ModelConfig
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """Model and loss as they were at a checkpoint, in evaluation mode, and the training data.
+    """Holds the model and the loss of a checkpoint, in evaluation mode, and the training data.
 
     Attributes:
-        checkpoint: its model file.
-        step: optimizer steps taken.
-        loader: one pass over the data with the evaluation's preprocessing.
+        checkpoint: the checkpoint's model file.
+        step: number of optimizer steps taken.
+        loader: yields the data once, with the evaluation's preprocessing.
         global_batch: samples of an optimizer step.
     """
 
@@ -57,11 +57,11 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Unit embeddings of a training set, in host memory or mapped from files.
+    """Holds the unit embeddings of a training set, in host memory or mapped from files.
 
     Attributes:
-        image, text: ``(n, d)`` float32.
-        index: ``(n,)`` positions in the data set; those of bad samples, and of samples left out, are missing.
+        image, text: ``(n, d)`` float32 embeddings.
+        index: ``(n,)`` positions in the data set, without those of bad samples and of samples left out.
         logit_scale: the model's ``1/τ``.
     """
 
@@ -72,20 +72,22 @@ class Embeddings:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """Add the arguments that say which run :func:`load_run` loads, and how; ``several``: ``run`` is a list."""
-    count, others = ("+", ", with commas between, or all") if several else (None, "")
+    """Add the arguments of :func:`load_run`; if ``several``, ``run`` is a list."""
+    count, others = ("+", "; several separated by commas, or all") if several else (None, "")
     parser.add_argument("run", nargs=count, type=Path, metavar="RUN_FOLDER", help="LOGS/NAME, as training wrote it")
     parser.add_argument(
         "--checkpoint",
         default="latest",
-        help=f"name of a file in its checkpoints/, or latest{others} (default: %(default)s)",
+        help=f"name of a file in checkpoints/, or latest{others} (default: %(default)s)",
     )
-    parser.add_argument("--train-data", help="the training data, where they are no longer where they were")
+    parser.add_argument("--train-data", help="where the training data are now, if they have moved")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=command_line.device, default=default, help="default: cuda if there is a GPU")
-    parser.add_argument("--workers", type=int, help="processes that read images (default: the run's)")
+    parser.add_argument("--workers", type=int, help="number of processes that read images (default: the run's)")
     parser.add_argument(
-        "--batch-size", type=command_line.count, help="images embedded at a time (default: the run's --batch-size)"
+        "--batch-size",
+        type=command_line.count,
+        help="number of images embedded at a time (default: the run's --batch-size)",
     )
 
 
@@ -98,12 +100,12 @@ def load_run(
     batch_size: int | None = None,
     **others: Any,
 ) -> FinishedRun:
-    """Load a run from its folder. State that several ranks wrote is put together for this process.
+    """Load a run from its folder, and combine the state of all its ranks.
 
-    The arguments are those of :func:`add_run_arguments`; of a program's others it takes no notice.
+    The arguments are those of :func:`add_run_arguments`; ``others`` are ignored.
 
     Raises:
-        UsageError: there is no such run or checkpoint, its state is missing, or the training data are gone or others.
+        UsageError: there is no such run or checkpoint, its state is missing, or the training data are missing or changed.
     """
     add_model_configs()
     device = torch.device(device)
@@ -146,24 +148,26 @@ def load_run(
 
 
 def _training_data(spec: DataSpec, moved_to: str | None, preprocess: Any, identity: Mapping[str, Any]) -> Source:
-    """Return what a run was trained on; UsageError if it is gone, or something else."""
+    """Return a run's training data; UsageError if they are missing or not those of the run."""
     if moved_to is not None:
-        # A manifest says which samples are left out, also where the shards have moved.
+        # The manifest still says which samples are left out.
         is_there = spec.manifest is not None and Path(spec.manifest).is_file()
         spec = replace(spec, source=moved_to, manifest=spec.manifest if is_there else None)
     try:
         source = build_source(spec, preprocess)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"cannot read the run's training data: {error}. If they have moved, say where to with --train-data"
+            f"cannot read the run's training data: {error}. If they have moved, give their place with --train-data"
         ) from error
     if source.num_samples != identity["num_samples"]:
         raise UsageError(
             f"{spec.source} has {source.num_samples:,} samples, the run was trained on {identity['num_samples']:,}: give "
-            "its training data with --train-data"
+            "the run's training data with --train-data"
         )
     if None not in (digests := {identity.get("data"), source.index_digest}) and len(digests) > 1:
-        raise UsageError(f"{spec.source} is not what the run was trained on: give that with --train-data")
+        raise UsageError(
+            f"the run was trained on other data than {spec.source}: give its training data with --train-data"
+        )
     return source
 
 
@@ -176,9 +180,15 @@ def embed(
     rows: int,
     folder: Path | None = None,
 ) -> Embeddings:
-    """Embed batches of ``image``, ``text`` and ``index`` with a model in evaluation mode, in a ``--precision``.
+    """Embed at most ``rows`` samples with a model in evaluation mode.
 
-    There are at most ``rows`` samples. The embeddings lie in memory-mapped files of the folder, or in host memory.
+    Args:
+        model: the model.
+        batches: batches of ``image``, ``text`` and ``index``.
+        precision: as ``--precision``.
+        device: device of the model.
+        rows: largest number of samples.
+        folder: the embeddings go into memory-mapped files in this folder; None keeps them in host memory.
     """
     autocast = compat.autocast_context(precision, device)
     input_dtype = open_clip.get_input_dtype(precision)
@@ -189,7 +199,7 @@ def embed(
             output = model(
                 batch["image"].to(device, input_dtype, non_blocking=True), batch["text"].to(device, non_blocking=True)
             )
-        # On the host: the embeddings of a large training set do not fit beside the model.
+        # The embeddings of a large training set do not fit on the GPU beside the model.
         features = output["image_features"], output["text_features"]
         tables = tables or _tables(folder, rows, features[0].shape[1])
         here = slice(count, count + len(batch["index"]))
@@ -201,9 +211,9 @@ def embed(
 
 
 def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddings:
-    """Embed the training set once, without augmentation, in the precision of the run; show the progress.
+    """Embed the training set without augmentation, in the precision of the run, and show the progress.
 
-    A folder keeps the embeddings in memory-mapped files for the next call; without one they lie in host memory.
+    With a folder, the embeddings are kept in memory-mapped files for the next call, else in host memory.
     """
     batches = math.ceil(run.source.num_kept / run.loader.batch_size)
     progress = command_line.progress_bar(run.loader, desc="embedding", unit="batch", total=batches)
@@ -225,7 +235,7 @@ def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddin
 
 
 def _tables(folder: Path | None, rows: int, width: int) -> tuple[Tensor, ...]:
-    """Return tables for images, texts and index, in files of the folder or in memory."""
+    """Return tables for images, texts and index, in files of a folder or in memory."""
 
     def table(name: str, size: int, dtype: torch.dtype) -> Tensor:
         if folder is None:
@@ -259,8 +269,8 @@ def _read_checkpoint(folder: Path, name: str) -> Checkpoint:
 
 
 def model_settings(flags: Mapping[str, Any]) -> ModelConfig:
-    """Return how to build the run's model without its weights, which the checkpoint has."""
+    """Return the settings that build the run's model without weights, since those come from the checkpoint."""
     settings = model_config(flags)
-    # A tag also says how its images are normalized; a file that the run started from may be gone.
+    # A pretrained tag also decides how images are normalized. A file that the run started from may be missing by now.
     tagged = bool(settings.pretrained) and bool(open_clip.get_pretrained_cfg(settings.name, settings.pretrained))
     return replace(settings, pretrained=settings.pretrained if tagged else None, pretrained_image=False)

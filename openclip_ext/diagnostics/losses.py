@@ -22,7 +22,7 @@ _PARTS = ("normalizer", "temperature_scheme")
 
 
 def main(argv: list[str]) -> None:
-    """Print all losses, or what there is to know of those that are named."""
+    """List all losses, or describe those that are named."""
     parser = argparse.ArgumentParser(
         prog="openclip-ext losses", description=__doc__.splitlines()[0], allow_abbrev=False
     )
@@ -42,7 +42,7 @@ def _described(name: str) -> Iterator[str]:
     yield f"{name}: {SUMMARIES.get(name, '')}".rstrip(": ")
     parts = [f"{part.replace('_', ' ')} {options[part]}" for part in _PARTS if part in options]
     yield f"  parts:    {', '.join(parts) or 'none, it comes whole'}"
-    yield f"  index:    {'needs that of each sample' if loss.needs_index else 'needs none'}"
+    yield f"  index:    {'needs that of each sample' if loss.needs_index else 'not needed'}"
     bytes_of_sample = sum(table.nbytes for table in loss.tables().values()) // (loss.num_samples or 1)
     networks = ", and prototypes or networks" if loss.state_size().replicated > loss.get_extra_state().nbytes else ""
     yield f"  state:    {bytes_of_sample} bytes a sample{networks}"

@@ -1,9 +1,9 @@
-"""Plan a training: memory of each rank and node, and what a step sends, as the number of ranks grows.
+"""Plan a training: the memory of each rank and node, and what a step sends, for growing numbers of ranks.
 
     python -m openclip_ext.diagnostics.plan --samples 1e9 --world-size 64 --global-batch 5120 --model ViT-B-16 --loss neuclip
 
-It trains nothing and needs neither GPUs nor data: the real model and loss are built for few samples and run without values
-(``dry_run.py``). The memory that libraries keep for themselves is left out.
+It trains nothing and needs neither GPUs nor data. The real model and loss are built for a few samples and run without values
+(``dry_run.py``). The plan leaves out the memory that libraries reserve for themselves.
 """
 
 import argparse
@@ -39,9 +39,9 @@ from openclip_ext.training.parser import add_loss_flags
 
 LARGEST_WORLD = 1024
 _GIB, _MIB = 2**30, 2**20
-# Size of the loss that is built to measure its state.
+# Number of samples of the loss that is built to measure its state.
 _FEW_SAMPLES = 64
-# The parameter, its gradient and AdamW's two moments in float32; with DDP also the buckets of the gradients.
+# Copies in float32: the parameter, its gradient and AdamW's two moments; with DDP also the buckets of gradients.
 _COPIES_OF_A_PARAMETER, _COPIES_WITH_DDP = 4, 5
 # OpenCLIP's loss is exact on several ranks, without the whole matrix on each, only with these options.
 _OPENCLIP_OPTIONS = {"local_loss": True, "gather_with_grad": True}
@@ -49,7 +49,7 @@ _OPENCLIP_OPTIONS = {"local_loss": True, "gather_with_grad": True}
 
 @dataclass(frozen=True)
 class Training:
-    """The training to plan: a field is the flag of its name, ``options`` are those of ``create_loss``."""
+    """Describes the training to plan; fields have the names of flags, ``options`` are those of ``create_loss``."""
 
     loss: str
     options: dict[str, Any]
@@ -62,13 +62,13 @@ class Training:
     accum_freq: int = 1
 
     def create_loss(self, embed_dim: int, samples: int = _FEW_SAMPLES) -> ContrastiveLoss:
-        """Return the loss, with state for a few samples instead of ``n``, kept with the model."""
+        """Create the loss with state for a few samples instead of ``n``, in the model's memory."""
         more = _OPENCLIP_OPTIONS if self.loss == "openclip" else {}
         options = {name: value for name, value in self.options.items() if name not in PLACEMENT_OPTIONS}
         return registry.create_loss(self.loss, embed_dim=embed_dim, num_samples=samples, **(more | options))
 
     def table_bytes(self, of_sample: Sequence[int], world_size: int) -> tuple[int, int]:
-        """Return the bytes of one rank's parts of all tables, on its GPU and on the host, from each table's per sample."""
+        """Return the bytes of a rank's parts of all tables, on its GPU and on the host, from each table's bytes per sample."""
         first, end = shard_bounds(self.samples, 0, world_size)
         on_gpu = on_host = 0
         for size in (bytes_each * (end - first) for bytes_each in of_sample):
@@ -80,14 +80,14 @@ class Training:
 
 
 class Memory(NamedTuple):
-    """Bytes of a GPU, and of a node's host."""
+    """Holds the bytes of a GPU and of a node's host memory."""
 
     gpu: float
     host: float
 
 
 def memory_here() -> Memory:
-    """Return this machine's memory if it has a GPU, else 80 and 512 GB."""
+    """Return this machine's memory if it has a GPU, or else 80 and 512 GB."""
     if not torch.cuda.is_available():
         return Memory(80e9, 512e9)
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -96,13 +96,13 @@ def memory_here() -> Memory:
 
 @dataclass(frozen=True)
 class Row:
-    """Needs of ``world_size`` ranks, in bytes per GPU.
+    """Holds the needs of ``world_size`` ranks, in bytes per GPU.
 
     Attributes:
-        model: of model and optimizer.
-        activations: of the encoders.
-        state: of the loss.
-        host_state: of the loss in the memory or files of a node, all its ranks together.
+        model: bytes of model and optimizer.
+        activations: bytes of the encoders' activations.
+        state: bytes of the loss's state.
+        host_state: bytes of the loss's state in the memory or files of a node, for all its ranks together.
         loss: what a step of the loss sends and allocates.
     """
 
@@ -116,21 +116,21 @@ class Row:
 
     @property
     def gpu(self) -> int:
-        """Return the bytes per GPU, as if loss and encoders were at their peak together."""
+        """Return the bytes per GPU, as if loss and encoders reached their peaks together."""
         return self.model + self.activations + self.state + self.loss.work_bytes
 
 
 class Plan:
-    """Predict what a training on ``world_size`` ranks needs.
+    """Predicts what a training on ``world_size`` ranks needs.
 
     Attributes:
-        replicated: bytes of the loss's state that is on each GPU, the same on all ranks.
-        of_sample: bytes of each table of the loss per sample.
+        replicated: bytes of the loss's state that every rank has in full.
+        of_sample: bytes per sample of each table of the loss.
         asked: the needs of ``world_size`` ranks.
 
     Raises:
-        ValueError: an unknown model or loss, wrong options, or a batch that cannot be cut into ``world_size`` parts or is
-            more than all samples.
+        ValueError: the model or loss is unknown, options are wrong, the batch cannot be divided by ``world_size``, or it is
+            larger than the data set.
     """
 
     def __init__(self, training: Training, world_size: int, memory: Memory) -> None:
@@ -147,7 +147,7 @@ class Plan:
         self.replicated = loss.state_size().replicated
         self.of_sample = tuple(table.nbytes // table.size for table in loss.tables().values())
         self._views = loss.views
-        # Activations: counted for a micro-batch and for twice as many, and a straight line through both.
+        # Activations grow linearly with the batch, so two measurements are enough.
         micro_batch = _part(_part(training.global_batch, world_size), training.accum_freq)
         batches = micro_batch, 2 * micro_batch
         once, twice = activation_bytes(training.model, batches, training.precision, training.grad_checkpointing)
@@ -155,7 +155,7 @@ class Plan:
         self.asked = self.row(world_size)
 
     def row(self, world_size: int) -> Row:
-        """Return the needs of ``world_size`` ranks; ValueError if the batch cannot be cut into so many parts."""
+        """Return the needs of ``world_size`` ranks; ValueError if the batch cannot be divided by that number."""
         training = self.training
         local_batch = _part(training.global_batch, world_size)
         on_gpu, on_host = training.table_bytes(self.of_sample, world_size)
@@ -177,11 +177,11 @@ class Plan:
         )
 
     def gradient(self, world_size: int) -> dict[str, float]:
-        """Return the bytes of the model's gradient, which a step reduces over the ranks."""
+        """Return the bytes of the model's gradient that a step reduces over the ranks."""
         return {ALL_REDUCE: 4.0 * self.parameters} if world_size > 1 else {}
 
     def _period(self) -> int:
-        """Return after how many steps the loss's communication repeats (AmorLIP fits its network every few)."""
+        """Return the number of steps after which the loss's communication repeats (AmorLIP fits its network every few)."""
         options = self.training.options
         parts = {part: options.get(part) for part in ("normalizer", "temperature_scheme", "views")}
         return options.get("fit_every", registry.options_used_by(self.training.loss, **parts).get("fit_every", 1))
@@ -218,32 +218,32 @@ class Plan:
         )
         if training.loss == "openclip":
             yield (
-                "with --local-loss --gather-with-grad: without them each rank works on the whole B x B matrix, and needs "
+                "with --local-loss --gather-with-grad; without them each rank works on the whole B x B matrix, and needs "
                 "more"
             )
         millions = self.parameters / 1e6
         how = f"{training.precision}, {'with' if training.grad_checkpointing else 'without'} --grad-checkpointing"
         yield f"model                      {_gib(row.model)} GiB a GPU ({millions:.1f} M parameters, AdamW, float32)"
         yield f"activations                {_gib(row.activations)} GiB a GPU ({how})"
-        yield f"loss, the same everywhere  {_gib(self.replicated)} GiB a GPU"
+        yield f"loss, on every GPU         {_gib(self.replicated)} GiB a GPU"
         if self.of_sample:
             each = sum(self.of_sample)
             in_all = _gib(training.samples * each)
             on_gpu, on_host = training.table_bytes(self.of_sample, row.world_size)
             place = training.options.get("state_dir") or "host memory"
-            yield f"loss, of each sample       {in_all} GiB in all ({each} bytes each), once over all ranks:"
+            yield f"loss, per sample           {in_all} GiB in all ({each} bytes each), divided among the ranks:"
             yield f"                           {_gib(on_gpu)} GiB a GPU, {_gib(on_host)} GiB a rank in {place}"
         yield f"loss, work memory          {_gib(row.loss.work_bytes)} GiB a GPU"
 
     def _batches(self) -> Iterator[str]:
-        """Yield whether a step fits a GPU, which batch would, and what ``--accum-freq`` makes of it."""
+        """Yield whether a step fits a GPU, which batch would fit, and the effect of ``--accum-freq``."""
         row, available = self.asked, self.memory.gpu
         others = row.gpu - row.activations
         fits = "fits" if row.gpu <= available else "does not fit"
         largest = max(0, int((available - others - self._fixed) / self._of_image))
         yield (
             f"a GPU needs {_gib(row.gpu)} GiB of {_gib(available)}: {fits}; with this global batch up to {largest} samples "
-            "in a pass would"
+            "in a pass would fit"
         )
         for accum_freq in (1, 2, 4, 8, 16, 32):
             if row.local_batch % accum_freq:
@@ -281,13 +281,13 @@ class Plan:
 
 
 def prefetch_bytes(anchors: int) -> int:
-    """Return what ``loss.prefetch`` gathers, the batch's index, before a step of a loss with tables on the host."""
+    """Return the bytes of the batch's index, which ``loss.prefetch`` gathers if the tables are on the host."""
     return anchors * torch.int64.itemsize
 
 
 def _part(batch: int, parts: int) -> int:
     if batch % parts:
-        raise ValueError(f"a batch of {batch} cannot be cut into {parts} equal parts")
+        raise ValueError(f"a batch of {batch} cannot be divided into {parts} equal parts")
     return batch // parts
 
 
@@ -315,16 +315,22 @@ def main(argv: list[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="openclip-ext plan", allow_abbrev=False, description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=count, required=True, help="samples of the data set; 1e9 is a number, too")
-    parser.add_argument("--world-size", type=count, default=1, help="ranks, one a GPU (default: %(default)s)")
-    parser.add_argument("--global-batch", type=count, required=True, help="samples of a step, over all ranks")
-    parser.add_argument("--model", default="ViT-B-32", help="one of OpenCLIP's (default: %(default)s)")
-    parser.add_argument("--ranks-per-node", type=count, default=8, help="GPUs of a node (default: %(default)s)")
+    parser.add_argument("--samples", type=count, required=True, help="number of samples in the data set, such as 1e9")
+    parser.add_argument(
+        "--world-size", type=count, default=1, help="number of ranks, one for each GPU (default: %(default)s)"
+    )
+    parser.add_argument("--global-batch", type=count, required=True, help="samples of a step over all ranks")
+    parser.add_argument("--model", default="ViT-B-32", help="name of an OpenCLIP model (default: %(default)s)")
+    parser.add_argument(
+        "--ranks-per-node", type=count, default=8, help="number of GPUs of a node (default: %(default)s)"
+    )
     parser.add_argument("--precision", choices=PRECISIONS, default="amp", help="default: %(default)s, as OpenCLIP's")
-    parser.add_argument("--grad-checkpointing", action="store_true", help="as in a training")
-    parser.add_argument("--accum-freq", type=count, default=1, help="micro-batches of a step (default: %(default)s)")
+    parser.add_argument("--grad-checkpointing", action="store_true", help="as in training")
+    parser.add_argument(
+        "--accum-freq", type=count, default=1, help="number of micro-batches of a step (default: %(default)s)"
+    )
     for name, what, size, default in zip(("gpu", "host"), ("a GPU", "a node"), (80, 512), memory_here(), strict=True):
-        text = f"GB of {what} (default: this machine's if it has a GPU, else {size})"
+        text = f"memory of {what} in GB (default: this machine's if it has a GPU, else {size})"
         parser.add_argument(f"--{name}-memory", type=_gigabytes, default=default, metavar="GB", help=text)
     add_loss_flags(parser.add_argument_group("loss"), flag_table.of_losses())
     return parser

@@ -1,7 +1,7 @@
-"""Decoded data for many short runs: images once in a memory-mapped file, texts once as tokens.
+"""Decode the data of many short runs once: images into a memory-mapped file, texts into tokens.
 
-Training goes through the ordinary loader, whose order and pixels depend on the seed alone. A training set that does not fit
-into the cache is read from its files.
+Training uses the ordinary loader, so the order of samples and the augmentation depend only on the seed. A training set that
+does not fit into the cache is read from its files.
 """
 
 import hashlib
@@ -24,36 +24,36 @@ from openclip_ext.data.train_loader import TrainLoader, TrainLoaderConfig
 from openclip_ext.files import write_atomically
 from openclip_ext.text_tower import find_causal_tower, shrink
 
-# Stored images are at most this many times as large as the model's: the training's random crops lose nothing visible.
+# Stored images are at most this many times as large as the model's input, so random crops lose nothing visible.
 _LARGEST = 2
 _PIXELS, _TABLE = "pixels.bin", "samples.json"
-# Samples by which the size of the rest is judged.
+# The size of all images is estimated from this many.
 _PROBE = 100
 
 
 class DoesNotFit(Exception):
-    """The decoded images are larger than the cache may be."""
+    """Says that the decoded images are larger than the cache may be."""
 
 
 def digest(content: Any) -> str:
-    """Return a name for any content that JSON can hold."""
+    """Return a short digest of any content that JSON can hold."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Decoded samples in a folder; ``rows`` are those that are meant, in order."""
+    """Gives access to decoded samples in a folder; ``rows`` selects and orders them."""
 
     folder: Path
     rows: tuple[int, ...]
 
     @classmethod
     def open(cls, folder: Path) -> "Cache":
-        """Return all samples of a folder."""
+        """Return a cache of all samples in a folder."""
         return cls(folder, tuple(range(len(_read_table(folder)["captions"]))))
 
     def part(self, positions: Sequence[int]) -> "Cache":
-        """Return some of these samples."""
+        """Return a cache of some of these samples."""
         return replace(self, rows=tuple(self.rows[position] for position in positions))
 
     @cached_property
@@ -66,7 +66,7 @@ class Cache:
 
     @property
     def digest(self) -> str:
-        """Return a name for the samples and their order."""
+        """Return a digest of the samples and their order."""
         return digest([self._table["digest"], self.rows])
 
     def captions(self) -> list[str]:
@@ -74,7 +74,7 @@ class Cache:
         return [self._table["captions"][row] for row in self.rows]
 
     def classes(self) -> list[int] | None:
-        """Return the samples' classes; None where nobody said them."""
+        """Return the samples' classes, or None if they have none."""
         classes = self._table["classes"]
         return None if classes is None else [classes[row] for row in self.rows]
 
@@ -105,24 +105,26 @@ def write_cache(
     classes: int | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Cache:
-    """Decode a data set into a folder, once: a finished one is opened.
+    """Decode a data set into a folder, or open the folder if it is complete already.
 
     Args:
+        spec: the data set.
+        folder: where the cache is.
         image_size: side of the model's images.
-        limit: bytes that the images may take.
-        classes: number of classes, to read each sample's from its member ``cls``; None: do not.
-        progress: wraps the samples, to show how far it is.
+        limit: bytes that the decoded images may take.
+        classes: number of classes; each sample's class is read from its member ``cls``. None: no classes are read.
+        progress: wraps the samples to show the progress.
 
     Raises:
         DoesNotFit: the images are larger than the limit.
-        BadDataError: more samples than ``--max-bad-fraction`` cannot be read.
+        BadDataError: more samples are unreadable than ``--max-bad-fraction`` allows.
         ValueError: a class is missing or out of range.
     """
     if (folder / _TABLE).exists():
         return Cache.open(folder)
     folder.mkdir(parents=True, exist_ok=True)
     source = build_source(spec, str)  # type: ignore[arg-type]
-    asked = source.num_kept  # a manifest may leave samples out
+    expected = source.num_kept  # a manifest may leave samples out
     indices: list[int] = []
     captions: list[str] = []
     shapes: list[tuple[int, ...]] = []
@@ -135,15 +137,15 @@ def write_cache(
             captions.append(caption)
             shapes.append(pixels.shape[:2])
             indices.append(index)
-            if len(indices) in (_PROBE, asked) and (expected := file.tell() / len(indices) * asked) > limit:
+            if len(indices) in (_PROBE, expected) and (size := file.tell() / len(indices) * expected) > limit:
                 raise DoesNotFit(
-                    f"{spec.source}: its images would take {expected / 2**30:.2g} GiB decoded, --cache allows "
+                    f"the decoded images of {spec.source} would take {size / 2**30:.2g} GiB, --cache allows "
                     f"{limit / 2**30:.2g}"
                 )
-    bad = asked - len(captions)
-    if bad > spec.max_bad_fraction * asked:
+    bad = expected - len(captions)
+    if bad > spec.max_bad_fraction * expected:
         raise BadDataError(
-            f"{bad:,} of the {asked:,} samples of {spec.source} have no image or no caption that can be read, "
+            f"{bad:,} of the {expected:,} samples of {spec.source} have no readable image or caption, "
             f"more than the allowed {spec.max_bad_fraction:.1%} (--max-bad-fraction)"
         )
     labels = None if classes is None else _read_classes(spec, classes, indices)
@@ -157,7 +159,7 @@ def write_cache(
 def _decoded(
     source: Source, progress: Callable[[Iterable[int]], Iterable[int]]
 ) -> Iterator[tuple[int, Image.Image, str]]:
-    """Yield index, image and caption of the samples that can be read."""
+    """Yield index, image and caption of every readable sample."""
     read = source.reader()
     for index in progress(range(source.num_samples)):
         if not source.is_left_out(index):
@@ -170,7 +172,7 @@ def _decoded(
 
 
 def _shrunk(image: Image.Image, side: int) -> np.ndarray:
-    """Return ``(H, W, 3)`` uint8, made smaller where the image's shorter side is longer than ``side``."""
+    """Return pixels ``(H, W, 3)`` uint8; shrink the image if its shorter side is longer than ``side``."""
     if (shorter := min(image.size)) > side:
         width, height = (max(1, round(length * side / shorter)) for length in image.size)
         image = image.resize((width, height), Image.Resampling.BICUBIC)
@@ -186,7 +188,7 @@ def _read_classes(spec: DataSpec, count: int, indices: Sequence[int]) -> list[in
         text = read(index).fields.get("cls", b"").decode().strip()
         if not text.isdigit() or int(text) >= count:
             raise ValueError(
-                f"sample {index} of {spec.source} has the class {text!r}: expected in its member cls a line number of the "
+                f"sample {index} of {spec.source} has the class {text!r}: its member cls should hold a line number of the "
                 f"--classes file, from 0 to {count - 1}"
             )
         classes.append(int(text))
@@ -194,7 +196,7 @@ def _read_classes(spec: DataSpec, count: int, indices: Sequence[int]) -> list[in
 
 
 class _CachedSource(Source):
-    """A cache as the training loader's source; the index of a sample is its position."""
+    """Serves a cache to the training loader; a sample's index is its position."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -210,12 +212,13 @@ class _CachedSource(Source):
 
 @dataclass(frozen=True)
 class Tokens:
-    """All texts that runs can meet, each once, and their tokens.
+    """Holds the tokens of every text that a run can meet.
 
     Attributes:
-        numbers: ``(len(texts), L)`` places in the vocabulary.
-        vocabulary: the tokenizer's tokens that occur, in order.
-        length: positions up to the longest text's end.
+        texts: the distinct texts.
+        numbers: ``(len(texts), L)`` indices into ``vocabulary``.
+        vocabulary: the tokens that occur, in ascending order.
+        length: number of positions that the longest text takes.
     """
 
     texts: tuple[str, ...]
@@ -228,17 +231,17 @@ class Tokens:
         """Tokenize texts."""
         unique = tuple(dict.fromkeys(texts))
         tokens = tokenizer(list(unique)).numpy()
-        # To the last token that is not 0: among the others 0 is a token, too ("!").
+        # The text ends at its last token that is not 0; before that, 0 is a token, too ("!").
         length = int(np.nonzero(tokens)[1].max(initial=0)) + 1
         vocabulary, numbers = np.unique(tokens, return_inverse=True)
         return cls(unique, numbers.reshape(tokens.shape).astype(np.int32), vocabulary, length)
 
 
 class KnownTexts:
-    """A tokenizer that looks texts up, and makes the model's text tower as small as they allow.
+    """Looks up the tokens of known texts, and shrinks the model's text tower to their length and vocabulary.
 
-    The model is changed in place, where its text tower is causal and trained as a whole, see :func:`shrink`. Where the texts
-    are not known beforehand, tokenizer and model stay as they are.
+    The model changes in place if its text tower is causal and trained as a whole, see :func:`shrink`. If the texts are not
+    known beforehand, the tokenizer and the model stay as they are.
     """
 
     def __init__(self, tokens: Tokens | None, tokenizer: Callable, model: nn.Module) -> None:
@@ -263,14 +266,16 @@ class KnownTexts:
 
 @dataclass(frozen=True)
 class PilotData:
-    """What runs train on and are scored on.
+    """Holds the data that runs train on and are scored on.
 
     Attributes:
-        train: decoded training samples, or where to read them from.
-        num_samples: size of the index space.
-        val, test: samples that choose among settings, and that give the reported numbers.
-        names: of the classes, or empty.
-        tokens: of all texts; None where the training's are not in memory.
+        train: the decoded training samples, or where to read them from.
+        num_samples: number of training samples, and of indices.
+        val: samples that choose among settings.
+        test: samples that give the reported numbers.
+        names: names of the classes, or empty.
+        tokens: tokens of all texts; None if the training texts are not in memory.
+        digest: digest of the data.
     """
 
     train: Cache | DataSpec

@@ -2,14 +2,13 @@
 
     python -m openclip_ext.experiments.grid GRID.json --data icons-11k --results runs.jsonl [--workers 2]
 
-The data are a folder as ``scripts.experiments.pairs`` describes it. For each schedule and family of losses the queue holds
-every setting of the family with the first seed, then the best setting with the other seeds. "Best" is by the score on
-``val/``; ``test/`` is of other sets and decides nothing. All families must have equally many settings. Equal seeds have the
-same start weights, order and augmentation. Finished runs are skipped and a killed call loses only the runs under way: call it
-again.
+``scripts.experiments.pairs`` describes the data folder. For each schedule and family of losses, every setting of the family
+runs with the first seed, then the best setting runs with the other seeds. The best setting has the highest score on ``val/``;
+``test/`` decides nothing. All families must have equally many settings. Runs of equal seeds have the same start weights, order
+and augmentation. Finished runs are skipped, and a killed call loses only the runs in progress: call it again.
 
-A setting: ``loss`` and ``options`` for ``create_loss``, and optionally
-``temperature`` and ``lr_tau``: of the model's logit scale, for OpenCLIP's own loss, which has no such options (0: constant),
+A setting holds ``loss`` and ``options`` for ``create_loss``, and optionally
+``temperature`` and ``lr_tau``: start and learning rate (0: constant) of the model's logit scale, for OpenCLIP's own loss;
 ``captions``: ``name`` to train on the canonical names, which are often equal, instead of the captions.
 """
 
@@ -51,17 +50,17 @@ from openclip_ext.training.step import Batch
 METRICS = ("name", "image-to-text", "text-to-image")
 _GRID_KEYS = {"model", "schedules", "families", "seeds"}
 _SETTING_KEYS = {"loss", "options", "temperature", "lr_tau", "captions"}
-_SHIFT = 2  # random shift of the stored images in pixels, each way
-_IMAGE_SIZE = 32  # of the demo models, at least; stored images may be twice as large
-# Of all runs; the learning rate and the length are the grid's.
+_SHIFT = 2  # largest random shift of a stored image, in pixels
+_IMAGE_SIZE = 32  # the demo models' image size; stored images may be twice as large
+# Flags of all runs; the grid gives the learning rate and the length.
 _FLAGS = "--precision fp32 --wd 0.2 --beta1 0.9 --beta2 0.999 --eps 1e-8 --warmup 100 --workers 0 --logs none"
 
 
 def contests(grid: Mapping[str, Any], data: str) -> dict[str, Contest]:
-    """Return what a grid file asks for, by schedule.
+    """Return the contest of each schedule of a grid file.
 
     Raises:
-        ValueError: a key that means nothing, or families with different numbers of settings.
+        ValueError: the grid has an unknown key, or families with different numbers of settings.
     """
     for what, content, known in (
         ("a grid", grid, _GRID_KEYS),
@@ -71,7 +70,7 @@ def contests(grid: Mapping[str, Any], data: str) -> dict[str, Contest]:
             raise ValueError(f"{what} has no {', '.join(unknown)}: expected {', '.join(sorted(known))}")
     sizes = {family: len(settings) for family, settings in grid["families"].items()}
     if len(set(sizes.values())) > 1:
-        raise ValueError(f"families must have equally many settings, or the tuning is not equal: found {sizes}")
+        raise ValueError(f"families must have equally many settings, so that all are tuned equally: found {sizes}")
     return {
         schedule: Contest(
             {
@@ -93,7 +92,7 @@ def pending(grid: Mapping[str, Any], data: str, results: Results) -> list[Run]:
 
 
 def data_digest(data: Path) -> str:
-    """Return a name for what the data were made from."""
+    """Return a digest of the recipe that the data were made from."""
     return hashlib.sha256((data / "recipe.json").read_bytes()).hexdigest()[:12]
 
 
@@ -117,7 +116,7 @@ def classes_of(samples: Cache) -> Tensor:
 
 
 class GridRun(PilotRun):
-    """A run of a grid. Unlike in training, a loss keeps its default seed, and a learned temperature its rate."""
+    """Performs a run of a grid: a loss keeps its default seed, and a learned temperature its rate, unlike in training."""
 
     def shared_options(self) -> dict[str, Any]:
         return {"epochs": self.run.epochs}
@@ -145,9 +144,9 @@ class GridRun(PilotRun):
 
 
 class ShiftedImages:
-    """Training batches of images of one size, shifted at random (white comes in), with tokens ``(N, L)`` as texts.
+    """Yields training batches of images of one size, shifted at random over white, with their tokens ``(N, L)``.
 
-    The seed is that of order and shifts. The last, incomplete batch of an epoch is left out.
+    ``seed`` decides the order and the shifts. The last, incomplete batch of an epoch is left out.
     """
 
     def __init__(self, samples: Cache, texts: Tensor, seed: int, batch_size: int) -> None:
@@ -169,12 +168,12 @@ class ShiftedImages:
 
 
 def stored_images(samples: Cache, rows: Sequence[int]) -> Tensor:
-    """Return images ``(B, 3, S, S)`` uint8 as they are stored."""
+    """Return stored images ``(B, 3, S, S)`` uint8."""
     return torch.from_numpy(np.stack([samples.pixels(row) for row in rows])).permute(0, 3, 1, 2).contiguous()
 
 
 def shifted(images: Tensor, shifts: Tensor) -> Tensor:
-    """Return images shifted by ``(B, 2)`` pixels, at most two each way."""
+    """Shift images by ``(B, 2)`` pixels, at most two in each direction."""
     size = images.shape[-1]
     padded = nn.functional.pad(images, [_SHIFT] * 4, value=255)
     places = (_SHIFT + shifts).tolist()
@@ -182,10 +181,10 @@ def shifted(images: Tensor, shifts: Tensor) -> Tensor:
 
 
 def averaged(images: Tensor, visual: Any) -> Tensor:
-    """Return the model's input: stored images ``(B, 3, S, S)`` made smaller by averaging, and normalized.
+    """Return the model's input: shrink stored images ``(B, 3, S, S)`` by averaging, and normalize them.
 
     Raises:
-        ValueError: the stored size is no multiple of the model's.
+        ValueError: the stored size is not a multiple of the model's.
     """
     wanted = max(visual.image_size) if isinstance(visual.image_size, tuple) else visual.image_size
     factor, rest = divmod(images.shape[-1], wanted)
@@ -198,7 +197,10 @@ def averaged(images: Tensor, visual: Any) -> Tensor:
 
 
 def score(training: PilotRun, samples: Cache, names: Sequence[str]) -> dict[str, float]:
-    """Return top-1 of images among the split's names, R@1 either way (any sample of the same name is right), their mean."""
+    """Return top-1 accuracy among the split's names, R@1 in both directions, and their mean.
+
+    In retrieval, any sample of the same name is right.
+    """
     present, labels = classes_of(samples).unique(return_inverse=True)
     with training.evaluating() as model:
         images = training.encode_images(
@@ -238,14 +240,14 @@ def train(data: PilotData, run: Run, device: torch.device, seen: Callable[[int],
 
 
 def environment() -> dict[str, str]:
-    """Return what else the numbers may depend on."""
+    """Return processor and versions, on which the numbers may depend."""
     info = Path("/proc/cpuinfo")
     models = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     return {"cpu": (models or [platform.processor()])[0], "python": platform.python_version(), **versions()}
 
 
 def run_all(grid: Mapping[str, Any], data: Path, path: Path, workers: int) -> list[str]:
-    """Work on the queue until it is empty; return why runs failed."""
+    """Execute all runs; return the reasons of those that failed."""
     add_model_configs()
     results = ResultsFile(path)
 
@@ -264,7 +266,7 @@ def run_all(grid: Mapping[str, Any], data: Path, path: Path, workers: int) -> li
 
 
 def describe(row: Mapping[str, Any]) -> str:
-    """Return a row in a line."""
+    """Describe a row in one line."""
     if "failed" in row:
         return f"run {row['id']} failed: {row['failed'].strip()}"
     setting = {key: value for key, value in row["setting"].items() if key != "loss"}

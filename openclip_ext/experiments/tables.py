@@ -2,8 +2,8 @@
 
     python -m openclip_ext.experiments.tables GRID.json --data icons-11k --results runs.jsonl
 
-For each schedule: every family's chosen runs on the test sets, with paired differences to a baseline; and what was tried,
-on the validation sets.
+Each schedule has two tables: the chosen runs of every family on the test sets, with paired differences to a baseline, and
+all settings on the validation sets.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from openclip_ext.experiments.results import read_results
 from openclip_ext.experiments.runs import Contest, Results
 from openclip_ext.experiments.statistics import seeds_interval
 
-# What the table of the test sets shows, in percent.
+# Columns of the table of the test sets, in percent.
 _SHOWN = {
     "R@1": lambda scores: 50 * (scores["image-to-text"] + scores["text-to-image"]),
     "name": lambda scores: 100 * scores["name"],
@@ -27,12 +27,12 @@ _SHOWN = {
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table."""
+    """Format a Markdown table."""
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
 
 
 def with_interval(differences: Sequence[float]) -> str:
-    """Return the mean of paired differences, with its 95 % interval (Student's t) where there are two or more."""
+    """Format the mean of paired differences; two or more also get their 95 % interval (Student's t)."""
     text = f"{statistics.fmean(differences):+.1f}"
     if len(differences) > 1:
         low, high = seeds_interval(differences)
@@ -41,7 +41,7 @@ def with_interval(differences: Sequence[float]) -> str:
 
 
 def format_tables(grid: Mapping[str, Any], data: str, results: Results, baseline: str | None = None) -> str:
-    """Return for each schedule every family's best runs, and the scores on the validation sets of all that was tried.
+    """Format the tables of each schedule: the best runs of every family, and the validation scores of all settings.
 
     Differences are to the family ``baseline``, by default the first.
     """
@@ -93,7 +93,7 @@ def _format_tuning(contest: Contest, results: Results) -> str:
 
 
 def _numbers(setting: Mapping[str, Any]) -> str:
-    """Return the numbers of a setting: what differs within a family."""
+    """Format the numbers of a setting, which are what differs within a family."""
     flat = {key: value for key, value in setting.items() if key not in ("loss", "options")} | setting.get("options", {})
     numbers = {key: value for key, value in flat.items() if isinstance(value, float | int) and value is not True}
     return ", ".join(f"{key} {value:g}" for key, value in numbers.items()) or "defaults"
@@ -104,9 +104,9 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m openclip_ext.experiments.tables", description=__doc__.splitlines()[0], allow_abbrev=False
     )
-    parser.add_argument("grid", type=Path, help="as for openclip_ext.experiments.grid")
-    parser.add_argument("--data", type=Path, required=True, help="likewise")
-    parser.add_argument("--results", type=Path, required=True, help="likewise")
+    parser.add_argument("grid", type=Path, help="the grid's file")
+    parser.add_argument("--data", type=Path, required=True, help="the grid's data folder")
+    parser.add_argument("--results", type=Path, required=True, help="the grid's file of finished runs")
     parser.add_argument("--baseline", help="family to compare with (default: the first)")
     args = parser.parse_args(argv)
     grid = json.loads(args.grid.read_text())

@@ -52,4 +52,4 @@ def test_what_cannot_be_drawn_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
     assert "Format 'foo' is not supported" in message("run", "x.foo")
     assert "no run folder" in message("none")
-    assert "no training step logged" in message("empty")
+    assert "no training step is logged" in message("empty")

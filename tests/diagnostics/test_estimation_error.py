@@ -238,7 +238,7 @@ def test_the_program_reads_runs_of_networks_and_refuses_those_without_normalizer
             estimation_error.main(arguments)
         return
     estimation_error.main(arguments)
-    assert "20 anchors a side against 84 samples, batches of 16" in capsys.readouterr().out
+    assert "20 anchors on each side against 84 samples, batches of 16" in capsys.readouterr().out
 
 
 def test_errors_say_what_is_missing(fastclip, tmp_path, shards):

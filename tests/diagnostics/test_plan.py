@@ -248,7 +248,7 @@ def test_what_does_not_fit_is_said(capsys):
 def test_a_batch_that_cannot_be_cut_has_no_row(capsys):
     plan.main(["--samples", "1000", "--global-batch", "48", "--model", "demo-vit", "--loss", "siglip"])
     text = capsys.readouterr().out
-    assert "a batch of 48 cannot be cut into 32 equal parts" in text
+    assert "a batch of 48 cannot be divided into 32 equal parts" in text
     assert rows(text)[16][1] == "3"
 
 
@@ -282,7 +282,7 @@ def test_the_plan_says_which_batch_fits(capsys):
         (["--model", "ViT-B-17"], "--model ViT-B-17: expected one of"),
         (["--loss", "neuclp"], "Did you mean 'neuclip'"),
         (["--loss", "neuclip", "--gamma", "0.5"], "gamma=: not used by the loss 'neuclip'"),
-        (["--world-size", "48"], "cannot be cut into 48 equal parts"),
+        (["--world-size", "48"], "cannot be divided into 48 equal parts"),
         (["--samples", "5119"], "--samples 5119 are fewer than a --global-batch of 5120"),
         (["--gpu-memory", "0"], "--gpu-memory: 0: expected a positive number of GB"),
         (["--host-memory=-1"], "--host-memory: -1: expected a positive number of GB"),

@@ -215,7 +215,7 @@ def test_exit_status_for_data_that_is_not_there(tiny_folder, tmp_path):
     [
         (["--tasks", "cifar-10"], "There is no task 'cifar-10'"),
         (["--tasks", "mnist"], "has none of the 1 tasks, such as wds_mnist_test; in it: wds_cifar10_test"),
-        (["--data-dir", "/nowhere"], "--data-dir /nowhere is no folder"),
+        (["--data-dir", "/nowhere"], "--data-dir /nowhere is not a folder"),
         (["--checkpoint", "/nowhere/epoch_1.pt"], "There is no checkpoint /nowhere/epoch_1.pt"),
         (["--device", "cpu", "--precision", "amp"], "--precision amp needs CUDA"),
     ],

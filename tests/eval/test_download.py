@@ -130,7 +130,7 @@ def test_a_wrong_checksum_is_fetched_again(hub: FakeHub, tmp_path: Path, capsys:
     other = tmp_path / "other"
     hub.corrupt["test/0.tar"] = 3
     assert download(hub, other) == 1
-    assert "another checksum than the hub's: test/0.tar; run the same command again" in capsys.readouterr().err
+    assert "the checksum differs from the hub's for test/0.tar; run the same command again" in capsys.readouterr().err
     assert not (set_folder(other) / "test" / "0.tar").exists()
     assert verify(other) == INCOMPLETE
 

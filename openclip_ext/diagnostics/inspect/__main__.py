@@ -1,4 +1,4 @@
-"""The program: ``openclip-ext inspect RUN_FOLDER``."""
+"""Run ``openclip-ext inspect RUN_FOLDER``."""
 
 import argparse
 import logging
@@ -31,27 +31,29 @@ _MISFITS = ("misfit-captions", "misfit-images")
 
 @dataclass(frozen=True)
 class _Sizes:
-    """How much is looked at, and shown."""
+    """Says how many samples are looked at and shown."""
 
-    anchors: int = flag(100_000, "samples to look at, drawn at random; each is compared with all", minimum=2)
-    show: int = flag(30, "of each category on the page", minimum=0)
-    seed: int = flag(0, "of the samples that are looked at")
+    anchors: int = flag(
+        100_000, "number of samples to look at, drawn at random; each is compared with all samples", minimum=2
+    )
+    show: int = flag(30, "number of samples or pairs of each category on the page", minimum=0)
+    seed: int = flag(0, "seed of the draw of samples")
 
 
 def main(argv: list[str]) -> None:
     """Inspect the training data of a run; write a page, JSON and CSV, and a manifest if asked to.
 
     Raises:
-        UsageError: there is no such run or checkpoint, its state or its data are gone, it has no use of captions, or an
+        UsageError: there is no such run or checkpoint, its state or its data are missing, it does not use captions, or an
             argument is wrong.
     """
     args = _parser().parse_args(argv)
     thresholds = from_flags(Thresholds, vars(args))
     if bool(args.leave_out) != (args.write_manifest is not None):
-        raise UsageError("--leave-out says what, and --write-manifest where to: give both or none")
+        raise UsageError("--leave-out and --write-manifest work only together: give both or none")
     run = load_run(**vars(args))
     if run.loss.views > 1:
-        raise UsageError(f"{run.loss_name} was trained on images alone: nothing is known of the captions")
+        raise UsageError(f"{run.loss_name} was trained on images alone, so there are no captions to inspect")
     manifest = _manifest_to_change(run.source, args.write_manifest) if args.leave_out else None
     folder = args.output or run.folder / "inspect"
 
@@ -80,7 +82,7 @@ def main(argv: list[str]) -> None:
 
 
 def _categories(text: str) -> list[str]:
-    """Split names at commas; ``misfits`` is both kinds."""
+    """Split names at commas; ``misfits`` means both kinds of misfits."""
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in {*DEFINITIONS, "misfits"}]
     if unknown:
@@ -89,14 +91,14 @@ def _categories(text: str) -> list[str]:
 
 
 def _manifest_to_change(source: Source, target: Path) -> Manifest:
-    """Return the run's manifest; UsageError, before the long work, if the changed one cannot be written."""
+    """Return the run's manifest; raise UsageError before the long work if the changed one cannot be written."""
     if not target.parent.is_dir():
         raise UsageError(f"--write-manifest {target}: there is no folder {target.parent}")
     if target.is_dir():
         raise UsageError(f"--write-manifest {target} is a folder: give a file, such as {target / 'fewer.json'}")
     if not isinstance(source, ShardSource):
         raise UsageError(
-            "--write-manifest needs webdataset shards: of other data, take the rows in found.csv out yourself"
+            "--write-manifest needs webdataset shards; remove the rows in found.csv from other data yourself"
         )
     if target.is_file() and not len(Manifest.load(target).left_out):
         raise UsageError(f"{target} is a manifest of all samples, which other runs may use: choose another name")
@@ -104,7 +106,7 @@ def _manifest_to_change(source: Source, target: Path) -> Manifest:
 
 
 def _by_index(found: Found, index: np.ndarray, is_pair: bool) -> Found:
-    """Replace rows by global indices; of pairs the smaller one comes first."""
+    """Replace rows by global indices; the smaller index of a pair comes first."""
     sample = index[found.sample]
     if found.partner is None:
         return replace(found, sample=sample)
@@ -135,8 +137,8 @@ def _to_leave_out(found: dict[str, Found], names: list[str]) -> set[int]:
         category = found[name]
         if len(category.sample) < category.count:
             logging.warning(
-                f"{name}: only the {len(category.sample):,} most similar of {category.count:,} pairs are listed, and no "
-                "others lead to samples that are left out: raise --max-pairs or the threshold"
+                f"{name}: only the {len(category.sample):,} most similar of {category.count:,} pairs are listed, and only "
+                "these decide which samples are left out: raise --max-pairs or the threshold"
             )
         chosen |= category.redundant() if name in PAIRS else set(category.sample.tolist())
     return chosen
@@ -147,27 +149,29 @@ def _about_manifest(path: Path, before: Manifest, after: Manifest, global_batch:
     batches = [f"{samples // global_batch:,}" for samples in kept]
     return (
         f"{path} leaves out {len(after.left_out):,} of {after.num_samples:,} samples ({kept[0] - kept[1]:,} more than "
-        f"before); no index changes. An epoch has {batches[1]} batches of {global_batch:,} instead of {batches[0]}. Go on "
-        f"with the run's command line and --manifest {path} --resume latest if the latest checkpoint is the end of an epoch, "
-        "else with another --name and --resume CHECKPOINT"
+        f"before); no index changes. An epoch has {batches[1]} batches of {global_batch:,} instead of {batches[0]}. To "
+        f"continue, run the same command with --manifest {path} and --resume latest if the latest checkpoint is the end of an "
+        "epoch, else with another --name and --resume CHECKPOINT"
     )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="openclip-ext inspect",
-        description="Duplicates, false negatives, misfits, hard and easy samples in the training data of a run.",
+        description="Find duplicates, false negatives, misfits, hard and easy samples in the training data of a run.",
     )
     add_run_arguments(parser)
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="to write to (default: RUN_FOLDER/inspect)")
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="folder for the results (default: RUN_FOLDER/inspect)"
+    )
     parser.add_argument(
         "--leave-out",
         type=_categories,
         default=[],
         metavar="NAMES",
-        help=f"categories, separated by commas: {', '.join(DEFINITIONS)}, misfits. Of a pair, the first sample stays",
+        help=f"categories, separated by commas: {', '.join(DEFINITIONS)}, misfits; the first sample of a pair stays",
     )
-    parser.add_argument("--write-manifest", type=Path, metavar="PATH", help="a manifest without them, to go on with")
+    parser.add_argument("--write-manifest", type=Path, metavar="PATH", help="file for a manifest without these samples")
     for option in own_options([_Sizes, Thresholds]):
         add_flag(parser, option, default=option.default)
     return parser

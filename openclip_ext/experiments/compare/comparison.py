@@ -1,4 +1,4 @@
-"""What ``openclip-ext compare`` does: read the data, plan, execute the runs, and report."""
+"""Run ``openclip-ext compare``: read the data, plan, execute the runs, and report."""
 
 import argparse
 import json
@@ -38,29 +38,30 @@ from openclip_ext.files import write_atomically
 from openclip_ext.options import option_as_words
 from openclip_ext.training.config import TrainingConfig
 
-# Of --minutes: kept for runs that are slower than their pace was, and used to measure the pace, in seconds at most.
+# Share of --minutes that is reserved for runs that turn out slower than planned, and share that measuring the pace takes, at
+# most so many seconds.
 _RESERVE, _PROBE_SHARE, _PROBE_SECONDS = 0.1, 0.02, 10.0
 _REPORT_SECONDS = 2.0
-# A setting is stopped from this share of a run on, if another one is ahead by so many half widths of the interval over the
-# samples: more than one, since the interval of one seed does not cover other seeds. Of pairs of settings in
-# docs/benchmarks/icons that were 3 points apart at an eighth of their runs, 7 of 100 changed places later; at a quarter 7 of
-# 249, and they ended 1.5 points apart at most.
+# A setting can be stopped after this share of a run, if another setting is ahead by so many half widths of the interval over
+# the samples. One half width is too few, since the interval of one seed does not cover other seeds. Of the pairs of settings
+# in docs/benchmarks/icons that were 3 points apart at an eighth of their runs, 7 of 100 changed places later; at a quarter it
+# was 7 of 249, which ended at most 1.5 points apart.
 _EARLIEST, _CLEARLY = 0.2, 1.5
-# Of plan.json and runs.jsonl; folders of another one are refused.
+# Version of plan.json and runs.jsonl; folders of other versions are refused.
 _PLAN_FORMAT = 3
-_OTHER = "the folder {} holds a comparison with other {}: give another --output, or remove the folder"
+_OTHER = "the folder {} holds a comparison with other {}: choose another --output, or remove the folder"
 
 
 def main(argv: list[str]) -> None:
     """Compare losses and write the report.
 
     Raises:
-        ValueError: a wrong command line, or data that do not fit it.
-        SystemExit: with 130 after a signal and a report of what is finished.
+        ValueError: the command line is wrong, or the data do not fit it.
+        SystemExit: with status 130 after a signal, once the finished runs are reported.
     """
-    started = time.monotonic() - time.process_time()  # with the imports before
+    started = time.monotonic() - time.process_time()  # includes the imports
     config, training = parse(argv)
-    results = ResultsFile(config.folder / "runs.jsonl")  # first: nobody else may write to the cache, either
+    results = ResultsFile(config.folder / "runs.jsonl")  # first, because its lock also protects the cache
     try:
         read_plan(config, training)  # a folder of other flags is refused before the data are decoded
         data, notes = prepare(config, training)
@@ -72,12 +73,12 @@ def main(argv: list[str]) -> None:
     finally:
         results.close()
     if stopped:
-        print("stopped; the same command goes on from here")
+        print("stopped; the same command continues from here")
         raise SystemExit(130)
 
 
 class Comparison:
-    """The comparison of one output folder, until a deadline of ``time.monotonic()``.
+    """Performs the comparison of one output folder, until a deadline of ``time.monotonic()``.
 
     Raises:
         ValueError: the folder holds a comparison with other flags or data.
@@ -100,11 +101,11 @@ class Comparison:
 
     @property
     def stages(self) -> list[Stage]:
-        """Return the lengths and seeds of the runs, as planned."""
+        """Return the planned lengths and seeds of the runs."""
         return [Stage(**stage) for stage in self.plan["stages"]]
 
     def contests(self) -> list[Contest]:
-        """Return the runs of each stage whose losses and settings are known: the best of the stage before."""
+        """Return the runs of each stage whose losses and settings are known, which are the best of the stage before."""
         known = self.results.known
         found: list[Contest] = []
         for stage in self.stages:
@@ -124,7 +125,7 @@ class Comparison:
         return found
 
     def run(self) -> bool:
-        """Work until all is finished, the time is over or a signal comes; return whether one came."""
+        """Work until everything is finished, the time is over or a signal comes; return whether a signal came."""
         try:
             if not self.plan:
                 self._make_plan()
@@ -160,7 +161,7 @@ class Comparison:
 
     @property
     def _most_samples(self) -> int:
-        """Return the samples that a run may see: whole batches of ``--epochs`` epochs."""
+        """Return the samples that a run may see at most: the whole batches of ``--epochs`` epochs."""
         return self.pilot.config.length.epochs * (self.pilot.data.num_samples // self.pilot.batch * self.pilot.batch)
 
     def _write_plan(self, **content: Any) -> None:
@@ -169,7 +170,7 @@ class Comparison:
         write_atomically(self.config.folder / "plan.json", lambda file: file.write(text.encode()))
 
     def _make_plan(self) -> None:
-        """Measure how wrong a batch is, and how fast the baseline runs; plan the first stage as if all losses cost as much."""
+        """Measure how wrong a batch is and how fast the baseline runs; plan the first stage as if all losses cost the same."""
         seconds = min(_PROBE_SECONDS, 60 * self.config.minutes * _PROBE_SHARE)
         run = self._make_run(space.BASELINE, 0, 10_000 * self.pilot.batch)
         probes = self.workers.run([partial(self.pilot.probe, run, seconds)] * self.config.processes)
@@ -186,7 +187,7 @@ class Comparison:
         self._write_plan(**about, tried=tried, stages=[asdict(stage)])
 
     def _drop_stage_not_begun(self) -> None:
-        """Forget a stage that a former call planned and had no time for: it is planned anew for the time of this one."""
+        """Drop a stage that an earlier call planned but had no time for, so that it is planned for this call's time."""
         contests, stages = self.contests(), self.plan["stages"]
         if 1 < len(contests) == len(stages):
             runs = contests[-1].decided(self.results.rows)
@@ -194,7 +195,7 @@ class Comparison:
                 self._write_plan(stages=stages[:-1])
 
     def _go_on(self) -> bool:
-        """Plan what follows the last stage, if the time that is left allows it, from the pace of the runs so far."""
+        """Plan the next stage from the pace of the runs so far; return False if the time that is left allows none."""
         known, stages = self.results.known, self.stages
         contests = self.contests()
         if len(contests) < len(stages):
@@ -212,7 +213,7 @@ class Comparison:
         return True
 
     def _stop(self, name: str, stand: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the row of a run that ends here: another setting is ahead at equal samples, beyond the interval."""
+        """Return the row of a run that should stop here, because another setting is clearly ahead at equal samples."""
         self._stands[name] = stand
         if stand["samples"] < _EARLIEST * stand["epochs"] * stand["epoch_samples"]:
             return None
@@ -228,7 +229,7 @@ class Comparison:
         return None
 
     def _work(self) -> bool:
-        """Execute what is left of the stage; return False if the time is over before that."""
+        """Execute the remaining runs of the stage; return False if the time is over before they are finished."""
         contest, rows = self.contests()[-1], self.results.rows
         samples = self.stages[len(self.contests()) - 1].samples
         runs = sum(len(tried) + len(contest.seeds) - 1 for tried in contest.families.values())
@@ -253,9 +254,9 @@ class Comparison:
             return self.workers.work_off(tasks, ended, goes_on)
 
     def write_report(self, notes: list[str]) -> None:
-        """Write the report of what is finished, and say where it is."""
+        """Write the report of the finished runs, and print where it is."""
         if not self.plan:
-            print("nothing is finished yet: there is no report")
+            print("no run is finished yet, so there is no report")
             return
         found = report.make_report(
             contests=self.contests(),
@@ -287,7 +288,7 @@ class Comparison:
     def command_line(self, row: Mapping[str, Any]) -> str:
         """Return the training command line of a run."""
         ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        for flag in ("--lr", "--epochs", "--warmup"):  # the command line says them itself
+        for flag in ("--lr", "--epochs", "--warmup"):  # set below
             ours.add_argument(flag)
         _, kept = ours.parse_known_args(list(self.config.training))
         words = ["openclip-ext", "train", "--train-data", self.config.shards]
@@ -302,10 +303,10 @@ class Comparison:
 
 
 def read_plan(config: CompareConfig, training: TrainingConfig) -> dict[str, Any]:
-    """Return the plan in the output folder, empty where there is none.
+    """Return the plan in the output folder; it is empty if there is none.
 
     Raises:
-        ValueError: it is of a comparison with other flags, or damaged.
+        ValueError: the plan is damaged, or belongs to a comparison with other flags.
     """
     path = config.folder / "plan.json"
     if not path.exists():
@@ -320,7 +321,7 @@ def read_plan(config: CompareConfig, training: TrainingConfig) -> dict[str, Any]
 
 
 def winners(contest: Contest, results: Results) -> dict[str, list[Run]]:
-    """Return the runs of what goes on from a finished stage: the best settings of the baseline and of the best losses."""
+    """Return the runs that a finished stage passes on: the best settings of the baseline and of the best losses."""
     best = {
         loss: statistics.fmean(score(results[run.id]) for run in contest.best(loss, results) if run.id in results)
         for loss in contest.families
@@ -334,7 +335,7 @@ def winners(contest: Contest, results: Results) -> dict[str, list[Run]]:
 
 
 def measured_costs(contest: Contest, losses: Iterable[str], results: Results) -> Costs | None:
-    """Return what the finished runs of a stage cost, for some losses; None where one has no finished run."""
+    """Return the costs of some losses' finished runs in a stage; None if one of the losses has no finished run."""
     rows = [results[run.id] for run in contest.decided(results) if results.get(run.id, {}).get("curve")]
     of_loss = {loss: [row for row in rows if row["family"] == loss] for loss in losses}
     if not all(of_loss.values()):
@@ -345,7 +346,7 @@ def measured_costs(contest: Contest, losses: Iterable[str], results: Results) ->
 
 
 def digest_of_flags(config: CompareConfig, training: TrainingConfig) -> str:
-    """Return a digest of what decides the runs, but the data, and what a run says itself: its loss and options."""
+    """Return a digest of everything that decides the runs, except the data and each run's own loss and options."""
     parts: list[Any] = [
         *(training.model, training.loading, training.optimizer, training.schedule, training.step, training.length)
     ]

@@ -1,4 +1,4 @@
-"""The command line of ``openclip-ext compare``."""
+"""Read the command line of ``openclip-ext compare``."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from openclip_ext.training.config import TrainingConfig, training_config
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.parser import add_flag, add_loss_flags
 
-# Training flags, by their Python names, that mean the same here; others are refused.
+# Python names of the training flags that have the same meaning here; others are refused.
 _USED_FLAGS = """
     train_data model pretrained pretrained_image precision force_quick_gelu force_custom_text force_patch_dropout
     force_image_size force_context_length image_mean image_std image_interpolation image_resize_mode aug_cfg cache_dir
@@ -35,29 +35,29 @@ _USED_FLAGS = """
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """What ``openclip-ext compare`` was asked.
+    """Holds the arguments of ``openclip-ext compare``.
 
     Attributes:
-        shards: training data.
-        losses: the one to beat comes first.
-        loss_options: given for all losses that use them.
-        training: the training flags, as given.
+        shards: the training data.
+        losses: names of the losses, the baseline first.
+        loss_options: options for all losses that use them.
+        training: the training flags as given.
     """
 
     shards: str
     losses: tuple[str, ...]
     loss_options: Mapping[str, Any]
     training: tuple[str, ...]
-    val: str | None = flag(None, "validation data, as SHARDS (default: a tenth of SHARDS is held out)")
+    val: str | None = flag(None, "validation data in the form of SHARDS (default: a tenth of SHARDS is held out)")
     classes: str | None = flag(
-        None, "file with names of classes, one a line; the samples' member cls has the line's number, from 0"
+        None, "file with one class name per line; each sample's member cls holds a line number, from 0"
     )
     minutes: float = flag(30.0, "time for this call", exclusive_minimum=0)
     output: str = flag("compare", "folder of the results")
-    processes: int = flag(0, "runs at a time; 0: one a GPU, or one a core", minimum=0)
+    processes: int = flag(0, "number of runs at a time; 0: one for each GPU, or each core", minimum=0)
     cache: float = flag(8.0, "GiB of decoded images, on disk", exclusive_minimum=0)
-    anchors: int = flag(1000, "samples whose normalizers are judged", minimum=1)
-    population: int = flag(10_000, "training samples that they are judged by", minimum=2)
+    anchors: int = flag(1000, "number of samples whose normalizers are compared with the exact ones", minimum=1)
+    population: int = flag(10_000, "number of training samples that the exact normalizers are over", minimum=2)
 
     @property
     def folder(self) -> Path:
@@ -66,10 +66,10 @@ class CompareConfig:
 
 
 def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
-    """Return the comparison and the training's configuration.
+    """Return the configurations of the comparison and of the training.
 
     Raises:
-        UsageError: flags that mean nothing here.
+        UsageError: a flag has no meaning here.
     """
     add_model_configs()
     parser = _parser()
@@ -96,7 +96,7 @@ def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
 
 
 def _training_config(shards: str, argv: Sequence[str]) -> TrainingConfig:
-    """Return what the flags of training say, where they mean the same here."""
+    """Return the training's configuration; refuse flags that have another meaning here or none."""
     if any(word.split("=")[0] == "--recipe" for word in argv):
         raise UsageError("--recipe has the settings of one loss at the length of a paper's runs; leave it out")
     namespace, choice = flags.parse(["--train-data", shards, *argv])

@@ -1,4 +1,4 @@
-"""The data of a comparison: decoded, divided, and checked."""
+"""Decode, divide and check the data of a comparison."""
 
 import contextlib
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ _HELD_OUT, _MOST_VALIDATION, _FEWEST_VALIDATION = 0.1, 5_000, 20
 
 
 def prepare(config: CompareConfig, training: TrainingConfig) -> tuple[PilotData, list[str]]:
-    """Return the data, and what to know about them.
+    """Return the data, and notes about them for the report.
 
     Raises:
-        ValueError: they do not fit the command line.
+        ValueError: the data do not fit the command line.
         DoesNotFit: the validation samples are larger than ``--cache``.
-        BadDataError: too many samples cannot be read.
+        BadDataError: too many samples are unreadable.
     """
     notes: list[str] = []
     names = _class_names(config.classes)
@@ -53,7 +53,7 @@ def prepare(config: CompareConfig, training: TrainingConfig) -> tuple[PilotData,
 def _decode(
     config: CompareConfig, training: TrainingConfig, classes: int | None, notes: list[str]
 ) -> tuple[Cache | DataSpec, Cache]:
-    """Return the training samples, or where to read them where they are too large, and the validation samples."""
+    """Return the training samples, or where to read them if they are too large, and the validation samples."""
     spec = training.data
     assert spec is not None, "the command line gives the shards"
     image_size = _image_size(training)
@@ -96,23 +96,23 @@ def _streamed(spec: DataSpec, config: CompareConfig, training: TrainingConfig) -
 
 
 def divide(count: int, share: float) -> tuple[list[int], list[int]]:
-    """Return the positions of a seeded part of so many samples, and of the rest, both in order.
+    """Draw a seeded share of ``count`` samples; return its positions and those of the rest, both in order.
 
     Raises:
-        ValueError: the part is too small to say anything.
+        ValueError: the share is too small to score with.
     """
     size = min(round(count * share), _MOST_VALIDATION)
     if size < _FEWEST_VALIDATION:
         raise ValueError(
-            f"{size} of {count} samples are too few to score with, {_FEWEST_VALIDATION} are the least, and validation samples "
-            "are halved: give at least 40 with --val, or without it 400 samples"
+            f"{size} of {count} samples are too few to score with, at least {_FEWEST_VALIDATION} are needed, and validation "
+            "samples are halved: give at least 40 with --val, or at least 400 training samples without it"
         )
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
     return sorted(order[:size]), sorted(order[size:])
 
 
 def _files(spec: DataSpec) -> list[Sequence[Any]]:
-    """Return the names of a data set's files; of local ones also size and time of change."""
+    """Return the names of a data set's files, with size and time of change if they are local."""
     files = [spec.manifest] if spec.manifest else []
     if spec.resolved_type == "webdataset":
         assert spec.source is not None
@@ -125,7 +125,7 @@ def _files(spec: DataSpec) -> list[Sequence[Any]]:
         try:
             status = Path(file).stat()
             found.append((file, status.st_size, status.st_mtime_ns))
-        except (OSError, ValueError):  # not a local file, or none at all
+        except (OSError, ValueError):  # not a local file, or no file at all
             found.append((file,))
     return found
 

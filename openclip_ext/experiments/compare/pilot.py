@@ -1,4 +1,4 @@
-"""The runs of a comparison: trained as the training program does, scored by retrieval, their normalizers measured."""
+"""Perform the runs of a comparison: train as the training program does, score by retrieval, and measure normalizers."""
 
 import base64
 import resource
@@ -19,24 +19,26 @@ from openclip_ext.experiments.compare.plan import SEEDS
 from openclip_ext.experiments.compare.space import BASELINE
 from openclip_ext.experiments.pilot import CURVE_POINTS, PilotRun
 from openclip_ext.experiments.runs import Run
+from openclip_ext.experiments.statistics import group_numbers
 from openclip_ext.losses import registry
 from openclip_ext.retrieval import ranks_of_best_match
 from openclip_ext.training.config import TrainingConfig
 
 IMAGE_TO_TEXT, TEXT_TO_IMAGE, ZERO_SHOT = "image_to_text_R@1", "text_to_image_R@1", "zero_shot"
 RETRIEVAL = (IMAGE_TO_TEXT, TEXT_TO_IMAGE)
-# Batches, at least, that exact normalizers are taken over.
+# Exact normalizers are over at least so many batches.
 _BATCHES = 8
 
 
 @dataclass(frozen=True)
 class ComparePilot:
-    """What processes do with the runs of a comparison.
+    """Performs the runs of a comparison in the worker processes.
 
     Attributes:
-        config: the training command line's.
-        data: what to train on and to score with.
-        population, anchors: samples that normalizers are compared over, and how many of them are compared.
+        config: configuration of the training.
+        data: data to train on and to score with.
+        population: number of training samples that exact normalizers are over.
+        anchors: number of samples whose normalizers are compared.
     """
 
     config: TrainingConfig
@@ -50,9 +52,10 @@ class ComparePilot:
         return self.config.loading.batch_size * self.config.loading.accum_freq
 
     def run(self, run: Run, device: torch.device, seen: Callable[[Any], None]) -> dict[str, Any]:
-        """Train and score a run; tell ``seen`` the samples of each step, and at some points the row that it has so far.
+        """Train and score a run.
 
-        ``points`` of a row are the choosing half's reciprocal ranks after so many samples, by which a setting is stopped.
+        ``seen`` gets the samples of each step, and at some points the row so far. ``points`` of a row holds reciprocal ranks
+        of the choosing half by the number of samples seen; they decide whether a setting is stopped.
         """
         start = time.perf_counter()
         training = PilotRun(self.config, self.data, run, device)
@@ -79,21 +82,22 @@ class ComparePilot:
             "points": points,
             "hits": {name: pack(of) for name, of in ranks(training, self.data.test, self.data.names).items()},
         }
-        # It takes as long as a short run: of the second seed, which only the best setting of a loss runs.
+        # This takes as long as a short run, so only the second seed does it, which only the best setting of a loss runs.
         normalizers = self.normalizer_errors(training) if run.seed == SEEDS[1] else None
         row |= {} if normalizers is None else {"normalizers": normalizers}
         return row | {"all_seconds": time.perf_counter() - start}
 
     def probe(self, run: Run, seconds: float, device: torch.device, seen: Callable[[Any], None]) -> dict[str, Any]:
-        """Return how wrong a batch is about its normalizers with the model as it starts, and what runs cost.
+        """Return how wrong a batch is about its normalizers before training, and what runs cost.
 
-        ``per_sample`` are seconds of training, measured for ``seconds``; ``per_run`` are those of the rest of a run.
+        ``per_sample`` is the seconds of training for a sample, measured for ``seconds``; ``per_run`` is the seconds of
+        everything else in a run.
         """
         found = self.normalizer_errors(PilotRun(self.config, self.data, run, device))
         if found is None:
             raise ValueError("the model's embeddings are not finite before the first step")
         start = time.perf_counter()
-        training = PilotRun(self.config, self.data, run, device)  # that measure ends in evaluation mode
+        training = PilotRun(self.config, self.data, run, device)  # the first one is in evaluation mode now
         rest = time.perf_counter() - start
         first, now, step = 0.0, 0.0, 1
         for step in training.run_steps():
@@ -111,11 +115,11 @@ class ComparePilot:
         return found | {"per_sample": per_sample, "per_run": rest}
 
     def normalizer_errors(self, training: PilotRun) -> dict[str, Any] | None:
-        """Return the errors of the loss's and of the batch's log-normalizers, against those over many training samples.
+        """Compare the log-normalizers of the loss and of the batch with those over many training samples.
 
-        None if the model has diverged. Model and loss stay in evaluation mode.
+        Returns None if the model has diverged. Model and loss stay in evaluation mode.
         """
-        # Against itself a batch makes no error.
+        # A batch has no error against itself, so the population must be larger.
         most = min(max(self.population, _BATCHES * self.batch), self.data.num_samples)
         samples = most // self.batch * self.batch
         training.model.eval()
@@ -136,7 +140,8 @@ class ComparePilot:
             device=training.device,
         )
         own = measure(training.loss) if isinstance(training.loss, GlobalContrastiveLoss) else None
-        # The loss's own temperatures, which may be one for each sample. A normalizer with the positive pair is another one.
+        # The loss's own temperatures are better, as they may differ by sample. But a normalizer that contains the positive
+        # pair is another quantity.
         comparable = own is not None and not training.loss.normalizers_include_positive
         of_batch = own if own is not None and comparable else measure(registry.create_loss(BASELINE))
         errors = {"batch": asdict(of_batch.minibatch), "samples": of_batch.samples}
@@ -147,25 +152,24 @@ class ComparePilot:
 
 
 def ranks(training: PilotRun, samples: Cache, names: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """Compute ranks in retrieval either way, where any sample of the same caption is right.
+    """Rank retrieval in both directions, and zero-shot classification if there are class names.
 
-    With names of classes also in zero-shot classification.
+    In retrieval, any sample of the same caption is right.
 
     Returns:
-        ``(N,)`` by metric: each sample's rank of what is right, from 0.
+        By metric, ``(N,)`` ranks of each sample's right answer, from 0.
     """
     captions, classes = samples.captions(), samples.classes()
-    number = {caption: place for place, caption in enumerate(dict.fromkeys(captions))}
     with training.evaluating() as model:
 
         def pixels(rows: Any) -> Tensor:
             return torch.stack([training.built.preprocess_val(samples.image(row)) for row in rows])
 
         image = training.encode_images(model, pixels, len(captions))
-        text = training.encode_texts(model, list(number))  # of each caption, once
+        text = training.encode_texts(model, list(dict.fromkeys(captions)))
         prompts = training.encode_texts(model, names) if names and classes is not None else None
-    same = torch.tensor([number[caption] for caption in captions], device=image.device)
-    numbers = torch.arange(len(number), device=image.device)
+    same = torch.tensor(group_numbers(captions), device=image.device)
+    numbers = torch.arange(len(text), device=image.device)
     found = {
         IMAGE_TO_TEXT: ranks_of_best_match(image, text, same, numbers),
         TEXT_TO_IMAGE: ranks_of_best_match(text, image, numbers, same)[same],
@@ -182,32 +186,32 @@ def recall(found: Mapping[str, Tensor]) -> float:
 
 
 def reciprocal_ranks(found: Mapping[str, Tensor]) -> Tensor:
-    """Return ``(N,)``, the mean of both directions. It tells two models apart with fewer samples than R@1."""
+    """Return reciprocal ranks ``(N,)``, the mean of both directions. They tell models apart with fewer samples than R@1."""
     return torch.stack([(1 + found[name]).reciprocal() for name in RETRIEVAL]).mean(dim=0)
 
 
 def pack(of: Tensor) -> str:
-    """Return a digit for each sample: whether what is right comes first."""
+    """Return a digit for each sample, 1 if the right answer comes first."""
     return "".join("1" if value == 0 else "0" for value in of.tolist())
 
 
 def unpack(digits: str) -> Tensor:
-    """Return what :func:`pack` keeps: ``(N,)`` float64 of 0 and 1."""
+    """Undo :func:`pack`; return ``(N,)`` float64 of 0 and 1."""
     return torch.tensor([float(digit) for digit in digits], dtype=torch.float64)
 
 
 def pack_floats(values: Tensor) -> str:
-    """Return values between 0 and 1 as text, in three digits."""
+    """Encode values between 0 and 1 as text, to three digits."""
     return base64.b64encode(values.half().numpy().tobytes()).decode()
 
 
 def unpack_floats(packed: str) -> Tensor:
-    """Return what :func:`pack_floats` keeps."""
+    """Undo :func:`pack_floats`."""
     return torch.frombuffer(bytearray(base64.b64decode(packed)), dtype=torch.float16).double()
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Return what tensors took of the GPU's memory; without a GPU, the process's resident memory."""
+    """Return the peak bytes of tensors on the GPU, or of the process's resident memory if there is no GPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

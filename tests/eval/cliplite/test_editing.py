@@ -136,10 +136,10 @@ def test_command(tmp_path: Path) -> None:
     assert set(json.loads((tmp_path / "out" / "editing.json").read_text())["alignment"]) == {"male", "female"}
 
     for arguments, expected in (
-        (["--top", "30"], "but 30 are to be retrieved"),
+        (["--top", "30"], "but --top asks for 30"),
         (["--names", "x", "x"], "both sides are called x"),
         (["--components", "50"], "too many"),
-        (["--pairs", str(tmp_path / "templates.txt")], "does not hold pairs alone"),
+        (["--pairs", str(tmp_path / "templates.txt")], "has lines that are not pairs"),
         (["--templates", str(tmp_path / "pairs.csv")], "needs a"),
         (["--checkpoint", str(tmp_path / "none.pt")], "none.pt"),
     ):

@@ -171,7 +171,7 @@ def test_towers_without_places_are_refused() -> None:
     with pytest.raises(ModelError, match="runs 0 times"):
         grad_cam(color_encoder(model), image, ["red"], SpatialLayer("proj"))
     model.visual.layer4 = nn.AdaptiveAvgPool2d(1)
-    with pytest.raises(ModelError, match="no map of several positions"):
+    with pytest.raises(ModelError, match="not a map of several positions"):
         grad_cam(color_encoder(model), image, ["red"])
 
 
@@ -228,7 +228,7 @@ def test_command(tmp_path: Path) -> None:
         ("a photo.jpg", ["--layer", "layer9"], "layer4"),
         ("broken.jpg", [], "broken.jpg is not a readable image"),
         ("none.jpg", [], "none.jpg"),
-        ("a photo.jpg", smaller, "An earlier --layer has one"),
+        ("a photo.jpg", smaller, "Choose an earlier --layer"),
         ("a photo.jpg", ["--checkpoint", "nope"], "nope"),
     ):
         with pytest.raises(ValueError, match=message):
