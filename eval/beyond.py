@@ -34,11 +34,7 @@ def load_clip(
 
 
 def build_dataset(*args: Any, root: str, build: Callable = cli.build_dataset, **options: Any) -> Any:
-    """Build a data set whose folder exists; clip-benchmark would download it otherwise.
-
-    Raises:
-        FileNotFoundError: if there is no such folder.
-    """
+    """Build a data set whose folder exists; clip-benchmark would download it otherwise."""
     if not Path(root).exists():
         raise FileNotFoundError(f"there is no {root}: set --dataset_root, or make the folder for it to be fetched into")
     return build(*args, root=root, **options)

@@ -56,9 +56,7 @@ class TaskResult:
 
     Attributes:
         metrics: metrics by name; None if a metric is not defined.
-        samples: number of samples scored.
         found: number of samples in the data set.
-        skipped: images that were left out.
     """
 
     metrics: Metrics
@@ -73,11 +71,7 @@ def class_logits(features: Tensor, weights: Tensor) -> Tensor:
 
 
 def evaluate_classification(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Score a data set with labels; grouped tasks add the metrics of their groups.
-
-    Raises:
-        DataError: if the data must not be scored.
-    """
+    """Score a data set with labels; grouped tasks add the metrics of their groups."""
     classnames, templates = read_classes(folder, task, any_size)
     spec = SampleFormat(num_classes=len(classnames), metadata_columns=len(task.metadata))
     batches = encoder.batches(find_shards(folder), spec)
@@ -95,11 +89,7 @@ def evaluate_classification(task: Task, folder: Path, encoder: Encoder, any_size
 
 
 def evaluate_faces(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Score FairFace or UTKFace, which ask four questions about every image, each with its own classes and templates.
-
-    Raises:
-        DataError: if the data must not be scored.
-    """
+    """Score FairFace or UTKFace, which ask four questions about every image, each with its own classes and templates."""
     classnames = _by_question(folder / CLASSNAMES_FILE, "class names")
     templates = _by_question(folder / TEMPLATES_FILE, "prompt templates")
     batches = encoder.batches(find_shards(folder), SampleFormat(metadata_columns=len(task.metadata)))
@@ -117,10 +107,8 @@ def classify(encoder: Encoder, batches: Iterator[Batch], classifiers: Sequence[T
     """Answer every question about every image, without keeping the logits.
 
     Args:
-        encoder: encodes the images.
         batches: batches of the data set; labels belong to the first classifier.
         classifiers: class embeddings ``(C, d)``, one tensor for each question.
-        task: task of the data set.
 
     Returns:
         ``predicted`` ``(N, questions)`` class numbers. If the data set has labels, also ``label`` ``(N,)`` and ``rank``
@@ -144,11 +132,7 @@ def classify(encoder: Encoder, batches: Iterator[Batch], classifiers: Sequence[T
 
 
 def _by_question(path: Path, what: str) -> dict[str, list[str]]:
-    """Read the lines ``question:entry`` of a file, by question.
-
-    Raises:
-        DataError: if a line has no question, or a question no lines.
-    """
+    """Read the lines ``question:entry`` of a file, by question."""
     entries: dict[str, list[str]] = {question: [] for question in FACE_QUESTIONS}
     for line in read_lines(path, what):
         question, colon, entry = line.partition(":")

@@ -57,11 +57,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_encoder(args: argparse.Namespace, show_progress: bool = True) -> tuple[LoadedModel, Encoder]:
-    """Load the model that the arguments of `add_model_arguments` name, and prepare to encode with it.
-
-    Raises:
-        ValueError: if there is no such model or checkpoint.
-    """
+    """Load the model that the arguments of `add_model_arguments` name, and prepare to encode with it."""
     device = torch.device(args.device)
     if device.type == "cuda":
         if device.index is None:  # under torchrun each process takes its own GPU

@@ -28,10 +28,6 @@ def convert_retrieval(source: Path, folder: Path) -> None:
     Args:
         source: folder with the zip and the CSV. Column ``raw`` holds a JSON list of captions, ``filename`` the image's
             name. If there is a column ``split``, only rows with ``test`` in it are used.
-        folder: the data set folder to write.
-
-    Raises:
-        ValueError: if the files are not as described, or an image of the table is not in the zip.
     """
     captions = {}
     for row in _read_table(source, "filename", "raw"):
@@ -47,10 +43,6 @@ def convert_winogavil(source: Path, folder: Path) -> None:
     Args:
         source: folder with the zip and the CSV, whose columns are ``cue``, ``candidates`` and ``associations``. The latter
             two hold JSON lists of image names without suffix.
-        folder: the data set folder to write.
-
-    Raises:
-        ValueError: if the files are not as described, or an image of the table is not in the zip.
     """
     lines, names = [], set()
     for row in _read_table(source, "cue", "candidates", "associations"):

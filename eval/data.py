@@ -80,11 +80,9 @@ class Batch:
     Attributes:
         images: ``(B, 3, H, W)`` of the type that the transform returns.
         order: ``(B,)`` int64 that sorts all samples of the data set into their order on disk.
-        keys: keys of the samples.
         labels: ``(B,)`` int64 or None.
         metadata: ``(B, columns)`` int64 or None.
         captions: captions of each sample; the lists are empty if the task has none.
-        skipped: samples that were left out.
     """
 
     images: Tensor
@@ -102,11 +100,7 @@ class Batch:
 
 
 def task_folder(task: Task, data_dir: str | Path) -> Path:
-    """Return the task's folder below ``data_dir``, which must exist.
-
-    Raises:
-        MissingDataError: if it does not.
-    """
+    """Return the task's folder below ``data_dir``, which must exist."""
     folder = Path(data_dir) / task.folder
     if not folder.is_dir():
         raise MissingDataError(
@@ -117,11 +111,7 @@ def task_folder(task: Task, data_dir: str | Path) -> Path:
 
 
 def read_lines(path: Path, what: str) -> list[str]:
-    """Return the stripped lines of a text file, without blank lines.
-
-    Raises:
-        DataError: if the file is missing, not text, or has no entries.
-    """
+    """Return the stripped lines of a text file, without blank lines."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:
@@ -135,12 +125,7 @@ def read_lines(path: Path, what: str) -> list[str]:
 
 
 def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list[str], list[str]]:
-    """Return class names (duplicates kept) and prompt templates (``{c}`` stands for the class name).
-
-    Raises:
-        DataError: if there are no classes or templates, a template cannot be filled in, or the number of classes is not
-            DataComp's (unless ``any_size``).
-    """
+    """Return class names (duplicates kept) and prompt templates (``{c}`` stands for the class name)."""
     classnames = read_lines(folder / CLASSNAMES_FILE, "class names")
     templates = read_lines(folder / TEMPLATES_FILE, "prompt templates")
     for template in templates:
@@ -159,11 +144,7 @@ def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """Return the shards of the test split, after checking that all exist and end as a tar ends.
-
-    Raises:
-        DataError: if ``nshards.txt`` is missing or wrong, or a shard is missing or truncated.
-    """
+    """Return the shards of the test split, after checking that all exist and end as a tar ends."""
     count_file = folder / "test" / "nshards.txt"
     text = read_lines(count_file, "number of shards")[0]
     if not re.fullmatch("[0-9]{1,6}", text) or int(text) < 1:
@@ -189,11 +170,7 @@ def find_shards(folder: Path) -> list[Path]:
 
 
 def read_shard(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Yield ``(key, {extension: content})`` in file order; the files of one key are adjacent.
-
-    Raises:
-        DataError: if the tar cannot be read to its end, or contains bytes that belong to no file.
-    """
+    """Yield ``(key, {extension: content})`` in file order; the files of one key are adjacent."""
     try:
         with open(shard, "rb") as file:
             archive = tar.TarArchive(file)
@@ -213,11 +190,7 @@ class UniqueKeys(dict[str, str]):
     """Maps the keys of a data set to their shards; refuses repeated keys, because a copied shard would count twice."""
 
     def add(self, key: str, shard: str) -> None:
-        """Add the key of a sample in a shard.
-
-        Raises:
-            DataError: if the key occurred before.
-        """
+        """Add the key of a sample in a shard."""
         if key in self:
             raise DataError(
                 f"key {key!r} occurs twice, in {self[key]} and in {shard}, so one of them is a copy or belongs to "
@@ -242,10 +215,7 @@ class ShardReader(IterableDataset):
     Worker w of W reads the shards w, w + W, ...
 
     Attributes:
-        shards: shards of the data set.
         transform: PIL image -> ``(3, H, W)``.
-        spec: how to read the samples.
-        batch_size: samples in a batch.
         threads: decoding threads of every worker. Several threads keep more cores busy if there are fewer shards than
             workers, since Pillow decodes and resizes without Python's global lock.
     """

@@ -72,11 +72,6 @@ def fetch_set(task: Task, data_dir: Path, endpoint: str | None = None) -> None:
 
     Complete files stay for the next call if an exception ends this one. The exceptions of huggingface_hub pass through.
 
-    Args:
-        task: the task that needs the data set.
-        data_dir: folder of all data sets.
-        endpoint: address of the hub; None means its usual one.
-
     Raises:
         ValueError: if the checksum of a file stays wrong, or the set to convert is not as expected.
     """
@@ -127,8 +122,6 @@ def check_set(data_dir: Path, task: Task, any_size: bool = False) -> tuple[str, 
     """Check one data set without a network: its checksums if they are known, and every tar to its end.
 
     Args:
-        data_dir: folder of all data sets.
-        task: the task whose data to check.
         any_size: whether to accept numbers of samples and classes that are not DataComp's.
 
     Returns:
@@ -157,11 +150,7 @@ def check_set(data_dir: Path, task: Task, any_size: bool = False) -> tuple[str, 
 
 
 def count_items(folder: Path, task: Task, any_size: bool = False) -> int:
-    """Read a data set to its end, and return the number of scored items: images, or instances for WinoGAViL.
-
-    Raises:
-        DataError: if something would make a score wrong.
-    """
+    """Read a data set to its end, and return the number of scored items: images, or instances for WinoGAViL."""
     num_classes = None
     if not is_converted(task):
         classnames, _ = read_classes(folder, task, any_size)
@@ -225,11 +214,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _sizes(task: Task, args: argparse.Namespace) -> dict[Path, int]:
-    """Ask the hub for the sizes of the files to fetch.
-
-    Raises:
-        ConnectionError: if the hub does not answer.
-    """
+    """Ask the hub for the sizes of the files to fetch."""
     wanted = _what_to_fetch(task, args.data_dir)
     try:
         info = HfApi(endpoint=args.endpoint).dataset_info(wanted["repo_id"], files_metadata=True, timeout=30.0)

@@ -29,9 +29,6 @@ def resolve_precision(requested: str, device: str | torch.device) -> str:
     ``datacomp`` is that of DataComp's harness on CUDA (autocast for the text tower, float32 for the images of classification,
     autocast for both towers in retrieval and WinoGAViL), and float32 on the CPU. ``fp32`` is float32 everywhere. ``amp`` is
     autocast everywhere, and needs CUDA.
-
-    Raises:
-        ValueError: if there is no such precision, or ``amp`` was asked for without CUDA.
     """
     if requested not in PRECISIONS:
         raise ValueError(f"There is no precision {requested!r}; --precision takes {', '.join(PRECISIONS)}.")
@@ -48,9 +45,7 @@ class Collected:
 
     Attributes:
         values: values ``(N, ...)`` by name.
-        keys: keys of the samples.
         captions: captions of each sample; the lists are empty if the task has none.
-        skipped: samples that were left out.
     """
 
     values: dict[str, Tensor]
@@ -65,11 +60,8 @@ class Encoder:
 
     Attributes:
         model, preprocess, tokenizer: as in `LoadedModel`; the model is in evaluation mode on ``device``.
-        device: device of the model.
         precision: as `resolve_precision` returns it.
-        batch_size: number of images, or of texts, in a batch.
         workers: number of images decoded in parallel, by at most one process for each shard and by threads.
-        show_progress: whether to draw progress bars.
     """
 
     model: ImageTextModel
@@ -117,13 +109,7 @@ class Encoder:
         """Apply a function to all images of a data set.
 
         Args:
-            batches: batches of the data set, see `batches`.
             compute: returns values ``(B, ...)`` by name for a batch.
-            name: name of the data set.
-            total: number of images, if known.
-
-        Raises:
-            DataError: if the data must not be scored.
         """
         order: list[Tensor] = []
         parts: dict[str, list[Tensor]] = {}

@@ -55,10 +55,8 @@ class LoadedModel:
     """Holds a model in evaluation mode, with its transform and tokenizer.
 
     Attributes:
-        model: the model on its device.
         preprocess: PIL image -> ``(3, H, W)``.
         tokenizer: list of texts -> ``(B, context_length)`` int64.
-        name: OpenCLIP's name of the model.
         checkpoint: path or pretrained tag of the weights.
         config: architecture and preprocessing, on which the numbers depend besides the weights.
         weights_sha256: digest of all parameters and buffers.
@@ -90,7 +88,6 @@ def load_model(
     Args:
         name: OpenCLIP's model name; ``hf-hub:`` and ``local-dir:`` names bring their own weights.
         checkpoint: a file, or a pretrained tag of the model; None only with ``hf-hub:`` and ``local-dir:`` names.
-        device: device of the model.
         model_config: JSON of a model that OpenCLIP does not ship; the file's name is the model's name.
         **options: arguments of ``open_clip.create_model_and_transforms`` (``force_quick_gelu``, ...). Those that are not
             None overrule those in the ``params.txt`` of the checkpoint's run.

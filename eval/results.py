@@ -59,8 +59,6 @@ class ResultFile:
     half a line.
 
     Args:
-        folder: folder of the results; it is created if needed.
-        run: the run that the results belong to.
         checkpoint: path or tag, for information only; it is not part of the run's identity.
     """
 

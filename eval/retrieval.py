@@ -26,11 +26,7 @@ _FORMAT_WITH_CAPTIONS = SampleFormat(captions=True, convert_first=False)
 
 
 def evaluate_retrieval(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Compute recall at 1, 5 and 10 of images for captions, and of captions for images.
-
-    Raises:
-        DataError: if the data must not be scored.
-    """
+    """Compute recall at 1, 5 and 10 of images for captions, and of captions for images."""
     found = _encode_images(task, folder, encoder, _FORMAT_WITH_CAPTIONS, task.size)
     metrics = score_captions(encoder, found.values["image"], found.captions)
     return TaskResult(metrics, len(found.keys), len(found.keys) + len(found.skipped), found.skipped)
@@ -80,7 +76,6 @@ class Instance:
     """Holds a riddle of WinoGAViL: choose the candidate images that go with the cue.
 
     Attributes:
-        cue: a word.
         candidates: keys of 5, 6, 10 or 12 images.
         associations: the candidates that people chose.
     """
@@ -97,11 +92,7 @@ class Instance:
 
 
 def read_instances(folder: Path) -> list[Instance]:
-    """Read the lines of ``instances.jsonl``.
-
-    Raises:
-        DataError: if the file is missing, or a line is not an instance.
-    """
+    """Read the lines of ``instances.jsonl``."""
     path = folder / INSTANCES_FILE
     instances = []
     for number, line in enumerate(read_lines(path, "WinoGAViL instances (JSON)"), start=1):
@@ -125,9 +116,6 @@ def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: boo
 
     Every distinct image and cue is encoded once, though most occur in many instances. An instance is skipped if one of its
     images does not decode.
-
-    Raises:
-        DataError: if the data must not be scored.
     """
     instances = read_instances(folder)
     found = _encode_images(task, folder, encoder, _FORMAT, total=None)

@@ -28,9 +28,7 @@ def evaluate_task(task: Task, data_dir: str | Path, encoder: Encoder, any_size: 
     """Score one task, including its ``main_metric``.
 
     Args:
-        task: the task.
         data_dir: folder with the ``wds_*_test`` folders.
-        encoder: the model.
         any_size: whether to score data whose number of samples or classes is not DataComp's.
 
     Raises:

@@ -64,17 +64,7 @@ class ShapesSample:
 
 
 class ShapesEvaluator:
-    """Performs all tasks on a folder of test shards.
-
-    Args:
-        data_dir: folder with the shards of the test split.
-        preprocess: transform from a PIL image to the model's input, see ``open_clip.create_model_and_transforms``.
-        tokenizer: see ``open_clip.get_tokenizer``.
-        batch_size: number of images or texts in a batch.
-
-    Raises:
-        ValueError: if the folder has no shards, or they are not of the demo set's test split.
-    """
+    """Performs all tasks on a folder of test shards."""
 
     def __init__(self, data_dir: str | Path, preprocess: Preprocess, tokenizer: Tokenizer, batch_size: int = 250):
         self.samples = read_samples(Path(data_dir))
@@ -153,11 +143,7 @@ class ShapesEvaluator:
 
 
 def read_samples(data_dir: Path) -> list[ShapesSample]:
-    """Read all shards of a folder into memory (a sample takes about 3 kB).
-
-    Raises:
-        ValueError: if there are no shards, or they are not of the demo set's test split.
-    """
+    """Read all shards of a folder into memory (a sample takes about 3 kB)."""
     shards = sorted(data_dir.glob("*.tar"))
     if not shards:
         raise ValueError(
@@ -224,11 +210,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> None:
-    """Score the checkpoint, or random weights, or both, and print the table.
-
-    Raises:
-        ValueError: if the folder or the checkpoint is wrong.
-    """
+    """Score the checkpoint, or random weights, or both, and print the table."""
     args = _parser().parse_args(argv)
     add_model_configs()
     loaded = {}

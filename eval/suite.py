@@ -21,11 +21,7 @@ class DataCompSuite:
     """Measures the main metrics of a set of tasks, and the averages over its complete groups.
 
     Attributes:
-        name: name in logs, and prefix of the metrics.
         tasks: the tasks whose data are there.
-        data_dir: folder with the ``wds_*_test`` folders.
-        any_size: whether to score data whose size is not DataComp's.
-        make_encoder: makes the `Encoder` of a model.
     """
 
     name: ClassVar[str] = "datacomp"
@@ -78,7 +74,6 @@ def build_suite(
         suite: ``quick`` (six tasks, 40,754 images), ``full`` (the 38 with a main metric), or another name of
             ``eval.tasks.SUITES``.
         data_dir: folder with the ``wds_*_test`` folders. The log names tasks of the suite that are missing.
-        device: device of the model.
         any_size: whether to score data whose size is not DataComp's.
         **encoding: ``preprocess``, ``tokenizer`` and other arguments of `eval.features.Encoder`.
 

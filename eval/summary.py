@@ -46,13 +46,7 @@ def averages(scores: Mapping[str, float]) -> list[Average]:
 
 
 def summary(lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missing: Sequence[str]) -> dict[str, Any]:
-    """Return the content of ``eval_summary.json``.
-
-    Args:
-        lines: lines of the result file.
-        failed: reasons of the tasks that failed, by key.
-        missing: keys of the tasks without data.
-    """
+    """Return the content of ``eval_summary.json``."""
     return {
         "averages": {
             average.title: {"value": average.value, "tasks": average.total, "missing": list(average.missing)}

@@ -139,9 +139,6 @@ def select_tasks(names: Sequence[str] | None) -> list[Task]:
     Args:
         names: keys (``vtab/pets``), task names (``Oxford-IIIT Pet``), folders (``wds_vtab-pets_test``) or suites
             (``imagenet``, ``quick``, ...); None or an empty list means all 40.
-
-    Raises:
-        ValueError: if a name is none of these; the message suggests the closest ones.
     """
     if not names:
         return list(TASKS.values())

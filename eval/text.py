@@ -30,9 +30,6 @@ class TextEncoder:
 
     Texts are cut only if the tower is recognized as causal with pooling at the end-of-text token. The first texts are encoded
     both ways; if the results differ, all texts are encoded whole.
-
-    Args:
-        model: the model to evaluate.
     """
 
     def __init__(self, model: ImageTextModel):

@@ -57,9 +57,6 @@ def concept_subspace(first: Tensor, second: Tensor, components: int = 1) -> tupl
     Returns:
         The basis ``(k, d)`` with orthonormal rows that point from the second side to the first, and the share ``(k,)`` of
         the pairs' variance in each direction.
-
-    Raises:
-        ValueError: if there are too many components, or the pairs do not differ.
     """
     if not 1 <= components <= min(first.shape):
         raise ValueError(f"{components} components of {len(first)} pairs in {first.shape[1]} dimensions: too many")
@@ -89,11 +86,6 @@ def alignment_table(
     Args:
         queries: side -> unit embeddings ``(q, d)`` of its prompts.
         images: group -> unit embeddings ``(n, d)`` of its images.
-        basis: the concept, as `concept_subspace` returns it.
-        top: number of images retrieved for a query from each group.
-
-    Raises:
-        ValueError: if a group has fewer than ``top`` images.
     """
 
     def mean_of_best(prompts: Tensor, features: Tensor) -> float:
@@ -117,7 +109,6 @@ def nearest_images(
     Args:
         query: ``(d,)`` unit embedding of a prompt.
         groups: for each group the unit embeddings ``(n, d)`` of its images, and their files.
-        basis: the concept, as `concept_subspace` returns it.
 
     Returns:
         For each group, with and without the concept, the files with their alignment, the nearest first.
@@ -148,11 +139,7 @@ def markdown_table(table: AlignmentTable) -> str:
 
 
 def read_pairs(path: Path) -> list[tuple[str, str]]:
-    """Read pairs of words or phrases, one pair per line, separated by a comma.
-
-    Raises:
-        ValueError: if a line is not a pair.
-    """
+    """Read pairs of words or phrases, one pair per line, separated by a comma."""
     pairs = [[word.strip() for word in line.split(",")] for line in read_lines(path, "pairs")]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
         raise ValueError(f"{path} has lines that are not pairs: expected two words per line, separated by a comma")
@@ -185,11 +172,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> None:
-    """Write ``editing.json``, ``editing.md``, ``nearest.html`` and ``subspace.npy`` (the basis ``(k, d)``); print the table.
-
-    Raises:
-        ValueError: if the data or the options are wrong.
-    """
+    """Write ``editing.json``, ``editing.md``, ``nearest.html`` and ``subspace.npy`` (``(k, d)``); print the table."""
     args = build_parser().parse_args(argv)
     names = args.names or [folder.name for folder in args.images]
     if names[0] == names[1]:

@@ -39,7 +39,6 @@ class SpatialLayer:
     """Describes a module of a visual tower whose output has positions in the image.
 
     Attributes:
-        name: the module's name in the tower.
         to_map: function from its output to ``(N, C, H, W)``.
     """
 
@@ -52,9 +51,6 @@ def find_spatial_layer(visual: Any) -> SpatialLayer:
 
     Args:
         visual: OpenCLIP's ModifiedResNet, VisionTransformer, or a timm model (convolutional, or with patch tokens).
-
-    Raises:
-        ModelError: if it is any other tower.
     """
 
     def tokens(blocks: str, count: int, norm: str, grid: Sequence[int]) -> SpatialLayer:
@@ -92,9 +88,6 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
     Returns:
         ``(P, H, W)``, float32 on the CPU, in [0, 1]. The largest value of a map is 1, or 0 if nothing in the image fits the
         phrase.
-
-    Raises:
-        ModelError: if the tower has no such layer, or the layer's output has only one position.
     """
     visual = encoder.model.visual
     layer = layer or find_spatial_layer(visual)
@@ -168,11 +161,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> None:
-    """Write a picture for every image, and print its path.
-
-    Raises:
-        ValueError: if the model, the layer or an image is wrong.
-    """
+    """Write a picture for every image, and print its path."""
     args = build_parser().parse_args(argv)
     _, encoder = load_encoder(args)
     layer = SpatialLayer(args.layer) if args.layer else None

@@ -15,11 +15,7 @@ from ..features import Collected, Encoder
 
 
 def list_images(folder: Path) -> list[Path]:
-    """Return all image files below a folder, sorted by path.
-
-    Raises:
-        ValueError: if there are no image files.
-    """
+    """Return all image files below a folder, sorted by path."""
     suffixes = {f".{extension}" for extension in IMAGE_EXTENSIONS}
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
     if not paths:
@@ -28,11 +24,7 @@ def list_images(folder: Path) -> list[Path]:
 
 
 def open_image(path: Path) -> Image.Image:
-    """Open an image in RGB.
-
-    Raises:
-        ValueError: if the file is missing or does not decode.
-    """
+    """Open an image in RGB."""
     try:
         return Image.open(path).convert("RGB")
     except Exception as error:  # decoders raise anything, even struct.error and SyntaxError
@@ -61,9 +53,6 @@ def encode_files(paths: Sequence[Path], encoder: Encoder, compute: Callable[[Bat
     """Apply a function to image files, as `Encoder.collect` does, and log those that do not decode.
 
     ``Batch.order`` is the position in ``paths``.
-
-    Raises:
-        ValueError: if none of the files decodes.
     """
     workers = min(encoder.workers, len(paths))
     generator = torch.Generator()  # workers draw a seed, which must not come from the global generator

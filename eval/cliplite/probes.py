@@ -47,7 +47,6 @@ class Split:
     Attributes:
         features: ``(n, d)`` float32.
         labels: ``(n,)`` class numbers for top-1; ``(n, classes)`` of `PRESENT`, `DIFFICULT` and `ABSENT` for VOC07.
-        classes: names of the classes.
         skipped: number of images that were left out because they do not decode.
     """
 
@@ -65,12 +64,8 @@ def feature_function(model: ImageTextModel, kind: str) -> Callable[[Tensor], Ten
     """Return the function from images ``(B, 3, H, W)`` to the features ``(B, d)`` to probe.
 
     Args:
-        model: an OpenCLIP model.
         kind: ``backbone`` for the pooled features before the projection (for ModifiedResNet the global average of its last
             map, as in the papers), or ``embedding`` for the features that are compared with texts.
-
-    Raises:
-        ModelError: if the backbone of this tower is not known.
     """
     visual: Any = model.visual  # one of several classes without a common interface
 
@@ -128,12 +123,6 @@ def read_voc(devkit: Path, split: str, encoder: Encoder, kind: str) -> Split:
     Args:
         devkit: ``VOCdevkit/VOC2007`` or the folder above it, with ``JPEGImages`` and ``ImageSets/Main/CLASS_SPLIT.txt``,
             whose lines hold an image's name and 1, 0 (difficult) or -1.
-        split: ``trainval`` or ``test``.
-        encoder: the model.
-        kind: ``backbone`` or ``embedding``.
-
-    Raises:
-        ValueError: if files are missing or have another form.
     """
     devkit = devkit / "VOC2007" if (devkit / "VOC2007").is_dir() else devkit
     files = sorted((devkit / "ImageSets" / "Main").glob(f"*_{split}.txt"))
@@ -172,10 +161,6 @@ def read_labelled(path: Path, encoder: Encoder, kind: str) -> Split:
 def probe_voc07(train: Split, test: Split, costs: Sequence[float] = SVM_COSTS) -> Result:
     """Train a linear SVM for each class, and compute their mean average precision.
 
-    Args:
-        train, test: splits with the same classes, see `read_voc`.
-        costs: costs to choose from for each class.
-
     Returns:
         ``map`` (the mean area under the precision-recall curves, as VirTex reports), ``per_class`` and ``costs``.
     """
@@ -207,10 +192,8 @@ def probe_top1(
     """Train a multinomial logistic regression on standardized features.
 
     Args:
-        train, test: splits with the same classes, see `read_labelled`.
         costs: values of scikit-learn's C, the inverse of the weight decay; the best on a tenth of the training data is used.
         samples_per_class: largest number of training samples in a class; None means all.
-        max_iterations: iterations of L-BFGS.
 
     Returns:
         ``acc1``, ``train_acc1`` and ``costs``.
@@ -267,11 +250,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> None:
-    """Compute the features, fit a probe on them, and print and write the report.
-
-    Raises:
-        ValueError: if the data or the options are wrong.
-    """
+    """Compute the features, fit a probe on them, and print and write the report."""
     args = build_parser().parse_args(argv)
     loaded, encoder = load_encoder(args)
     is_voc = args.probe == "voc07"

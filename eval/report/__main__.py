@@ -33,11 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> None:
-    """Write the tables and the page, and print the averages.
-
-    Raises:
-        ValueError: if a run has no results.
-    """
+    """Write the tables and the page, and print the averages."""
     args = build_parser().parse_args(argv)
     runs = read_runs(args.results)
     rows = build_rows(runs)

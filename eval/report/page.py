@@ -22,13 +22,7 @@ _MAIN_GROUPS = (
 
 
 def build_page(runs: Sequence[Run], rows: Sequence[Row], title: str) -> str:
-    """Build the page.
-
-    Args:
-        runs: the runs, the baseline first.
-        rows: see `eval.report.tables.build_rows`.
-        title: title of the page.
-    """
+    """Build the page."""
     return render_page(
         "report.html",
         title,

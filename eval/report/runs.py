@@ -78,7 +78,6 @@ class Run:
     """Holds a run of the comparison.
 
     Attributes:
-        name: name in the report.
         checkpoints: at least one checkpoint, in the order of training.
     """
 
@@ -97,9 +96,6 @@ def read_runs(arguments: Iterable[str]) -> list[Run]:
     Args:
         arguments: ``PATH`` or ``NAME=PATH``. A path is a result file, a folder with one, or a run folder, which has results
             in ``datacomp/CHECKPOINT/`` and those of evaluation during training in ``metrics.jsonl``.
-
-    Raises:
-        ValueError: if a path has no results or is given twice, or the repeats of a name have no checkpoint in common.
     """
     given = [_name_and_path(argument) for argument in arguments]
     places = [path.resolve() for _, path in given]

@@ -18,7 +18,6 @@ class Row:
     """Holds the numbers of a task or of a group average.
 
     Attributes:
-        title: title in the table.
         key: key of the task, or title of the group.
         metric: the task's main metric; ``average`` for a group.
         cells: for each run its number, or a text in its place (``partial 12/38``, ``-``).

@@ -16,11 +16,7 @@ Records = list[dict[str, Any]]
 
 
 def read_records(run: Path) -> Records:
-    """Return the logged training steps of a run folder in order; there are none if it has not logged any yet.
-
-    Raises:
-        ValueError: the folder does not exist.
-    """
+    """Return the logged training steps of a run folder in order; there are none if it has not logged any yet."""
     if not run.is_dir():
         raise ValueError(f"no run folder {run}: give LOGS/NAME of a training")
     return [record for record in json_lines.read(run / "metrics.jsonl") if "loss" in record]
@@ -92,11 +88,7 @@ def _draw_chance(axes: Axes, runs: dict[str, Records]) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Draw runs into a picture.
-
-    Raises:
-        ValueError: there is nothing to draw.
-    """
+    """Draw runs into a picture."""
     parser = argparse.ArgumentParser(prog="openclip-ext plot", description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (LOGS/NAME)")
     parser.add_argument("--output", type=Path, required=True, help="picture to write; the extension says the format")

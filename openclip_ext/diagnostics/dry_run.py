@@ -58,12 +58,7 @@ def dry_run(
     Args:
         create: makes the loss; it is called as on one of ``world_size`` ranks. State for a few samples is enough.
         local_batch: number of samples on a rank (images, for a loss of two views), with float32 embeddings.
-        embed_dim: width of the embeddings.
-        world_size: number of ranks.
         steps: number of steps from the start of an epoch.
-
-    Raises:
-        ValueError: the loss does not accept such a batch.
     """
     exchanged: Counter[str] = Counter()
     with _pretended_ranks(world_size, exchanged):

@@ -71,9 +71,7 @@ class EstimationError:
     Attributes:
         estimator: error of ``loss.log_normalizers``; None if that is the mini-batch estimate.
         minibatch: error of the mini-batch estimate in batches of ``batch_size``.
-        anchors: number of anchors on each side.
         samples: number of embeddings that the exact log-normalizers are over.
-        batch_size: the run's global batch.
         temperature: median over the anchors of both sides.
     """
 
@@ -281,12 +279,7 @@ def plot(results: Sequence[Mapping[str, Any]], output: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Measure the estimation error of checkpoints and print it; also write it as JSON and draw it, if asked to.
-
-    Raises:
-        UsageError: there is no such run or checkpoint, its state or its training data are missing, or its loss has no
-            normalizers.
-    """
+    """Measure the estimation error of checkpoints and print it; also write it as JSON and draw it, if asked to."""
     from openclip_ext.diagnostics.finished_run import add_run_arguments, embed_training_set, load_run
 
     parser = argparse.ArgumentParser(

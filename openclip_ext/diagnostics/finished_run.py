@@ -35,8 +35,6 @@ class FinishedRun:
     """Holds the model and the loss of a checkpoint, in evaluation mode, and the training data.
 
     Attributes:
-        checkpoint: the checkpoint's model file.
-        step: number of optimizer steps taken.
         loader: yields the data once, with the evaluation's preprocessing.
         global_batch: samples of an optimizer step.
     """
@@ -183,10 +181,7 @@ def embed(
     """Embed at most ``rows`` samples with a model in evaluation mode.
 
     Args:
-        model: the model.
         batches: batches of ``image``, ``text`` and ``index``.
-        precision: as ``--precision``.
-        device: device of the model.
         rows: largest number of samples.
         folder: the embeddings go into memory-mapped files in this folder; None keeps them in host memory.
     """

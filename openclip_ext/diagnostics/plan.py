@@ -99,9 +99,6 @@ class Row:
     """Holds the needs of ``world_size`` ranks, in bytes per GPU.
 
     Attributes:
-        model: bytes of model and optimizer.
-        activations: bytes of the encoders' activations.
-        state: bytes of the loss's state.
         host_state: bytes of the loss's state in the memory or files of a node, for all its ranks together.
         loss: what a step of the loss sends and allocates.
     """
@@ -127,10 +124,6 @@ class Plan:
         replicated: bytes of the loss's state that every rank has in full.
         of_sample: bytes per sample of each table of the loss.
         asked: the needs of ``world_size`` ranks.
-
-    Raises:
-        ValueError: the model or loss is unknown, options are wrong, the batch cannot be divided by ``world_size``, or it is
-            larger than the data set.
     """
 
     def __init__(self, training: Training, world_size: int, memory: Memory) -> None:
@@ -299,11 +292,7 @@ def _gib(size: float) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Print a plan.
-
-    Raises:
-        ValueError: as :class:`Plan`.
-    """
+    """Print a plan."""
     args = vars(_parser().parse_args(argv))
     memory = Memory(args.pop("gpu_memory"), args.pop("host_memory"))
     world_size, loss = args.pop("world_size"), args.pop("loss") or "openclip"

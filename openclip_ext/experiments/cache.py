@@ -108,8 +108,6 @@ def write_cache(
     """Decode a data set into a folder, or open the folder if it is complete already.
 
     Args:
-        spec: the data set.
-        folder: where the cache is.
         image_size: side of the model's images.
         limit: bytes that the decoded images may take.
         classes: number of classes; each sample's class is read from its member ``cls``. None: no classes are read.
@@ -273,9 +271,7 @@ class PilotData:
         num_samples: number of training samples, and of indices.
         val: samples that choose among settings.
         test: samples that give the reported numbers.
-        names: names of the classes, or empty.
         tokens: tokens of all texts; None if the training texts are not in memory.
-        digest: digest of the data.
     """
 
     train: Cache | DataSpec

@@ -57,11 +57,7 @@ _FLAGS = "--precision fp32 --wd 0.2 --beta1 0.9 --beta2 0.999 --eps 1e-8 --warmu
 
 
 def contests(grid: Mapping[str, Any], data: str) -> dict[str, Contest]:
-    """Return the contest of each schedule of a grid file.
-
-    Raises:
-        ValueError: the grid has an unknown key, or families with different numbers of settings.
-    """
+    """Return the contest of each schedule of a grid file."""
     for what, content, known in (
         ("a grid", grid, _GRID_KEYS),
         *(("a setting", setting, _SETTING_KEYS) for tried in grid["families"].values() for setting in tried),
@@ -181,11 +177,7 @@ def shifted(images: Tensor, shifts: Tensor) -> Tensor:
 
 
 def averaged(images: Tensor, visual: Any) -> Tensor:
-    """Return the model's input: shrink stored images ``(B, 3, S, S)`` by averaging, and normalize them.
-
-    Raises:
-        ValueError: the stored size is not a multiple of the model's.
-    """
+    """Return the model's input: shrink stored images ``(B, 3, S, S)`` by averaging, and normalize them."""
     wanted = max(visual.image_size) if isinstance(visual.image_size, tuple) else visual.image_size
     factor, rest = divmod(images.shape[-1], wanted)
     if rest:

@@ -44,9 +44,6 @@ class PilotRun:
 
     Args:
         config: configuration of the training; the run overrules its loss, rates and lengths.
-        data: data to train on and to score with.
-        run: what to train.
-        device: where to train.
 
     Attributes:
         batch: samples of an optimizer step.

@@ -7,11 +7,7 @@ from typing import Any
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the rows of a file by id, without an incomplete last line; no rows if there is no file.
-
-    Raises:
-        ValueError: another line is not a row.
-    """
+    """Return the rows of a file by id, without an incomplete last line; no rows if there is no file."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     rows: dict[str, dict[str, Any]] = {}
     for number, line in enumerate(lines, start=1):

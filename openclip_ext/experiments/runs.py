@@ -16,11 +16,8 @@ class Run:
 
     Attributes:
         data: digest of the data, and of everything that no other field describes.
-        model: OpenCLIP's name of the model.
         schedule: name of the combination of batch size and length.
         batch_size: samples of an optimizer step.
-        epochs: length of the run.
-        lr: learning rate.
         seed: seed of start weights, order and augmentation.
         family: the settings of a family compete with each other; families are compared.
         setting: ``loss`` and ``options`` for ``create_loss``, and further keys that the kind of experiment knows.
@@ -53,7 +50,6 @@ class Contest:
 
     Attributes:
         families: for each family a run of every setting with the first seed; the first family is the baseline.
-        seeds: all seeds.
         finalists: number of settings of a family, the best by their rows' ``val``, that run with all seeds.
     """
 

@@ -18,9 +18,7 @@ class Difference:
     """Holds the mean of paired differences over seeds and samples, with its 95 % interval.
 
     Attributes:
-        mean: mean over seeds and samples.
         low, high: interval that covers other seeds and other validation samples of the same kind.
-        seeds: number of pairs.
     """
 
     mean: float

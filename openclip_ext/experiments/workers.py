@@ -35,7 +35,6 @@ class Workers:
     """Runs tasks in processes.
 
     Args:
-        processes: number of tasks at a time.
         preload: module that the server imports.
         judge: called with every intermediate result; decides whether to stop the task.
 
@@ -77,11 +76,7 @@ class Workers:
             self._under_way.clear()
 
     def run(self, tasks: Sequence[Task]) -> list[dict[str, Any]]:
-        """Run tasks and return their results, in order.
-
-        Raises:
-            ValueError: a task has failed.
-        """
+        """Run tasks and return their results, in order."""
         results: dict[str, dict[str, Any]] = {}
 
         def ended(name: str, result: dict[str, Any] | None, failure: str) -> None:

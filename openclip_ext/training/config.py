@@ -85,11 +85,7 @@ FLAG_GROUPS: dict[str, tuple[type, ...]] = {
 
 
 def training_config(args: argparse.Namespace, loss: LossConfig, device: torch.device) -> TrainingConfig:
-    """Return the typed configuration of a parsed command line, after ``torch.distributed`` has started on ``device``.
-
-    Raises:
-        UsageError: flags that mean nothing.
-    """
+    """Return the typed configuration of a parsed command line, after ``torch.distributed`` has started on ``device``."""
     args = argparse.Namespace(**{**vars(args), **_shared_batch(args)})
     folder = _run_folder(args)
     destinations = _destinations(args.report_to)

@@ -60,7 +60,6 @@ class EvaluationConfig:
         val_data: pairs for OpenCLIP's validation, or None.
         imagenet_val, imagenet_v2: folders, or None.
         val_every, imagenet_every, suite_every: epochs; 0: never.
-        batch_size, workers: of the loaders.
     """
 
     val_data: DataSpec | None = None
@@ -96,16 +95,7 @@ class EvaluationConfig:
 
 
 def build_evaluators(config: EvaluationConfig, built: BuiltModel, step: StepConfig) -> list[ScheduledEvaluator]:
-    """Build what is asked for, in OpenCLIP's order; only the master builds (and runs) any.
-
-    Args:
-        config: what is measured.
-        built: the model's transform, tokenizer and device.
-        step: the precision.
-
-    Raises:
-        ValueError: data that are not there.
-    """
+    """Build what is asked for, in OpenCLIP's order; only the master builds (and runs) any."""
     if not distributed.is_master():
         return []
     evaluators: list[ScheduledEvaluator] = []
@@ -143,8 +133,6 @@ def run_evaluators(evaluators: Iterable[Evaluator], model: nn.Module, must_succe
     """Run evaluators one after another; one that fails is logged and costs nothing but its own numbers.
 
     Args:
-        evaluators: what to run.
-        model: what to measure.
         must_succeed: let a failure end the program, as nothing else is to be done.
     """
     model = compat.unwrap(model)
@@ -166,12 +154,7 @@ def run_evaluators(evaluators: Iterable[Evaluator], model: nn.Module, must_succe
 
 @dataclass(frozen=True)
 class Validation:
-    """OpenCLIP's validation on ``--val-data``: loss, ranks and recall, under OpenCLIP's names.
-
-    Attributes:
-        loader: batches of ``image`` and ``text``.
-        settings: how a step computes, as in training.
-    """
+    """OpenCLIP's validation on ``--val-data``: loss, ranks and recall, under OpenCLIP's names."""
 
     loader: Iterable[dict[str, Tensor]]
     settings: StepSettings

@@ -31,9 +31,6 @@ _NAMES_OF_MAIN = {"--text-key": "--caption-key", "--visual-layer-decay": "--imag
 def parse(argv: list[str]) -> tuple[argparse.Namespace, LossConfig]:
     """Parse a training command line.
 
-    Args:
-        argv: the arguments after the program's name.
-
     Returns:
         OpenCLIP's and our run flags in one namespace, and the loss with all its options.
 

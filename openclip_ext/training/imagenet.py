@@ -55,12 +55,6 @@ def imagenet_loader(
 
     Args:
         flag: ``--imagenet-val`` or ``--imagenet-v2``.
-        folder: its value.
-        preprocess: the model's transform for evaluation.
-        batch_size, workers: of the loader.
-
-    Raises:
-        UsageError: there are no class folders with images.
     """
     root = Path(folder)
     if flag == "--imagenet-v2":
@@ -78,8 +72,6 @@ class ImageNetZeroShot:
 
     Attributes:
         loaders: by the name in the metrics, ``imagenet`` or ``imagenetv2``.
-        tokenizer: the model's.
-        settings: how a step computes, as in training.
     """
 
     loaders: Mapping[str, Iterable[tuple[Tensor, Tensor]]]

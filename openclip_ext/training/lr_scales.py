@@ -21,12 +21,8 @@ def lr_scales(model: nn.Module, towers: Mapping[str, tuple[float, float]]) -> di
     """Return the scale of each trained parameter of a model, by its name in the model as it is wrapped.
 
     Args:
-        model: OpenCLIP's.
         towers: for ``image`` and ``text``, where they have rates of their own, the tower's rate over the run's and the
             decay of its layers.
-
-    Raises:
-        UsageError: a tower with rates of its own is frozen, or has no layers that we know.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     is_image = {name: name.removeprefix("module.").startswith("visual.") for name in names}
@@ -45,11 +41,7 @@ def lr_scales(model: nn.Module, towers: Mapping[str, tuple[float, float]]) -> di
 
 
 def depths(tower: str, names: list[str]) -> dict[str, int]:
-    """Count the layers between each parameter and the end of its tower, with the end itself at 0.
-
-    Raises:
-        UsageError: none is of a layer.
-    """
+    """Count the layers between each parameter and the end of its tower, with the end itself at 0."""
     found = {name: _LAYER.search(name) for name in names}
     numbers = sorted({int(match[1]) for match in found.values() if match})
     if not numbers:

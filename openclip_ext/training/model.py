@@ -37,9 +37,7 @@ class ModelConfig:
     """OpenCLIP's flags that say how the model is built; the names are those of ``open_clip``'s factory.
 
     Attributes:
-        name: OpenCLIP's name of the model.
         pretrained: tag or file of weights to start from, or empty.
-        precision: OpenCLIP's name of the types that the model has and computes in.
         siglip_start: start values of ``logit_scale`` and ``logit_bias`` for SigLIP.
         trace: ``torch.jit.trace`` with this batch size, for evaluation only; None: do not.
         lock_image, lock_text: freeze a tower, but for ``unlocked`` layer groups, counted from the output; its BatchNorm
@@ -153,8 +151,6 @@ class BuiltModel:
         model: OpenCLIP's, which have no common typed base.
         images: how training images become the model's input.
         preprocess_val: transform of an image for evaluation.
-        tokenizer: of captions.
-        device: where the model is.
     """
 
     model: Any
@@ -245,11 +241,7 @@ def build_loss(
 
 
 def load_pretrained_heads(loss: ContrastiveLoss, pretrained: str) -> None:
-    """Start the modules that the loss trains with the model from the checkpoint that the model starts from.
-
-    Raises:
-        UsageError: the checkpoint's are of another kind or size.
-    """
+    """Start the modules that the loss trains with the model from the checkpoint that the model starts from."""
     heads: Any = read_heads(pretrained)
     own: Any = loss.model_head()
     if heads is None:
@@ -271,8 +263,6 @@ def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) 
     DistributedDataParallel fails on a parameter that never receives a gradient.
 
     Args:
-        loss: says what it learns.
-        model: changed in place.
         set_logit_scale: whether the loss's start value replaces the model's.
     """
     logit_scale = model.get_parameter("logit_scale")

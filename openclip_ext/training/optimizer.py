@@ -43,7 +43,6 @@ class OptimizerConfig:
 
     Attributes:
         name: ``adamw``, ``lamb`` (timm's), or ``timm/NAME``.
-        lr: learning rate.
         weight_decay: of the parameters with more than one dimension.
         beta1, beta2: Adam's; None: a timm optimizer's own.
         eps: Adam's ε; None: a timm optimizer's own.
@@ -82,9 +81,7 @@ class ScheduleConfig:
     """The learning rate over the run.
 
     Attributes:
-        name: OpenCLIP's name.
         lr: after the warm-up.
-        epochs: length of the run.
         warmup: optimizer steps of linear warm-up.
         lr_min: where the cosine ends.
         cooldown_epochs, cooldown_power, cooldown_end: the end of ``const-cooldown``.
@@ -111,13 +108,9 @@ def create_optimizer(
 
     Args:
         model: the (possibly DDP-wrapped) model; parameters without ``requires_grad`` are left out.
-        config: the optimizer and its settings.
         logit_scale_lr: constant learning rate of ``log(1/τ)``, which then gets a group of its own, the last one; None
             leaves it in OpenCLIP's group without weight decay.
         head: modules of the loss that are trained with the model, in the same groups.
-
-    Raises:
-        UsageError: learning rates of a tower that is not trained, or nothing is to be trained.
     """
     groups = _parameter_groups(
         [model] if head is None else [model, head], config.weight_decay, logit_scale_lr is not None

@@ -67,10 +67,7 @@ class ReportingConfig:
 
     Attributes:
         destinations: of ``wandb`` and ``tensorboard``.
-        epochs: of the run.
         warmup: optimizer steps until the learning rate is there.
-        name: the run's name, which W&B shows.
-        wandb_project, wandb_notes: as in OpenCLIP.
         resumes: let W&B continue the run of this name.
         flags: what W&B stores as the run's configuration.
     """
@@ -92,9 +89,6 @@ class Reporter:
 
     Args:
         folder: run folder, or None to write no files.
-        config: the destinations.
-        total_steps: optimizer steps of the whole run.
-        steps_per_epoch: optimizer steps of an epoch.
     """
 
     def __init__(self, folder: Path | None, config: ReportingConfig, total_steps: int, steps_per_epoch: int) -> None:
@@ -142,7 +136,6 @@ class Reporter:
 
         Args:
             record: ``step``, ``epoch``, ``samples``, ``loss``, and whatever else is known, as plain numbers.
-            stopwatch: times since the last report.
         """
         if not self.active:
             return

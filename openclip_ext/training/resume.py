@@ -35,10 +35,6 @@ class Start(NamedTuple):
 def find_start(resume: str | None, config: RunFolderConfig) -> Start:
     """Find, verify and read the checkpoint that ``--resume`` names; all ranks read the one that the master found.
 
-    Args:
-        resume: a path, ``latest``, or None.
-        config: the run's folder, and where its copy is.
-
     Raises:
         UsageError: the checkpoint does not exist or cannot be read, or there is no folder to look into.
     """
@@ -96,7 +92,6 @@ def restore(
 
     Args:
         checkpoint: None for a fresh run, which starts at the beginning.
-        identity: of this run.
         steps_per_epoch: of this run; positions an OpenCLIP checkpoint, which has epochs only.
         model, optimizer, scaler, loss: are changed.
 

@@ -42,10 +42,8 @@ class RunFolderConfig:
 
     Attributes:
         logs: ``--logs``; None to write nothing.
-        name: ``--name``.
         resume_latest: the folder may hold a run, which goes on.
         log_local_rank: with ``--log-local``, this process's rank on its node, where the first one logs; None: the master logs.
-        debug: log more.
         remote_sync: place that the folder is copied to, with a folder for each run; None: nowhere.
         remote_every: seconds between two copies.
         remote_protocol: ``s3`` or ``fsspec``.
@@ -213,14 +211,7 @@ def fetch_checkpoints(config: RunFolderConfig) -> None:
 
 
 def write_settings(folder: Path, flags: Mapping[str, Any], loss: str, loss_options: dict[str, Any]) -> None:
-    """Write OpenCLIP's ``params.txt`` and our ``config.json``: resolved flags, versions, git commit.
-
-    Args:
-        folder: the run's.
-        flags: all flags with their values.
-        loss: its name.
-        loss_options: what it was created with.
-    """
+    """Write OpenCLIP's ``params.txt`` and our ``config.json``: resolved flags, versions, git commit."""
     (folder / "params.txt").write_text("".join(f"{name}: {value}\n" for name, value in sorted(flags.items())))
     config = {
         "flags": _plain(flags),

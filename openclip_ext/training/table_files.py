@@ -21,11 +21,7 @@ _FORMAT = np.lib.format
 
 
 def write_table(table: ShardedTable, file: BinaryIO) -> None:
-    """Write this rank's part into an empty file.
-
-    Raises:
-        OSError: as ``file.write``.
-    """
+    """Write this rank's part into an empty file."""
     dtype = _numpy_type(table.rows(0, 0))
     shape = (table.size, table.columns)
     header = {"descr": _FORMAT.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
@@ -41,11 +37,7 @@ def write_table(table: ShardedTable, file: BinaryIO) -> None:
 
 
 def open_table(path: Path) -> np.ndarray:
-    """Return what :func:`write_table` wrote, ``(samples, columns)``, mapped from the file and not read.
-
-    Raises:
-        UsageError: not such a file, or not all of it.
-    """
+    """Return what :func:`write_table` wrote, ``(samples, columns)``, mapped from the file and not read."""
     rows, reason = None, ""
     try:
         rows = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -64,12 +56,7 @@ def restore_table(table: ShardedTable, parts: Sequence[np.ndarray], source: obje
     """Fill this rank's part of a table from all ranks' parts at the save, in their order; any number of ranks.
 
     Args:
-        table: is changed.
         parts: ``(samples of the rank, columns)`` each, as :func:`open_table` returns them.
-        source: where they come from, for the message.
-
-    Raises:
-        UsageError: the parts are of a table of another size.
     """
     found = sum(map(len, parts)), parts[0].shape[1]
     if found != (table.num_samples, table.columns):

@@ -53,7 +53,6 @@ class SavePolicy:
 
     Attributes:
         folder: the run's ``checkpoints/``, or None to save nothing.
-        name: the run's name, stored in the file.
         every_epochs: epochs between two checkpoints; the last epoch is always saved.
         most_recent: also keep ``epoch_latest.pt``.
         delete_previous: keep only the newest whole epoch.
@@ -76,13 +75,7 @@ class SavePolicy:
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long the run is.
-
-    Attributes:
-        epochs: passes over the data.
-        accum_freq: micro-batches of an optimizer step.
-        log_every: steps between two that are logged.
-    """
+    """How long the run is."""
 
     epochs: int = flag(minimum=1, cure="to evaluate only, leave out --train-data")
     accum_freq: int = flag(1)
@@ -105,15 +98,8 @@ class Trainer:
     """Trains until the last epoch, saving, evaluating and reporting on the way.
 
     Attributes:
-        step: takes optimizer steps.
-        loader: yields batches.
         schedule: sets the learning rates for an optimizer step of the run.
-        length: see ``RunLength``.
-        policy: see ``SavePolicy``.
-        identity: stored in checkpoints.
-        reporter: where numbers go.
         evaluators: run at epoch ends, after the checkpoint is safe.
-        position: where the run stands.
         unreadable: checkpoints that could not be read, which are neither overwritten nor deleted.
     """
 

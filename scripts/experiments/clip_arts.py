@@ -84,11 +84,7 @@ def small_png(path: Path, size: int) -> bytes | None:
 
 
 def make(source: Path, output: Path, config: ClipArtsConfig) -> None:
-    """Write the data set.
-
-    Raises:
-        ValueError: the output exists, the source is missing or has too few pictures.
-    """
+    """Write the data set."""
     with whole_folder(output) as folder:
         pairs = read_pairs(source, config)
         num_held_out = config.num_val + config.num_test

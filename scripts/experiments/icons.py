@@ -69,10 +69,8 @@ class Icon:
     """One icon of one set.
 
     Attributes:
-        prefix: the set's short name.
         name, canonical: the icon's name in the set, and as :func:`canonical_name` gives it.
         view_box: left, top, width and height of the drawing.
-        body: the SVG's content.
     """
 
     prefix: str
@@ -133,11 +131,7 @@ def canonical_name(name: str) -> str:
 
 
 def fetch(cache: Path) -> Path:
-    """Download and unpack the collection with npm, once; return the package's folder.
-
-    Raises:
-        SystemExit: npm is missing or fails.
-    """
+    """Download and unpack the collection with npm, once; return the package's folder."""
     package = cache / "package"
     if (package / "collections.json").exists():
         return package
@@ -195,11 +189,7 @@ def group_sets(sets: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def assign_splits(sets: dict[str, dict[str, Any]], icons: list[Icon], config: IconsConfig) -> dict[str, str]:
-    """Return the split of each set, by prefix.
-
-    Raises:
-        ValueError: an unknown set, or not enough icons to hold out.
-    """
+    """Return the split of each set, by prefix."""
     group_of = group_sets(sets)
     splits = dict.fromkeys(sets, "train")
     for split, prefixes in (("val", config.val_sets), ("test", config.test_sets)):
@@ -259,11 +249,7 @@ def render(icon: Icon, size: int) -> bytes | None:
 
 
 def take(pool: list[Icon], number: int, size: int, executor: ProcessPoolExecutor) -> Iterator[tuple[Icon, bytes]]:
-    """Yield the first ``number`` icons that can be drawn, with their PNGs.
-
-    Raises:
-        ValueError: the pool has fewer.
-    """
+    """Yield the first ``number`` icons that can be drawn, with their PNGs."""
     taken = 0
     for start in range(0, len(pool), 4000):
         part = pool[start : start + 4000]
@@ -277,11 +263,7 @@ def take(pool: list[Icon], number: int, size: int, executor: ProcessPoolExecutor
 
 
 def make(package: Path, output: Path, config: IconsConfig, workers: int) -> None:
-    """Write the data set.
-
-    Raises:
-        ValueError: the folder exists, or the collection has too few icons.
-    """
+    """Write the data set."""
     sets, icons = read_collection(package)
     splits = assign_splits(sets, icons, config)
     pools = choose(icons, sets, splits, config)

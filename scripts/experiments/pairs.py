@@ -32,8 +32,6 @@ class Pair:
     """One sample.
 
     Attributes:
-        png: the image.
-        caption: the text.
         described: what else is known; ``name`` is what the image shows, equal for all images of the same thing.
     """
 
@@ -83,11 +81,7 @@ def png_on_white(image: Image.Image) -> bytes | None:
 
 @contextmanager
 def whole_folder(output: Path) -> Iterator[Path]:
-    """Give a folder to write into, which becomes ``output`` at the end: a killed call leaves none that looks finished.
-
-    Raises:
-        ValueError: the folder exists.
-    """
+    """Give a folder to write into, which becomes ``output`` at the end: a killed call leaves none that looks finished."""
     if output.exists():
         raise ValueError(f"{output} exists: choose another folder, or remove it")
     partial = output.with_name(output.name + ".partial")

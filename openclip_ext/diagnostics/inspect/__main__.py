@@ -41,12 +41,7 @@ class _Sizes:
 
 
 def main(argv: list[str]) -> None:
-    """Inspect the training data of a run; write a page, JSON and CSV, and a manifest if asked to.
-
-    Raises:
-        UsageError: there is no such run or checkpoint, its state or its data are missing, it does not use captions, or an
-            argument is wrong.
-    """
+    """Inspect the training data of a run; write a page, JSON and CSV, and a manifest if asked to."""
     args = _parser().parse_args(argv)
     thresholds = from_flags(Thresholds, vars(args))
     if bool(args.leave_out) != (args.write_manifest is not None):

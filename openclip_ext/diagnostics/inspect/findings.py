@@ -170,11 +170,6 @@ def find(
         embeddings: embeddings of the whole set.
         anchors: ``(A,)`` ascending rows of the embeddings to look at; each is compared with all rows.
         difficulty: ``(A,)`` log-normalizers of the anchors, see :func:`log_normalizers`.
-        thresholds: thresholds of the definitions.
-        device: where to compute.
-
-    Raises:
-        ValueError: embeddings are not finite.
     """
     positive = torch.linalg.vecdot(embeddings.image, embeddings.text)
     if not torch.isfinite(positive).all():

@@ -78,11 +78,7 @@ def main(argv: list[str]) -> None:
 
 
 class Comparison:
-    """Performs the comparison of one output folder, until a deadline of ``time.monotonic()``.
-
-    Raises:
-        ValueError: the folder holds a comparison with other flags or data.
-    """
+    """Performs the comparison of one output folder, until a deadline of ``time.monotonic()``."""
 
     def __init__(
         self, config: CompareConfig, training: TrainingConfig, data: PilotData, results: ResultsFile, deadline: float
@@ -303,11 +299,7 @@ class Comparison:
 
 
 def read_plan(config: CompareConfig, training: TrainingConfig) -> dict[str, Any]:
-    """Return the plan in the output folder; it is empty if there is none.
-
-    Raises:
-        ValueError: the plan is damaged, or belongs to a comparison with other flags.
-    """
+    """Return the plan in the output folder; it is empty if there is none."""
     path = config.folder / "plan.json"
     if not path.exists():
         return {}

@@ -38,7 +38,6 @@ class CompareConfig:
     """Holds the arguments of ``openclip-ext compare``.
 
     Attributes:
-        shards: the training data.
         losses: names of the losses, the baseline first.
         loss_options: options for all losses that use them.
         training: the training flags as given.
@@ -66,11 +65,7 @@ class CompareConfig:
 
 
 def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
-    """Return the configurations of the comparison and of the training.
-
-    Raises:
-        UsageError: a flag has no meaning here.
-    """
+    """Return the configurations of the comparison and of the training."""
     add_model_configs()
     parser = _parser()
     args, training = parser.parse_known_args(argv)

@@ -96,11 +96,7 @@ def _streamed(spec: DataSpec, config: CompareConfig, training: TrainingConfig) -
 
 
 def divide(count: int, share: float) -> tuple[list[int], list[int]]:
-    """Draw a seeded share of ``count`` samples; return its positions and those of the rest, both in order.
-
-    Raises:
-        ValueError: the share is too small to score with.
-    """
+    """Draw a seeded share of ``count`` samples; return its positions and those of the rest, both in order."""
     size = min(round(count * share), _MOST_VALIDATION)
     if size < _FEWEST_VALIDATION:
         raise ValueError(

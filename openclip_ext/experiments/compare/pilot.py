@@ -35,8 +35,6 @@ class ComparePilot:
     """Performs the runs of a comparison in the worker processes.
 
     Attributes:
-        config: configuration of the training.
-        data: data to train on and to score with.
         population: number of training samples that exact normalizers are over.
         anchors: number of samples whose normalizers are compared.
     """

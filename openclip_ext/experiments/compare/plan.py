@@ -57,9 +57,6 @@ def plan_tuning(
 
     It has one seed, or all seeds if there is nothing to choose for a second stage. ``seconds`` is the wall-clock time of the
     whole comparison.
-
-    Raises:
-        ValueError: the time is too short for the smallest plan.
     """
     losses = len(costs.per_sample)
     later = _RUNS_OF_A_STAGE * min(losses, 1 + CONTENDERS)

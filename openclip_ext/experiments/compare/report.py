@@ -117,7 +117,6 @@ def make_report(
     """Return the report of the finished runs.
 
     Args:
-        about: what was compared.
         contests: the runs of each stage.
         results: rows of finished, stopped and failed runs.
         judged: how wrong a batch was about its normalizers before the first run.
@@ -272,9 +271,7 @@ def conclude(
 
     Args:
         found: the losses with finished runs.
-        about: what was compared.
         to_best: the difference of the best loss to each, in runs of the same length.
-        failures: how many runs failed.
     """
     others = [result for result in found if result.difference is not None]
     if not any(result.loss == BASELINE for result in found) or not others:

@@ -68,11 +68,7 @@ def settings(loss: str, fixed: Mapping[str, Any]) -> tuple[list[Options], list[s
     If several settings amount to the same options of the loss, only the first is returned.
 
     Args:
-        loss: name of the loss.
         fixed: options that the user gave for all losses; a setting has those that the loss uses.
-
-    Raises:
-        ValueError: an unknown loss, or one that cannot be built with the user's options.
     """
     found, refusals, complete = [], [], []
     for options in _BASELINE_SETTINGS if loss == BASELINE else _OWN_SCHEME.get(own_scheme(loss), _SETTINGS):

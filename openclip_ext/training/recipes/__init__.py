@@ -80,11 +80,7 @@ class Recipe:
         return size * self.gpus
 
     def batch_size(self, gpus: int) -> int:
-        """Return the batch per GPU that makes the recipe's global batch on another number of GPUs.
-
-        Raises:
-            ValueError: the number does not divide the global batch.
-        """
+        """Return the batch per GPU that makes the recipe's global batch on another number of GPUs."""
         if self.global_batch % gpus:
             raise ValueError(
                 f"the recipe's batch of {self.global_batch} cannot be shared by {gpus} GPUs; ask for a number that divides it"
@@ -129,22 +125,14 @@ def names() -> list[str]:
 
 
 def losses(name: str) -> list[str]:
-    """Return the losses with published settings on data set ``name``.
-
-    Raises:
-        ValueError: no recipe has this name.
-    """
+    """Return the losses with published settings on data set ``name``."""
     if name not in names():
         raise ValueError(f"unknown recipe {name!r}{nearest(name, names())}; there are: {', '.join(names())}")
     return [recipe.loss for recipe in _RECIPES if recipe.dataset == name]
 
 
 def get(name: str, loss: str) -> Recipe:
-    """Return the recipe of ``loss`` on data set ``name``.
-
-    Raises:
-        ValueError: no recipe has this name, or it has no published settings for the loss.
-    """
+    """Return the recipe of ``loss`` on data set ``name``."""
     known = losses(name)
     for recipe in _RECIPES:
         if (recipe.dataset, recipe.loss) == (name, _ALIASES.get(loss, loss)):
