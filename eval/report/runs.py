@@ -179,10 +179,20 @@ def _place(checkpoint: Checkpoint, training: Sequence[Mapping[str, Any]]) -> Che
         return checkpoint
     epoch, step = int(match[1]), match[2]
     if step is not None:
-        samples = int(step) * training[0]["global_batch"] if training else None
+        samples = _samples_after(int(step), training)
     else:
         samples = max((record["samples"] for record in training if record["epoch"] < epoch), default=None)
     return replace(checkpoint, epoch=epoch, samples=samples)
+
+
+def _samples_after(step: int, training: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the samples of so many steps: as logged, and from there on with the batch of the next logged step."""
+    before = [record for record in training if record["step"] < step]
+    after = next((record for record in training if record["step"] >= step - 1), before[-1] if before else None)
+    if after is None:
+        return None
+    steps, samples = (before[-1]["step"] + 1, before[-1]["samples"]) if before else (0, 0)
+    return samples + (step - steps) * after["global_batch"]
 
 
 def _merge(name: str, repeats: Sequence[Run]) -> Run:

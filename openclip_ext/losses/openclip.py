@@ -85,7 +85,9 @@ class OpenClipLoss(ContrastiveLoss):
         else:
             terms = self._openclips(features, outputs)
         self._logit_scale = batch.logit_scale.detach()
-        self._infonce = terms["contrastive_loss"].detach()
+        weight = self.coca.clip_loss_weight if "caption_loss" in terms else 1.0
+        # CoCa without its contrastive part computes none.
+        self._infonce = terms["contrastive_loss"].detach() / weight if weight else torch.tensor(math.nan)
         return terms
 
     def _openclips(self, features: dict[str, Tensor], outputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -120,7 +122,7 @@ class OpenClipLoss(ContrastiveLoss):
         return (image + text) / 2
 
     def metrics(self) -> dict[str, float]:
-        """Return ``infonce``, which is this loss, ``chance``, and the temperature, of the last call. Waits for the device."""
+        """Return ``infonce``, this loss without CoCa's weight, ``chance``, and the temperature, of the last call; waits."""
         if self._logit_scale is None:
             return {}
         temperature = 1 / self._logit_scale.item()

@@ -61,6 +61,15 @@ def test_bad_samples_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert numbers(build(str(csv))) == [*range(4), *range(5, 30)]
 
 
+@pytest.mark.parametrize(("key", "blank"), [("txt", b" \n\t"), ("json:caption", b'{"caption": " "}')])
+def test_blank_captions_are_not_scored(tmp_path: Path, key: str, blank: bytes, caplog: pytest.LogCaptureFixture):
+    field = key.partition(":")[0]
+    replaced = [(name, blank if name.endswith(field) else data) for name, data in sample_members(3)]
+    write_shards(tmp_path, [6], {3: replaced})
+    assert numbers(build(str(tmp_path / "*.tar"), caption_key=key)) == [0, 1, 2, 4, 5]
+    assert "1 bad samples" in caplog.text and "sample 3: no caption: the text is empty" in caplog.text
+
+
 @pytest.mark.parametrize("kind", ["shards", "csv"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_training_data_come_once_with_the_index_they_have_in_training(tmp_path: Path, workers: int, kind: str):

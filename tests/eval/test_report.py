@@ -4,6 +4,7 @@ import csv
 import html
 import json
 import re
+import shutil
 import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -203,6 +204,20 @@ def test_run_folder_becomes_learning_curves(tmp_path: Path) -> None:
     assert found.checkpoints[1].average(RETRIEVAL) == Value(0.3)
     assert found.checkpoints[1].average(AVERAGE) is None
     assert found.final.label == "epoch_10_step_105"
+
+    # From step 80 on, a resumed run has a batch of 32: the log counts what was trained on.
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[:-1]]
+    for line in lines:
+        if line["step"] >= 80 and "loss" in line:
+            line |= {"samples": 80 * 64 + 32 * (line["step"] - 79), "global_batch": 32}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step, samples in ((3, 192), (78, 4992), (82, 5184), (110, 6080), (115, 6240)):
+        folder = write_results(run / "datacomp" / f"epoch_{step // 10}_step_{step}", all_scores(0.2)).parent
+        assert {entry.samples for entry in read_runs([str(run)])[0].checkpoints if str(step) in entry.label} == {
+            samples
+        }
+        shutil.rmtree(folder)
+    write_training(run, epochs=11, evaluations={2: {**during, "datacomp/mnist": 0.9}, 4: during})
 
     _, text = report(tmp_path, str(run))
     charts = charts_of(text)

@@ -136,6 +136,13 @@ def test_a_resume_heeds_new_settings_and_tells_them(shards, tmp_path, caplog):
     caplog.clear()
     assert run([*argv, "--wd", "0.9", "--beta1", "0.5", "--eps", "1e-3", "--epochs", "3", "--workers", "1"]) == 0
     assert "The run goes on with other settings: epochs 3 (before: 2)." in caplog.text
+    caplog.clear()
+    checkpoint = str(tmp_path / "run" / "checkpoints" / "epoch_2.pt")
+    assert (
+        run(command(shards, tmp_path, "other", "openclip", "--epochs", "3", "--wd", "0.8", "--resume", checkpoint)) == 0
+    )
+    told = "beta1 0.9 (before: 0.5); epochs 3 (before: 2); eps 1e-06 (before: 0.001); wd 0.8 (before: 0.9)."
+    assert f"The run goes on with other settings: {told}" in caplog.text
 
 
 def test_a_resume_tells_what_the_loss_does_differently(shards, tmp_path, caplog):
