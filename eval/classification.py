@@ -167,9 +167,7 @@ def _grouped_metrics(task: Task, ranks: np.ndarray, metadata: np.ndarray) -> Met
 def face_metrics(predicted: np.ndarray, metadata: np.ndarray) -> Metrics:
     """Compute the numbers of DataComp's tables 3 to 6 for FairFace and UTKFace.
 
-    Args:
-        predicted: ``(N, 4)`` answers to `FACE_QUESTIONS`.
-        metadata: ``(N, 4)`` age, gender, race, race_binary (0: white).
+    ``predicted`` ``(N, 4)`` holds the answers to `FACE_QUESTIONS`, ``metadata`` ``(N, 4)`` the columns of `FACE_METADATA`.
     """
     answer = {question: predicted[:, index] for index, question in enumerate(FACE_QUESTIONS)}
     truth = {column: metadata[:, index] for index, column in enumerate(FACE_METADATA)}

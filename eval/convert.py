@@ -23,11 +23,10 @@ _SUFFIX = re.compile(rf"\.({'|'.join(IMAGE_EXTENSIONS)})$", re.IGNORECASE)
 
 
 def convert_retrieval(source: Path, folder: Path) -> None:
-    """Write the images of Flickr or MSCOCO with their captions.
+    """Write the images of Flickr or MSCOCO with their captions from a folder with the zip and the CSV.
 
-    Args:
-        source: folder with the zip and the CSV. Column ``raw`` holds a JSON list of captions, ``filename`` the image's
-            name. If there is a column ``split``, only rows with ``test`` in it are used.
+    Column ``raw`` of the CSV holds a JSON list of captions, ``filename`` the image's name. If there is a column ``split``,
+    only rows with ``test`` in it are used.
     """
     captions = {}
     for row in _read_table(source, "filename", "raw"):
@@ -38,11 +37,10 @@ def convert_retrieval(source: Path, folder: Path) -> None:
 
 
 def convert_winogavil(source: Path, folder: Path) -> None:
-    """Write the pool of images, and ``instances.jsonl`` with one line for each instance.
+    """Write the pool of images, and ``instances.jsonl`` with one line each, from a folder with the zip and the CSV.
 
-    Args:
-        source: folder with the zip and the CSV, whose columns are ``cue``, ``candidates`` and ``associations``. The latter
-            two hold JSON lists of image names without suffix.
+    The columns are ``cue``, ``candidates`` and ``associations``; the latter two hold JSON lists of image names without
+    suffix.
     """
     lines, names = [], set()
     for row in _read_table(source, "cue", "candidates", "associations"):

@@ -121,11 +121,7 @@ def _has_size(path: Path, size: int) -> bool:
 def check_set(data_dir: Path, task: Task, any_size: bool = False) -> tuple[str, list[str]]:
     """Check one data set without a network: its checksums if they are known, and every tar to its end.
 
-    Args:
-        any_size: whether to accept numbers of samples and classes that are not DataComp's.
-
-    Returns:
-        One of `OK`, `UNPROVEN`, `MISSING`, `INCOMPLETE` and `BROKEN`, and a list of faults.
+    Returns one of `OK`, `UNPROVEN`, `MISSING`, `INCOMPLETE` and `BROKEN`, and a list of faults.
     """
     try:
         folder = task_folder(task, data_dir)

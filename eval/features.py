@@ -106,11 +106,7 @@ class Encoder:
     def collect(
         self, batches: Iterator[Batch], compute: Callable[[Batch], dict[str, Tensor]], name: str, total: int | None
     ) -> Collected:
-        """Apply a function to all images of a data set.
-
-        Args:
-            compute: returns values ``(B, ...)`` by name for a batch.
-        """
+        """Apply a function from a batch to values ``(B, ...)`` by name to all images of a data set."""
         order: list[Tensor] = []
         parts: dict[str, list[Tensor]] = {}
         keys: list[str] = []
@@ -143,12 +139,7 @@ class Encoder:
 
     @torch.no_grad()
     def encode_images(self, images: Tensor, autocast: bool = False) -> Tensor:
-        """Return unit embeddings ``(B, d)``, float32, of preprocessed images.
-
-        Args:
-            images: ``(B, 3, H, W)``, see `model_input`.
-            autocast: whether to use autocast also with precision ``datacomp``.
-        """
+        """Return unit embeddings ``(B, d)`` of images, see `model_input`; ``autocast`` also with precision ``datacomp``."""
         with self._autocast(autocast or self.precision == "amp"):
             features = self.model.encode_image(self.model_input(images))
         return _unit(features, "image")
@@ -162,17 +153,10 @@ class Encoder:
         return embeddings[[place[text] for text in texts]]
 
     def class_embeddings(self, classnames: Sequence[str], templates: Sequence[str]) -> Tensor:
-        """Return the zero-shot classifier: for each class the mean of its unit prompt embeddings, normalized again.
+        """Return the zero-shot classifier ``(C, d)``: each class's mean of its unit prompt embeddings, normalized again.
 
-        Classes are cached by name and templates, so data sets that share them (ImageNet and its variants) encode them
-        once. Repeated class names get equal rows.
-
-        Args:
-            classnames: ``C`` names.
-            templates: prompts in which ``{c}`` stands for the name.
-
-        Returns:
-            ``(C, d)``, float32.
+        Classes are cached by name and templates, so data sets that share them (ImageNet and its variants) encode them once.
+        Repeated class names get equal rows. ``{c}`` in a template stands for the name.
         """
         known = self._class_embeddings.setdefault(tuple(templates), {})
         new = [name for name in dict.fromkeys(classnames) if name not in known]

@@ -15,15 +15,7 @@ Metrics = dict[str, float | int | None]
 
 
 def target_ranks(logits: Tensor, targets: Tensor) -> Tensor:
-    """Count the classes that rank before the right one; equal logits rank in the order of the classes.
-
-    Args:
-        logits: ``(B, C)``.
-        targets: ``(B,)`` int64.
-
-    Returns:
-        ``(B,)`` int64: 0 where the right class is the prediction.
-    """
+    """Count in logits ``(B, C)`` the classes before each right one; equal logits rank in the order of the classes."""
     scores = logits.gather(1, targets[:, None])
     earlier = torch.arange(logits.shape[1], device=logits.device) < targets[:, None]
     return ((logits > scores) | ((logits == scores) & earlier)).sum(dim=1)

@@ -56,10 +56,7 @@ class ResultFile:
     """Stores the results of one run in a folder, also for several processes at a time.
 
     Every change writes a new file under a lock and renames it into place, so a killed process leaves the old file and never
-    half a line.
-
-    Args:
-        checkpoint: path or tag, for information only; it is not part of the run's identity.
+    half a line. ``checkpoint`` is for information only, and not part of the run's identity.
     """
 
     def __init__(self, folder: str | Path, run: RunIdentity, checkpoint: str):

@@ -50,12 +50,9 @@ def _encode_images(task: Task, folder: Path, encoder: Encoder, spec: SampleForma
 
 
 def retrieval_metrics(images: Tensor, texts: Tensor, owners: Tensor) -> Metrics:
-    """Compute ``{image,text}_retrieval_recall@{1,5,10}`` and ``mean_recall@1``.
+    """Compute ``{image,text}_retrieval_recall@{1,5,10}`` and ``mean_recall@1`` of unit embeddings ``(N, d)`` and ``(M, d)``.
 
-    Args:
-        images: ``(N, d)`` unit embeddings.
-        texts: ``(M, d)`` unit embeddings.
-        owners: ``(M,)`` int64, the image that each caption belongs to. In text retrieval, any caption of the image counts.
+    ``owners`` ``(M,)`` is the image that each caption belongs to. In text retrieval, any caption of the image counts.
     """
     numbers = torch.arange(len(images), device=owners.device)
     ranks = {

@@ -25,11 +25,7 @@ EVALUATORS: dict[str, Callable[[Task, Path, Encoder, bool], TaskResult]] = {
 
 
 def evaluate_task(task: Task, data_dir: str | Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Score one task, including its ``main_metric``.
-
-    Args:
-        data_dir: folder with the ``wds_*_test`` folders.
-        any_size: whether to score data whose number of samples or classes is not DataComp's.
+    """Score one task, including its ``main_metric``; with ``any_size`` also data whose size is not DataComp's.
 
     Raises:
         DataError: if the data are missing, damaged, or not DataComp's.

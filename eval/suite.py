@@ -18,11 +18,7 @@ from .tasks import SUITES, Task, select_tasks
 
 @dataclass
 class DataCompSuite:
-    """Measures the main metrics of a set of tasks, and the averages over its complete groups.
-
-    Attributes:
-        tasks: the tasks whose data are there.
-    """
+    """Measures the main metrics of the tasks whose data are there, and the averages over their complete groups."""
 
     name: ClassVar[str] = "datacomp"
     tasks: list[Task]
@@ -31,13 +27,9 @@ class DataCompSuite:
     make_encoder: Callable[[Any], Encoder]
 
     def run(self, model: nn.Module) -> dict[str, float]:
-        """Measure a model; a task that fails is logged and left out.
+        """Measure an OpenCLIP model, not wrapped in DDP, whose mode is restored; a task that fails is logged and left out.
 
-        Args:
-            model: an OpenCLIP model on the suite's device, not wrapped in DDP. Its mode is restored afterwards.
-
-        Returns:
-            The main metrics of tasks as ``datacomp/KEY``, and averages of complete groups as ``datacomp/average/TITLE``.
+        Returns the main metrics as ``datacomp/KEY``, and averages of complete groups as ``datacomp/average/TITLE``.
         """
         was_training = model.training
         model.eval()

@@ -136,9 +136,8 @@ SUITES: dict[str, tuple[str, ...]] = {
 def select_tasks(names: Sequence[str] | None) -> list[Task]:
     """Return the tasks that a user named, in the order of the list and without repeats.
 
-    Args:
-        names: keys (``vtab/pets``), task names (``Oxford-IIIT Pet``), folders (``wds_vtab-pets_test``) or suites
-            (``imagenet``, ``quick``, ...); None or an empty list means all 40.
+    A name is a key (``vtab/pets``), a task name (``Oxford-IIIT Pet``), a folder (``wds_vtab-pets_test``) or a suite
+    (``imagenet``, ``quick``, ...); no names mean all 40.
     """
     if not names:
         return list(TASKS.values())

@@ -28,8 +28,8 @@ _AGREEMENT_IN_FLOAT32 = 1 - 1e-5
 class TextEncoder:
     """Runs ``model.encode_text`` on only as many tokens as the longest text of the batch has.
 
-    Texts are cut only if the tower is recognized as causal with pooling at the end-of-text token. The first texts are encoded
-    both ways; if the results differ, all texts are encoded whole.
+    Texts are cut only if the tower is recognized as causal with pooling at the end-of-text token. The first texts are
+    encoded both ways; if the results differ, all texts are encoded whole.
     """
 
     def __init__(self, model: ImageTextModel):

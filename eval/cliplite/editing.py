@@ -47,12 +47,7 @@ AlignmentTable = dict[str, dict[str, dict[str, float]]]
 
 
 def concept_subspace(first: Tensor, second: Tensor, components: int = 1) -> tuple[Tensor, Tensor]:
-    """Find the directions in which paired prompts differ most.
-
-    Args:
-        first: ``(n, d)`` embeddings of one side's prompts.
-        second: ``(n, d)`` embeddings of the other side's prompts, in the same order.
-        components: number of directions ``k``, at most ``min(n, d)``.
+    """Find the ``components`` directions in which paired prompts, embedded as ``(n, d)`` on either side, differ most.
 
     Returns:
         The basis ``(k, d)`` with orthonormal rows that point from the second side to the first, and the share ``(k,)`` of
@@ -83,9 +78,7 @@ def alignment_table(
 ) -> AlignmentTable:
     """Compute Table 6 of CLIP-Lite: the mean over queries of the mean alignment of their ``top`` images.
 
-    Args:
-        queries: side -> unit embeddings ``(q, d)`` of its prompts.
-        images: group -> unit embeddings ``(n, d)`` of its images.
+    ``queries`` and ``images`` hold unit embeddings ``(q, d)`` of each side's prompts and ``(n, d)`` of each group's images.
     """
 
     def mean_of_best(prompts: Tensor, features: Tensor) -> float:
@@ -106,12 +99,7 @@ def nearest_images(
 ) -> dict[str, list[tuple[Path, float]]]:
     """Find each group's five nearest images, before and after the removal, as in a row of CLIP-Lite's Figure 5.
 
-    Args:
-        query: ``(d,)`` unit embedding of a prompt.
-        groups: for each group the unit embeddings ``(n, d)`` of its images, and their files.
-
-    Returns:
-        For each group, with and without the concept, the files with their alignment, the nearest first.
+    ``groups`` hold unit embeddings ``(n, d)`` and files; the result holds files with their alignment, the nearest first.
     """
     rows = {}
     for removed in (False, True):

@@ -47,11 +47,7 @@ class SpatialLayer:
 
 
 def find_spatial_layer(visual: Any) -> SpatialLayer:
-    """Find the last layer of a visual tower whose features have positions in the image.
-
-    Args:
-        visual: OpenCLIP's ModifiedResNet, VisionTransformer, or a timm model (convolutional, or with patch tokens).
-    """
+    """Find the last layer of a visual tower (OpenCLIP's, or a timm model) whose features have positions in the image."""
 
     def tokens(blocks: str, count: int, norm: str, grid: Sequence[int]) -> SpatialLayer:
         def to_map(features: Tensor) -> Tensor:  # class and register tokens come first
@@ -77,17 +73,10 @@ def find_spatial_layer(visual: Any) -> SpatialLayer:
 
 
 def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: SpatialLayer | None = None) -> Tensor:
-    """Compute Grad-CAM heat maps of an image, one for each phrase.
+    """Compute Grad-CAM heat maps of a preprocessed image ``(3, H, W)``, one for each of ``P`` phrases.
 
-    Args:
-        encoder: the model, whose weights and gradients do not change.
-        image: preprocessed image ``(3, H, W)``.
-        phrases: ``P`` texts.
-        layer: layer of the features; the default is that of `find_spatial_layer`.
-
-    Returns:
-        ``(P, H, W)``, float32 on the CPU, in [0, 1]. The largest value of a map is 1, or 0 if nothing in the image fits the
-        phrase.
+    The model's weights and gradients do not change. The result is ``(P, H, W)``, float32 on the CPU, in [0, 1]. The largest
+    value of a map is 1, or 0 if nothing in the image fits the phrase.
     """
     visual = encoder.model.visual
     layer = layer or find_spatial_layer(visual)

@@ -63,9 +63,8 @@ Result = dict[str, Any]
 def feature_function(model: ImageTextModel, kind: str) -> Callable[[Tensor], Tensor]:
     """Return the function from images ``(B, 3, H, W)`` to the features ``(B, d)`` to probe.
 
-    Args:
-        kind: ``backbone`` for the pooled features before the projection (for ModifiedResNet the global average of its last
-            map, as in the papers), or ``embedding`` for the features that are compared with texts.
+    ``backbone`` features are the pooled ones before the projection (for ModifiedResNet the global average of its last map,
+    as in the papers), and an ``embedding`` is what is compared with texts.
     """
     visual: Any = model.visual  # one of several classes without a common interface
 
@@ -120,9 +119,8 @@ def _read_files(
 def read_voc(devkit: Path, split: str, encoder: Encoder, kind: str) -> Split:
     """Read features and labels of a split of Pascal VOC 2007.
 
-    Args:
-        devkit: ``VOCdevkit/VOC2007`` or the folder above it, with ``JPEGImages`` and ``ImageSets/Main/CLASS_SPLIT.txt``,
-            whose lines hold an image's name and 1, 0 (difficult) or -1.
+    ``devkit`` is ``VOCdevkit/VOC2007`` or the folder above it, with ``JPEGImages`` and ``ImageSets/Main/CLASS_SPLIT.txt``,
+    whose lines hold an image's name and 1, 0 (difficult) or -1.
     """
     devkit = devkit / "VOC2007" if (devkit / "VOC2007").is_dir() else devkit
     files = sorted((devkit / "ImageSets" / "Main").glob(f"*_{split}.txt"))
@@ -141,12 +139,7 @@ def read_voc(devkit: Path, split: str, encoder: Encoder, kind: str) -> Split:
 
 
 def read_labelled(path: Path, encoder: Encoder, kind: str) -> Split:
-    """Read features and labels of a folder of class folders, or of a set in DataComp's format.
-
-    Raises:
-        ValueError: if a set in DataComp's format is damaged.
-        OSError: if the folder has no class folders, or a class folder has no images.
-    """
+    """Read features and labels of a folder of class folders, or of a set in DataComp's format."""
     if (path / CLASSNAMES_FILE).is_file():
         classes = read_lines(path / CLASSNAMES_FILE, "class names")
         batches = encoder.batches(find_shards(path), SampleFormat(len(classes)))
@@ -189,17 +182,10 @@ def probe_top1(
     samples_per_class: int | None = None,
     max_iterations: int = 1000,
 ) -> Result:
-    """Train a multinomial logistic regression on standardized features.
+    """Train a multinomial logistic regression on standardized features, at most ``samples_per_class`` of each class.
 
-    Args:
-        costs: values of scikit-learn's C, the inverse of the weight decay; the best on a tenth of the training data is used.
-        samples_per_class: largest number of training samples in a class; None means all.
-
-    Returns:
-        ``acc1``, ``train_acc1`` and ``costs``.
-
-    Raises:
-        ValueError: if a class has fewer than two training images.
+    ``costs`` are values of scikit-learn's C, the inverse of the weight decay; the best on a tenth of the training data is
+    used.
     """
     features, labels = train.features, train.labels
     if samples_per_class is not None:

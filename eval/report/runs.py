@@ -75,11 +75,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Run:
-    """Holds a run of the comparison.
-
-    Attributes:
-        checkpoints: at least one checkpoint, in the order of training.
-    """
+    """Holds a run of the comparison: at least one checkpoint, in the order of training."""
 
     name: str
     checkpoints: tuple[Checkpoint, ...]

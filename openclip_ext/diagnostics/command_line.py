@@ -14,8 +14,7 @@ from tqdm import tqdm
 def run(main: Callable[[list[str]], None]) -> None:
     """Run a program; report a user's mistake in one line with exit status 2, and end with status 130 after Ctrl-C.
 
-    Args:
-        main: takes the arguments; its ValueErrors and OSErrors count as the user's mistakes.
+    ValueErrors and OSErrors of ``main`` count as the user's mistakes.
     """
     try:
         main(sys.argv[1:])

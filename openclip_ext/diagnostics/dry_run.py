@@ -53,12 +53,10 @@ def sent_bytes(exchanged: Mapping[str, float], world_size: int) -> float:
 def dry_run(
     create: Callable[[], ContrastiveLoss], local_batch: int, embed_dim: int, world_size: int, steps: int = 1
 ) -> DryRun:
-    """Run training steps of a loss without values; return the mean over the steps.
+    """Run training steps of a loss without values, from the start of an epoch; return the mean over the steps.
 
-    Args:
-        create: makes the loss; it is called as on one of ``world_size`` ranks. State for a few samples is enough.
-        local_batch: number of samples on a rank (images, for a loss of two views), with float32 embeddings.
-        steps: number of steps from the start of an epoch.
+    ``create`` makes the loss as on one of ``world_size`` ranks; state for a few samples is enough. ``local_batch`` counts
+    samples on a rank (images, for a loss of two views).
     """
     exchanged: Counter[str] = Counter()
     with _pretended_ranks(world_size, exchanged):

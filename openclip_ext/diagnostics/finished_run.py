@@ -178,12 +178,9 @@ def embed(
     rows: int,
     folder: Path | None = None,
 ) -> Embeddings:
-    """Embed at most ``rows`` samples with a model in evaluation mode.
+    """Embed at most ``rows`` samples with a model in evaluation mode, from batches of ``image``, ``text`` and ``index``.
 
-    Args:
-        batches: batches of ``image``, ``text`` and ``index``.
-        rows: largest number of samples.
-        folder: the embeddings go into memory-mapped files in this folder; None keeps them in host memory.
+    The embeddings go into memory-mapped files in ``folder``; None keeps them in host memory.
     """
     autocast = compat.autocast_context(precision, device)
     input_dtype = open_clip.get_input_dtype(precision)

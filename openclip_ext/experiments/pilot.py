@@ -133,14 +133,9 @@ class PilotRun:
                 yield number
 
     def train(self, seen: Callable[[Any], None], score: Callable[[int], float]) -> list[list[float]]:
-        """Train to the end.
+        """Train to the end; return the curve: samples, seconds of training and score at some points of the run and at its end.
 
-        Args:
-            seen: called with the number of samples of each step.
-            score: called with the number of samples so far, at some points of the run and at its end; scores the model.
-
-        Returns:
-            The curve: samples, seconds of training and score at each point.
+        ``seen`` is called with the number of samples of each step, ``score`` with the number of samples so far.
         """
         points = {max(1, round(share * self.steps)) for share in (*_CURVE, 1.0)}
         curve = []

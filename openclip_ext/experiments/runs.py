@@ -48,9 +48,7 @@ class Run:
 class Contest:
     """Tunes several families equally, and compares them with paired seeds.
 
-    Attributes:
-        families: for each family a run of every setting with the first seed; the first family is the baseline.
-        finalists: number of settings of a family, the best by their rows' ``val``, that run with all seeds.
+    ``families`` holds for each family a run of every setting with the first seed; the first family is the baseline.
     """
 
     families: Mapping[str, Sequence[Run]]

@@ -35,17 +35,10 @@ def seeds_interval(differences: Sequence[float]) -> tuple[float, float]:
 
 
 def paired_difference(first: Tensor, second: Tensor, groups: Sequence[int]) -> Difference | None:
-    """Compute the difference of two losses' scores on the same samples with the same seeds.
+    """Compute the difference of two losses' scores ``(S, N)`` on the same samples with the same seeds.
 
     The interval adds two independent sources of chance, both by Student's t: the seeds, and the samples. Samples count in
-    groups, since samples of equal captions are right or wrong together.
-
-    Args:
-        first, second: ``(S, N)`` scores of each seed and sample.
-        groups: ``(N,)`` group of each sample; samples of one group are not independent.
-
-    Returns:
-        None with fewer than two seeds or groups.
+    groups, since samples of equal captions are right or wrong together. With fewer than two seeds or groups there is none.
     """
     difference = (first - second).double()
     seeds = len(difference)

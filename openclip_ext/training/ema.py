@@ -47,12 +47,7 @@ class ModelEma:
 
     @torch.no_grad()
     def update(self, step: int, good: Tensor) -> None:
-        """Follow the weights after a step.
-
-        Args:
-            step: optimizer steps of the run before it.
-            good: 0-d bool, whether it changed the weights; if not, the average stays as it is. No wait for the device.
-        """
+        """Follow the weights after a step of the run, unless it was not ``good`` (0-d). No wait for the device."""
         decay = min(self.decay, 1 - (1 + step) ** -_WARMUP_POWER)
         share = torch.where(good, 1 - decay, 0.0)
         for names in self._groups:

@@ -132,8 +132,7 @@ def build_evaluators(config: EvaluationConfig, built: BuiltModel, step: StepConf
 def run_evaluators(evaluators: Iterable[Evaluator], model: nn.Module, must_succeed: bool = False) -> dict[str, float]:
     """Run evaluators one after another; one that fails is logged and costs nothing but its own numbers.
 
-    Args:
-        must_succeed: let a failure end the program, as nothing else is to be done.
+    With ``must_succeed`` a failure ends the program, as nothing else is to be done.
     """
     model = compat.unwrap(model)
     was_training = model.training
@@ -190,14 +189,9 @@ def symmetric_cross_entropy(logits: Tensor) -> Tensor:
 
 
 def retrieval_metrics(image_features: Tensor, text_features: Tensor) -> dict[str, float]:
-    """Compute the rank and recall of the paired item, both ways; :func:`ranks_of_best_match` says how ties count.
+    """Compute the rank (from 1) and recall of the paired item, both ways, under OpenCLIP's names: ``image_to_text_R@1`` ...
 
-    Args:
-        image_features: ``(n, d)``.
-        text_features: ``(n, d)``, row ``i`` belongs to image ``i``.
-
-    Returns:
-        OpenCLIP's names: ``image_to_text_R@1`` ..., ranks counted from 1.
+    Row ``i`` of the texts belongs to image ``i``; :func:`ranks_of_best_match` says how ties count.
     """
     metrics = {}
     directions = {"image_to_text": (image_features, text_features), "text_to_image": (text_features, image_features)}

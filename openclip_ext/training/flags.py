@@ -29,10 +29,7 @@ _NAMES_OF_MAIN = {"--text-key": "--caption-key", "--visual-layer-decay": "--imag
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, LossConfig]:
-    """Parse a training command line.
-
-    Returns:
-        OpenCLIP's and our run flags in one namespace, and the loss with all its options.
+    """Parse a training command line: OpenCLIP's and our run flags in one namespace, and the loss with all its options.
 
     Raises:
         UsageError: flags that nobody knows or that contradict each other, or a flag that the chosen loss does not use.

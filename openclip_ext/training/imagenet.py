@@ -51,11 +51,7 @@ class ClassFolders(ImageFolder):
 def imagenet_loader(
     flag: str, folder: str, preprocess: Callable, batch_size: int, workers: int
 ) -> DataLoader[tuple[Tensor, Tensor]]:
-    """Return batches of images and the numbers of their classes.
-
-    Args:
-        flag: ``--imagenet-val`` or ``--imagenet-v2``.
-    """
+    """Return batches of images and the numbers of their classes; ``flag`` names the folder's flag."""
     root = Path(folder)
     if flag == "--imagenet-v2":
         root = next((root / name for name in _V2_FOLDERS if (root / name).is_dir()), root)

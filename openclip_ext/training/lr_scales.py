@@ -20,9 +20,8 @@ _OF_NEITHER = ("logit_scale", "logit_bias")
 def lr_scales(model: nn.Module, towers: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """Return the scale of each trained parameter of a model, by its name in the model as it is wrapped.
 
-    Args:
-        towers: for ``image`` and ``text``, where they have rates of their own, the tower's rate over the run's and the
-            decay of its layers.
+    ``towers`` has for ``image`` and ``text``, where they have rates of their own, the tower's rate over the run's and the
+    decay of its layers.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     is_image = {name: name.removeprefix("module.").startswith("visual.") for name in names}

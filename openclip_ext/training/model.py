@@ -258,12 +258,9 @@ def load_pretrained_heads(loss: ContrastiveLoss, pretrained: str) -> None:
 
 
 def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) -> None:
-    """Set the temperature's start value, and freeze what the loss does not train.
+    """Set the temperature's start value, if it is asked for, and freeze what the loss does not train.
 
     DistributedDataParallel fails on a parameter that never receives a gradient.
-
-    Args:
-        set_logit_scale: whether the loss's start value replaces the model's.
     """
     logit_scale = model.get_parameter("logit_scale")
     if set_logit_scale and loss.initial_logit_scale is not None:

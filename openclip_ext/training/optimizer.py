@@ -239,11 +239,8 @@ _FEWEST_STEPS = 100
 def logit_scale_lr(default: float | None, total_steps: int) -> float | None:
     """Return the learning rate of ``log(1/τ)`` where none was given: the loss's, or more in a short run, so that τ arrives.
 
-    Adam moves a parameter by at most about its learning rate a step. The papers' rates are for some 10⁵ steps.
-
-    Args:
-        default: the loss's; None: the encoders'.
-        total_steps: length of the run.
+    Adam moves a parameter by at most about its learning rate a step. The papers' rates are for some 10⁵ steps. None stands
+    for the encoders' rate.
     """
     if default is None or total_steps < _FEWEST_STEPS:
         return default

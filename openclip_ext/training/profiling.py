@@ -17,14 +17,10 @@ _ROWS = 40
 
 @contextmanager
 def profiled(steps: int, folder: Path | None) -> Iterator[Callable[[], None]]:
-    """Trace some steps of the master, after the first 12; yield what to call after each step.
+    """Trace some steps of the master, after the first 12; yield what to call after each step. 0 steps or no folder: no trace.
 
     ``folder/profile/`` receives ``trace.json.gz``, for chrome://tracing or Perfetto, and ``table.txt``, the operations that
     took the most time.
-
-    Args:
-        steps: how many; 0: none.
-        folder: the run's; None: nothing is traced.
     """
     if not steps or folder is None or not distributed.is_master():
         yield lambda: None

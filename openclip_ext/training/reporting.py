@@ -85,10 +85,8 @@ class ReportingConfig:
 class Reporter:
     """Writes the run's numbers everywhere they belong. Only the master's reporter does anything.
 
-    A destination that fails (a full disk, say) is named once in the log and costs the run nothing.
-
-    Args:
-        folder: run folder, or None to write no files.
+    A destination that fails (a full disk, say) is named once in the log and costs the run nothing. Without a folder no files
+    are written.
     """
 
     def __init__(self, folder: Path | None, config: ReportingConfig, total_steps: int, steps_per_epoch: int) -> None:
@@ -132,11 +130,7 @@ class Reporter:
             self._bar.update()
 
     def train_step(self, record: dict[str, Any], stopwatch: Stopwatch) -> None:
-        """Report a logged step.
-
-        Args:
-            record: ``step``, ``epoch``, ``samples``, ``loss``, and whatever else is known, as plain numbers.
-        """
+        """Report a logged step: ``step``, ``epoch``, ``samples``, ``loss``, and whatever else is known, as plain numbers."""
         if not self.active:
             return
         steps = max(stopwatch.steps, 1)
@@ -195,9 +189,7 @@ class Reporter:
     def evaluation(self, metrics: dict[str, float], position: dict[str, int]) -> None:
         """Report an evaluation: OpenCLIP's ``results.jsonl``, a line in ``metrics.jsonl``, TensorBoard, W&B.
 
-        Args:
-            metrics: plain numbers; written to ``results.jsonl`` as they are.
-            position: ``step`` and ``epoch`` (completed epochs) at which the model stood.
+        ``position`` is the ``step`` and ``epoch`` (completed epochs) at which the model stood.
         """
         if not self.active or not metrics:
             return

@@ -88,15 +88,9 @@ def restore(
     scaler: torch.amp.GradScaler | None,
     loss: ContrastiveLoss,
 ) -> Position:
-    """Load a checkpoint into the parts of a run.
+    """Load a checkpoint into the parts of a run, and return where it goes on; without one it begins.
 
-    Args:
-        checkpoint: None for a fresh run, which starts at the beginning.
-        steps_per_epoch: of this run; positions an OpenCLIP checkpoint, which has epochs only.
-        model, optimizer, scaler, loss: are changed.
-
-    Returns:
-        Where the run goes on.
+    ``steps_per_epoch`` positions an OpenCLIP checkpoint, which has epochs only.
 
     Raises:
         UsageError: the checkpoint is of another run.

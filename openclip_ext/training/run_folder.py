@@ -95,8 +95,7 @@ def default_name(model: str, lr: float, batch_size: int, workers: int, precision
 def opened(config: RunFolderConfig) -> Iterator[Path | None]:
     """Make the run folder, lock it for this run, and start logging. A start that fails leaves no folder behind.
 
-    Returns:
-        A context with the folder, or None with ``--logs none`` (nothing is written then).
+    The context has the folder, or None with ``--logs none`` (nothing is written then).
 
     Raises:
         UsageError: the folder holds a run already, and this is not ``--resume latest``; another process is at work in it; or

@@ -95,12 +95,9 @@ class SignalRequests:
         return remember
 
     def agreed(self, now: bool = False) -> Request:
-        """Return the strongest request that any rank had heard by the last call; call it on all ranks.
+        """Return the strongest request any rank had heard by the last call, with ``now`` by this one; call it on all ranks.
 
         So no step waits until the slowest rank's host has come to its end. A single process has no one to wait for.
-
-        Args:
-            now: return what any rank has heard by this call.
         """
         told = self._request
         earlier, self._asked = self._asked, distributed.any_rank_soon(int(told))

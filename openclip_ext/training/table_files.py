@@ -55,8 +55,7 @@ def open_table(path: Path) -> np.ndarray:
 def restore_table(table: ShardedTable, parts: Sequence[np.ndarray], source: object = "the checkpoint") -> None:
     """Fill this rank's part of a table from all ranks' parts at the save, in their order; any number of ranks.
 
-    Args:
-        parts: ``(samples of the rank, columns)`` each, as :func:`open_table` returns them.
+    The parts are ``(samples of the rank, columns)`` each, as :func:`open_table` returns them.
     """
     found = sum(map(len, parts)), parts[0].shape[1]
     if found != (table.num_samples, table.columns):

@@ -137,13 +137,10 @@ class _Best:
 def log_normalizers(
     loss: ContrastiveLoss, embeddings: Embeddings, anchors: Tensor, device: torch.device
 ) -> tuple[Tensor, bool]:
-    """Measure how hard samples are by the mean of the log-normalizers of both sides.
+    """Measure how hard samples are by the mean of the log-normalizers of both sides, ``(A,)`` for the rows ``anchors``.
 
-    If the loss stores a log-normalizer for each sample, these are used, at the temperatures that the loss stores. Otherwise
-    they are computed exactly over the whole set, at the loss's temperatures.
-
-    Returns:
-        ``(A,)`` float64 on the CPU for the rows ``anchors``, and whether they are the stored ones.
+    If the loss stores a log-normalizer for each sample, these are used, at the temperatures that the loss stores, which the
+    second result says. Otherwise they are computed exactly over the whole set, at the loss's temperatures.
     """
     is_stored = isinstance(loss, GlobalContrastiveLoss) and loss.normalizer.needs_index
     scale = torch.tensor(embeddings.logit_scale, device=device)
@@ -166,10 +163,8 @@ def find(
 ) -> dict[str, Found]:
     """Find the members of all categories; at least one sample of a pair is an anchor.
 
-    Args:
-        embeddings: embeddings of the whole set.
-        anchors: ``(A,)`` ascending rows of the embeddings to look at; each is compared with all rows.
-        difficulty: ``(A,)`` log-normalizers of the anchors, see :func:`log_normalizers`.
+    ``anchors`` ``(A,)`` are ascending rows of the embeddings; each is compared with all rows. ``difficulty`` ``(A,)`` are
+    their :func:`log_normalizers`.
     """
     positive = torch.linalg.vecdot(embeddings.image, embeddings.text)
     if not torch.isfinite(positive).all():

@@ -150,12 +150,9 @@ class ComparePilot:
 
 
 def ranks(training: PilotRun, samples: Cache, names: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """Rank retrieval in both directions, and zero-shot classification if there are class names.
+    """Rank retrieval in both directions, and zero-shot classification if there are class names; ranks ``(N,)`` are from 0.
 
     In retrieval, any sample of the same caption is right.
-
-    Returns:
-        By metric, ``(N,)`` ranks of each sample's right answer, from 0.
     """
     captions, classes = samples.captions(), samples.classes()
     with training.evaluating() as model:

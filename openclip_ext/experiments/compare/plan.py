@@ -97,8 +97,7 @@ def plan_next(last: Stage, costs: Costs, seconds: float, processes: int, batch: 
 def equal_epochs(samples: int, batch: int, num_samples: int) -> tuple[int, int]:
     """Divide a length into equal epochs of whole steps, none longer than the data set; a remainder may be left out.
 
-    Returns:
-        The number of epochs, and the samples of each.
+    Returns the number of epochs, and the samples of each.
     """
     longest, steps = num_samples // batch, samples // batch
     # One of the two comes close to the requested length.

@@ -269,9 +269,7 @@ def conclude(
 ) -> tuple[str, str | None]:
     """Return the result in a sentence, with what longer runs may bring, and the loss to take.
 
-    Args:
-        found: the losses with finished runs.
-        to_best: the difference of the best loss to each, in runs of the same length.
+    ``to_best`` holds the difference of the best loss to each, in runs of the same length.
     """
     others = [result for result in found if result.difference is not None]
     if not any(result.loss == BASELINE for result in found) or not others:

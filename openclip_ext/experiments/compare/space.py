@@ -65,10 +65,8 @@ _OWN_SCHEME: Mapping[str, Sequence[Options]] = {
 def settings(loss: str, fixed: Mapping[str, Any]) -> tuple[list[Options], list[str]]:
     """Return the settings that a loss takes, the most promising first, and the reasons why others cannot be built.
 
-    If several settings amount to the same options of the loss, only the first is returned.
-
-    Args:
-        fixed: options that the user gave for all losses; a setting has those that the loss uses.
+    If several settings amount to the same options of the loss, only the first is returned. Of the user's ``fixed`` options a
+    setting has those that the loss uses.
     """
     found, refusals, complete = [], [], []
     for options in _BASELINE_SETTINGS if loss == BASELINE else _OWN_SCHEME.get(own_scheme(loss), _SETTINGS):
