@@ -16,7 +16,7 @@ _MAX_LOGGED = 20
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample without image or caption, or that could not be read, which the next epoch tries again."""
+    """A bad sample. One that could not be read is tried again in the next epoch."""
 
     index: int
     reason: str
@@ -24,11 +24,11 @@ class BadSample:
 
 
 class BadSamples:
-    """Bad samples that all ranks know, and those that this one has met since :meth:`share`.
+    """The bad samples that all ranks know, and those that this rank has met since :meth:`share`.
 
     Args:
-        source: Where they are from.
-        max_fraction: Of the data, and of an epoch's samples, that may be bad.
+        source: The data set.
+        max_fraction: Largest fraction of the data, and of an epoch's samples, that may be bad.
         epoch_samples: Samples of an epoch.
     """
 
@@ -44,37 +44,33 @@ class BadSamples:
         self._has_refused = False
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, as plain types: what all ranks know."""
+        """Return what all ranks know, as plain types for a checkpoint."""
         return {"data": self._source.digest, "found": dict(self._found), "unread": sorted(self._unread)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state`, unless it is of other data."""
+        """Restore :meth:`state`, unless it belongs to other data."""
         if state.get("data") == self._source.digest:
             self._found, self._unread = dict(state["found"]), set(state["unread"])
 
     def begin(self, epoch: int, is_fresh: bool) -> np.ndarray:
-        """Begin an epoch, or go on with it; returns ``(k,)`` int64, the ascending indices that it goes without."""
+        """Begin or continue an epoch; return ``(k,)`` int64, the ascending indices that it leaves out."""
         self._epoch = epoch
         if is_fresh:
             self._unread = set()
         return np.array(sorted(index for index, met in self._found.items() if met < epoch), dtype=np.int64)
 
     def add(self, sample: BadSample) -> None:
-        """Note a sample that this rank has met; a single rank raises BadDataError where there are too many."""
+        """Note a sample that this rank has met; a single rank raises BadDataError if there are too many."""
         if sample.index in self._unread or self._found.get(sample.index, self._epoch + 1) <= self._epoch:
             return
         if sample.index not in self._new and distributed.is_master():
             self._log(sample)
         self._new[sample.index] = sample
-        if distributed.world_size() == 1:  # else all ranks have to end together
+        if distributed.world_size() == 1:  # several ranks have to end together
             self._refuse_too_many()
 
     def share(self) -> None:
-        """Tell all ranks what each has met; collective.
-
-        Raises:
-            BadDataError: On every rank, if there are too many.
-        """
+        """Tell all ranks what each has met; all must call it, and all raise BadDataError if there are too many."""
         for rank, samples in enumerate(distributed.all_gather_object(list(self._new.values()))):
             for sample in samples:
                 if rank and distributed.is_master():
@@ -88,16 +84,16 @@ class BadSamples:
         self._new = {}
 
     def counts(self) -> tuple[int, int]:
-        """Return how many samples this epoch goes without: those that all ranks know, and those that only this one does."""
+        """Return how many samples this epoch leaves out: those that all ranks know, and those that only this one knows."""
         return sum(met <= self._epoch for met in self._found.values()) + len(self._unread), len(self._new)
 
     def by_shard(self) -> Counter[str]:
-        """Return how many are known, by shard."""
+        """Return the number of known bad samples by shard."""
         indices = {*self._found, *self._unread, *self._new}
         return Counter(self._source.group_of(index)[0] for index in indices)
 
     def log_epoch(self) -> None:
-        """Say how many the epoch that ends has met."""
+        """Log how many bad samples the epoch that ends has met."""
         met = sum(epoch == self._epoch for epoch in self._found.values())
         if (met or self._unread) and distributed.is_master():
             shards = ", ".join(f"{name} {count}" for name, count in self.by_shard().most_common(5))

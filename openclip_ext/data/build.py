@@ -23,12 +23,7 @@ def build_train_loader(
     tokenizer: Tokenizer,
     decoder: ImageDecoder = decode_image,
 ) -> TrainLoader:
-    """Build the training loader; with several processes, every rank calls this. See :class:`TrainLoader`.
-
-    Raises:
-        ValueError: Something is wrong with the arguments or the data; says what, and what to do.
-        BadDataError: Too many samples are known to be bad.
-    """
+    """Build the training loader; every rank must call this. See :class:`TrainLoader`."""
     kind = spec.resolved_type
     if (spec.resampled or spec.upsampling_factors is not None) and kind != "webdataset":
         raise ValueError(f"--dataset-resampled and --train-data-upsampling-factors need webdataset shards, not {kind}")
@@ -60,14 +55,7 @@ def build_eval_loader(
     batch_size: int,
     workers: int = 0,
 ) -> EvalLoader:
-    """Build the loader of validation data, for one rank. Shards need no manifest: they are read to their end.
-
-    Args:
-        spec: What to read; ``num_samples`` is for display, except that it is the size of a synthetic set.
-        preprocess, tokenizer: As in :func:`build_train_loader`.
-        batch_size: Samples of a batch; the last one may be smaller.
-        workers: Worker processes; 0 works in this process.
-    """
+    """Build the loader of validation data, for one rank. Shards need no manifest. See :class:`EvalLoader`."""
     samples: ShardStreams | Source
     if spec.resolved_type == "webdataset":
         samples = ShardStreams(expand_shards(_given(spec)), SampleKeys(spec.image_key, spec.caption_key), spec.storage)
@@ -86,13 +74,7 @@ def build_eval_loader(
 
 
 def build_source(spec: DataSpec, preprocess: Transform) -> Source:
-    """Return the samples of a data set by index; find or make the manifest of shards.
-
-    Synthetic images are as large as ``preprocess`` takes them.
-
-    Raises:
-        ValueError: Something is wrong with the data; says what, and what to do.
-    """
+    """Return the samples of a data set by index; find or make the manifest of shards."""
     kind = spec.resolved_type
     if kind == "synthetic":
         # As OpenCLIP: as large as the crop that the transform begins with.
@@ -119,7 +101,7 @@ def _given(spec: DataSpec) -> str | Sequence[str]:
 
 
 def _shard_weights(spec: DataSpec, urls: Sequence[str]) -> list[float] | None:
-    """Each shard's share in the draws."""
+    """Return how often each shard is drawn relative to others."""
     factors = spec.upsampling_factors
     if factors is None:
         return None

@@ -26,7 +26,7 @@ from openclip_ext.data.workers import leave_process_group, start_workers
 
 
 class ShardStreams(NamedTuple):
-    """Shards that are read as streams to their end: no manifest is needed, and the samples have no index."""
+    """Shards that are read to their end without a manifest. The samples have no index."""
 
     urls: list[str]
     keys: SampleKeys
@@ -88,7 +88,7 @@ class _EvalDataset(IterableDataset):
         return {"image": self._transform(image), "text": self._tokenizer(caption[:MAX_CAPTION])[0]}
 
     def _read_source(self, source: Source, worker: int, workers: int) -> Iterator[RawSample]:
-        """Yield the samples that are not left out; workers take shards in turn, or batches where these are too few."""
+        """Yield the samples that are not left out. Workers take turns by shard, or by batch if shards are too few."""
         read, count = source.reader(), source.num_samples
         by_shard = source.group_of(0)[2] * workers <= count
         turn = end = 0
@@ -106,11 +106,7 @@ class _EvalDataset(IterableDataset):
     def _usable(
         name: str, samples: Iterable[RawSample], decode: Callable[..., tuple[DecodedImage, str]]
     ) -> Iterator[tuple[int, DecodedImage, str]]:
-        """Yield index, image and caption of the usable samples, and log how many others there were.
-
-        Raises:
-            BadDataError: None is usable.
-        """
+        """Yield index, image and caption of the usable samples, and log the others; raise BadDataError if none is usable."""
         usable, bad, reason = 0, 0, ""
         for raw in samples:
             try:
@@ -127,16 +123,13 @@ class _EvalDataset(IterableDataset):
 
 
 class EvalLoader:
-    """Batches ``{"image", "text"}``, with ``"index"`` where the samples have one; iterate over it as often as needed.
-
-    Bad samples are left out and logged.
+    """Batches ``{"image", "text"}``, with ``"index"`` if the samples have one. Bad samples are left out and logged.
 
     Args:
-        samples: A source, whose left-out samples are passed over, or shards without a manifest.
-        preprocess: From an RGB image to a tensor.
-        tokenizer: From a caption to token ids of shape ``(1, L)``, as OpenCLIP's.
+        samples: A source, or shards without a manifest.
+        preprocess, tokenizer: As for :class:`~openclip_ext.data.train_loader.TrainLoader`.
         batch_size: Samples of a batch; the last one may be smaller.
-        workers: Worker processes, which take batches or shards in turn; 0 works in this process.
+        workers: Worker processes; 0 works in this process.
         num_samples: For display, or None; the batches end with the data.
 
     Raises:

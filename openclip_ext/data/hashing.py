@@ -1,8 +1,7 @@
 """A counter-based hash: the only source of randomness in the data package.
 
-Orders, pixels and drawn captions are functions of numbers such as (seed, epoch, index). Hashing these numbers, rather
-than drawing from a generator, needs no state, works on whole arrays, and gives the same values with every numpy
-version.
+Orders, pixels and drawn captions are functions of numbers such as (seed, epoch, index). Hashing these numbers needs no state,
+works on whole arrays, and gives the same values with every numpy version.
 """
 
 import hashlib
@@ -40,7 +39,7 @@ def hash64(purpose: Purpose, *words: int | np.ndarray) -> np.ndarray:
 
 
 def hash_int(purpose: Purpose, *words: int) -> int:
-    """:func:`hash64` of integers alone, as an integer: the same number without the cost of arrays."""
+    """Return :func:`hash64` of integers as an integer, without the cost of arrays."""
     return _hash(int(purpose), *(word & _MASK for word in words))
 
 
@@ -51,14 +50,14 @@ def _hash(state: Any, *words: Any) -> Any:
 
 
 def _scramble(x: Any) -> Any:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014), a bijection of 64-bit words, of an integer or an array."""
+    """Apply the finalizer of SplitMix64 (Steele, Lea and Flood, 2014), a bijection of 64-bit words."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
 
 
 def hash_text(text: str) -> int:
-    """64 bits of a text as a signed integer, the same in every process and version."""
+    """Return 64 bits of a text as a signed integer, the same in every process and version."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
@@ -68,5 +67,5 @@ def uniform(bits: np.ndarray) -> np.ndarray:
 
 
 def permutation(bits: np.ndarray) -> np.ndarray:
-    """The random permutation that sorts the hashed numbers, ``int64``."""
+    """Return the random permutation that sorts the hashed numbers, ``int64``."""
     return np.argsort(bits, kind="stable")

@@ -1,4 +1,4 @@
-"""From an image file to what a model takes: with Pillow as OpenCLIP, bit for bit, or with torchvision, in a third of the time.
+"""Image pipelines: Pillow gives OpenCLIP's pixels, bit for bit; torchvision takes a third of the time.
 
 Either way a worker sends bytes, and the batch becomes floats on the model's device.
 """
@@ -29,22 +29,26 @@ _END_OF_JPEG = b"\xff\xd9"
 
 @dataclass(frozen=True)
 class ImagePipeline:
-    """The way of an image, in three parts."""
+    """The three steps from an image file to the model's input.
 
-    # In a worker: from a file's content to an RGB image, and from that to (3, H, W), uint8 where ``normalize`` follows.
+    Attributes:
+        decode: In a worker, makes an RGB image of a file's content.
+        transform: In a worker, makes ``(3, H, W)`` of it, in uint8 if ``normalize`` follows.
+        normalize: On the model's device, makes float32 of a batch; None if the transform does.
+    """
+
     decode: Callable[[bytes | BinaryIO], DecodedImage]
     transform: Callable[[Any], Tensor]
-    # From a batch of these, on its device, to float32; None if the transform has done it.
     normalize: Callable[[Tensor], Tensor] | None
 
 
 def image_pipeline(transform: Callable[[Any], Tensor], backend: str = "pil") -> ImagePipeline:
-    """The pipeline with the same operations as a transform.
+    """Return a pipeline with the same operations as a transform.
 
     Args:
-        transform: from an RGB image to a tensor, as ``open_clip.create_model_and_transforms`` returns it.
-        backend: ``pil``: the same bits. ``torchvision``: decode JPEG, and crop and resize as OpenCLIP and timm do, on uint8
-            tensors; pixels differ by a rounding. Other files are decoded, and other operations done, by Pillow.
+        transform: as ``open_clip.create_model_and_transforms`` returns it.
+        backend: ``pil``: the same bits. ``torchvision``: decode JPEG, crop and resize uint8 tensors; pixels differ by a
+            rounding. Pillow does other operations and decodes other files.
 
     Raises:
         ValueError: an unknown backend.
@@ -61,10 +65,7 @@ def image_pipeline(transform: Callable[[Any], Tensor], backend: str = "pil") -> 
 def split_transform(
     transform: Callable[[Any], Tensor],
 ) -> tuple[Callable[[Any], Tensor], Callable[[Tensor], Tensor] | None]:
-    """Split a transform that ends with ``ToTensor`` and ``Normalize``, as OpenCLIP's do.
-
-    Both parts together do the same operations on the same values. Workers send a quarter of the bytes, and the arithmetic
-    runs on the model's device, once per batch instead of once per image.
+    """Split a transform that ends with ``ToTensor`` and ``Normalize``, as OpenCLIP's do, into two with the same result.
 
     Returns:
         PIL image -> ``(3, H, W)`` uint8, and ``(B, 3, H, W)`` uint8 -> float32. For any other transform, the transform
@@ -77,11 +78,11 @@ def split_transform(
 
 
 class _BatchNormalize:
-    """``ToTensor`` and ``Normalize`` of a batch, in their order of operations, so that every bit is the same."""
+    """``ToTensor`` and ``Normalize`` of a batch, bit for bit."""
 
     def __init__(self, normalize: Normalize) -> None:
         mean, std = (torch.as_tensor(values, dtype=torch.float32) for values in (normalize.mean, normalize.std))
-        # A tensor, since a GPU would multiply with the rounded inverse of a number.
+        # 255 is a tensor, because a GPU would multiply by the rounded inverse of a number.
         self._constants = [torch.tensor(255.0), mean.view(-1, 1, 1), std.view(-1, 1, 1)]
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -92,11 +93,7 @@ class _BatchNormalize:
 
 
 def decode_with_torchvision(data: bytes | BinaryIO) -> Tensor:
-    """Decode to ``(3, H, W)`` uint8 the same images as :func:`decode_image`, to the same pixels.
-
-    Raises:
-        BadSampleError: Pillow cannot read it to the end.
-    """
+    """Do as :func:`decode_image`, with the same pixels as ``(3, H, W)`` uint8."""
     content = data if isinstance(data, bytes) else data.read()
     if _is_plain_jpeg(content):
         with contextlib.suppress(RuntimeError):
@@ -105,9 +102,9 @@ def decode_with_torchvision(data: bytes | BinaryIO) -> Tensor:
 
 
 def _is_plain_jpeg(content: bytes) -> bool:
-    """Whether torchvision may decode a file: Pillow reads its head, which refuses what is damaged or too large.
+    """Return whether torchvision may decode a file, after Pillow has read its head and found no damage.
 
-    torchvision would take a JPEG that was cut off. Its PNG decoder ends the process for some damaged files.
+    torchvision accepts a JPEG that was cut off, and its PNG decoder ends the process for some damaged files.
     """
     try:
         head = Image.open(io.BytesIO(content))
@@ -118,7 +115,7 @@ def _is_plain_jpeg(content: bytes) -> bool:
 
 
 def _for_tensors(steps: list[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:
-    """The steps of a transform for decoded tensors, too; those that are Pillow's get Pillow images."""
+    """Return the steps of a transform for tensors; Pillow's steps get Pillow images."""
     last = [steps.pop()] if steps[-1] is _to_bytes else []
     first = [_TensorCrop(steps.pop(0))] if steps and _is_random_crop(steps[0]) else []
     others = [step for step in steps if not compat.converts_to_rgb(step)]
@@ -132,7 +129,7 @@ def _is_random_crop(step: Any) -> bool:
 
 
 class _TensorCrop:
-    """A random crop, of a tensor from the same draws as of a Pillow image."""
+    """A random crop that draws the same numbers for a tensor as for a Pillow image."""
 
     def __init__(self, crop: Any) -> None:
         self.crop = crop

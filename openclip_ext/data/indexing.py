@@ -1,4 +1,4 @@
-"""An index for data sets that other libraries load: what losses with a state for each sample need."""
+"""An index for data sets that other libraries load, for losses with a state for each sample."""
 
 import itertools
 import os
@@ -46,15 +46,15 @@ def with_index(
 
     Args:
         dataset: The data set.
-        shards: Of a WebDataset pipeline, its shards; None to take them from the pipeline.
-        manifest: Of a WebDataset pipeline, the path of the manifest; None to find or make one.
+        shards: The shards of a WebDataset pipeline; None to take them from the pipeline.
+        manifest: Path of the manifest of a WebDataset pipeline; None to find or make one.
 
     Returns:
         A data set of the same kind. Map-style ones are wrapped.
 
     Raises:
-        TypeError: The data set is of no such kind.
-        ValueError: It has an ``"index"`` already, or nobody says which shards a pipeline reads.
+        TypeError: The data set is of another kind.
+        ValueError: It has an ``"index"`` already, or the shards of a pipeline are unknown.
 
     Example:
         >>> dataset = with_index(torchvision.datasets.CocoCaptions(folder, annotations))
@@ -100,7 +100,7 @@ def unique_index(batches: Iterable[Any], key: str | int | None = None) -> Iterat
 
 
 class _WebDatasetIndex:
-    """A stage of a pipeline: counts the samples of each shard as they come out of the tar."""
+    """A stage of a pipeline that counts the samples of each shard as they come out of the tar."""
 
     def __init__(self, shards: str | Sequence[str], manifest: str | os.PathLike[str] | None) -> None:
         # The command line of the manifest imports this package.

@@ -29,11 +29,9 @@ from openclip_ext.files import write_atomically
 from openclip_ext.schema import read_as
 
 FORMAT = "openclip_ext.manifest"
-# Programs that know version 1 only would train on what is left out.
+# A program that knows version 1 only would train on samples that are left out.
 VERSION, VERSION_WITH_LEFT_OUT = 1, 2
 _SHOWN = 5
-# Their indices take 8 GB.
-_MAX_LEFT_OUT = 10**9
 
 
 class ManifestError(ValueError):
@@ -42,7 +40,7 @@ class ManifestError(ValueError):
 
 @dataclass
 class _ManifestFile:
-    """What the JSON of a manifest holds."""
+    """The JSON of a manifest."""
 
     format: str
     version: int
@@ -59,9 +57,9 @@ class Manifest:
     """Shards with their sample counts and first indices.
 
     Args:
-        shards: In the order of their indices.
+        shards: The shards in the order of their indices.
         image_key, caption_key: The fields that the samples were checked for.
-        left_out: ``(k,)`` int64, ascending indices of samples that keep their index and are not trained on.
+        left_out: ``(k,)`` int64, ascending indices of samples that are not trained on. No index changes.
     """
 
     def __init__(
@@ -92,17 +90,17 @@ class Manifest:
 
     @property
     def num_lost(self) -> int:
-        """Samples that damaged shards have lost, estimated; they have no index. More, if a shard ends too soon."""
+        """Estimate of the samples that damaged shards have lost, at least if a shard ends too soon. They have no index."""
         return sum(shard.problems.get("lost", 0) for shard in self.shards)
 
     @property
     def digest(self) -> str:
-        """Identifies what is trained on: the same for the same shard names, counts and left-out samples, wherever they lie."""
+        """Hash of what is trained on: shard names, counts, members and left-out samples, but not where the shards lie."""
         return self._hash(_format_ranges(self.left_out))
 
     @property
     def index_digest(self) -> str | None:
-        """As :attr:`digest`, whichever samples are left out; None where a shard is remote: its members are unknown."""
+        """As :attr:`digest`, without the left-out samples; None if a shard is remote, since its members are unknown."""
         return self._hash("") if all(shard.digest for shard in self.shards) else None
 
     def _hash(self, left_out: str) -> str:
@@ -125,17 +123,16 @@ class Manifest:
         """Count the samples of all shards.
 
         Args:
-            shards: Paths, URLs or ``pipe:`` commands with brace notation or globs, joined by ``::``, or a list of them.
+            shards: As :func:`~openclip_ext.data.shardlist.expand_shards` takes them.
             image_key, caption_key: Fields of image and caption, alternatives separated by ``;``.
             sizes: Counts of remote shards by file name, instead of the files next to them.
             workers: Processes for local shards; None for one per core.
             storage: How remote files are read.
-            journal: Remote shards whose count is nowhere are scanned, and this file keeps what is done, for a scan that is
-                killed. None: they are refused.
+            journal: File that keeps the progress of scanning remote shards without a count; None: such shards are refused.
 
         Raises:
-            ManifestError: A shard is given twice or cannot be read, has no sample with image and caption, or no shard
-                has any sample; or the count of a remote shard is nowhere.
+            ManifestError: A shard cannot be read, has no sample with image and caption, or no shard has any sample; or a
+                remote shard has no count.
             ValueError: The specification is wrong.
         """
         urls = expand_shards(shards)
@@ -163,13 +160,13 @@ class Manifest:
         return cls(scanned, image_key, caption_key)
 
     def without(self, indices: Iterable[int]) -> "Manifest":
-        """A manifest that leaves samples out of training, beside those that this one leaves out. No index changes.
+        """Return a manifest that leaves more samples out of training. No index changes.
 
         Args:
-            indices: Of the samples, in any order.
+            indices: The indices of the samples, in any order.
 
         Raises:
-            ManifestError: An index is not of this data set, or no sample would be left.
+            ManifestError: An index is out of range, or no sample would be left.
         """
         left_out = np.union1d(self.left_out, np.fromiter(indices, np.int64))
         if len(left_out) and not 0 <= left_out[0] <= left_out[-1] < self.num_samples:
@@ -184,11 +181,7 @@ class Manifest:
     # ---------------------------------------------------------------- files
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the manifest as JSON; atomic.
-
-        Raises:
-            OSError: The folder cannot be written to.
-        """
+        """Write the manifest as JSON, atomically; raise OSError if the folder cannot be written to."""
         path = Path(path).absolute()
         left_out = _format_ranges(self.left_out)
         content: dict[str, Any] = {
@@ -240,18 +233,17 @@ class Manifest:
     def verify(self, shards: str | Sequence[str] | None = None) -> bool:
         """Check that the manifest still describes the data.
 
-        A local shard that was touched or copied (same size, other modification time) is scanned again and accepted if
-        its members are the same.
+        A local shard of the same size with another modification time is scanned again, and accepted if its members are the
+        same.
 
         Args:
-            shards: The training data; None to check the files of the manifest only. Local shards that were moved are
-                found by their file names, and ``url`` is updated.
+            shards: The training data, of which moved shards are found by their file names; None to check the files only.
 
         Returns:
-            Whether anything about the files was updated, so that saving again would save time.
+            Whether paths or times were updated, so that saving the manifest again would save time.
 
         Raises:
-            ManifestError: Shards are missing on either side, gone, or changed; with their names and the cure.
+            ManifestError: Shards are missing on either side, gone, or changed.
         """
         moved = shards is not None and self._match(expand_shards(shards))
         gone, changed, touched = [], [], []
@@ -310,12 +302,7 @@ class Manifest:
         )
 
     def check_unchanged(self, shard_number: int) -> None:
-        """Check a local shard that is about to be read, as :meth:`verify` does; this may be days after the start.
-
-        Raises:
-            ReplacedError: Its samples may not be the ones that were indexed.
-            OSError: It is gone.
-        """
+        """Check a local shard as :meth:`verify` does, before it is read; raise ReplacedError, or OSError if it is gone."""
         shard = self.shards[shard_number]
         status = os.stat(shard.url)
         if status.st_size != shard.size:
@@ -336,7 +323,7 @@ class Manifest:
 
 
 def _shard_to_json(shard: Shard, folder: str) -> dict[str, Any]:
-    """Return the entry of a shard in a manifest in ``folder``; the name of a local one below it is relative."""
+    """Return the entry of a shard in a manifest in ``folder``; local shards below the folder have relative names."""
     entry = {"name": shard.url, **vars(shard)}
     if shard.is_local and os.path.commonpath([folder, shard.url]) == folder:
         entry["name"] = Path(os.path.relpath(shard.url, folder)).as_posix()
@@ -366,7 +353,7 @@ def _describe(problems: Problems) -> Iterator[str]:
     if "gaps" in problems:
         yield "damaged: no readable header in the bytes " + ", ".join(f"{a:,} to {b:,}" for a, b in problems["gaps"])
     if "lost" in problems:
-        # Nobody knows what came behind the end of a shard that ends too soon.
+        # What was behind the end is unknown.
         yield f"{'at least' if 'error' in problems else 'about'} {problems['lost']:,} samples lost"
     if "error" in problems:
         yield f"corrupt or truncated, how much is missing is unknown: {problems['error']}"
@@ -403,15 +390,12 @@ def _format_ranges(indices: np.ndarray) -> str:
 def _parse_ranges(text: str, num_samples: int) -> np.ndarray:
     """Return the indices, ``int64``; ValueError if they do not ascend from 0 to ``num_samples - 1``."""
     parts = [np.empty(0, np.int64)]
-    end = left_out = 0
+    end = 0
     for run in filter(None, text.split(",")):
         first, dash, last = run.partition("-")
         bounds = int(first), int(last if dash else first)
         if not end <= bounds[0] <= bounds[1] < num_samples:
             raise ValueError(f"it leaves out {run!r}: expected ascending indices from 0 to {num_samples - 1:,}")
-        left_out += bounds[1] - bounds[0] + 1
-        if left_out > _MAX_LEFT_OUT:
-            raise ValueError(f"it leaves out more than {_MAX_LEFT_OUT:,} samples")
         end = bounds[1] + 1
         parts.append(np.arange(bounds[0], end))
     indices = np.concatenate(parts)
@@ -438,11 +422,9 @@ def find_or_create_manifest(
 ) -> Manifest:
     """Return the manifest of a training run: the given one, the one next to the shards, or a new one.
 
-    With several processes rank 0 looks and scans, and the others get the result. A new one is written as
-    ``manifest.json`` to the shards' common folder, or as ``manifest-HASH.json`` if that name is taken by one of other
-    shards; where the folder cannot be written to, to the user's cache folder. One that was
-    found but no longer fits its shards is an error, not a reason to scan again: the indices in a checkpoint would
-    silently mean other samples. For the arguments, see :meth:`Manifest.scan`.
+    With several processes rank 0 looks and scans, and the others get the result. A new one is written to the first of
+    :func:`_places` that is free. One that no longer fits its shards is an error, because after a new scan the indices in a
+    checkpoint could mean other samples. For the arguments, see :meth:`Manifest.scan`.
 
     Raises:
         ManifestError: On every rank, with the reason.
@@ -491,7 +473,7 @@ def _find_or_create(urls: Sequence[str], image_key: str, caption_key: str, stora
 
 
 def _places(urls: Sequence[str], image_key: str, caption_key: str) -> list[Path]:
-    """Return where a manifest of these shards may lie, in order of preference; the last is the user's cache."""
+    """Return the paths that a manifest of these shards may have, in order of preference; the last is in the user's cache."""
     identity = "\n".join([image_key, caption_key, *sorted(urls)])
     named = f"manifest-{hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()}.json"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "openclip_ext" / named
@@ -502,17 +484,13 @@ def _places(urls: Sequence[str], image_key: str, caption_key: str) -> list[Path]
 
 
 def _load_if_of(path: Path, urls: Sequence[str], image_key: str, caption_key: str) -> Manifest | None:
-    """Return the manifest at ``path`` if it is one of exactly these shards and keys, None if the file is somebody else's.
-
-    Raises:
-        FileNotFoundError: A new manifest may be written there.
-    """
+    """Return the manifest at ``path`` if it has exactly these shards and keys, else None; raise FileNotFoundError."""
     try:
         manifest = Manifest.load(path)
     except FileNotFoundError:
         raise
     except (OSError, ManifestError) as error:
-        logging.warning(f"{error}. It is left alone.")
+        logging.warning(f"{error}. It stays as it is.")
         return None
     same_shards = {shard.url for shard in manifest.shards} == set(urls)
     return manifest if same_shards and (manifest.image_key, manifest.caption_key) == (image_key, caption_key) else None
@@ -603,11 +581,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _place_beside(urls: Sequence[str], image_key: str, caption_key: str) -> Path:
-    """Return where a new manifest goes beside its shards: where training looks, and not over one of other shards or keys.
-
-    Raises:
-        ValueError: The shards are remote.
-    """
+    """Return the path of a new manifest beside its shards, where training finds it; raise ValueError if there is none."""
     for path in _places(urls, image_key, caption_key)[:-1]:
         try:
             if _load_if_of(path, urls, image_key, caption_key) is not None:

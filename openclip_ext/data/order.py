@@ -1,9 +1,9 @@
 """The order of samples: a pure function of (seed, epoch, layout) and of the part of the epoch that was seen before.
 
-An epoch is a *sequence* of slots, one sample each (:func:`shuffled_shards`, :func:`shuffled_rows`). A *layout* cuts
-the slots into contiguous pieces, one for each worker of each rank, of whole batches, and a worker shuffles its
-piece within a window. Everything is integers that are computed, not drawn: where a run stopped is found again by
-counting, without opening a file, and what another layout has seen is known to every worker.
+An epoch is a *sequence* of slots, one sample each (:func:`shuffled_shards`, :func:`shuffled_rows`). A *layout* cuts the slots
+into contiguous pieces of whole batches, one for each worker of each rank, and a worker shuffles its piece within a window.
+All numbers are computed, not drawn. So every worker knows where a run stopped, and what other layouts have seen, without
+opening a file.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,11 +14,11 @@ import numpy as np
 
 from openclip_ext.data.hashing import Purpose, hash64, hash_int, permutation, uniform
 
-# Slots that are shuffled at once; bounds the memory of an order, and is part of its definition.
+# Slots that are shuffled at once, to bound the memory. The order depends on it.
 _SHUFFLE_BLOCK = 1 << 18
 
 
-# An epoch's samples in sequence: from slots to the global indices of the samples in them, both int64 arrays.
+# Maps slots to the global indices of their samples, both int64 arrays.
 EpochSequence = Callable[[np.ndarray], np.ndarray]
 
 
@@ -36,10 +36,9 @@ def _shard_sequence(counts: np.ndarray, shards: np.ndarray, begin: int = 0) -> E
 
 
 def shuffled_shards(counts: np.ndarray, seed: int, epoch: int) -> EpochSequence:
-    """Return all samples, the shards in random order, beginning at a random sample.
+    """Return all samples, the shards (with ``counts`` samples) in random order, beginning at a random sample.
 
-    The random beginning makes the samples at the end, which no batch has room for (or which a shortened epoch leaves
-    out), others in each epoch, even with a single shard. ``counts`` are the samples in each shard.
+    So other samples are at the end in each epoch, which a batch has no room for or a short epoch leaves out.
     """
     shards = permutation(hash64(Purpose.SEQUENCE, seed, epoch, np.arange(len(counts))))
     return _shard_sequence(counts, shards, hash_int(Purpose.ROTATION, seed, epoch) % int(counts.sum()))
@@ -48,10 +47,7 @@ def shuffled_shards(counts: np.ndarray, seed: int, epoch: int) -> EpochSequence:
 def resampled_shards(
     counts: np.ndarray, num_slots: int, seed: int, epoch: int, weights: Sequence[float] | None = None
 ) -> EpochSequence:
-    """Return shards drawn with replacement, each with all its samples (``--dataset-resampled``).
-
-    At least ``num_slots`` samples are drawn. ``weights`` say how often a shard is drawn relative to others; None: equally.
-    """
+    """Return at least ``num_slots`` samples of whole shards, drawn with replacement by ``weights`` (None: all are equal)."""
     shares = np.cumsum(np.ones(len(counts)) if weights is None else np.asarray(weights, dtype=np.float64))
     if not np.any(counts[np.diff(shares, prepend=0) > 0]):
         raise ValueError("only empty shards have a chance to be drawn: check --train-data-upsampling-factors")
@@ -66,10 +62,7 @@ def resampled_shards(
 
 
 def kept_samples(sequence: EpochSequence, left_out: np.ndarray) -> EpochSequence:
-    """Return a sequence of kept samples, which numbers them through, with their indices among all.
-
-    ``left_out`` ``(k,)`` are the ascending indices of the others.
-    """
+    """Return a sequence of the kept samples alone with their indices among all; ``left_out`` ``(k,)`` ascend."""
     kept_before = left_out - np.arange(len(left_out))
 
     def indices(slots: np.ndarray) -> np.ndarray:
@@ -85,16 +78,10 @@ def shuffled_rows(num_samples: int, seed: int, epoch: int) -> EpochSequence:
 
 
 def shuffled_positions(length: int, window: int, seed: int, *words: int) -> Iterator[np.ndarray]:
-    """Shuffle ``0 .. length - 1`` so that no position is delayed by ``window`` or more places of the sequence.
+    """Shuffle ``0 .. length - 1`` so that no position is delayed by ``window`` or more places; yield int64 arrays.
 
-    Position ``p`` gets the sort key ``p + window * u`` with ``u`` uniform in [0, 1). A reader that goes through the
-    sequence in order therefore never has to hold more than ``window`` samples (half of that on average) to hand
-    them out in this order.
-
-    A window of 0 leaves the order as it is.
-
-    Yields:
-        ``int64`` arrays that together hold every position once.
+    Position ``p`` gets the sort key ``p + window * u`` with ``u`` uniform in [0, 1). So a reader that goes through the
+    sequence in order holds at most ``window`` samples, half of that on average. A window of 0 keeps the order.
     """
     waiting_positions, waiting_keys = np.empty(0, np.int64), np.empty(0)
     for begin in range(0, length, _SHUFFLE_BLOCK):
@@ -120,7 +107,7 @@ class Layout:
     shuffle_window: int  # samples that a worker shuffles over (shuffled_positions)
 
     def replaced(self, entry: Mapping[str, Any]) -> "Layout":
-        """Return this layout with the entries of a checkpoint, which may have others as well, or lack some."""
+        """Return this layout with the entries of a checkpoint, which may have other entries, or lack some."""
         return replace(self, **{name: int(entry[name]) for name in asdict(self) if name in entry})
 
     @property
@@ -133,11 +120,11 @@ class Layout:
         return slots // self.global_batch * self.accum_freq
 
     def worker_batches(self, batches: int, worker: int) -> int:
-        """How many of the rank's first ``batches`` come from this worker: they take turns."""
+        """Return how many of the rank's first ``batches`` come from this worker; the workers take turns."""
         return max(0, (batches - worker + self.workers - 1) // self.workers)
 
     def piece(self, slots: int, rank: int, worker: int) -> tuple[int, int]:
-        """Begin and end of a worker's piece among ``slots`` samples."""
+        """Return begin and end of a worker's piece among ``slots`` samples."""
         batches = self.batches(slots)
         before = rank * batches + sum(self.worker_batches(batches, other) for other in range(worker))
         begin = before * self.batch_size
@@ -159,7 +146,7 @@ class Segment:
     bad: tuple[int, ...] = ()
 
     def taken(self, rank: int, worker: int) -> int:
-        """Return how many samples of its piece a worker has handed out or passed over."""
+        """Return how many samples a worker has handed out or passed over."""
         number = rank * self.layout.workers + worker
         bad = self.bad[number] if number < len(self.bad) else 0
         return self.layout.worker_batches(self.batches, worker) * self.layout.batch_size + bad
@@ -170,10 +157,10 @@ class EpochOrder:
 
     Args:
         sequence: The epoch's samples.
-        seed, epoch: The shuffles depend on these.
-        seen: The segments that were run in other layouts, in order.
-        layout: The layout to go on in: each rank gets ``batches`` micro-batches.
-        num_slots: Slots that the sequence has; None: as many as the layouts ask for.
+        seed, epoch: Seeds of the shuffles.
+        seen: The segments in other layouts, in order.
+        layout: The layout to go on in, in which each rank gets ``batches`` micro-batches.
+        num_slots: Length of the sequence; None: as many as the layouts ask for.
 
     Raises:
         ValueError: A segment has more batches than there were samples for.
@@ -202,23 +189,23 @@ class EpochOrder:
         self.batches = layout.batches(self._num_slots)
 
     def piece_length(self, rank: int, worker: int) -> int:
-        """Samples of a worker's piece."""
+        """Return the number of samples of a worker's piece."""
         begin, end = self._layout.piece(self._num_slots, rank, worker)
         return end - begin
 
     def piece_indices(self, rank: int, worker: int, positions: np.ndarray) -> np.ndarray:
-        """Global indices of the samples at these positions of a worker's piece."""
+        """Return the global indices of the samples at these positions of a worker's piece."""
         return self._sequence(self._slots[positions + self._layout.piece(self._num_slots, rank, worker)[0]])
 
     def shuffled(self, rank: int, worker: int) -> Iterator[np.ndarray]:
-        """The positions of a worker's piece in the order in which it hands them out, in parts."""
+        """Yield the positions of a worker's piece in the order in which it hands them out."""
         words = (self._epoch, self._segment, rank, worker)
         return shuffled_positions(self.piece_length(rank, worker), self._layout.shuffle_window, self._seed, *words)
 
 
 @dataclass(frozen=True)
 class _Slots:
-    """Ascending slots as runs of consecutive ones. What is left of an epoch is few runs, however many slots it has.
+    """Ascending slots as runs of consecutive ones. The rest of an epoch is few runs, however many slots it has.
 
     Attributes:
         firsts: the first slot of each run.
@@ -243,11 +230,11 @@ class _Slots:
         return (self.firsts - self._begins)[runs] + positions
 
     def number_below(self, slot: int) -> int:
-        """Return how many of them are smaller than a slot."""
+        """Return how many slots are smaller than this one."""
         return int(np.clip(slot - self.firsts, 0, np.diff(self.ends, prepend=0)).sum())
 
     def ranges(self, begins: np.ndarray, ends: np.ndarray) -> "_Slots":
-        """Return those at the positions of some ranges, which ascend and do not overlap."""
+        """Return the slots at the positions of ascending ranges that do not overlap."""
         begins, ends = begins[begins < ends], ends[begins < ends]
         first, last = np.searchsorted(self.ends, begins, side="right"), np.searchsorted(self.ends, ends, side="left")
         # A range is cut where a run ends.
@@ -260,7 +247,7 @@ class _Slots:
 
 
 def _without(slots: _Slots, segment: Segment, seed: int, words: tuple[int, ...]) -> _Slots:
-    """Return the slots that a segment left over; ``words`` are those of its shuffles, before rank and worker."""
+    """Return the slots that a segment left over; ``words`` seed its shuffles, before rank and worker."""
     layout = segment.layout
     number = slots.number_below(layout.epoch_samples)
     if not 0 <= segment.batches <= layout.batches(number):
@@ -284,7 +271,7 @@ def _without(slots: _Slots, segment: Segment, seed: int, words: tuple[int, ...])
 def _left_of_shuffle(length: int, window: int, done: int, seed: int, *words: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the positions that are not among the first ``done`` of :func:`shuffled_positions`, as begins and ends of ranges.
 
-    Only near ``done`` are some there and others not, which is all that needs to be computed.
+    Only the keys near ``done`` need to be computed.
     """
     first, limit = max(done - window, 0), min(done + window, length)
     positions = np.arange(first, limit)

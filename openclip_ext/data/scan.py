@@ -1,4 +1,4 @@
-"""Count the samples of shards: local tars by their headers, remote ones by what img2dataset leaves next to them."""
+"""Count the samples of shards: local tars by their headers, remote ones by the counts of img2dataset next to them."""
 
 import contextlib
 import hashlib
@@ -32,16 +32,16 @@ _REQUESTS = 32
 
 
 class Problems(TypedDict, total=False):
-    """What is wrong with a shard; empty for a good one."""
+    """The problems of a shard; a good one has none."""
 
-    without_image: int  # samples that lack one
+    without_image: int  # number of samples
     without_caption: int
-    bad: int  # samples that lack either
-    bad_positions: list[int]  # theirs, if they are few
+    bad: int  # number of samples without image or without caption
+    bad_positions: list[int]  # positions of these, if they are few
     duplicate_keys: int  # samples whose key has occurred before
     gaps: list[list[int]]  # [start, end] bytes without a readable header, the first few
     lost: int  # samples in the gaps, estimated by their size
-    error: str  # why the shard could not be read to its end, or what is in it if no sample has image and caption
+    error: str  # why the shard could not be read to its end, or its fields if no sample has image and caption
 
 
 @dataclass
@@ -68,10 +68,7 @@ def scan_shard(
     caption_key: str = DEFAULT_CAPTION_KEY,
     storage: Storage = DEFAULT_STORAGE,
 ) -> Shard:
-    """Scan one tar by its headers; compressed ones, and what cannot be read in parts, by reading them through.
-
-    After damage the scan goes on at the next readable header; what was lost is told in ``problems``.
-    """
+    """Scan one tar by its headers, going on behind damage; read it all if it is compressed, or cannot seek."""
     image_fields = {key.field for key in parse_keys(image_key, allow_json=False)}
     caption_fields = {key.field for key in parse_keys(caption_key, allow_json=True)}
     try:
@@ -148,8 +145,9 @@ def _with_bar(items: Iterable, total: int, task: str = "scanning shards") -> Ite
 
 
 def count_remote(urls: Sequence[str], sizes: dict[str, int] | None, storage: Storage) -> dict[str, Shard]:
-    """Take sample counts of remote shards from ``sizes`` by file name, or from ``sizes.json`` or ``*_stats.json`` next to
-    them; no tar is read, and a shard whose count is nowhere is missing in the result.
+    """Take sample counts of remote shards from ``sizes``, or from ``sizes.json`` or ``*_stats.json`` next to them.
+
+    A shard without a count is missing in the result.
     """
     tables = _SizeTables(storage, sizes)
     with ThreadPoolExecutor(_REQUESTS) as pool:
@@ -160,7 +158,7 @@ def count_remote(urls: Sequence[str], sizes: dict[str, int] | None, storage: Sto
 def scan_remote(
     urls: Sequence[str], image_key: str, caption_key: str, storage: Storage, journal: Path
 ) -> dict[str, Shard]:
-    """Scan remote shards by their headers, 32 at a time; what a killed scan has written to its journal is not read again."""
+    """Scan remote shards by their headers, 32 at a time, except for those in the journal of a scan that was killed."""
     done: dict[str, Shard] = {}
     for line in journal.read_text().splitlines() if journal.exists() else []:
         with contextlib.suppress(ValueError):  # cut off by the kill

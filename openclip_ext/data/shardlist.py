@@ -1,4 +1,4 @@
-"""From what the user writes after ``--train-data`` to a list of shards."""
+"""Expand the value of ``--train-data`` to a list of shards."""
 
 import glob
 import os
@@ -59,11 +59,7 @@ def _expand(component: str) -> list[str]:
 
 
 def expand_shards(shards: str | Sequence[str]) -> list[str]:
-    """Like :func:`expand_components`, in one list, and refuses a shard that is named twice.
-
-    Raises:
-        ValueError: As above, or a shard occurs twice (its samples would count twice).
-    """
+    """Do as :func:`expand_components`, in one list; raise ValueError, too, if a shard occurs twice."""
     urls = [url for component in expand_components(shards) for url in component]
     refuse_repeated(urls)
     return urls
@@ -94,13 +90,13 @@ def _identity(url: str) -> object:
 
 
 def shard_name(url: str) -> str:
-    """File name of the tar in a path, URL or ``pipe:`` command; the whole text if there is none."""
+    """Return the file name of the tar in a path, URL or ``pipe:`` command; the whole text if there is none."""
     found = None if is_local(url) else _TAR_NAME.search(url)
     return found.group(0) if found else os.path.basename(url) or url
 
 
 def sibling(url: str, replace: str) -> str | None:
-    """The path, URL or command for another file in the folder of a shard, None where a URL or command names no tar."""
+    """Return the path, URL or command for another file in a shard's folder; None if a URL or command names no tar."""
     if is_local(url):
         return os.path.join(os.path.dirname(url), replace)
     found = _TAR_NAME.search(url)

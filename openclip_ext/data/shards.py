@@ -46,7 +46,7 @@ class ShardSource(Source):
         self._resampled = resampled
         self._weights = weights
         self._storage = storage
-        self._gave_up = False  # on a local shard, after which none was opened
+        self._gave_up = False  # whether the last local shard could not be opened
         self._first_indices = np.array([shard.first_index for shard in manifest.shards], dtype=np.int64)
 
     def is_left_out(self, index: int) -> bool:
@@ -93,9 +93,9 @@ class ShardSource(Source):
         return self.manifest.num_bad + self.manifest.num_lost, where
 
     def open_shard(self, number: int, fetch: bool = False) -> io.BufferedReader:
-        """Open one shard, and fetch its beginning if asked to; OSError if it is gone or was changed since its scan.
+        """Open one shard, and with ``fetch`` read its beginning; raise OSError if it is gone or has changed since its scan.
 
-        A local one may lie on a file server that is away: it is waited for, unless the one before did not come either.
+        A local one may be on a file server that does not answer: wait for it, unless the shard before did not come either.
         """
         shard = self.manifest.shards[number]
         if not shard.is_local:
@@ -116,11 +116,7 @@ class ShardSource(Source):
 
 
 class _ShardReader(Reader):
-    """Reads shards from front to back, and keeps the last one open; going back opens it again.
-
-    Samples that are passed over cost a look at their headers where the storage can seek. The next remote shards
-    are opened, and so fetched, while this one is read.
-    """
+    """Reads shards from front to back, and opens the next remote ones ahead; going back opens a shard again."""
 
     def __init__(self, source: ShardSource) -> None:
         self._source = source
@@ -142,12 +138,12 @@ class _ShardReader(Reader):
         except tar.STREAM_ERRORS as error:
             shard = self._source.manifest.shards[number]
             if not shard.is_local and not isinstance(error, OSError) and self._restarted != number:
-                # A stream whose length nobody has said may have come too short.
+                # A stream of unknown length may have been cut off.
                 logging.warning(f"{shard.url} is read again from its beginning: {error}")
                 self._shard, self._restarted = -1, number
                 return self(index)
             if shard.is_local and isinstance(error, OSError) and error.errno is not None:
-                self._shard = -1  # a bad block of a disk costs the sample in it; opening finds a shard that is gone
+                self._shard = -1  # open it again: a bad block of a disk costs one sample
             else:
                 self._failure = error
             return RawSample(index, problem=f"{shard.url} cannot be read: {type(error).__name__}: {error}")
@@ -176,7 +172,7 @@ class _ShardReader(Reader):
         self._samples = tar.TarArchive(self._file).samples(self._source.keys.fields)
 
     def _advance(self, index: int) -> tar.TarSample:
-        """Return a sample; one of STREAM_ERRORS if the shard cannot be read that far, again for all that follow."""
+        """Return a sample; raise one of STREAM_ERRORS, also for all that follow, if the shard cannot be read that far."""
         if self._failure is not None:
             raise self._failure
         for sample in self._samples:
@@ -189,7 +185,7 @@ class _ShardReader(Reader):
         raise EOFError(f"it has {count - (self._end - self._next)} samples, the manifest says {count}")
 
     def _warn_of_more(self) -> None:
-        """Warn if the shard has samples beyond the promised number: they have no index and are never read."""
+        """Warn if the shard has more samples than the manifest says, which have no index."""
         with contextlib.suppress(*tar.STREAM_ERRORS):
             if next(self._samples, None) is not None:
                 shard = self._source.manifest.shards[self._shard]

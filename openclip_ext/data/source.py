@@ -1,7 +1,4 @@
-"""Sources: what loaders read samples from, by index, raw first and decoded later.
-
-Reading and decoding are apart because they happen at different times: a shuffle holds raw bytes, not images.
-"""
+"""Sources: loaders read samples from them by index, and decode them later, because a shuffle holds raw bytes."""
 
 import io
 import json
@@ -22,20 +19,20 @@ from openclip_ext.data.spec import Key, parse_keys
 DecodedImage = Image.Image | Tensor
 ImageDecoder = Callable[[bytes | BinaryIO], DecodedImage]
 
-# Tokenizers take time that grows with the square of a word's length, or worse; models see fewer than a hundred tokens.
+# The time of a tokenizer grows at least with the square of a word's length; models see fewer than a hundred tokens.
 MAX_CAPTION = 4000
-# Long side by short side: a resize to the short side would make gigabytes of a few kilobytes.
+# Long side over short side: resizing the short side of a longer image could take gigabytes.
 MAX_ASPECT = 500
 # JSON can write half of a surrogate pair, on which tokenizers fail.
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class BadDataError(RuntimeError):
-    """The data are too bad to go on: there are too many bad samples, or workers that do not answer."""
+    """There are too many bad samples to go on."""
 
 
 class BadSampleError(ValueError):
-    """One sample lacks its image or caption or does not decode; it is passed over and counted."""
+    """One sample lacks its image or caption or does not decode. It is passed over and counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +47,24 @@ class RawSample:
 
 
 class Reader:
-    """Reads samples one after the other, fast if their indices ascend. Belongs to one process."""
+    """Reads samples one after the other, fast if their indices ascend. It belongs to one process."""
 
     def __call__(self, index: int) -> RawSample:
-        """Read a sample; a bad one says so and raises nothing."""
+        """Read a sample; a bad one has a ``problem``, and raises nothing."""
         return RawSample(index)
 
     def expect(self, indices: np.ndarray) -> None:
-        """Hear which samples come next, in order: what they lie in may be fetched before they are asked for."""
+        """Learn which samples come next, in order, so that their shards can be fetched before."""
 
 
 class Source(ABC):
     """A data set whose samples have indices ``0 .. num_samples - 1``.
 
-    A subclass says how many samples there are, how to decode one, and where it lies. One that is read shard by shard
-    overrides ``sequence`` and ``reader``, too.
-
     Attributes:
         num_samples: Size of the index space.
         num_kept: Samples that are trained on; the others keep their index.
-        digest: Identifies the data set; a run resumes in mid-epoch only on the same one.
-        index_digest: Identifies the samples with their indices, wherever they lie and whichever are left out; None: unknown.
+        digest: Hash of the data set; a run resumes in mid-epoch only on the same one.
+        index_digest: Hash of the samples with their indices, wherever they are and whichever are left out; None: unknown.
         sequential: Whether samples should be read in ascending order and shuffled in memory (tars), not at random.
         several_captions: Whether its samples may have several captions.
     """
@@ -91,9 +85,9 @@ class Source(ABC):
         """Return the sequence of an epoch's samples, and how many there are; None: as many as are asked for.
 
         Args:
-            seed, epoch: The order depends on these.
+            seed, epoch: Seeds of the order.
             num_slots: At most so many are used.
-            bad: ``(k,)`` int64, ascending indices of samples that the epoch goes without.
+            bad: ``(k,)`` int64, ascending indices of samples to leave out.
         """
         kept = self.num_samples - len(bad)
         return kept_samples(shuffled_rows(kept, seed, epoch), bad), kept
@@ -104,15 +98,12 @@ class Source(ABC):
 
     @abstractmethod
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
-        """Return image (RGB) and caption.
+        """Return image (RGB) and caption; raise BadSampleError if one is missing or does not decode.
 
         Args:
             raw: The sample.
-            decoder: Of an image file, from its content or open.
-            draw: Which of several captions, modulo their number; 0 is the first.
-
-        Raises:
-            BadSampleError: It lacks one of them or does not decode.
+            decoder: Decodes an image file, which it gets as bytes or open.
+            draw: Number of the caption, modulo the number of captions.
         """
 
     @abstractmethod
@@ -120,7 +111,7 @@ class Source(ABC):
         """Return name, first index and number of samples of the shard (or file) that holds a sample."""
 
     def describe(self, raw: RawSample) -> tuple[str, str]:
-        """Return a sample's name in its shard (or file) and its caption, for people; empty where it has none."""
+        """Return a sample's name in its shard (or file) and its caption, for people; empty if there is none."""
         return "", ""
 
     def known_bad(self) -> tuple[int, str]:
@@ -129,12 +120,9 @@ class Source(ABC):
 
 
 def decode_image(data: bytes | BinaryIO) -> Image.Image:
-    """Decode to RGB, as webdataset's "pilrgb" does, except that 16-bit gray images are scaled to 8 bits.
+    """Decode to RGB as webdataset's "pilrgb", but scale 16-bit gray images to 8 bits; raise BadSampleError.
 
     As in OpenCLIP, the EXIF orientation is not applied.
-
-    Raises:
-        BadSampleError: The bytes are no image that Pillow can read to the end.
     """
     try:
         image: Image.Image = Image.open(io.BytesIO(data) if isinstance(data, bytes) else data)
@@ -152,7 +140,7 @@ def decode_image(data: bytes | BinaryIO) -> Image.Image:
 
 
 class SampleKeys:
-    """Where image and caption lie in the samples of shards, see :func:`~openclip_ext.data.spec.parse_keys`."""
+    """The keys of image and caption in the samples of shards, see :func:`~openclip_ext.data.spec.parse_keys`."""
 
     def __init__(self, image_key: str, caption_key: str) -> None:
         self._images = parse_keys(image_key, allow_json=False)
@@ -173,7 +161,7 @@ class SampleKeys:
         return decoder(raw.fields[image_key.field]), caption
 
     def caption(self, raw: RawSample) -> str:
-        """Return the first caption of a sample; BadSampleError if it has none, or it does not decode."""
+        """Return the first caption of a sample; raise BadSampleError if it has none, or it does not decode."""
         key = _choose(raw, self._captions, "caption")
         return _captions(raw.fields[key.field], key)[0]
 

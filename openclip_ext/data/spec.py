@@ -1,4 +1,4 @@
-"""What to read: the description of a data set, shared by training, validation and the tools that inspect a run."""
+"""The description of a data set, for training, validation and the tools that inspect a run."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ DEFAULT_CAPTION_KEY = "txt"
 
 
 class Key(NamedTuple):
-    """Where an image or a caption lies in a sample: a field of the tar, or an entry of a json field."""
+    """The place of an image or a caption in a sample: a field of the tar, or an entry of a json field."""
 
     field: str
     entry: str | None = None
@@ -23,11 +23,7 @@ class Key(NamedTuple):
 def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
     """Parse ``--image-key`` or ``--caption-key``: alternatives in order of preference, separated by ``;``.
 
-    ``jpg`` names a field of the tar, ``json:caption`` the entry "caption" of the field "json" (``meta.json:caption``
-    that of the field "meta.json").
-
-    Raises:
-        ValueError: No key, or a json entry where an image is asked for.
+    ``jpg`` names a field of the tar, ``json:caption`` the entry "caption" of the field "json". Raise ValueError otherwise.
     """
     keys = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
@@ -43,7 +39,7 @@ def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
 
 @dataclass(frozen=True)
 class DataSpec:
-    """A data set and the size of its epochs. ``dest`` is the flag of a field that is not its name."""
+    """A data set and the size of its epochs."""
 
     # Shards (see openclip_ext.data.shardlist.expand_components) or a CSV file; None if synthetic (--train-data, --val-data).
     source: str | Sequence[str] | None = flag(None, dest="train_data")
@@ -95,11 +91,7 @@ class DataSpec:
 
     @property
     def resolved_type(self) -> str:
-        """``webdataset``, ``csv`` or ``synthetic``: ``auto`` goes by the ending of the path.
-
-        Raises:
-            ValueError: The type is unknown, the ending says nothing, or there is no path where one is needed.
-        """
+        """``webdataset``, ``csv`` or ``synthetic``; ``auto`` goes by the ending of the path. Raise ValueError if unknown."""
         if self.dataset_type not in DATASET_TYPES:
             raise ValueError(f"unknown dataset type {self.dataset_type!r}: expected one of {', '.join(DATASET_TYPES)}")
         if self.dataset_type == "synthetic":

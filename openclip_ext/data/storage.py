@@ -1,6 +1,6 @@
-"""Where the bytes of a data set come from: local files, the output of commands, and whatever fsspec reads.
+"""Open shards and the files beside them: local files, the output of commands, and whatever fsspec reads.
 
-Only here is a shard, or a file beside one, opened. All errors of reading are OSErrors.
+All errors of reading are OSErrors.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ from openclip_ext.files import write_atomically
 T = TypeVar("T")
 
 _PIPE = "pipe:"
-# A remote file is asked for in blocks, some of them ahead of the reader and at the same time.
+# A remote file is fetched in blocks, some of them ahead of the reader and at the same time.
 _BLOCK = 1 << 22
 _BLOCKS_AHEAD = 6
-# Where only the headers of a tar are read, a block brings few of the images between them.
+# A smaller block for reading the headers of a tar without the images between them.
 _HEADER_BLOCK = 1 << 18
 _BUFFER = 1 << 20
 _HEADER_BUFFER = 1 << 13
@@ -50,18 +50,14 @@ def local_path(url: str) -> str:
 
 
 def open_local(path: str | os.PathLike[str], buffer: int = io.DEFAULT_BUFFER_SIZE) -> io.BufferedReader:
-    """Open a file to read bytes.
-
-    Raises:
-        OSError: It cannot be read, or is no regular file: opening a named pipe would wait for ever.
-    """
+    """Open a file to read bytes; raise OSError for a named pipe, too, which would be waited for without end."""
     if not os.path.isfile(path) and os.path.exists(path):
         raise OSError(f"{path} is no regular file (a folder, named pipe or device)")
     return io.BufferedReader(open(path, "rb", buffering=0), buffer)
 
 
 def check_protocol(url: str) -> None:
-    """Raise ValueError where nothing can open this kind of URL; the message names the package that is missing."""
+    """Raise ValueError if nothing can open this kind of URL; the message names the missing package."""
     if is_local(url) or url.startswith(_PIPE):
         return
     import fsspec  # takes a tenth of a second, and only remote data need it
@@ -78,7 +74,7 @@ class Storage:
 
     Attributes:
         patience: Seconds for which a remote file that fails is asked for again, less and less often.
-        cache_dir: Where whole remote shards are kept, for all processes of the node; None: nowhere.
+        cache_dir: Folder that keeps remote shards for all processes of the node; None: none are kept.
         cache_size: GiB that they may take. Those that nobody has opened for longest are removed.
     """
 
@@ -91,8 +87,8 @@ class Storage:
 
         Args:
             url: A path, ``pipe:COMMAND`` (run by the shell, as OpenCLIP does), or a URL that fsspec knows (``https://``,
-                ``s3://``, ``gs://``, ``hf://``, ...). The result can seek where the storage can.
-            headers_only: Most of a tar will be passed over: fetch little ahead, and keep nothing.
+                ``s3://``, ``gs://``, ``hf://``, ...). The result can seek if the storage can.
+            headers_only: Fetch little ahead and keep nothing, because most of a tar will be skipped.
 
         Raises:
             OSError: It cannot be opened; while reading: the connection or the command failed beyond the patience.
@@ -101,7 +97,7 @@ class Storage:
         if is_local(url):
             return open_local(local_path(url), buffer)
         file = _RemoteFile(url, self.patience, _HEADER_BLOCK if headers_only else _BLOCK)
-        # A file of unknown size may have come too short.
+        # A file of unknown size may be cut off.
         if self.cache_dir is not None and not headers_only and (file.size is not None or url.startswith(_PIPE)):
             return self._open_cached(Path(self.cache_dir), file)
         return io.BufferedReader(file, buffer)
@@ -112,7 +108,7 @@ class Storage:
             return file.read()
 
     def _open_cached(self, folder: Path, file: "_RemoteFile") -> io.BufferedReader:
-        """Open the copy of a remote file; the first process that asks for it makes the copy, and the others wait."""
+        """Open the copy of a remote file. The first process that asks for it makes the copy, and the others wait."""
         from filelock import FileLock
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +129,7 @@ class Storage:
         return copy
 
     def _remove_oldest(self, folder: Path) -> None:
-        """Remove copies, also unfinished ones of killed runs, until the others fit. Those that are open can still be read."""
+        """Remove copies, also unfinished ones of killed runs, until the others fit. Open ones can still be read."""
         found = []
         for path in folder.iterdir():
             try:
@@ -166,14 +162,14 @@ def in_background(action: Callable[[], T]) -> "Future[T]":
 
 
 class _RemoteFile(io.RawIOBase):
-    """A remote file, fetched in blocks ahead of the reader where the server has ranges, else read as a stream.
+    """A remote file, fetched in blocks ahead of the reader if the server has ranges, otherwise read as a stream.
 
-    What fails, stalls or comes too short is asked for again until the patience is over.
+    A request that fails, stalls or comes too short is repeated until the patience is over.
 
     Attributes:
-        url: Its URL or ``pipe:`` command.
-        size: In bytes; None if unknown.
-        version: The ETag, or what else tells this file from another one under the same name.
+        url: URL or ``pipe:`` command.
+        size: Bytes; None if unknown.
+        version: The ETag, or something else that changes when another file gets the same name.
     """
 
     def __init__(self, url: str, patience: float, block: int) -> None:
@@ -232,7 +228,7 @@ class _RemoteFile(io.RawIOBase):
         return info.get("size") if info.get("partial", True) else None, version
 
     def _call(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call a method of the file system; an answer that does not come is a TimeoutError."""
+        """Call a method of the file system; raise TimeoutError if there is no answer."""
         if not self._system.async_impl:
             return getattr(self._system, method)(*args, **options)
         from fsspec.asyn import sync
@@ -265,7 +261,7 @@ class _RemoteFile(io.RawIOBase):
         return data
 
     def _from_stream(self, count: int) -> bytes:
-        """Return at most so many bytes from the position on; where the stream is behind it, they are read again."""
+        """Return at most so many bytes from the position on; read the stream from its beginning if it is further on."""
         try:
             if self._stream is None or self._stream_position > self._position:
                 self._close_stream()
@@ -293,7 +289,7 @@ class _RemoteFile(io.RawIOBase):
 
 
 def persist(url: str, patience: float, is_final: Callable[[Exception], bool], action: Callable[[], T]) -> T:
-    """Do what may fail again and again, after waits that double, until the patience is over; log each failure.
+    """Repeat an action that fails, after waits that double, until the patience is over; log each failure.
 
     Raises:
         OSError: The last failure, or one that is final.
@@ -318,21 +314,21 @@ def persist(url: str, patience: float, is_final: Callable[[Exception], bool], ac
 
 
 class ReplacedError(OSError):
-    """A file is no longer the one that was opened, or that was scanned."""
+    """A file is no longer the one that was opened or scanned."""
 
 
 def _is_final(error: Exception) -> bool:
-    """Return whether trying again is of no use: the file is not there, may not be read, or is another one."""
+    """Return whether trying again is useless: the file is not there, may not be read, or is another one."""
     if not isinstance(error, FileNotFoundError | PermissionError | ReplacedError):
         return False
-    # fsspec's HTTP says "not found" of a server that is away, too.
+    # fsspec says "not found", too, if an HTTP server does not answer.
     cause = error.__cause__
     no_answer = isinstance(cause, TimeoutError) or type(cause).__module__.startswith("aiohttp")
     return not no_answer or 400 <= getattr(cause, "status", 500) < 500
 
 
 class _CommandOutput(io.RawIOBase):
-    """What a shell command writes. Where its output ends, a status other than 0 is an OSError."""
+    """The output of a shell command; its end raises OSError unless the status is 0."""
 
     def __init__(self, command: str) -> None:
         self._command = command

@@ -1,8 +1,8 @@
 """Samples in a tar file, grouped as WebDataset does. All tars of the package are read here.
 
-A sample is a run of consecutive regular members that share everything before the first dot of the file name; what
-follows the dot is the field ("jpg", "txt", ...), in lower case. A header is parsed in a tenth of the time of Python's
-``tarfile``, and a file or stream that ends too soon is noticed, which ``tarfile`` takes for the end of the archive.
+A sample is a run of consecutive regular members that share everything before the first dot of the file name. The rest is
+the field ("jpg", "txt", ...), in lower case. Python's ``tarfile`` takes ten times as long to parse a header, and takes a
+file that ends too soon for a complete archive.
 """
 
 import bz2
@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 BLOCK = 512
-# Two blocks of zeros end an archive, and tar fills up its last record of 20 blocks. More zeros were something else.
+# Two blocks of zeros end an archive, and tar fills up its last record of 20 blocks. More zeros are lost data.
 _MAX_PADDING = 21 * BLOCK
-# Names and pax records are short; more would be read into memory because a damaged header says so.
+# Names and pax records are short; a damaged header may announce gigabytes.
 _MAX_EXTENSION = 1 << 20
 _STREAM_BUFFER = 1 << 20
 # A read allocates what it asks for, and a damaged header may ask for anything.
 _MAX_READ = 1 << 26
-# An image or caption that is larger is damaged, or meant to fill the memory.
+# A larger image or caption is damaged, or meant to fill the memory.
 _MAX_FIELD = 1 << 28
 _COMPRESSED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 _METADATA = re.compile(r"__[^/]*__($|/)")
@@ -52,12 +52,12 @@ class _EndOfFileError(TarError):
         self.end = end
 
 
-# What reading a broken stream raises; the decompressors have errors of their own.
+# Errors of reading a broken stream, those of the decompressors included.
 STREAM_ERRORS = (TarError, OSError, EOFError, lzma.LZMAError, zlib.error)
 
 
 class Member(NamedTuple):
-    """One member of a tar; offsets are bytes from the beginning of the file."""
+    """One member of a tar, with offsets in bytes from the beginning of the file."""
 
     name: str
     start: int  # first byte of the member's headers, long names and pax records included
@@ -72,7 +72,7 @@ class Member(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Bytes of a tar that belong to no readable member: what was in them is lost."""
+    """Bytes of a tar that belong to no readable member."""
 
     start: int
     end: int
@@ -84,10 +84,10 @@ class TarSample(NamedTuple):
     key: str  # the part of the name that its members share
     members: list[Member]
     found: list[str]  # the field of each member
-    fields: dict[str, bytes]  # the content of those that were asked for
+    fields: dict[str, bytes]  # the content of the wanted fields
 
 
-# Returns at most so many bytes from an offset on; offsets ascend.
+# Takes an offset and a length, and returns at most so many bytes. Offsets ascend.
 ReadAt = Callable[[int, int], bytes]
 
 
@@ -96,7 +96,7 @@ def _padded(size: int) -> int:
 
 
 def _number(field: bytes) -> int:
-    """Return a number of a tar header: octal text, or base 256 if it begins with 0x80 (GNU, sizes from 8 GiB on)."""
+    """Return a number of a tar header: octal text, or base 256 behind 0x80 (GNU, from 8 GiB on)."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     text = field.partition(b"\0")[0].strip()
@@ -108,7 +108,7 @@ def _number(field: bytes) -> int:
 
 
 def _text(field: bytes) -> str:
-    # Names that are not UTF-8 have to be printable: they appear in messages and logs.
+    # Names appear in messages and logs, so they have to be printable.
     return field.partition(b"\0")[0].decode("utf-8", "backslashreplace")
 
 
@@ -141,12 +141,12 @@ def _pax_records(data: bytes) -> dict[str, str]:
 def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]:
     """Yield the complete members of an uncompressed tar, in order, without touching their data.
 
-    After a damaged header it goes on at the next valid one, which is searched for block by block, as GNU tar does.
+    After a damaged header go on at the next valid one, as GNU tar does.
 
     Args:
         read_at: Reads the file.
         end: Size of the file in bytes; ``sys.maxsize`` if unknown.
-        gaps: Receives what is skipped, each gap before the member that follows it is yielded.
+        gaps: Receives each gap before the member that follows it is yielded.
 
     Raises:
         TarError: The file ends without the end-of-archive mark; the last gap then reaches to its end.
@@ -183,9 +183,9 @@ def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]
 
 
 def _read_member(read_at: ReadAt, start: int, end: int, after_gap: bool) -> Member | None:
-    """Return the member whose first header is at ``start``, None at a block of zeros.
+    """Return the member whose first header is at ``start``, or None at a block of zeros.
 
-    After a gap, a name that fills its field is taken for the beginning of a longer one, which the gap has swallowed.
+    After a gap, a name that fills its field counts as damage: the header with its rest may be in the gap.
 
     Raises:
         TarError: The header is damaged, the member is cut off, or the file ends.
@@ -240,7 +240,7 @@ def _member_name(header: bytes) -> str:
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Split a member's name into the key of its sample and the field; None where WebDataset skips the member."""
+    """Split a member's name into the key of its sample and the field; None if WebDataset skips the member."""
     folder, slash, file = name.rpartition("/")
     base, dot, field = file.partition(".")
     if not base or not dot or (name.startswith("__") and _METADATA.match(name)):
@@ -253,8 +253,8 @@ def group_samples(
 ) -> Iterator[TarSample]:
     """Group members into samples. A field that occurs again begins a new sample, also under the same key.
 
-    The content of the wanted fields (None: of all) is read with ``read_at``; TarError if the file ends in one. One that is too
-    large stays unread, and ``found`` says so.
+    Read the content of the wanted fields (None: of all) with ``read_at``, but of none that is too large. Raise TarError if
+    the file ends in one.
     """
     sample: TarSample | None = None
     for member in members:
@@ -281,14 +281,14 @@ def group_samples(
 
 
 class TarArchive:
-    """A tar that is read once, from front to back, decompressed if need be (gzip, bzip2, xz).
+    """A tar that is read once, from front to back, and decompressed if need be (gzip, bzip2, xz).
 
     Args:
-        file: Open for reading bytes. In one that can seek, what nobody asks for is passed over unread.
+        file: Open for reading bytes. If it can seek, unwanted content is not read.
 
     Attributes:
         gaps: What had to be skipped so far; grows while iterating.
-        is_compressed: Whether it is; then offsets are those of the decompressed tar.
+        is_compressed: Whether the tar is compressed; offsets are then those of the decompressed tar.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -302,7 +302,7 @@ class TarArchive:
             magic, file = buffered.peek(8), buffered
         decompress = next((opener for start, opener in _COMPRESSED.items() if magic.startswith(start)), None)
         self.is_compressed = decompress is not None
-        # Without a size, a member that is cut off shows when its data or the next header are read.
+        # If the size is unknown, reading its data or the next header shows that a member is cut off.
         self._end = sys.maxsize
         self._read_at: ReadAt
         if decompress is not None:
@@ -314,15 +314,11 @@ class TarArchive:
             self._read_at = _forward(file)
 
     def members(self) -> Iterator[Member]:
-        """Yield the members that are complete; one of :data:`STREAM_ERRORS` if the file is broken or ends too soon."""
+        """Yield the complete members; raise one of :data:`STREAM_ERRORS` if the file is broken or ends too soon."""
         return iter_members(self._read_at, self._end, self.gaps)
 
     def samples(self, wanted: frozenset[str] | None) -> Iterator[TarSample]:
-        """Yield the samples, with the content of the wanted fields (None: of all).
-
-        Raises:
-            STREAM_ERRORS: The file is broken or ends too soon; the sample at the break is not yielded.
-        """
+        """Yield the samples with the content of the wanted fields (None: of all), and raise as :meth:`members`."""
         return group_samples(self.members(), wanted, self._read_at)
 
 

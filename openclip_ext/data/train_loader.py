@@ -1,8 +1,7 @@
 """Training batches with indices: exact order, exact resuming, pixels that depend on (seed, epoch, index) alone.
 
-The order is in :mod:`openclip_ext.data.order`, the reading in the sources. Here samples become batches: workers decode
-and transform, bad samples are passed over and counted, and the training process gets
-``{"image", "text", "index"}``.
+:mod:`openclip_ext.data.order` has the order, and the sources read. Here workers decode and transform samples, pass over bad
+ones, and make batches ``{"image", "text", "index"}``.
 """
 
 import itertools
@@ -40,7 +39,7 @@ Transform = Callable[[Any], Tensor]
 Tokenizer = Callable[[str], Tensor]
 Progress = Sequence[Mapping[str, Any]]
 
-# Workers are started anew so many times without a batch in between.
+# Number of times that workers may be lost without a batch in between.
 _MAX_LOST = 3
 
 
@@ -51,12 +50,12 @@ class TrainLoaderConfig:
     batch_size: int = flag(minimum=1)  # samples of a micro-batch on one rank
     accum_freq: int = flag(1, minimum=1)  # micro-batches of an optimizer step
     workers: int = flag(0, minimum=0)  # processes of each rank; 0 works in the training process
-    seed: int = flag(0, minimum=0)  # order and pixels depend on it
-    rank: int | None = None  # None for those of torch.distributed
+    seed: int = flag(0, minimum=0)  # of order and pixels
+    rank: int | None = None  # None: that of torch.distributed, as world_size
     world_size: int | None = None
-    shuffle_window: int = 10_000  # samples that a worker shuffles over; it holds about half as many in memory
+    shuffle_window: int = 10_000  # samples that a worker shuffles over; about half of them are in memory
     views: int = (
-        1  # of each image; with 2 or more, ``image`` is (batch_size, views, ...). The text is the first view's.
+        1  # of each image: ``image`` is (batch_size, views, ...) if there are several. The text is the first's.
     )
     caption_aware_flip: bool = flag(
         False, "mirror half of the images, with 'left' and 'right' exchanged in their captions"
@@ -67,18 +66,18 @@ class TrainLoaderConfig:
     )
     caption_hash: bool = False  # batches have ``caption_hash``, equal for equal captions
     pin_memory: bool = False
-    patience: float | None = None  # seconds after which a worker that does not answer is ended; None: wait for ever
+    patience: float | None = None  # seconds to wait for a worker before it is ended; None: for ever
 
 
 class _Beginning(NamedTuple):
-    """Where the workers of a rank begin."""
+    """The state of the bad samples where the workers of a rank begin."""
 
-    left_out: np.ndarray  # (k,) int64, ascending indices of bad samples that the epoch goes without
-    passed: tuple[int, ...]  # bad samples that each worker has passed over before
+    left_out: np.ndarray  # (k,) int64, ascending indices of bad samples that are not in the epoch
+    passed: tuple[int, ...]  # number of bad samples that each worker has passed over before
 
 
 class _Request(NamedTuple):
-    """A request to a worker for one batch; complete, so that persistent workers never work on an old epoch."""
+    """A request to a worker for one batch. It says everything, so that persistent workers never work on an old epoch."""
 
     epoch: int
     seen: tuple[Segment, ...]
@@ -154,7 +153,7 @@ class _BatchDataset(Dataset):
         return batch
 
     def _open_stream(self, request: _Request) -> Iterator[RawSample]:
-        """The worker's samples from a batch on. What comes before is neither read nor decoded."""
+        """Return the worker's samples from a batch on. Earlier ones are neither read nor decoded."""
         assert request.beginning is not None
         left_out, passed = request.beginning
         order = epoch_order(self._source, self._config.seed, request.epoch, request.seen, self._layout, left_out)
@@ -163,7 +162,7 @@ class _BatchDataset(Dataset):
         return _stream_shuffled(self._source, order, self._rank, worker, start)
 
     def _make_batch(self, epoch: int) -> dict[str, Any]:
-        """Make a batch of the next usable samples; one with ``is_short`` has nothing but the bad ones of the stream's end."""
+        """Make a batch of the next usable samples; ``is_short`` says that too few were left for one."""
         images, texts, indices, captions = [], [], [], []
         bad: list[BadSample] = []
         num_cut = 0
@@ -198,7 +197,7 @@ class _BatchDataset(Dataset):
     def _view(
         self, image: DecodedImage, caption: str, epoch: int, index: int, *view: int
     ) -> tuple[Tensor, Tensor, str]:
-        """Pixels, token ids ``(L,)`` and caption, random in (seed, epoch, index) and, for later views, their number."""
+        """Return pixels, token ids ``(L,)`` and caption, random in (seed, epoch, index) and the number of a later view."""
         _seed_generators(hash_int(Purpose.PIXELS, self._config.seed, epoch, index, *view))
         if self._config.caption_aware_flip:
             image, caption = flip_at_random(image, caption)
@@ -209,28 +208,25 @@ class _BatchDataset(Dataset):
         return self._source.decode(raw, self._decoder, draw)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Streams and open files stay in the process they belong to.
+        # Streams have open files, which belong to one process.
         return self.__dict__ | {"_stream": iter(()), "_expected": None}
 
 
 def epoch_order(
     source: Source, seed: int, epoch: int, seen: Sequence[Segment], layout: Layout, bad: np.ndarray
 ) -> EpochOrder:
-    """Return the order of the rest of an epoch that goes without samples that are known to be bad."""
+    """Return the order of the rest of an epoch without the samples ``bad``."""
     sequence, num_slots = source.sequence(seed, epoch, layout.epoch_samples, bad)
     return EpochOrder(sequence, seed, epoch, seen, layout, num_slots)
 
 
 def _stream_shuffled(source: Source, order: EpochOrder, rank: int, worker: int, start: int) -> Iterator[RawSample]:
-    """Yield the samples of one worker in order, from the ``start``-th on; holds at most as many as the shuffle's window.
-
-    Samples before ``start`` are not read; shards with nothing else in them are not opened.
-    """
+    """Yield the samples of one worker in order, from the ``start``-th on; hold at most as many as the shuffle's window."""
     skipped = np.zeros(order.piece_length(rank, worker) if start else 0, dtype=bool)
     waiting: dict[int, RawSample] = {}
     ahead: Iterator[tuple[int, RawSample]] | None = None
     for positions in _skip(order.shuffled(rank, worker), start, skipped):
-        # The first part of `upcoming` comes when all skipped positions are marked.
+        # The first part comes when all skipped positions are marked.
         ahead = ahead or _read_in_sequence(source, order, rank, worker, skipped)
         for position in positions.tolist():
             while position not in waiting:
@@ -272,20 +268,20 @@ def _read_in_sequence(
 class TrainLoader:
     """Training batches with global indices.
 
-    On every rank, an epoch has ``batches_per_epoch`` batches of ``batch_size`` samples; over all ranks every sample of
-    the epoch comes once, up to the remainder that does not fill a global batch (``batch_size * world_size *
-    accum_freq``). Bad samples are passed over, without a stand-in: where they leave too few, the epoch has fewer batches.
-    Later epochs go without the bad samples of all ranks; those that could not be read are tried again.
+    On every rank, an epoch has ``batches_per_epoch`` batches of ``batch_size`` samples. Every sample comes once over all
+    ranks, except for a remainder that does not fill a global batch (``batch_size * world_size * accum_freq``). Bad samples
+    are passed over; if they leave too few, the epoch has fewer batches. Later epochs leave out the bad samples of all ranks,
+    but try those again that could not be read.
 
     Args:
         source: The samples.
         config: How to batch them.
-        preprocess: From an RGB image to a tensor. It may draw from the generators of torch, numpy and random: these are
+        preprocess: Makes a tensor of an RGB image. It may draw from the generators of torch, numpy and random, which are
             seeded by (seed, epoch, index) before each call.
-        decoder: From the content of an image file to what ``preprocess`` takes; see :mod:`openclip_ext.data.images`.
-        tokenizer: From a caption to token ids of shape ``(1, L)``, as OpenCLIP's.
-        epoch_samples: Shorter epoch; another part of the data in each. The indices do not change.
-        max_bad_fraction: The run stops when more of the epoch's samples than this are bad.
+        decoder: Makes what ``preprocess`` takes of the content of an image file; see :mod:`openclip_ext.data.images`.
+        tokenizer: Makes token ids ``(1, L)`` of a caption, as OpenCLIP's.
+        epoch_samples: Length of a shorter epoch, which has another part of the data each time. No index changes.
+        max_bad_fraction: The run stops when more of the samples than this are bad.
 
     Raises:
         ValueError: There are too few samples for one global batch, or an argument is out of range.
@@ -323,8 +319,8 @@ class TrainLoader:
         self._num_cut = 0
         self._entries: list[dict[str, Any]] = []  # the progress at the beginning of the pass
         self._handed_out = 0  # batches since then
-        self._passed = [0] * self._layout.workers  # bad samples before the last of them
-        self._received = self._passed  # and before the last that the workers have made
+        self._passed = [0] * self._layout.workers  # bad samples of each worker before the last of them
+        self._received = self._passed  # bad samples of each worker before the last batch that was made
         self._requests = _Requests(self._layout.workers)
         max_bad = int(max_bad_fraction * self._layout.epoch_samples)
         self._dataset = _BatchDataset(source, config, decoder, preprocess, tokenizer, self._layout, self.rank, max_bad)
@@ -340,7 +336,7 @@ class TrainLoader:
             worker_init_fn=leave_process_group,
             pin_memory=config.pin_memory,
             persistent_workers=config.workers > 0,
-            # DataLoader draws from this at the start of every pass, otherwise from the training process's generator.
+            # DataLoader would draw from the training process's generator at the start of every pass.
             generator=torch.Generator().manual_seed(config.seed & 0x7FFFFFFF),
         )
 
@@ -375,26 +371,13 @@ class TrainLoader:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """The current layout as a progress entry, without ``batches``; plain types."""
+        """The current layout as a progress entry without ``batches``, in plain types."""
         return asdict(self._layout) | {"seed": self.seed, "data": self.source.digest}
 
-    def extend_progress(
-        self, progress: Progress | None, batches: int, bad: Sequence[int] | None = None
-    ) -> list[dict[str, Any]]:
-        """Progress in the epoch after ``batches`` more micro-batches on each rank; goes into a checkpoint.
-
-        ``bad`` are those that each worker has passed over in this layout, rank by rank; None: no more than before.
-        """
-        entries = [dict(entry) for entry in progress or ()]
-        seen, done = self.check_progress(entries)
-        before = entries[-1].get("bad", []) if len(entries) > len(seen) else []
-        entry = {"batches": done + batches, "bad": list(before if bad is None else bad)}
-        return [*entries[: len(seen)], self.layout | entry]
-
     def progress(self) -> list[dict[str, Any]]:
-        """Return the progress in the epoch with all batches that :meth:`iterate` has handed out; collective.
+        """Return the progress in the epoch after the batches that :meth:`iterate` has handed out. All ranks must call it.
 
-        All ranks know each other's bad samples afterwards.
+        It also tells the ranks each other's bad samples.
         """
         self.bad.share()
         layout = self._layout
@@ -403,13 +386,15 @@ class TrainLoader:
             bad[:] = distributed.all_gather_object(self._passed)
         else:
             bad[self.rank] = self._passed
-        return self.extend_progress(self._entries, self._handed_out, bad.ravel().tolist())
+        seen, done = self.check_progress(self._entries)
+        entry = self.layout | {"batches": done + self._handed_out, "bad": bad.ravel().tolist()}
+        return [*self._entries[: len(seen)], entry]
 
     def check_progress(self, progress: Progress | None) -> tuple[tuple[Segment, ...], int]:
-        """Return the segments that were run in other layouts, and how many batches of the current one are done.
+        """Return the segments in other layouts, and how many batches of the current one are done.
 
         Raises:
-            ValueError: An epoch that was begun so cannot go on with this loader.
+            ValueError: The progress is of another data set or seed.
         """
         segments = []
         for entry in progress or ():
@@ -429,14 +414,14 @@ class TrainLoader:
     def iterate(self, epoch: int, progress: Progress | None = None) -> Iterator[dict[str, Tensor]]:
         """Yield the rest of an epoch.
 
-        Where bad samples leave a worker with too few for its last batch, what is left over of all ranks is laid out anew,
-        until it does not fill a step.
+        If bad samples leave a worker with too few for its last batch, the samples that are left on all ranks are laid out
+        anew, as long as they fill a step.
 
         Args:
             epoch: Number of the epoch, from 0.
-            progress: The part that was seen, as :meth:`progress` returns it: a list of entries
-                ``loader.layout | {"batches": micro-batches done on each rank, "bad": ...}``. If the last entry has the
-                current layout, the same batches follow; otherwise the unseen samples are laid out anew.
+            progress: The part that was seen, from :meth:`progress`: entries ``loader.layout | {"batches": those of each rank,
+                "bad": ...}``. If the last layout is the current one, the same batches follow; otherwise the unseen
+                samples are laid out anew.
 
         Yields:
             ``image`` ``(batch_size, ...)``, ``text`` ``(batch_size, L)`` int64, ``index`` ``(batch_size,)`` int64,
@@ -444,8 +429,7 @@ class TrainLoader:
 
         Raises:
             ValueError: The progress is not of this data set and seed, or has more batches than the epoch.
-            BadDataError: Too many samples are bad. The ranks add up theirs now and then (a small collective, so all of
-                them have to go through the batches side by side).
+            BadDataError: Too many samples are bad. The ranks add up theirs now and then, so they must iterate side by side.
             WorkerError: Workers do not answer, or end again and again.
         """
         self._entries = [dict(entry) for entry in progress or ()]
@@ -476,8 +460,8 @@ class TrainLoader:
     ) -> Iterator[dict[str, Tensor]]:
         """Yield batches in the current layout, until the workers of some rank have too few samples for a step.
 
-        The ranks ask each other ten times an epoch, and more often the nearer that is: after half of the steps that all of
-        them could still take, as far as they know.
+        The ranks ask each other for this ten times an epoch, or after half of the steps that all of them can still take as
+        far as they know.
         """
         layout = self._layout
         last: dict[str, Any] = {}
@@ -507,7 +491,7 @@ class TrainLoader:
             last = step[-1]
 
     def _first_short(self, order: EpochOrder) -> int:
-        """Return the number of the first batch for which a worker of this rank has too few samples, as far as it knows."""
+        """Return the number of the first batch for which a worker of this rank has too few samples, as known so far."""
         layout = self._layout
         left = [order.piece_length(self.rank, worker) - passed for worker, passed in enumerate(self._received)]
         return min(worker + layout.workers * (count // layout.batch_size) for worker, count in enumerate(left))
@@ -515,7 +499,7 @@ class TrainLoader:
     def _batches(
         self, epoch: int, seen: tuple[Segment, ...], numbers: range, left_out: np.ndarray
     ) -> Iterator[dict[str, Any]]:
-        """Yield batches, and note their bad samples. Where a worker was killed, new ones take up the work."""
+        """Yield batches, and note their bad samples. If a worker was killed, new workers go on."""
         number, lost = numbers.start, 0
         while number < numbers.stop:
             self._requests.epoch, self._requests.seen = epoch, seen
@@ -534,8 +518,8 @@ class TrainLoader:
                 lost += 1
                 if lost == _MAX_LOST:
                     raise WorkerError(
-                        f"{error}. It is the {lost}th time without a batch in between; --resume latest goes on from the last "
-                        "checkpoint"
+                        f"{error}. This happened {lost} times without a batch in between; --resume latest goes on from the "
+                        "last checkpoint"
                     ) from error
                 logging.warning(f"Rank {self.rank}: {error}. Training goes on with new workers.")
                 self._loader = self._new_loader()

@@ -1,4 +1,4 @@
-"""The worker processes of a DataLoader: signals to the process group do not end them, and what ended one is said."""
+"""The worker processes of a DataLoader: signals to the process group do not end them, and their end is explained."""
 
 import ctypes
 import gc
@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-# What torchrun, SLURM and a terminal send to the whole process group; the training process answers with a checkpoint.
+# Signals that torchrun, SLURM and a terminal send to the whole process group. The training process saves a checkpoint.
 _TO_THE_GROUP = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Seconds until a worker whose sockets are closed has ended.
@@ -31,11 +31,10 @@ class WorkerError(RuntimeError):
 
 
 def start_workers(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Return ``iter(loader)``; a signal to the process group meanwhile does not kill a worker.
+    """Return ``iter(loader)`` without letting a signal to the process group kill a worker that is just starting.
 
-    A new worker is in the group until it ran :func:`leave_process_group`. It inherits that signals are held until then.
-    torch's handler for the end of a worker is taken away: it raises wherever training is, also within an optimizer's step.
-    The DataLoader itself notices within seconds, when the next batch is asked for.
+    A new worker inherits that signals are blocked until it has run :func:`leave_process_group`. Remove torch's handler for
+    the end of a worker, which raises anywhere, even within an optimizer's step. The DataLoader notices at the next batch.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_THE_GROUP)
     child_handler = signal.getsignal(signal.SIGCHLD)
@@ -50,8 +49,8 @@ def start_workers(loader: DataLoader[Any]) -> Iterator[Any]:
 def leave_process_group(worker: int) -> None:
     """Keep signals to the process group from killing a worker (``worker_init_fn``, with :func:`start_workers`).
 
-    The training process needs its workers for the steps until it has saved a checkpoint. It ends them itself, and the
-    kernel does when it is gone. Python collects their garbage, whatever the training process has it do with its own.
+    The training process needs its workers until it has saved a checkpoint. It ends them itself, or the kernel does when it
+    is gone. Garbage is collected in workers even if the training process has turned that off for itself.
     """
     gc.enable()
     os.setpgid(0, 0)
@@ -63,15 +62,15 @@ def leave_process_group(worker: int) -> None:
 
 
 class WorkerLost(RuntimeError):
-    """A worker has ended before its time; others can take up its work."""
+    """A worker has ended too early; a new one can do its work."""
 
 
 class WatchedBatches:
-    """The batches of a DataLoader, in a pass over it. A worker that does not answer is ended.
+    """The batches of one pass over a DataLoader. A worker that does not answer is ended.
 
     Args:
-        loader: Its workers take turns.
-        patience: Seconds to wait for a batch, but for the first ones, for which a shuffle reads ahead; None: for ever.
+        loader: The DataLoader, whose workers take turns.
+        patience: Seconds to wait for a batch except the first ones, before which a shuffle reads ahead; None: for ever.
     """
 
     def __init__(self, loader: DataLoader[Any], patience: float | None) -> None:
@@ -81,7 +80,7 @@ class WatchedBatches:
         self._workers: list[Any] = []
         with self._explained():
             self._batches = start_workers(loader)
-        # torch tells nobody who its workers are.
+        # torch has no public name for them.
         self._workers = getattr(self._batches, "_workers", [])
 
     def __iter__(self) -> Iterator[Any]:
@@ -117,10 +116,10 @@ class WatchedBatches:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn what torch says of the end of a worker into a sentence."""
+        """Explain torch's errors about the end of a worker."""
         try:
             yield
-        except (RuntimeError, OSError, EOFError) as error:  # of a dead worker's sockets, too
+        except (RuntimeError, OSError, EOFError) as error:  # also from a dead worker's sockets
             if self._stuck is not None:
                 raise WorkerError(
                     f"{self._stuck} did not answer for {self._patience:g} s (--rank-patience) and was ended. Look at the "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from openclip_ext.data.build import build_train_loader
 from openclip_ext.data.spec import DataSpec
-from openclip_ext.data.train_loader import TrainLoader, TrainLoaderConfig
+from openclip_ext.data.train_loader import Progress, TrainLoader, TrainLoaderConfig
 
 
 def tokenize(text: str) -> Tensor:
@@ -42,6 +42,12 @@ def build(
     defaults = {"batch_size": 4, "seed": 7, "rank": 0, "world_size": 1, "shuffle_window": 25}
     config = TrainLoaderConfig(**defaults | config)
     return build_train_loader(DataSpec(data, **spec), config, preprocess=preprocess, tokenizer=tokenizer)
+
+
+def progress_after(loader: TrainLoader, batches: int, progress: Progress | None = None) -> list[dict[str, Any]]:
+    """The progress in an epoch after so many more batches, without going through them; none of them was bad."""
+    seen, done = loader.check_progress(progress)
+    return [*(progress or [])[: len(seen)], loader.layout | {"batches": done + batches}]
 
 
 def by_index(batches: list[dict[str, Tensor]]) -> dict[int, Tensor]:

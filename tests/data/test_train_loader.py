@@ -16,7 +16,7 @@ from torch import Tensor
 from openclip_ext.data import shards as shards_module
 from openclip_ext.data.shards import ShardSource
 from openclip_ext.data.spec import DataSpec
-from tests.data.loading import assert_equal, build, by_index, indices
+from tests.data.loading import assert_equal, build, by_index, indices, progress_after
 from tests.data.shards import write_shards
 
 COUNTS = [30, 17, 0, 41, 12]
@@ -55,10 +55,10 @@ def test_resuming_on_the_same_layout_is_bitwise(data: str, workers: int):
     loader = build(data, workers=workers, accum_freq=2)
     whole = list(loader.iterate(1))
     for done in (0, 1, 7, 12, len(whole)):
-        progress = json.loads(json.dumps(loader.extend_progress(None, done)))
+        progress = json.loads(json.dumps(progress_after(loader, done)))
         assert_equal(list(loader.iterate(1, progress)), whole[done:])
     # Stopped twice in one epoch, the second time in a new process.
-    progress = loader.extend_progress(loader.extend_progress(None, 3), 5)
+    progress = progress_after(loader, 5, progress_after(loader, 3))
     assert len(progress) == 1
     assert_equal(list(build(data, workers=workers, accum_freq=2).iterate(1, progress)), whole[8:])
     # An abandoned pass leaves nothing behind in persistent workers.
@@ -79,7 +79,7 @@ def test_resuming_on_other_layouts_goes_on_at_the_unseen_samples(data: str):
             loader = build(data, rank=rank, **layout)
             left = list(loader.iterate(5, progress))
             seen += left[:batches]
-        progress = loader.extend_progress(progress, len(left) if batches is None else batches)
+        progress = progress_after(loader, len(left) if batches is None else batches, progress)
     assert len(progress) == 3
     found = indices(seen)
     assert len(set(found)) == len(found) > N - 6
@@ -120,7 +120,7 @@ def test_resuming_reads_and_decodes_only_what_is_left(data: str, monkeypatch: py
     monkeypatch.setattr(
         shards_module._ShardReader, "__call__", lambda self, index: read.append(index) or read_one(self, index)
     )
-    rest = indices(list(loader.iterate(0, loader.extend_progress(None, done))))
+    rest = indices(list(loader.iterate(0, progress_after(loader, done))))
     assert rest == order[done * 4 :]
     assert decoded == rest
     assert sorted(read) == sorted(rest)
@@ -154,7 +154,7 @@ def test_resampled_shards(data: str, tmp_path: Path):
     times = np.bincount(indices(batches), minlength=N)
     assert 1 < times.max() < 400 / min(count for count in COUNTS if count)
     assert len(set(times[:29])) <= 2, "a shard comes whole, but for the two ends of the epoch"
-    assert_equal(list(loader.iterate(0, loader.extend_progress(None, 40))), batches[40:])
+    assert_equal(list(loader.iterate(0, progress_after(loader, 40))), batches[40:])
     write_shards(tmp_path, [20, 20])
     two = f"{data}::{tmp_path}/{{00000..00001}}.tar"
     weighted = build(two, resampled=True, upsampling_factors="0::1", num_samples=64)
@@ -193,7 +193,7 @@ def test_wrong_options_are_refused(data: str, options: dict[str, Any], message: 
 
 
 def test_what_cannot_be_resumed_is_refused(data: str, tmp_path: Path):
-    progress = build(data).extend_progress(None, 5)
+    progress = progress_after(build(data), 5)
     write_shards(tmp_path, [50, 50])
     for path, options, entry, message in (
         (data, {"seed": 8}, {}, "made with seed 7, this run has 8"),

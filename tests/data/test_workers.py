@@ -38,7 +38,7 @@ def test_workers_that_are_killed_again_and_again_end_the_run(tmp_path: Path):
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(
-        WorkerError, match=r"was killed.*It is the 3th time without a batch in between; --resume latest"
+        WorkerError, match=r"was killed.*This happened 3 times without a batch in between; --resume latest"
     ):
         list(build(write_shards(tmp_path, [20]), preprocess=kill, workers=1).iterate(0))
 
