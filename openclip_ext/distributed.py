@@ -101,13 +101,6 @@ def all_reduce_max(tensor: Tensor) -> Tensor:
     return tensor
 
 
-@torch.no_grad()
-def log_add_over_ranks(log_values: Tensor) -> Tensor:
-    """Return the logarithm of the sum over all ranks of ``exp(log_values)``, without gradient; the same bits everywhere."""
-    largest = all_reduce_max(log_values)
-    return largest + all_reduce_sum((log_values - largest).exp_()).log_()
-
-
 def _control_group() -> dist.ProcessGroup:
     """Return a gloo group for objects and waiting: no GPU work, and patient, since one rank may evaluate for hours."""
     return _control_group_of(dist.group.WORLD)

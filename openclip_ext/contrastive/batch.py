@@ -1,6 +1,5 @@
 """The samples of one step: as the caller gave them, gathered from all processes, and contrasted with one another.
 
-All three are frozen: each is made once, by the function or class named in its docstring, and nobody assigns to it later.
 Tensors with a leading dimension of 2 hold the two sides: 0 for image anchors (against the texts), 1 for text anchors
 (against the images).
 """
@@ -20,10 +19,7 @@ from openclip_ext.state.sharded_table import count_of_equal, mean_of_equal
 
 
 def _computed_once(compute: Callable[[Any], Any]) -> Any:
-    """Make a property that is computed at its first use.
-
-    ``functools.cached_property`` does so, too, but holds a lock before Python 3.12, which ``torch.compile`` cannot trace.
-    """
+    """Make a cached property. ``functools.cached_property`` has a lock before Python 3.12 that Dynamo cannot trace."""
     kept = "_" + compute.__name__
 
     @functools.wraps(compute)
@@ -45,7 +41,7 @@ class LocalBatch:
         index: ``(B_local,)`` int64, or None where the loss needs none.
         in_range: ``(B_local,)`` bool, whether each index is one of the data set's; None without an index.
         num_samples: size of the data set; None without an index.
-        labels: ``(B_local,)`` int64, by which samples of equal captions are known; None: all captions differ.
+        labels: ``(B_local,)`` int64, equal for equal captions; None: all captions differ.
         positives_attract: whether samples of equal labels are positives; if not, they are left out of the negatives only.
         finite: ``(B_local,)`` bool, whether all features of a sample are finite.
         dtype: precision to compute in.
@@ -94,14 +90,12 @@ class LocalBatch:
 class GatheredBatch:
     """``B`` samples that are contrasted with one another: detached, and in the loss's own precision.
 
-    :func:`gather_batch` makes it. A sample with a non-finite feature, or an index out of range, does not count: ``valid`` is
-    False and its features are zero, so that whatever follows from them is finite, and its :attr:`share` of 0 removes it. No
-    operation on it waits for the device.
+    A sample with a non-finite feature, or an index out of range, does not count: ``valid`` is False and its features are
+    zero, so that whatever follows from them is finite, and its :attr:`share` of 0 removes it.
 
     Attributes:
         features: ``(2, B, d)``: images, texts.
-        positive: ``(B,)`` similarities ``s_ii`` of the positive pairs; with :attr:`positive_means` ``(2, B)``, each anchor's
-            mean over its positives.
+        positive: ``(B,)`` similarities ``s_ii``; with :attr:`positive_means` ``(2, B)``, means over the positives.
         valid: ``(B,)`` bool.
         ignored: ``(B,)`` bool, the samples that do not count.
         count: 0-d, number of samples that count, at least 2 of each view.
@@ -141,27 +135,27 @@ class GatheredBatch:
 
     @property
     def size(self) -> int:
-        """Number of samples, those that do not count included."""
+        """Number of samples, including those that do not count."""
         return self.features.shape[1]
 
     @_computed_once
     def pairs(self) -> Tensor:
-        """Number of pairs of each anchor, its negatives and the positive one: as :attr:`negatives`."""
+        """Number of pairs of each anchor: its negatives and the positive one."""
         return self.negatives + 1
 
     @_computed_once
     def log_negatives(self) -> Tensor:
-        """Logarithm of :attr:`negatives`."""
+        """Logarithm of the number of negatives."""
         return self.negatives.log()
 
     @_computed_once
     def log_pairs(self) -> Tensor:
-        """Logarithm of :attr:`pairs`."""
+        """Logarithm of the number of pairs."""
         return self.pairs.log()
 
     @_computed_once
     def share(self) -> Tensor:
-        """``(B,)``, each sample's share in the mean over those that count: 0, or one over :attr:`count`."""
+        """``(B,)``, each sample's share in the mean over those that count."""
         return self.valid / self.count
 
     @_computed_once
@@ -175,7 +169,7 @@ class GatheredBatch:
         return slice(self.first, self.first + self.local_size)
 
     def sample_index(self) -> Tensor:
-        """Return ``(B,)`` index of a batch whose loss keeps state for each sample."""
+        """Return the index ``(B,)``, which a loss with state for each sample has asked for."""
         assert self.index is not None, "the loss declares needs_index"
         return self.index
 
@@ -219,8 +213,8 @@ class Contrast:
         batch: the samples.
         tau: ``(2, B)`` temperatures of the anchors.
         log_sums: ``(2, B)`` ``log Σ_{j≠i} exp(s_ij/τ_i)`` over the negatives of each anchor.
-        batch_estimate: computes :attr:`log_estimate`; it depends on the objective what that is of.
-        of_all: computes :meth:`of_all_processes`; None where these samples are.
+        batch_estimate: computes :attr:`log_estimate` of what the objective needs.
+        of_all: computes :meth:`of_all_processes`; None: these samples are those of all processes.
     """
 
     batch: GatheredBatch
@@ -261,12 +255,7 @@ class Contrast:
 
 @torch.no_grad()
 def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
-    """Gather a batch from all processes, promote it, and find the samples that count.
-
-    Args:
-        batch: this process's samples.
-        gather: whether to take all processes' samples, or this process's own only.
-    """
+    """Take all processes' samples, or (``gather=False``) only this process's; promote them, and find those that count."""
     world_size = distributed.world_size() if gather else 1
     features = torch.stack([batch.image.detach(), batch.text.detach()])
     index, labels, valid = batch.index, batch.labels, batch.finite

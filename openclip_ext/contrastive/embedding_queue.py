@@ -16,8 +16,8 @@ class EmbeddingQueue(nn.Module):
         embed_dim: width ``d``.
 
     Attributes:
-        rows: ``(2, capacity, d)``. Rows ``[0]`` are texts and ``[1]`` images: what each side's anchors are contrasted with.
-        next: 0-d, row that the next sample goes to.
+        rows: ``(2, capacity, d)``, texts and images: what the anchors of each side are contrasted with.
+        next: 0-d, the row of the next sample.
         filled: 0-d, number of rows in use.
     """
 
@@ -49,7 +49,7 @@ class EmbeddingQueue(nn.Module):
         return rows.scatter_(0, candidates, torch.where(is_new, positions, -1))
 
     def _placement(self, batch: GatheredBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the samples that may enter (those that count first), their rows, and whether each of them counts."""
+        """Return the samples that may enter, their rows, and whether each of them counts."""
         number = min(batch.size, self.capacity)
         candidates = _valid_first(batch)[:number]
         positions = (self.next + torch.arange(number, device=candidates.device)) % self.capacity

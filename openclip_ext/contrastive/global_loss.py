@@ -58,10 +58,9 @@ def mean_with_gradients(values: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor
 
 
 class GlobalContrastiveLoss(ContrastiveLoss):
-    """An estimator of the log-normalizers, a temperature scheme, and the objective that joins them.
+    """A loss made of an estimator of the log-normalizers, a temperature scheme, and an objective.
 
-    Create it with :func:`openclip_ext.create_loss`, which names the combinations of the papers. Equations:
-    ``docs/methods/README.md``.
+    :func:`openclip_ext.create_loss` creates it by the papers' names. Equations: ``docs/methods/README.md``.
 
     Args:
         objective: what is minimized for given log-normalizers.
@@ -70,10 +69,10 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         embed_dim: width of the embeddings, where a part of the loss fixes it.
         num_samples: size of the index space, where a part of the loss needs the index.
         views: as in :class:`LocalBatch`.
-        equal_captions: what a pair of equal labels is to each other, see :mod:`openclip_ext.contrastive.equal_captions`.
+        equal_captions: how to treat equal captions, see :mod:`openclip_ext.contrastive.equal_captions`.
 
     Raises:
-        ValueError: the parts make no loss, see :func:`incompatibility`, or cannot treat equal captions so.
+        ValueError: the parts do not fit together, see :func:`incompatibility`, or cannot treat equal captions in this way.
     """
 
     def __init__(
@@ -177,12 +176,12 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     def _feature_gradients(
         self, contrast: Contrast, similarities: Similarities, estimate: Estimate, weight_ratio: Tensor, with_gap: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the gradients of this process's images and texts ``(2, B_local, d)``.
+        """Return the gradients of this process's images and texts ``(2, B_local, d)``.
 
-        Also returns ``Σ_j w_ij (s_ij − s_ii)`` of its anchors, ``(2, B_local)``, if asked for.
+        With ``with_gap`` also return ``Σ_j w_ij (s_ij − s_ii)`` of its anchors, ``(2, B_local)``.
         """
         batch, objective = contrast.batch, self.objective
-        # Of two sides, and as many processes, of whose gradients the mean is taken.
+        # The value is the mean of two sides, and the processes' gradients are averaged later.
         half = 0.5 * batch.world_size
         factor = half * objective.pair_factor(contrast.tau) * batch.share
         if estimate.batch_share:
@@ -298,7 +297,7 @@ def incompatibility(
 
 
 def _refusal_of_labels(choice: str, objective: type[Objective], normalizer: type[Normalizer]) -> str:
-    """Return why a loss of these parts cannot treat equal captions so; empty: it can."""
+    """Return why a loss of these parts cannot treat equal captions in this way; empty: it can."""
     if choice != NEGATIVE and normalizer.refuses_labels:
         return f"{normalizer.refuses_labels}; use negative, or another loss"
     if choice == POSITIVE and objective.estimand.includes_positive:
@@ -311,7 +310,7 @@ def _refusal_of_labels(choice: str, objective: type[Objective], normalizer: type
 
 @dataclass(frozen=True)
 class _Report:
-    """What :meth:`GlobalContrastiveLoss.metrics` needs of a step; without its embeddings, which would take memory."""
+    """The numbers of a step for :meth:`GlobalContrastiveLoss.metrics`, without the embeddings, which would take memory."""
 
     valid: Tensor
     share: Tensor

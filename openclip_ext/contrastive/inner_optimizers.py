@@ -15,11 +15,7 @@ ADAM_EPS = 1e-8
 
 
 class InnerAdam(nn.Module):
-    """``torch.optim.Adam`` (β and ε: its defaults) for a network whose gradients are needed nowhere else.
-
-    Args:
-        network: the network; its parameters never require a gradient outside of :meth:`step`.
-    """
+    """``torch.optim.Adam`` with its default β and ε, for a network that requires gradients in :meth:`step` only."""
 
     steps: Tensor
 
@@ -38,13 +34,13 @@ class InnerAdam(nn.Module):
             buffer.zero_()
 
     def step(self, network: nn.Module, objectives: Sequence[Callable[[], Tensor]], lr: float, ok: Tensor) -> None:
-        """Make one step on the sum of the objectives. Their graphs exist one after the other, not all at once.
+        """Make one step on the sum of the objectives, of which only one at a time has its graph in memory.
 
         Args:
-            network: what to update, in place.
+            network: is updated in place.
             objectives: each computes a 0-d term of the loss from the network's parameters.
             lr: learning rate.
-            ok: 0-d bool; where False nothing changes.
+            ok: 0-d bool; if False, nothing changes.
         """
         parameters: list[Tensor] = list(network.parameters())
         with torch.enable_grad():
@@ -60,7 +56,7 @@ class InnerAdam(nn.Module):
 
     @torch.no_grad()
     def apply_gradients(self, parameters: list[Tensor], gradients: list[Tensor], lr: float, ok: Tensor) -> None:
-        """Make one step on gradients that the caller computed: one kernel for all, which does nothing where not ``ok``."""
+        """Make one step on given gradients with one kernel, which does nothing if not ``ok``."""
         means, squares = (
             [self.get_buffer(f"{name}_{position}") for position in range(len(parameters))]
             for name in ("mean", "square")

@@ -56,7 +56,7 @@ class ContrastiveLoss(nn.Module):
         initial_logit_bias: start value of OpenCLIP's ``logit_bias``; None: the model needs none.
         uses_logit_bias: whether the model's ``logit_bias`` gets a gradient; if not, freeze it.
         views: 2 for a loss of two views of each image, passed as ``image_features`` and ``text_features``.
-        logit_scale_lr: learning rate of that parameter, without schedule; None: that of the encoders, with its schedule.
+        logit_scale_lr: constant learning rate of that parameter; None: that of the encoders, with its schedule.
         follows_autocast: whether it computes under the caller's autocast, instead of in the precision of the features.
         normalizers_include_positive: whether ``log_normalizers`` estimates ``log((1 + (B−1)·g)/B)``, with the positive pair,
             and not ``log(ε + g)``.
@@ -109,8 +109,7 @@ class ContrastiveLoss(nn.Module):
             index: ``(B_local,)`` positions of the samples in the data set; ignored by losses that need none.
             output_dict: return the terms.
             outputs: other outputs of the model; a loss ignores those that it does not use. ``positives`` is used by a
-                loss created with ``equal_captions``: ``(B_local,)`` int64 labels that are equal where captions are, or, with
-                one process, the ``(B_local, B_local)`` bool mask of the pairs with equal captions.
+                loss created with ``equal_captions``: ``(B_local,)`` int64 labels that are equal where captions are.
 
         Returns:
             The terms by name, ``contrastive_loss`` among them, or their sum.
@@ -121,10 +120,8 @@ class ContrastiveLoss(nn.Module):
                 in the first two calls in training mode, a scale that is not finite and positive.
 
         Warns:
-            UserWarning: in training mode, of what is probably a mistake of the loop: features of another length than 1, a
-                scale without ``exp`` or one index for most samples (in the first two calls, which wait for the device for
-                it), processes that do not know of each other, two calls in an optimizer step, a call without gradients, an
-                epoch that was not announced, outputs that the loss does not use.
+            UserWarning: in training mode, of what is probably a mistake of the loop (``contrastive/checks.py``). The first two
+                calls wait for the device for it.
         """
         with contextlib.nullcontext() if self.follows_autocast else checks.without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index, learning=self.training)
@@ -135,20 +132,16 @@ class ContrastiveLoss(nn.Module):
             terms = self._terms(batch, {"logit_bias": logit_bias, **outputs})
             if watched:
                 self._checks.finish_call(terms.values())
-            names = batch.index
-            if names is None and isinstance(index, Tensor) and index.shape == batch.finite.shape:
+            size = len(image_features)  # of two views, which the batch has twice
+            names = None if batch.index is None else batch.index[:size]
+            if names is None and isinstance(index, Tensor) and index.shape == (size,):
                 names = None if index.is_floating_point() else index
-            self.nonfinite.add(self.calls, names, batch.finite, batch.scale_ok)
+            self.nonfinite.add(self.calls, names, batch.finite[:size], batch.scale_ok)
         self.calls += self.training
         return terms if output_dict else functools.reduce(torch.add, terms.values())
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
-        """Compute the terms, with their graph; in training mode also update the state once.
-
-        Args:
-            batch: the checked inputs of :meth:`forward`.
-            outputs: the model's other outputs.
-        """
+        """Compute the terms of a checked batch, with their graph; in training mode also update the state once."""
         raise NotImplementedError
 
     def log_normalizers(
@@ -170,10 +163,7 @@ class ContrastiveLoss(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} estimates no normalizer")
 
     def get_extra_state(self) -> Tensor:
-        """Return the counters that steer the host, ``(epoch, calls)`` int64; part of ``state_dict``.
-
-        A tensor, because safetensors stores nothing else.
-        """
+        """Return the host's counters ``(epoch, calls)``, for ``state_dict``. Safetensors stores nothing but tensors."""
         return torch.tensor([self.epoch, self.calls])
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -188,10 +178,10 @@ class ContrastiveLoss(nn.Module):
 
     @torch.no_grad()
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None = None) -> None:
-        """Bound the model's ``logit_scale`` parameter. Call it after ``optimizer.step()``.
+        """Bound the model's parameter ``log(1/τ)`` in place. Call it after ``optimizer.step()``.
 
         Args:
-            parameter: OpenCLIP's parameter ``log(1/τ)``, changed in place.
+            parameter: the parameter.
             before: its value before the step, or None if it was not kept.
         """
         parameter.clamp_(*_OPENCLIP_BOUNDS)
@@ -222,8 +212,8 @@ class ContrastiveLoss(nn.Module):
     def prefetch(self, index: Tensor) -> None:
         """Begin to read the per-sample state that the next call in training mode needs.
 
-        Optional. It helps if the state is on the host and the model on a GPU, or if the state is in a file: the read then
-        overlaps with the encoders. All processes must call it, or none.
+        Calling it is optional. A read from the host's memory or a file then overlaps with the encoders. Either all processes
+        must call it, or none.
 
         Args:
             index: ``(B_local,)`` of the next :meth:`forward`, on the CPU. On another device nothing happens.
@@ -259,11 +249,10 @@ class ContrastiveLoss(nn.Module):
             self.load_state_dict(state)
 
     def model_head(self) -> nn.Module | None:
-        """Return the modules of the loss that are part of the trained model, or None.
+        """Return the modules of the loss that are part of the trained model, or None (``openclip_ext/losses/heads.py``).
 
         Pass their parameters to the training's optimizer, average their gradients over the processes like the model's, and
-        save them in the checkpoint's model file. They have ``kind`` and ``config``, from which they can be built again. If
-        ``evaluated``, evaluation goes through their ``image`` and ``text`` (``openclip_ext/losses/heads.py``).
+        save them in the checkpoint's model file.
         """
         return None
 
@@ -279,7 +268,7 @@ class ContrastiveLoss(nn.Module):
         dtype = torch.promote_types(features.dtype, torch.float32)
         for value in state:
             dtype = torch.promote_types(dtype, value.dtype)
-        if self.nonfinite.entries.device != features.device or any(value.dtype != dtype for value in state):
+        if self.indices_in_range.device != features.device or any(value.dtype != dtype for value in state):
             self.to(device=features.device, dtype=dtype)
         return dtype
 
@@ -342,17 +331,14 @@ class ContrastiveLoss(nn.Module):
 
     def _check_loop(self, batch: LocalBatch) -> bool:
         """Look for mistakes of the training loop; return whether the call's backward pass is to be noticed, too."""
-        if self.depends_on_epoch:
-            samples = len(batch.image) // batch.views * distributed.world_size()
-            self._checks.check_epoch(self.epoch, samples, self.num_samples)
+        if self.depends_on_epoch and not self._checks.epoch_is_known:
+            self._checks.warn("no epoch")
         if self.keeps_state and not torch.is_grad_enabled():
             self._checks.warn("no gradient")
         if self.calls >= checks.CHECKED_CALLS or not checks.can_read_values(batch.image):
             return False
         self._checks.check_processes()
         self._checks.check_values(batch, self.expects_unit_norm, self.uses_logit_scale, self.initial_logit_scale)
-        if batch.index is not None:
-            self._checks.check_index(batch.index)
         if self.keeps_state:
             self._checks.begin_call(batch.image, batch.text)
         return self.keeps_state

@@ -17,13 +17,13 @@ from openclip_ext.contrastive.temperature import global_temperatures
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated log-normalizers of a batch, and how they depend on the embeddings where that reaches the encoders.
+    """Estimated log-normalizers of a batch, and the gradient of them that reaches the encoders.
 
     Attributes:
         alpha: ``(2, B)``.
-        batch_share: λ if ``exp(α)`` contains ``λ·(ε+g)`` of this very batch and the encoders are to know it.
+        batch_share: λ if ``exp(α)`` contains ``λ·(ε+g)`` of this very batch, through which gradients flow.
         feature_gradient: takes weights ``(2, B_local)`` of this process's anchors and returns ``Σ weight·∇α``, the rest of
-            α's gradient, for this process's images and texts ``(2, B_local, d)``; None: zero, or not used.
+            α's gradient, for this process's images and texts ``(2, B_local, d)``; None: there is none.
     """
 
     alpha: Tensor
@@ -34,18 +34,18 @@ class Estimate:
 class Normalizer(nn.Module):
     """An estimator of the log-normalizers ``α`` and its state.
 
-    Every process calls it with the same contrast and gets the same result, so its state needs no synchronisation. Samples
+    Every process calls it with the same contrast and gets the same result, so its state needs no synchronization. Samples
     that do not count (``batch.valid``) leave no trace in the state. Keyword-only arguments of the constructor are options of
     the loss.
 
     Attributes:
-        estimates: the quantities that it can estimate; None: any, as the batch does. A subclass must declare them.
+        estimates: the quantities that it can estimate; None: any. A subclass must declare them.
         needs_index: whether it needs ``batch.index``.
-        depends_on_epoch: whether schedules of it follow the epoch.
+        depends_on_epoch: whether it has schedules that follow the epoch.
         differentiable: whether its estimate may come with a gradient in the embeddings.
         refuses_labels: why it cannot leave out samples of equal labels; empty: it can.
         contrasts_locally: whether the encoders' loss may contrast each process's own samples only. :meth:`step` then learns
-            from ``contrast.of_all_processes()``, so that its state is the same everywhere.
+            from ``contrast.of_all_processes()``.
     """
 
     estimates: ClassVar[tuple[Estimand, ...] | None]
@@ -86,12 +86,7 @@ class MinibatchNormalizer(Normalizer):
 
 @torch.no_grad()
 def contrast_minibatch(batch: LocalBatch, gather: bool) -> Contrast:
-    """Contrast a batch at the model's temperature, for losses that need it only for their logs.
-
-    Args:
-        batch: this process's samples.
-        gather: whether to take all processes' samples, or this process's own only.
-    """
+    """Contrast a batch at the model's temperature, for losses that need it only for their logs; see :func:`gather_batch`."""
     with without_autocast(batch.image):
         gathered = gather_batch(batch, gather)
         similarities = Similarities(gathered, global_temperatures(gathered))
@@ -99,9 +94,9 @@ def contrast_minibatch(batch: LocalBatch, gather: bool) -> Contrast:
 
 
 def minibatch_metrics(batch: LocalBatch) -> dict[str, float]:
-    """Return ``infonce`` and ``chance`` within this process's samples, and the temperature, as every loss reports them.
+    """Return what a loss reports that does not contrast each sample with all others.
 
-    For a loss that does not contrast each sample with all others. Waits for the device.
+    ``infonce`` and ``chance`` are those within this process's samples. Waits for the device.
 
     Args:
         batch: the last call's, detached.

@@ -1,4 +1,4 @@
-"""What is minimized once the log-normalizers ``α`` are given, and what these are of.
+"""What is minimized once the log-normalizers ``α`` are given, and what these estimate.
 
 Every objective is ``L = ½ Σ_k mean_i value_k,i + regularizer(ρ)`` with ``α`` constant, over weights
 ``w_ij = exp((s_ij − s_ii)/τ_i − α_i)/divisor``. Objectives differ in a factor, in the positive pair and in the gradient of
@@ -18,13 +18,13 @@ from openclip_ext.contrastive.batch import Contrast
 
 @dataclass(frozen=True, eq=False)
 class Estimand:
-    """The quantity whose logarithm ``α`` is. An estimate of one is wrong for another, so an objective declares its own.
+    """The quantity whose logarithm ``α`` is. An estimate of one is wrong for another, so each objective declares its own.
 
     Attributes:
         formula: for messages.
         from_batch: the batch's own estimate of ``α``, ``(2, B)``, without ε.
-        log_divisor: log of the number by which it divides ``Σ_j exp((s_ij − s_ii)/τ_i)``; 0-d or ``(2, B)``.
-        includes_positive: whether the positive pair is one of its terms.
+        log_divisor: log of the number that divides ``Σ_j exp((s_ij − s_ii)/τ_i)``; 0-d or ``(2, B)``.
+        includes_positive: whether the positive pair is one of the terms.
     """
 
     formula: str
@@ -51,13 +51,12 @@ PARTITION_MEAN = Estimand(
 class Objective(ABC):
     """What is minimized for given log-normalizers.
 
-    Tensors are of the anchors of both sides, ``(2, B)``. All are finite where a sample does not count, and so must be what an
-    objective makes of them: a weight of 0 removes it. ``weight_ratio`` is ``exp(batch's own estimate − α)``, 1 where ``α``
-    agrees with the batch.
+    Tensors have a value for each anchor of both sides, ``(2, B)``. All are finite where a sample does not count, and so must
+    be the results: a weight of 0 removes them. ``weight_ratio`` is ``exp(batch's own estimate − α)``, 1 where both agree.
 
     Attributes:
         estimand: what ``α`` estimates. A subclass must declare it.
-        regularized: whether it has a regularizer, so that ``ρ`` means anything. A subclass must declare it.
+        regularized: whether it has a regularizer with the weight ``ρ``. A subclass must declare it.
         differentiates_alpha: whether its derivative in ``α`` is ``τ(1 − weight_ratio)``, so that the gradient of an estimate
             may reach the encoders.
         eps: ε, added to the estimand.
@@ -73,13 +72,13 @@ class Objective(ABC):
         return log_math.log_add(self.estimand.from_batch(contrast), self.eps)
 
     def pair_factor(self, tau: Tensor) -> Tensor | float:
-        """Return the factor of ``w_ij`` in the derivative in ``s_ij``: one, or one for each anchor, ``(2, B)``."""
+        """Return the factor of ``w_ij`` in the derivative in ``s_ij``, for all anchors or for each, ``(2, B)``."""
         return 1.0
 
     def positive_pair(self, contrast: Contrast, alpha: Tensor, weight_sum: Tensor) -> Tensor:
-        """Return the derivative in ``s_ii`` over :meth:`pair_factor`, ``(2, B)``.
+        """Return the derivative in ``s_ii`` divided by :meth:`pair_factor`, ``(2, B)``; ``weight_sum`` is ``Σ_j w_ij``.
 
-        By default that of a value that depends on the gaps ``s_ij − s_ii`` only. ``weight_sum`` is ``Σ_j w_ij``.
+        The default is right for a value that depends on the gaps ``s_ij − s_ii`` only.
         """
         return -weight_sum
 
@@ -89,7 +88,7 @@ class Objective(ABC):
 
     @abstractmethod
     def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
-        """Return the derivative in ``τ_i`` without the regularizer, of this process's anchors ``(2, B_local)``.
+        """Return the derivative in ``τ_i`` without the regularizer, for this process's anchors ``(2, B_local)``.
 
         Args:
             tau, alpha, weight_ratio: ``(2, B_local)``.

@@ -1,9 +1,9 @@
 """Similarities of this process's anchors with all samples of a batch, and the sums of the losses over them.
 
-There are two passes. The first gives the log-sums over each anchor's negatives. The caller then estimates the
-log-normalizers. The second pass gives the gradients. If all samples are local, one product of images and texts
-serves both sides: image anchors along its rows, text anchors along its columns. Large batches are taken in chunks of
-anchors, and the second pass computes each chunk again, so that memory is ``O(B·chunk)`` and not ``O(B²)``.
+There are two passes. The first gives the log-sums over each anchor's negatives, from which the caller estimates the
+log-normalizers. The second gives the gradients. If all samples are local, one product of images and texts serves both
+sides: its rows are image anchors, its columns text anchors. Large batches are taken in chunks of anchors, and the second
+pass computes each chunk again, so that memory is ``O(B·chunk)`` and not ``O(B²)``.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from torch import Tensor
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import GatheredBatch
 
-# Stands for the similarity of a pair that does not count. Divided by any temperature in (0, 1] its exponential is 0, and
-# unlike -inf it may be multiplied by that 0.
+# Similarity of a pair that does not count. For any temperature in (0, 1] its exponential is 0, and unlike -inf it may be
+# multiplied by that 0.
 MASKED_SIMILARITY = -1e4
 
-# Pairs in a chunk. About five buffers of this many numbers live at a time: 0.7 GB in float32.
+# Pairs in a chunk. About five buffers of this size are in memory at a time: 0.7 GB in float32.
 MAX_PAIRS = 2**25
 
 _ROWS, _COLUMNS = 1, 0
@@ -33,9 +33,9 @@ def anchor_chunks(anchors: slice, width: int) -> Iterator[slice]:
 
 
 def chunk_bytes(local_size: int, size: int) -> int:
-    """Return what a step keeps of the similarities of so many anchors with so many samples: values and terms of both sides.
+    """Return the bytes that a step keeps of the similarities of so many anchors with so many samples, in float32.
 
-    In float32; while it computes, about two more buffers of a third of this.
+    Computing takes about two more buffers of a third of this.
     """
     return 3 * 4 * min(local_size * size, max(MAX_PAIRS, size))
 
@@ -43,8 +43,8 @@ def chunk_bytes(local_size: int, size: int) -> int:
 class Similarities:
     """Similarities of a batch at given temperatures.
 
-    Pairs that do not count are :data:`MASKED_SIMILARITY`. Among them are each anchor's positive pair, pairs of equal labels
-    and, with two views, the anchor itself.
+    Pairs that do not count have :data:`MASKED_SIMILARITY`: the anchor's positive pair, pairs of equal labels and, with two
+    views, the anchor itself.
 
     Args:
         batch: the samples.
@@ -65,8 +65,7 @@ class Similarities:
     def log_sums(self) -> Tensor:
         """Return ``log Σ_j exp(s_ij/τ_i)`` over the negatives of all anchors of the batch, ``(2, B)``.
 
-        Where a sample does not count, it is the log of the number of negatives, so that ``log g`` is 0. With a gathered batch
-        this is one exchange of ``2·B`` scalars.
+        Where a sample does not count, the value makes ``log g`` 0. Of a gathered batch this exchanges ``2·B`` scalars.
         """
         batch = self.batch
         parts: list[list[Tensor]] = [[], []]
@@ -83,14 +82,14 @@ class Similarities:
     def gradients(
         self, log_sums: Tensor, coefficients: Tensor, with_mean_similarity: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the gradient in the embeddings of ``Σ_k,i coefficient_k,i · Σ_j softmax_j(s_ij/τ_i)·s_ij``, the softmax held.
+        """Return the gradient of ``Σ_k,i coefficient_k,i · Σ_j softmax_j(s_ij/τ_i)·s_ij`` in the embeddings.
 
-        The sum is over all anchors of the batch. Call it once, after :meth:`log_sums`.
+        The softmax is held, and the sum is over all anchors of the batch. Call it once, after :meth:`log_sums`.
 
         Args:
-            log_sums: what that returned.
+            log_sums: the result of :meth:`log_sums`.
             coefficients: ``(2, B)``, 0 where an anchor does not count.
-            with_mean_similarity: whether to return it.
+            with_mean_similarity: whether to return the mean similarities.
 
         Returns:
             The gradient in this process's images and texts, ``(2, B_local, d)``, as anchors and as everybody's negatives; and
@@ -136,12 +135,12 @@ class Similarities:
 
 @dataclass
 class _Chunk:
-    """Similarities of some anchors of one side, the rows, with all samples of the other, the columns.
+    """Similarities ``(c, B)`` of some anchors of one side, the rows, with all samples of the other, the columns.
 
     Attributes:
-        side: of the rows.
+        side: the side of the rows.
         anchors: positions of these anchors in the batch.
-        values: ``(c, B)``.
+        values: the similarities.
     """
 
     batch: GatheredBatch
@@ -176,7 +175,7 @@ class _Chunk:
         return self.values / self.tau[1 - self.side]
 
     def log_sum(self, dim: int) -> Tensor:
-        """Return the log of the sum of ``exp(s/τ)`` over the rows' or the columns' entries, τ the anchor's."""
+        """Return the log of the sum of ``exp(s/τ)`` over the rows' or the columns' entries, with the anchor's τ."""
         terms = self._exponents(dim)
         largest = log_math.shifted_exp_(terms, dim)
         self._terms[dim] = terms, largest
@@ -186,7 +185,7 @@ class _Chunk:
         """Return the softmax of the rows' or the columns' anchors over *all* their negatives, up to a scale for each anchor.
 
         Args:
-            dim: which anchors.
+            dim: the dimension to sum over.
             log_sums: ``(2, B)`` of all anchors.
 
         Returns:

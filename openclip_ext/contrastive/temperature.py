@@ -1,4 +1,4 @@
-"""Interface of the temperature schemes, and those of one temperature: constant, or learned through the model's parameter.
+"""Interface of the temperature schemes, and the schemes with a constant or a global temperature.
 
 OpenCLIP's models keep the parameter ``log(1/τ)`` and pass ``logit_scale``, its exponential.
 """
@@ -22,11 +22,11 @@ class TemperatureScheme(nn.Module):
 
     Attributes:
         needs_index: whether it needs ``batch.index``.
-        depends_on_epoch: whether schedules of it follow the epoch.
+        depends_on_epoch: whether it has schedules that follow the epoch.
         uses_logit_scale: whether the temperatures depend on the model's ``logit_scale``.
         learns_logit_scale: whether the model's ``logit_scale`` is the (global) temperature and learned.
-        learns_own: whether the scheme keeps and learns temperatures of its own, in :meth:`update`.
-        solves: whether the scheme finds temperatures from the embeddings, in :meth:`solve`.
+        learns_own: whether it keeps temperatures of its own, which :meth:`update` learns.
+        solves: whether :meth:`solve` finds temperatures from the embeddings.
         regularized: whether it is learned with the objective's regularizer ``ρ``.
         logit_scale_lr: learning rate of the model's parameter, without schedule; None: that of the encoders.
         initial_logit_scale: start value of the model's parameter ``log(1/τ)``; None: the model's own.
@@ -47,10 +47,10 @@ class TemperatureScheme(nn.Module):
         raise NotImplementedError
 
     def update(self, contrast: Contrast, gradient: Tensor) -> None:
-        """Learn from the derivative of the objective in each anchor's temperature, ``(2, B)``, regularizer included."""
+        """Learn from the derivative of the regularized objective in each anchor's temperature, ``(2, B)``."""
 
     def solve(self, contrast: Contrast) -> None:
-        """Find the next step's temperatures from a training step's embeddings, of all processes."""
+        """Find the next step's temperatures from the embeddings of a training step (of all processes)."""
 
     def rho(self, epoch: int) -> float | None:
         """Return the weight of the regularizer in an epoch; None if :attr:`regularized` is False."""
@@ -82,7 +82,7 @@ def check_bounds(lower: float, upper: float) -> None:
 
 
 def own_start(temperature: float | None, lr_tau: float | None, whose: str) -> tuple[float, float]:
-    """Return start and learning rate of temperatures that are not the model's; raise ValueError if one is missing."""
+    """Return start and learning rate of temperatures outside of the model; raise ValueError if one is missing."""
     if temperature is None or lr_tau is None:
         missing = "temperature" if temperature is None else "lr_tau"
         raise ValueError(f"{missing}=None: {whose} need a value, as the model has none for them")
@@ -142,7 +142,7 @@ class GlobalTemperature(UnregularizedTemperature):
     """A single learned temperature with the regularizer ``ρ`` (RGCL-g).
 
     Keyword arguments are the options of these names (``losses/options.json``).
-    With ``slow_when_small`` it takes a third of the learning rate while ``τ ≤ 0.03`` (not latched).
+    With ``slow_when_small`` the learning rate is a third in each step that begins with ``τ ≤ 0.03``.
     """
 
     regularized = True
@@ -186,11 +186,10 @@ class GlobalTemperature(UnregularizedTemperature):
 
 
 class TwoGlobalTemperatures(TemperatureScheme):
-    """``τ_1`` of all image anchors and ``τ_2`` of all text anchors, each learned with the regularizer ``ρ``.
+    """``τ_1`` for all image anchors and ``τ_2`` for all text anchors, each learned with the regularizer ``ρ``.
 
-    The two temperatures of [opt4ml], 'CLIP with a Global Learnable Temperature'. Their logarithms go through Adam with the
-    learning rate ``lr_tau``. A step uses the temperatures from before its update. The model's ``logit_scale`` follows with
-    the mean of both logarithms.
+    See [opt4ml], 'CLIP with a Global Learnable Temperature'. Adam with the learning rate ``lr_tau`` learns their logarithms.
+    A step uses the temperatures from before its update. The model's ``logit_scale`` follows the mean of both logarithms.
 
     Keyword arguments are the options of these names (``losses/options.json``).
     """

@@ -36,15 +36,15 @@ from openclip_ext.losses.method import Method, NormalizerPart
 
 # After a re-initialization at an epoch's start the network needs about this many steps to become accurate again.
 _STEPS_AN_EPOCH_NEEDS = 1000
-# Tensors of the embedding's width in the graph of a fit.
+# Number of tensors of the embedding's width in the graph of a fit.
 _GRAPH_TENSORS = 8
 
 
 class TwoSidedMlp(nn.Module):
     """``log λ(e)`` for both sides: one MLP each, evaluated together.
 
-    As AmorLIP's released code: Linear(d, f_d·d), ReLU, LayerNorm, Linear(f_d·d, d), ReLU, LayerNorm, plus the input, ReLU,
-    Linear(d, 1).
+    The layers are those of AmorLIP's released code: Linear(d, f_d·d), ReLU, LayerNorm, Linear(f_d·d, d), ReLU, LayerNorm, plus
+    the input, ReLU, Linear(d, 1).
     """
 
     def __init__(self, embed_dim: int, width_factor: float) -> None:
@@ -58,11 +58,7 @@ class TwoSidedMlp(nn.Module):
 
     @torch.no_grad()
     def initialize(self, random: torch.Generator | None) -> None:
-        """Set the start values of ``nn.Linear`` and ``nn.LayerNorm``.
-
-        Args:
-            random: a generator on the CPU, so that every device starts alike.
-        """
+        """Set the start values of ``nn.Linear`` and ``nn.LayerNorm``, drawn on the CPU so that all devices start alike."""
         for weight, bias in zip(self.weights, self.biases, strict=True):
             bound = 1 / math.sqrt(weight.shape[1])
             for parameter in (weight, bias):
@@ -85,8 +81,8 @@ class TwoSidedMlp(nn.Module):
 class MlpNormalizer(Normalizer):
     """``α_i = log λ(e_i) − s_ii/τ_i`` with an MLP ``λ``, its target network, and last epoch's (AmorLIP, Algorithm 1).
 
-    The target network predicts. Inputs are detached. With its defaults outside of ``amorlip`` (no previous network, no
-    averaging, a fit in every step) this is the ablation 'MLP instead of NPN' of the NeuCLIP paper.
+    The target network predicts. With the defaults for other losses (no previous network, no averaging, a fit in every step)
+    this is the ablation 'MLP instead of NPN' of the NeuCLIP paper.
 
     Keyword arguments are the options of these names (``losses/options.json``).
     """
@@ -141,7 +137,7 @@ class MlpNormalizer(Normalizer):
         self.epoch_step = int(state)
 
     def start_epoch(self, epoch: int) -> None:
-        """Make the target network the previous one; restart online and target network if ``reinitialize``."""
+        """Keep the target network as the previous one; with ``reinitialize`` restart the online and the target network."""
         self._warn_of_short_epochs()
         _copy(self.target, self.previous)
         if self.reinitialize:
@@ -215,16 +211,15 @@ def amortization_objective(
 ) -> Tensor:
     """Return what the network minimizes, per anchor.
 
+    The divergences take the batch's pairs as samples of P, so that their weight is ``Z/Z_comb``.
+
     Args:
-        name: ``l2-log`` [10], ``kl`` and ``js`` [8], ``kl-printed`` [9, as printed], ``unified``
-            [NeuCLIP 12].
+        name: ``l2-log`` [10], ``kl`` and ``js`` [8], ``kl-printed`` [9, as printed], ``unified`` [NeuCLIP 12].
         log_lambda: the prediction.
         log_target: ``log Z_comb`` [12].
-        log_batch: ``log Z``, the batch's own.
+        log_batch: ``log Z`` of the batch.
         tau: temperatures.
-        l2_log_weight: how much of l2-log the divergences have added (Appendix C: 0.1).
-
-    The divergences take the batch's pairs as samples of P, so that their weight is ``Z/Z_comb``.
+        l2_log_weight: weight of l2-log, which is added to the divergences (Appendix C: 0.1).
     """
     log_ratio = log_target - log_lambda
     if name == "unified":
@@ -255,10 +250,10 @@ def _copy(source: nn.Module, destination: nn.Module) -> None:
 
 
 class Partition(Objective):
-    """The second stage [6], as used: ``½(ℓ/c + ρ/c)`` with ``c = 1/τ`` and ``α = log λ − c·s_ii``.
+    """The second stage [6]: ``½(ℓ/c + ρ/c)`` with ``c = 1/τ`` and ``α = log λ − c·s_ii``.
 
-    The positive pair is one of the ``B`` terms of the mean, and its attraction has coefficient exactly 1. ``λ`` is constant
-    for the temperature, too.
+    The positive pair is one of the ``B`` terms of the mean, and its attraction has coefficient exactly 1. The gradient of the
+    temperature takes ``λ`` as a constant.
     """
 
     estimand = PARTITION_MEAN
@@ -278,7 +273,7 @@ class Partition(Objective):
 
 
 class PartitionNormalizer(MlpNormalizer):
-    """The MLP of the paper: it predicts the partition function with the positive pair, and stage II may stay in a process.
+    """The MLP of the paper: it predicts the partition function, positive pair included. Stage II may stay in a process.
 
     Keyword arguments are the options of these names (``losses/options.json``).
     """

@@ -35,12 +35,7 @@ class Projection(nn.Module):
     """``LayerNorm(Linear(ReLU(BatchNorm(Linear x))) + shortcut x)``: one side of the discriminator.
 
     The shortcut is linear, and starts as the identity if the widths agree. The first linear layer and the shortcut have no
-    bias; the BatchNorm and the second layer have one.
-
-    Args:
-        embed_dim: width of the embeddings.
-        projection_dim: width of the joint space.
-        random: of the start values.
+    bias. ``random`` draws the start values.
     """
 
     running_mean: Tensor
@@ -65,11 +60,7 @@ class Projection(nn.Module):
         return self._finish(features, self.hidden(features), self.running_mean, self.running_var)
 
     def project(self, features: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """Do as :meth:`forward`, with the statistics of the batch, for training.
-
-        Args:
-            features: ``(B, embed_dim)``.
-            valid: ``(B,)`` bool, the samples that count; at least two.
+        """Do as :meth:`forward`, with the statistics of the samples that count (``valid``, at least two), for training.
 
         Returns:
             The projections, and the target of the running statistics: mean and unbiased variance, ``(2, projection_dim)``.
@@ -93,13 +84,7 @@ class Projection(nn.Module):
 
 
 class Projections(nn.Module):
-    """The two projections of the discriminator; part of the trained model.
-
-    Args:
-        embed_dim: width of the embeddings.
-        projection_dim: width of the joint space.
-        seed: of the start values.
-    """
+    """The two projections of the discriminator, which are part of the trained model."""
 
     kind = "cliplite"
     evaluated = True
@@ -114,18 +99,12 @@ class Projections(nn.Module):
 class ClipLiteLoss(ContrastiveLoss):
     """``mean softplus(−T(x_i, t_i)) + mean softplus(T(x_i, t_π(i)))`` [3, 4].
 
-    ``T(x, t) = logit_scale · cos(proj_1(x), proj_2(t))``, with the model's ``logit_scale`` as the learned scale. ``π`` is the
-    cyclic shift of this process's batch, so that every pair has one negative. Pass the projections' parameters
-    (:meth:`model_head`) to the training's optimizer; evaluation must go through them.
+    ``T(x, t) = logit_scale · cos(proj_1(x), proj_2(t))``, with the model's ``logit_scale``. ``π`` is the cyclic shift of this
+    process's batch, so that every pair has one negative. Pass the projections' parameters (:meth:`model_head`) to the
+    training's optimizer; evaluation must go through them. Each process takes its negatives and the BatchNorms' statistics
+    from its own batch. The running statistics follow the mean over all processes.
 
-    Each process takes its negatives and the BatchNorms' statistics from its own batch. The running statistics follow the mean
-    over all processes.
-
-    Args:
-        embed_dim: width of the embeddings.
-        projection_dim: width of the joint space; None: that of the embeddings.
-        temperature: start of ``1/logit_scale``; None: the model's.
-        seed: of the projections' start values.
+    Keyword arguments are the options of these names (``losses/options.json``).
     """
 
     expects_unit_norm = False
@@ -138,7 +117,7 @@ class ClipLiteLoss(ContrastiveLoss):
         self._last: LocalBatch | None = None
 
     def model_head(self) -> Projections:
-        """Return the projections: trained with the model, and evaluated."""
+        """Return the projections, through which evaluation goes, too."""
         return self.projections
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -166,7 +145,7 @@ class ClipLiteLoss(ContrastiveLoss):
             return [projection(side) for projection, side in zip(sides, features, strict=True)]
         results = [projection.project(side, valid) for projection, side in zip(sides, features, strict=True)]
         statistics = torch.stack([statistics for _, statistics in results])
-        # One exchange: the sum of the statistics of the processes that have some, and how many these are.
+        # One exchange: the sum of the statistics of the processes that have some, and the number of these.
         sums = distributed.all_reduce_sum(torch.cat([(statistics * ok).flatten(), ok[None].to(statistics.dtype)]))
         mean = (sums[:-1] / sums[-1].clamp(min=1)).reshape(statistics.shape)
         share = _BATCH_NORM_MOMENTUM * (sums[-1] > 0).to(sums.dtype)

@@ -1,7 +1,7 @@
-"""Modules that a loss trains with the model: in checkpoints, and, where evaluation goes through them, around a model.
+"""Modules that a loss trains with the model: how checkpoints hold them, and how evaluation goes through them.
 
-A checkpoint holds them under :data:`HEADS_KEY`, beside OpenCLIP's ``state_dict``, which stock OpenCLIP loads without
-them: ``{"kind": that of a METHOD's head, "config": plain types, "state_dict": tensors}``.
+A checkpoint holds them under :data:`HEADS_KEY`, beside the ``state_dict`` that stock OpenCLIP loads:
+``{"kind": that of a METHOD's head, "config": plain types, "state_dict": tensors}``.
 """
 
 from pathlib import Path
@@ -23,15 +23,12 @@ class HeadsError(ValueError):
 class ProjectedModel(nn.Module):
     """An OpenCLIP model whose embeddings pass through heads that were trained with it (CLIP-Lite's projections).
 
-    It has what evaluations use of a model: the call that returns a dictionary, ``encode_image``, ``encode_text`` and
-    ``visual``.
-
     Args:
         model: its unit embeddings are what the heads were trained on.
         heads: has ``image`` and ``text``, modules from ``(B, d)`` to ``(B, d')``.
     """
 
-    # OpenCLIP's models have no common typed base, nor have heads: what is used of them is named above.
+    # Neither OpenCLIP's models nor heads have a common typed base.
     model: Any
     heads: Any
 
@@ -66,20 +63,12 @@ class ProjectedModel(nn.Module):
 
 
 def heads_entry(heads: nn.Module) -> dict[str, Any]:
-    """Return what a checkpoint holds of heads."""
+    """Return the entry of heads in a checkpoint."""
     return {"kind": heads.kind, "config": heads.config, "state_dict": heads.state_dict()}
 
 
 def build_heads(entry: dict[str, Any], source: str | Path) -> nn.Module:
-    """Build the heads of a checkpoint's entry.
-
-    Args:
-        entry: as :func:`heads_entry` made it.
-        source: the checkpoint, for the message.
-
-    Raises:
-        HeadsError: this version knows no such heads.
-    """
+    """Build the heads of a checkpoint's entry; raise HeadsError, which names the source, for unknown ones."""
     # Only what is registered: a file must not name what is imported.
     known: dict[str, Any] = {method.head.kind: method.head for method in METHODS.values() if method.head is not None}
     kind = entry.get("kind")
@@ -97,7 +86,7 @@ def build_heads(entry: dict[str, Any], source: str | Path) -> nn.Module:
 
 
 def read_heads(path: str | Path) -> nn.Module | None:
-    """Return the heads that a checkpoint file holds, or None: also for files that are not a dictionary, and for tags."""
+    """Return the heads that a checkpoint file holds; None if it holds none, or ``path`` is no such file."""
     path = Path(path)
     if path.suffix not in (".pt", ".pth", ".bin", ".ckpt") or not path.is_file():
         return None

@@ -37,9 +37,9 @@ _TEMPERATURES, _ALL = slice(0, 2), slice(None)
 class PerSampleTemperature(TemperatureScheme):
     """``τ_1,i, τ_2,i`` in ``[τ_0, τ_max]``, each minimizing its anchor's robust loss (RGCL; [opt4ml, Algorithm 35]).
 
-    The gradient is clamped to ±5 and goes through Adam with separate moments for each sample. A sample is seen once an epoch,
-    so the bias correction counts epochs; in epoch 0 the moments are the gradient itself. A step uses the temperatures from
-    before its update. An index that occurs in the global batch more than once learns from the mean of its gradients.
+    Adam, with moments for each sample, takes the gradient clamped to ±5. A sample is seen once an epoch, so bias correction
+    counts epochs; in epoch 0 the moments are the gradient itself. A step uses the temperatures from before its update. An
+    index that occurs in the global batch more than once learns from the mean of its gradients.
 
     Keyword arguments are the options of these names (``losses/options.json``).
     The table takes 24 bytes for each sample, spread over the processes.

@@ -1,4 +1,4 @@
-"""What a file in this folder says of the method that it implements."""
+"""How a file in this folder declares the method that it implements."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +20,7 @@ class NormalizerPart:
         name: value of the option ``normalizer``.
         build: the class. Its keyword-only arguments are its options.
         objective: what a loss minimizes with it, unless its method names an objective.
-        defaults: defaults of options, over those of the options themselves; also of options that only some temperature
-            schemes take, and that the scheme has no default for.
+        defaults: defaults of options that differ from the options' own; also for temperature schemes without a default.
     """
 
     name: str
@@ -32,13 +31,7 @@ class NormalizerPart:
 
 @dataclass(frozen=True)
 class TemperaturePart:
-    """A temperature scheme that losses can be composed of.
-
-    Attributes:
-        name: value of the option ``temperature_scheme``.
-        build: the class. Its keyword-only arguments are its options.
-        defaults: defaults of options, over those of the options themselves.
-    """
+    """A temperature scheme that losses can be composed of; the attributes are as in :class:`NormalizerPart`."""
 
     name: str
     build: type[TemperatureScheme]
@@ -50,10 +43,9 @@ class WholeLoss:
     """A loss that is not composed of a normalizer and a temperature scheme.
 
     Attributes:
-        build: the class. Its keyword-only arguments are its options.
-        defaults: defaults of options, over those of the options themselves.
-        refused: options of most losses that it does not take, with the reason.
-        parts: classes of an objective, a normalizer and a temperature scheme, from which it is built.
+        build, defaults: as in :class:`NormalizerPart`.
+        refused: common options that it does not take, with the reason.
+        parts: classes of an objective, a normalizer and a temperature scheme that it is built from.
     """
 
     build: type[ContrastiveLoss]
@@ -64,20 +56,19 @@ class WholeLoss:
 
 @dataclass(frozen=True)
 class Method:
-    """A loss by name. It is composed of parts, or whole, or whole unless a part is asked for.
+    """A loss by name: composed of parts, or a :class:`WholeLoss`, or a whole loss unless the user asks for a part.
 
     Attributes:
         name: value of ``--loss``.
         normalizer, temperature_scheme: names of its parts; the user can override both.
-        objective: what it minimizes; None: the objective that its normalizer goes with.
-        normalizer_defaults, temperature_defaults: options in which it differs from the defaults of its parts. They do not
-            apply to other parts that the user puts in their place.
+        objective: what it minimizes; None: the objective of its normalizer.
+        normalizer_defaults, temperature_defaults: its own defaults for the options of these parts, not of their replacements.
         fixed: arguments of its parts that are no options.
-        whole: set if it is not composed, at least not without being asked.
+        whole: the loss that is not composed of parts; None: there is none.
         two_views: the loss of this name for two views of each image, without texts; None: there is none.
         head: class of its ``model_head()``, with the attribute ``kind``, which names it in checkpoints; None: it has none.
-        parts: normalizers and temperature schemes that its file brings along.
-        options: options that its file brings along, beside those of ``options.json``.
+        parts: normalizers and temperature schemes that its file adds.
+        options: options that its file adds to those of ``options.json``.
     """
 
     name: str

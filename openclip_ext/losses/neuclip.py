@@ -33,9 +33,8 @@ import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad
 
-from openclip_ext import distributed
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import Contrast, GatheredBatch
+from openclip_ext.contrastive.batch import Contrast
 from openclip_ext.contrastive.checks import can_read_values
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_batch
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
@@ -46,9 +45,6 @@ from openclip_ext.losses.method import Method, NormalizerPart
 _ADAGRAD_EPS = 1e-10
 # Keeps the direction of a zero prototype finite.
 _SMALLEST_NORM = 1e-12
-# Below this many flops an update is so short that exchanging sums costs more than the arithmetic it saves. Measured on the CPU
-# (scripts/bench/README.md); on a GPU, what it computes in the 50 µs that two small reductions are expected to take.
-MIN_FLOPS_TO_SHARE = {"cpu": 2e9, "cuda": 2e10}
 
 
 # --- the network -----------------------------------------------------------------------------------------------------
@@ -58,10 +54,12 @@ MIN_FLOPS_TO_SHARE = {"cpu": 2e9, "cuda": 2e10}
 class PrototypeEstimate:
     """Log-normalizers of this process's anchors from prototypes, and their gradient in the embeddings.
 
+    With ``p_ij`` the share of prototype ``j`` in ``exp(α_i)``:
+
     Attributes:
         alpha: ``(2, B_local)``.
-        share: ``Σ_j p_ij``, ``(2, B_local)``; below 1 by the share of ε.
-        pull: ``Σ_j p_ij·Ŵ_j`` with the prototypes' shares ``p`` in ``exp(α_i)``, ``(2, B_local, d)``; None if not asked for.
+        share: ``Σ_j p_ij``, ``(2, B_local)``; less than 1 by the share of ε.
+        pull: ``Σ_j p_ij·Ŵ_j``, ``(2, B_local, d)``; None if not asked for.
     """
 
     alpha: Tensor
@@ -95,7 +93,7 @@ def estimate_from_prototypes(
         eps: ε.
         with_gradient: whether the gradient in the embeddings will be asked for.
         multiplicity: how often each prototype counts ``(m,)``; None: once.
-        left_out: with a multiplicity, the prototype that does not count for each anchor ``(B,)``, −1 for none; None: all do.
+        left_out: with a multiplicity, the prototype to leave out for each anchor ``(B,)``, −1 for none; None: none at all.
     """
     batch, tau = contrast.batch, contrast.tau
     number: int | Tensor = directions.shape[1]
@@ -126,11 +124,11 @@ def estimate_from_prototypes(
 
 
 def _log_offset(contrast: Contrast, prototypes: int | Tensor) -> Tensor:
-    """Turns ``logsumexp_j e_i·Ŵ_j/τ_i`` into the log-mean of ``exp((cos − s_ii)/τ_i)`` when subtracted, ``(2, B)``.
+    """Return what to subtract from ``logsumexp_j e_i·Ŵ_j/τ_i`` to get the log-mean of ``exp((cos − s_ii)/τ_i)``, ``(2, B)``.
 
     Args:
         contrast: the anchors.
-        prototypes: how many the sum is over, for all anchors or for each ``(B,)``.
+        prototypes: number of terms of the sum, for all anchors or for each ``(B,)``.
     """
     if isinstance(prototypes, Tensor):
         return contrast.positive_exponent + prototypes.to(contrast.tau.dtype).log()
@@ -138,14 +136,14 @@ def _log_offset(contrast: Contrast, prototypes: int | Tensor) -> Tensor:
 
 
 def _leave_out_(exponents: Tensor, left_out: Tensor) -> None:
-    """Let the exponentials ``(2, b, m)`` of one prototype of each anchor vanish; −1: of none."""
+    """Set the exponents ``(2, b, m)`` of one prototype of each anchor to −∞; of none where ``left_out`` is −1."""
     column = left_out.clamp(min=0).expand(2, -1)[:, :, None]
     kept = torch.where(left_out[:, None] < 0, exponents.gather(2, column), -torch.inf)
     exponents.scatter_(2, column, kept)
 
 
 def _norms_of(prototypes: Tensor) -> Tensor:
-    """Return their lengths, ``(2, m, 1)``."""
+    """Return the lengths of prototypes, ``(2, m, 1)``."""
     return torch.linalg.vector_norm(prototypes, dim=2, keepdim=True).clamp_(min=_SMALLEST_NORM)
 
 
@@ -201,7 +199,7 @@ class PrototypeNormalizer(Normalizer):
         self.queue = EmbeddingQueue(prototypes, embed_dim)
         self.register_buffer("prototypes", torch.zeros(2, prototypes, embed_dim))
         self.register_buffer("accumulator", torch.zeros(2, prototypes, embed_dim))
-        # Steps that counted. On the device, so that a step without a usable sample needs no look at it.
+        # Steps with a usable sample. Counted on the device, so that the host need not wait to know which these are.
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         # Whether the last step predicted with the fitted prototypes, or (verify_fit) with the queue.
         # State only where it is used, so that checkpoints from before this option still load.
@@ -223,7 +221,7 @@ class PrototypeNormalizer(Normalizer):
 
     @torch.no_grad()
     def predict(self, contrast: Contrast) -> Estimate:
-        """Return what the last step's prototypes predict; before the first step, those of a restart from this batch."""
+        """Return the prediction of the last step's prototypes, or before the first step, of a restart from this batch."""
         fresh = repeated_batch(contrast.batch, self.queue.capacity)
         return self._estimate(torch.where(self.steps > 0, self._used_prototypes(), fresh), contrast)
 
@@ -261,29 +259,10 @@ class PrototypeNormalizer(Normalizer):
 
     @torch.no_grad()
     def fit(self, contrast: Contrast) -> None:
-        """Make ``T_u`` updates on the batch. The processes share them if that saves more than it costs."""
-        batch = contrast.batch
-        parts = batch.world_size if shares_prototypes(self.prototypes, batch) else 1
-        size = self.queue.capacity // parts
-        first = distributed.rank() * size if parts > 1 else 0
-        part = slice(first, first + size)
-        fit = _Fit(
-            contrast,
-            self.prototypes[:, part],
-            self.accumulator[:, part],
-            number=self.queue.capacity,
-            shared=parts > 1,
-            eps=self.eps,
-            objective=self.objective,
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-        )
+        """Make ``T_u`` updates on the batch."""
+        fit = _Fit(contrast, self)
         for _ in range(self.updates):
             fit.update()
-        if parts > 1:
-            for state in (self.prototypes, self.accumulator):
-                gathered = distributed.all_gather(state[:, part].transpose(0, 1))
-                state.copy_(gathered.transpose(0, 1))
 
     def _alpha(self, prototypes: Tensor, contrast: Contrast) -> Tensor:
         """Return the log-normalizers of all processes' anchors, ``(2, B)``, without their gradient."""
@@ -302,56 +281,42 @@ class PrototypeNormalizer(Normalizer):
 # --- its training ----------------------------------------------------------------------------------------------------
 
 
-class _Adagrad:
-    """``torch.optim.Adagrad`` (other settings: its defaults) of the prototypes, whose gradient the caller computes.
+def _adagrad_step(parameter: Tensor, gradient: Tensor, accumulator: Tensor, lr: float) -> None:
+    """Make one step of ``torch.optim.Adagrad`` (other settings: its defaults) in place; a zero gradient changes nothing.
 
-    Its state is the caller's tensors: ``torch.optim`` keeps its own outside of modules, where ``state_dict`` misses it.
-
-    Args:
-        parameter, gradient, accumulator: ``(2, ...)``; dense within ``[0]`` and ``[1]``. A step changes the first and the
-            last in place; a zero gradient changes nothing.
-        lr: learning rate.
+    ``torch.optim`` would keep the accumulator outside of modules, where ``state_dict`` misses it.
     """
-
-    def __init__(self, parameter: Tensor, gradient: Tensor, accumulator: Tensor, lr: float) -> None:
-        self.parameter, self.gradient, self.accumulator = parameter, gradient, accumulator
-        self.lr = lr
-        self._parameters, self._gradients, self._accumulators = map(list, (parameter, gradient, accumulator))
-        self._steps = [torch.zeros(()), torch.zeros(())]  # not read, because the learning rate is constant
-
-    def step(self) -> None:
-        """Make one step on the gradient as it is now."""
-        if self.parameter.is_cpu and not torch.compiler.is_compiling():
-            # One pass over memory instead of four.
-            adagrad(
-                self._parameters,
-                self._gradients,
-                self._accumulators,
-                self._steps,
-                fused=True,
-                lr=self.lr,
-                weight_decay=0.0,
-                lr_decay=0.0,
-                eps=_ADAGRAD_EPS,
-                maximize=False,
-            )
-            return
-        self.accumulator.addcmul_(self.gradient, self.gradient)
-        self.parameter.addcdiv_(self.gradient, self.accumulator.sqrt().add_(_ADAGRAD_EPS), value=-self.lr)
+    if parameter.is_cpu and not torch.compiler.is_compiling():
+        # One pass over memory instead of four. The fused kernel does not read the steps, because the rate is constant.
+        adagrad(
+            [parameter],
+            [gradient],
+            [accumulator],
+            [torch.zeros(())],
+            fused=True,
+            lr=lr,
+            weight_decay=0.0,
+            lr_decay=0.0,
+            eps=_ADAGRAD_EPS,
+            maximize=False,
+        )
+        return
+    accumulator.addcmul_(gradient, gradient)
+    parameter.addcdiv_(gradient, accumulator.sqrt().add_(_ADAGRAD_EPS), value=-lr)
 
 
 @dataclass(frozen=True)
 class _FitAnchors:
     """Some anchors of a fit, with what stays the same from one update to the next.
 
-    A fit keeps ``α_i`` with :func:`_log_offset` added: without ε it is ``logsumexp_j e_i·Ŵ_j/τ_i``.
+    A fit adds :func:`_log_offset` to ``α_i``, so that it is ``logsumexp_j e_i·Ŵ_j/τ_i`` without ε.
 
     Attributes:
         scaled: ``e_i/τ_i``, ``(2, b, d)``.
-        log_eps: ``log ε`` with the offset added, ``(2, b)``.
-        log_estimate: the batch's own estimate of ``α`` with the offset added, ``(2, b)``.
-        factors: ``scaled`` times the factor of :func:`_objective_descent` in the mean over all anchors.
-        terms: memory for their similarities with the prototypes, ``(2, m, b)``.
+        log_eps: ``log ε`` plus the offset, ``(2, b)``.
+        log_estimate: the batch's own estimate of ``α`` plus the offset, ``(2, b)``.
+        factors: ``scaled`` times the constant factors of the derivative: the anchor's share in the mean, and τ for [12].
+        terms: memory for the similarities with the prototypes, ``(2, m, b)``.
     """
 
     scaled: Tensor
@@ -364,51 +329,35 @@ class _FitAnchors:
 class _Fit:
     """Updates of prototypes on one batch.
 
-    The gradient has a closed form and needs no graph: two matrix products an update. With unit prototypes ``Ŵ`` and their
-    shares ``p_ij`` in ``exp(α_i)``, ``∂/∂cos_ij = (∂objective_i/∂α_i)·p_ij/(τ_i·B)`` and
-    ``∂cos_ij/∂W_j = (e_i − cos_ij·Ŵ_j)/‖W_j‖``.
+    They minimize ``τ·(exp(−α)(ε+g) + α)`` [12], or with ``l2-log`` ``½(α − log(ε+g))²`` (section 5.2). The gradient has a
+    closed form and needs no graph: two matrix products an update. With unit prototypes ``Ŵ`` and their shares ``p_ij`` in
+    ``exp(α_i)``, ``∂/∂cos_ij = (∂objective_i/∂α_i)·p_ij/(τ_i·B)`` and ``∂cos_ij/∂W_j = (e_i − cos_ij·Ŵ_j)/‖W_j‖``.
 
     Args:
         contrast: the samples.
-        prototypes, accumulator: ``(2, m, d)``, updated in place; all prototypes, or this process's part.
-        number: number of all prototypes.
-        shared: whether each process has a part; an update then exchanges ``4·B`` scalars.
-        eps: ε.
-        objective: see :func:`_objective_descent`.
-        lr, weight_decay: AdaGrad's.
+        normalizer: has the prototypes and the accumulator, which are updated in place, and AdaGrad's settings.
     """
 
-    def __init__(
-        self,
-        contrast: Contrast,
-        prototypes: Tensor,
-        accumulator: Tensor,
-        *,
-        number: int,
-        shared: bool,
-        eps: float,
-        objective: str,
-        lr: float,
-        weight_decay: float,
-    ) -> None:
-        self.prototypes = prototypes
-        self.shared = shared
-        self.log_eps = math.log(eps) if eps else -math.inf
-        self.objective = objective
+    def __init__(self, contrast: Contrast, normalizer: PrototypeNormalizer) -> None:
+        self.normalizer = normalizer
+        self.prototypes = normalizer.prototypes
+        self.is_unified = normalizer.objective == "unified"
         # Reused in every update: on the CPU fresh memory of this size costs as much as a pass over it.
-        self.directions, self.gradient = prototypes.new_empty((2, *prototypes.shape))
-        self.adagrad = _Adagrad(prototypes, self.gradient, accumulator, lr)
+        self.directions, self.gradient = self.prototypes.new_empty((2, *self.prototypes.shape))
         # Zero in a step without a usable sample, which changes nothing.
-        self.decay = contrast.batch.ok * weight_decay if weight_decay else None
-        self.chunks = list(self._chunks(contrast, number))
+        decay = normalizer.weight_decay
+        self.decay = contrast.batch.ok * decay if decay else None
+        self.chunks = list(self._chunks(contrast))
 
-    def _chunks(self, contrast: Contrast, number: int) -> Iterator[_FitAnchors]:
+    def _chunks(self, contrast: Contrast) -> Iterator[_FitAnchors]:
         batch = contrast.batch
         size = self.prototypes.shape[1]
         scaled = batch.features / contrast.tau[:, :, None]
-        offset = _log_offset(contrast, number)
+        offset = _log_offset(contrast, size)
+        log_eps = math.log(self.normalizer.eps) if self.normalizer.eps else -math.inf
         log_estimate = contrast.log_estimate + offset
-        factors = (_objective_factor(self.objective, contrast.tau) * batch.share).expand(2, -1)[:, :, None] * scaled
+        factor = contrast.tau if self.is_unified else 1.0
+        factors = (factor * batch.share).expand(2, -1)[:, :, None] * scaled
         terms = None
         for anchors in anchor_chunks(slice(0, batch.size), size):
             length = anchors.stop - anchors.start
@@ -417,7 +366,7 @@ class _Fit:
                 terms = scaled.new_empty(2, size, length)
             yield _FitAnchors(
                 scaled=scaled[:, anchors],
-                log_eps=offset[:, anchors] + self.log_eps,
+                log_eps=offset[:, anchors] + log_eps,
                 log_estimate=log_estimate[:, anchors],
                 factors=factors[:, anchors],
                 terms=terms[:, :, :length],
@@ -433,50 +382,18 @@ class _Fit:
         self.gradient.addcmul_(directions, along, value=-1).div_(norms)
         if self.decay is not None:
             self.gradient.addcmul_(self.prototypes, self.decay)
-        self.adagrad.step()
+        _adagrad_step(self.prototypes, self.gradient, self.normalizer.accumulator, self.normalizer.lr)
 
     def _add_gradient(self, directions: Tensor, anchors: _FitAnchors, first: bool) -> None:
         """Add some anchors' part of the gradient in the directions; the first part overwrites the buffer."""
         terms = torch.bmm(directions, anchors.scaled.transpose(1, 2), out=anchors.terms)
         largest = log_math.shifted_exp_(terms, dim=1)
         log_sum = terms.sum(dim=1).log_().add_(largest)
-        if self.shared:
-            log_sum = distributed.log_add_over_ranks(log_sum)
         alpha = torch.logaddexp(log_sum, anchors.log_eps)
-        descent = _objective_descent(self.objective, anchors.log_estimate - alpha)
+        log_ratio = anchors.log_estimate - alpha
+        descent = log_math.saturating_expm1(log_ratio) if self.is_unified else log_ratio
         pull = descent.mul_(largest.sub_(alpha).exp_())[:, :, None] * anchors.factors
         self.gradient.baddbmm_(terms, pull, beta=0 if first else 1, alpha=-1)
-
-
-def _objective_descent(name: str, log_ratio: Tensor) -> Tensor:
-    """Return Minus the derivative in ``α`` of what the prototypes minimize, per anchor, over :func:`_objective_factor`.
-
-    ``unified``: ``τ·(exp(−α)(ε+g) + α)`` [12]; ``l2-log``: ``½(α − log(ε+g))²`` (section 5.2).
-
-    Args:
-        name: which.
-        log_ratio: ``log(ε+g) − α``.
-    """
-    return log_math.saturating_expm1(log_ratio) if name == "unified" else log_ratio
-
-
-def _objective_factor(name: str, tau: Tensor) -> Tensor | float:
-    """Return the factor of what the prototypes minimize that does not depend on ``α``: ``τ``, or 1."""
-    return tau if name == "unified" else 1.0
-
-
-def shares_prototypes(prototypes: Tensor, batch: GatheredBatch) -> bool:
-    """Return whether each process fits its own part of the prototypes instead of all of them.
-
-    The arithmetic of an update, ``8·B·m·d`` flops, then falls to ``1/K`` (restart and estimate stay whole). In return an
-    update exchanges ``4·B`` scalars, and a step ``4·m·d`` values (``scripts/bench/README.md``). The sizes alone decide, so
-    that all processes decide alike.
-    """
-    _, number, width = prototypes.shape
-    if batch.world_size == 1 or number % batch.world_size:
-        return False
-    least = MIN_FLOPS_TO_SHARE.get(prototypes.device.type, MIN_FLOPS_TO_SHARE["cuda"])
-    return 8 * batch.size * number * width >= least
 
 
 METHOD = Method(

@@ -1,7 +1,7 @@
 """The options of this package's losses, which ``options.json`` describes.
 
-The command line's flags, the tables in the documentation and the checks of :func:`openclip_ext.create_loss` are made from
-the options. A part uses the options that are keyword-only arguments of its constructor.
+Flags, tables in the documentation and the checks of :func:`openclip_ext.create_loss` are made from them. A part uses the
+options that are keyword-only arguments of its constructor.
 """
 
 import json
@@ -20,13 +20,13 @@ def option_from(fields: dict[str, Any]) -> Option:
     return Option(**fields | {"type": _TYPES[fields["type"]], "choices": choices})
 
 
-# One a line, in the order of the help: what is contrasted, the objective, temperatures, schedules, state of each sample,
-# estimates from embeddings, a loss's own networks; then those that a single method has.
+# In the order of the help: what is contrasted, the objective, temperatures, schedules, state of each sample, estimates from
+# embeddings, a loss's own networks; then the options of a single method.
 PACKAGE_OPTIONS = tuple(
     map(option_from, json.loads(Path(__file__).with_name("options.json").read_text(encoding="utf-8")))
 )
 
-# Another way to say ρ.
+# Sets ρ in another way.
 HARD_SHARE = Option(
     "hard_share",
     float,

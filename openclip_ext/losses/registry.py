@@ -1,4 +1,4 @@
-"""From names to losses. Collects the METHODs of the files in this folder, and composes their parts."""
+"""Create losses by name: collect the METHODs of the files in this folder, and compose their parts."""
 
 import difflib
 import importlib
@@ -31,15 +31,15 @@ from openclip_ext.options import Option, OptionError
 
 Part = TypeVar("Part", NormalizerPart, TemperaturePart)
 
-# The parts that come with the machinery.
+# The parts that belong to no method.
 _SHARED_PARTS = (
     NormalizerPart("minibatch", MinibatchNormalizer, objective=Contrastive),
     TemperaturePart("constant", ConstantTemperature),
     TemperaturePart("global", GlobalTemperature),
-    # Of two parts with the same name a loss takes the one that its objective allows.
+    # A loss takes the first part of a name that its objective allows.
     TemperaturePart("global", UnregularizedTemperature),
     TemperaturePart("two-global", TwoGlobalTemperatures, {"temperature": 0.07, "lr_tau": 2e-4}),
-    # The embeddings of a young model lie close together: to spread them a temperature would go to any lower bound.
+    # The embeddings of a young model lie close together, which would drive a temperature to any lower bound.
     TemperaturePart("solved", SolvedTemperature, {"rho": 4.0, "temperature": 0.1, "temperature_min": 0.03}),
 )
 
@@ -48,13 +48,13 @@ _REQUIREMENTS = {
     "embed_dim": "the width of the model's embeddings",
     "num_samples": "the number of training samples, the size of the index space (the manifest's)",
 }
-# Width and data set of a loss that is built only to see whether its options are right.
+# Width and number of samples of a loss that is built only to check its options.
 _SMALL = 8
 
 # All losses, and the options of all of them, by name. :func:`register_method` adds to both.
 METHODS: dict[str, Method] = {}
 OPTIONS: dict[str, Option] = {}
-# The first sentence about each of this package's losses.
+# The first sentence of the docstring of each of this package's losses.
 SUMMARIES: dict[str, str] = {}
 
 
@@ -68,7 +68,7 @@ def _discover_methods() -> Iterator[tuple[Method, str]]:
 
 
 def _parts(kind: type[Part], name: str | None = None) -> list[Part]:
-    """Return the normalizers or the temperature schemes that losses can be composed of; those of a name, if it is given."""
+    """Return the normalizers or the temperature schemes that losses can be composed of, of one name if it is given."""
     parts = itertools.chain(_SHARED_PARTS, *(method.parts for method in METHODS.values()))
     return [part for part in parts if isinstance(part, kind) and name in (None, part.name)]
 
@@ -91,12 +91,7 @@ _BUILT_IN = frozenset(METHODS)
 
 
 def register_method(method: Method) -> None:
-    """Add a loss from outside of this package: its name, its parts and its options.
-
-    A name that was registered before gets the new method, so that a notebook's cell can run again.
-
-    Args:
-        method: see ``docs/add-your-own-loss.md``.
+    """Add a loss from outside of this package (``docs/add-your-own-loss.md``). The same name again replaces it.
 
     Raises:
         ValueError: The name is one of this package's losses, or an option is already there with another meaning.
@@ -116,10 +111,7 @@ def register_method(method: Method) -> None:
 
 
 def find_method(name: str) -> Method:
-    """Return the method of a loss.
-
-    Args:
-        name: one of :func:`list_losses`, or ``my.module:METHOD``, which is imported and registered.
+    """Return the method of a loss: one of :func:`list_losses`, or ``my.module:METHOD``, which is imported and registered.
 
     Raises:
         OptionError: There is no such loss, or no such module.
@@ -165,14 +157,14 @@ def create_loss(
         name: one of :func:`list_losses`; or ``my.module:METHOD``, a loss of one's own.
         embed_dim: width of the embeddings; needed by losses with a network or prototypes, ignored by others.
         num_samples: size of the index space; needed by losses that keep state for each sample, ignored by others.
-        options: see :data:`OPTIONS`; all have a default. ``hard_share`` is another way to say ``rho``: ``exp(−ρ)``.
+        options: see :data:`OPTIONS`; all have a default. ``hard_share`` sets ``rho`` by ``exp(−ρ)``.
 
     Returns:
         A module whose call is ``loss(image_features, text_features, logit_scale, index=index, output_dict=True)``.
 
     Raises:
-        OptionError: an unknown loss, an option that no part of this loss uses, a value out of range, or parts that make no
-            loss together; a ValueError.
+        OptionError: an unknown loss, an option that no part of this loss uses, a value out of range, or parts that do not
+            fit together; a ValueError.
         ValueError: a missing ``embed_dim`` or ``num_samples``.
 
     Example:
@@ -192,13 +184,10 @@ def create_loss(
 
 
 def check_options(name: str, **options: Any) -> ContrastiveLoss:
-    """Check a loss's options before its sizes are known, and without allocating its tables.
+    """Check a loss's options before its sizes are known; raise OptionError as :func:`create_loss`.
 
     Returns:
-        The loss for embeddings of width 8 and a data set of 8 samples, which says what it needs (``needs_index``, ...).
-
-    Raises:
-        OptionError: as :func:`create_loss`.
+        The loss with small sizes and tables, which tells what it needs (``needs_index``, ...).
     """
     composition, values = _checked_values(name, options)
     placement = {option: OPTIONS[option].default for option in PLACEMENT_OPTIONS if option in values}
@@ -208,14 +197,11 @@ def check_options(name: str, **options: Any) -> ContrastiveLoss:
 
 
 def options_used_by(name: str, **options: Any) -> dict[str, Any]:
-    """Return the options of a loss, with the defaults that they have there.
+    """Return the options of a loss with their defaults; raise OptionError as :func:`create_loss`.
 
     Args:
         name: as for :func:`create_loss`.
-        options: those among them that decide what the loss is made of (``normalizer``, ``temperature_scheme``, ``views``).
-
-    Raises:
-        OptionError: as :func:`create_loss`.
+        options: those that choose its parts (``normalizer``, ``temperature_scheme``, ``views``); others have no effect.
     """
     return _compose(name, options).defaults()
 
@@ -225,12 +211,12 @@ class _Composition:
     """The classes that a loss is built from, with their arguments' defaults.
 
     Attributes:
-        title: for messages.
-        build: the loss's class; ``parts``: the classes of its objective, its normalizer and its temperature scheme, if any.
-        option_defaults: over the options' own defaults.
+        title: the loss's name in messages.
+        build: the loss's class.
+        parts: the classes of its objective, its normalizer and its temperature scheme, if any.
+        option_defaults: defaults that differ from the options' own.
         part_names: the options that name its parts, with their values.
-        fixed: arguments that are no options.
-        refused: options that it could be expected to take, with the reason why it does not.
+        fixed, refused: as in ``method.py``.
     """
 
     title: str
@@ -332,11 +318,7 @@ def _compose_parts(method: Method, options: Mapping[str, Any]) -> _Composition:
 def _compatible_parts(
     method: Method, title: str, normalizer: str, temperature_scheme: str
 ) -> tuple[type[Objective], NormalizerPart, TemperaturePart]:
-    """Return the parts with these names that go with the method's objective.
-
-    Raises:
-        OptionError: there are none, with the reason.
-    """
+    """Return the parts with these names that fit the method's objective; raise OptionError if there are none."""
     reason = None
     for normalizer_part in _parts(NormalizerPart, normalizer):
         objective = method.objective or normalizer_part.objective
@@ -350,7 +332,7 @@ def _compatible_parts(
 
 
 def _keywords(build: type) -> set[str]:
-    """Return the names of a class's keyword-only arguments, including those that it hands to its base class."""
+    """Return the names of a class's keyword-only arguments, and of those that it passes on to its base class."""
     names: set[str] = set()
     for cls in inspect.getmro(build):
         parameters = inspect.signature(getattr(cls, "__init__")).parameters.values()  # noqa: B009
@@ -385,7 +367,7 @@ def _checked_values(name: str, options: dict[str, Any]) -> tuple[_Composition, d
 
 
 def _check_temperature(temperature: float, values: dict[str, Any]) -> None:
-    """Raise OptionError if a temperature that was given starts outside of its bounds, as a logit scale would."""
+    """Raise OptionError if a given temperature is outside of its bounds, as a logit scale would be."""
     smallest = values.get("temperature_min")
     largest = values.get("temperature_max", OPTIONS["temperature_max"].default)
     if temperature > largest:

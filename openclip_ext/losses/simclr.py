@@ -15,16 +15,15 @@ Example:
     >>> parameters += loss.model_head().parameters()  # the projector is trained with the model
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from openclip_ext.contrastive.batch import Contrast, LocalBatch
-from openclip_ext.contrastive.checks import without_autocast
+from openclip_ext.contrastive.batch import Contrast, LocalBatch, finite_samples
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
-from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer, Normalizer
 from openclip_ext.contrastive.objectives import Estimand, Objective, Unscaled
 from openclip_ext.contrastive.seeding import generator, linear
@@ -36,13 +35,7 @@ TWO_VIEW_REFUSED = {"equal_captions": "Views of images have no captions"}
 
 
 class Projector(nn.Module):
-    """SimCLR's projection head, ``Linear(ReLU(Linear x))``: the loss sees its output, evaluations its input.
-
-    Args:
-        embed_dim: width of the embeddings.
-        projection_dim: width of the output.
-        seed: of the start values.
-    """
+    """SimCLR's projection head, ``Linear(ReLU(Linear x))``: the loss sees its output, and evaluations see its input."""
 
     kind = "projector"
     evaluated = False
@@ -60,12 +53,12 @@ class Projector(nn.Module):
         return self.layers(features)
 
 
-class TwoViewLoss(ContrastiveLoss):
+class TwoViewLoss(GlobalContrastiveLoss):
     """A global contrastive loss of ``2·B`` views: each is an anchor, its image's other view the positive.
 
-    The negatives of an anchor are the ``2·(B−1)`` views of all other images. This is a :class:`GlobalContrastiveLoss` of
-    ``2·B`` pairs: the first views against the second ones, and the second against the first. An anchor's own embedding does
-    not count. The two anchors of an image share its index.
+    The negatives of an anchor are the ``2·(B−1)`` views of all other images. The ``2·B`` pairs are the first views with the
+    second ones, and the second with the first. An anchor's own embedding does not count. The two anchors of an image share
+    its index.
 
     Args:
         objective, normalizer, scheme: parts of the loss.
@@ -73,8 +66,6 @@ class TwoViewLoss(ContrastiveLoss):
         embed_dim, projection_dim, seed: the options of these names.
     """
 
-    views = 2
-    learns_logit_scale = False
     expects_unit_norm = False
 
     def __init__(
@@ -89,81 +80,44 @@ class TwoViewLoss(ContrastiveLoss):
         views: int,
         seed: int,
     ) -> None:
-        super().__init__()
         if views != 2:
             raise ValueError(
                 f"views={views}: this loss compares two views of each image; take openclip for images and texts"
             )
-        self.embed_dim = embed_dim
-        self.num_samples = num_samples
+        super().__init__(objective, normalizer, scheme, embed_dim, num_samples, views)
         self.projector = Projector(embed_dim, projection_dim or embed_dim, seed)
-        self.contrast = GlobalContrastiveLoss(objective, normalizer, scheme, None, num_samples, views=2)
-        self.needs_index = self.contrast.needs_index
-        self.keeps_state = self.contrast.keeps_state
-        self.depends_on_epoch = self.contrast.depends_on_epoch
-        self.uses_logit_scale = self.contrast.uses_logit_scale
-        self.initial_logit_scale = scheme.initial_logit_scale
 
     def model_head(self) -> Projector:
-        """Return the projector: trained with the model, not evaluated."""
+        """Return the projector, which evaluation leaves out."""
         return self.projector
 
-    def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
-        first, second = self._projected(batch)
-        index = self._index_of_both(batch)
-        self.contrast.train(self.training)
-        return self.contrast(*_as_pairs(first, second), batch.logit_scale, index=index, output_dict=True)
-
-    @torch.no_grad()
-    def log_normalizers(
-        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the normalizer's prediction for the first and for the second views."""
-        with without_autocast(image_features):
-            batch = self._batch(image_features, text_features, logit_scale, index)
-            pairs = _as_pairs(*self._projected(batch))
-            alpha, _ = self.contrast.log_normalizers(*pairs, batch.logit_scale, index=self._index_of_both(batch))
-        return alpha[: len(image_features)], alpha[len(image_features) :]
-
-    def _check_loop(self, batch: LocalBatch) -> bool:
-        return False  # self.contrast does it, and would warn a second time
-
-    def _projected(self, batch: LocalBatch) -> tuple[Tensor, Tensor]:
-        """Return the projections of both views, unit norm; NaN where an image does not count."""
-        valid = batch.finite[:, None]
+    def _batch(self, *inputs: Any, **options: Any) -> LocalBatch:
+        """Check the inputs, and return the pairs of projected views, NaN where an image does not count."""
+        batch = super()._batch(*inputs, **options)
+        finite = batch.finite[:, None]
         first, second = (
-            torch.where(valid, self._project(torch.where(valid, view.to(batch.dtype), 0)), torch.nan)
+            torch.where(finite, self._project(torch.where(finite, view.to(batch.dtype), 0)), torch.nan)
             for view in (batch.image, batch.text)
         )
-        return first, second
+        image, text = torch.cat([first, second]), torch.cat([second, first])
+        index, in_range = (None if rows is None else rows.repeat(2) for rows in (batch.index, batch.in_range))
+        return replace(
+            batch, image=image, text=text, index=index, in_range=in_range, finite=finite_samples(image, text)
+        )
 
     def _project(self, features: Tensor) -> Tensor:
         return functional.normalize(self.projector(features), dim=1)
 
+    def log_normalizers(
+        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the normalizer's prediction for the first and for the second views."""
+        alpha, _ = super().log_normalizers(image_features, text_features, logit_scale, index)
+        return alpha[: len(image_features)], alpha[len(image_features) :]
+
     def prefetch(self, index: Tensor) -> None:
-        """Begin to read the state of these images; both views share it."""
+        """Begin to read the state of these images, which both views share."""
         super().prefetch(index.repeat(2))
-
-    def _index_of_both(self, batch: LocalBatch) -> Tensor | None:
-        return None if batch.index is None else batch.index.repeat(2)
-
-    def start_epoch(self, epoch: int) -> None:
-        """Begin epoch ``epoch`` (from 0)."""
-        super().start_epoch(epoch)
-        self.contrast.start_epoch(epoch)
-
-    def metrics(self) -> dict[str, float]:
-        """Return numbers of the last call; ``chance`` is the log of the ``2·B − 1`` candidates. Waits for the device."""
-        return self.contrast.metrics()
-
-    def pop_nonfinite(self) -> list[tuple[int, list[int]]]:
-        """Return the images left out since the last look."""
-        self.contrast.pop_nonfinite()  # raises for an index out of range
-        return super().pop_nonfinite()
-
-
-def _as_pairs(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.cat([first, second]), torch.cat([second, first])
 
 
 _CROSS_ENTROPY, _WITHOUT_POSITIVE = (

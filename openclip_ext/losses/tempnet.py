@@ -32,7 +32,7 @@ _PROTOTYPES = 256
 _SHARPNESS = 0.01
 _DROPOUT = 0.5
 _LR_DECAY = 0.9
-# Tensors of the embedding's width, and of the prototypes' number, in the graph of an update.
+# Number of tensors of the embedding's width, and of the prototypes' number, in the graph of an update.
 _GRAPH_TENSORS = 4
 
 
@@ -56,7 +56,7 @@ class TemperatureNetwork(nn.Module):
         Args:
             features: embeddings.
             rho: ρ.
-            dropout: its factors ``(2, B, d)``, 0 or ``1/(1 − p)``; None: no dropout.
+            dropout: factors ``(2, B, d)``, 0 or ``1/(1 − p)``; None: no dropout.
         """
         hidden = torch.sigmoid(torch.baddbmm(self.bias, features, self.weight))
         if dropout is not None:
@@ -129,7 +129,7 @@ class PredictedTemperature(TemperatureScheme):
         return self.network(features, self.weight, dropout).clamp(*self.bounds)
 
     def _dropout_factors(self, batch: GatheredBatch) -> Tensor | None:
-        """Return the factors of dropout in this call: the same on every process, and again in the update."""
+        """Return the factors of dropout in this call, the same on every process and in the update."""
         if not batch.learning:
             return None
         device = batch.features.device

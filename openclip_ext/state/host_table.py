@@ -1,7 +1,7 @@
 """Per-sample state in host memory or in a memory-mapped file.
 
-Tables are stored with zero for "never written", so that memory and files of zeros, which cost nothing until they are written
-to, hold no value. A stored value of zero has its sign bit set: it is ``-0.0``.
+In storage zero means "never written", because memory and files of zeros cost nothing until they are written to. A value of
+zero is stored as ``-0.0``.
 """
 
 import mmap
@@ -22,10 +22,7 @@ _INTEGER_OF = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def encode(values: Tensor) -> Tensor:
-    """Return the values as they are stored: ``-0.0`` for zero, and zero for NaN, which stands for "never written".
-
-    Lower precisions become float32. :func:`decode` returns every other value, bit for bit.
-    """
+    """Return the values as they are stored, in float32 at least: ``-0.0`` for zero, and zero for NaN ("never written")."""
     values = values.to(torch.promote_types(values.dtype, torch.float32))
     return values.masked_fill(values == 0, -0.0).nan_to_num_(0.0, torch.inf, -torch.inf)
 
@@ -52,7 +49,7 @@ def chunks(rows: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _Write:
-    """A write in the background: the slots that it may change, None for all, and its end."""
+    """A write in the background: the slots that it may change (None: all), and the future of its end."""
 
     among: Tensor | None
     done: "Future[Any]"
@@ -62,13 +59,12 @@ class HostTable:
     """``rows`` × ``columns`` stored numbers (:func:`encode`). Pages that were never written to take no memory.
 
     Background threads read and write single rows, so that no caller waits for memory, the disk or the device. A read sees all
-    earlier writes of its rows. It does not wait for writes of others, which the device may not have computed yet.
+    earlier writes of its rows, and does not wait for writes of other rows, which the device may not have computed yet.
 
     Args:
         rows, columns: size.
         dtype: float32 or float64.
-        folder: folder for a memory-mapped file with the numbers; None: in memory. The file has no name and disappears with
-            the process, however that ends.
+        folder: folder for a memory-mapped file, which has no name and disappears with the process; None: in memory.
 
     Raises:
         OSError: ``folder`` cannot be written to, or has too little room for the full table.
@@ -98,7 +94,7 @@ class HostTable:
             slots: on the CPU.
             pinned: into memory from which a GPU copies without waiting.
         """
-        # Allocated by the caller: a new thread would pin memory for the first GPU.
+        # Allocated here, because a new thread would pin memory for the first GPU.
         rows = torch.empty((len(slots), self._stored.shape[1]), dtype=self._stored.dtype, pin_memory=pinned)
         self._writes = [write for write in self._writes if not write.done.done()]
         pending = self._writes
@@ -114,13 +110,11 @@ class HostTable:
         return self._reads[-1]
 
     def scatter(self, slots: Tensor, rows: Tensor, among: Tensor | None = None, keep: bool = False) -> None:
-        """Write ``rows`` ``(B, columns)`` to ``slots`` ``(B,)`` in the background; both may be on a GPU.
-
-        None of the tensors may be changed by the caller afterwards.
+        """Write ``rows`` ``(B, columns)`` to ``slots`` ``(B,)`` in the background. The caller must not change the tensors.
 
         Args:
-            slots, rows: where, and what.
-            among: on the CPU, slots of which a read must wait for this write; None: every read waits.
+            slots, rows: on the CPU or on a GPU.
+            among: on the CPU, slots whose reads must wait for this write; None: every read waits.
             keep: keep what is overwritten for :meth:`take_back`.
         """
         arrived, (slots, rows) = _on_host(slots, rows)
@@ -164,7 +158,7 @@ class HostTable:
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: the numbers without the threads."""
+        """Leave the threads out of copies."""
         self.finish()
         return {**self.__dict__, "_threads": {}, "_reads": [], "_writes": [], "_overwritten": None}
 
@@ -187,7 +181,7 @@ def _new_thread(work: str) -> ThreadPoolExecutor:
     name = f"per-sample state, {work}"
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return ThreadPoolExecutor(1, name)
-    # A thread begins on the first GPU, and waiting for an event would take memory there (as torch's pinning thread knows).
+    # A thread begins on the first GPU, and waiting for an event would take memory there.
     device = torch.cuda.current_device()
     return ThreadPoolExecutor(1, name, initializer=lambda: torch.cuda.set_device(device))
 
@@ -199,12 +193,12 @@ def put(target: Tensor, rows: Tensor) -> None:
 
 
 def is_zero(rows: Tensor) -> bool:
-    """Return whether stored rows on the CPU were never written. numpy tests six times as fast as torch."""
+    """Return whether stored rows on the CPU were never written. numpy is six times as fast as torch here."""
     return not _bits(rows).numpy().any()
 
 
 def _on_host(*tensors: Tensor) -> tuple[Callable[[], None], list[Tensor]]:
-    """Return tensors of one device on the host, and a function that waits until they have arrived there."""
+    """Begin to copy tensors of one device to the host; return a function that waits for the end, and the copies."""
     if not tensors[0].is_cuda:
         return lambda: None, list(tensors)
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
@@ -227,7 +221,7 @@ def _zeros(size: int, folder: str | None) -> mmap.mmap:
             "(state_dir, --state-dir), or use more processes"
         ) from error
     if hasattr(mmap, "MADV_DONTFORK"):
-        # Else every page would be copied when it is written to while a data loader's worker lives.
+        # Otherwise every page would be copied when it is written to while a data loader's worker lives.
         memory.madvise(mmap.MADV_DONTFORK)
     return memory
 
@@ -242,7 +236,7 @@ def _zeros_in_file(size: int, folder: str) -> mmap.mmap:
         )
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
-            # Else a disk that another program fills later would end the process at a write.
+            # Otherwise a write would end the process where another program has filled the disk since.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, size)
             else:

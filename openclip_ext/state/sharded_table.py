@@ -27,7 +27,7 @@ def shard_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int
 
 @dataclass(frozen=True)
 class _Fetched:
-    """A pending read: the index, this process's slots of it, and the future of the stored rows ``(B, columns)`` on the CPU."""
+    """A pending read: the index, its slots in this process, and the future of the stored rows ``(B, columns)`` on the CPU."""
 
     index: Tensor
     own_slots: Tensor
@@ -40,9 +40,9 @@ class ShardedTable(nn.Module):
     A read costs one all-reduce of ``columns·B`` scalars (the owner contributes, the others add zero). A write is local.
     Samples that were never written read as NaN.
 
-    The table is on the model's device, or in host memory or a memory-mapped file (:class:`HostTable`). There it takes no GPU
-    memory, and parts that were never written take none at all. Tell :meth:`prefetch` which samples come next: otherwise
-    :meth:`read` waits for the device to learn it.
+    The table is on the model's device, in host memory, or in a memory-mapped file (:class:`HostTable`). On the host, parts
+    that were never written take no memory. Tell :meth:`prefetch` which samples come next: otherwise :meth:`read` waits for
+    the device to learn it.
 
     Args:
         columns: numbers per sample.
@@ -52,8 +52,8 @@ class ShardedTable(nn.Module):
         folder: keep the table in a memory-mapped file in this folder; the file disappears with the process.
 
     Attributes:
-        values: ``(columns, size + 1)`` stored numbers (:func:`encode`). For a table on the host it is empty and only carries
-            precision and device.
+        values: ``(columns, size + 1)`` stored numbers (:func:`encode`). If the table is on the host, it is empty and only has
+            the precision and the device.
         host: the rows, if the table is on the host.
         foreign: 0-d bool: a read came with other samples than :meth:`prefetch` was given.
 
@@ -99,7 +99,7 @@ class ShardedTable(nn.Module):
         return self.columns * self.size * self.dtype.itemsize
 
     def _slots(self, index: Tensor) -> Tensor:
-        """Return the row of each sample; −1 or :attr:`size`, which both are the last row, for those of other processes."""
+        """Return the row of each sample. Samples of other processes get −1 or :attr:`size`, which both are the last row."""
         distributed.check_world_size(self.world_size)
         offset = index - self.first if self.first else index
         return offset.clamp(-1, self.size)
@@ -107,10 +107,7 @@ class ShardedTable(nn.Module):
     # --- single samples ----------------------------------------------------------------------------------------------
 
     def prefetch(self, index: Tensor) -> None:
-        """Begin to read the samples ``index`` ``(B,)``, on the CPU, for the next :meth:`read`. No communication.
-
-        Does nothing for a table on the model's device.
-        """
+        """Begin to read the samples ``index`` ``(B,)``, on the CPU, for the next :meth:`read`, if the table is on the host."""
         if self.host is not None:
             self._fetched = self._fetch(self.host, index)
 
@@ -118,11 +115,9 @@ class ShardedTable(nn.Module):
     def read(self, index: Tensor, columns: slice = slice(None), missing: Tensor | None = None) -> Tensor:
         """Return the values of the samples ``index``, the same on every process: ``(columns, B)``, or some of the columns.
 
-        Anything where an index is outside of ``[0, num_samples)``.
-
         Args:
-            index: ``(B,)``.
-            columns: which.
+            index: ``(B,)``; the values of an index outside of ``[0, num_samples)`` are arbitrary.
+            columns: the columns to return.
             missing: ``(columns, B)`` for samples that were never written; None: NaN.
         """
         slots = self._slots(index)
@@ -134,10 +129,7 @@ class ShardedTable(nn.Module):
 
     @torch.no_grad()
     def write(self, index: Tensor, values: Tensor, where: Tensor) -> None:
-        """Store ``values`` ``(columns, B)`` of the samples for which ``where`` ``(B,)`` holds.
-
-        Equal indices must come with equal values (see :func:`log_mean_of_equal`).
-        """
+        """Store ``values`` ``(columns, B)`` where ``where`` ``(B,)`` holds; equal indices must come with equal values."""
         slots = self._slots(index).masked_fill_(~where, self.size)
         rows = encode(values.to(self.dtype))
         if self.host is None:
@@ -155,10 +147,10 @@ class ShardedTable(nn.Module):
 
     @torch.no_grad()
     def take_back(self, unless: Tensor | None = None) -> None:
-        """Undo the :meth:`write` since :meth:`keep_overwritten`, if there was one. No communication.
+        """Undo the :meth:`write` since :meth:`keep_overwritten`, if there was one.
 
         Args:
-            unless: 0-d bool on the device; where it holds nothing changes, and the host does not wait for it.
+            unless: 0-d bool on the device; if it holds, nothing changes. The host does not wait for it.
         """
         if self.host is not None:
             self.host.take_back(unless)
@@ -171,11 +163,11 @@ class ShardedTable(nn.Module):
         slots = self._slots(index) % (self.size + 1)
         on_gpu = self.values.is_cuda
         rows = host.gather(slots, pinned=on_gpu)
-        # No read has to wait for the rows of other processes.
+        # No read has to wait for a write to the rows of other processes.
         return _Fetched(index.pin_memory() if on_gpu else index, slots.masked_fill(slots == self.size, -1), rows)
 
     def _from_host(self, host: HostTable, index: Tensor) -> Tensor:
-        """Return the stored values of this process's samples, anything for others: ``(columns, B)``."""
+        """Return the stored values ``(columns, B)`` of this process's samples, and arbitrary ones of others."""
         fetched = self._fetched
         if (
             fetched is None
@@ -188,16 +180,13 @@ class ShardedTable(nn.Module):
         # written, and ``foreign`` records it.
         expected = fetched.index.to(index.device, non_blocking=True) == index
         self.foreign = self.foreign.to(index.device) | ~expected.all()
-        # The layout of a table on the device: vectorised and plain arithmetic differ in the last bit.
+        # As a table on the device lies in memory: vectorized and plain arithmetic differ in the last bit.
         return torch.where(expected, stored.T.contiguous(), 0)
 
     # --- the whole part ----------------------------------------------------------------------------------------------
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return the rows ``start`` to ``stop`` of this process's part as stored, ``(stop - start, columns)`` on the CPU.
-
-        A view of the table if it is on the host.
-        """
+        """Return the stored rows ``start`` to ``stop`` of this process's part on the CPU; a view if the table is there."""
         if self.host is not None:
             return self.host.stored[start:stop]
         return self.values[:, start:stop].T.cpu().contiguous()
@@ -220,7 +209,7 @@ class ShardedTable(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, which have no pending read."""
+        """Leave pending work out of copies."""
         return {**self.__dict__, "_fetched": None, "_overwritten": None}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -250,10 +239,7 @@ class ShardedTable(nn.Module):
 
 @contextlib.contextmanager
 def kept_apart(tables: Iterable[ShardedTable]) -> Iterator[None]:
-    """Return a context in which ``state_dict()`` and ``load_state_dict()`` skip these tables.
-
-    The checkpoint code streams them separately.
-    """
+    """Return a context in which ``state_dict()`` and ``load_state_dict()`` skip these tables, which checkpoints stream."""
     tables = list(tables)
     for table in tables:
         table._apart = True
@@ -265,22 +251,19 @@ def kept_apart(tables: Iterable[ShardedTable]) -> Iterator[None]:
 
 
 def goes_to_host(device: str, folder: str | None, size: int) -> bool:
-    """Return whether a process's part of a table, ``size`` bytes in float32, goes to the host; see :class:`ShardedTable`."""
+    """Return whether a part of a table of ``size`` bytes in float32 goes to the host; see :class:`ShardedTable`."""
     if folder is not None and device == "model":
         raise ValueError(f"state_device=model and state_dir={folder} contradict each other: give one of them")
     return folder is not None or device == "cpu" or (device == "auto" and size > _LARGEST_ON_DEVICE)
 
 
 def log_mean_of_equal(index: Tensor, log_values: Tensor, valid: Tensor) -> Tensor:
-    """Give all occurrences of an index the mean of their values, in log space.
+    """Return the logarithm of the mean of the values that an index has, for each of its occurrences ``(rows, B)``.
 
     Args:
         index: ``(B,)``.
         log_values: ``(rows, B)`` logarithms of the values.
-        valid: ``(B,)``, whether a sample counts.
-
-    Returns:
-        ``(rows, B)`` logarithms of the means; anything where a sample does not count.
+        valid: ``(B,)``, whether a sample counts; the result of one that does not is arbitrary.
     """
     if _all_differ(index):
         return log_values
@@ -297,7 +280,7 @@ def log_mean_of_equal(index: Tensor, log_values: Tensor, valid: Tensor) -> Tenso
 
 
 def mean_of_equal(index: Tensor, values: Tensor, valid: Tensor) -> Tensor:
-    """Do as :func:`log_mean_of_equal`, with the values ``(rows, B)`` themselves."""
+    """Do as :func:`log_mean_of_equal` with the values ``(rows, B)`` themselves."""
     if _all_differ(index):
         return values
     group, size = _groups(index, valid)
@@ -313,12 +296,12 @@ def count_of_equal(index: Tensor, valid: Tensor) -> Tensor:
 
 
 def _all_differ(index: Tensor) -> bool:
-    """Return whether no index occurs twice; False on a GPU, where finding out would force a sync, and while compiling."""
+    """Return whether no index occurs twice; False on a GPU, where finding out takes a wait, and while compiling."""
     return index.is_cpu and not torch.compiler.is_compiling() and len(torch.unique(index)) == len(index)
 
 
 def _groups(index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each sample's group of equal indices ``(B,)``, and the number of its members that count ``(B,)``, at least 1."""
+    """Return each sample's group of equal indices ``(B,)``, and how many members of it count ``(B,)``, at least 1."""
     group = torch.searchsorted(index.sort().values, index)
     counts = valid.double()
     size = torch.zeros_like(counts).scatter_add_(0, group, counts).gather(0, group)

@@ -2,17 +2,12 @@
 
     python scripts/bench/npn.py [--batch-size 512] [--prototypes 4096] [--embed-dim 512] [--output results.json]
 
-    torchrun --nproc-per-node 2 scripts/bench/npn.py
-
 Contestants take turns in one run: the two products an update needs and nothing else; ours, in closed form; and the plain way,
-``autograd`` through the equations with ``torch.optim.Adagrad``. Also given: the arithmetic, 8·B·m·d flops an update. With
-several ranks, which hold the same gathered batch: all prototypes on every rank, and each rank its own part of them.
+``autograd`` through the equations with ``torch.optim.Adagrad``. Also given: the arithmetic, 8·B·m·d flops an update.
 """
 
 import argparse
 import math
-import os
-from dataclasses import replace
 from functools import partial
 
 import harness
@@ -20,16 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from openclip_ext import create_loss, distributed
+from openclip_ext import create_loss
 from openclip_ext.contrastive.batch import Contrast, LocalBatch
 from openclip_ext.contrastive.normalizer import contrast_minibatch
-from openclip_ext.losses import neuclip
 from openclip_ext.losses.neuclip import PrototypeNormalizer
 
 BASELINE = "matrix products"
 TAU = 0.07
 EPS = 1e-14
-SHARE_ALWAYS, SHARE_NEVER = 0.0, float("inf")
 
 
 def make_contrast(args: argparse.Namespace, dtype: torch.dtype = torch.float32) -> Contrast:
@@ -37,9 +30,7 @@ def make_contrast(args: argparse.Namespace, dtype: torch.dtype = torch.float32) 
     images, texts = normalize(torch.randn(2, args.batch_size, args.embed_dim, generator=random), dim=2).to(args.device)
     scale = torch.tensor(1 / TAU, dtype=dtype, device=args.device)
     everything = torch.ones(len(images), dtype=torch.bool, device=args.device)
-    contrast = contrast_minibatch(LocalBatch(images, texts, scale, None, everything, dtype), gather=False)
-    # Every rank holds the same batch, as if it had been gathered.
-    return replace(contrast, batch=replace(contrast.batch, world_size=distributed.world_size()))
+    return contrast_minibatch(LocalBatch(images, texts, scale, None, everything, dtype), gather=False)
 
 
 @torch.no_grad()
@@ -68,34 +59,20 @@ def make_normalizer(args: argparse.Namespace) -> PrototypeNormalizer:
 
 
 def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
-    if "WORLD_SIZE" in os.environ:
-        torch.distributed.init_process_group()
-        if args.device == "cuda":
-            args.device = f"cuda:{os.environ['LOCAL_RANK']}"
-            torch.cuda.set_device(args.device)
-    args.ranks = distributed.world_size()
     contrast = make_contrast(args)
     normalizer = make_normalizer(args)
     normalizer.step(contrast)
     plain = torch.nn.Parameter(normalizer.prototypes.clone())
     contestants = {
         BASELINE: partial(bare_products, contrast.batch.features, normalizer.prototypes.clone(), args.updates),
-        "closed form": partial(fit, normalizer, contrast, SHARE_NEVER),
+        "closed form": partial(normalizer.fit, contrast),
         "autograd": partial(autograd, plain, torch.optim.Adagrad([plain], lr=1.0), contrast, args.updates),
     }
-    if args.ranks > 1:
-        contestants["closed form, in parts"] = partial(fit, normalizer, contrast, SHARE_ALWAYS)
     results = harness.take_turns(contestants, BASELINE, args)
     flops = 8 * args.batch_size * args.prototypes * args.embed_dim * args.updates
     for row in results.values():
         row["gflops"] = flops / row["ms"] / 1e6
-    distributed.shutdown()
     return {"": results}
-
-
-def fit(normalizer: PrototypeNormalizer, contrast: Contrast, min_flops_to_share: float) -> None:
-    neuclip.MIN_FLOPS_TO_SHARE[contrast.batch.features.device.type] = min_flops_to_share
-    normalizer.fit(contrast)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

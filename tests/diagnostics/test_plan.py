@@ -24,7 +24,6 @@ from openclip_ext.diagnostics.dry_run import (
     sent_bytes,
 )
 from openclip_ext.diagnostics.plan import Memory, Plan, Training
-from openclip_ext.losses import neuclip as prototypes
 from openclip_ext.losses.registry import create_loss, list_losses
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.guard import StepGuard
@@ -43,8 +42,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 STEPS = {"amorlip": 3}
 ON_HOST = {"fastclip-v2 on the host": "fastclip-v2"}
-# Each rank fits its own part of the prototypes, as it does with large batches.
-SHARING = "neuclip-sharing"
 
 
 def training(name: str, **changed: Any) -> Training:
@@ -117,15 +114,13 @@ def _counted(name: str) -> dict[str, int]:
 
         return call
 
-    loss = create(ON_HOST[name], state_device="cpu") if name in ON_HOST else create(name.removesuffix("-sharing"))
+    loss = create(ON_HOST[name], state_device="cpu") if name in ON_HOST else create(name)
     model = tiny_model()
     prepare(model, loss)
     optimizer = create_optimizer(model, OPTIMIZER, loss.logit_scale_lr, loss.model_head())
     step = TrainStep(model, loss, optimizer, StepSettings(torch.device("cpu"), input_dtype=torch.float32))
     loss.start_epoch(0)
-    sharing = {"cpu": 1} if name == SHARING else {}
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.dict(prototypes.MIN_FLOPS_TO_SHARE, sharing))
         for function, (kind, size) in sizes.items():
             patches.enter_context(mock.patch.object(dist, function, counting(getattr(dist, function), kind, size)))
         for number in range(STEPS.get(name, 1)):
@@ -146,13 +141,6 @@ def test_communication_is_what_two_ranks_send(name):
     for rank in counted(name):
         assert {kind: round(steps * size) for kind, size in exchanged.items()} == {k: v for k, v in rank.items() if v}
     assert exchanged
-
-
-def test_communication_of_ranks_that_share_the_prototypes(monkeypatch):
-    monkeypatch.setitem(prototypes.MIN_FLOPS_TO_SHARE, "cuda", 1)  # which also stands for the meta device
-    exchanged = dry_run(lambda: create("neuclip"), BATCH // 2, WIDTH, 2).exchanged
-    for kind in (ALL_GATHER, ALL_REDUCE):
-        assert exchanged[kind] == counted(SHARING)[0][kind] > counted("neuclip")[0].get(kind, 0)
 
 
 def test_ranks_with_tables_on_the_host_tell_one_another_the_index():

@@ -1,8 +1,6 @@
 """Two processes give what one process with the whole batch gives: values, gradients and state, without any gradient sent."""
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -12,7 +10,6 @@ import torch.distributed as dist
 
 from openclip_ext.contrastive import similarities
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.losses import neuclip as prototypes
 from tests.distributed.pool import WORLD_SIZE, two_ranks
 from tests.losses.cases import CASES, SAMPLES, Case, Step, make_steps, run_step
 from tests.references import networks
@@ -21,9 +18,8 @@ STEPS = 5
 # The same as one process, and one case each for what is different by nature or has input of its own.
 LOCAL_AMORLIP = "amorlip-local"
 NONFINITE = "-nonfinite"
-# Anchors in chunks; and every process with its own part of the prototypes.
+# Anchors in chunks.
 CHUNKS = "-chunks"
-SHARED_PROTOTYPES = "neuclip-shared"
 
 
 def _case(name: str) -> Case:
@@ -32,26 +28,13 @@ def _case(name: str) -> Case:
         return Case(gathered.loss, None, gathered.options | {"gather_stage2": False}, gathered.tolerance)
     if name == "openclip":
         return Case("openclip", None, {"local_loss": True, "gather_with_grad": True})
-    if name.startswith(SHARED_PROTOTYPES):
-        return Case("neuclip", None, CASES["neuclip"].options | {"prototypes": 8})
     return CASES[name.removesuffix(NONFINITE).removesuffix(CHUNKS)]
 
 
 def _names() -> list[str]:
     spoilt = [name + NONFINITE for name in ("fastclip", "fastclip-v2", "tempnet", "amorlip", "neuclip", "queueclip")]
-    chunks = [name + CHUNKS for name in ("fastclip-v2", "tempnet", "neuclip", "queueclip", SHARED_PROTOTYPES)]
-    return [*CASES, "openclip", *spoilt, *chunks, SHARED_PROTOTYPES, SHARED_PROTOTYPES + NONFINITE]
-
-
-@contextlib.contextmanager
-def _limits(name: str) -> Iterator[None]:
-    pairs = 13 if name.endswith(CHUNKS) else similarities.MAX_PAIRS
-    flops = {"cpu": 0} if name.startswith(SHARED_PROTOTYPES) else {}
-    with (
-        mock.patch.object(similarities, "MAX_PAIRS", pairs),
-        mock.patch.dict(prototypes.MIN_FLOPS_TO_SHARE, flops),
-    ):
-        yield
+    chunks = [name + CHUNKS for name in ("fastclip-v2", "tempnet", "neuclip", "queueclip")]
+    return [*CASES, "openclip", *spoilt, *chunks]
 
 
 def _steps(name: str) -> list[Step]:
@@ -86,7 +69,8 @@ def _own_part(step: Step, rank: int) -> Step:
 def _run_own_part(name: str) -> dict[str, Any]:
     """What this rank has after the case."""
     loss = _case(name).create().double()
-    with _limits(name):
+    pairs = 13 if name.endswith(CHUNKS) else similarities.MAX_PAIRS
+    with mock.patch.object(similarities, "MAX_PAIRS", pairs):
         return _run(loss, [_own_part(step, dist.get_rank()) for step in _steps(name)])
 
 
@@ -142,15 +126,6 @@ def test_each_process_reports_its_own_samples(name: str) -> None:
     steps = _steps(name)
     assert two_processes(name)[0]["nonfinite"] == [(1, [steps[1].index[1]])]
     assert two_processes(name)[1]["nonfinite"] == [(2, [steps[2].index[5]])]
-
-
-def test_processes_fit_their_own_part_of_the_prototypes_where_that_pays() -> None:
-    block = mock.Mock(size=4096, world_size=2)
-    assert prototypes.shares_prototypes(torch.empty(2, 4096, 512, device="meta"), block)
-    assert not prototypes.shares_prototypes(torch.empty(2, 4095, 512, device="meta"), block)
-    assert not prototypes.shares_prototypes(torch.empty(2, 64, 512, device="meta"), block)
-    block.world_size = 1
-    assert not prototypes.shares_prototypes(torch.empty(2, 4096, 512, device="meta"), block)
 
 
 def test_amorlip_stays_in_its_process_by_default() -> None:

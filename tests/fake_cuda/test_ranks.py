@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from openclip_ext import distributed
-from openclip_ext.losses import neuclip
 from openclip_ext.losses.registry import create_loss
 from tests.fake_cuda.device import fake_cuda, to_fake_cuda
 from tests.fake_cuda.launches import Launches
@@ -44,9 +43,7 @@ def four_ranks() -> Iterator[Counter[str]]:
 
 
 @pytest.mark.parametrize("name", _NAMES)
-def test_no_rank_waits_for_its_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # However small, the work on the prototypes is shared.
-    monkeypatch.setattr(neuclip, "MIN_FLOPS_TO_SHARE", {"cpu": 0, "cuda": 0})
+def test_no_rank_waits_for_its_device(name: str) -> None:
     with four_ranks() as collectives:
         loss = CASES[name].create()
         with fake_cuda(), Launches() as launches:
