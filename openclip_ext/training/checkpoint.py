@@ -1,8 +1,7 @@
-"""Checkpoints: a model file for OpenCLIP, and beside it what else an exact resume needs.
+"""Checkpoints: a model file for OpenCLIP, and beside it a folder with the rest of what an exact resume needs.
 
 ``epoch_K.pt`` (``epoch_K_step_S.pt`` in mid-epoch, ``epoch_latest.pt`` for ``--save-most-recent``) is OpenCLIP's
-dictionary. The loss's state, the random generators and the position in the data lie in the folder of the same name with
-``.state/``, in a sub-folder named by the step::
+dictionary. The folder of the same name with ``.state`` has a sub-folder named by the step::
 
     epoch_3.pt
     epoch_3.state/step_1200/shared.pt       the same on all ranks: loss, position
@@ -10,8 +9,8 @@ dictionary. The loss's state, the random generators and the position in the data
     epoch_3.state/step_1200/rank_0000.normalizer.table.npy    of one rank: its part of a table of per-sample state
     epoch_3.state/step_1200/checksums.json  SHA-256 of all of these and of epoch_3.pt
 
-A save writes everything under temporary names, moves the state folder into place first and the model file last. Until
-that last rename the old checkpoint is complete, so a killed save costs nothing but itself. A resume verifies the checksums.
+A save writes everything under temporary names, and renames the state folder first and the model file last. Until that last
+rename the old checkpoint is complete. A resume verifies the checksums.
 """
 
 import contextlib
@@ -47,25 +46,25 @@ UNREADABLE = ".unreadable"
 _NAME = re.compile(r"epoch_(\d+)(?:_step_(\d+))?$")
 _SHARED_KEYS = {"loss", "position", "identity", "world_size", "tables"}
 _BLOCK = 1 << 22
-# A network file system may show another node's file some seconds later.
+# A network file system may show the files of another node some seconds late.
 _NODE_SECONDS = 30.0
 T = TypeVar("T")
-# What a full disk or a file-size limit raises from Python's and from torch's writers.
+# Errors of Python's and of torch's writers on a full disk.
 _WRITE_ERRORS = (OSError, RuntimeError)
 
 
 @dataclass
 class Position:
-    """Where the run stands: all that decides which sample comes next.
+    """The position of a run: all that decides which sample comes next.
 
     Attributes:
         epoch: number of completed epochs.
-        step: optimizer steps over the run.
-        step_in_epoch: optimizer steps in the epoch under way.
-        progress: what the loader has handed out of that epoch (see ``data/train_loader.py``); kept up to date at saves.
-        samples: that were trained on over the run; a resume may change how many a step has.
-        skipped: steps over the run that changed nothing.
-        bad: the bad samples that were met (see ``data/bad_samples.py``).
+        step: optimizer steps of the run.
+        step_in_epoch: optimizer steps of the current epoch.
+        progress: the loader's progress in that epoch (``TrainLoader.progress``), brought up to date by a save.
+        samples: samples that the run was trained on; a resume may change how many a step has.
+        skipped: steps of the run that changed nothing.
+        bad: the bad samples (``BadSamples.state``).
     """
 
     epoch: int = 0
@@ -85,8 +84,8 @@ class RunIdentity:
         model, loss, optimizer: names.
         num_samples, data: size of the index space, and :attr:`openclip_ext.data.source.Source.index_digest`.
         global_batch: samples of an optimizer step.
-        seed: of the run.
-        settings: of flags and the loss (``run_folder.settings``); they may differ, and the run tells where.
+        seed: the run's seed.
+        settings: ``run_folder.settings``, which may differ; a warning tells where.
     """
 
     model: str
@@ -122,7 +121,7 @@ class Checkpoint:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of all generators that training draws from, as tensors and plain types."""
+    """Return the state of all random generators of the training, as tensors and plain types."""
     name, keys, position, has_gauss, cached = np.random.get_state()
     assert isinstance(keys, np.ndarray), "only the form without legacy=False is a tuple"
     return {
@@ -135,7 +134,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Continue the generators where ``random_state`` found them."""
+    """Restore :func:`random_state`."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
@@ -163,21 +162,17 @@ def save(
     position: Position,
     identity: RunIdentity,
 ) -> Path:
-    """Write a checkpoint from all ranks; either it is complete afterwards or nothing has changed.
+    """Write a checkpoint from all ranks, and return the model file's path. A failed save changes nothing.
 
     Args:
         folder: the run's ``checkpoints/``.
-        name: file name without ending.
+        name: file name without suffix.
         model_file: OpenCLIP's dictionary, complete on the master.
-        loss: its state is saved.
-        position: where the run stands.
-        identity: what a resuming run must agree with.
-
-    Returns:
-        The model file's path.
+        loss: the loss, whose state is saved.
+        position, identity: saved with it.
 
     Raises:
-        OSError: some rank could not write, on every rank.
+        OSError: on every rank, if some rank could not write.
     """
     target = folder / f"{name}.pt"
     state_folder = folder / f"{name}.state" / f"step_{position.step}"
@@ -196,7 +191,7 @@ def save(
 
 
 def _write_state(folder: Path, loss: ContrastiveLoss, position: Position, identity: RunIdentity) -> dict[str, str]:
-    """Write this rank's files; returns their checksums."""
+    """Write this rank's files, and return their checksums."""
     tables = loss.tables()
     written = {}
     if distributed.is_master():
@@ -212,7 +207,7 @@ def _write_state(folder: Path, loss: ContrastiveLoss, position: Position, identi
 
 
 def _table_file(rank_file: Path, table: str) -> Path:
-    """Return where a rank's part of a table is, given the rank's other file."""
+    """Return the path of a rank's part of a table, given the rank's other file."""
     return rank_file.with_name(f"{rank_file.stem}.{table}.npy")
 
 
@@ -223,7 +218,7 @@ def _commit(
     model_file: dict[str, Any],
     checksums: list[dict[str, str]],
 ) -> None:
-    """Do the master's part: write the model file under a temporary name, then do both renames, the model file's last."""
+    """Write the model file under a temporary name, and rename first the state folder, then the model file."""
     unfinished = target.with_suffix(".pt.tmp")
     everything = {name: value for part in checksums for name, value in part.items()}
     _wait_for_other_nodes(temporary, everything)
@@ -239,7 +234,7 @@ def _commit(
 
 
 def _wait_for_other_nodes(folder: Path, names: Iterable[str]) -> None:
-    """Wait until their files are in the folder; where the nodes share none, they never are."""
+    """Wait for the files of other nodes; raise OSError if they do not come, because the nodes share no folder."""
     deadline = time.monotonic() + _NODE_SECONDS
     while unseen := sorted(name for name in names if not (folder / name).is_file()):
         if time.monotonic() > deadline:
@@ -250,7 +245,7 @@ def _wait_for_other_nodes(folder: Path, names: Iterable[str]) -> None:
 
 
 def _discard(temporary: Path, target: Path, state_folder: Path) -> None:
-    """Remove what a failed save has left; the state that the existing model file needs stays."""
+    """Remove what a failed save has left, but not the state of the existing model file."""
     shutil.rmtree(temporary, ignore_errors=True)
     if not target.exists():
         shutil.rmtree(state_folder.parent, ignore_errors=True)
@@ -262,7 +257,7 @@ def _write(path: Path, content: dict[str, Any]) -> str:
 
 
 def _write_file(path: Path, write: Callable[[BinaryIO], Any]) -> str:
-    """Write and flush to the device, so that a rename never names an empty file; returns the checksum."""
+    """Write a file and flush it to the disk, so that it is never empty after a rename; return its checksum."""
     try:
         with open(path, "wb") as file:
             write(file)
@@ -277,11 +272,7 @@ def _write_file(path: Path, write: Callable[[BinaryIO], Any]) -> str:
 
 
 def _together(action: Callable[[], T], master_only: bool = False) -> list[T]:
-    """Run a step of a save on all ranks; when one fails, all raise, so that no rank waits for another for ever.
-
-    Returns:
-        What the action gave on each rank that ran it.
-    """
+    """Run a part of a save on all ranks, and return the results. If one fails, all raise, so that no rank waits for ever."""
     failure, results = None, []
     if distributed.is_master() or not master_only:
         try:
@@ -305,7 +296,7 @@ def checksum(path: Path) -> str:
 
 
 def save_model_file(path: Path, content: dict[str, Any]) -> None:
-    """Write a model file without a state beside it, whole or not at all; a failure is a warning."""
+    """Write a model file without a state, atomically; warn if that fails."""
     try:
         write_atomically(path, lambda file: torch.save(content, file))
     except _WRITE_ERRORS as error:
@@ -313,7 +304,7 @@ def save_model_file(path: Path, content: dict[str, Any]) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a checkpoint that could not be read, so that its name is free and nothing is lost; called on all ranks."""
+    """Rename a checkpoint that could not be read, to keep it and to free its name; all ranks must call this."""
 
     def rename() -> None:
         for part in (path, path.with_suffix(".state")):
@@ -325,10 +316,7 @@ def set_aside(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint. Killed in between, it leaves what a killed save leaves, and the next start cleans up.
-
-    One that cannot be deleted is named in a warning: a newer one is safe, and the run can go on.
-    """
+    """Delete a checkpoint, or warn that it cannot be deleted. After a kill in between the next start cleans up."""
     unfinished = path.with_suffix(".pt.tmp")
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -340,25 +328,14 @@ def remove(path: Path) -> None:
 
 
 def remove_older_mid_epoch(folder: Path, kept: Path, spared: Container[Path] = ()) -> None:
-    """Remove all checkpoints in mid-epoch but the newest, and those that a whole epoch has overtaken.
-
-    Args:
-        folder: the run's ``checkpoints/``.
-        kept: the newest.
-        spared: not to be touched.
-    """
+    """Remove the checkpoints in mid-epoch of a run's ``checkpoints/``, except for ``kept`` and ``spared``."""
     for path in folder.glob("epoch_*_step_*.pt"):
         if path != kept and path not in spared:
             remove(path)
 
 
 def remove_leftovers(folder: Path, spared: Container[Path] = ()) -> None:
-    """Remove what killed saves left; to be called when no save is under way.
-
-    Args:
-        folder: the run's ``checkpoints/``.
-        spared: checkpoints whose parts stay as they are.
-    """
+    """Remove what killed saves left in a run's ``checkpoints/``, except for parts of ``spared``, while nobody saves."""
     for state in folder.glob("epoch_*.state"):
         model_file = state.with_suffix(".pt")
         if model_file in spared or not state.is_dir():
@@ -372,7 +349,7 @@ def remove_leftovers(folder: Path, spared: Container[Path] = ()) -> None:
                 shutil.rmtree(part, ignore_errors=True)
         if used is None:
             shutil.rmtree(state, ignore_errors=True)
-    # Last: without them a state is taken for one whose model file was lost.
+    # Last: a state without such a file counts as one whose model file was lost.
     for unfinished in (*folder.glob("epoch_*.pt.tmp"), *folder.glob(".*.partial")):
         with contextlib.suppress(OSError):
             unfinished.unlink()
@@ -382,12 +359,7 @@ def remove_leftovers(folder: Path, spared: Container[Path] = ()) -> None:
 
 
 class Scan(NamedTuple):
-    """The checkpoints of a run.
-
-    Attributes:
-        newest: the newest that can be read, verified; None: there is none at all.
-        unreadable: those that cannot be read, of all that are newer.
-    """
+    """The checkpoints of a run: the newest verified one (None: there are none), and the newer ones that cannot be read."""
 
     newest: Path | None
     unreadable: frozenset[Path]
@@ -438,18 +410,14 @@ def scan(folder: Path) -> Scan:
 
 
 def _lost_its_model_file(state: Path) -> bool:
-    """Return whether a finished save has no model file any more; a killed save leaves an unfinished one."""
+    """Return whether the model file of a finished save is gone. A killed save leaves an unfinished one."""
     model_file = state.with_suffix(".pt")
     is_finished = any(state.glob(f"step_*/{CHECKSUMS}"))
     return is_finished and not model_file.exists() and not model_file.with_suffix(".pt.tmp").exists()
 
 
 def read(path: Path, mmap: bool = False) -> Checkpoint:
-    """Read a checkpoint's model file and shared state (per-rank files are read by ``restore_loss``).
-
-    Raises:
-        UsageError: no such file, unreadable, not a checkpoint, or its state is missing or incomplete.
-    """
+    """Read a checkpoint's model file and shared state; raise UsageError if they are missing, incomplete or unreadable."""
     if not path.is_file():
         raise UsageError(f"checkpoint {path} does not exist")
     model_file = _load(path, mmap)
@@ -472,11 +440,7 @@ def read(path: Path, mmap: bool = False) -> Checkpoint:
 
 
 def verify(checkpoint: Checkpoint) -> None:
-    """Compare every file of a checkpoint with its checksum; a checkpoint of OpenCLIP has none.
-
-    Raises:
-        UsageError: a file is not as it was written.
-    """
+    """Compare every file of a checkpoint with its checksum, if there are any; raise UsageError for one that differs."""
     if checkpoint.shared is None:
         return
     folder = checkpoint.rank_files[0].parent
@@ -517,15 +481,12 @@ def _load(path: Path, mmap: bool = False) -> dict[str, Any]:
 
 
 def check_identity(checkpoint: Checkpoint, identity: RunIdentity, keeps_samples: bool) -> None:
-    """Refuse to resume a different run, naming every difference.
+    """Raise UsageError, with every difference, if a checkpoint is of another run.
 
     Args:
-        checkpoint: what is resumed from.
-        identity: of the run.
-        keeps_samples: whether its loss has a state for each sample, which is of no use for other data.
-
-    Raises:
-        UsageError: the checkpoint is of another model, loss, optimizer, data set, seed or (in mid-epoch) global batch.
+        checkpoint: the checkpoint.
+        identity: the identity of the run that resumes. In mid-epoch the global batch must agree, too.
+        keeps_samples: whether the loss has a state for each sample, which is useless for other data.
     """
     if checkpoint.shared is None:
         return
@@ -549,7 +510,7 @@ def check_identity(checkpoint: Checkpoint, identity: RunIdentity, keeps_samples:
 
 
 def changed_settings(checkpoint: Checkpoint | None, identity: RunIdentity) -> list[str]:
-    """Return what a run that goes on from a checkpoint does differently, in words; nothing for a fresh run."""
+    """Return the settings in which a run differs from the checkpoint that it resumes from, in words."""
     if checkpoint is None or checkpoint.shared is None:
         return []
     saved = checkpoint.shared["identity"]
@@ -564,10 +525,9 @@ def changed_settings(checkpoint: Checkpoint | None, identity: RunIdentity) -> li
 
 
 def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
-    """Load the loss's state and this rank's random generators; per-sample state is cut anew for other world sizes.
+    """Load the loss's state and this rank's random generators, which the data order does not depend on.
 
-    With another number of ranks than at the save, generators start from the run's seeds (the data order does not depend
-    on them).
+    With another number of ranks than at the save, per-sample state is split anew, and generators stay as they are.
     """
     if checkpoint.shared is None:
         logging.warning(f"{checkpoint.path} was written by OpenCLIP: the state of the loss starts afresh.")
@@ -600,15 +560,10 @@ def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
 def load_model(
     model: torch.nn.Module, state_dict: dict[str, torch.Tensor], source: str | Path = "the checkpoint"
 ) -> None:
-    """Load weights saved with or without DistributedDataParallel's ``module.`` into a model with or without it.
-
-    Args:
-        model: is changed.
-        state_dict: the weights.
-        source: where they come from, for the message.
+    """Load weights into a model, both with or without DistributedDataParallel's prefix ``module.``.
 
     Raises:
-        UsageError: they do not fit the model.
+        UsageError: they do not fit the model; the message names the source.
     """
     state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):

@@ -1,8 +1,8 @@
 """A step whose gradients are not finite changes nothing: neither parameters nor any state, on all ranks alike.
 
 One NaN pixel is enough: the loss leaves its sample out, but the backward pass through the encoder's NaN activations makes
-every gradient NaN. On a CPU the host looks before it updates. On a GPU looking would be waiting, in every good step, too;
-there the update is made conditional on the device, and the host learns of a skipped step some steps later.
+every gradient NaN. On a CPU the host looks before it updates. On a GPU it would have to wait in every step, so the update is
+conditional on the device, and the host learns of a skipped step some steps later.
 """
 
 import copy
@@ -18,17 +18,17 @@ from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss, finite_samples
 from openclip_ext.training import parallel
 
-# How many steps later the host looks at what a GPU found of a step, without waiting for it.
+# Number of steps after which the host looks at the outcome of a step on a GPU.
 LAG = 2
-# Ending of the entries of ``state_dict`` that hold counters, which the host keeps.
+# Suffix of the entries of ``state_dict`` that are the host's counters.
 _EXTRA_STATE = "_extra_state"
-# Tensors of at most so many numbers are remembered together, by a few kernels for all of them.
+# Tensors of at most so many numbers are copied together, to launch fewer kernels.
 _SMALL = 1 << 22
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What was found of a step, as tensors on the model's device: to look at them is to wait for it.
+    """The outcome of a step, as tensors on the model's device. Reading them waits for it.
 
     Attributes:
         good: 0-d bool, the same on all ranks: all gradients are finite, and some sample is valid.
@@ -46,10 +46,9 @@ class SkippedStep:
     """A step that changed nothing.
 
     Attributes:
-        number: what :meth:`StepGuard.judge` was told.
-        samples: indices of this rank's samples with non-finite pixels or features; those of its whole batch if there are
-            none.
-        are_bad: which of the two.
+        number: number of the step.
+        samples: indices of this rank's samples with non-finite pixels or features, or of its whole batch if there are none.
+        are_bad: whether there are such samples.
         has_loss: whether some sample of the global batch was valid. With a gradient scaler such a step is ordinary: float16
             gradients overflowed, and the scale is lowered.
     """
@@ -64,9 +63,9 @@ class StepGuard:
     """Remembers the state before a step, and puts it back if the step turns out not to be finite.
 
     Args:
-        model: as it is trained; its BatchNorm statistics are remembered.
-        loss: its whole state is remembered, of tables the rows of the batch.
-        on_host: the host decides, which takes a wait on a GPU; None: on a CPU only.
+        model: the model as it is trained, whose BatchNorm statistics are remembered.
+        loss: the loss, whose state is remembered (of tables, the rows of the batch).
+        on_host: whether the host decides, which takes a wait on a GPU; None: on a CPU only.
     """
 
     def __init__(self, model: nn.Module, loss: ContrastiveLoss, on_host: bool | None = None) -> None:
@@ -101,12 +100,12 @@ class StepGuard:
 
     @torch.no_grad()
     def judge(self, images: list[Tensor], outputs: dict[str, Tensor], parameters: list[nn.Parameter]) -> StepOutcome:
-        """Find out whether a step is finite, after its backward pass; all ranks must call it.
+        """Find out whether a step is finite, after its backward pass. All ranks must call it.
 
         Args:
-            images: of all micro-batches; none where they came as integers, which are finite.
-            outputs: the model's for the whole batch.
-            parameters: those with gradients, averaged over the ranks.
+            images: images of all micro-batches; none if they came as integers, which are finite.
+            outputs: the model's outputs for the whole batch.
+            parameters: the parameters, whose gradients are averaged over the ranks.
         """
         finite_rows = finite_samples(outputs["image_features"], outputs["text_features"])
         has_valid = finite_rows.any() & (outputs["logit_scale"].detach().reshape(()).abs() < math.inf)
@@ -117,7 +116,7 @@ class StepGuard:
         good = finite & has_valid
         bad_rows = ~finite_rows
         if images and (not good.is_cpu or not good):
-            # BatchNorm makes the features of all samples NaN: look for those that began it.
+            # BatchNorm makes the features of all samples NaN: look at the pixels.
             bad_images = torch.cat([~_finite_images(image) for image in images])
             bad_rows = torch.where(bad_images.any(), bad_images, bad_rows)
         return StepOutcome(good, has_valid, bad_rows)
@@ -131,7 +130,7 @@ class StepGuard:
     def step(self, optimizer: torch.optim.Optimizer, outcome: StepOutcome) -> None:
         """Take the optimizer's step if the outcome is good.
 
-        On a GPU torch's fused optimizers skip by themselves; the host waits for the device to skip others.
+        On a GPU, torch's fused optimizers skip it without a wait of the host.
         """
         if self.decides_on_host(outcome) or not getattr(optimizer, "_step_supports_amp_scaling", False):
             if outcome.good:
@@ -148,9 +147,9 @@ class StepGuard:
         """Put the remembered state back after a bad step, and note it.
 
         Args:
-            outcome: what :meth:`judge` found.
-            number: of the step.
-            index: ``(B_local,)`` the batch's on the CPU, to name samples; None: their positions.
+            outcome: the result of :meth:`judge`.
+            number: number of the step.
+            index: ``(B_local,)`` on the CPU, to name the samples; None: their positions.
         """
         if not self.decides_on_host(outcome):
             self._put_back(unless=outcome.good)
@@ -161,9 +160,9 @@ class StepGuard:
         self._before, self._counters = [], {}
 
     def _put_back(self, unless: Tensor | None = None) -> None:
-        """Put everything back; without a wait where ``unless`` is given, 0-d bool on the device: it holds, nothing changes.
+        """Put everything back, unless ``unless``, 0-d bool on the device, holds. If it is given, the host does not wait.
 
-        Counters that the host keeps count the skipped step, too, where the host does not wait.
+        The host's counters then count the skipped step, too.
         """
         for remembered in self._before:
             remembered.put_back(unless)
@@ -176,10 +175,10 @@ class StepGuard:
     # --- what the host learns ---------------------------------------------------------------------------------------
 
     def learn(self, wait: bool = False) -> list[SkippedStep]:
-        """Return the skipped steps that the host did not know of yet; all ranks learn of them in the same call.
+        """Return the skipped steps that are new to the host, on all ranks in the same call.
 
         Args:
-            wait: learn of the last step, too, which takes a wait on a GPU.
+            wait: whether to include the last steps, which takes a wait on a GPU.
         """
         found = []
         while self._pending and (wait or self._pending[0].is_on_host or len(self._pending) > LAG):
@@ -222,7 +221,7 @@ class _Pending:
 def _all_finite(parameters: list[nn.Parameter]) -> Tensor:
     """Return whether this process's parts of the gradients are finite: a 0-d bool on their device."""
     gradients = [parallel.local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    # A process may have no part of a small sharded parameter.
+    # A process may have no part of a small parameter.
     parts = [gradient for gradient in gradients if gradient.numel()]
     if not parts:
         return torch.ones((), dtype=torch.bool, device=parameters[0].device)
@@ -243,11 +242,8 @@ def _copy(value: Any) -> Any:
 class _Remembered:
     """Copies of tensors, from which they can be put back.
 
-    A ResNet-50 has 159 buffers of BatchNorm, and each would be copied by a kernel of its own, and put back by two. So small
-    tensors of one type are copied as one.
-
-    Args:
-        tensors: they are changed by :meth:`put_back`.
+    Small tensors of one type are copied as one: a ResNet-50 has 159 buffers of BatchNorm, each of which would take a kernel
+    to copy and two to put back.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -258,11 +254,7 @@ class _Remembered:
         self._groups = [(group, torch.cat([tensor.reshape(-1) for tensor in group])) for group in groups.values()]
 
     def put_back(self, unless: Tensor | None = None) -> None:
-        """Overwrite the tensors by their copies.
-
-        Args:
-            unless: 0-d bool on their device; where it holds nothing changes, and the host does not wait for it.
-        """
+        """Overwrite the tensors with their copies, unless ``unless``, 0-d bool on their device, holds."""
         for group, before in self._groups:
             values = before
             if unless is not None:

@@ -1,7 +1,7 @@
 """The model on several processes: a replica on each (DDP), or its parameters spread over them (FSDP2, ``--fsdp``).
 
-The rest of the training knows neither. It calls the model, asks it for its ``state_dict`` on all processes, and comes
-here for what differs: clipping gradients, the optimizer's state, the logit scale, and a whole model to evaluate.
+The rest of the training knows neither. Here is what differs: clipping gradients, the optimizer's state, the logit scale, and
+a whole model to evaluate.
 """
 
 import contextlib
@@ -20,20 +20,20 @@ from openclip_ext import compat, distributed
 from openclip_ext.options import flag
 from openclip_ext.training.errors import UsageError
 
-# Optimizers that treat every number of a parameter by itself, so that a part of it can be stepped alone.
+# Optimizers whose step of a number depends on no other number, so that parts of parameters can be stepped.
 SHARDABLE_OPTIMIZERS = ("adamw", "timm/adamw", "timm/sgd", "timm/momentum", "timm/lion")
 _LOOKAHEAD = "lookahead_"
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model lies on the processes, and whether it is compiled.
+    """How the model is distributed over the processes, and whether it is compiled.
 
     Attributes:
-        static_graph: of DDP.
-        sync_batchnorm: BatchNorm's statistics over all processes.
-        compile: ``torch.compile``.
-        grad_checkpointing: whether the model recomputes activations, which compiling must know.
+        static_graph: DistributedDataParallel's.
+        sync_batchnorm: whether BatchNorm's statistics are those of all processes.
+        compile: whether to use ``torch.compile``.
+        grad_checkpointing: whether the model recomputes activations.
     """
 
     fsdp: bool = flag(
@@ -53,17 +53,7 @@ class ParallelConfig:
 
 
 def distribute(model: nn.Module, config: ParallelConfig, device: torch.device, keep_whole: bool) -> nn.Module:
-    """Wrap the model for several processes; with one process the model itself.
-
-    Args:
-        model: on ``device``.
-        config: how.
-        device: the process's.
-        keep_whole: with FSDP, see :class:`ShardedDataParallel`.
-
-    Raises:
-        UsageError: parameters of several types with FSDP.
-    """
+    """Wrap the model for several processes; for ``keep_whole`` see :class:`ShardedDataParallel`."""
     if distributed.world_size() == 1:
         return model
     if config.sync_batchnorm:
@@ -74,7 +64,7 @@ def distribute(model: nn.Module, config: ParallelConfig, device: torch.device, k
 
 
 def compiled(model: nn.Module, config: ParallelConfig) -> nn.Module:
-    """Compile the model if ``--torchcompile`` asks for it; a sharded one has compiled its blocks."""
+    """Compile the model for ``--torchcompile``; a sharded one has compiled its blocks."""
     if not config.compile or isinstance(model, ShardedDataParallel):
         return model
     if config.grad_checkpointing and distributed.world_size() > 1:
@@ -94,19 +84,18 @@ def replicate(model: nn.Module, device: torch.device, static_graph: bool = False
 class ShardedDataParallel(nn.Module):
     """A model whose parameters, gradients and optimizer state are spread over the processes (FSDP2).
 
-    It takes DistributedDataParallel's place: gradients are the mean over the processes. ``state_dict`` and
-    ``load_state_dict`` are the whole model's, under its own names, and all processes must call them.
+    It replaces DistributedDataParallel: gradients are the mean over the processes. ``state_dict`` and ``load_state_dict`` are
+    the whole model's, under its own names, and all processes must call them.
 
-    Autocast is used as without sharding, so that every ``--precision`` computes what it computes with replicas; gradients
-    of 16-bit parameters are averaged in float32. Parameters without dimensions (``logit_scale``), which FSDP2 cannot
-    shard, have one dimension meanwhile. Gradients of micro-batches are averaged one by one: to hold them back would keep
-    whole gradients on every process.
+    Every ``--precision`` computes what it computes with replicas; gradients of 16-bit parameters are averaged in float32.
+    FSDP2 cannot shard parameters without dimensions (``logit_scale``), so these get one. Gradients are averaged after each
+    micro-batch; otherwise every process would hold whole gradients.
 
     Args:
         model: sharded in place.
-        device: the process's.
-        config: whether to compile each block, and to keep it gathered from forward to backward pass.
-        keep_whole: on the master, keep a copy on the host to evaluate (see :func:`whole_model`).
+        device: the process's device.
+        config: the configuration.
+        keep_whole: whether the master keeps a copy on the host to evaluate (see :func:`whole_model`).
 
     Raises:
         UsageError: parameters of several types, as ``--precision bf16`` and ``fp16`` have.
@@ -132,9 +121,9 @@ class ShardedDataParallel(nn.Module):
         self.module = model
 
     def forward(self, *inputs: Any, **named: Any) -> dict[str, Any]:
-        """Call the model, with the 0-d ``logit_scale`` (and ``logit_bias``) that it has without sharding.
+        """Call the model, and return ``logit_scale`` (and ``logit_bias``) as 0-d tensors, as without sharding.
 
-        A one-element vector takes part in type promotion: under autocast it would make OpenCLIP's losses float32.
+        Under autocast a vector with one element would make OpenCLIP's losses float32.
         """
         outputs = self.module(*inputs, **named)
         return {name: value.reshape(()) if name in self._scalars else value for name, value in outputs.items()}
@@ -145,7 +134,7 @@ class ShardedDataParallel(nn.Module):
         return {name: _gathered(value, name in self._scalars) for name, value in state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """Load the whole model's state, which every process has."""
+        """Load the whole model's state, which every process must have."""
         own = self.module.state_dict()
         parts = {name: _scattered(value, own[name]) if name in own else value for name, value in state_dict.items()}
         return self.module.load_state_dict(parts, *args, **options)
@@ -161,11 +150,11 @@ class ShardedDataParallel(nn.Module):
         return {**packed, "state": state}
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
-        """Load what :meth:`optimizer_state_dict` or an optimizer of a whole model gave."""
+        """Load the state of :meth:`optimizer_state_dict`, or of an optimizer of a whole model."""
         parameters = _parameters_of(optimizer)
         state = {
             number: {
-                # ``step`` counts; it is a number beside a parameter, not one for each of its values.
+                # ``step`` is one number for the whole parameter.
                 name: value if name == "step" else _scattered(value, parameters[number])
                 for name, value in values.items()
             }
@@ -197,10 +186,7 @@ class ShardedDataParallel(nn.Module):
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return what FSDP2 gathers at a time: the blocks of every stack of equal ones, inner ones first.
-
-    These are transformer blocks, or stages of a convolutional tower and their blocks.
-    """
+    """Return what FSDP2 gathers at a time, inner blocks first: transformer blocks, or stages of a CNN and their blocks."""
     blocks = []
     for stack in model.modules():
         if isinstance(stack, nn.Sequential | nn.ModuleList):
@@ -211,13 +197,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def check_shardable(optimizer: str, has_scaler: bool, has_head: bool) -> None:
-    """Raise UsageError for what ``--fsdp`` cannot do.
-
-    Args:
-        optimizer: its full name.
-        has_scaler: whether gradients are scaled (``--precision amp``).
-        has_head: whether the loss trains modules of its own, which are replicated.
-    """
+    """Raise UsageError if ``--fsdp`` works neither with the optimizer nor with a gradient scaler and a loss with modules."""
     if optimizer.replace(_LOOKAHEAD, "") not in SHARDABLE_OPTIMIZERS:
         raise UsageError(
             f"--fsdp steps parts of parameters, which --opt {optimizer} is not known to allow. Known: "
@@ -234,14 +214,14 @@ def check_shardable(optimizer: str, has_scaler: bool, has_head: bool) -> None:
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()``; of a sharded model with whole tensors on the master. All processes must call it."""
+    """Return ``optimizer.state_dict()``, with whole tensors on the master. All processes must call it."""
     if isinstance(model, ShardedDataParallel):
         return model.optimizer_state_dict(optimizer)
     return optimizer.state_dict()
 
 
 def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load what :func:`optimizer_state_dict` gave, with any model."""
+    """Load the state of :func:`optimizer_state_dict`, whatever model it was for."""
     if isinstance(model, ShardedDataParallel):
         model.load_optimizer_state_dict(optimizer, state)
     else:
@@ -249,14 +229,9 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def whole_model(model: nn.Module, needed: bool) -> contextlib.AbstractContextManager[nn.Module | None]:
-    """Take the model itself, or a copy of a sharded one, out of its wrappers, to evaluate it on the master alone.
+    """Return a context with the unwrapped model, or a copy of a sharded one, on the master, and None on other processes.
 
-    Args:
-        model: as it is trained.
-        needed: whether there is something to evaluate; only the master's word counts.
-
-    Returns:
-        A context with the model on the master, and None elsewhere or if it is not needed. All processes must enter it.
+    All processes must enter it. It is None on the master, too, unless the model is ``needed`` there to evaluate.
     """
     if isinstance(model, ShardedDataParallel):
         return model.whole(needed)
@@ -270,13 +245,13 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a parameter or gradient that lies on this process, in the same memory."""
+    """Return this process's part of a parameter or gradient, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-    """Clip as ``torch.nn.utils.clip_grad_norm_``, also where some gradients are spread over the processes."""
+    """Clip as ``torch.nn.utils.clip_grad_norm_``, even if only some gradients are spread over the processes."""
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     spread = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
@@ -294,7 +269,7 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> None
 
 @torch.no_grad()
 def all_finite(parameters: Iterable[Tensor]) -> bool:
-    """Return whether all parameters are finite on all processes, which must all ask. Waits for the device."""
+    """Return whether all parameters are finite on all processes, which must all call this. Waits for the device."""
     finite = torch.stack([torch.isfinite(local(parameter)).all() for parameter in parameters]).all()
     return not distributed.any_rank(int(not finite))
 
@@ -324,7 +299,7 @@ def _give_scalars_a_dimension(model: nn.Module) -> set[str]:
 
 
 def _gathered(value: Any, is_scalar: bool) -> Any:
-    """Return a state's value with the whole tensor on the master, None elsewhere; other values as they are."""
+    """Return the whole tensor on the master and None on other processes; return other values as they are."""
     if not isinstance(value, DTensor):
         return value
     whole = value.full_tensor()
@@ -334,7 +309,7 @@ def _gathered(value: Any, is_scalar: bool) -> Any:
 
 
 def _scattered(value: Any, like: Tensor) -> Any:
-    """Return this process's part of a whole tensor, spread as ``like`` is; what is not spread, or does not fit, as it is."""
+    """Return this process's part of a whole tensor, spread as ``like`` is; return other values as they are."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor):
         return value
     if value.shape != like.shape and (value.ndim > 0 or like.numel() > 1):

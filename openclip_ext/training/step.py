@@ -29,8 +29,8 @@ class StepSettings:
     """How a step computes.
 
     Attributes:
-        device: where the batches go.
-        input_dtype: type of the images (``None``: as loaded), from OpenCLIP's ``--precision``.
+        device: the device of the batches.
+        input_dtype: type of the images, from OpenCLIP's ``--precision``; None: as loaded.
         autocast: makes the autocast context.
         grad_clip_norm: largest gradient norm, or None.
         normalize: from a batch of images in uint8 to float32, or None where they come as floats.
@@ -45,12 +45,7 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class StepConfig:
-    """The flags of a step.
-
-    Attributes:
-        precision: OpenCLIP's name of the types that a step computes in.
-        grad_clip_norm: largest gradient norm, or None.
-    """
+    """The flags of a step; ``precision`` is OpenCLIP's name of the types."""
 
     precision: str = flag("fp32")
     grad_clip_norm: float | None = flag(None, exclusive_minimum=0.0)
@@ -63,7 +58,7 @@ class StepConfig:
     )
 
     def settings(self, device: torch.device, normalize: Callable[[Tensor], Tensor] | None = None) -> StepSettings:
-        """Return what the flags mean on a device, for images that ``normalize`` makes floats."""
+        """Return the settings for a device, and for images that ``normalize`` turns into floats."""
         return StepSettings(
             device=device,
             input_dtype=open_clip.get_input_dtype(self.precision),
@@ -73,7 +68,7 @@ class StepConfig:
         )
 
     def scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
-        """Return a new gradient scaler, where the precision needs one."""
+        """Return a new gradient scaler if the precision needs one."""
         return torch.amp.GradScaler(device=device.type) if self.precision == "amp" else None
 
 
@@ -89,7 +84,7 @@ class TrainStep:
         ema: average of the model's weights, or None.
 
     Attributes:
-        guard: sees to it that a step that is not finite changes nothing, and knows which those were.
+        guard: makes sure that a step that is not finite changes nothing, and reports such steps.
     """
 
     def __init__(
@@ -119,7 +114,7 @@ class TrainStep:
         Args:
             batches: micro-batches of ``image`` ``(b, 3, H, W)``, or ``(b, 2, 3, H, W)`` for two views of each image,
                 ``text`` ``(b, L)``, ``index`` ``(b,)``, and where the loss needs it ``caption_hash`` ``(b,)``.
-            number: of the step, by which :attr:`guard` reports it if it is skipped.
+            number: number of the step, for the report of :attr:`guard`.
 
         Returns:
             The loss's terms, detached.
@@ -167,10 +162,10 @@ class TrainStep:
         return terms, outputs
 
     def _cached_features(self, batches: list[Batch]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Accumulate gradients exactly: the loss sees all features at once and is called once.
+        """Accumulate gradients exactly: the loss is called once, on all features (GradCache, Gao et al. 2021).
 
-        The features are computed without a graph, the loss gives their gradients, and each micro-batch's second
-        forward, with the same random numbers, carries its share of them to the parameters (GradCache, Gao et al. 2021).
+        A first forward pass gives the features without a graph, and the loss their gradients. A second one of each
+        micro-batch, with the same random numbers, passes its share of the gradients to the parameters.
         """
         outputs, generators = self._features_without_graph(batches)
         inputs = {name: _leaf(value) for name, value in outputs.items()}
@@ -252,15 +247,14 @@ class TrainStep:
 
 
 def encode_views(model: nn.Module, images: Tensor) -> dict[str, Any]:
-    """Compute what a loss of two views of an image takes in place of image and text.
+    """Return the model's outputs for a loss of two views of each image.
 
     Args:
         model: OpenCLIP model returning a dictionary, possibly wrapped. It gets all views as one batch, and no text.
-        images: ``(B, 2, 3, H, W)``, the views of each image.
+        images: ``(B, 2, 3, H, W)``.
 
     Returns:
-        The model's outputs with the first views' embeddings as ``image_features`` and the second ones' as
-        ``text_features``.
+        The outputs with the first views' embeddings as ``image_features`` and the second views' as ``text_features``.
     """
     outputs = model(images.flatten(0, 1), None)
     features = outputs["image_features"].unflatten(0, images.shape[:2])
@@ -268,7 +262,7 @@ def encode_views(model: nn.Module, images: Tensor) -> dict[str, Any]:
 
 
 def _joined(batches: list[Batch], name: str) -> Tensor | None:
-    """Join an entry of all micro-batches; None where they have none."""
+    """Join an entry of all micro-batches; None if they have none."""
     return torch.cat([batch[name] for batch in batches]) if name in batches[0] else None
 
 
@@ -282,13 +276,13 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _leaf(value: Tensor) -> Tensor:
-    """Return a copy that collects a gradient, where the type can have one."""
+    """Return a detached tensor that collects a gradient, if its type can have one."""
     value = value.detach()
     return value.requires_grad_() if value.is_floating_point() else value
 
 
 class _GeneratorState:
-    """The random generators as they were before a forward pass."""
+    """The state of torch's random generators before a forward pass."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -303,7 +297,7 @@ class _GeneratorState:
 
 @contextlib.contextmanager
 def frozen_batchnorm_statistics(model: nn.Module) -> Iterator[None]:
-    """Keep running statistics as they are in the first of two forward passes, so that a batch counts once."""
+    """Keep BatchNorm's running statistics in the first of two forward passes, so that a batch counts once."""
     layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     counts = [None if layer.num_batches_tracked is None else layer.num_batches_tracked.clone() for layer in layers]
     momenta = [layer.momentum for layer in layers]
