@@ -47,6 +47,7 @@ def create_loss(
     temperature_max: float = ...,
     lr_tau: float | None = ...,
     temperature_queue: int = ...,
+    solve_per_sample: bool = ...,
     epochs: int = ...,
     state_device: Literal["auto", "model", "cpu"] = ...,
     state_dir: str | None = ...,

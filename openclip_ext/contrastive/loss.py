@@ -109,7 +109,8 @@ class ContrastiveLoss(nn.Module):
             index: ``(B_local,)`` positions of the samples in the data set; ignored by losses that need none.
             output_dict: return the terms.
             outputs: other outputs of the model; a loss ignores those that it does not use. ``positives`` is used by a
-                loss created with ``equal_captions``: ``(B_local,)`` int64 labels that are equal where captions are.
+                loss created with ``equal_captions``: ``(B_local,)`` int64 labels that are equal where captions are, or, with
+                one process, the ``(B_local, B_local)`` bool mask of the pairs with equal captions.
 
         Returns:
             The terms by name, ``contrastive_loss`` among them, or their sum.

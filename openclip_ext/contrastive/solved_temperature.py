@@ -20,6 +20,7 @@ from torch import Tensor
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast, GatheredBatch
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue
+from openclip_ext.contrastive.similarities import anchor_chunks
 from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds, global_temperatures, log_inverse
 
 # The embeddings of an untrained model say nothing about the temperature.
@@ -55,6 +56,7 @@ class SolvedTemperature(TemperatureScheme):
         embed_dim: int,
         rho: float,
         temperature_queue: int,
+        solve_per_sample: bool,
         temperature: float | None,
         temperature_min: float,
         temperature_max: float,
@@ -71,6 +73,7 @@ class SolvedTemperature(TemperatureScheme):
                 stacklevel=2,
             )
         self.target = rho
+        self.solve_per_sample = solve_per_sample
         self.bounds = (math.log(temperature_min), math.log(temperature_max))
         self.uses_logit_scale = temperature is None
         self.initial_logit_scale = log_inverse(temperature)
@@ -81,9 +84,13 @@ class SolvedTemperature(TemperatureScheme):
         self.register_buffer("divergence", torch.tensor(math.nan), persistent=False)
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """Return one for all anchors."""
+        """Return one for all anchors; with ``solve_per_sample`` each anchor's own, as soon as there is enough to solve it."""
         stored = self.log_tau.exp().to(batch.features.dtype)
-        return torch.where(stored.isnan(), global_temperatures(batch), stored)
+        tau = torch.where(stored.isnan(), global_temperatures(batch), stored)
+        if not self.solve_per_sample or batch.call < _STEPS_BEFORE:
+            return tau
+        own = batch.gather_local(self._solve_each(batch))
+        return torch.where(self._is_ready() & batch.valid, own, tau)
 
     @torch.no_grad()
     def solve(self, contrast: Contrast) -> None:
@@ -100,23 +107,38 @@ class SolvedTemperature(TemperatureScheme):
     def _moved(self, log_tau: Tensor, batch: GatheredBatch) -> Tensor:
         """Return ``log τ`` after a step towards the solution, if there is enough to solve it."""
         some = slice(0, min(batch.size, _ANCHORS))
-        similarities = batch.features[:, some] @ self.queue.rows.transpose(1, 2)
+        similarities = self._similarities(batch, some)
         valid = batch.valid[some].to(similarities.dtype)
         divergence = partial(_mean_divergence, similarities, valid / (2 * valid.sum()).clamp(min=1))
-        moves = (self.queue.filled == self.queue.capacity) & (self.steps >= _STEPS_BEFORE) & batch.ok
+        moves = self._is_ready() & batch.ok
         self.divergence.copy_(torch.where(moves, divergence(log_tau), self.divergence))
         return torch.where(moves, log_tau.lerp(self._solution(divergence, log_tau), _RATE), log_tau)
 
+    def _is_ready(self) -> Tensor:
+        return (self.queue.filled == self.queue.capacity) & (self.steps >= _STEPS_BEFORE)
+
+    def _similarities(self, batch: GatheredBatch, anchors: slice) -> Tensor:
+        """Of some anchors of both sides with the queue, ``(2, b, m)``."""
+        return batch.features[:, anchors] @ self.queue.rows.transpose(1, 2)
+
     def _solution(self, divergence: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-        """Return the ``log τ``, 0-d as ``like``, at which the divergence is ρ; it falls with τ."""
+        """Return ``log τ`` at which the divergence, which falls with τ, is ρ; shaped as ``like``."""
         lowest, highest = self.bounds
         low, width = torch.full_like(like, lowest), highest - lowest
-        parts = _PARTS.get(like.device.type, _PARTS["cuda"])
-        numbers = torch.arange(1, parts, dtype=like.dtype, device=like.device)
+        parts = _parts(like.device)
+        numbers = torch.arange(1, parts, dtype=like.dtype, device=like.device).view(-1, *(1 for _ in like.shape))
         for _ in range(round(math.log(_INTERVALS, parts))):
             width /= parts
             low = low + width * (divergence(low + width * numbers) > self.target).sum(dim=0, dtype=like.dtype)
         return low + width / 2
+
+    def _solve_each(self, batch: GatheredBatch) -> Tensor:
+        """τ of this process's anchors, ``(2, B_local)``."""
+        parts = []
+        for anchors in anchor_chunks(batch.local, _parts(batch.features.device) * self.queue.capacity):
+            similarities = self._similarities(batch, anchors)
+            parts.append(self._solution(partial(_divergence, similarities), similarities[..., 0]).exp())
+        return torch.cat(parts, dim=1)
 
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
         """Let the model's parameter follow, for its checkpoints."""
@@ -128,18 +150,25 @@ class SolvedTemperature(TemperatureScheme):
         return {"rho": self.target} | ({} if math.isnan(divergence) else {"divergence": divergence})
 
 
-def _mean_divergence(similarities: Tensor, weights: Tensor, log_tau: Tensor) -> Tensor:
-    """Return the anchors' mean of ``KL(softmax(s/τ) ‖ uniform)``, shaped as ``log_tau``.
+def _parts(device: torch.device) -> int:
+    return _PARTS.get(device.type, _PARTS["cuda"])
+
+
+def _divergence(similarities: Tensor, log_tau: Tensor) -> Tensor:
+    """Return ``KL(softmax(s/τ) ‖ uniform)`` over the last dimension, shaped as ``log_tau``.
 
     Args:
-        similarities: ``(2, b, m)`` of the anchors of both sides with what they are contrasted with.
-        weights: ``(b,)`` of the anchors in the mean.
-        log_tau: 0-d, or ``(n,)``.
+        similarities: ``(2, b, m)``.
+        log_tau: ``(..., 2, b)``, or of shapes that broadcast to it.
     """
-    inverse = torch.exp(-log_tau[..., None, None])
+    inverse = torch.exp(-log_tau)
     terms = similarities * inverse[..., None]
     largest = log_math.shifted_exp_(terms, dim=-1)
     total = terms.sum(dim=-1)
     mean = torch.linalg.vecdot(terms, similarities) / total
-    divergence = mean * inverse - largest - total.log() + math.log(similarities.shape[-1])
-    return (divergence * weights).sum(dim=(-2, -1))
+    return mean * inverse - largest - total.log() + math.log(similarities.shape[-1])
+
+
+def _mean_divergence(similarities: Tensor, weights: Tensor, log_tau: Tensor) -> Tensor:
+    """Return the weighted mean of :func:`_divergence` over both sides of the anchors, shaped as ``log_tau``."""
+    return (_divergence(similarities, log_tau[..., None, None]) * weights).sum(dim=(-2, -1))

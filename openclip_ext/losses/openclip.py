@@ -15,8 +15,8 @@ import math
 from typing import Any
 
 import torch
-from open_clip.loss import ClipLoss, CoCaLoss, SigLipLoss
-from torch import Tensor
+from open_clip.loss import ClipLoss, CoCaLoss, DistillClipLoss, SigLipLoss
+from torch import Tensor, nn
 from torch.nn import functional
 
 from openclip_ext import distributed
@@ -32,7 +32,7 @@ _CAPTIONS = {"logits", "labels"}
 
 
 class OpenClipLoss(ContrastiveLoss):
-    """``open_clip.ClipLoss``, and ``CoCaLoss`` for models that output captions.
+    """``open_clip.ClipLoss``, and ``CoCaLoss`` or ``DistillClipLoss`` for models that output what those need.
 
     Keyword arguments are the options of these names (``losses/options.json``).
     ``mask`` leaves other samples of an anchor's caption out of its softmax; with ``positive`` the loss is the mean of the
@@ -67,10 +67,13 @@ class OpenClipLoss(ContrastiveLoss):
         self.coca = CoCaLoss(
             caption_loss_weight=coca_caption_loss_weight, clip_loss_weight=coca_contrastive_loss_weight, **common
         )
+        self.distill = DistillClipLoss(**common)
 
     def _used_outputs(self, outputs: dict[str, Any]) -> set[str]:
         if self.needs_positives:
             return {"positives"}
+        if "dist_image_features" in outputs:
+            return {name for name in outputs if name.startswith("dist_")}
         return _CAPTIONS if outputs.keys() >= _CAPTIONS else set()
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -88,14 +91,22 @@ class OpenClipLoss(ContrastiveLoss):
         return terms
 
     def _openclips(self, features: dict[str, Tensor], outputs: dict[str, Any]) -> dict[str, Tensor]:
-        if captions := {name: outputs[name] for name in self._used_outputs(outputs)}:
-            return self.coca(**features, **captions, output_dict=True)
-        return self.clip(**features, logit_bias=outputs["logit_bias"], output_dict=True)
+        used = {name: outputs[name] for name in self._used_outputs(outputs)}
+        loss: nn.Module = self.clip
+        if used.keys() >= _CAPTIONS:
+            loss = self.coca
+        elif used:
+            loss = self.distill
+        else:
+            used = {"logit_bias": outputs["logit_bias"]}
+        return loss(**features, **used, output_dict=True)
 
     def _with_equal_captions(self, batch: LocalBatch, features: dict[str, Tensor], outputs: dict[str, Any]) -> Tensor:
         """Compute ``open_clip.ClipLoss`` with fewer candidates, or more targets."""
-        if outputs.keys() >= _CAPTIONS:
-            raise ValueError(f"equal_captions={self.equal_captions}: only for models that output no captions")
+        if outputs.keys() >= _CAPTIONS or "dist_image_features" in outputs:
+            raise ValueError(
+                f"equal_captions={self.equal_captions}: only for models without captions or a teacher of their own"
+            )
         labels = labels_of(outputs.get("positives"), batch)
         both = self.clip.get_logits(**features, logit_bias=outputs["logit_bias"])
         own = self.clip.get_ground_truth(labels.device, len(both[0]))

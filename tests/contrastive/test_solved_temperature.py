@@ -40,12 +40,25 @@ def test_the_divergence_becomes_rho() -> None:
     assert tau.unique().numel() == 1
 
 
-def test_halving_and_cutting_into_more_parts_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_anchor_has_its_own() -> None:
+    loss, scheme = _loss(solve_per_sample=True)
+    assert _steps(loss, 99).unique().numel() == 1
+    _steps(loss, 10)
+    images, texts = unit(torch.randn(5, WIDTH)), unit(torch.randn(5, WIDTH))
+    tau = loss.anchor_temperatures(images, texts, torch.tensor(10.0))
+    for side, anchors in enumerate((images, texts)):
+        share = torch.softmax(anchors @ scheme.queue.rows[side].T / tau[side, :, None], dim=1)
+        divergence = (share * (share * 64).log()).sum(dim=1)
+        torch.testing.assert_close(divergence, torch.full((5,), 1.5), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_halving_and_cutting_into_more_parts_find_the_same(per_sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU halves the interval, a GPU cuts it into eight."""
     found = []
     for parts in (2, 8):
         monkeypatch.setitem(solved_temperature._PARTS, "cpu", parts)
-        loss, scheme = _loss()
+        loss, scheme = _loss(solve_per_sample=per_sample)
         tau = _steps(loss.double(), 120)
         found.append(torch.cat([tau.flatten(), scheme.log_tau[None]]))
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=0)

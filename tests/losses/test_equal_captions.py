@@ -12,7 +12,7 @@ from torch import Tensor
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses.registry import create_loss
 from tests.distributed.pool import WORLD_SIZE, two_ranks
-from tests.losses.cases import CASES, Step, make_steps, run_step
+from tests.losses.cases import CASES, WIDTH, Step, make_steps, run_step
 
 TREATED = [name for name in CASES if "equal_captions" in CASES[name].options]
 CHOICES = ("mask", "positive")
@@ -57,6 +57,15 @@ def test_openclips_loss_against_its_reference(choice: str) -> None:
     for step in make_steps():
         value, _ = run_step(_openclip(choice), step)
         assert value.item() == pytest.approx(_openclip_reference(step, choice), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_mask_gives_what_labels_give(name: str) -> None:
+    by_labels, by_mask = _create(name).double(), _create(name).double()
+    for step in make_steps():
+        expected = run_step(by_labels, step)
+        step.labels = _mask(step.labels)
+        torch.testing.assert_close(run_step(by_mask, step), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -138,7 +147,8 @@ def test_labels_are_checked(name: str) -> None:
     inputs = step.images, step.texts, torch.tensor(step.logit_scale)
     for labels, message in (
         (None, "needs positives="),
-        (torch.arange(5), r"shape \(6,\), found \(5,\)"),
+        (torch.arange(5), r"shape \(6,\) or bool of shape \(6, 6\), found \(5,\)"),
+        (torch.eye(6, dtype=torch.bool)[:5], r"found \(5, 6\) torch.bool"),
         (torch.eye(6), r"found \(6, 6\) torch.float32"),
         (torch.arange(6.0), "found .* torch.float32"),
         ([0] * 6, "found 'list'"),
@@ -147,9 +157,45 @@ def test_labels_are_checked(name: str) -> None:
             loss(*inputs, positives=labels)
 
 
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ({(2, 2): False}, "sample 2 is no positive of itself: set the mask's diagonal"),
+        ({(1, 3): True}, "sample 3 is a positive of 1, and 1 is none of 3: make the mask symmetric"),
+        ({(0, 1): True, (1, 2): True}, "0 and 1 are positives of each other, 1 and 2, too, but not 0 and 2"),
+    ],
+)
+def test_a_mask_that_no_captions_have_is_refused(pairs: dict[tuple[int, int], bool], message: str) -> None:
+    mask = torch.eye(6, dtype=torch.bool)
+    for (i, j), value in pairs.items():
+        mask[i, j] = value
+        if "symmetric" not in message:
+            mask[j, i] = value
+    step = make_steps(1)[0]
+    with pytest.raises(ValueError, match=message):
+        create_loss("neuclip", embed_dim=WIDTH, equal_captions="mask")(
+            step.images, step.texts, torch.tensor(step.logit_scale), positives=mask
+        )
+
+
+def _refused_mask() -> str:
+    step = make_steps(1)[0]
+    try:
+        _openclip("mask")(
+            step.images, step.texts, torch.tensor(step.logit_scale), positives=torch.eye(6, dtype=torch.bool)
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_mask_is_refused_in_two_processes() -> None:
+    assert all("nothing of the other processes' captions" in said for said in two_ranks().run(_refused_mask))
+
+
 def test_a_captioner_is_refused() -> None:
     step = make_steps(1)[0]
-    with pytest.raises(ValueError, match="only for models that output no captions"):
+    with pytest.raises(ValueError, match="only for models without captions"):
         _openclip("mask")(
             step.images,
             step.texts,

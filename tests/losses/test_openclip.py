@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from open_clip.loss import ClipLoss, CoCaLoss, SigLipLoss
+from open_clip.loss import ClipLoss, CoCaLoss, DistillClipLoss, SigLipLoss
 
 from openclip_ext.losses.registry import create_loss
 from tests.losses.cases import make_steps
@@ -50,6 +50,15 @@ def test_coca_gets_its_logits(features: dict[str, torch.Tensor]) -> None:
     terms = create_loss("openclip", coca_caption_loss_weight=3.0)(**features, **outputs, output_dict=True)
     expected = CoCaLoss(caption_loss_weight=3.0, clip_loss_weight=1.0)(**features, **outputs, output_dict=True)
     assert terms.keys() == {"contrastive_loss", "caption_loss"}
+    assert all(torch.equal(terms[name], expected[name]) for name in expected)
+
+
+def test_distillation_gets_its_teacher(features: dict[str, torch.Tensor]) -> None:
+    teacher = {f"dist_{name}": value.flip(0) for name, value in features.items() if name != "logit_scale"}
+    teacher["dist_logit_scale"] = torch.tensor(20.0)
+    terms = create_loss("openclip")(**features, **teacher, output_dict=True)
+    expected = DistillClipLoss()(**features, **teacher, output_dict=True)
+    assert terms.keys() == {"contrastive_loss", "distill_loss"}
     assert all(torch.equal(terms[name], expected[name]) for name in expected)
 
 

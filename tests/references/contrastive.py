@@ -300,11 +300,11 @@ class TwoGlobal:
 class Solved:
     """SogCLR with a temperature that is solved for: ``KL(softmax(s_i/τ) ‖ uniform) = ρ`` over the ``m`` newest embeddings.
 
-    It is one for all anchors, and its log goes a hundredth of the way.
+    One for all anchors, whose log goes a hundredth of the way; or one for each anchor.
     """
 
-    def __init__(self, estimator: MovingAverage, rho: float, m: int) -> None:
-        self.estimator, self.rho, self.m = estimator, rho, m
+    def __init__(self, estimator: MovingAverage, rho: float, m: int, per_sample: bool) -> None:
+        self.estimator, self.rho, self.m, self.per_sample = estimator, rho, m, per_sample
         self.log_tau: float | None = None
         self.newest: list[tuple[Tensor, Tensor]] = []
 
@@ -313,6 +313,9 @@ class Solved:
         batch, eps, sides = len(images), self.estimator.eps, (0, 1)
         self.log_tau = -math.log(logit_scale) if self.log_tau is None else self.log_tau
         tau = [[math.exp(self.log_tau)] * batch] * 2
+        full = len(self.newest) == self.m
+        if full and self.per_sample:
+            tau = [[math.exp(self._bisection(images, texts, [(k, i)])) for i in range(batch)] for k in sides]
         alpha = self.estimator.update(images, texts, tau, index, epoch)
         gradients = encoder_gradients(images, texts, tau, alpha)
         terms = [
@@ -323,7 +326,7 @@ class Solved:
             ]
             for k in sides
         ]
-        if len(self.newest) == self.m:
+        if full:
             anchors = [(k, i) for k in sides for i in range(batch)]
             self.log_tau += 0.01 * (self._bisection(images, texts, anchors) - self.log_tau)
         self.log_tau = max(math.log(0.01), min(0.0, self.log_tau))
