@@ -8,7 +8,6 @@ import contextlib
 import inspect
 import math
 import warnings
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -83,15 +82,21 @@ _TOLERANCE = 0.05
 _LARGEST_LOG_SCALE = math.log(100)
 # Nodes of the graph to look at for a parameter.
 _SEARCHED_NODES = 1000
+# A smaller batch could repeat a sample by chance.
+_MIN_SAMPLES = 4
+# An epoch that has seen the data set so many times was forgotten, not just rounded up.
+_PASSES_IN_AN_EPOCH = 2
 
 _STATE = "Each such call updates its state, as one optimizer step. "
+_EPOCHS = "Schedules of this loss follow the epoch. Call loss.start_epoch(epoch) at the start of each epoch, from 0"
 # A warning for each mistake; in braces what was found.
 _WARNINGS = {
     "outputs": "{loss} does not use {names}: the loss is the same without. Leave them out, or choose a loss that uses them",
     "processes": "{processes} processes were started (WORLD_SIZE), but torch.distributed.init_process_group was not called: "
     "each contrasts its own samples only",
-    "no epoch": "start_epoch() was not called before the first training step. Schedules of this loss follow the epoch. Call "
-    "loss.start_epoch(epoch) at the start of each epoch, from 0",
+    "no epoch": f"start_epoch() was not called before the first training step. {_EPOCHS}",
+    "long epoch": "epoch {epoch} has seen {samples} samples, and the data set has num_samples={num_samples}. "
+    + _EPOCHS,
     "no gradient": f"the loss was called in training mode under torch.no_grad(). {_STATE}"
     "To look at its value, call it after loss.eval(), and go on after loss.train()",
     "no backward": f"the loss was called again in training mode before the backward pass of the previous call. {_STATE}"
@@ -104,6 +109,8 @@ _WARNINGS = {
     "effect on the model: start its parameter at loss.initial_logit_scale. To continue a run, restore the loss's state_dict()",
     "length": "image_features, text_features: found rows of length {shortest:.4g} to {longest:.4g}, expected 1. Otherwise the "
     "loss can become huge. Pass torch.nn.functional.normalize(features, dim=-1)",
+    "index": "index: {count} of {size} samples of the batch have the index {position}, and share their state. Pass each "
+    "sample's position in the data set",
 }
 
 
@@ -123,8 +130,10 @@ class LoopChecks:
 
     def __init__(self) -> None:
         self.epoch_is_known = False
+        self._epoch: int | None = None
+        self._samples = 0
         self._warned: set[str] = set()
-        # A parameter of the model with its value at the last checked call; whether that call's backward pass ran, if it can.
+        # Of the last checked call: a parameter of the model with its value, and whether the backward pass ran, if it can.
         self._parameter: tuple[int, int, float] | None = None
         self._backward_ran: bool | None = None
 
@@ -138,6 +147,15 @@ class LoopChecks:
         """Warn if other processes were started, too, and there is no process group to reach them."""
         if processes := distributed.unconnected_processes():
             self.warn("processes", processes=processes)
+
+    def check_epoch(self, epoch: int, samples: int, num_samples: int | None) -> None:
+        """Warn if a loss whose schedules follow the epoch is not told of it, given the call's samples of all processes."""
+        if not self.epoch_is_known:
+            self.warn("no epoch")
+        self._samples = samples if epoch != self._epoch else self._samples + samples
+        self._epoch = epoch
+        if num_samples is not None and self.epoch_is_known and self._samples > _PASSES_IN_AN_EPOCH * num_samples:
+            self.warn("long epoch", epoch=epoch, samples=self._samples, num_samples=num_samples)
 
     def check_values(
         self, batch: LocalBatch, unit_norm: bool, uses_logit_scale: bool, initial_logit_scale: float | None
@@ -166,6 +184,13 @@ class LoopChecks:
         """Warn if the model's scale does not start where the loss was asked to start it."""
         if not _close(scale, expected):
             self.warn("start", scale=scale, temperature=1 / expected)
+
+    def check_index(self, index: Tensor) -> None:
+        """Warn if more than half of a batch has one index."""
+        usual = index.median()  # if there is such an index
+        count, position = torch.stack([(index == usual).sum(), usual]).tolist()
+        if len(index) >= _MIN_SAMPLES and 2 * count > len(index):
+            self.warn("index", count=count, size=len(index), position=position)
 
     def begin_call(self, *features: Tensor) -> None:
         """Warn if no optimizer step came since the previous call; the features' graph leads to the model's parameters."""
@@ -226,25 +251,30 @@ def _frames_to_the_caller() -> int:
 
 # --- non-finite samples ----------------------------------------------------------------------------------------------
 
-# More than anybody reads between two log lines.
-_MAX_CALLS = 256
-_MAX_SAMPLES = 256
+# More than anybody reads between two log lines; later entries are counted only.
+_CAPACITY = 256
+_LOGIT_SCALE = -1
+# Calls that are kept as they came. Sorting them out takes a dozen operations, so it is done for all of them at once.
+_MOST_RECENT = 64
 # Number of the call, names of the samples (B_local,), which of them are finite (B_local,), whether the scale is 0-d.
 _NotedCall = tuple[int, Tensor, Tensor, Tensor]
 
 
-class NonfiniteLog:
-    """Collects ``(call, index)`` without waiting for the device, of the last 256 calls since the last :meth:`pop`.
+class NonfiniteLog(nn.Module):
+    """Collects ``(call, index)`` without waiting for the device; keeps the first 256 since the last :meth:`pop`."""
 
-    On a CPU, where looking is no waiting, only calls with something that is not finite count.
-    """
+    entries: Tensor
+    filled: Tensor
 
     def __init__(self) -> None:
-        self._calls: deque[_NotedCall] = deque(maxlen=_MAX_CALLS)
+        super().__init__()
+        self.register_buffer("entries", torch.zeros(_CAPACITY + 1, 2, dtype=torch.int64), persistent=False)
+        self.register_buffer("filled", torch.zeros((), dtype=torch.int64), persistent=False)
+        self._recent: list[_NotedCall] = []
 
     @torch.no_grad()
     def add(self, call: int, index: Tensor | None, finite: Tensor, scale_ok: Tensor) -> None:
-        """Log the samples that are not finite; a compiled call logs none.
+        """Log the samples that are not finite.
 
         Args:
             call: its number.
@@ -252,34 +282,57 @@ class NonfiniteLog:
             finite: ``(B_local,)`` bool.
             scale_ok: 0-d bool; if False, logged as a call without indices.
         """
-        if torch.compiler.is_compiling() or (finite.is_cpu and scale_ok and finite.all()):
+        compiling = torch.compiler.is_compiling()
+        if not compiling and finite.is_cpu and scale_ok and finite.all():
             return
         if index is None:
             names = torch.arange(len(finite), device=finite.device)
         else:
             # A copy: the caller may reuse the memory.
             names = index.to(finite.device, torch.int64, non_blocking=True, copy=True)
-        self._calls.append((call, names, finite, scale_ok))
+        noted = (call, names, finite, scale_ok)
+        if compiling:
+            # The length of a list would be a reason to compile again.
+            self._sort_out([noted])
+            return
+        if len(self._recent) == _MOST_RECENT:
+            self._sort_out_recent()
+        self._recent.append(noted)
 
     def forget(self, call: int, unless: Tensor | None = None) -> None:
         """Take back what was logged of the last call, if it has this number; not where ``unless``, 0-d bool, holds."""
-        if not (self._calls and self._calls[-1][0] == call):
+        if not (self._recent and self._recent[-1][0] == call):
             return
-        _, names, finite, scale_ok = self._calls.pop()
+        _, names, finite, scale_ok = self._recent.pop()
         if unless is not None:
-            self._calls.append((call, names, finite | ~unless, scale_ok | ~unless))
+            self._recent.append((call, names, finite | ~unless, scale_ok | ~unless))
+
+    def _sort_out_recent(self) -> None:
+        if self._recent:
+            self._sort_out(self._recent)
+            self._recent = []
+
+    def _sort_out(self, calls: list[_NotedCall]) -> None:
+        """Add what is not finite of some calls to the entries."""
+        device = self.entries.device
+        on_scale = torch.full((1,), _LOGIT_SCALE, dtype=torch.int64, device=device)
+        names = torch.cat([part for _, names, _, _ in calls for part in (names.to(device), on_scale)])
+        fine = torch.cat([part.to(device) for _, _, finite, ok in calls for part in (finite, ok[None])])
+        numbers = torch.cat([torch.full((len(names) + 1,), call, device=device) for call, names, _, _ in calls])
+        position = (~fine).cumsum(0)
+        # The last entry takes the rest.
+        slots = (self.filled - 1 + position).clamp_(max=_CAPACITY).masked_fill_(fine, _CAPACITY)
+        self.entries[slots] = torch.stack([numbers, names], dim=1)
+        self.filled += position[-1]
 
     def pop(self) -> list[tuple[int, list[int]]]:
-        """Return ``(call, indices)`` of the calls since the last call, at most 256 indices. Waits for the device."""
-        calls = list(self._calls)
-        self._calls.clear()
-        if not calls:
-            return []
-        flags = torch.cat([flag for _, _, finite, scale_ok in calls for flag in (finite, scale_ok[None])]).cpu()
-        found, room = [], _MAX_SAMPLES
-        for (call, names, *_), fine in zip(calls, flags.split([len(names) + 1 for _, names, *_ in calls]), strict=True):
-            if not fine.all() and room > 0:
-                indices = names.cpu()[~fine[:-1]][:room].tolist()
-                found.append((call, indices))
-                room -= len(indices)
-        return found
+        """Return the entries since the last call: ``(call, indices)``. Waits for the device."""
+        self._sort_out_recent()
+        number = min(int(self.filled), _CAPACITY)
+        found: dict[int, list[int]] = {}
+        for call, index in self.entries[:number].tolist():
+            found.setdefault(call, [])
+            if index != _LOGIT_SCALE:
+                found[call].append(index)
+        self.filled.zero_()
+        return list(found.items())

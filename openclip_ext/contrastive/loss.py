@@ -269,7 +269,7 @@ class ContrastiveLoss(nn.Module):
         dtype = torch.promote_types(features.dtype, torch.float32)
         for value in state:
             dtype = torch.promote_types(dtype, value.dtype)
-        if self.indices_in_range.device != features.device or any(value.dtype != dtype for value in state):
+        if self.nonfinite.entries.device != features.device or any(value.dtype != dtype for value in state):
             self.to(device=features.device, dtype=dtype)
         return dtype
 
@@ -332,14 +332,17 @@ class ContrastiveLoss(nn.Module):
 
     def _check_loop(self, batch: LocalBatch) -> bool:
         """Look for mistakes of the training loop; return whether the call's backward pass is to be noticed, too."""
-        if self.depends_on_epoch and not self._checks.epoch_is_known:
-            self._checks.warn("no epoch")
+        if self.depends_on_epoch:
+            samples = len(batch.image) // batch.views * distributed.world_size()
+            self._checks.check_epoch(self.epoch, samples, self.num_samples)
         if self.keeps_state and not torch.is_grad_enabled():
             self._checks.warn("no gradient")
         if self.calls >= checks.CHECKED_CALLS or not checks.can_read_values(batch.image):
             return False
         self._checks.check_processes()
         self._checks.check_values(batch, self.expects_unit_norm, self.uses_logit_scale, self.initial_logit_scale)
+        if batch.index is not None:
+            self._checks.check_index(batch.index)
         if self.keeps_state:
             self._checks.begin_call(batch.image, batch.text)
         return self.keeps_state

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,7 +13,7 @@ from openclip_ext.data.storage import open_local
 
 
 class _Texts:
-    """Strings in one block of bytes. Millions of Python strings would be copied into every worker, page by page."""
+    """Strings in one block of bytes: millions of Python strings would be copied into every worker, page by page."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         encoded = [text.encode("utf-8") for text in texts]
@@ -25,11 +26,11 @@ class _Texts:
 
 
 class CsvSource(Source):
-    """Rows of a CSV file. Paths of images are relative to the working directory, and a blank caption is a missing one.
+    """Rows of a CSV file; paths of images are as seen from the working directory, a blank caption is a missing one.
 
     Raises:
         FileNotFoundError: The file is not there.
-        ValueError: The file cannot be read, or has no such column, or no rows.
+        ValueError: A column is not there, there are no rows, or an unbalanced quote hides some.
     """
 
     def __init__(self, path: str, image_column: str, caption_column: str, separator: str = "\t") -> None:
@@ -50,6 +51,7 @@ class CsvSource(Source):
                 )
         if table.empty:
             raise ValueError(f"the data set is empty: {path} has no rows")
+        _refuse_swallowed_rows(path, table, image_column, separator)
         self._path = os.path.abspath(path)
         self._images = _Texts(table[image_column].tolist())
         self._captions = _Texts(table[caption_column].tolist())
@@ -76,7 +78,7 @@ class CsvSource(Source):
             raise BadSampleError(f"row {raw.index}: {path} cannot be read: {error.strerror or error}") from error
 
     def files(self) -> list[str]:
-        """Return the CSV file and the images that it names."""
+        """The CSV file and the images that it names."""
         return [self._path, *(self._images[row] for row in range(self.num_samples))]
 
     def describe(self, raw: RawSample) -> tuple[str, str]:
@@ -88,3 +90,22 @@ class CsvSource(Source):
     def known_bad(self) -> tuple[int, str]:
         rows = self._missing[:5].tolist()
         return len(self._missing), f"{self._path}, among them rows {rows}" if rows else ""
+
+
+def _refuse_swallowed_rows(path: str, table: pd.DataFrame, image_column: str, separator: str) -> None:
+    """Raise ValueError where a field holds other rows: a quote without its partner joins all up to the next quote.
+
+    A caption of several lines is in order, unless one of its parts ends as the names of the images do.
+    """
+    endings = {os.path.splitext(name)[1] for name in table[image_column].str.strip()} - {""}
+    image = f"(?:{'|'.join(map(re.escape, endings))})\\s*(?:{re.escape(separator)}|\n|$)"
+    for column in table.columns:
+        fields = table[column][table[column].str.contains("\n", regex=False)]
+        if column != image_column and endings:
+            fields = fields[fields.str.contains(image) & fields.str.contains(separator, regex=False)]
+        for row, field in fields.items():
+            raise ValueError(
+                f"{path}: the field {column!r} of row {row} holds {field.count(chr(10)) + 1} lines, which look like rows "
+                f'of their own, {field[:40]!r} ...: check the quotes there (a " that begins a field must also end it) '
+                "and --csv-separator"
+            )

@@ -32,6 +32,8 @@ FORMAT = "openclip_ext.manifest"
 # A program that knows version 1 only would train on samples that are left out.
 VERSION, VERSION_WITH_LEFT_OUT = 1, 2
 _SHOWN = 5
+# Their indices take 8 GB.
+_MAX_LEFT_OUT = 10**9
 
 
 class ManifestError(ValueError):
@@ -390,12 +392,15 @@ def _format_ranges(indices: np.ndarray) -> str:
 def _parse_ranges(text: str, num_samples: int) -> np.ndarray:
     """Return the indices, ``int64``; ValueError if they do not ascend from 0 to ``num_samples - 1``."""
     parts = [np.empty(0, np.int64)]
-    end = 0
+    end = left_out = 0
     for run in filter(None, text.split(",")):
         first, dash, last = run.partition("-")
         bounds = int(first), int(last if dash else first)
         if not end <= bounds[0] <= bounds[1] < num_samples:
             raise ValueError(f"it leaves out {run!r}: expected ascending indices from 0 to {num_samples - 1:,}")
+        left_out += bounds[1] - bounds[0] + 1
+        if left_out > _MAX_LEFT_OUT:
+            raise ValueError(f"it leaves out more than {_MAX_LEFT_OUT:,} samples")
         end = bounds[1] + 1
         parts.append(np.arange(bounds[0], end))
     indices = np.concatenate(parts)

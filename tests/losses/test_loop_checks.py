@@ -143,6 +143,7 @@ _CAPTIONS = {"labels": torch.zeros(6, 3, dtype=torch.int64), "logits": torch.zer
 _EXP = r"logit_scale: found %s, .*pass model\.logit_scale\.exp\(\)"
 _NOT_UNIT = r"found rows of length 1 to 3, expected 1\. .*functional\.normalize"
 _NO_EPOCH = r"start_epoch\(\) was not called.*at the start of each epoch, from 0"
+_SAME_INDEX = r"index: \d+ of \d+ samples of the batch have the index 3, and share"
 _START = r"found 14, and the loss was created with temperature=0\.03.*start its parameter at loss\.initial"
 
 
@@ -153,6 +154,7 @@ _START = r"found 14, and the loss was created with temperature=0\.03.*start its 
         ("openclip siglip neuclip", _long("text_features"), _NOT_UNIT),
         ("openclip neuclip cliplite", {"scale": 2.66}, _EXP % 2.66),
         ("openclip neuclip cliplite", {"scale": 4.6}, _EXP % 4.6),
+        ("fastclip isogclr sogclr-views", {"index": torch.tensor([3, 0, 3, 3, 9, 3])}, _SAME_INDEX),
         ("fastclip fastclip-v2 tempnet amorlip sogclr-views-cosine", {"announced": False}, _NO_EPOCH),
         ("neuclip simclr", _CAPTIONS, "does not use labels=, logits=: "),
         ("openclip", {"labels": _CAPTIONS["labels"]}, "does not use labels=: "),
@@ -172,6 +174,9 @@ def test_a_mistake_is_told_once(names: str, changed: dict[str, Any], message: st
 @pytest.mark.usefixtures("silent")
 def test_what_is_no_mistake() -> None:
     images, texts = _features()
+    for index, rows in (([3, 0, 3, 3, 9, 1], 6), ([3, 3, 3], 3)):
+        inputs = {"image_features": images[:rows], "text_features": texts[:rows]}
+        _call(_create("sogclr"), index=torch.tensor(index), **inputs)
     for name in ("isogclr", "simclr", "sogclr-views"):  # whose temperature is another one
         _call(_create(name), scale=2.0)
     _call(create_loss("neuclip", embed_dim=WIDTH, prototypes=4, temperature=0.5), scale=2.0)
@@ -185,6 +190,21 @@ def test_what_is_no_mistake() -> None:
 
 
 # --- the epoch -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fastclip", "sogclr-views-cosine"])
+def test_an_epoch_that_does_not_end(name: str) -> None:
+    loss = _create(name).requires_grad_(False)
+    loss.start_epoch(0)
+    seen = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for images, texts, index in _batches(6):
+            seen += len(index)
+            loss(images, texts, torch.tensor(14.0), index=index)
+    assert 1.5 * SAMPLES < seen <= 2 * SAMPLES
+    with pytest.warns(UserWarning, match=rf"epoch 0 has seen {seen + 6} samples.*num_samples={SAMPLES}"):
+        loss(images, texts, torch.tensor(14.0), index=index)
 
 
 @pytest.mark.usefixtures("silent")
