@@ -10,7 +10,7 @@ from openclip_ext.data.build import build_source
 from openclip_ext.data.eval_loader import EvalLoader
 from openclip_ext.data.manifest import Manifest, ManifestError
 from openclip_ext.data.spec import DataSpec
-from tests.data.loading import assert_equal, build, by_index, indices, preprocess, tokenize
+from tests.data.loading import assert_equal, build, by_index, indices, preprocess, progress_after, tokenize
 from tests.data.shards import undecodable, write_shards
 
 COUNTS = [30, 17, 0, 41, 12]
@@ -83,13 +83,13 @@ def test_the_number_of_batches_is_that_of_the_others(data: str, fewer: str, capl
 def test_resuming_is_exact_with_the_same_manifest_and_refused_with_another(data: str, fewer: str):
     loader = build(data, manifest=fewer)
     whole = list(loader.iterate(0))
-    progress = json.loads(json.dumps(loader.extend_progress(None, 7)))
+    progress = json.loads(json.dumps(progress_after(loader, 7)))
     assert_equal(list(build(data, manifest=fewer).iterate(0, progress)), whole[7:])
     others = indices(list(build(data, manifest=fewer, batch_size=3, workers=2).iterate(0, progress)))
     assert not set(others) & (set(indices(whole[:7])) - {index for index in KEPT if 47 <= index < 88})
     for manifest, progress_of in ((None, loader), (fewer, build(data))):
         with pytest.raises(ValueError, match=r"made with data set \(or manifest\).*checkpoint of a completed epoch"):
-            list(build(data, manifest=manifest).iterate(0, progress_of.extend_progress(None, 7)))
+            list(build(data, manifest=manifest).iterate(0, progress_after(progress_of, 7)))
 
 
 def test_other_readers_leave_them_out_too(data: str, fewer: str):

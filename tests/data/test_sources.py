@@ -13,7 +13,7 @@ from openclip_ext.data.source import BadDataError, decode_image
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.data.synthetic import CAPTION
 from openclip_ext.data.train_loader import TrainLoaderConfig
-from tests.data.loading import assert_equal, build, by_index, indices
+from tests.data.loading import assert_equal, build, by_index, indices, progress_after
 from tests.data.shards import sample_members, write_csv, write_shards, write_tar
 
 COUNTS = [20, 11, 9]
@@ -46,7 +46,7 @@ def test_piped_shards_give_the_same_batches_as_local_ones(folder: Path, workers:
     piped = build(remote(folder), workers=workers)
     whole = list(local.iterate(1))
     assert_equal(list(piped.iterate(1)), whole)
-    assert_equal(list(piped.iterate(1, piped.extend_progress(None, 6))), whole[6:])
+    assert_equal(list(piped.iterate(1, progress_after(piped, 6))), whole[6:])
     mixed = build(f"{folder}/00000.tar::pipe:cat {folder}/{{00001..00002}}.tar", workers=workers)
     assert_equal(list(mixed.iterate(1)), whole)
 
@@ -112,7 +112,7 @@ def test_rows_of_a_csv_file(tmp_path: Path, workers: int):
     assert len(set(found)) == 28
     assert found != sorted(found)
     assert all(torch.equal(batch["text"][:, 0], batch["index"]) for batch in whole)
-    assert_equal(list(loader.iterate(0, loader.extend_progress(None, 3))), whole[3:])
+    assert_equal(list(loader.iterate(0, progress_after(loader, 3))), whole[3:])
     pixels = by_index(whole)
     for rank in range(2):
         seen = by_index(list(build(str(tmp_path / "data.csv"), batch_size=3, world_size=2, rank=rank).iterate(0)))
