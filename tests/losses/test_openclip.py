@@ -53,6 +53,16 @@ def test_coca_gets_its_logits(features: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(terms[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("weight", [0.0, 1.0, 2.5])
+def test_infonce_of_coca_is_without_its_weight(features: dict[str, torch.Tensor], weight: float) -> None:
+    loss = create_loss("openclip", coca_contrastive_loss_weight=weight)
+    loss(**features, logits=torch.randn(6, 5, 11), labels=torch.randint(1, 11, (6, 5)), output_dict=True)
+    expected = ClipLoss()(**features).item() if weight else math.nan
+    assert loss.metrics()["infonce"] == pytest.approx(expected, rel=1e-9, nan_ok=True)
+    loss(**features, output_dict=True)
+    assert loss.metrics()["infonce"] == pytest.approx(ClipLoss()(**features).item(), rel=1e-9)
+
+
 def test_distillation_gets_its_teacher(features: dict[str, torch.Tensor]) -> None:
     teacher = {f"dist_{name}": value.flip(0) for name, value in features.items() if name != "logit_scale"}
     teacher["dist_logit_scale"] = torch.tensor(20.0)
