@@ -78,11 +78,6 @@ def group_metrics(
     return metrics
 
 
-def jaccard(chosen: set, right: set) -> float:
-    """Return the size of the intersection over the size of the union."""
-    return len(chosen & right) / len(chosen | right)
-
-
 def without_nan(metrics: Mapping[str, float | int | None]) -> Metrics:
     """Replace numbers that are not finite by None: JSON has no NaN."""
     return {key: value if value is not None and math.isfinite(value) else None for key, value in metrics.items()}

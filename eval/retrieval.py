@@ -14,7 +14,7 @@ from openclip_ext.retrieval import ranks_of_best_match
 from .classification import TaskResult
 from .data import Batch, DataError, SampleFormat, find_shards, read_lines
 from .features import Collected, Encoder
-from .metrics import Metrics, jaccard
+from .metrics import Metrics
 from .tasks import Task
 
 RECALL_AT = (1, 5, 10)
@@ -133,7 +133,8 @@ def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: boo
     for instance, cue in zip(usable, cues, strict=True):
         similarities = (images[[rows[key] for key in instance.candidates]] @ cue).cpu().numpy()
         nearest = np.argsort(-similarities, kind="stable")[: len(instance.associations)]
-        scores.append(jaccard({instance.candidates[place] for place in nearest}, set(instance.associations)))
+        chosen, right = {instance.candidates[place] for place in nearest}, instance.associations
+        scores.append(len(chosen & right) / len(chosen | right))
     metrics = winogavil_metrics(scores, [len(instance.candidates) for instance in usable])
     return TaskResult(metrics, len(usable), len(instances), found.skipped)
 

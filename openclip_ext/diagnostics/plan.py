@@ -156,7 +156,8 @@ class Plan:
             lambda: training.create_loss(self.embed_dim), local_batch, self.embed_dim, world_size, self._period()
         )
         if on_host and world_size > 1:
-            size = loss.exchanged.get(ALL_GATHER, 0) + prefetch_bytes(training.global_batch * self._views)
+            # `loss.prefetch` gathers the batch's index then.
+            size = loss.exchanged.get(ALL_GATHER, 0) + training.global_batch * self._views * torch.int64.itemsize
             loss = DryRun({**loss.exchanged, ALL_GATHER: size}, loss.work_bytes)
         copies = _COPIES_OF_A_PARAMETER if world_size == 1 else _COPIES_WITH_DDP
         return Row(
@@ -271,11 +272,6 @@ class Plan:
             )
             notes = (" <" if row is self.asked else "") + (" does not fit" if self.warnings(row) else "")
             yield f"{world_size:>5}{row.local_batch:>7}{sizes}{_gib(row.host_state):>11}{sent:>9.2f}{gradient:>10.2f}{notes}"
-
-
-def prefetch_bytes(anchors: int) -> int:
-    """Return the bytes of the batch's index, which ``loss.prefetch`` gathers if the tables are on the host."""
-    return anchors * torch.int64.itemsize
 
 
 def _part(batch: int, parts: int) -> int:

@@ -53,7 +53,6 @@ class Contest:
 
     families: Mapping[str, Sequence[Run]]
     seeds: Sequence[int]
-    finalists: int = 1
 
     def ranked(self, family: str, results: Results) -> list[Run]:
         """Return the runs of a family's settings, the best first; no runs while some are unfinished."""
@@ -63,24 +62,15 @@ class Contest:
         return sorted(tried, key=lambda run: -score(results[run.id]))
 
     def by_setting(self, family: str, results: Results) -> list[list[Run]]:
-        """Return the runs that are decided so far, a list for each setting with its seeds; the finalists come first."""
+        """Return the runs that are decided so far, a list for each setting with its seeds; the best comes first."""
         ranked = self.ranked(family, results)
         if not ranked:
             return [[run] for run in self.families[family]]
-        every = [[replace(run, seed=seed) for seed in self.seeds] for run in ranked[: self.finalists]]
-        return [*every, *([run] for run in ranked[self.finalists :])]
+        return [[replace(ranked[0], seed=seed) for seed in self.seeds], *([run] for run in ranked[1:])]
 
     def best(self, family: str, results: Results) -> list[Run]:
-        """Return the runs of the best finalist, judged by the seeds that all finalists have finished.
-
-        There are none before the finalists are chosen.
-        """
-        if not self.ranked(family, results):
-            return []
-        finalists = self.by_setting(family, results)[: self.finalists]
-        complete = [runs for runs in zip(*finalists, strict=True) if all(run.id in results for run in runs)]
-        totals = [sum(score(results[run.id]) for run in runs) for runs in zip(*complete, strict=True)]
-        return finalists[totals.index(max(totals))]
+        """Return the runs of the best setting with all seeds; none before it is chosen."""
+        return self.by_setting(family, results)[0] if self.ranked(family, results) else []
 
     def decided(self, results: Results) -> list[Run]:
         """Return all decided runs, seed by seed and family by family, so that pairs are complete early."""

@@ -91,7 +91,6 @@ def line_chart(
     x_title: str,
     title: str,
     *,
-    markers: bool = True,
     from_zero: bool = False,
     size: tuple[int, int] = (400, 270),
 ) -> Markup:
@@ -101,7 +100,6 @@ def line_chart(
         curves: at least one curve.
         x_title: title of the horizontal axis, which begins at 0.
         title: title above the chart.
-        markers: whether points are marked and show their values on hovering; single points always do.
         from_zero: whether the vertical axis begins at 0.
         size: width and height in pixels.
     """
@@ -114,7 +112,7 @@ def line_chart(
         figure.subplots_adjust(left=50 / width, right=1 - 12 / width, bottom=42 / height, top=1 - 28 / height)
         for curve in curves:
             axes.plot(*zip(*curve.points, strict=True), color=color(curve.color), linewidth=1.8)
-            for x, y in curve.points if markers or len(curve.points) == 1 else ():
+            for x, y in curve.points:
                 axes.plot(x, y, "o", color=color(curve.color), markersize=5, gid=_hint_id(len(hints)))
                 hints.append(f"{curve.name}: {y:.4g} at {short_number(x)} {x_title}")
         axes.set_title(title, loc="left")

@@ -103,7 +103,12 @@ def _check_evaluation(config: EvaluationConfig) -> None:
         if folder is not None and not Path(folder).is_dir():
             raise UsageError(f"{flag} {folder} is no folder")
     if config.val_data is not None and config.val_data.resolved_type != "synthetic":
-        _check_files("--val-data", config.val_data)
+        files = _local_files(config.val_data)
+        missing = [file for file in files if not os.path.isfile(file)]
+        if missing:
+            raise UsageError(
+                f"--val-data: {len(missing)} of {len(files)} files are not there, the first is {missing[0]}"
+            )
 
 
 def _local_files(spec: DataSpec) -> list[str]:
@@ -111,10 +116,3 @@ def _local_files(spec: DataSpec) -> list[str]:
     if spec.resolved_type == "csv":
         return [spec.source] if isinstance(spec.source, str) else list(spec.source)
     return [local_path(url) for url in expand_shards(spec.source) if is_local(url)]
-
-
-def _check_files(flag: str, spec: DataSpec) -> None:
-    files = _local_files(spec)
-    missing = [file for file in files if not os.path.isfile(file)]
-    if missing:
-        raise UsageError(f"{flag}: {len(missing)} of {len(files)} files are not there, the first is {missing[0]}")

@@ -11,7 +11,6 @@ from typing import BinaryIO
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from openclip_ext.state.host_table import chunks, is_zero, recode
 from openclip_ext.state.sharded_table import ShardedTable
@@ -22,7 +21,7 @@ _FORMAT = np.lib.format
 
 def write_table(table: ShardedTable, file: BinaryIO) -> None:
     """Write this rank's part into an empty file."""
-    dtype = _numpy_type(table.rows(0, 0))
+    dtype = table.rows(0, 0).numpy().dtype.newbyteorder("<")  # the same on every machine
     shape = (table.size, table.columns)
     header = {"descr": _FORMAT.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     _FORMAT.write_array_header_1_0(file, header)
@@ -71,8 +70,3 @@ def restore_table(table: ShardedTable, parts: Sequence[np.ndarray], source: obje
             values = torch.from_numpy(rows.astype(rows.dtype.newbyteorder("="), copy=True))
             table.set_rows(begin + start - table.first, recode(values, table.dtype))
         first += len(part)
-
-
-def _numpy_type(rows: Tensor) -> np.dtype:
-    """Return the type of the numbers in a file, the same on every machine."""
-    return rows.numpy().dtype.newbyteorder("<")

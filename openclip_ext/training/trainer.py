@@ -171,24 +171,15 @@ class Trainer:
         self.loss.start_epoch(epoch)
         if distributed.is_master():
             logging.info(f"Start epoch {epoch}")
-        batches = self._batches_of_steps()
+        batches = self.loader.iterate(epoch, self.position.progress)
         with self.reporter.epoch(epoch, self.position.step_in_epoch), _without_garbage_collection():
             self.stopwatch.restart()
-            for step_batches in batches:
-                self._one_step(step_batches)
+            for step_batches in zip(*[batches] * self.length.accum_freq, strict=False):
+                self._one_step(list(step_batches))
                 if self.position.step % _GARBAGE_EVERY == 0:
                     gc.collect(generation=1)
                 # Before an evaluation, which may take hours, a request is not left for the next step.
                 self._act_on(signals.agreed(now=self.position.step_in_epoch >= self.steps_per_epoch), signals)
-
-    def _batches_of_steps(self) -> Iterator[list[Batch]]:
-        """Yield the rest of the epoch's micro-batches, grouped by optimizer step."""
-        group: list[Batch] = []
-        for batch in self.loader.iterate(self.position.epoch, self.position.progress):
-            group.append(batch)
-            if len(group) == self.length.accum_freq:
-                yield group
-                group = []
 
     def _one_step(self, batches: list[Batch]) -> None:
         self.stopwatch.data_arrived()

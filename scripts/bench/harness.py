@@ -4,7 +4,6 @@ import argparse
 import io
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -18,6 +17,7 @@ import webdataset
 from PIL import Image
 
 from openclip_ext import compat
+from openclip_ext.experiments.grid import environment
 from openclip_ext.losses import registry
 from openclip_ext.training.run_folder import versions
 
@@ -165,7 +165,4 @@ def hardware(device: str) -> str:
     """Return the processor or GPU in words."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name()
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{(names or [platform.machine()])[0]}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    return f"{environment()['cpu']}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"

@@ -64,22 +64,6 @@ def test_all_settings_run_the_first_seed_and_the_best_the_others():
     assert names(plan.best("a", results)) == [("a", 2, 0), ("a", 2, 1), ("a", 2, 2)]
 
 
-def test_the_best_finalist_is_that_of_all_seeds():
-    plan = contest(finalists=2)
-    results = finish(plan.pending({}), a1=0.4, a2=0.3)
-    assert [names(runs) for runs in plan.by_setting("a", results)] == [
-        [("a", 1, 0), ("a", 1, 1), ("a", 1, 2)],
-        [("a", 2, 0), ("a", 2, 1), ("a", 2, 2)],
-        [("a", 0, 0)],
-    ]
-    first, second, _ = plan.by_setting("a", results)
-    assert plan.best("a", results) == first
-    results |= finish(second[1:], a2=0.5)
-    assert plan.best("a", results) == first  # the other finalist has not run these seeds yet
-    results |= finish(first[1:2], a1=0.1)
-    assert plan.best("a", results) == second
-
-
 def test_results_survive_a_cut_line_and_refuse_another_writer(tmp_path):
     path = tmp_path / "runs.jsonl"
     assert read_results(path) == {}

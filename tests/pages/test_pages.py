@@ -52,8 +52,6 @@ def test_points_have_their_values_as_hints():
     chart = parse(line_chart(curves, "samples", "R@1 of <x>"))
     assert texts(chart, "title") == ["a: 1 at 0 samples", "a: 3.25 at 2k samples", "b: 2 at 1k samples"]
     assert "R@1 of <x>" in texts(chart, "text")
-    # Without markers only a single point is one.
-    assert texts(parse(line_chart(curves, "samples", "R@1", markers=False)), "title") == ["b: 2 at 1k samples"]
 
 
 @pytest.mark.parametrize("points", [[(0.0, 1.0)], [(1.0, 2.0), (2.0, 2.0)], [(0.0, -1e9), (3e9, 1e9)], [(0.0, 0.0)]])

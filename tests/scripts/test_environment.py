@@ -100,5 +100,5 @@ def test_shell_scripts_parse(script):
 
 
 def test_samples_are_drawn(tmp_path):
-    load("plot_samples").main(["--output", str(tmp_path / "samples.png"), "--split", "test"])
+    load("plot_samples").main(["--output", str(tmp_path / "samples.png")])
     assert Image.open(tmp_path / "samples.png").width > 800
