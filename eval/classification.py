@@ -52,12 +52,7 @@ GROUPED = {
 
 @dataclass
 class TaskResult:
-    """Holds the result of evaluating a task.
-
-    Attributes:
-        metrics: metrics by name; None if a metric is not defined.
-        found: number of samples in the data set.
-    """
+    """Holds the result of a task; a metric that is not defined is None, and ``found`` counts the data set's samples."""
 
     metrics: Metrics
     samples: int

@@ -212,12 +212,8 @@ def fingerprint(folder: Path) -> str:
 class ShardReader(IterableDataset):
     """Reads shards front to back; yields `Batch` objects, and an error if one ends the reading.
 
-    Worker w of W reads the shards w, w + W, ...
-
-    Attributes:
-        transform: PIL image -> ``(3, H, W)``.
-        threads: decoding threads of every worker. Several threads keep more cores busy if there are fewer shards than
-            workers, since Pillow decodes and resizes without Python's global lock.
+    Worker w of W reads the shards w, w + W, ... Several decoding threads keep more cores busy if there are fewer shards than
+    workers, since Pillow decodes and resizes without Python's global lock.
     """
 
     shards: list[Path]

@@ -36,11 +36,7 @@ def _as_it_is(features: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SpatialLayer:
-    """Describes a module of a visual tower whose output has positions in the image.
-
-    Attributes:
-        to_map: function from its output to ``(N, C, H, W)``.
-    """
+    """Names a module of a visual tower; ``to_map`` turns its output into ``(N, C, H, W)``, positions in the image."""
 
     name: str
     to_map: Callable[[Tensor], Tensor] = _as_it_is

@@ -87,11 +87,10 @@ class Run:
 
 
 def read_runs(arguments: Iterable[str]) -> list[Run]:
-    """Read the runs that a user named; paths with the same NAME are repeats of one run.
+    """Read the runs that a user named by ``PATH`` or ``NAME=PATH``; paths with the same NAME are repeats of one run.
 
-    Args:
-        arguments: ``PATH`` or ``NAME=PATH``. A path is a result file, a folder with one, or a run folder, which has results
-            in ``datacomp/CHECKPOINT/`` and those of evaluation during training in ``metrics.jsonl``.
+    A path is a result file, a folder with one, or a run folder, which has results in ``datacomp/CHECKPOINT/`` and those of
+    evaluation during training in ``metrics.jsonl``.
     """
     given = [_name_and_path(argument) for argument in arguments]
     places = [path.resolve() for _, path in given]

@@ -155,12 +155,7 @@ def _is_cached(repository: str, cache_dir: str | None) -> bool:
 
 
 def main(argv: list[str]) -> None:
-    """Print the findings.
-
-    Raises:
-        SystemExit: always; the status is 1 if something would stop the run.
-        ValueError: the flags themselves are wrong.
-    """
+    """Print the findings, and exit; the status is 1 if something would stop the run."""
     parser = argparse.ArgumentParser(allow_abbrev=False, usage="openclip-ext doctor [FLAG] FLAGS OF TRAIN ...")
     parser.add_argument(
         "--world-size", type=command_line.count, default=1, help="number of processes, one for each GPU (default: 1)"

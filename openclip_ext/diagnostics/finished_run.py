@@ -34,9 +34,7 @@ from openclip_ext.training.model import ModelConfig
 class FinishedRun:
     """Holds the model and the loss of a checkpoint, in evaluation mode, and the training data.
 
-    Attributes:
-        loader: yields the data once, with the evaluation's preprocessing.
-        global_batch: samples of an optimizer step.
+    ``loader`` yields the data once, with the evaluation's preprocessing.
     """
 
     folder: Path

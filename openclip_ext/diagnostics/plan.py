@@ -96,12 +96,7 @@ def memory_here() -> Memory:
 
 @dataclass(frozen=True)
 class Row:
-    """Holds the needs of ``world_size`` ranks, in bytes per GPU.
-
-    Attributes:
-        host_state: bytes of the loss's state in the memory or files of a node, for all its ranks together.
-        loss: what a step of the loss sends and allocates.
-    """
+    """Holds the needs of ``world_size`` ranks, in bytes per GPU; ``host_state`` is of a node with all its ranks."""
 
     world_size: int
     local_batch: int

@@ -24,10 +24,7 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
 class ResultsFile:
     """Appends the rows of finished runs to a file.
 
-    Attributes:
-        rows: the file's rows by id.
-        failed: rows for the runs that failed in this call, with the reason under ``failed``. They are not written, so the
-            next call tries these runs again.
+    Rows in ``failed`` are not written, so the next call tries these runs again.
 
     Raises:
         ValueError: another process has the file open, or a line is not a row.

@@ -21,12 +21,8 @@ class ModelEma:
     """``average ← d·average + (1−d)·weights`` after each optimizer step, ``d = min(decay, 1 − (1+t)^(−2/3))``.
 
     ``t`` counts optimizer steps from 0; the growing ``d`` lets the start weights be forgotten. BatchNorm's statistics are
-    averaged, too. It has float32 at least, whatever the model has. Averages are the same on all processes, without
-    communication.
-
-    Args:
-        model: as it is trained, on its device, replicated; its parameters are followed.
-        decay: the largest ``d``.
+    averaged, too. It has float32 at least, whatever the model has. The model is replicated, so averages are the same on all
+    processes, without communication.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

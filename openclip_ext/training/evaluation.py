@@ -54,13 +54,7 @@ class ScheduledEvaluator:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """What is measured during training; each kind every so many epochs and after the last one.
-
-    Attributes:
-        val_data: pairs for OpenCLIP's validation, or None.
-        imagenet_val, imagenet_v2: folders, or None.
-        val_every, imagenet_every, suite_every: epochs; 0: never.
-    """
+    """What is measured during training; each kind every so many epochs (0: never) and after the last one."""
 
     val_data: DataSpec | None = None
     val_every: int = flag(1, dest="val_frequency", minimum=0)
@@ -206,15 +200,10 @@ def retrieval_metrics(image_features: Tensor, text_features: Tensor) -> dict[str
 
 
 def is_best(metrics: dict[str, float], metric: str, folder: Path, epoch: int) -> bool:
-    """Return whether an evaluation is better than all earlier ones of the run, or the first.
+    """Return whether an evaluation is better than all earlier ones of the run, or the first; without metrics it is not.
 
-    It reads what the evaluations wrote down, so that a resume needs no state.
-
-    Args:
-        metrics: of the evaluation; without any, the answer is no.
-        metric: which of them decides. Of losses and ranks the least is the best, of others the largest.
-        folder: the run's ``checkpoints/``, with its ``results.jsonl``.
-        epoch: number of completed epochs.
+    It reads what the evaluations wrote down in ``checkpoints/``, so that a resume needs no state. Of losses and ranks the
+    least is the best, of others the largest.
     """
     if not metrics:
         return False

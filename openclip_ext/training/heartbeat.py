@@ -22,11 +22,8 @@ _LEFT = b"left"
 def watched(patience: float | None) -> Iterator[None]:
     """Let each rank beat, also while it evaluates or saves for hours, and watch the others.
 
-    A rank that does not beat for ``patience`` is stopped, or its node is gone. Whoever notices names it in the log and ends
-    its process: it may be inside a collective, out of which no exception leads.
-
-    Args:
-        patience: seconds; None: watch nobody.
+    A rank that does not beat for ``patience`` seconds (None: watch nobody) is stopped, or its node is gone. Whoever notices
+    names it in the log and ends its process: it may be inside a collective, out of which no exception leads.
     """
     if patience is None or distributed.world_size() == 1:
         yield

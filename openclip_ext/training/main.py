@@ -12,10 +12,7 @@ from openclip_ext.version import __version__
 
 
 def main(argv: list[str]) -> None:
-    """Run a training (or, without training data, an evaluation) command line.
-
-    Args:
-        argv: the arguments after the program's name; OpenCLIP's flags and ours.
+    """Run a training (or, without training data, an evaluation) command line, with OpenCLIP's flags and ours.
 
     Raises:
         UsageError: a wrong command line, or data or a checkpoint that does not fit it.

@@ -145,13 +145,7 @@ def loading_lines(config: ModelConfig, folder: Path, checkpoint: Path) -> list[s
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """What training and evaluation need of a model.
-
-    Attributes:
-        model: OpenCLIP's, which have no common typed base.
-        images: how training images become the model's input.
-        preprocess_val: transform of an image for evaluation.
-    """
+    """What training and evaluation need of a model; OpenCLIP's models have no common typed base."""
 
     model: Any
     images: ImagePipeline

@@ -21,12 +21,7 @@ from openclip_ext.training.run_folder import SAVED, RunFolderConfig, fetch_check
 
 
 class Start(NamedTuple):
-    """What a run starts from.
-
-    Attributes:
-        checkpoint: None: afresh.
-        unreadable: checkpoints in the run's folder that could not be read, and that nobody may overwrite.
-    """
+    """What a run starts from: a checkpoint or none, and ``unreadable`` ones in its folder that nobody may overwrite."""
 
     checkpoint: Checkpoint | None = None
     unreadable: frozenset[Path] = frozenset()

@@ -55,10 +55,8 @@ class SignalRequests:
     SLURM sends its signal to every process, torchrun hands SIGTERM on to its workers; where only one rank hears it, the
     others learn of it in ``agreed``. Use as a context manager: the previous handlers come back at the end.
 
-    A second Ctrl-C ends the run at once; not under torchrun, which hands the first one on once more.
-
-    Attributes:
-        exit_status: of a run that was asked to stop: the shell's for the signal, SIGTERM's where another rank heard it.
+    A second Ctrl-C ends the run at once; not under torchrun, which hands the first one on once more. ``exit_status`` is the
+    shell's for the signal, and SIGTERM's where another rank heard it.
     """
 
     def __init__(self) -> None:

@@ -141,10 +141,7 @@ class Trainer:
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def fit(self, evaluate_first: bool = False) -> None:
-        """Train to the end.
-
-        Args:
-            evaluate_first: run the evaluations that were due at the position the run starts from.
+        """Train to the end; with ``evaluate_first``, begin with the evaluations that were due where the run starts.
 
         Raises:
             SystemExit: with 143 after SIGTERM, 130 after SIGINT, and a saved checkpoint.

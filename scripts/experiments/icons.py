@@ -66,11 +66,9 @@ _NUMBER = re.compile(r"\d+(px|x\d+)?")
 
 @dataclass(frozen=True)
 class Icon:
-    """One icon of one set.
+    """One icon of one set, by its name in the set and as :func:`canonical_name` gives it.
 
-    Attributes:
-        name, canonical: the icon's name in the set, and as :func:`canonical_name` gives it.
-        view_box: left, top, width and height of the drawing.
+    ``view_box`` has left, top, width and height of the drawing.
     """
 
     prefix: str

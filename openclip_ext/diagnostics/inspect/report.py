@@ -30,12 +30,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Describes a run and what was found in its data.
-
-    Attributes:
-        found: findings by category, with global indices instead of rows.
-        samples: all samples that were found, by index.
-    """
+    """Describes a run, and what was found in its data: by category, with global indices instead of rows."""
 
     about: Mapping[str, Any]
     thresholds: Thresholds

@@ -53,12 +53,7 @@ _OTHER = "the folder {} holds a comparison with other {}: choose another --outpu
 
 
 def main(argv: list[str]) -> None:
-    """Compare losses and write the report.
-
-    Raises:
-        ValueError: the command line is wrong, or the data do not fit it.
-        SystemExit: with status 130 after a signal, once the finished runs are reported.
-    """
+    """Compare losses and write the report; after a signal, report the finished runs and exit with status 130."""
     started = time.monotonic() - time.process_time()  # includes the imports
     config, training = parse(argv)
     results = ResultsFile(config.folder / "runs.jsonl")  # first, because its lock also protects the cache

@@ -35,13 +35,7 @@ _USED_FLAGS = """
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """Holds the arguments of ``openclip-ext compare``.
-
-    Attributes:
-        losses: names of the losses, the baseline first.
-        loss_options: options for all losses that use them.
-        training: the training flags as given.
-    """
+    """Holds the arguments of ``openclip-ext compare``; ``training`` are the training flags as given."""
 
     shards: str
     losses: tuple[str, ...]

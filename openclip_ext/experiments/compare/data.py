@@ -21,13 +21,7 @@ _HELD_OUT, _MOST_VALIDATION, _FEWEST_VALIDATION = 0.1, 5_000, 20
 
 
 def prepare(config: CompareConfig, training: TrainingConfig) -> tuple[PilotData, list[str]]:
-    """Return the data, and notes about them for the report.
-
-    Raises:
-        ValueError: the data do not fit the command line.
-        DoesNotFit: the validation samples are larger than ``--cache``.
-        BadDataError: too many samples are unreadable.
-    """
+    """Return the data, and notes about them for the report."""
     notes: list[str] = []
     names = _class_names(config.classes)
     train, held_out = _decode(config, training, len(names) or None, notes)

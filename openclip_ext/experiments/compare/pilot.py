@@ -34,9 +34,7 @@ _BATCHES = 8
 class ComparePilot:
     """Performs the runs of a comparison in the worker processes.
 
-    Attributes:
-        population: number of training samples that exact normalizers are over.
-        anchors: number of samples whose normalizers are compared.
+    The normalizers of ``anchors`` samples are compared with exact ones over ``population`` training samples.
     """
 
     config: TrainingConfig

@@ -29,9 +29,7 @@ _RUNS_OF_A_STAGE = FINALISTS + len(SEEDS) - 1
 class Costs:
     """Holds costs in seconds, measured on this machine with all processes busy.
 
-    Attributes:
-        per_sample: seconds of training for a sample, by loss.
-        per_run: seconds of everything else in a run.
+    A loss takes ``per_sample`` for training on a sample, and a run ``per_run`` for everything else.
     """
 
     per_sample: Mapping[str, float]
