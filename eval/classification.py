@@ -60,11 +60,6 @@ class TaskResult:
     skipped: list[Skipped] = field(default_factory=list)
 
 
-def class_logits(features: Tensor, weights: Tensor) -> Tensor:
-    """Return ``100 * features @ weights.T``: ``(B, d)`` and ``(C, d)`` unit embeddings -> ``(B, C)``."""
-    return LOGIT_SCALE * features @ weights.T
-
-
 def evaluate_classification(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
     """Score a data set with labels; grouped tasks add the metrics of their groups."""
     classnames, templates = read_classes(folder, task, any_size)
@@ -114,7 +109,7 @@ def classify(encoder: Encoder, batches: Iterator[Batch], classifiers: Sequence[T
 
     def compute(batch: Batch) -> dict[str, Tensor]:
         features = encoder.encode_images(batch.images)
-        logits = [class_logits(features, rows)[:, place] for rows, place in distinct]
+        logits = [(LOGIT_SCALE * features @ rows.T)[:, place] for rows, place in distinct]
         found = {"predicted": torch.stack([scores.argmax(dim=1) for scores in logits], dim=1).cpu()}
         if batch.labels is not None:
             found["label"] = batch.labels

@@ -23,16 +23,12 @@ def target_ranks(logits: Tensor, targets: Tensor) -> Tensor:
 
 def classification_metrics(labels: np.ndarray, predictions: np.ndarray, ranks: np.ndarray, num_classes: int) -> Metrics:
     """Compute ``acc1``, ``acc5`` (None under five classes) and ``mean_per_class_recall``."""
+    recall = recall_score(labels, predictions, labels=np.unique(labels), average="macro")  # of the classes that occur
     return {
         "acc1": float((ranks == 0).mean()),
         "acc5": float((ranks < 5).mean()) if num_classes >= 5 else None,
-        "mean_per_class_recall": macro_recall(labels, predictions),
+        "mean_per_class_recall": float(recall),
     }
-
-
-def macro_recall(labels: np.ndarray, predictions: np.ndarray) -> float:
-    """Compute the mean recall of the classes that occur in ``labels``: DataComp's ``mean_per_class_recall``."""
-    return float(recall_score(labels, predictions, labels=np.unique(labels), average="macro"))
 
 
 def macro_f1(labels: np.ndarray, predictions: np.ndarray) -> float:
