@@ -61,7 +61,11 @@ class TaskResult:
 
 
 def evaluate_classification(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Score a data set with labels; grouped tasks add the metrics of their groups."""
+    """Score a data set with labels; grouped tasks add the metrics of their groups.
+
+    Raises:
+        DataError: if the data must not be scored.
+    """
     classnames, templates = read_classes(folder, task, any_size)
     spec = SampleFormat(num_classes=len(classnames), metadata_columns=len(task.metadata))
     batches = encoder.batches(find_shards(folder), spec)

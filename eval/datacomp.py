@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Evaluate the tasks and print the summary; return the exit status."""
+    """Evaluate the tasks and print the summary; return the exit status. ValueError if nothing can be evaluated."""
     tasks = select_tasks([name for entry in args.tasks or () for name in entry.split(",")])
     missing = [task.key for task in tasks if not (args.data_dir / task.folder).is_dir()]
     if len(missing) == len(tasks):

@@ -26,7 +26,11 @@ _FORMAT_WITH_CAPTIONS = SampleFormat(captions=True, convert_first=False)
 
 
 def evaluate_retrieval(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Compute recall at 1, 5 and 10 of images for captions, and of captions for images."""
+    """Compute recall at 1, 5 and 10 of images for captions, and of captions for images.
+
+    Raises:
+        DataError: if the data must not be scored.
+    """
     found = _encode_images(task, folder, encoder, _FORMAT_WITH_CAPTIONS, task.size)
     metrics = score_captions(encoder, found.values["image"], found.captions)
     return TaskResult(metrics, len(found.keys), len(found.keys) + len(found.skipped), found.skipped)

@@ -23,7 +23,12 @@ def build_train_loader(
     tokenizer: Tokenizer,
     decoder: ImageDecoder = decode_image,
 ) -> TrainLoader:
-    """Build the training loader; every rank must call this. See :class:`TrainLoader`."""
+    """Build the training loader; every rank must call this. See :class:`TrainLoader`.
+
+    Raises:
+        ValueError: The arguments or the data are wrong; the message says what to do.
+        BadDataError: Too many samples are known to be bad.
+    """
     kind = spec.resolved_type
     if (spec.resampled or spec.upsampling_factors is not None) and kind != "webdataset":
         raise ValueError(f"--dataset-resampled and --train-data-upsampling-factors need webdataset shards, not {kind}")
@@ -74,7 +79,7 @@ def build_eval_loader(
 
 
 def build_source(spec: DataSpec, preprocess: Transform) -> Source:
-    """Return the samples of a data set by index; find or make the manifest of shards."""
+    """Return the samples of a data set by index; find or make the manifest of shards. ValueError if the data are wrong."""
     kind = spec.resolved_type
     if kind == "synthetic":
         # As OpenCLIP: as large as the crop that the transform begins with.
