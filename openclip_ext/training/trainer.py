@@ -171,6 +171,7 @@ class Trainer:
         batches = self.loader.iterate(epoch, self.position.progress)
         with self.reporter.epoch(epoch, self.position.step_in_epoch), _without_garbage_collection():
             self.stopwatch.restart()
+            # One iterator, taken accum_freq times: the micro-batches of one optimizer step.
             for step_batches in zip(*[batches] * self.length.accum_freq, strict=False):
                 self._one_step(list(step_batches))
                 if self.position.step % _GARBAGE_EVERY == 0:
