@@ -19,7 +19,14 @@ from openclip_ext.losses import registry
 from openclip_ext.losses.heads import with_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.config import TrainingConfig
-from openclip_ext.training.model import LossConfig, build_loss, build_model, load_pretrained_heads, prepare_for
+from openclip_ext.training.model import (
+    LossConfig,
+    build_loss,
+    build_model,
+    fit_to_length,
+    load_pretrained_heads,
+    prepare_for,
+)
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, logit_scale_lr
 from openclip_ext.training.step import TrainStep
 from openclip_ext.version import __version__
@@ -65,7 +72,7 @@ class PilotRun:
         options = run.setting.get("options", {})
         used = registry.options_used_by(run.setting["loss"], **options)
         shared = {name: value for name, value in self.shared_options().items() if name in used}
-        chosen = LossConfig(run.setting["loss"], shared | options, frozenset(options))
+        chosen = fit_to_length(LossConfig(run.setting["loss"], used | shared | options, frozenset(options)), self.steps)
         self.loss = build_loss(chosen, config.model.name, self.model, data.num_samples, device)
         self.prepare()
         rate = self.logit_scale_lr()

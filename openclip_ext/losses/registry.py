@@ -18,7 +18,7 @@ from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss, incompat
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer
 from openclip_ext.contrastive.objectives import Contrastive, Objective
-from openclip_ext.contrastive.solved_temperature import SolvedTemperature
+from openclip_ext.contrastive.solved_temperature import SHORT_RUN_START, SolvedTemperature
 from openclip_ext.contrastive.temperature import (
     ConstantTemperature,
     GlobalTemperature,
@@ -40,7 +40,7 @@ _SHARED_PARTS = (
     TemperaturePart("global", UnregularizedTemperature),
     TemperaturePart("two-global", TwoGlobalTemperatures, {"temperature": 0.07, "lr_tau": 2e-4}),
     # The embeddings of a young model lie close together, which would drive a temperature to any lower bound.
-    TemperaturePart("solved", SolvedTemperature, {"rho": 4.0, "temperature": 0.1, "temperature_min": 0.03}),
+    TemperaturePart("solved", SolvedTemperature, {"rho": 4.0, "temperature": SHORT_RUN_START, "temperature_min": 0.03}),
 )
 
 

@@ -5,7 +5,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.solved_temperature import LONG_RUN_START, LONG_RUN_STEPS
 from openclip_ext.data.images import IMAGE_BACKENDS, ImagePipeline, image_pipeline
 from openclip_ext.losses import registry
 from openclip_ext.losses.heads import read_heads
@@ -211,6 +212,17 @@ class LossConfig:
     def has_parts(self) -> bool:
         """Whether the user asked for a part by name."""
         return any(self.options[part] is not None for part in self.given & {"normalizer", "temperature_scheme"})
+
+
+def fit_to_length(config: LossConfig, steps: int) -> LossConfig:
+    """Return the loss's options with the start of a solved temperature that suits a run of ``steps`` optimizer steps.
+
+    A start that the user gave stays. ``docs/methods/solved-temperature.md`` has the measurements.
+    """
+    is_solved = config.options.get("temperature_scheme") == "solved"
+    if not is_solved or "temperature" in config.given or steps < LONG_RUN_STEPS:
+        return config
+    return replace(config, options=dict(config.options) | {"temperature": LONG_RUN_START})
 
 
 def build_loss(

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -25,6 +26,7 @@ from openclip_ext.training.model import (
     BuiltModel,
     build_loss,
     build_model,
+    fit_to_length,
     load_pretrained_heads,
     loading_lines,
     prepare_for,
@@ -82,10 +84,15 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
         decoder=built.images.decode,
     )
     steps_per_epoch = loader.batches_per_epoch // config.length.accum_freq
+    steps = steps_per_epoch * config.length.epochs
+    loss_config = fit_to_length(config.loss, steps)
+    if loss_config is not config.loss and distributed.is_master():
+        logging.info(f"Temperature: from {loss_config.options['temperature']:g}, as the run has {steps:,} steps.")
+    config = replace(config, loss=loss_config)
     loss = build_loss(config.loss, config.model.name, built.model, loader.num_samples, built.device)
     _check_combination(config, loss)
     model = _prepare_model(config, built, loss, is_fresh=start.checkpoint is None)
-    temperature_lr = _temperature_lr(config, loss, steps_per_epoch)
+    temperature_lr = _temperature_lr(config, loss, steps)
     optimizer = create_optimizer(model, config.optimizer, temperature_lr, loss.model_head())
     scaler = config.step.scaler(built.device)
     identity = RunIdentity(
@@ -168,11 +175,10 @@ def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveL
     return parallel.distribute(built.model, config.parallel, built.device, keep_whole=config.evaluation.is_wanted)
 
 
-def _temperature_lr(config: TrainingConfig, loss: ContrastiveLoss, steps_per_epoch: int) -> float | None:
+def _temperature_lr(config: TrainingConfig, loss: ContrastiveLoss, steps: int) -> float | None:
     """Return the learning rate of the model's logit scale: as given, or as the length of the run asks for."""
     if "lr_tau" in config.loss.given:
         return loss.logit_scale_lr
-    steps = steps_per_epoch * config.length.epochs
     rate = logit_scale_lr(loss.logit_scale_lr, steps)
     if rate != loss.logit_scale_lr:
         logging.info(f"lr_tau is {rate:.3g} instead of {loss.logit_scale_lr:g}, as the run has only {steps:,} steps.")

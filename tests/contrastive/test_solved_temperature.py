@@ -11,6 +11,7 @@ from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.solved_temperature import SolvedTemperature
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.training import flags
+from openclip_ext.training.model import fit_to_length
 from tests.losses.cases import WIDTH, unit
 
 
@@ -109,6 +110,20 @@ def test_the_flag_says_rho_and_wins_over_a_recipes() -> None:
         flags.parse([*argv, "--rho", "7"])
     recipe = flags.parse([*argv, "--recipe", "cc3m"])
     assert recipe[1].options["rho"] == pytest.approx(-math.log(0.01))
+
+
+@pytest.mark.parametrize(
+    ("more", "steps", "start"),
+    [
+        ([], 699, 0.1),
+        ([], 700, 0.07),
+        (["--temperature", "0.1"], 700, 0.1),
+        (["--temperature-scheme", "global"], 700, None),
+    ],
+)
+def test_the_start_suits_the_runs_length_unless_it_is_given(more: list[str], steps: int, start: float | None) -> None:
+    config = flags.parse(["--train-data", "x.tar", "--loss", "queueclip", *more])[1]
+    assert fit_to_length(config, steps).options["temperature"] == start
 
 
 def _divergence_over_the_batch(images: Tensor, texts: Tensor, tau: float) -> float:
