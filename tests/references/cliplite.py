@@ -21,7 +21,7 @@ class NaiveProjection(nn.Module):
         self.shortcut = nn.Linear(embed_dim, projection_dim, bias=False)
         self.layer_norm = nn.LayerNorm(projection_dim)
         self.double()
-        pairs = [
+        self.same_as_ours = [
             (self.block[0].weight, ours.hidden.weight),
             (self.block[1].weight, ours.scale),
             (self.block[1].bias, ours.shift),
@@ -32,9 +32,8 @@ class NaiveProjection(nn.Module):
             (self.layer_norm.bias, ours.layer_norm.bias),
         ]
         with torch.no_grad():
-            for own, value in pairs:
+            for own, value in self.same_as_ours:
                 own.copy_(value)
-        self.same_as_ours = pairs
 
     def forward(self, features: Tensor) -> Tensor:
         return self.layer_norm(self.block(features) + self.shortcut(features))

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# A number for each anchor, image and text.
+Sides = list[list[float]]
+
 
 @dataclass
 class StepResult:
@@ -21,7 +24,7 @@ class StepResult:
     images: Tensor
     texts: Tensor
     logit_scale: float
-    alpha: list[list[float]]
+    alpha: Sides
 
 
 def pair_similarity(images: Tensor, texts: Tensor, side: int, i: int, j: int) -> Tensor:
@@ -81,7 +84,7 @@ def leaves(*tensors: Tensor | float) -> list[Tensor]:
     return [torch.as_tensor(tensor, dtype=torch.float64).detach().clone().requires_grad_() for tensor in tensors]
 
 
-def batch_estimates(images: Tensor, texts: Tensor, tau: list[list[float]], eps: float) -> list[list[float]]:
+def batch_estimates(images: Tensor, texts: Tensor, tau: Sides, eps: float) -> Sides:
     """log(ε + g) of all anchors."""
     return [
         [math.log(eps + inner(images, texts, tau[side][i], side, i).item()) for i in range(len(images))]
@@ -90,7 +93,7 @@ def batch_estimates(images: Tensor, texts: Tensor, tau: list[list[float]], eps: 
 
 
 def encoder_gradients(
-    images: Tensor, texts: Tensor, tau: list[list[float]], alpha: list[list[float]], multiply_by_tau: bool = True
+    images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, multiply_by_tau: bool = True
 ) -> tuple[Tensor, Tensor]:
     """∇_w L = ½ Σ_k mean_i τ_i·exp(−α_k,i)·∇_w g_k,i  [NeuCLIP 4]."""
     images, texts = leaves(images, texts)
@@ -103,15 +106,30 @@ def encoder_gradients(
     return torch.autograd.grad(total, (images, texts))
 
 
-def inner_slope(images: Tensor, texts: Tensor, tau: float, side: int, i: int) -> float:
-    """∂g/∂τ."""
-    (variable,) = leaves(tau)
-    return torch.autograd.grad(inner(images, texts, variable, side, i), variable)[0].item()
-
-
-def mean(sides: list[list[float]]) -> float:
+def mean(sides: Sides | list[list[Tensor]]) -> float | Tensor:
     """½ Σ_k mean_i."""
     return 0.5 * sum(sum(side) / len(side) for side in sides)
+
+
+def robust_mean(images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, eps: float, rho: float) -> float:
+    """The robust objective: the mean of τ·((ε + g)/u + log u + ρ − 1) with α = log u."""
+
+    def of_anchor(k: int, i: int) -> float:
+        estimate = eps + inner(images, texts, tau[k][i], k, i).item()
+        return tau[k][i] * (math.exp(-alpha[k][i]) * estimate + alpha[k][i] + rho - 1)
+
+    return mean([[of_anchor(k, i) for i in range(len(images))] for k in (0, 1)])
+
+
+def robust_slopes(images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, rho: float) -> Sides:
+    """The derivatives of the anchors' parts of it in their τ, where u is held [opt4ml, Algorithm 35]."""
+
+    def of_anchor(k: int, i: int) -> float:
+        s_ii, t, u = positive(images, texts, k, i), tau[k][i], math.exp(alpha[k][i])
+        ells = [(pair_similarity(images, texts, k, i, j) - s_ii).item() for j in negatives(i, len(images))]
+        return math.log(u) + rho - sum(math.exp(ell / t) * ell / t for ell in ells) / (u * len(ells))
+
+    return [[of_anchor(k, i) for i in range(len(images))] for k in (0, 1)]
 
 
 def gamma_of(epoch: int, gamma: float, decay_epochs: int | None) -> float:
@@ -121,6 +139,14 @@ def gamma_of(epoch: int, gamma: float, decay_epochs: int | None) -> float:
     return 0.5 * (1 + math.cos(math.pi * epoch / decay_epochs)) * (1 - gamma) + gamma
 
 
+def by_sample(index: list[int], values: list[float]) -> dict[int, float]:
+    """Each sample's mean, as a batch may have a sample twice."""
+    found: dict[int, list[float]] = {}
+    for sample, value in zip(index, values, strict=True):
+        found.setdefault(sample, []).append(value)
+    return {sample: sum(own) / len(own) for sample, own in found.items()}
+
+
 class MovingAverage:
     """NeuCLIP (3) with u stored as it is, one number for each index and side."""
 
@@ -128,19 +154,14 @@ class MovingAverage:
         self.eps, self.gamma, self.decay_epochs = eps, gamma, decay_epochs
         self.u: list[dict[int, float]] = [{}, {}]
 
-    def update(
-        self, images: Tensor, texts: Tensor, tau: list[list[float]], index: list[int], epoch: int
-    ) -> list[list[float]]:
+    def update(self, images: Tensor, texts: Tensor, tau: Sides, index: list[int], epoch: int) -> Sides:
         """Update the batch's u and return their logarithms."""
         gamma = gamma_of(epoch, self.gamma, self.decay_epochs)
         for side in (0, 1):
-            new: dict[int, list[float]] = {}
-            for i, sample in enumerate(index):
-                estimate = self.eps + inner(images, texts, tau[side][i], side, i).item()
-                old = self.u[side].get(sample, estimate)
-                new.setdefault(sample, []).append((1 - gamma) * old + gamma * estimate)
-            for sample, values in new.items():
-                self.u[side][sample] = sum(values) / len(values)
+            estimates = [self.eps + inner(images, texts, tau[side][i], side, i).item() for i in range(len(index))]
+            pairs = list(zip(index, estimates, strict=True))
+            new = [(1 - gamma) * self.u[side].get(sample, own) + gamma * own for sample, own in pairs]
+            self.u[side] |= by_sample(index, new)
         return [[math.log(self.u[side][sample]) for sample in index] for side in (0, 1)]
 
 
@@ -150,9 +171,7 @@ class MiniBatch:
     def __init__(self, eps: float) -> None:
         self.eps = eps
 
-    def update(
-        self, images: Tensor, texts: Tensor, tau: list[list[float]], index: list[int], epoch: int
-    ) -> list[list[float]]:
+    def update(self, images: Tensor, texts: Tensor, tau: Sides, index: list[int], epoch: int) -> Sides:
         """The batch's own estimates."""
         return batch_estimates(images, texts, tau, self.eps)
 
@@ -165,27 +184,20 @@ class FastClip:
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
         """One step; ``kind`` is constant, global or unscaled."""
-        tau, eps, batch = 1 / logit_scale, self.estimator.eps, len(images)
+        tau, batch = 1 / logit_scale, len(images)
         taus = [[tau] * batch] * 2
         alpha = self.estimator.update(images, texts, taus, index, epoch)
-        g = [[inner(images, texts, tau, side, i).item() for i in range(batch)] for side in (0, 1)]
-        slope = [[inner_slope(images, texts, tau, side, i) for i in range(batch)] for side in (0, 1)]
-        sides = range(2)
         gradients = encoder_gradients(images, texts, taus, alpha, multiply_by_tau=self.kind != "unscaled")
-        over_u = [[math.exp(-alpha[k][i]) for i in range(batch)] for k in sides]
         if self.kind == "unscaled":
-            value = mean([[g[k][i] * over_u[k][i] for i in range(batch)] for k in sides])
-            in_tau = mean([[slope[k][i] * over_u[k][i] for i in range(batch)] for k in sides])
+            (variable,) = leaves(tau)
+            g = [[inner(images, texts, variable, k, i) for i in range(batch)] for k in (0, 1)]
+            total = mean([[g[k][i] * math.exp(-alpha[k][i]) for i in range(batch)] for k in (0, 1)])
+            value, in_tau = total.item(), torch.autograd.grad(total, variable)[0].item()
         else:
-            value = mean([[tau * (over_u[k][i] * (eps + g[k][i]) + alpha[k][i]) for i in range(batch)] for k in sides])
+            rho = self.rho if self.kind == "global" else 1.0
+            value = robust_mean(images, texts, taus, alpha, self.estimator.eps, rho)
             # FastCLIP (13), both sides averaged.
-            in_tau = mean(
-                [[alpha[k][i] + self.rho + tau * over_u[k][i] * slope[k][i] for i in range(batch)] for k in sides]
-            )
-        if self.kind == "global":
-            value += tau * (self.rho - 1)
-        if self.kind == "constant":
-            in_tau = 0.0
+            in_tau = 0.0 if self.kind == "constant" else mean(robust_slopes(images, texts, taus, alpha, rho))
         return StepResult(value, *gradients, -(tau**2) * in_tau, alpha)
 
 
@@ -208,50 +220,49 @@ class InfoNce:
         return StepResult(value.item(), in_images, in_texts, 0.0 if self.constant else in_scale.item(), [])
 
 
+class SampleTemperatures:
+    """A temperature for each sample, learned by Adam [opt4ml, Algorithm 35]."""
+
+    def __init__(self, start: float, bounds: tuple[float, float], lr: float) -> None:
+        self.start, self.bounds, self.lr = start, bounds, lr
+        self.tau: dict[int, float] = {}
+        self.moments: dict[int, tuple[float, float]] = {}
+
+    def of(self, index: list[int]) -> list[float]:
+        """The samples' temperatures."""
+        return [self.tau.get(sample, self.start) for sample in index]
+
+    def learn(self, index: list[int], slopes: list[float], epoch: int) -> None:
+        """One update of each sample, with the mean of its slopes."""
+        beta1, beta2 = (0.9, 0.999) if epoch > 0 else (0.0, 0.0)
+        for sample, slope in by_sample(index, slopes).items():
+            gradient = max(-5.0, min(5.0, slope))
+            first, second = self.moments.get(sample, (0.0, 0.0))
+            first, second = beta1 * first + (1 - beta1) * gradient, beta2 * second + (1 - beta2) * gradient**2
+            self.moments[sample] = (first, second)
+            step = (first / (1 - beta1 ** (epoch + 1))) / (math.sqrt(second / (1 - beta2 ** (epoch + 1))) + 1e-8)
+            tau = self.tau.get(sample, self.start) - self.lr * step
+            self.tau[sample] = max(self.bounds[0], min(self.bounds[1], tau))
+
+
 class PerSample:
-    """iSogCLR / FastCLIP-v2: [opt4ml, Algorithm 35], with Adam for each sample."""
+    """iSogCLR / FastCLIP-v2."""
 
     def __init__(
         self, estimator: MovingAverage, rho: float, start: float, bounds: tuple[float, float], lr: float
     ) -> None:
-        self.estimator, self.rho, self.start, self.bounds, self.lr = estimator, rho, start, bounds, lr
-        self.tau: list[dict[int, float]] = [{}, {}]
-        self.moments: list[dict[int, tuple[float, float]]] = [{}, {}]
+        self.estimator, self.rho = estimator, rho
+        self.temperatures = [SampleTemperatures(start, bounds, lr) for _ in range(2)]
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
         """One step; the logit scale plays no part."""
-        batch, eps = len(images), self.estimator.eps
-        tau = [[self.tau[k].get(sample, self.start) for sample in index] for k in (0, 1)]
+        tau = [side.of(index) for side in self.temperatures]
         alpha = self.estimator.update(images, texts, tau, index, epoch)
         gradients = encoder_gradients(images, texts, tau, alpha)
-        value = 0.0
-        for k in (0, 1):
-            found: dict[int, list[float]] = {}
-            for i, sample in enumerate(index):
-                t, u = tau[k][i], math.exp(alpha[k][i])
-                value += (
-                    0.5 * t * ((eps + inner(images, texts, t, k, i).item()) / u + alpha[k][i] + self.rho - 1) / batch
-                )
-                total = 0.0
-                others = negatives(i, batch)
-                for j in others:
-                    ell = (pair_similarity(images, texts, k, i, j) - positive(images, texts, k, i)).item()
-                    total += math.exp(ell / t) * ell / t
-                found.setdefault(sample, []).append(math.log(u) + self.rho - total / (u * len(others)))
-            for sample, slopes in found.items():
-                self._update(k, sample, sum(slopes) / len(slopes), epoch)
+        value = robust_mean(images, texts, tau, alpha, self.estimator.eps, self.rho)
+        for side, slopes in enumerate(robust_slopes(images, texts, tau, alpha, self.rho)):
+            self.temperatures[side].learn(index, slopes, epoch)
         return StepResult(value, *gradients, 0.0, alpha)
-
-    def _update(self, k: int, sample: int, gradient: float, epoch: int) -> None:
-        gradient = max(-5.0, min(5.0, gradient))
-        beta1, beta2 = (0.9, 0.999) if epoch > 0 else (0.0, 0.0)
-        first, second = self.moments[k].get(sample, (0.0, 0.0))
-        first = beta1 * first + (1 - beta1) * gradient
-        second = beta2 * second + (1 - beta2) * gradient**2
-        self.moments[k][sample] = (first, second)
-        step = (first / (1 - beta1 ** (epoch + 1))) / (math.sqrt(second / (1 - beta2 ** (epoch + 1))) + 1e-8)
-        tau = self.tau[k].get(sample, self.start) - self.lr * step
-        self.tau[k][sample] = max(self.bounds[0], min(self.bounds[1], tau))
 
 
 class TwoGlobal:
@@ -260,41 +271,22 @@ class TwoGlobal:
     def __init__(
         self, estimator: MovingAverage, rho: float, start: float, bounds: tuple[float, float], lr: float
     ) -> None:
-        self.estimator, self.rho, self.bounds, self.lr = estimator, rho, bounds, lr
-        self.tau = [start, start]
-        self.moments = [[0.0, 0.0], [0.0, 0.0]]
-        self.steps = 0
+        self.estimator, self.rho, self.bounds = estimator, rho, bounds
+        self.log_tau = leaves(math.log(start), math.log(start))
+        self.adam = torch.optim.Adam(self.log_tau, lr)
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
         """One step; the logit scale plays no part."""
-        batch, eps = len(images), self.estimator.eps
-        tau = [[self.tau[k]] * batch for k in (0, 1)]
+        tau = [[math.exp(side)] * len(images) for side in self.log_tau]
         alpha = self.estimator.update(images, texts, tau, index, epoch)
         gradients = encoder_gradients(images, texts, tau, alpha)
-        value = 0.0
-        self.steps += 1
-        for k, t in enumerate(list(self.tau)):
-            slope = 0.0
-            for i in range(batch):
-                u, others = math.exp(alpha[k][i]), negatives(i, batch)
-                value += (
-                    0.5 * t * ((eps + inner(images, texts, t, k, i).item()) / u + alpha[k][i] + self.rho - 1) / batch
-                )
-                ells = [
-                    (pair_similarity(images, texts, k, i, j) - positive(images, texts, k, i)).item() for j in others
-                ]
-                total = sum(math.exp(ell / t) * ell / t for ell in ells)
-                slope += (alpha[k][i] + self.rho - total / (u * len(others))) / batch
-            self._update(k, slope * t)
+        value = robust_mean(images, texts, tau, alpha, self.estimator.eps, self.rho)
+        for side, slopes in enumerate(robust_slopes(images, texts, tau, alpha, self.rho)):
+            (self.log_tau[side].grad,) = leaves(sum(slopes) / len(slopes) * tau[side][0])
+        self.adam.step()
+        for side in self.log_tau:
+            side.data.clamp_(*map(math.log, self.bounds))
         return StepResult(value, *gradients, 0.0, alpha)
-
-    def _update(self, k: int, gradient: float) -> None:
-        first, second = self.moments[k]
-        first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
-        self.moments[k] = [first, second]
-        step = (first / (1 - 0.9**self.steps)) / (math.sqrt(second / (1 - 0.999**self.steps)) + 1e-8)
-        tau = math.exp(math.log(self.tau[k]) - self.lr * step)
-        self.tau[k] = max(self.bounds[0], min(self.bounds[1], tau))
 
 
 class Solved:
@@ -318,20 +310,13 @@ class Solved:
             tau = [[math.exp(self._bisection(images, texts, [(k, i)])) for i in range(batch)] for k in sides]
         alpha = self.estimator.update(images, texts, tau, index, epoch)
         gradients = encoder_gradients(images, texts, tau, alpha)
-        terms = [
-            [
-                tau[k][i]
-                * (math.exp(-alpha[k][i]) * (eps + inner(images, texts, tau[k][i], k, i).item()) + alpha[k][i])
-                for i in range(batch)
-            ]
-            for k in sides
-        ]
+        value = robust_mean(images, texts, tau, alpha, eps, rho=1.0)
         if full:
             anchors = [(k, i) for k in sides for i in range(batch)]
             self.log_tau += 0.01 * (self._bisection(images, texts, anchors) - self.log_tau)
         self.log_tau = max(math.log(0.01), min(0.0, self.log_tau))
         self.newest = [*self.newest, *zip(images, texts, strict=True)][-self.m :]
-        return StepResult(mean(terms), *gradients, 0.0, alpha)
+        return StepResult(value, *gradients, 0.0, alpha)
 
     def _divergence(self, images: Tensor, texts: Tensor, k: int, i: int, tau: float) -> float:
         scaled = [((images[i] @ text if k == 0 else texts[i] @ image) / tau).item() for image, text in self.newest]

@@ -6,6 +6,7 @@ Start values are given from outside, as both are random.
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,13 @@ from tests.references.contrastive import (
     encoder_gradients,
     inner,
     leaves,
-    mean,
     negatives,
     pair_similarity,
     positive,
+    robust_mean,
+    robust_slopes,
 )
+from tests.references.prototypes import unified_step
 
 
 class Mlp(nn.Module):
@@ -68,38 +71,33 @@ def amortization_loss(
     if name == "kl-printed":
         return weight * ratio * torch.log(ratio) + l2_log_weight * squared
     if name == "js":
-        return (
-            weight * 0.5 * (ratio * torch.log(ratio) - (ratio + 1) * torch.log((ratio + 1) / 2))
-            + l2_log_weight * squared
-        )
+        middle = (ratio + 1) * torch.log((ratio + 1) / 2)
+        return weight * 0.5 * (ratio * torch.log(ratio) - middle) + l2_log_weight * squared
     return tau * (ratio + log_lambda)
 
 
+@dataclass
 class AmortizedPartition:
     """Networks, their targets and last epoch's: Algorithm 1 without the encoders."""
 
-    def __init__(
-        self,
-        networks: list[Mlp],
-        *,
-        updates: int,
-        lr: float,
-        objective: str,
-        l2_log_weight: float,
-        fit_every: int,
-        target_every: int,
-        ema_decay: float,
-        previous_weight: float,
-        epochs: int,
-        fresh: Callable[[int], list[Mlp]] | None,
-    ) -> None:
-        self.updates, self.lr, self.objective, self.l2_log_weight = updates, lr, objective, l2_log_weight
-        self.fit_every, self.target_every, self.ema_decay = fit_every, target_every, ema_decay
-        self.previous_weight, self.epochs, self.fresh = previous_weight, epochs, fresh
-        self.epoch = 0
-        self.k = 0
-        self._begin(networks)
-        self.previous = copy.deepcopy(networks)
+    networks: list[Mlp]
+    _: KW_ONLY
+    updates: int
+    lr: float
+    objective: str
+    l2_log_weight: float
+    fit_every: int
+    target_every: int
+    ema_decay: float
+    previous_weight: float
+    epochs: int
+    fresh: Callable[[int], list[Mlp]] | None
+    epoch: int = 0
+    k: int = 0
+
+    def __post_init__(self) -> None:
+        self._begin(self.networks)
+        self.previous = copy.deepcopy(self.networks)
 
     def _begin(self, networks: list[Mlp]) -> None:
         self.online = copy.deepcopy(networks)
@@ -201,22 +199,18 @@ class NeuClipMlp:
         if epoch != self.amortized.epoch:
             self.amortized.start_epoch(epoch)
         tau, batch = 1 / logit_scale, len(images)
-        s_ii = [[positive(images, texts, k, i).item() for i in range(batch)] for k in (0, 1)]
+        s_ii = [[positive(images, texts, k, i) for i in range(batch)] for k in (0, 1)]
         log_z = [
-            [math.log(self.eps + inner(images, texts, tau, k, i).item()) + s_ii[k][i] / tau for i in range(batch)]
+            [
+                math.log(self.eps + inner(images, texts, tau, k, i).item()) + s_ii[k][i].item() / tau
+                for i in range(batch)
+            ]
             for k in (0, 1)
         ]
         self.amortized.step(images, texts, logit_scale, log_z)
         log_lambda = self.amortized.log_lambda(images, texts)
         alpha = [[log_lambda[k][i] - s_ii[k][i] / tau for i in range(batch)] for k in (0, 1)]
-        gradients = encoder_gradients(images, texts, [[tau] * batch] * 2, alpha)
-        (variable,) = leaves(logit_scale)
-        total = (self.rho - 1) / variable
-        for k in (0, 1):
-            for i in range(batch):
-                g = inner(images, texts, 1 / variable, k, i)
-                total = total + 0.5 / variable * (math.exp(-alpha[k][i]) * (self.eps + g) + alpha[k][i]) / batch
-        return StepResult(total.item(), *gradients, torch.autograd.grad(total, variable)[0].item(), alpha)
+        return unified_step(images, texts, logit_scale, lambda images, texts: alpha, self.eps, self.rho, False)
 
 
 class TemperatureNet(nn.Module):
@@ -242,28 +236,25 @@ class TemperatureNet(nn.Module):
         return tau.clamp(*bounds)
 
 
+@dataclass
 class TempNet:
-    """SogCLR's estimator with predicted temperatures."""
+    """SogCLR's estimator with predicted temperatures; ``keep(call, B)`` gives dropout's mask (2, B, d)."""
 
-    def __init__(
-        self,
-        networks: list[TemperatureNet],
-        estimator: MovingAverage,
-        *,
-        rho: float,
-        bounds: tuple[float, float],
-        lr: float,
-        keep: Callable[[int, int], Tensor],
-    ) -> None:
-        self.networks, self.estimator, self.rho, self.bounds, self.lr = networks, estimator, rho, bounds, lr
-        self.keep = keep
-        self.calls = 0
-        self.adam = [torch.optim.Adam(network.parameters()) for network in networks]
+    networks: list[TemperatureNet]
+    estimator: MovingAverage
+    _: KW_ONLY
+    rho: float
+    bounds: tuple[float, float]
+    lr: float
+    keep: Callable[[int, int], Tensor]
+    calls: int = 0
+
+    def __post_init__(self) -> None:
+        self.adam = [torch.optim.Adam(network.parameters()) for network in self.networks]
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """One step; ``keep(call, B)`` gives dropout's mask (2, B, d)."""
-        batch, eps = len(images), self.estimator.eps
-        keep = self.keep(self.calls, batch).double()
+        """One step; the logit scale plays no part."""
+        keep = self.keep(self.calls, len(images)).double()
         self.calls += 1
         predicted = [
             self.networks[k](features, keep[k], self.rho, self.bounds) for k, features in enumerate((images, texts))
@@ -271,21 +262,11 @@ class TempNet:
         tau = [side.tolist() for side in predicted]
         alpha = self.estimator.update(images, texts, tau, index, epoch)
         gradients = encoder_gradients(images, texts, tau, alpha)
-        values: list[list[float]] = [[], []]
-        for k in (0, 1):
-            slopes = []
-            for i in range(batch):
-                t, u = tau[k][i], math.exp(alpha[k][i])
-                values[k].append(t * ((eps + inner(images, texts, t, k, i).item()) / u + alpha[k][i] + self.rho - 1))
-                total = 0.0
-                others = negatives(i, batch)
-                for j in others:
-                    ell = (pair_similarity(images, texts, k, i, j) - positive(images, texts, k, i)).item()
-                    total += math.exp(ell / t) * ell / t
-                slopes.append(math.log(u) + self.rho - total / (u * len(others)))
+        value = robust_mean(images, texts, tau, alpha, self.estimator.eps, self.rho)
+        for k, slopes in enumerate(robust_slopes(images, texts, tau, alpha, self.rho)):
             for group in self.adam[k].param_groups:
                 group["lr"] = self.lr * 0.9**epoch
             self.adam[k].zero_grad()
             (predicted[k] * torch.tensor(slopes, dtype=torch.float64)).mean().backward()
             self.adam[k].step()
-        return StepResult(mean(values), *gradients, 0.0, alpha)
+        return StepResult(value, *gradients, 0.0, alpha)

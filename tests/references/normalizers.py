@@ -13,7 +13,7 @@ def exact_log_normalizers(
     anchors: list[int],
     tau: torch.Tensor,
     eps: float,
-    include_positive: int | None = None,
+    batch: int | None = None,
 ) -> torch.Tensor:
     """``log(ε + g_i(S))``, or with AmorLIP's positive pair ``log((1 + (B−1)·g_i(S))/B)``: ``(2, A)``."""
     images, texts = images.double(), texts.double()
@@ -21,6 +21,6 @@ def exact_log_normalizers(
     for side in (0, 1):
         for number, i in enumerate(anchors):
             g = inner(images, texts, tau[side, number].item(), side, i).item()
-            batch = include_positive
-            result[side, number] = math.log(eps + g) if batch is None else math.log((1 + (batch - 1) * g) / batch)
+            total = eps + g if batch is None else (1 + (batch - 1) * g) / batch
+            result[side, number] = math.log(total)
     return result

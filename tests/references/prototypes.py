@@ -1,6 +1,7 @@
 """NeuCLIP's Algorithm 1 and the queue with autograd, ``torch.optim.Adagrad`` and lists; nothing of the package is used."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -85,6 +86,7 @@ def unified_step(
     return StepResult(total.item(), *gradients[:2], gradients[2].item(), [[a.item() for a in side] for side in alpha])
 
 
+@dataclass(kw_only=True)
 class NeuClip:
     """Algorithm 1 with AdaGrad; Algorithm 3's order with ``simultaneous``.
 
@@ -92,27 +94,22 @@ class NeuClip:
     smaller objective on its batch than the recent embeddings; else, and in the step of a restart, with the latter.
     """
 
-    def __init__(
-        self,
-        *,
-        m: int,
-        restart_every: int | None,
-        updates: int,
-        lr: float,
-        eps: float,
-        rho: float,
-        objective: str = "unified",
-        reset: bool = True,
-        weight_decay: float = 0.0,
-        simultaneous: bool = False,
-        verify_fit: bool = False,
-        alpha_gradient: bool = True,
-    ) -> None:
-        self.recent = Recent(m)
-        self.restart_every, self.updates, self.lr, self.eps, self.rho = restart_every, updates, lr, eps, rho
-        self.objective, self.reset, self.simultaneous = objective, reset, simultaneous
-        self.weight_decay = weight_decay
-        self.verify_fit, self.alpha_gradient = verify_fit and updates > 0, alpha_gradient
+    m: int
+    restart_every: int | None
+    updates: int
+    lr: float
+    eps: float
+    rho: float
+    objective: str = "unified"
+    reset: bool = True
+    weight_decay: float = 0.0
+    simultaneous: bool = False
+    verify_fit: bool = False
+    alpha_gradient: bool = True
+
+    def __post_init__(self) -> None:
+        self.recent = Recent(self.m)
+        self.verify_fit = self.verify_fit and self.updates > 0
         self.t = 0
         self.prototypes: list[Tensor] = []
         self.optimizer: torch.optim.Adagrad | None = None
@@ -138,14 +135,11 @@ class NeuClip:
     def _fit_is_better(self, images: Tensor, texts: Tensor, tau: float) -> bool:
         if self._restarts():
             return False
-        totals = []
-        for candidates in (self.prototypes, self.recent.repeated()):
-            total = 0.0
-            for side in (0, 1):
-                for i, a in enumerate(predicted(images, texts, candidates[side].detach(), tau, self.eps, side)):
-                    total += tau * (math.exp(-a) * (self.eps + inner(images, texts, tau, side, i).item()) + a.item())
-            totals.append(total)
-        return totals[0] < totals[1]
+        fitted, recent = (
+            self._distance(candidates, images, texts, tau, "unified")
+            for candidates in (self.prototypes, self.recent.repeated())
+        )
+        return bool(fitted < recent)
 
     def _restarts(self) -> bool:
         return self.t == 0 if self.restart_every is None else self.t % self.restart_every == 0
@@ -164,17 +158,20 @@ class NeuClip:
 
     def _update(self, images: Tensor, texts: Tensor, tau: float) -> None:
         self.optimizer.zero_grad()
+        self._distance(self.prototypes, images, texts, tau, self.objective).backward()
+        self.optimizer.step()
+
+    def _distance(self, prototypes: list[Tensor], images: Tensor, texts: Tensor, tau: float, objective: str) -> Tensor:
+        """What the prototypes are fitted to minimize."""
         total = torch.zeros((), dtype=torch.float64)
         for side in (0, 1):
-            alpha = predicted(images, texts, self.prototypes[side], tau, self.eps, side)
-            for i, a in enumerate(alpha):
+            for i, a in enumerate(predicted(images, texts, prototypes[side], tau, self.eps, side)):
                 g = inner(images, texts, tau, side, i).item()
-                if self.objective == "unified":
+                if objective == "unified":
                     total = total + tau * (torch.exp(-a) * (self.eps + g) + a) / len(images)
                 else:
                     total = total + 0.5 * (a - math.log(self.eps + g)) ** 2 / len(images)
-        total.backward()
-        self.optimizer.step()
+        return total
 
 
 class QueueClip:

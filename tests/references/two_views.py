@@ -6,7 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.references.contrastive import StepResult, leaves
+from tests.references.contrastive import SampleTemperatures, StepResult, by_sample, gamma_of, leaves
+
+
+def negatives_of(views: list[Tensor], i: int) -> list[Tensor]:
+    """Both views of all other images."""
+    return [view[j] for view in views for j in range(len(view)) if j != i]
 
 
 class TwoViews:
@@ -30,10 +35,9 @@ class TwoViews:
     ) -> None:
         self.with_positive = with_positive
         self.learned = learned
-        self.taus: dict[int, float] = {}
-        self.moments: dict[int, tuple[float, float]] = {}
         self.weights = [value.detach().double().clone() for value in projector.parameters()]
         self.tau = tau
+        self.temperatures = SampleTemperatures(tau, (0.01, 1.0), 0.0 if learned is None else learned[1])
         self.average = average
         self.u: dict[int, float] = {}
 
@@ -63,55 +67,50 @@ class TwoViews:
             left_out = {anchor} if self.with_positive else {anchor, positive}
             others = [z for z in range(2 * batch) if z not in left_out]
             denominator = sum(torch.exp(everything[anchor] @ everything[z] / self.tau) for z in others)
-            total = total - torch.log(torch.exp(everything[anchor] @ everything[positive] / self.tau) / denominator)
-        mean = total / (2 * batch)
-        return mean.item(), mean
+            share = torch.exp(everything[anchor] @ everything[positive] / self.tau) / denominator
+            total = total - torch.log(share) / (2 * batch)
+        return total.item(), total
 
     def _sogclr(self, views: list[Tensor], index: list[int], epoch: int) -> tuple[float, Tensor]:
         """``dcl`` of [opt4ml] for both views, with each anchor's own new u; an image keeps the mean of its views'."""
-        gamma, eps = self._gamma(epoch), self.average[2]
+        gamma, eps = gamma_of(epoch, *self.average[:2]), self.average[2]
         batch = len(index)
         value, surrogate = 0.0, torch.zeros((), dtype=torch.float64)
-        new: dict[int, list[float]] = {}
+        new = []
         for view in (0, 1):
             for i in range(batch):
                 anchor, positive = views[view][i], views[1 - view][i]
-                negatives = [views[side][j] for side in (0, 1) for j in range(batch) if j != i]
+                negatives = negatives_of(views, i)
                 estimate = sum(math.exp((anchor @ z).item() / self.tau) for z in negatives) / len(negatives)
                 old = self.u.get(index[i])
                 u = estimate if old is None else (1 - gamma) * old + gamma * estimate
-                new.setdefault(index[i], []).append(u)
+                new.append(u)
                 value += (-(anchor @ positive).item() + self.tau * math.log(eps + u)) / (2 * batch)
                 for z in negatives:
                     p = math.exp((anchor @ z).item() / self.tau) / (eps + u) / len(negatives)
                     surrogate = surrogate + p * (anchor @ z) / (2 * batch)
                 surrogate = surrogate - anchor @ positive / (2 * batch)
-        self.u |= {sample: sum(values) / len(values) for sample, values in new.items()}
+        self.u |= by_sample(2 * index, new)
         return value, surrogate
 
     def _isogclr(self, views: list[Tensor], index: list[int], epoch: int) -> tuple[float, Tensor]:
         """[opt4ml, Algorithm 35]; the views of an image share its u, their mean, and its temperature, learned by Adam."""
-        gamma, eps = self._gamma(epoch), self.average[2]
+        gamma, eps = gamma_of(epoch, *self.average[:2]), self.average[2]
         batch = len(index)
         anchors = [(view, i) for view in (0, 1) for i in range(batch)]
         ells = {
-            (view, i): [
-                views[view][i] @ (views[side][j] - views[1 - view][i])
-                for side in (0, 1)
-                for j in range(batch)
-                if j != i
-            ]
+            (view, i): [views[view][i] @ (z - views[1 - view][i]) for z in negatives_of(views, i)]
             for view, i in anchors
         }
-        tau = [self.taus.get(sample, self.tau) for sample in index]
-        new: dict[int, list[float]] = {}
+        tau = self.temperatures.of(index)
+        new = []
         for view, i in anchors:
             estimate = eps + sum(math.exp(ell.item() / tau[i]) for ell in ells[view, i]) / len(ells[view, i])
             old = self.u.get(index[i])
-            new.setdefault(index[i], []).append(estimate if old is None else (1 - gamma) * old + gamma * estimate)
-        self.u |= {sample: sum(values) / len(values) for sample, values in new.items()}
+            new.append(estimate if old is None else (1 - gamma) * old + gamma * estimate)
+        self.u |= by_sample(2 * index, new)
         value, surrogate = 0.0, torch.zeros((), dtype=torch.float64)
-        slopes: dict[int, list[float]] = {}
+        slopes = []
         for view, i in anchors:
             u, t = self.u[index[i]], tau[i]
             terms = [math.exp(ell.item() / t) / len(ells[view, i]) for ell in ells[view, i]]
@@ -119,22 +118,6 @@ class TwoViews:
             for term, ell in zip(terms, ells[view, i], strict=True):
                 surrogate = surrogate + term / u * ell / (2 * batch)
             mean_ell = sum(term * ell.item() / t for term, ell in zip(terms, ells[view, i], strict=True)) / u
-            slopes.setdefault(index[i], []).append(math.log(u) + self.learned[0] - mean_ell)
-        for sample, found in slopes.items():
-            self._learn(sample, sum(found) / len(found), epoch)
+            slopes.append(math.log(u) + self.learned[0] - mean_ell)
+        self.temperatures.learn(2 * index, slopes, epoch)
         return value, surrogate
-
-    def _learn(self, sample: int, gradient: float, epoch: int) -> None:
-        gradient = max(-5.0, min(5.0, gradient))
-        beta1, beta2 = (0.9, 0.999) if epoch > 0 else (0.0, 0.0)
-        first, second = self.moments.get(sample, (0.0, 0.0))
-        first, second = beta1 * first + (1 - beta1) * gradient, beta2 * second + (1 - beta2) * gradient**2
-        self.moments[sample] = (first, second)
-        step = (first / (1 - beta1 ** (epoch + 1))) / (math.sqrt(second / (1 - beta2 ** (epoch + 1))) + 1e-8)
-        self.taus[sample] = max(0.01, min(1.0, self.taus.get(sample, self.tau) - self.learned[1] * step))
-
-    def _gamma(self, epoch: int) -> float:
-        gamma, decay_epochs, _ = self.average
-        if decay_epochs is None:
-            return gamma
-        return gamma + 0.5 * (1 - gamma) * (1 + math.cos(math.pi * min(epoch / decay_epochs, 1)))
