@@ -1,7 +1,5 @@
 """The command line: OpenCLIP's flags keep their meaning, ours are checked against the chosen loss."""
 
-import re
-
 import pytest
 
 from openclip_ext.losses.options import HARD_SHARE
@@ -14,10 +12,8 @@ from openclip_ext.training.flags import parse
 from openclip_ext.training.parser import build_parser
 
 
-def test_openclips_command_parses_unchanged():
-    argv = ["--train-data", "x.tar", "--batch-size", "32", "--siglip", "--precision", "amp_bf16", "--accum-freq", "2"]
-    args, loss = parse(argv)
-    assert (args.train_data, args.batch_size, args.precision, args.accum_freq) == ("x.tar", 32, "amp_bf16", 2)
+def test_the_loss_is_openclips_or_the_one_that_openclips_flag_says():
+    args, loss = parse(["--siglip"])
     assert loss.name == args.loss == "siglip"
     assert parse([])[1].name == "openclip"
 
@@ -48,8 +44,6 @@ def test_our_flags_are_not_abbreviated():
     assert args.loss_dist_impl is None
     with pytest.raises(UsageError, match="--prototyp is none of OpenCLIP's flags and the beginning of --prototypes"):
         parse(["--loss", "neuclip", "--prototyp", "8"])
-    with pytest.raises(UsageError, match=r"--los is none .* of --loss, --loss-option, --loss-eps: write it out"):
-        parse(["--los=neuclip"])
     assert parse(["--batch-s", "8"])[0].batch_size == 8  # as OpenCLIP does
 
 
@@ -68,22 +62,9 @@ def test_a_recipe_combines_with_another_part():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--loss", "neuclp"], "neuclip"),
-        (["--loss", "openclip", "--rho", "5"], "--rho: not used by the loss 'openclip'"),
-        (["--loss", "neuclip", "--gamma", "0.5"], "--gamma: not used by the loss 'neuclip'"),
-        (["--batch-sizes", "4"], "did you mean --batch-size"),
-        (["--loss", "fastclip", "--siglip"], "--siglip and --loss fastclip"),
-        (["--resume", "latest"], "--resume latest needs --name"),
         (["--horovod"], "torchrun"),
-        (["--recipe", "cc4m"], "cc3m"),
-        (["--recipe", "dfn14m", "--loss", "tempnet"], "no published settings"),
+        (["--trace", "--train-data", "x.tar"], "--trace is for evaluation only"),
         (["--distill-model", "RN50"], "distillation"),
-        (["--accum-freq", "0"], "--accum-freq 0: expected an integer >= 1"),
-        (["--log-every-n-steps", "0"], "--log-every-n-steps 0: expected an integer >= 1"),
-        (["--warmup=-5"], "--warmup -5: expected an integer >= 0"),
-        (["--wd", "nan"], "--wd nan: expected a number >= 0"),
-        (["--grad-clip-norm", "0"], "--grad-clip-norm 0.0: expected a number > 0"),
-        (["--beta1", "1.5"], "--beta1 1.5: expected a number >= 0, below 1"),
         (["--lr-scheduler", "const-cooldown", "--epochs-cooldown", "50"], "50, more than --epochs 32"),
         (["--epochs-cooldown", "5"], "--epochs-cooldown needs --lr-scheduler const-cooldown"),
         (["--lr-scheduler", "const-cooldown"], "needs --lr-scheduler const-cooldown, and the other way round"),
@@ -95,14 +76,12 @@ def test_a_recipe_combines_with_another_part():
         (["--rho", "3", "--hard-share", "0.5", "--loss", "fastclip"], "--rho and --hard-share say the same"),
         (["--dataset-type", "synthetic", "--val-data", "val.tar"], "reads no files, not those of --val-data val.tar"),
         (["--eval-suite", "quick"], "--eval-data-dir"),
-        (["--max-bad-fraction", "2"], "--max-bad-fraction: '2': expected a number >= 0, at most 1"),
         (["--train-data-upsampling-factors", "1::2"], "--dataset-resampled"),
         (["--fsdp-no-reshard-after-forward"], "needs --fsdp"),
         (["--fsdp", "--ddp-static-graph"], "--fsdp replaces"),
         (["--ddp-static-graph", "--accum-freq", "2"], "--ddp-static-graph and --accum-freq 2: PyTorch's static graph"),
         (["--image-backend", "torchvision"], "--image-backend needs --train-data"),
         (["--loss", "neuclip", "--views", "2"], "--views 2: neuclip compares images with texts; .* simclr, sogclr"),
-        (["--loss", "openclip", "--views", "2"], "--views 2: openclip compares images with texts"),
         (["--loss", "sogclr", "--views", "2", "--rho", "5"], "--rho: not used by the loss 'sogclr with --views 2'"),
         (["--loss", "sogclr", "--projection-dim", "8"], "--projection-dim: not used by the loss 'sogclr'"),
         (["--recipe", "cc3m", "--loss", "sogclr", "--views", "2"], "is for images with texts, not for --views 2"),
@@ -114,13 +93,6 @@ def test_wrong_command_lines_are_refused_with_the_reason(argv, message):
         parse(argv)
 
 
-@pytest.mark.parametrize("argv", [["--no-such-flag"], ["--loss", "neuclip", "--prototypes", "0"], ["--rho", "large"]])
-def test_what_argparse_refuses_is_named_without_the_usage(argv, capsys):
-    with pytest.raises(UsageError, match=f"^.*{argv[-2 if len(argv) > 1 else 0]}.*; --help lists the flags$"):
-        parse(argv)
-    assert not capsys.readouterr().err
-
-
 def help_of(capsys, *argv):
     with pytest.raises(SystemExit) as stop:
         parse([*argv])
@@ -130,10 +102,6 @@ def help_of(capsys, *argv):
 
 def test_the_help_has_every_flag_with_the_losses_defaults(capsys):
     short = help_of(capsys, "--help")
-    start = short.splitlines()[:20]
-    assert start[0].startswith("usage: openclip-ext train") and "openclip-ext train --loss queueclip" in start[2]
-    assert [line.split()[0] for line in start if line.startswith("  --")][:3] == ["--loss", "--train-data", "--model"]
-    assert next(line for line in short.splitlines() if line.startswith("  neuclip  ")).endswith("inside each step")
     assert set(flag_table.from_file().defaults) <= set(short.split())
     assert {"--local-loss", "--train-data", "--aug-cfg", "--save-every-steps", "--recipe"} <= set(short.split())
     assert len(short.splitlines()) < 90 and max(map(len, short.splitlines())) <= 125
@@ -177,16 +145,10 @@ def test_every_field_of_a_configuration_names_a_flag_with_its_default():
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_an_option_of_the_loss_by_its_name(joined):
-    words = ["prototypes=64", "restart_every=none", "normalizer-reset=false", "simultaneous=true", "verify_fit=false"]
+    words = ["prototypes=64", "restart_every=none", "normalizer-reset=false", "simultaneous=true"]
     flags = [part for word in words for part in ([f"--loss-option={word}"] if joined else ["--loss-option", word])]
     _, loss = parse(["--loss", "neuclip", "--train-data", "x.tar", *flags])
-    wanted = {
-        "prototypes": 64,
-        "restart_every": None,
-        "normalizer_reset": False,
-        "simultaneous": True,
-        "verify_fit": False,
-    }
+    wanted = {"prototypes": 64, "restart_every": None, "normalizer_reset": False, "simultaneous": True}
     assert wanted.items() <= loss.options.items()
 
 
@@ -209,29 +171,7 @@ def test_messages_name_the_spelling_of_today():
         parse(["--loss", "neuclip", "--loss-option", "eps=-1"])
 
 
-@pytest.mark.parametrize(
-    ("argv", "name", "value"),
-    [
-        (["--text-key", "txt;caption"], "caption_key", "txt;caption"),
-        (["--json-text-key", "long;short"], "caption_key", "json:long;json:short"),
-        (["--json-text-key=caption"], "caption_key", "json:caption"),
-        (["--visual-layer-decay=0.7"], "image_layer_decay", 0.7),
-        (["--image-key", "png"], "image_key", "png"),
-    ],
-)
-def test_the_names_of_openclips_main_branch_work(argv, name, value):
-    assert getattr(parse(["--train-data", "x.tar", *argv])[0], name) == value
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("prototyps=64", "no loss has 'prototyps'; did you mean prototypes?; openclip-ext losses LOSS lists the names"),
-        ("prototypes", "--loss-option: prototypes: expected NAME=VALUE"),
-        ("gamma=0.5", "gamma"),
-        ("prototypes=0", "prototypes"),
-    ],
-)
-def test_a_wrong_option_of_the_loss_is_refused(word, message):
-    with pytest.raises(UsageError, match=re.escape(message)):
-        parse(["--loss", "neuclip", "--train-data", "x.tar", "--loss-option", word])
+def test_the_names_of_openclips_main_branch_work():
+    args, _ = parse(["--train-data", "x.tar", "--json-text-key", "long;short", "--visual-layer-decay=0.7"])
+    assert (args.caption_key, args.image_layer_decay) == ("json:long;json:short", 0.7)
+    assert parse(["--text-key", "txt;caption"])[0].caption_key == "txt;caption"
