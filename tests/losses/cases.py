@@ -1,11 +1,12 @@
 """Every loss and switch with its naive reference, as one list: single-process, distributed and resume tests go through it."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses.amorlip import TwoSidedMlp
@@ -250,13 +251,11 @@ CASES: dict[str, Case] = {
     "tempnet": Case("tempnet", _tempnet, _DECAY | {"lr_tau": 1e-3}),
     "amorlip": _amorlip(),
     "amorlip-negatives": _amorlip(negatives_only=True),
-    "amorlip-kl": _amorlip(normalizer_objective="kl"),
     "amorlip-kl-printed": _amorlip(normalizer_objective="kl-printed", reinitialize=False),
-    "amorlip-kl-more-l2-log": _amorlip(normalizer_objective="kl", l2_log_weight=0.7),
+    "amorlip-kl": _amorlip(normalizer_objective="kl", l2_log_weight=0.7),
     "amorlip-js": _amorlip(normalizer_objective="js", fit_every=1, target_every=2),
     "neuclip": _neuclip(),
     "neuclip-few": _neuclip(prototypes=4),
-    "neuclip-equal": _neuclip(prototypes=6),
     "neuclip-many": _neuclip(prototypes=25, restart_every=2),
     "neuclip-never": _neuclip(restart_every=None),
     "neuclip-decay": _neuclip(normalizer_weight_decay=0.3, normalizer_lr=0.1),
@@ -317,6 +316,13 @@ CASES |= {
 }
 
 
+def create_any(name: str, **options: Any) -> ContrastiveLoss:
+    """A case's loss, or one of the registry with its defaults."""
+    if name in CASES:
+        return CASES[name].create(**options)
+    return create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options)
+
+
 @dataclass
 class Step:
     """Inputs of one step."""
@@ -327,6 +333,26 @@ class Step:
     index: list[int]
     epoch: int
     labels: list[Any] = field(default_factory=list)
+
+
+class TwoTowers(nn.Module):
+    """Two linear encoders, and OpenCLIP's parameters."""
+
+    def __init__(
+        self, inputs: int, width: int, logit_scale: float | None = None, logit_bias: float | None = -10.0
+    ) -> None:
+        super().__init__()
+        self.image, self.text = (nn.Linear(inputs, width, bias=False) for _ in range(2))
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07) if logit_scale is None else logit_scale))
+        self.logit_bias = None if logit_bias is None else nn.Parameter(torch.tensor(logit_bias))
+
+    def forward(self, images: Tensor, texts: Tensor) -> dict[str, Tensor | None]:
+        return {
+            "image_features": unit(self.image(images)),
+            "text_features": unit(self.text(texts)),
+            "logit_scale": self.logit_scale.exp(),
+            "logit_bias": self.logit_bias,
+        }
 
 
 def unit(features: Tensor) -> Tensor:
@@ -353,9 +379,13 @@ def make_steps(number: int = 5, batch: int = 6, seed: int = 0, duplicates: bool 
 
 
 def run_step(
-    loss: ContrastiveLoss, step: Step, dtype: torch.dtype = torch.float64, autocast: torch.dtype | None = None
+    loss: ContrastiveLoss,
+    step: Step,
+    dtype: torch.dtype = torch.float64,
+    autocast: torch.dtype | None = None,
+    more: Iterable[Tensor] = (),
 ) -> tuple[Tensor, list[Tensor]]:
-    """One call, optionally under autocast, and its gradients in the images, the texts and the logit scale."""
+    """One call, optionally under autocast, and its gradients in the images, the texts, the logit scale, and in more."""
     loss.start_epoch(step.epoch)
     images, texts = (features.to(dtype, copy=True).requires_grad_() for features in (step.images, step.texts))
     wide = torch.promote_types(dtype, torch.float32)
@@ -363,5 +393,5 @@ def run_step(
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         positives = {"positives": torch.tensor(step.labels)} if loss.needs_positives else {}
         value = loss(images, texts, logit_scale, index=torch.tensor(step.index), **positives)
-    gradients = torch.autograd.grad(value, (images, texts, logit_scale), allow_unused=True)
+    gradients = torch.autograd.grad(value, (images, texts, logit_scale, *more), allow_unused=True)
     return value.detach(), [torch.zeros(()) if gradient is None else gradient for gradient in gradients]

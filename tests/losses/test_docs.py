@@ -45,9 +45,3 @@ def test_the_index_names_every_loss_and_links_every_page() -> None:
     assert [name for name in list_losses() if f"`{name}`" not in index] == []
     linked = set(re.findall(r"\]\(([\w-]+\.md)\)", index))
     assert linked == set(TEXTS) - {"README.md"}
-
-
-def test_a_changed_default_is_noticed() -> None:
-    text = TEXTS["neuclip.md"]
-    assert "| 4096 |" in text
-    assert updated(text.replace("| 4096 |", "| 4095 |")) == text

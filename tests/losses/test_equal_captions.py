@@ -3,6 +3,7 @@
 The references of the composed losses are among the cases of ``test_against_references.py``.
 """
 
+import copy
 from typing import Any
 
 import pytest
@@ -16,13 +17,7 @@ from tests.losses.cases import CASES, WIDTH, Step, make_steps, run_step
 
 TREATED = [name for name in CASES if "equal_captions" in CASES[name].options]
 CHOICES = ("mask", "positive")
-
-
 ALL = [*TREATED, "openclip-mask", "openclip-positive"]
-
-
-def _openclip(choice: str, **options: Any) -> ContrastiveLoss:
-    return create_loss("openclip", equal_captions=choice, **options)
 
 
 def _create(name: str, **options: Any) -> ContrastiveLoss:
@@ -30,6 +25,10 @@ def _create(name: str, **options: Any) -> ContrastiveLoss:
     if name in CASES:
         return CASES[name].create(**options)
     return create_loss("openclip", **{"equal_captions": name.removeprefix("openclip-")} | options)
+
+
+def _openclip(choice: str, **options: Any) -> ContrastiveLoss:
+    return _create(f"openclip-{choice}", **options)
 
 
 def _mask(labels: list[int]) -> list[list[bool]]:
@@ -82,22 +81,17 @@ def test_it_changes_nothing_where_all_captions_differ(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in TREATED if "mlp" not in name and "amorlip" not in name])
 def test_a_batch_of_one_caption_changes_nothing(name: str) -> None:
     loss = CASES[name].create().double()
-    step, *others = make_steps(2)
+    step, other = make_steps(2)
     run_step(loss, step)
-    before = {key: value.clone() for key, value in loss.state_dict().items()}
-    others[0].labels = [7] * 6
-    others[0].epoch = step.epoch
-    _, gradients = run_step(loss, others[0])
-    assert all(not gradient.any() for gradient in gradients[:2])
-    after = loss.state_dict()
-    assert [key for key in before if "extra_state" not in key and not _same(before[key], after[key])] == []
+    before = copy.deepcopy(loss.state_dict())
+    other.labels, other.epoch = [7] * 6, step.epoch
+    _, gradients = run_step(loss, other)
+    assert not any(gradient.any() for gradient in gradients[:2])
+    counters = {key: value for key, value in loss.state_dict().items() if "extra_state" in key}
+    torch.testing.assert_close(loss.state_dict(), before | counters, rtol=0, atol=0, equal_nan=True)
 
 
-def _same(first: Tensor, second: Tensor) -> bool:
-    return torch.equal(first.nan_to_num(), second.nan_to_num())
-
-
-@pytest.mark.parametrize("labels", [[0, 0, 0, 0, 1, 2], [0, 1, 2, 3, 4, 5], [0] * 6])
+@pytest.mark.parametrize("labels", [[0, 0, 0, 0, 1, 2], [0] * 6])
 @pytest.mark.parametrize("name", ALL)
 def test_chance_is_infonce_of_equal_embeddings(name: str, labels: list[int]) -> None:
     """The trainer knows a collapse by it."""
@@ -108,19 +102,6 @@ def test_chance_is_infonce_of_equal_embeddings(name: str, labels: list[int]) -> 
     run_step(loss, step)
     metrics = loss.metrics()
     assert metrics["infonce"] == pytest.approx(metrics["chance"], abs=1e-6)
-
-
-@pytest.mark.parametrize("choice", CHOICES)
-def test_equal_captions_are_not_pushed_apart(choice: str) -> None:
-    """The gradient of an image in the text of its caption's other sample: none, or towards it."""
-    loss = create_loss("sogclr", num_samples=3, normalizer="minibatch", equal_captions=choice)
-    image = torch.eye(4)[:3].requires_grad_()
-    text = torch.eye(4)[:3]
-    text[1] = torch.eye(4)[3]  # only image 0 and text 1 tell about each other in this coordinate
-    loss(image, text, torch.tensor(10.0), index=torch.arange(3), positives=torch.tensor([0, 0, 1])).backward()
-    assert image.grad is not None
-    pull = -image.grad[0, 3].item()
-    assert pull == 0 if choice == "mask" else pull > 0
 
 
 @pytest.mark.parametrize(
@@ -140,21 +121,22 @@ def test_what_a_loss_cannot_do_is_refused_with_the_reason(name: str, options: di
         create_loss(name, embed_dim=8, num_samples=20, **options)
 
 
+def _inputs() -> tuple[Tensor, Tensor, Tensor]:
+    step = make_steps(1)[0]
+    return step.images, step.texts, torch.tensor(step.logit_scale)
+
+
 @pytest.mark.parametrize("name", ["neuclip", "openclip"])
 def test_labels_are_checked(name: str) -> None:
     loss = create_loss(name, embed_dim=8, equal_captions="mask")
-    step = make_steps(1)[0]
-    inputs = step.images, step.texts, torch.tensor(step.logit_scale)
     for labels, message in (
         (None, "needs positives="),
         (torch.arange(5), r"shape \(6,\) or bool of shape \(6, 6\), found \(5,\)"),
-        (torch.eye(6, dtype=torch.bool)[:5], r"found \(5, 6\) torch.bool"),
         (torch.eye(6), r"found \(6, 6\) torch.float32"),
-        (torch.arange(6.0), "found .* torch.float32"),
         ([0] * 6, "found 'list'"),
     ):
         with pytest.raises(ValueError, match=message):
-            loss(*inputs, positives=labels)
+            loss(*_inputs(), positives=labels)
 
 
 @pytest.mark.parametrize(
@@ -171,50 +153,30 @@ def test_a_mask_that_no_captions_have_is_refused(pairs: dict[tuple[int, int], bo
         mask[i, j] = value
         if "symmetric" not in message:
             mask[j, i] = value
-    step = make_steps(1)[0]
     with pytest.raises(ValueError, match=message):
-        create_loss("neuclip", embed_dim=WIDTH, equal_captions="mask")(
-            step.images, step.texts, torch.tensor(step.logit_scale), positives=mask
-        )
+        create_loss("neuclip", embed_dim=WIDTH, equal_captions="mask")(*_inputs(), positives=mask)
 
 
-def _refused_mask() -> str:
-    step = make_steps(1)[0]
-    try:
-        _openclip("mask")(
-            step.images, step.texts, torch.tensor(step.logit_scale), positives=torch.eye(6, dtype=torch.bool)
-        )
-    except ValueError as error:
-        return str(error)
-    return ""
+def _refuse_a_mask() -> None:
+    with pytest.raises(ValueError, match="nothing of the other processes' captions"):
+        _openclip("mask")(*_inputs(), positives=torch.eye(6, dtype=torch.bool))
 
 
 def test_a_mask_is_refused_in_two_processes() -> None:
-    assert all("nothing of the other processes' captions" in said for said in two_ranks().run(_refused_mask))
+    two_ranks().run(_refuse_a_mask)
 
 
 def test_a_captioner_is_refused() -> None:
-    step = make_steps(1)[0]
+    captions = {"logits": torch.randn(6, 5, 11), "labels": torch.randint(1, 11, (6, 5))}
     with pytest.raises(ValueError, match="only for models without captions"):
-        _openclip("mask")(
-            step.images,
-            step.texts,
-            torch.tensor(step.logit_scale),
-            positives=torch.arange(6),
-            logits=torch.randn(6, 5, 11),
-            labels=torch.randint(1, 11, (6, 5)),
-        )
-
-
-def _openclip_on_a_rank(rank: int, choice: str, local_loss: bool) -> tuple[Tensor, list[Tensor]]:
-    own = slice(rank * 3, rank * 3 + 3)
-    step = make_steps(2)[1]
-    part = Step(step.images[own], step.texts[own], step.logit_scale, step.index[own], 0, step.labels[own])
-    return run_step(_openclip(choice, local_loss=local_loss, gather_with_grad=True), part)
+        _openclip("mask")(*_inputs(), positives=torch.arange(6), **captions)
 
 
 def _on_this_rank(choice: str, local_loss: bool) -> tuple[Tensor, list[Tensor]]:
-    return _openclip_on_a_rank(torch.distributed.get_rank(), choice, local_loss)
+    own = slice(torch.distributed.get_rank() * 3, torch.distributed.get_rank() * 3 + 3)
+    step = make_steps(2)[1]
+    part = Step(step.images[own], step.texts[own], step.logit_scale, step.index[own], 0, step.labels[own])
+    return run_step(_openclip(choice, local_loss=local_loss, gather_with_grad=True), part)
 
 
 @pytest.mark.parametrize("local_loss", [False, True])

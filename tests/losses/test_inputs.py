@@ -42,7 +42,6 @@ def test_wrong_logit_scale() -> None:
     [
         (None, "needs index="),
         (torch.tensor([0, 1, 2]), r"expected int64 of shape \(4,\), found \(3,\)"),
-        (torch.tensor([[0, 1, 2, 3]]), r"expected int64 of shape \(4,\), found \(1, 4\)"),
         (torch.tensor([0.0, 1, 2, 3]), "expected int64 of shape .* torch.float32"),
         (torch.tensor([True, False, True, False]), "expected int64 of shape .* torch.bool"),
         ([0, 1, 2, 3], "expected int64 of shape .* found 'list'"),
@@ -52,10 +51,9 @@ def test_wrong_logit_scale() -> None:
 )
 def test_wrong_index(index: Tensor | None, message: str) -> None:
     loss = create_loss("fastclip", num_samples=SAMPLES)
-    before = loss.state_dict()["normalizer.table.shard"].clone()
     with pytest.raises(ValueError, match=message):
         loss(_features(), _features(), torch.tensor(10.0), index=index)
-    assert torch.equal(loss.state_dict()["normalizer.table.shard"] == 0, before == 0)
+    assert not loss.state_dict()["normalizer.table.shard"].any()
 
 
 @pytest.mark.parametrize("name", ["openclip", "siglip", "fastclip"])
@@ -69,7 +67,7 @@ def test_a_loss_that_was_created_with_other_processes_is_refused(name: str, monk
 
 def test_index_that_is_not_needed_is_ignored() -> None:
     loss = create_loss("queueclip", embed_dim=WIDTH, prototypes=4)
-    for index in (torch.tensor([99, -1, 5, 5]), torch.tensor([1]), None):
+    for index in (torch.tensor([99, -1, 5, 5]), torch.tensor([1])):
         assert torch.isfinite(loss(_features(), _features(), torch.tensor(10.0), index=index))
 
 
@@ -92,10 +90,3 @@ def test_index_out_of_range_on_a_device_is_left_out_and_raised_at_the_next_log(m
     with pytest.raises(ValueError, match=r"an index was outside of \[0, 20\)"):
         loss.metrics()
     assert loss.metrics()["infonce"] > 0
-
-
-def test_other_outputs_of_a_model_are_ignored() -> None:
-    loss = create_loss("neuclip", embed_dim=WIDTH, prototypes=4)
-    outputs = {"image_features": _features(), "text_features": _features(), "logit_scale": torch.tensor(10.0)}
-    with_more = loss(**outputs, logit_bias=torch.tensor(-10.0), tokens=torch.zeros(3), output_dict=True)
-    assert with_more["contrastive_loss"].shape == ()

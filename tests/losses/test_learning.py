@@ -1,6 +1,5 @@
 """Every loss teaches two linear encoders which of their inputs belong together, in an ordinary training loop."""
 
-import math
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 
 from openclip_ext.losses.heads import with_heads
 from openclip_ext.losses.registry import create_loss, list_losses
+from tests.losses.cases import TwoTowers
 
 SAMPLES, LATENT, WIDTH, BATCH, EPOCHS = 240, 10, 16, 24, 10
 
@@ -25,25 +25,6 @@ _SMALL = {
         "normalizer_lr": 1e-2,
     },
 }
-
-
-class _TwoTowers(nn.Module):
-    def __init__(self, initial_logit_scale: float | None, bias: float | None) -> None:
-        super().__init__()
-        self.image = nn.Linear(24, WIDTH, bias=False)
-        self.text = nn.Linear(24, WIDTH, bias=False)
-        self.logit_scale = nn.Parameter(
-            torch.tensor(-math.log(0.07) if initial_logit_scale is None else initial_logit_scale)
-        )
-        self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(bias))
-
-    def forward(self, images: Tensor, texts: Tensor) -> dict[str, Tensor]:
-        outputs = {
-            "image_features": nn.functional.normalize(self.image(images), dim=1),
-            "text_features": nn.functional.normalize(self.text(texts), dim=1),
-            "logit_scale": self.logit_scale.exp(),
-        }
-        return outputs if self.logit_bias is None else outputs | {"logit_bias": self.logit_bias}
 
 
 def _pairs() -> tuple[Tensor, Tensor]:
@@ -66,7 +47,7 @@ def _train(name: str, options: dict[str, Any]) -> tuple[float, float, dict[str, 
     torch.manual_seed(0)
     images, texts = _pairs()
     loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options)
-    model = _TwoTowers(loss.initial_logit_scale, loss.initial_logit_bias)
+    model = TwoTowers(24, WIDTH, loss.initial_logit_scale, loss.initial_logit_bias)
     model.logit_scale.requires_grad_(loss.learns_logit_scale)
     head = loss.model_head()
     evaluated = with_heads(model, head)

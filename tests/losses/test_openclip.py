@@ -53,7 +53,7 @@ def test_coca_gets_its_logits(features: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(terms[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("weight", [0.0, 1.0, 2.5])
+@pytest.mark.parametrize("weight", [0.0, 2.5])
 def test_infonce_of_coca_is_without_its_weight(features: dict[str, torch.Tensor], weight: float) -> None:
     loss = create_loss("openclip", coca_contrastive_loss_weight=weight)
     loss(**features, logits=torch.randn(6, 5, 11), labels=torch.randint(1, 11, (6, 5)), output_dict=True)

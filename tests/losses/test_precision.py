@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from openclip_ext.contrastive.checks import CHECKED_CALLS
-from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.losses.tempnet import PredictedTemperature
 from tests.devices import on_each_device, refusing_to_wait
-from tests.losses.cases import CASES, WIDTH, Step, make_steps, run_step
+from tests.losses.cases import CASES, SAMPLES, WIDTH, Step, create_any, make_steps, run_step
 from tests.references.contrastive import equal_captions
 
 # With an untrained network at τ = 0.01 AmorLIP's true weights are beyond float32; they saturate (see the test below). And
@@ -52,15 +51,12 @@ def test_smallest_temperature_in_half_precision(name: str, dtype: torch.dtype) -
             assert error < {torch.float32: 10 * tolerance, torch.float16: 0.02, torch.bfloat16: 0.02}[dtype]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "cliplite"])
 def test_autocast_changes_nothing(name: str) -> None:
-    plain, cast = CASES[name].create(), CASES[name].create()
+    plain, cast = create_any(name), create_any(name)
     for step in make_steps(3):
-        expected, expected_gradients = run_step(plain, step, torch.float32)
-        value, gradients = run_step(cast, step, torch.float32, autocast=torch.bfloat16)
-        assert torch.equal(value, expected)
-        for actual, wanted in zip(gradients, expected_gradients, strict=True):
-            assert torch.equal(actual, wanted)
+        expected = run_step(plain, step, torch.float32)
+        torch.testing.assert_close(run_step(cast, step, torch.float32, torch.bfloat16), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -72,7 +68,7 @@ def test_wrong_estimates_saturate_instead_of_overflowing(name: str) -> None:
         value, gradients = run_step(loss, step, torch.float32)
         assert torch.isfinite(value)
         assert all(torch.isfinite(gradient).all() for gradient in gradients)
-    assert all(not torch.isinf(value).any() for value in loss.state_dict().values() if isinstance(value, torch.Tensor))
+    assert not any(torch.isinf(value).any() for value in loss.state_dict().values())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -83,30 +79,8 @@ def test_double_features_make_the_state_double(name: str) -> None:
         value, _ = run_step(implicit, step)
         assert value.dtype == torch.float64
         assert torch.equal(value, expected)
-    for state in (explicit.state_dict(), implicit.state_dict()):
-        types = {
-            value.dtype for value in state.values() if isinstance(value, torch.Tensor) and value.is_floating_point()
-        }
-        assert types <= {torch.float64}
-
-
-def _create(name: str) -> ContrastiveLoss:
-    return CASES[name].create() if name in CASES else create_loss(name, embed_dim=WIDTH)
-
-
-@pytest.mark.parametrize("name", [*CASES, "cliplite"])
-def test_nothing_waits_for_the_device(name: str) -> None:
-    """On the meta device a tensor has no values: whatever looks at one, or has a shape that depends on one, raises."""
-    loss = _create(name).to("meta")
-    for epoch in range(3):
-        loss.start_epoch(epoch)
-        images, texts = (torch.zeros(6, 8, device="meta", requires_grad=True) for _ in range(2))
-        logit_scale = torch.zeros((), device="meta", requires_grad=True)
-        numbers = torch.zeros(6, dtype=torch.int64, device="meta")
-        positives = {"positives": numbers} if loss.needs_positives else {}
-        terms = loss(images, texts, logit_scale, index=numbers, output_dict=True, **positives)
-        sum(terms.values()).backward()
-        assert images.grad.shape == images.shape
+    state = [*explicit.state_dict().values(), *implicit.state_dict().values()]
+    assert {value.dtype for value in state if value.is_floating_point()} <= {torch.float64}
 
 
 @on_each_device
@@ -114,7 +88,7 @@ def test_nothing_waits_for_the_device(name: str) -> None:
 def test_gpu_does_the_same_without_waiting(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     # Random numbers of dropout differ between devices.
     monkeypatch.setattr(PredictedTemperature, "_dropout_factors", lambda scheme, batch: None)
-    on_cpu, on_gpu = _create(name).double(), _create(name).double().to(device)
+    on_cpu, on_gpu = create_any(name).double(), create_any(name).double().to(device)
     for number, step in enumerate(make_steps(4)):
         results = []
         inputs = step.images, step.texts, torch.tensor(step.logit_scale, dtype=torch.float64)
@@ -142,7 +116,7 @@ _COMPILES = ["openclip", "siglip", "simclr", "fastclip", "sogclr", "isogclr", "n
 def test_a_training_call_compiles_to_one_graph(name: str) -> None:
     torch._dynamo.reset()
     step = make_steps(1)[0]
-    plain, compiled = (create_loss(name, embed_dim=WIDTH, num_samples=20).double() for _ in range(2))
+    plain, compiled = (create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES).double() for _ in range(2))
     inputs = step.images, step.texts, torch.tensor(step.logit_scale), torch.tensor(-10.0), torch.tensor(step.index)
     value = torch.compile(compiled, backend="eager", fullgraph=True)(*inputs)
     torch.testing.assert_close(value, plain(*inputs), rtol=1e-9, atol=1e-9)

@@ -2,9 +2,6 @@
 
 import itertools
 import math
-import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from openclip_ext.losses.registry import (
     options_used_by,
     register_method,
 )
-from openclip_ext.options import Option, OptionError, flag_of
+from openclip_ext.options import Option, OptionError
 from tests.losses.cases import SAMPLES, WIDTH, make_steps, run_step
 
 COMPOSED = [name for name in list_losses() if "normalizer" in options_used_by(name)]
@@ -70,60 +67,24 @@ def test_every_option_of_a_loss_is_in_the_table_and_every_one_is_used() -> None:
     assert used == OPTIONS.keys()
 
 
-def test_the_queue_knows_the_rate_of_a_temperature_that_is_learned_with_it() -> None:
-    assert options_used_by("queueclip", temperature_scheme="global")["lr_tau"] == 1.25e-4
-    assert options_used_by("queueclip", temperature_scheme="per-sample")["lr_tau"] == 0.0133
-    assert "lr_tau" not in options_used_by("queueclip")
-
-
 def test_unknown_loss_lists_the_names() -> None:
-    with pytest.raises(ValueError, match=r"unknown loss 'neuclp'.*amorlip.*Did you mean 'neuclip'") as error:
+    with pytest.raises(ValueError, match=rf"unknown loss 'neuclp'.*{', '.join(list_losses())}.*Did you mean 'neuclip'"):
         create_loss("neuclp")
-    assert all(name in str(error.value) for name in list_losses())
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("neuclip", {"gamma": 0.5}, r"gamma=: not used by the loss 'neuclip', which takes .*prototypes"),
-        (
-            "fastclip",
-            {"prototypes": 5, "restart_every": 2},
-            r"prototypes=, restart_every=: not used by the loss 'fastclip'",
-        ),
-        ("openclip", {"rho": 1.0}, r"rho=: not used by the loss 'openclip', which takes .*local_loss"),
-        ("openclip", {"normalizer": "queue"}, "the mean over all pairs, the positive one included; this normalizer"),
-        (
-            "openclip",
-            {"temperature_scheme": "constant", "local_loss": True},
-            "local_loss=: not used by the loss 'openclip",
-        ),
+        ("fastclip", {"prototypes": 5, "restart_every": 2}, "prototypes=, restart_every=: not used by .* 'fastclip'"),
+        ("openclip", {"temperature_scheme": "constant", "local_loss": True}, "local_loss=: not used by .* 'openclip"),
         ("siglip", {"temperature_scheme": "constant"}, "temperature_scheme=: not used by the loss 'siglip'"),
-        ("fastclip-v0", {"rho": 1.0}, "rho=: not used"),
-        ("amorlip", {"eps": 1e-8}, "eps=: not used"),
-        ("amorlip", {"nonsense": 1}, "nonsense=: not used"),
-        (
-            "fastclip",
-            {"normalizer": "average"},
-            r"normalizer='average': expected one of minibatch, mlp, moving-average",
-        ),
-        ("fastclip", {"temperature_scheme": "local"}, "temperature_scheme='local': expected one of constant, global"),
+        ("fastclip", {"normalizer": "average"}, "normalizer='average': expected one of minibatch, mlp"),
         ("fastclip", {"gamma": 1.5}, r"gamma=1.5: expected a number >= 0, at most 1"),
         ("fastclip", {"rho": float("nan")}, r"rho=nan: expected a number"),
         ("neuclip", {"rho": -5, "temperature_scheme": "solved"}, "rho=-5: a solved temperature .* never negative"),
-        ("neuclip", {"normalizer_lr": "inf"}, "normalizer_lr='inf': expected a number"),
         ("fastclip", {"temperature": 14.3}, r"temperature=14.3: expected at most 1, .* give temperature=0\.06993"),
-        (
-            "fastclip",
-            {"temperature": 0.5, "temperature_max": 0.2},
-            "expected at most 0.2, as it divides the similarities$",
-        ),
-        (
-            "fastclip",
-            {"temperature": 0.05, "temperature_min": 0.2},
-            "temperature=0.05 is smaller than temperature_min=0.2",
-        ),
-        ("fastclip", {"rho_switch": 0.3}, "rho_switch=: no effect without rho_end="),
+        ("fastclip", {"temperature": 0.05, "temperature_min": 0.2}, "smaller than temperature_min=0.2"),
         ("amorlip", {"rho_switch": 0.3, "rho_end": None}, "rho_switch=: no effect without rho_end="),
         ("fastclip", {"eps": None}, r"eps=None: expected a number >= 0"),
         ("neuclip", {"prototypes": 0}, r"prototypes=0: expected an integer >= 1"),
@@ -135,17 +96,9 @@ def test_unknown_loss_lists_the_names() -> None:
         ("isogclr", {"temperature": None}, "temperature=None: temperatures of each sample need a value"),
         ("isogclr", {"lr_tau": None}, "lr_tau=None"),
         ("tempnet", {"rho": -1.0}, "rho=-1.0"),
-        (
-            "amorlip",
-            {"normalizer": "queue"},
-            r"amorlip with normalizer queue.*needs an estimate of log\(\(1.*Losses that take these parts: .*neuclip",
-        ),
+        ("amorlip", {"normalizer": "queue"}, r"needs an estimate of log\(\(1.*Losses that take these parts: .*neuclip"),
         ("amorlip", {"temperature_scheme": "predicted"}, "may stay in each process"),
-        (
-            "fastclip-v0",
-            {"normalizer": "prototypes"},
-            "takes α as a constant.*Losses that take these parts: .*fastclip-v3",
-        ),
+        ("fastclip-v0", {"normalizer": "prototypes"}, "takes α as a constant.*Losses that take .*fastclip-v3"),
     ],
 )
 def test_wrong_options_are_named(name: str, options: dict[str, Any], message: str) -> None:
@@ -157,64 +110,35 @@ def test_wrong_options_are_named(name: str, options: dict[str, Any], message: st
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("name", "options", "needed"),
     [
-        ("neuclip", {"gamma": 0.5}, r"--gamma: not used by the loss 'neuclip', which takes .*--prototypes, .*"),
-        ("fastclip", {"eps": None}, "--loss-option eps=None: expected a number >= 0"),
-        ("fastclip", {"temperature": 14.3}, r"--temperature 14.3: expected at most 1, .* give --temperature 0\.06993"),
-        ("fastclip", {"gamma": "much"}, "--gamma much: expected a number >= 0, at most 1"),
-        ("queueclip", {"leave_own_out": True, "prototypes": 1}, "--loss-option leave_own_out=True: needs .*"),
+        ("openclip", {}, []),
+        ("sogclr", {"normalizer": "minibatch"}, []),
+        ("sogclr", {"views": 2}, ["embed_dim", "num_samples"]),
+        ("simclr", {}, ["embed_dim"]),
+        ("cliplite", {}, ["embed_dim"]),
+        ("fastclip", {}, ["num_samples"]),
+        ("neuclip", {}, ["embed_dim"]),
+        ("queueclip", {}, ["embed_dim"]),
+        ("amorlip", {}, ["embed_dim"]),
+        ("tempnet", {}, ["embed_dim", "num_samples"]),
     ],
 )
-def test_a_command_line_is_told_the_flags(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError) as error:
-        check_options(name, **options)
-    assert re.fullmatch(message, error.value.with_flags())
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "message"),
-    [
-        ("fastclip", {}, r"the loss 'fastclip' needs num_samples=, the number of training samples"),
-        ("tempnet", {"num_samples": 5}, "the loss 'tempnet' needs embed_dim="),
-        ("neuclip", {"num_samples": 5}, "the loss 'neuclip' needs embed_dim="),
-        ("amorlip", {}, "the loss 'amorlip' needs embed_dim="),
-        ("fastclip", {"num_samples": 0}, "num_samples=0: expected a positive integer"),
-        ("neuclip", {"embed_dim": 1.5}, "embed_dim=1.5: expected a positive integer"),
-    ],
-)
-def test_missing_sizes_are_asked_for(name: str, sizes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        create_loss(name, **sizes)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "embed_dim", "index"),
-    [
-        ("openclip", {}, False, False),
-        ("sogclr", {"normalizer": "minibatch"}, False, False),
-        ("sogclr", {"views": 2}, True, True),
-        ("simclr", {}, True, False),
-        ("cliplite", {}, True, False),
-        ("fastclip", {}, False, True),
-        ("neuclip", {}, True, False),
-        ("queueclip", {}, True, False),
-        ("amorlip", {}, True, False),
-        ("tempnet", {}, True, True),
-    ],
-)
-def test_requirements(name: str, options: dict[str, Any], embed_dim: bool, index: bool) -> None:
+def test_sizes_are_asked_for_where_they_are_needed(name: str, options: dict[str, Any], needed: list[str]) -> None:
     loss = check_options(name, **options)
-    assert (loss.embed_dim is not None, loss.needs_index) == (embed_dim, index)
-    if embed_dim or index:
-        with pytest.raises(ValueError, match=r"needs (embed_dim|num_samples)="):
-            create_loss(name, **options)
+    sizes = {"embed_dim": loss.embed_dim is not None, "num_samples": loss.needs_index}
+    assert [size for size, is_needed in sizes.items() if is_needed] == needed
+    for size in needed:
+        for value, message in ((None, f"the loss '{name}.*' needs {size}="), (1.5, f"{size}=1.5: expected a positive")):
+            with pytest.raises(ValueError, match=message):
+                create_loss(name, **(options | dict.fromkeys(needed, WIDTH) | {size: value}))
 
 
 def test_a_preset_is_its_parts() -> None:
     assert options_used_by("fastclip") == options_used_by("fastclip-v3")
     queue = options_used_by("neuclip", normalizer="queue", temperature_scheme="solved")
     assert queue == options_used_by("queueclip")
+    assert "lr_tau" not in queue
     assert options_used_by("fastclip", normalizer="prototypes")["alpha_gradient"] is False
     assert options_used_by("neuclip")["alpha_gradient"] is True
     # Settings that were tuned for a method's own part do not follow it to another one.
@@ -236,35 +160,14 @@ def test_every_combination_works_or_says_why_not(name: str) -> None:
             value, gradients = run_step(loss, step, torch.float32)
             assert torch.isfinite(value)
             assert all(torch.isfinite(gradient).all() for gradient in gradients)
-            assert gradients[0].norm() > 0
-            assert gradients[1].norm() > 0
+            assert gradients[0].any() and gradients[1].any()
 
 
-@pytest.mark.parametrize(
-    ("module", "heavy"),
-    [("options", {"torch"}), ("registry", {"webdataset", "pandas", "matplotlib", "open_clip_train"})],
-)
-def test_what_the_losses_do_not_import(module: str, heavy: set[str]) -> None:
-    code = f"import sys, openclip_ext.losses.{module}; sys.exit(str({heavy} & sys.modules.keys() or ''))"
-    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert result.stderr.strip() == ""
-
-
-@pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
-def test_option_parses_its_own_default(option: Any) -> None:
-    assert option.help
-    assert option.flag.startswith("--")
-    assert option.flag == flag_of(option.name)
-    if option.default is None:
-        assert option.nullable
-        assert option.parse("none") is None
-    elif option.type is not bool:
+def test_options_parse_their_own_defaults() -> None:
+    for option in OPTIONS.values():
+        assert option.help
+        assert option.default is not None or option.nullable
         assert option.parse(str(option.default)) == option.default
-
-
-def test_parse_rejects_text() -> None:
-    with pytest.raises(ValueError, match="prototypes='many': expected an integer"):
-        OPTIONS["prototypes"].parse("many")
     with pytest.raises(ValueError, match="prototypes='none'"):
         OPTIONS["prototypes"].parse("none")
 
@@ -295,10 +198,8 @@ def test_registered_names_must_be_free(own_method: Method) -> None:
 
 
 def test_a_loss_is_found_by_its_module(own_method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (
-        "from openclip_ext.losses.method import Method\nMETHOD = Method('mine', 'minibatch', 'constant')\nOTHER = 3\n"
-    )
-    (tmp_path / "loss_of_my_own.py").write_text(text)
+    imported = "from openclip_ext.losses.method import Method\n"
+    (tmp_path / "loss_of_my_own.py").write_text(imported + "METHOD, OTHER = Method('mine', 'minibatch', 'constant'), 3")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     name = "loss_of_my_own:METHOD"

@@ -10,52 +10,37 @@ import torch
 
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses.registry import create_loss, list_losses
-from openclip_ext.state.sharded_table import ShardedTable, log_mean_of_equal, mean_of_equal, shard_bounds
-from tests.losses.cases import CASES, SAMPLES, make_steps, run_step
+from openclip_ext.state.sharded_table import log_mean_of_equal, mean_of_equal, shard_bounds
+from tests.losses.cases import CASES, SAMPLES, create_any, make_steps, run_step
 
 
-def _assert_state_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert actual.keys() == expected.keys()
-    for key, value in expected.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(actual[key].nan_to_num(nan=7.0), value.nan_to_num(nan=7.0)), key
-        else:
-            assert actual[key] == value
+def _assert_equal(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def _same_steps(first: ContrastiveLoss, second: ContrastiveLoss, steps: list, dtype: torch.dtype) -> None:
     for step in steps:
-        value, gradients = run_step(first, step, dtype)
-        expected, expected_gradients = run_step(second, step, dtype)
-        assert torch.equal(value, expected)
-        assert all(torch.equal(a, b) for a, b in zip(gradients, expected_gradients, strict=True))
+        _assert_equal(run_step(first, step, dtype), run_step(second, step, dtype))
 
 
 # SigLIP keeps nothing, and needs a bias.
 _OTHERS = sorted(set(list_losses()) - {case.loss for case in CASES.values()} - {"siglip"})
 
 
-def _create(name: str, **options: str) -> ContrastiveLoss:
-    torch.manual_seed(0)
-    return CASES[name].create(**options) if name in CASES else create_loss(name, embed_dim=8, num_samples=SAMPLES)
-
-
 def _trained(name: str, dtype: torch.dtype, **options: str) -> ContrastiveLoss:
-    loss = _create(name, **options)
+    loss = create_any(name, **options)
     for step in make_steps(5):
         run_step(loss, step, dtype)
     return loss
 
 
-@pytest.mark.parametrize(
-    ("how", "dtype"), [("torch", torch.float32), ("torch", torch.float64), ("safe", torch.float32)]
-)
+@pytest.mark.parametrize(("how", "dtype"), [("torch", torch.float64), ("safe", torch.float32)])
 @pytest.mark.parametrize("name", [*CASES, *_OTHERS])
 def test_resumes_bitwise_in_mid_epoch(name: str, how: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """From a file of torch, or of safetensors, as Hugging Face's Trainer writes it for a model with a loss in it."""
     loss = _trained(name, dtype)
     # Neither .double() nor a first call: the state says what it is.
-    resumed = _create(name)
+    resumed = create_any(name)
     if how == "torch":
         torch.save(loss.state_dict(), tmp_path / "loss")
         resumed.load_state_dict(torch.load(tmp_path / "loss", weights_only=True))
@@ -63,17 +48,17 @@ def test_resumes_bitwise_in_mid_epoch(name: str, how: str, dtype: torch.dtype, t
         safetensors.torch.save_model(loss, str(tmp_path / "loss"))
         assert safetensors.torch.load_model(resumed, tmp_path / "loss") == (set(), [])
     assert (resumed.epoch, resumed.calls) == (loss.epoch, loss.calls)
-    _assert_state_equal(resumed.state_dict(), loss.state_dict())
+    _assert_equal(resumed.state_dict(), loss.state_dict())
     _same_steps(loss, resumed, make_steps(8)[5:], dtype)
-    _assert_state_equal(resumed.state_dict(), loss.state_dict())
+    _assert_equal(resumed.state_dict(), loss.state_dict())
 
 
 @pytest.mark.parametrize("name", ["fastclip", "fastclip-v2"])
 def test_tables_on_the_host_go_through_safetensors(name: str, tmp_path: Path) -> None:
-    loss, restored = _trained(name, torch.float32, state_device="cpu"), _create(name)
+    loss, restored = _trained(name, torch.float32, state_device="cpu"), create_any(name)
     safetensors.torch.save_file(loss.state_dict(), tmp_path / "loss")
     restored.load_state_dict(safetensors.torch.load_file(tmp_path / "loss"))
-    _assert_state_equal(restored.state_dict(), loss.state_dict())
+    _assert_equal(restored.state_dict(), loss.state_dict())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -84,7 +69,7 @@ def test_copies_are_independent(name: str) -> None:
     twin = copy.deepcopy(loss)
     before = copy.deepcopy(loss.state_dict())
     run_step(twin, steps[1], torch.float32)
-    _assert_state_equal(loss.state_dict(), before)
+    _assert_equal(loss.state_dict(), before)
     run_step(loss, steps[1], torch.float32)
     _same_steps(loss, twin, steps[2:], torch.float32)
 
@@ -105,7 +90,7 @@ def test_evaluation_and_log_normalizers_change_nothing(name: str) -> None:
         assert all(torch.isfinite(side).all() for side in alpha)
         before["_extra_state"] = loss.state_dict()["_extra_state"]  # an epoch began
         if trained == 0:
-            _assert_state_equal(loss.state_dict(), before)
+            _assert_equal(loss.state_dict(), before)
         run_step(loss, steps[trained])
 
 
@@ -116,7 +101,7 @@ def test_beginning_an_epoch_twice_is_beginning_it_once(name: str) -> None:
         for epoch in (step.epoch, step.epoch):
             twice.start_epoch(epoch)
         _same_steps(twice, once, [step], torch.float32)
-    _assert_state_equal(twice.state_dict(), once.state_dict())
+    _assert_equal(twice.state_dict(), once.state_dict())
 
 
 def test_log_normalizers_of_a_moving_average_are_what_is_stored() -> None:
@@ -160,30 +145,6 @@ def test_state_of_another_number_of_samples_is_refused() -> None:
         create_loss("fastclip", num_samples=20).load_state_dict(state)
 
 
-def test_missing_table_is_reported() -> None:
-    state = create_loss("neuclip", embed_dim=8, prototypes=4).state_dict()
-    with pytest.raises(RuntimeError, match="Missing key"):
-        create_loss("fastclip", num_samples=20).load_state_dict(state)
-
-
-@pytest.mark.parametrize("name", list_losses())
-def test_only_tables_are_sharded(name: str) -> None:
-    loss = create_loss(name, embed_dim=8, num_samples=SAMPLES)
-    sharded = {key for key in loss.state_dict() if key.endswith(".shard")}
-    assert bool(sharded) == loss.needs_index
-    assert all(loss.state_dict()[key].shape[1] == SAMPLES for key in sharded)
-
-
-def test_table_reads_what_was_written() -> None:
-    table = ShardedTable(2, 10)
-    index = torch.tensor([3, 9, 0])
-    values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    table.write(index, values, torch.tensor([True, False, True]))
-    assert torch.equal(table.read(index)[:, [0, 2]], values[:, [0, 2]])
-    assert torch.isnan(table.read(index)[:, 1]).all()
-    assert (table.state_dict()["shard"] == 0).sum() == 2 * 8
-
-
 def test_mean_of_equal_indices() -> None:
     index = torch.tensor([4, 1, 4, 1, 7, 4])
     valid = torch.tensor([True, True, True, False, True, True])
@@ -194,8 +155,7 @@ def test_mean_of_equal_indices() -> None:
 
 
 def test_log_mean_is_exact_without_duplicates_and_safe_with_large_ones() -> None:
-    values = torch.tensor([[-300.0, 250.0, 0.1]])
-    valid = torch.ones(3, dtype=torch.bool)
+    values, valid = torch.tensor([[-300.0, 250.0, 0.1]]), torch.ones(3, dtype=torch.bool)
     assert torch.equal(log_mean_of_equal(torch.tensor([2, 0, 1]), values, valid), values)
     mean = log_mean_of_equal(torch.tensor([5, 5, 1]), values, valid)
     assert torch.allclose(mean, torch.tensor([[250.0, 250.0, 0.1]]) - torch.tensor([[2.0, 2.0, 1.0]]).log())
