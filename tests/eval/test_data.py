@@ -4,6 +4,7 @@ import re
 import shutil
 import tarfile
 import threading
+from collections.abc import Callable, Container
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from torchvision.transforms.functional import to_tensor
 from eval.data import (
     Batch,
     DataError,
-    MissingDataError,
     SampleFormat,
     ShardReader,
     find_shards,
@@ -21,7 +21,6 @@ from eval.data import (
     make_loader,
     read_classes,
     read_shard,
-    task_folder,
 )
 from eval.download import BROKEN, check_set
 from eval.runner import MAX_SKIPPED, evaluate_task
@@ -41,7 +40,7 @@ def read(folder: Path, spec: SampleFormat = SampleFormat(num_classes=10), worker
     return list(make_loader(find_shards(folder), to_tensor, spec, batch_size=5, workers=workers))
 
 
-@pytest.mark.parametrize("workers", [0, 2, 8])
+@pytest.mark.parametrize("workers", [2, 8])
 def test_every_sample_is_read_once_whatever_the_workers(folder, workers):
     batches = read(folder, workers=workers)
     order = torch.cat([batch.order for batch in batches])
@@ -85,11 +84,6 @@ def test_blank_lines_are_no_entries_and_duplicates_stay(folder):
     assert read_classes(folder, CIFAR, any_size=True)[0] == ["cat", "dog", "cat"]
 
 
-def test_a_missing_data_set_says_how_to_get_it(tmp_path):
-    with pytest.raises(MissingDataError, match=r"eval.download .*--tasks cifar10"):
-        task_folder(CIFAR, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
@@ -117,19 +111,13 @@ def test_wrong_texts_are_named(folder, file, content, message, make_encoder):
         evaluate_task(CIFAR, folder.parent, make_encoder())
 
 
-def cut(path: Path, size: int) -> None:
-    with open(path, "r+b") as stream:
-        stream.truncate(size)
-
-
 def test_truncated_tars_are_named_wherever_they_are_cut(folder):
     shard = folder / "test" / "1.tar"
     whole = shard.read_bytes()
     with tarfile.open(shard) as archive:
         boundary = archive.getmembers()[4].offset
     for size in (0, 100, boundary, boundary + 512, boundary + 700, len(whole) - 10240, len(whole) - 1024):
-        shard.write_bytes(whole)
-        cut(shard, size)
+        shard.write_bytes(whole[:size])
         if whole[:size][-1024:] == bytes(1024) and size % 512 == 0:
             continue  # only padding is gone
         with pytest.raises(DataError, match=r"1\.tar is truncated"):
@@ -148,24 +136,23 @@ def test_a_damaged_header_in_the_middle_is_named(folder, workers, make_encoder):
         evaluate_task(CIFAR, folder.parent, make_encoder(workers=workers), any_size=True)
 
 
-def rewrite(shard: Path, change) -> None:
-    """Writes a shard again with ``change(key, fields)`` applied to every sample; None leaves a sample out."""
-    samples = [(key, change(key, dict(fields))) for key, fields in read_shard(shard)]
-    datasets.write_tar(shard, [(key, fields) for key, fields in samples if fields is not None])
+def rewrite(shard: Path, change: Callable[[int, dict[str, bytes]], None]) -> None:
+    """Writes a shard again after ``change(position, fields)`` of every sample."""
+    samples = list(read_shard(shard))
+    for position, (_, fields) in enumerate(samples):
+        change(position, fields)
+    datasets.write_tar(shard, samples)
 
 
-def spoil(position: int, **values):
-    """A change for `rewrite`: replaces or, with None, removes fields of one sample; ``image`` is whatever it has."""
-    seen = []
+def spoil(places: Container[int], **values: bytes | None) -> Callable[[int, dict[str, bytes]], None]:
+    """A change for `rewrite`: replaces or, with None, removes fields of some samples; ``image`` is whatever it has."""
 
-    def change(key, fields):
-        seen.append(key)
-        if len(seen) - 1 == position:
-            for name, value in values.items():
-                name = next(iter(fields)) if name == "image" else name
-                fields.pop(name)
-                fields.update({name: value} if value is not None else {})
-        return fields
+    def change(position, fields):
+        for name, value in values.items() if position in places else ():
+            name = next(iter(fields)) if name == "image" else name
+            fields[name] = value
+            if value is None:
+                del fields[name]
 
     return change
 
@@ -190,27 +177,26 @@ CAMELYON = "wilds/camelyon17"
 )
 def test_wrong_samples_are_named(tmp_path, key, values, message, make_encoder):
     folder = datasets.make_task(tmp_path, key, shards=3)
-    rewrite(folder / "test" / "1.tar", spoil(3, **values))
+    rewrite(folder / "test" / "1.tar", spoil({3}, **values))
     with pytest.raises(DataError, match=rf"1\.tar: s0000010: {message}"):
-        evaluate_task(TASKS[key], tmp_path, make_encoder(workers=2), any_size=True)
+        evaluate_task(TASKS[key], tmp_path, make_encoder(), any_size=True)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_image_that_does_not_decode_is_skipped_and_named(folder, workers, make_encoder):
-    rewrite(folder / "test" / "1.tar", spoil(3, image=b"no image"))
-    result = evaluate_task(CIFAR, folder.parent, make_encoder(workers=workers), any_size=True)
+def test_an_image_that_does_not_decode_is_skipped_and_named(folder, make_encoder):
+    rewrite(folder / "test" / "1.tar", spoil({3}, image=b"no image"))
+    result = evaluate_task(CIFAR, folder.parent, make_encoder(workers=2), any_size=True)
     assert (result.samples, result.found, len(result.skipped)) == (23, 24, 1)
     assert "1.tar: s0000010: the image does not decode" in str(result.skipped[0])
 
 
 def test_a_skipped_image_takes_its_captions_and_instances_along(tmp_path, make_encoder):
     folder = datasets.make_task(tmp_path, FLICKR)
-    rewrite(folder / "test" / "0.tar", spoil(2, jpg=b""))
+    rewrite(folder / "test" / "0.tar", spoil({2}, jpg=b""))
     assert evaluate_task(TASKS[FLICKR], tmp_path, make_encoder(), any_size=True).samples == 23
 
     wino = TASKS["misc/winogavil"]
     folder = datasets.make_task(tmp_path, wino.key)
-    rewrite(folder / "test" / "0.tar", spoil(0, jpg=b""))
+    rewrite(folder / "test" / "0.tar", spoil({0}, jpg=b""))
     users = sum('"picture_0"' in line for line in (folder / "instances.jsonl").read_text().splitlines())
     result = evaluate_task(wino, tmp_path, make_encoder(), any_size=True)
     assert users > 0
@@ -219,33 +205,22 @@ def test_a_skipped_image_takes_its_captions_and_instances_along(tmp_path, make_e
 
 def test_many_undecodable_images_are_no_score(tmp_path, make_encoder):
     folder = datasets.make_task(tmp_path, "cifar10", count=2 * MAX_SKIPPED, shards=1)
-    seen = []
-
-    def spoil_most(key, fields):
-        seen.append(key)
-        return {"png": b"", "cls": fields["cls"]} if len(seen) <= MAX_SKIPPED + 1 else fields
-
-    rewrite(folder / "test" / "0.tar", spoil_most)
+    shard = folder / "test" / "0.tar"
+    rewrite(shard, spoil(range(MAX_SKIPPED + 1), image=b""))
     with pytest.raises(DataError, match=f"{MAX_SKIPPED + 1} of {2 * MAX_SKIPPED} images do not decode"):
         evaluate_task(CIFAR, tmp_path, make_encoder(), any_size=True)
-    rewrite(folder / "test" / "0.tar", lambda key, fields: {"png": b"", "cls": fields["cls"]})
+    rewrite(shard, spoil(range(2 * MAX_SKIPPED), image=b""))
     with pytest.raises(DataError, match="No image to score"):
         evaluate_task(CIFAR, tmp_path, make_encoder(), any_size=True)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_copied_shard_is_no_score(folder, workers, make_encoder):
+def test_a_copied_shard_is_no_score(folder, make_encoder):
     shutil.copy(folder / "test" / "0.tar", folder / "test" / "2.tar")
     message = r"key 's0000000' occurs twice, in .*0\.tar and in .*2\.tar"
     with pytest.raises(DataError, match=message):
-        evaluate_task(CIFAR, folder.parent, make_encoder(workers=workers), any_size=True)
+        evaluate_task(CIFAR, folder.parent, make_encoder(), any_size=True)
     state, problems = check_set(folder.parent, CIFAR, any_size=True)
     assert state == BROKEN and re.search(message, problems[0])
-
-
-def test_another_size_is_no_score(folder, make_encoder):
-    with pytest.raises(DataError, match="Found 24 samples, DataComp's data set has 10000"):
-        evaluate_task(CIFAR, folder.parent, make_encoder())
 
 
 def test_winogavil_instances_are_checked(tmp_path, make_encoder):
@@ -277,7 +252,7 @@ def test_the_fingerprint_notices_other_data(folder, tmp_path):
     copy = tmp_path / "elsewhere" / folder.name
     shutil.copytree(folder, copy)
     assert fingerprint(copy) == first
-    rewrite(copy / "test" / "0.tar", lambda key, fields: None)
+    datasets.write_tar(copy / "test" / "0.tar", [])
     assert fingerprint(copy) != first
     (folder / "classnames.txt").write_text("\n".join([*datasets.DIGIT_NAMES[:9], "niner"]))
     assert fingerprint(folder) != first

@@ -1,10 +1,10 @@
 """The command line: all 40 tasks, resuming, failing tasks, several processes, and a file that DataComp can read."""
 
+import io
 import json
 import os
 import shutil
-import subprocess
-import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +13,9 @@ import pytest
 
 from eval import datacomp
 from eval.results import RESULTS_FILE, RunIdentity, read_results
-from eval.tasks import AVERAGED, GROUPS, TASKS
+from eval.tasks import AVERAGED, GROUPS, TASKS, select_tasks
+from tests.distributed.pool import two_ranks
 from tests.eval import datasets
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -49,39 +48,31 @@ def aggregate(path: Path) -> dict[str, float]:
     return dict(zip(table["dataset"], table["main_metric"], strict=True))
 
 
-def test_all_40_tasks_in_a_file_that_datacomp_reads(tiny_folder, data_dir, tmp_path, capfd):
-    assert evaluate(tiny_folder, data_dir, "--output-dir", str(tmp_path)) == 0
-    lines = read_results(tmp_path / RESULTS_FILE)
+@pytest.fixture(scope="module")
+def all_tasks(tiny_folder, data_dir, tmp_path_factory) -> tuple[Path, str, str]:
+    """The folder with the results of all 40 tasks, what the program printed, and its progress."""
+    folder = tmp_path_factory.mktemp("all")
+    with redirect_stdout(io.StringIO()) as shown, redirect_stderr(io.StringIO()) as progress:
+        assert evaluate(tiny_folder, data_dir, "--output-dir", str(folder)) == 0
+    return folder, shown.getvalue(), progress.getvalue()
+
+
+def test_all_40_tasks_in_a_file_that_datacomp_reads(all_tasks):
+    folder, shown, progress = all_tasks
+    lines = read_results(folder / RESULTS_FILE)
     assert {line["key"]: line["dataset"] for line in lines} == {key: task.name for key, task in TASKS.items()}
-    assert "NaN" not in (tmp_path / RESULTS_FILE).read_text()
-    scores = aggregate(tmp_path / RESULTS_FILE)
+    assert "NaN" not in (folder / RESULTS_FILE).read_text()
+    scores = aggregate(folder / RESULTS_FILE)
     assert set(scores) == {TASKS[key].name for key in AVERAGED}
     average = sum(scores.values()) / 38
-
-    shown, progress = capfd.readouterr()
     assert f"DataComp average (38): {average:.4f}" in shown
     vtab = sum(scores[TASKS[key].name] for key in GROUPS["VTAB (13)"]) / 13
     assert f"VTAB (13): {vtab:.4f}" in shown
     assert "Not DataComp's data (other sizes), so not DataComp's numbers: 40 tasks" in shown
     assert "40/40" in progress, "no progress bar over the tasks"
-    summary = json.loads((tmp_path / datacomp.SUMMARY_FILE).read_text())
+    summary = json.loads((folder / datacomp.SUMMARY_FILE).read_text())
     assert summary["averages"]["DataComp average (38)"]["value"] == pytest.approx(average)
     assert summary["problems"] == {}
-
-
-def test_an_average_over_an_incomplete_set_is_not_printed(tiny_folder, data_dir, tmp_path, capfd):
-    arguments = ("--output-dir", str(tmp_path), "--tasks", "retrieval", "wilds,fairness")
-    assert evaluate(tiny_folder, data_dir, *arguments) == 0
-    shown = capfd.readouterr().out
-    assert "DataComp average (38): partial, 8/38; missing: Caltech-101, CIFAR-10" in shown
-    assert "Retrieval, DataComp (Flickr, MSCOCO, WinoGAViL): 0." in shown
-    assert "VTAB (13): partial, 0/13" in shown
-    summary = json.loads((tmp_path / datacomp.SUMMARY_FILE).read_text())
-    assert summary["averages"]["DataComp average (38)"] == {
-        "value": None,
-        "tasks": 38,
-        "missing": [key for key in AVERAGED if not key.startswith(("retrieval", "misc", "wilds", "fairness"))],
-    }
 
 
 def test_resuming_evaluates_only_what_is_missing(tiny_folder, data_dir, tmp_path, monkeypatch):
@@ -104,10 +95,15 @@ def test_resuming_evaluates_only_what_is_missing(tiny_folder, data_dir, tmp_path
     assert evaluated[3:] == ["mnist"]
 
 
-def test_never_another_models_numbers(tiny_folder, data_dir, tmp_path):
-    tasks = ("--output-dir", str(tmp_path), "--tasks", "retrieval", "cifar10", "mnist")
-    evaluate(tiny_folder, data_dir, *tasks)
+def test_never_another_models_numbers(tiny_folder, data_dir, tmp_path, capfd):
+    tasks = ("--output-dir", str(tmp_path), "--tasks", "retrieval", "cifar10,mnist")
+    assert evaluate(tiny_folder, data_dir, *tasks) == 0
     first = main_metrics(tmp_path)
+    shown = capfd.readouterr().out
+    assert "DataComp average (38): partial, 5/38; missing: Caltech-101, CIFAR-100" in shown, "no average of some tasks"
+    assert "Retrieval, DataComp (Flickr, MSCOCO, WinoGAViL): 0." in shown
+    summary = json.loads((tmp_path / datacomp.SUMMARY_FILE).read_text())["averages"]["DataComp average (38)"]
+    assert (summary["value"], summary["missing"]) == (None, [key for key in AVERAGED if key not in first])
     evaluate(tiny_folder, data_dir, *tasks, checkpoint="epoch_2.pt")
     second = main_metrics(tmp_path)
     assert first.keys() == second.keys()
@@ -150,28 +146,20 @@ def test_the_identity_of_a_run(tiny):
     assert run.id == RunIdentity.of(tiny, "fp32").id
 
 
-def test_other_data_is_evaluated_again(tiny_folder, tmp_path):
-    arguments = ("--output-dir", str(tmp_path / "out"), "--tasks", "cifar10")
-    datasets.make_task(tmp_path, "cifar10", count=12)
-    evaluate(tiny_folder, tmp_path, *arguments)
-    assert read_results(tmp_path / "out" / RESULTS_FILE)[0]["samples"] == 12
-    folder = datasets.make_task(tmp_path, "cifar10", count=20)
-    evaluate(tiny_folder, tmp_path, *arguments)
-    assert read_results(tmp_path / "out" / RESULTS_FILE)[0]["samples"] == 20
-    (folder / "test" / "1.tar").write_bytes(b"")
-    assert evaluate(tiny_folder, tmp_path, *arguments) == 1
-    assert read_results(tmp_path / "out" / RESULTS_FILE) == [], "the old number would stand in for a failed evaluation"
-
-
-def test_results_outlive_their_data(tiny_folder, tmp_path, capfd):
+def test_other_data_is_evaluated_again_and_results_outlive_their_data(tiny_folder, tmp_path):
+    folders = [datasets.make_task(tmp_path, key, count=12) for key in ("cifar10", "mnist")]
     arguments = ("--output-dir", str(tmp_path / "out"), "--tasks", "cifar10", "mnist")
-    folder = datasets.make_task(tmp_path, "cifar10", count=12)
-    datasets.make_task(tmp_path, "mnist", count=12)
+    evaluate(tiny_folder, tmp_path, *arguments)
+    datasets.make_task(tmp_path, "cifar10", count=20)
+    shutil.rmtree(folders[1])
     assert evaluate(tiny_folder, tmp_path, *arguments) == 0
-    shutil.rmtree(folder)
-    assert evaluate(tiny_folder, tmp_path, *arguments) == 0
-    assert set(main_metrics(tmp_path / "out")) == {"cifar10", "mnist"}
-    assert "Not evaluated" not in capfd.readouterr().out
+    assert {line["key"]: line["samples"] for line in read_results(tmp_path / "out" / RESULTS_FILE)} == {
+        "mnist": 12,
+        "cifar10": 20,
+    }
+    (folders[0] / "test" / "1.tar").write_bytes(b"")
+    assert evaluate(tiny_folder, tmp_path, *arguments) == 1
+    assert set(main_metrics(tmp_path / "out")) == {"mnist"}, "an old number would stand in for a failed evaluation"
 
 
 def test_a_failing_task_stops_no_other(tiny_folder, tmp_path, capfd):
@@ -195,19 +183,13 @@ def test_a_failing_task_stops_no_other(tiny_folder, tmp_path, capfd):
 def test_missing_tasks_are_one_line(tiny_folder, tmp_path, capfd):
     for key in ("cifar10", "mnist", "stl10", "gtsrb", "cars", "country211"):
         datasets.make_task(tmp_path, key, count=12)
-    assert evaluate(tiny_folder, tmp_path, "--output-dir", str(tmp_path / "out")) == 0
+    output = ("--output-dir", str(tmp_path / "out"))
+    assert evaluate(tiny_folder, tmp_path, *output) == 0
     shown = capfd.readouterr().out
+    assert evaluate(tiny_folder, tmp_path, *output, "--tasks", "cifar10", any_size=False) == 1
     lines = [line for line in shown.splitlines() if "eval.download" in line]
     assert len(lines) == 1 and "(34): Caltech-101, " in lines[0] and "and 29 more" in lines[0]
     assert max(map(len, shown.replace(str(tmp_path), "").splitlines())) < 300, "no line names them all"
-
-
-def test_exit_status_for_data_that_is_not_there(tiny_folder, tmp_path):
-    datasets.make_task(tmp_path, "cifar10", count=12)
-    output = ("--output-dir", str(tmp_path / "out"))
-    assert evaluate(tiny_folder, tmp_path, *output) == 0, "without --tasks, what is missing is only reported"
-    assert evaluate(tiny_folder, tmp_path, *output, "--tasks", "cifar10", "mnist") == 1
-    assert evaluate(tiny_folder, tmp_path, *output, "--tasks", "cifar10", any_size=False) == 1
 
 
 @pytest.mark.parametrize(
@@ -254,22 +236,22 @@ def test_default_output_folders(tiny, tiny_folder):
     assert datacomp.default_output_dir(tag) == Path("datacomp/ViT-B-32-openai")
 
 
-def test_two_processes_share_the_tasks(tiny_folder, data_dir, tmp_path):
-    """Under torchrun, workers included: the same numbers as one process, every task once, one summary."""
+def _evaluate(argv: list[str]) -> tuple[int, str]:
+    with redirect_stdout(io.StringIO()) as shown:
+        return datacomp.main(argv), shown.getvalue()
+
+
+def test_two_processes_share_the_tasks(tiny_folder, data_dir, all_tasks, tmp_path):
+    """Workers included: the same numbers as one process, every task once, one summary."""
     tasks = ["cifar10", "mnist", "wilds/fmow", "retrieval", "fairness/utkface"]
-    evaluate(tiny_folder, data_dir, "--output-dir", str(tmp_path / "one"), "--tasks", *tasks)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    command += ["eval.datacomp", "--model", datasets.TINY_MODEL, "--checkpoint", str(tiny_folder / "epoch_1.pt")]
-    command += ["--model-config", str(tiny_folder / f"{datasets.TINY_MODEL}.json"), "--data-dir", str(data_dir)]
-    command += ["--output-dir", str(tmp_path / "two"), "--workers", "1", "--allow-size-mismatch", "--tasks", *tasks]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("DataComp average (38): partial, 6/38") == 1
-    found = {line["key"]: line["metrics"] for line in read_results(tmp_path / "two" / RESULTS_FILE)}
-    expected = {line["key"]: line["metrics"] for line in read_results(tmp_path / "one" / RESULTS_FILE)}
-    assert found.keys() == expected.keys()
-    for key, metrics in expected.items():
-        assert found[key] == pytest.approx(metrics, abs=1e-6), key
+    argv = ["--model", datasets.TINY_MODEL, "--checkpoint", str(tiny_folder / "epoch_1.pt"), "--device", "cpu"]
+    argv += ["--model-config", str(tiny_folder / f"{datasets.TINY_MODEL}.json"), "--data-dir", str(data_dir)]
+    argv += ["--output-dir", str(tmp_path), "--workers", "1", "--allow-size-mismatch", "--tasks", *tasks]
+    (first, shown), (second, nothing) = two_ranks().run(_evaluate, argv, group=False)
+    assert (first, second, nothing) == (0, 0, "")
+    assert shown.count("DataComp average (38): partial, 6/38") == 1
+    found = {line["key"]: line["metrics"] for line in read_results(tmp_path / RESULTS_FILE)}
+    assert found.keys() == {task.key for task in select_tasks(tasks)}
+    for line in read_results(all_tasks[0] / RESULTS_FILE):
+        if line["key"] in found:
+            assert found[line["key"]] == pytest.approx(line["metrics"], abs=1e-6), line["key"]

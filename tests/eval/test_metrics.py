@@ -5,12 +5,7 @@ import pytest
 import torch
 from sklearn.metrics import balanced_accuracy_score, f1_score, top_k_accuracy_score
 
-from eval.metrics import (
-    classification_metrics,
-    group_metrics,
-    macro_f1,
-    target_ranks,
-)
+from eval.metrics import classification_metrics, group_metrics, macro_f1, target_ranks
 from eval.retrieval import retrieval_metrics, winogavil_metrics
 
 
@@ -22,7 +17,7 @@ def random_case(seed: int, samples: int = 200, classes: int = 12) -> tuple[torch
     return torch.from_numpy(logits), labels
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_classification_metrics_equal_scikit_learn(seed):
     logits, labels = random_case(seed)
     predictions = logits.argmax(dim=1).numpy()
@@ -32,16 +27,10 @@ def test_classification_metrics_equal_scikit_learn(seed):
         expected = top_k_accuracy_score(labels, logits.numpy(), k=k, labels=np.arange(12))
         assert found[name] == pytest.approx(expected, abs=1e-12)
     assert found["mean_per_class_recall"] == pytest.approx(balanced_accuracy_score(labels, predictions), abs=1e-12)
-    occurring = np.unique(labels)
-    expected = f1_score(labels, predictions, average="macro", labels=occurring)
+    expected = f1_score(labels, predictions, average="macro", labels=np.unique(labels))
     assert macro_f1(labels, predictions) == pytest.approx(expected, abs=1e-12)
-
-
-def test_f1_over_all_classes_would_differ():
     # The trap: predictions of classes that never occur must not enter the mean.
-    logits, labels = random_case(0)
-    predictions = logits.argmax(dim=1).numpy()
-    assert abs(macro_f1(labels, predictions) - f1_score(labels, predictions, average="macro")) > 0.05
+    assert abs(expected - f1_score(labels, predictions, average="macro")) > 0.05
 
 
 def test_top5_needs_five_classes():
