@@ -63,23 +63,6 @@ def test_the_tests_that_pages_name_are_there():
             assert f"def {name}(" in tests, f"{page.name}: {name}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_between_pages_lead_somewhere(page):
-    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
-        if target.startswith(("http://", "https://")):
-            continue
-        linked = page.parent / target if target else page
-        assert linked.exists(), f"{page.name} links to {target}"
-        if anchor and linked.suffix == ".md":
-            assert anchor in anchors(linked), f"{page.name} links to {target}#{anchor}"
-
-
-def anchors(page):
-    """The names that GitHub gives a page's headings."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
 def test_every_loss_has_a_row_in_the_page_on_choosing():
     text = (ROOT / "docs" / "choosing-a-loss.md").read_text(encoding="utf-8")
     rows = "\n".join(line for line in text.splitlines() if line.startswith("|"))
