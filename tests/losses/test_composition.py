@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from openclip_ext.contrastive.batch import Contrast
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.objectives import Estimand, Unscaled
 from openclip_ext.contrastive.temperature import ConstantTemperature
@@ -23,6 +25,9 @@ class DecoupledContrastive(Unscaled):
         from_batch=lambda contrast: contrast.log_gap_sums,
         log_divisor=lambda contrast: torch.zeros_like(contrast.tau),
     )
+
+    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+        return alpha
 
 
 @pytest.fixture

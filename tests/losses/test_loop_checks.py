@@ -1,48 +1,22 @@
 """Mistakes of a training loop that raise no error are told, once, in the first calls; a correct loop hears nothing."""
 
-import copy
 import math
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from openclip_ext.contrastive.checks import CHECKED_CALLS
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.integrations.model_loss import ModelLoss
 from openclip_ext.losses.registry import create_loss, list_losses
-from tests.losses.cases import CASES, SAMPLES, WIDTH, make_steps
+from tests.losses.cases import SAMPLES, WIDTH, TwoTowers, create_any, make_steps
 
+# Outside of pytest.warns.
+pytestmark = pytest.mark.filterwarnings("error")
 STATEFUL = ["fastclip", "neuclip", "queueclip", "amorlip", "sogclr-views"]
-
-
-class _Towers(nn.Module):
-    """Two linear towers, and OpenCLIP's parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.image, self.text = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
-        self.logit_bias = nn.Parameter(torch.tensor(-10.0))
-
-    def forward(self, images: Tensor, texts: Tensor) -> dict[str, Tensor]:
-        return {
-            "image_features": functional.normalize(self.image(images), dim=1),
-            "text_features": functional.normalize(self.text(texts), dim=1),
-            "logit_scale": self.logit_scale.exp(),
-            "logit_bias": self.logit_bias,
-        }
-
-
-def _create(name: str) -> ContrastiveLoss:
-    if name in CASES:
-        return CASES[name].create()
-    return create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES)
 
 
 def _batches(number: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -51,40 +25,27 @@ def _batches(number: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 
 def _features() -> tuple[Tensor, Tensor]:
-    images, texts, _ = next(_batches(1))
-    return images, texts
+    return next(_batches(1))[:2]
 
 
-def _start(name: str) -> tuple[_Towers, ContrastiveLoss, torch.optim.Optimizer]:
-    model, loss = _Towers(), _create(name)
+def _start(name: str) -> tuple[TwoTowers, ContrastiveLoss, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model, loss = TwoTowers(WIDTH, WIDTH), create_any(name)
     head = loss.model_head()
     parameters = [*model.parameters(), *([] if head is None else head.parameters())]
     loss.start_epoch(0)
-    return model, loss, torch.optim.SGD(parameters, lr=1e-3)
-
-
-@pytest.fixture()
-def silent() -> Iterator[None]:
-    """A warning is a failure."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
+    return model, loss, torch.optim.SGD(parameters, lr=1e-5)
 
 
 # --- a correct loop --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("silent")
-@pytest.mark.parametrize("zero_grad_first", [True, False])
 @pytest.mark.parametrize("name", list_losses())
-def test_a_correct_loop_hears_nothing(name: str, zero_grad_first: bool) -> None:
+def test_a_correct_loop_hears_nothing(name: str) -> None:
     model, loss, optimizer = _start(name)
     for images, texts, index in _batches(4):
-        if zero_grad_first:
-            optimizer.zero_grad()
         value = loss(**model(images, texts), index=index)
-        if not zero_grad_first:
-            optimizer.zero_grad()
+        optimizer.zero_grad()
         value.backward()
         optimizer.step()
     loss.eval()
@@ -92,7 +53,6 @@ def test_a_correct_loop_hears_nothing(name: str, zero_grad_first: bool) -> None:
         loss(**model(images, texts), index=index)
 
 
-@pytest.mark.usefixtures("silent")
 def test_a_step_that_the_gradient_scaler_skips_is_no_mistake() -> None:
     model, loss, optimizer = _start("neuclip")
     for images, texts, index in _batches(3):
@@ -100,7 +60,6 @@ def test_a_step_that_the_gradient_scaler_skips_is_no_mistake() -> None:
         loss(**model(images, texts), index=index).backward()  # and no step
 
 
-@pytest.mark.usefixtures("silent")
 def test_accumulation_over_cached_features_is_no_mistake() -> None:
     model, loss, optimizer = _start("neuclip")
     for images, texts, index in _batches(3):
@@ -113,7 +72,6 @@ def test_accumulation_over_cached_features_is_no_mistake() -> None:
         optimizer.step()
 
 
-@pytest.mark.usefixtures("silent")
 @pytest.mark.parametrize("name", ["openclip", "siglip", "simclr", "cliplite", "fastclip-minibatch"])
 def test_losses_without_state_may_be_called_twice_in_a_step(name: str) -> None:
     model, loss, _ = _start(name)
@@ -133,14 +91,7 @@ def _call(loss: ContrastiveLoss, scale: float = 14.0, **changed: Any) -> Tensor:
     return loss(**inputs, logit_scale=torch.tensor(scale))
 
 
-def _long(name: str) -> dict[str, Tensor]:
-    """Features of which those of one side have another length."""
-    images, texts = _features()
-    return {name: 3 * {"image_features": images, "text_features": texts}[name]}
-
-
 _CAPTIONS = {"labels": torch.zeros(6, 3, dtype=torch.int64), "logits": torch.zeros(6, 3, 5)}
-_EXP = r"logit_scale: found %s, .*pass model\.logit_scale\.exp\(\)"
 _NOT_UNIT = r"found rows of length 1 to 3, expected 1\. .*functional\.normalize"
 _NO_EPOCH = r"start_epoch\(\) was not called.*at the start of each epoch, from 0"
 _SAME_INDEX = r"index: \d+ of \d+ samples of the batch have the index 3, and share"
@@ -150,10 +101,9 @@ _START = r"found 14, and the loss was created with temperature=0\.03.*start its 
 @pytest.mark.parametrize(
     ("names", "changed", "message"),
     [
-        ("openclip siglip neuclip", _long("image_features"), _NOT_UNIT),
-        ("openclip siglip neuclip", _long("text_features"), _NOT_UNIT),
-        ("openclip neuclip cliplite", {"scale": 2.66}, _EXP % 2.66),
-        ("openclip neuclip cliplite", {"scale": 4.6}, _EXP % 4.6),
+        ("openclip siglip neuclip", {"image_features": 3 * _features()[0]}, _NOT_UNIT),
+        ("openclip siglip neuclip", {"text_features": 3 * _features()[1]}, _NOT_UNIT),
+        ("openclip neuclip cliplite", {"scale": 2.66}, r"logit_scale: found 2.66, .*pass model\.logit_scale\.exp\(\)"),
         ("fastclip isogclr sogclr-views", {"index": torch.tensor([3, 0, 3, 3, 9, 3])}, _SAME_INDEX),
         ("fastclip fastclip-v2 tempnet amorlip sogclr-views-cosine", {"announced": False}, _NO_EPOCH),
         ("neuclip simclr", _CAPTIONS, "does not use labels=, logits=: "),
@@ -162,31 +112,28 @@ _START = r"found 14, and the loss was created with temperature=0\.03.*start its 
 )
 def test_a_mistake_is_told_once(names: str, changed: dict[str, Any], message: str) -> None:
     for name in names.split():
-        loss = _create(name).requires_grad_(False)
+        loss = create_any(name).requires_grad_(False)
         changed = {"logit_bias": torch.tensor(-10.0)} | changed
         with pytest.warns(UserWarning, match=message):
             _call(loss, **changed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            _call(loss, **changed)
+        _call(loss, **changed)
 
 
-@pytest.mark.usefixtures("silent")
 def test_what_is_no_mistake() -> None:
     images, texts = _features()
     for index, rows in (([3, 0, 3, 3, 9, 1], 6), ([3, 3, 3], 3)):
         inputs = {"image_features": images[:rows], "text_features": texts[:rows]}
-        _call(_create("sogclr"), index=torch.tensor(index), **inputs)
+        _call(create_any("sogclr"), index=torch.tensor(index), **inputs)
     for name in ("isogclr", "simclr", "sogclr-views"):  # whose temperature is another one
-        _call(_create(name), scale=2.0)
+        _call(create_any(name), scale=2.0)
     _call(create_loss("neuclip", embed_dim=WIDTH, prototypes=4, temperature=0.5), scale=2.0)
     for name in ("cliplite", "simclr"):  # their projections take any length
-        _call(_create(name), image_features=5 * images)
-    _call(_create("openclip"), **_CAPTIONS)
-    _call(_create("neuclip"), logit_bias=torch.tensor(1.0), labels=None)
+        _call(create_any(name), image_features=5 * images)
+    _call(create_any("openclip"), **_CAPTIONS)
+    _call(create_any("neuclip"), logit_bias=torch.tensor(1.0), labels=None)
     images[2] = float("nan")  # reported in another way
     for dtype in (torch.float16, torch.bfloat16):
-        _call(_create("neuclip"), image_features=images.to(dtype), text_features=texts.to(dtype))
+        _call(create_any("neuclip"), image_features=images.to(dtype), text_features=texts.to(dtype))
 
 
 # --- the epoch -------------------------------------------------------------------------------------------------------
@@ -194,28 +141,25 @@ def test_what_is_no_mistake() -> None:
 
 @pytest.mark.parametrize("name", ["fastclip", "sogclr-views-cosine"])
 def test_an_epoch_that_does_not_end(name: str) -> None:
-    loss = _create(name).requires_grad_(False)
+    loss = create_any(name).requires_grad_(False)
     loss.start_epoch(0)
     seen = 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for images, texts, index in _batches(6):
-            seen += len(index)
-            loss(images, texts, torch.tensor(14.0), index=index)
+    for images, texts, index in _batches(6):
+        seen += len(index)
+        loss(images, texts, torch.tensor(14.0), index=index)
     assert 1.5 * SAMPLES < seen <= 2 * SAMPLES
     with pytest.warns(UserWarning, match=rf"epoch 0 has seen {seen + 6} samples.*num_samples={SAMPLES}"):
         loss(images, texts, torch.tensor(14.0), index=index)
 
 
-@pytest.mark.usefixtures("silent")
 def test_a_constant_schedule_and_a_restored_epoch_need_no_announcement() -> None:
     images, texts, index = next(_batches(1))
     for name in ("sogclr", "neuclip"):
         for _ in range(8):
-            _create(name)(images, texts, torch.tensor(14.0), index=index)
-    saved = _create("fastclip")
+            create_any(name)(images, texts, torch.tensor(14.0), index=index)
+    saved = create_any("fastclip")
     saved.start_epoch(2)
-    resumed = _create("fastclip")
+    resumed = create_any("fastclip")
     resumed.load_state_dict(saved.state_dict())
     resumed(images, texts, torch.tensor(14.0), index=index)
 
@@ -224,46 +168,30 @@ def test_a_constant_schedule_and_a_restored_epoch_need_no_announcement() -> None
 
 
 @pytest.mark.parametrize("name", ["openclip", "neuclip", "cliplite", "simclr"])
-@pytest.mark.parametrize("scale", [-2.66, 0.0, math.inf, math.nan])
+@pytest.mark.parametrize("scale", [-2.66, math.inf, math.nan])
 def test_a_scale_that_is_no_positive_number(name: str, scale: float) -> None:
-    with pytest.raises(
-        ValueError, match=rf"logit_scale: found {scale:g}, expected a finite positive number, 1/temperature"
-    ):
-        _create(name)(*_features(), torch.tensor(scale))
-
-
-def test_a_scale_that_turns_negative_later_is_reported() -> None:
-    loss = _create("neuclip")
-    for scale in (14.0, 14.0, -1.0):
-        value = loss(*_features(), torch.tensor(scale))
-    assert value == 0
-    assert loss.pop_nonfinite() == [(2, [])]
+    with pytest.raises(ValueError, match=rf"logit_scale: found {scale:g}, expected a finite positive number"):
+        create_any(name)(*_features(), torch.tensor(scale))
 
 
 def test_a_temperature_at_which_the_model_does_not_start() -> None:
     loss = create_loss("neuclip", embed_dim=WIDTH, temperature=0.03)
     with pytest.warns(UserWarning, match=_START):
         _call(loss)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        resumed = create_loss("neuclip", embed_dim=WIDTH, temperature=0.03)
-        resumed.load_state_dict(loss.state_dict())
-        _call(resumed)
-        _call(create_loss("neuclip", embed_dim=WIDTH, temperature=0.03), scale=1 / 0.03)
+    resumed = create_loss("neuclip", embed_dim=WIDTH, temperature=0.03)
+    resumed.load_state_dict(loss.state_dict())
+    _call(resumed)
+    _call(create_loss("neuclip", embed_dim=WIDTH, temperature=0.03), scale=1 / 0.03)
 
 
-def test_values_are_read_in_the_first_calls_only() -> None:
-    loss = _create("neuclip")
-    features, scale = _features(), torch.tensor(2.66)
+def test_values_are_read_in_the_first_calls_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = create_any("neuclip")
+    features = _features()
     for _ in range(CHECKED_CALLS):
         loss(*features, torch.tensor(14.0))
-    reads = []
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for name in ("item", "tolist"):
-            patch.setattr(Tensor, name, lambda self, name=name: reads.append(name))
-        loss(*features, scale)
-    assert reads == []
+    for name in ("item", "tolist"):
+        monkeypatch.setattr(Tensor, name, None)  # a call would fail
+    loss(*features, torch.tensor(2.66))
 
 
 # --- calls -----------------------------------------------------------------------------------------------------------
@@ -272,10 +200,8 @@ def test_values_are_read_in_the_first_calls_only() -> None:
 @pytest.mark.parametrize("name", STATEFUL)
 def test_accumulated_gradients(name: str) -> None:
     model, loss, _ = _start(name)
-    batches = _batches(2)
-    images, texts, index = next(batches)
-    loss(**model(images, texts), index=index).backward()
-    images, texts, index = next(batches)
+    first, (images, texts, index) = _batches(2)
+    loss(**model(*first[:2]), index=first[2]).backward()
     with pytest.warns(UserWarning, match="called twice in training mode without an optimizer step.*all micro-batches"):
         loss(**model(images, texts), index=index)
 
@@ -292,40 +218,27 @@ def test_a_second_call_before_the_backward_pass(name: str) -> None:
 
 @pytest.mark.parametrize("name", STATEFUL)
 def test_a_validation_that_forgot_eval(name: str) -> None:
-    model, loss, _ = _start(name)
+    model, loss, optimizer = _start(name)
     images, texts, index = next(_batches(1))
     for _ in range(CHECKED_CALLS + 1):
         loss(**model(images, texts), index=index).backward()
+        optimizer.step()
     with torch.no_grad(), pytest.warns(UserWarning, match=r"in training mode under torch\.no_grad\(\).*loss\.eval\(\)"):
         loss(**model(images, texts), index=index)
     loss.eval()
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with torch.no_grad():
         loss(**model(images, texts), index=index)
-
-
-def test_a_copy_has_noticed_the_same() -> None:
-    model, loss, _ = _start("neuclip")
-    images, texts, _ = next(_batches(1))
-    value = loss(**model(images, texts))
-    twin = copy.deepcopy(loss)
-    value.backward()
-    with pytest.warns(UserWarning, match="before the backward pass"):
-        twin(**model(images, texts))
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
 def test_processes_that_do_not_know_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop hears of it; a trainer, whose task it is to connect them, is refused."""
+    model_loss = ModelLoss(create_loss("openclip"), TwoTowers(WIDTH, WIDTH))
+    model_loss.check_loop(accumulation=1, repeats=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.warns(UserWarning, match=r"2 processes were started .* each contrasts its own"):
         create_loss("openclip")(*_features(), torch.tensor(10.0))
-
-
-def test_trainers_that_do_not_connect_their_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model_loss = ModelLoss(create_loss("openclip"), _Towers())
-    model_loss.check_loop(accumulation=1, repeats=False)
-    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"2 processes were started.*use_cpu=True"):
         model_loss.check_loop(accumulation=1, repeats=False)
