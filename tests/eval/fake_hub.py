@@ -17,7 +17,6 @@ class FakeHub:
 
     Attributes:
         endpoint: its address.
-        cut_after: path of a file -> bytes after which the connection breaks, once.
         corrupt: path of a file -> how many times to serve it with its first byte changed.
         busy: path of a file -> how many times to answer 503.
         requests: (path, first byte asked for) of every file request.
@@ -25,7 +24,6 @@ class FakeHub:
 
     def __init__(self) -> None:
         self.repositories: dict[str, Path] = {}
-        self.cut_after: dict[str, int] = {}
         self.corrupt: Counter[str] = Counter()
         self.busy: Counter[str] = Counter()
         self.requests: list[tuple[str, int]] = []
@@ -95,10 +93,6 @@ class FakeHub:
         for header, value in {**headers, "Content-Length": str(len(content) - first)}.items():
             handler.send_header(header, value)
         handler.end_headers()
-        if name in self.cut_after:
-            handler.wfile.write(content[first : self.cut_after.pop(name)])
-            handler.close_connection = True
-            return None
         handler.wfile.write(content[first:])
         return None
 

@@ -38,18 +38,13 @@ def evaluate(tiny_folder, tmp_path, monkeypatch):
     return run
 
 
-def make_fer2013(folder, images, labels) -> None:
-    """A folder of images a class."""
-    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
-        if label < 7:
-            (folder / str(label)).mkdir(parents=True, exist_ok=True)
-            image.save(folder / str(label) / f"{number}.png")
-
-
 @pytest.mark.parametrize("prompts", [None, ["a {c}", "a picture of a {c}"]])
 def test_classification_of_fer2013(tiny, evaluate, tmp_path, prompts):
     """Names are clip-benchmark's, and so are the templates, unless a file has others (CLIP-Lite, Table 11)."""
-    make_fer2013(tmp_path / "test", *datasets.digit_images(40))
+    for number, (image, label) in enumerate(zip(*datasets.digit_images(40), strict=True)):
+        folder = tmp_path / "test" / str(label % 7)  # a folder of images a class
+        folder.mkdir(parents=True, exist_ok=True)
+        image.save(folder / f"{number}.png")
     options = {}
     if prompts is not None:
         (tmp_path / "prompts.json").write_text(json.dumps({"fer2013": prompts}))

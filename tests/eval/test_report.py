@@ -4,7 +4,6 @@ import csv
 import html
 import json
 import re
-import shutil
 import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -96,7 +95,7 @@ def report(tmp_path: Path, *arguments: str) -> tuple[list[list[list[str]]], str]
 def test_two_runs_in_all_three_forms(tmp_path: Path) -> None:
     first, second = all_scores(0.1), all_scores(0.15)
     second["cifar10"] = 0.05  # the one task that gets worse
-    write_results(tmp_path / "first", first)
+    write_results(tmp_path / "first", {**first, "fairness/fairface": float("nan")})  # as DataComp's own harness
     write_results(tmp_path / "second", {**second, "fairness/fairface": None})
     tables, text = report(tmp_path, f"A={tmp_path / 'first'}", f"B={tmp_path / 'second' / 'eval_results.jsonl'}")
 
@@ -204,6 +203,12 @@ def test_run_folder_becomes_learning_curves(tmp_path: Path) -> None:
     assert found.checkpoints[1].average(RETRIEVAL) == Value(0.3)
     assert found.checkpoints[1].average(AVERAGE) is None
     assert found.final.label == "epoch_10_step_105"
+    charts = charts_of(report(tmp_path, str(run))[1])
+    scores = {"1.28k": 0.02, "6.4k": 0.1, "6.72k": 0.2}
+    assert hints_of(charts[f"{AVERAGE} over samples seen"]) == [
+        f"neuclip: {100 * (score + 0.185):.4g} at {samples} samples seen" for samples, score in scores.items()
+    ]
+    assert len(hints_of(charts[f"{RETRIEVAL} over samples seen"])) == 4
 
     # From step 80 on, a resumed run has a batch of 32: the log counts what was trained on.
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[:-1]]
@@ -211,21 +216,11 @@ def test_run_folder_becomes_learning_curves(tmp_path: Path) -> None:
         if line["step"] >= 80 and "loss" in line:
             line |= {"samples": 80 * 64 + 32 * (line["step"] - 79), "global_batch": 32}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for step, samples in ((3, 192), (78, 4992), (82, 5184), (110, 6080), (115, 6240)):
-        folder = write_results(run / "datacomp" / f"epoch_{step // 10}_step_{step}", all_scores(0.2)).parent
-        assert {entry.samples for entry in read_runs([str(run)])[0].checkpoints if str(step) in entry.label} == {
-            samples
-        }
-        shutil.rmtree(folder)
-    write_training(run, epochs=11, evaluations={2: {**during, "datacomp/mnist": 0.9}, 4: during})
-
-    _, text = report(tmp_path, str(run))
-    charts = charts_of(text)
-    scores = {"1.28k": 0.02, "6.4k": 0.1, "6.72k": 0.2}
-    assert hints_of(charts[f"{AVERAGE} over samples seen"]) == [
-        f"neuclip: {100 * (score + 0.185):.4g} at {samples} samples seen" for samples, score in scores.items()
-    ]
-    assert len(hints_of(charts[f"{RETRIEVAL} over samples seen"])) == 4
+    seen = {3: 192, 78: 4992, 82: 5184, 110: 6080, 115: 6240}
+    for step in seen:
+        write_results(run / "datacomp" / f"epoch_{step // 10}_step_{step}", all_scores(0.2))
+    found = {entry.label: entry.samples for entry in read_runs([str(run)])[0].checkpoints}
+    assert found.items() >= {f"epoch_{step // 10}_step_{step}": samples for step, samples in seen.items()}.items()
 
 
 def test_without_training_log_curves_run_over_epochs(tmp_path: Path) -> None:
@@ -256,20 +251,12 @@ def test_what_makes_numbers_incomparable_is_said(tmp_path: Path, capsys: pytest.
     assert rows["mnist"].notes == ("", "not DataComp's data") == rows[AVERAGE].notes
 
 
-def test_names_cannot_break_the_page(tmp_path: Path) -> None:
-    write_results(tmp_path / "one", {"mnist": 0.1, "cifar10": 0.2})
-    write_results(tmp_path / "two", {"mnist": 0.2, "cifar10": 0.1})
+def test_names_cannot_break_the_tables(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        write_results(tmp_path / folder, {"mnist": 0.1, "cifar10": 0.2})
     name = "<script>alert(1)</script>|&"
     tables, text = report(tmp_path, str(tmp_path / "one"), f"{name}={tmp_path / 'two'}", "--title", "<b>")
-    assert text.count("<script>") == 1 and tables[0][0][2] == name and charts_of(text)
-    assert "&lt;script&gt;" not in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
-
-
-def test_datacomps_own_file_with_nan(tmp_path: Path) -> None:
-    write_results(tmp_path, {**all_scores(0.1), "fairness/fairface": float("nan")})
-    assert "NaN" in (tmp_path / "eval_results.jsonl").read_text()
-    tables, _ = report(tmp_path, str(tmp_path / "eval_results.jsonl"))
-    assert len(tables[1]) == 1 + 38 and not any(cell == "nan" for row in tables[1] for cell in row)
+    assert text.count("<script>") == 1 and tables[0][0][2] == name
 
 
 def test_wrong_input(tmp_path: Path) -> None:

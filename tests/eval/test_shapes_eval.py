@@ -2,7 +2,6 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import open_clip
 import pytest
@@ -10,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from eval.shapes import ShapesEvaluator, main
-from openclip_ext.data.shapes.scene import BACKGROUNDS, COLORS, RELATIONS, SHAPES, SIZES, TEXTURES
+from openclip_ext.data.shapes.scene import COLORS, SHAPES, SIZES, TEXTURES
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 from openclip_ext.model_configs import add_model_configs
 
@@ -72,8 +71,7 @@ class Oracle(torch.nn.Module):
     def __init__(self, evaluator):
         super().__init__()
         self.anchor, self.visual = torch.nn.Parameter(torch.zeros(1)), torch.nn.Identity()
-        self.samples = evaluator.samples
-        self.tokenizer = evaluator.tokenizer
+        self.samples, self.tokenizer = evaluator.samples, evaluator.tokenizer
         self.calls = 0
 
     def encode_image(self, image, normalize=False):
@@ -89,57 +87,32 @@ class Oracle(torch.nn.Module):
         return F.normalize(torch.tensor(rows), dim=-1)
 
 
-class Blind(torch.nn.Module):
+class Blind(Oracle):
     """Random features that have nothing to do with the input."""
 
-    def __init__(self, seed):
-        super().__init__()
-        self.anchor, self.visual = torch.nn.Parameter(torch.zeros(1)), torch.nn.Identity()
-        self.generator = torch.Generator().manual_seed(seed)
-
     def encode_image(self, image, normalize=False):
-        return F.normalize(torch.randn(len(image), 64, generator=self.generator), dim=-1)
+        return F.normalize(torch.randn(len(image), 64), dim=-1)
 
     def encode_text(self, text, normalize=False):
         return self.encode_image(text)
 
 
 def test_oracle_scores_one_in_everything(evaluator):
+    assert len(set(evaluator.captions)) < NUM_SAMPLES, "equal captions count as found"
     oracle = Oracle(evaluator).train()
     assert evaluator.run(oracle) == dict.fromkeys(evaluator.chance(), pytest.approx(1.0))
     assert oracle.training
 
 
 def test_random_features_score_chance(evaluator):
-    runs = [evaluator.run(Blind(seed)) for seed in range(8)]
-    trials = {
-        "shape-top1": len(evaluator.singles),
-        "color-top1": len(evaluator.singles),
-        "shape-color-top1": len(evaluator.singles),
-        "held-out-top1": len(evaluator.singles) // 5,
-        "relation-top1": len(evaluator.doubles),
-        "image-to-text-R@1": NUM_SAMPLES,
-        "text-to-image-R@1": NUM_SAMPLES,
-    }
+    torch.manual_seed(0)
+    runs = [evaluator.run(Blind(evaluator)) for _ in range(8)]
+    trials = {"held-out-top1": len(evaluator.singles) // 5, "relation-top1": len(evaluator.doubles)}
     for key, chance in evaluator.chance().items():
         mean = sum(run[key] for run in runs) / len(runs)
         # The classes are not equally frequent and share prompts, so 5 standard errors and not 3.
-        assert abs(mean - chance) < 5 * math.sqrt(chance * (1 - chance) / (8 * trials[key])) + 1e-3, key
-
-
-def test_equal_captions_count_as_found(evaluator, monkeypatch):
-    monkeypatch.setattr(evaluator, "captions", ["a", "b", "a"])
-    encoder = SimpleNamespace(encode_texts=lambda captions: torch.eye(3))
-    recall = evaluator._retrieve(encoder, torch.tensor([[0.0, 0, 1], [0, 0, 1], [1, 0, 0]]))
-    assert recall["image-to-text-R@1"] == pytest.approx(2 / 3)
-    assert evaluator.chance()["image-to-text-R@1"] == pytest.approx(5 / 9)
-
-
-def test_captions_read_back_to_their_scene(evaluator):
-    for sample in evaluator.samples[:50]:
-        assert truth_of(sample.caption, sample.scene) == 2
-        _, relation, background = read_caption(sample.caption)
-        assert background in BACKGROUNDS and relation in (None, *RELATIONS)
+        error = math.sqrt(chance * (1 - chance) / (8 * trials.get(key, len(evaluator.singles))))
+        assert abs(mean - chance) < 5 * error + 1e-3, key
 
 
 def test_command_line_loads_a_training_checkpoint_through_open_clip(data_dir, tmp_path, capsys):

@@ -34,6 +34,8 @@ def test_subspace_is_the_pca_of_pairwise_centred_embeddings() -> None:
     # The planted direction is found although the pairs' common content varies far more, and points to the first side.
     assert float(basis[0] @ direction) > 0.99
     torch.testing.assert_close(concept_subspace(second, first, components=3)[0], -basis)
+    with pytest.raises(ValueError, match="equal embeddings"):
+        concept_subspace(first, first)
 
 
 def test_removal_leaves_nothing_of_the_concept_and_all_of_the_rest() -> None:
@@ -45,8 +47,6 @@ def test_removal_leaves_nothing_of_the_concept_and_all_of_the_rest() -> None:
     expected = torch.stack([h - sum((h @ v) * v for v in basis) for h in features])
     torch.testing.assert_close(edited, expected)
     torch.testing.assert_close(remove(edited, basis), edited)
-    orthogonal = edited[0]
-    torch.testing.assert_close(remove(orthogonal[None], basis)[0], orthogonal)
 
 
 def test_alignment_table_by_hand_and_its_effect() -> None:
@@ -68,13 +68,9 @@ def test_alignment_table_by_hand_and_its_effect() -> None:
     best = [sorted((edited @ query).tolist())[-5:] for query in queries["a"]]
     assert table["a"]["b"]["neutral"] == pytest.approx(np.mean(best), abs=1e-6)
     assert table["a"]["b"]["delta"] == pytest.approx(table["a"]["b"]["original"] - table["a"]["b"]["neutral"])
-    # Each side prefers its own group at first; without the concept the sides no longer tell the groups apart.
-    gap = {side: row[side]["original"] - row["b" if side == "a" else "a"]["original"] for side, row in table.items()}
-    assert min(gap.values()) > 0.1
-    for group in ("a", "b"):
-        before = abs(table["a"][group]["original"] - table["b"][group]["original"])
-        after = abs(table["a"][group]["neutral"] - table["b"][group]["neutral"])
-        assert after < before / 3
+    for group in ("a", "b"):  # without the concept the sides no longer tell the groups apart
+        before, after = (table["a"][group][kind] - table["b"][group][kind] for kind in ("original", "neutral"))
+        assert abs(before) > 0.1 and abs(after) < abs(before) / 3
     with pytest.raises(ValueError, match="group b has 80 images"):
         alignment_table(queries, images, basis, top=100)
 
@@ -91,14 +87,6 @@ def test_nearest_images_by_hand() -> None:
         expected = sorted(((float(own[number] @ direction), path) for number, path in enumerate(files)), reverse=True)
         assert [path for path, _ in rows[title]] == [path for _, path in expected[:5]]
         assert [value for _, value in rows[title]] == pytest.approx([value for value, _ in expected[:5]], abs=1e-6)
-
-
-def test_wrong_pairs_are_refused() -> None:
-    first, second, _ = paired_embeddings()
-    with pytest.raises(ValueError, match="17 components of 30 pairs in 16"):
-        concept_subspace(first, second, components=17)
-    with pytest.raises(ValueError, match="equal embeddings"):
-        concept_subspace(first, first)
 
 
 def test_command(tmp_path: Path) -> None:

@@ -23,23 +23,27 @@ from eval.cliplite.grounding import (
 from eval.features import Encoder
 from eval.models import ModelError
 
+VIT = {"layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
+# The vision tower, its layer's name, the axis of its channels, and how many of its last positions have a place in the image
+# (0: all).
 TOWERS = {
-    "modified-resnet": {"layers": [1, 1, 1, 1], "width": 8, "patch_size": None, "image_size": 64},
-    "vit-class-token": {"layers": 2, "width": 32, "head_width": 16, "patch_size": 8, "image_size": [32, 48]},
-    "vit-mean": {"layers": 2, "width": 32, "head_width": 16, "patch_size": 8, "image_size": 32, "pool_type": "avg"},
-    "timm-convnet": {"timm_model_name": "convnext_atto", "timm_proj": "linear", "image_size": 64},
-    "timm-vit": {"timm_model_name": "vit_tiny_patch16_224", "timm_proj": "linear", "image_size": 224},
-    "timm-channels-last": {"timm_model_name": "swin_tiny_patch4_window7_224", "timm_proj": "linear", "image_size": 224},
+    "modified-resnet": (
+        {"layers": [1, 1, 1, 1], "width": 8, "patch_size": None, "image_size": 64},
+        ("layer4", 1, 0),
+    ),
+    "vit-class-token": ({**VIT, "image_size": [32, 48]}, ("transformer.resblocks.1.ln_1", -1, 24)),
+    "vit-mean": ({**VIT, "image_size": 32, "pool_type": "avg"}, ("transformer.resblocks.1.ln_1", -1, 16)),
+    "timm-convnet": ({"timm_model_name": "convnext_atto", "image_size": 64}, ("trunk.stages.3", 1, 0)),
+    "timm-vit": (
+        {"timm_model_name": "vit_tiny_patch16_224", "image_size": 224},
+        ("trunk.blocks.11.norm1", -1, 196),
+    ),
+    "timm-channels-last": (
+        {"timm_model_name": "swin_tiny_patch4_window7_224", "image_size": 224},
+        ("trunk.layers.3", -1, 0),
+    ),
 }
-# The layer's name, the axis of its channels, and how many of its last positions have a place in the image (0: all).
-LAYERS = {
-    "modified-resnet": ("layer4", 1, 0),
-    "vit-class-token": ("transformer.resblocks.1.ln_1", -1, 24),
-    "vit-mean": ("transformer.resblocks.1.ln_1", -1, 16),
-    "timm-convnet": ("trunk.stages.3", 1, 0),
-    "timm-vit": ("trunk.blocks.11.norm1", -1, 196),
-    "timm-channels-last": ("trunk.layers.3", -1, 0),
-}
+RESNET = TOWERS["modified-resnet"][0]
 
 
 def build_encoder(folder: Path, name: str, vision: dict) -> Encoder:
@@ -89,10 +93,12 @@ def finite_differences(
 
 @pytest.mark.parametrize("name", TOWERS)
 def test_equals_finite_differences(tmp_path: Path, name: str) -> None:
-    encoder = build_encoder(tmp_path, f"cam-{name}", TOWERS[name])
+    vision, place = TOWERS[name]
+    small = not name.startswith("timm")
+    encoder = build_encoder(tmp_path, f"cam-{name}", vision if small else {**vision, "timm_proj": "linear"})
     layer = find_spatial_layer(encoder.model.visual)
-    assert layer.name == LAYERS[name][0]
-    size = TOWERS[name]["image_size"]
+    assert layer.name == place[0]
+    size = vision["image_size"]
     height, width = size if isinstance(size, list) else (size, size)
     image = torch.randn(3, height, width)
     phrases = ["a red circle", "snow"]
@@ -108,8 +114,7 @@ def test_equals_finite_differences(tmp_path: Path, name: str) -> None:
     assert float(maps.min()) >= 0 and set(maps.amax(dim=(1, 2)).tolist()) <= {0.0, 1.0}
 
     text = encoder.encode_texts(phrases[:1])[0]
-    small = not name.startswith("timm")
-    channels, weights, features = finite_differences(encoder, *LAYERS[name], image, text, 10**6 if small else 6)
+    channels, weights, features = finite_differences(encoder, *place, image, text, 10**6 if small else 6)
     gradients = seen[1].sum(dim=(0, 2, 3))[channels].double()
     torch.testing.assert_close(gradients, weights, rtol=0, atol=2e-3 * float(weights.abs().max()))
     if small:  # all channels are known: the whole map
@@ -130,21 +135,11 @@ class ColorTower(nn.Module):
         return self.layer4(image).mean(dim=(2, 3))
 
 
-class ColorModel(nn.Module):
+def color_encoder(visual: nn.Module) -> Encoder:
     """A model that knows three words: token 0, 1, 2 are red, green, blue."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.visual = ColorTower()
-
-    def encode_image(self, image: Tensor) -> Tensor:
-        return self.visual(image)
-
-    def encode_text(self, tokens: Tensor) -> Tensor:
-        return F.one_hot(tokens[:, 0], 3).float()
-
-
-def color_encoder(model: nn.Module) -> Encoder:
+    model = nn.Module()
+    model.visual = model.encode_image = visual
+    model.encode_text = lambda tokens: F.one_hot(tokens[:, 0], 3).float()
     words = ["red", "green", "blue"]
     return Encoder(
         model, None, lambda texts: torch.tensor([[words.index(text)] for text in texts]), torch.device("cpu")
@@ -155,7 +150,7 @@ def test_finds_the_planted_object() -> None:
     image = torch.zeros(3, 32, 32)
     image[0, 4:12, 4:12] = 1.0  # red, upper left
     image[1, 20:28, 20:28] = 1.0  # green, lower right
-    maps = grad_cam(color_encoder(ColorModel()), image, ["red", "green", "blue"])
+    maps = grad_cam(color_encoder(ColorTower()), image, ["red", "green", "blue"])
     for heat, (row, column) in zip(maps, [(8, 8), (24, 24)], strict=False):
         assert float(heat[row, column]) > 0.9
         assert float(heat[31 - row, 31 - column]) == 0.0
@@ -166,13 +161,13 @@ def test_finds_the_planted_object() -> None:
 def test_towers_without_places_are_refused() -> None:
     with pytest.raises(ModelError, match="convolutional network, or a vision transformer"):
         find_spatial_layer(nn.Linear(3, 3))
-    model = ColorModel()
+    tower = ColorTower()
     image = torch.rand(3, 32, 32)
     with pytest.raises(ModelError, match="runs 0 times"):
-        grad_cam(color_encoder(model), image, ["red"], SpatialLayer("proj"))
-    model.visual.layer4 = nn.AdaptiveAvgPool2d(1)
+        grad_cam(color_encoder(tower), image, ["red"], SpatialLayer("proj"))
+    tower.layer4 = nn.AdaptiveAvgPool2d(1)
     with pytest.raises(ModelError, match="not a map of several positions"):
-        grad_cam(color_encoder(model), image, ["red"])
+        grad_cam(color_encoder(tower), image, ["red"])
 
 
 def test_pictures_are_hot_where_the_map_is() -> None:
@@ -203,7 +198,7 @@ def test_pictures_are_hot_where_the_map_is() -> None:
 
 
 def test_command(tmp_path: Path) -> None:
-    encoder = build_encoder(tmp_path, "cam-command", TOWERS["modified-resnet"])
+    encoder = build_encoder(tmp_path, "cam-command", RESNET)
     torch.save({"state_dict": encoder.model.state_dict()}, tmp_path / "epoch_1.pt")
     Image.new("RGB", (80, 60), "red").save(tmp_path / "a photo.jpg")
     Image.new("RGB", (60, 80), "blue").save(tmp_path / "b.png")
@@ -220,7 +215,7 @@ def test_command(tmp_path: Path) -> None:
     with Image.open(tmp_path / "out" / written[0]) as picture:
         assert picture.size == (3 * 3 * 150, 480)
     run("--images", images[0], "--phrases", "red", "--layer", "layer3")
-    small = build_encoder(tmp_path, "cam-small", {**TOWERS["modified-resnet"], "image_size": 32})
+    small = build_encoder(tmp_path, "cam-small", {**RESNET, "image_size": 32})
     torch.save({"state_dict": small.model.state_dict()}, tmp_path / "small.pt")
     smaller = ["--model", "cam-small", "--checkpoint", str(tmp_path / "small.pt")]
     run("--images", images[0], "--phrases", "red", *smaller, "--layer", "layer2")
