@@ -34,24 +34,11 @@ def test_a_recipe_has_sources_and_the_papers_budget_and_is_taken_by_the_command_
         assert OPTIONS[option].check(value) == parsed.options[option] == value
 
 
-@pytest.mark.parametrize(
-    ("name", "loss", "message"),
-    [
-        ("cc3", "neuclip", "unknown recipe 'cc3'; did you mean cc3m?; there are: coco, cc3m, cc12m"),
-        (
-            "dfn14m",
-            "amorlip",
-            "dfn14m has no published settings for the loss 'amorlip'; it has them for: openclip, siglip, fastclip, neuclip. "
-            "Leave out --recipe",
-        ),
-        ("dfn14m", "neuclp", "; did you mean neuclip?; it has them for: openclip, siglip, fastclip, neuclip"),
-    ],
-)
-def test_what_is_not_there_is_refused_with_what_is(name, loss, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        recipes.get(name, loss)
-    with pytest.raises(UsageError, match=re.escape(message)):
-        parse(["--recipe", name, "--loss", loss])
+def test_what_is_not_there_is_refused_with_what_is():
+    with pytest.raises(ValueError, match="unknown recipe 'cc3'; did you mean cc3m"):
+        recipes.get("cc3", "neuclip")
+    with pytest.raises(UsageError, match=r"no published settings for the loss 'amorlip'.*for: openclip, siglip"):
+        parse(["--recipe", "dfn14m", "--loss", "amorlip"])
 
 
 def test_listing_recipes_needs_no_torch():
@@ -69,7 +56,6 @@ def test_listing_recipes_needs_no_torch():
     ("command", "printed"),
     [
         (["--recipe", "cc3m", "--loss", "neuclip", "--train-data", "X"], "--batch-size=64\n"),
-        (["--recipe=cc12m", "--loss=tempnet", "--batch-size", "8"], "--batch-size=256\n"),
         (["--siglip", "--recipe", "dfn1b"], "--batch-size=320\n"),
         (["--loss", "neuclip", "--lr", "1"], "\n"),
     ],
@@ -79,18 +65,10 @@ def test_a_recipes_batch_is_shared_by_the_gpus_there_are(command, printed, capsy
     assert capsys.readouterr().out == printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--share-batch", "12", "--recipe", "cc3m"], "batch of 1024 cannot be shared by 12 GPUs"),
-        (["--share-batch", "8", "--recipe", "cc3"], "did you mean cc3m?"),
-        (["cc3m", "neuclp"], "did you mean neuclip?"),
-    ],
-)
-def test_the_list_says_what_is_wrong(arguments, message, capsys):
+def test_the_list_says_what_is_wrong(capsys):
     with pytest.raises(SystemExit, match="2"):
-        list_recipes(arguments)
-    assert message in capsys.readouterr().err
+        list_recipes(["--share-batch", "12", "--recipe", "cc3m"])
+    assert "batch of 1024 cannot be shared by 12 GPUs" in capsys.readouterr().err
 
 
 def test_the_documentation_lists_every_recipe():

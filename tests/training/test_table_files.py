@@ -9,19 +9,13 @@ import pytest
 import torch
 
 from openclip_ext import distributed
-from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.state import host_table
 from openclip_ext.state.host_table import decode, encode
 from openclip_ext.state.sharded_table import ShardedTable, shard_bounds
-from openclip_ext.training import checkpoint as ckpt
-from openclip_ext.training.checkpoint import Position, RunIdentity
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.table_files import open_table, restore_table, write_table
 
 SAMPLES = 103
-IDENTITY = RunIdentity(
-    model="demo-vit", loss="fastclip", optimizer="adamw", num_samples=SAMPLES, global_batch=8, seed=0
-)
 
 
 @pytest.fixture(autouse=True)
@@ -114,15 +108,6 @@ def test_what_nobody_wrote_takes_no_disk(tmp_path, monkeypatch):
     assert other.read(torch.tensor([20_000_000])).tolist() == [[1.0], [1.0]]
 
 
-@pytest.mark.parametrize("saved", [torch.float32, torch.float64])
-@pytest.mark.parametrize("device", ["cpu", "model"])
-def test_precision_follows_the_table(tmp_path, device, saved):
-    path = write(filled(numbers(saved), device), tmp_path / "table.npy")
-    table = ShardedTable(3, SAMPLES, device).double()
-    restore_table(table, [open_table(path)])
-    assert torch.equal(decode(table.rows(0, SAMPLES)).T.nan_to_num(7.0), numbers(saved).double().nan_to_num(7.0))
-
-
 def test_damaged_and_foreign_files_are_refused(tmp_path):
     path = write(filled(numbers()), tmp_path / "table.npy")
     whole = path.read_bytes()
@@ -135,28 +120,3 @@ def test_damaged_and_foreign_files_are_refused(tmp_path):
         restore_table(ShardedTable(2, SAMPLES), [open_table(path)])
     with pytest.raises(UsageError, match="206 samples"):
         restore_table(ShardedTable(3, SAMPLES), [open_table(path), open_table(path)])
-
-
-class TableLoss(ContrastiveLoss):
-    def __init__(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.average = filled(numbers(dtype), device)
-
-
-def save(folder: Path, loss: ContrastiveLoss, step: int) -> Path:
-    content = {"epoch": 1, "name": "run", "step": step, "optimizer": {}, "state_dict": {}}
-    return ckpt.save(folder, f"epoch_{step}", content, loss, Position(epoch=1, step=step), IDENTITY)
-
-
-def test_a_checkpoint_in_float64_makes_the_loss_float64(tmp_path):
-    path = save(tmp_path, TableLoss(dtype=torch.float64), 1)
-    loss = TableLoss()
-    ckpt.restore_loss(ckpt.read(path), loss)
-    assert loss.average.dtype == torch.float64
-    assert torch.equal(bits(decode(loss.state_dict()["average.shard"])), bits(numbers(torch.float64)))
-
-
-def test_a_loss_with_other_tables_is_refused(tmp_path):
-    path = save(tmp_path, TableLoss(), 1)
-    with pytest.raises(UsageError, match=r"state of \['average'\], this run's loss keeps \[\]"):
-        ckpt.restore_loss(ckpt.read(path), ContrastiveLoss())
