@@ -27,20 +27,13 @@ def preprocess(image: Image.Image) -> Tensor:
     return torch.cat([pixels, torch.tensor(draws)])
 
 
-def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options of ``DataSpec``, and those of the loader's configuration."""
-    spec_names = {field.name for field in fields(DataSpec)}
-    spec = {name: value for name, value in options.items() if name in spec_names}
-    return spec, {name: value for name, value in options.items() if name not in spec_names}
-
-
 def build(
     data: str | Sequence[str] | None, preprocess: Any = preprocess, tokenizer: Any = tokenize, **options: Any
 ) -> TrainLoader:
     """A loader of one rank with a small batch and window, unless the options say otherwise."""
-    spec, config = split_options(options)
+    spec = {field.name: options.pop(field.name) for field in fields(DataSpec) if field.name in options}
     defaults = {"batch_size": 4, "seed": 7, "rank": 0, "world_size": 1, "shuffle_window": 25}
-    config = TrainLoaderConfig(**defaults | config)
+    config = TrainLoaderConfig(**defaults | options)
     return build_train_loader(DataSpec(data, **spec), config, preprocess=preprocess, tokenizer=tokenizer)
 
 

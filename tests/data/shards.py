@@ -1,6 +1,7 @@
 """Small WebDataset shards for tests; other packages' tests may import this."""
 
 import io
+import json
 import tarfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -37,10 +38,10 @@ def undecodable(number: int) -> list[tuple[str, bytes]]:
     return [(name, data[: len(data) // 2] if name.endswith("jpg") else data) for name, data in sample_members(number)]
 
 
-def write_tar(path: Path, members: Members, mode: str = "w") -> Path:
+def write_tar(path: Path, members: Members, mode: str = "w", tar_format: int = tarfile.PAX_FORMAT) -> Path:
     """Write a tar of these members; ``mode`` as in ``tarfile.open``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, mode) as archive:
+    with tarfile.open(path, mode, format=tar_format) as archive:
         for name, data in members:
             info = tarfile.TarInfo(name)
             info.size = len(data)
@@ -64,6 +65,11 @@ def write_shards(folder: Path, counts: Sequence[int], replaced: Mapping[int, Mem
             number += 1
         paths.append(str(write_tar(folder / f"{shard:05d}.tar", members)))
     return paths
+
+
+def write_sizes(folder: Path, counts: Sequence[int]) -> None:
+    """Write ``sizes.json`` next to shards of so many samples each."""
+    (folder / "sizes.json").write_text(json.dumps({f"{shard:05d}.tar": count for shard, count in enumerate(counts)}))
 
 
 def sample_starts(path: str) -> list[int]:

@@ -1,7 +1,6 @@
 """Bad samples are passed over and counted, too many of them stop the run, and nothing hangs."""
 
 import json
-import logging
 import os
 import threading
 from pathlib import Path
@@ -14,17 +13,10 @@ from openclip_ext.data.train_loader import TrainLoader
 from tests.data.loading import assert_equal, build, indices
 from tests.data.shards import sample_members, sample_starts, undecodable, write_shards, write_tar
 
-NO_CAPTION = ["jpg", "json"]
-
-
-def bad_caption(number: int) -> list[tuple[str, bytes]]:
-    return [(name, b"\xff\xfe\xff" if name.endswith("txt") else data) for name, data in sample_members(number)]
-
-
 BAD = {
-    3: sample_members(3, NO_CAPTION),
+    3: sample_members(3, ["jpg", "json"]),
     17: undecodable(17),
-    40: bad_caption(40),
+    40: [*sample_members(40, ["jpg"]), ("000040.txt", b"\xff\xfe\xff")],
     55: sample_members(55, ["txt"]),
 }
 
@@ -45,8 +37,7 @@ def test_bad_samples_are_passed_over_counted_and_remembered(
 ):
     """Every good sample comes once, up to the rest that fills no batch; the next epoch does not read the bad ones."""
     loader = build_tolerant(data, workers=workers)
-    with caplog.at_level(logging.WARNING):
-        batches = list(loader.iterate(2))
+    batches = list(loader.iterate(2))
     assert loader.batches_per_epoch == 15 and all(len(batch["index"]) == 4 for batch in batches)
     found = indices(batches)
     assert len(set(found)) == len(found) >= (56 if workers == 0 else 52)
@@ -61,22 +52,10 @@ def test_bad_samples_are_passed_over_counted_and_remembered(
     assert loader.bad.counts() == (4, 0) and not caplog.records
 
 
-@pytest.mark.parametrize("key", ["txt", "json:caption"])
-def test_a_sample_with_an_empty_caption_is_a_bad_one(tmp_path: Path, key: str, caplog: pytest.LogCaptureFixture):
-    empty = {"txt": b" \n", "json": b'{"caption": ""}'}
-    replaced = [(name, empty.get(name.rpartition(".")[2], data)) for name, data in sample_members(3)]
-    (path,) = write_shards(tmp_path, [20], {3: replaced})
-    loader = build_tolerant(path, caption_key=key)
-    with caplog.at_level(logging.WARNING):
-        found = indices(list(loader.iterate(0)))
-    assert 3 not in found and len(found) == 16, "the last batch has too few"
-    assert loader.bad.by_shard() == {path: 1} and "no caption: the text is empty" in caplog.text
-
-
 @pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2, "workers": 2}], ids=["one", "two workers"])
 def test_resuming_is_bitwise_with_bad_samples(data: str, epoch: int, options: dict[str, int]):
-    """Stop after each batch, also after what was left over is laid out anew."""
+    """Stop after each batch (with workers, each fourth), also after what was left over is laid out anew."""
     first = build_tolerant(data, **options)
     if epoch:
         list(first.iterate(0))
@@ -87,10 +66,10 @@ def test_resuming_is_bitwise_with_bad_samples(data: str, epoch: int, options: di
         saves.append(json.dumps(first.progress()))
         states = first.bad.state()
     assert first.bad.counts() == (4, 0) and (epoch or len(json.loads(saves[-1])) > 1 or not options)
-    for done, progress in enumerate(saves, start=1):
+    for done in range(1, len(whole) + 1, 4 if options else 1):
         loader = build_tolerant(data, **options)
         loader.bad.load(known if epoch else states)
-        assert_equal(list(loader.iterate(epoch, json.loads(progress))), whole[done:])
+        assert_equal(list(loader.iterate(epoch, json.loads(saves[done - 1]))), whole[done:])
         assert loader.bad.counts() == (4, 0)
 
 
@@ -128,15 +107,6 @@ def test_too_many_undecodable_samples_stop_the_run(tmp_path: Path, workers: int)
     assert len(list(build_tolerant(data, workers=workers, max_bad_fraction=0.125).iterate(0))) >= 7
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_shard_without_a_usable_sample_is_passed_over(tmp_path: Path, workers: int):
-    write_shards(tmp_path, [30, 4], {number: undecodable(number) for number in range(30, 34)})
-    loader = build(str(tmp_path / "*.tar"), workers=workers, max_bad_fraction=0.2)
-    found = indices(list(loader.iterate(0)))
-    assert len(set(found)) == len(found) >= 24 and set(found) <= set(range(30))
-    assert len(indices(list(loader.iterate(1)))) == 28
-
-
 def test_an_epoch_without_a_step_is_an_error(tmp_path: Path):
     (path,) = write_shards(tmp_path, [5], {number: undecodable(number) for number in range(3)})
     with pytest.raises(BadDataError, match="epoch 0 has no step"):
@@ -160,43 +130,30 @@ def test_lost_samples_count_for_the_start(tmp_path: Path):
     with open(path, "r+b") as file:
         file.seek(starts[10])
         file.write(b"x" * (starts[20] - starts[10]))
-    with pytest.raises(
-        BadDataError, match=r"1[01] of 30 samples .* are lost or have no .*00000.tar: damaged: no readable"
-    ):
+    with pytest.raises(BadDataError, match=r"1[01] of 30 samples .* are lost or have no .*00000.tar: damaged"):
         build(path)
     found = indices(list(build(path, max_bad_fraction=0.5).iterate(0)))
     assert len(set(found)) == len(found) == 28
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("gone", "FileNotFoundError"),
-        ("cut", r"it has [\d,]+ bytes, [\d,]+ when the manifest was made"),
-        ("other order", "replaced by a file with other samples"),
-        ("touched", None),
-    ],
-)
-def test_a_shard_that_changes_before_it_is_opened(tmp_path: Path, workers: int, change: str, message: str | None):
+def test_a_shard_that_changes_before_it_is_opened(tmp_path: Path, workers: int):
     """Its samples may not be the indexed ones, so none of them is used, unless it was only touched."""
     paths = write_shards(tmp_path, [20, 20])
-    loader = build(str(tmp_path / "*.tar"), workers=workers, max_bad_fraction=0.4, remote_patience=0)
+    options = {"workers": workers, "max_bad_fraction": 0.4, "remote_patience": 0}
+    loaders = [build(str(tmp_path / "*.tar"), **options) for _ in range(3)]
     size = os.path.getsize(paths[1])
-    if change == "gone":
-        os.unlink(paths[1])
-    elif change == "cut":
-        os.truncate(paths[1], size - 512)
-    else:
-        numbers = range(20, 40) if change == "touched" else reversed(range(20, 40))
-        write_tar(Path(paths[1]), [member for number in numbers for member in sample_members(number)])
-        assert os.path.getsize(paths[1]) == size
-        os.utime(paths[1], ns=(1, 1))
-    if message is None:
-        assert sorted(indices(list(loader.iterate(0)))) == list(range(40))
-        return
-    with pytest.raises(BadDataError, match=f"17 bad samples in this epoch of 40.*00001.tar cannot be read.*{message}"):
-        list(loader.iterate(0))
+    os.utime(paths[1], ns=(1, 1))
+    assert sorted(indices(list(loaders[0].iterate(0)))) == list(range(40))
+    members = [member for number in reversed(range(20, 40)) for member in sample_members(number)]
+    write_tar(Path(paths[1]), members)
+    assert os.path.getsize(paths[1]) == size
+    refusal = r"17 bad samples in this epoch of 40.*00001.tar cannot be read"
+    with pytest.raises(BadDataError, match=f"{refusal}.*replaced by a file with other samples"):
+        list(loaders[1].iterate(0))
+    os.truncate(paths[1], size - 512)
+    with pytest.raises(BadDataError, match=rf"{refusal}.*it has [\d,]+ bytes, [\d,]+ when the manifest was made"):
+        list(loaders[2].iterate(0))
 
 
 def test_a_shard_that_is_away_for_a_while_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -205,8 +162,7 @@ def test_a_shard_that_is_away_for_a_while_costs_nothing(tmp_path: Path, caplog: 
     expected = list(loader.iterate(0))
     os.rename(paths[1], f"{paths[1]}.away")
     threading.Timer(1.0, os.rename, (f"{paths[1]}.away", paths[1])).start()
-    with caplog.at_level(logging.WARNING):
-        assert_equal(list(loader.iterate(0)), expected)
+    assert_equal(list(loader.iterate(0)), expected)
     assert "FileNotFoundError" in caplog.text and "goes on after" in caplog.text and loader.bad.counts() == (0, 0)
 
 
@@ -215,8 +171,7 @@ def test_a_shard_that_is_gone_for_an_epoch_is_tried_again(tmp_path: Path, caplog
     paths = write_shards(tmp_path, [36, 4])
     loader = build(str(tmp_path / "*.tar"), remote_patience=1, max_bad_fraction=0.1)
     os.rename(paths[1], f"{paths[1]}.away")
-    with caplog.at_level(logging.WARNING):
-        assert sorted(indices(list(loader.iterate(0)))) == list(range(36))
+    assert sorted(indices(list(loader.iterate(0)))) == list(range(36))
     assert "4 that could not be read, which the next one tries again" in caplog.text and loader.bad.counts() == (4, 0)
     assert len([record for record in caplog.records if "again in" in record.message]) <= 2
     os.rename(f"{paths[1]}.away", paths[1])

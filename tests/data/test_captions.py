@@ -12,7 +12,7 @@ from openclip_ext.data.flip import exchange_sides
 from openclip_ext.data.hashing import hash_text
 from openclip_ext.data.source import BadSampleError, RawSample, SampleKeys, decode_image
 from tests.data.loading import build, progress_after
-from tests.data.shards import image_bytes, write_shards
+from tests.data.shards import image_bytes, sample_members, write_shards
 
 SAMPLES, OTHERS = 24, 5
 SEVERAL = {"caption_key": "txt;json:captions", "draw_captions": True}
@@ -25,14 +25,11 @@ def captions_of(number: int) -> list[str]:
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Samples with a text and five more captions in a list, as COCO's; PNG, so that mirroring twice is the same picture."""
-    members = {
-        number: [
-            (f"{number:06d}.png", image_bytes(number, image_format="PNG")),
-            (f"{number:06d}.txt", captions_of(number)[0].encode()),
-            (f"{number:06d}.json", json.dumps({"captions": captions_of(number)[1:]}).encode()),
-        ]
-        for number in range(SAMPLES)
-    }
+    members = {}
+    for number in range(SAMPLES):
+        first, *others = captions_of(number)
+        text, more = first.encode(), json.dumps({"captions": others}).encode()
+        members[number] = [*sample_members(number, ["png"]), (f"{number:06d}.txt", text), (f"{number:06d}.json", more)]
     return write_shards(tmp_path_factory.mktemp("captions"), [12, 12], members)
 
 
@@ -54,18 +51,14 @@ def samples_of(shards: list[str], epoch: int = 0, skip: int = 0, **options: Any)
     }
 
 
-@pytest.mark.parametrize(
-    ("caption", "expected"),
-    [
+def test_words_change_places():
+    for caption, expected in (
         ("a cat left of a dog on the right", "a cat right of a dog on the left"),
         ("Left turn, RIGHT turn; the left-hand side.", "Right turn, LEFT turn; the right-hand side."),
         ("leftover copyright, upright and bright", "leftover copyright, upright and bright"),
-        ("", ""),
-    ],
-)
-def test_words_change_places(caption: str, expected: str):
-    assert exchange_sides(caption) == expected
-    assert exchange_sides(expected) == caption
+    ):
+        assert exchange_sides(caption) == expected
+        assert exchange_sides(expected) == caption
 
 
 def test_half_of_the_pairs_are_mirrored_as_a_whole(shards: list[str]):
@@ -97,9 +90,10 @@ def test_the_first_caption_counts_unless_one_of_all_is_drawn(shards: list[str]):
         assert {index: caption for index, (caption, _) in found.items()} == {
             number: captions_of(number)[first] for number in range(SAMPLES)
         }
-    epochs = [samples_of(shards, epoch, **SEVERAL) for epoch in range(45)]
-    for number in range(SAMPLES):
-        assert {epoch[number][0] for epoch in epochs} == set(captions_of(number))
+    epochs = [samples_of(shards, epoch, **SEVERAL) for epoch in range(6)]
+    drawn = [[captions_of(number).index(epoch[number][0]) for epoch in epochs] for number in range(SAMPLES)]
+    assert all(len(set(places)) > 1 for places in drawn)
+    assert {place for places in drawn for place in places} == set(range(1 + OTHERS))
 
 
 def test_a_hash_is_of_what_the_caption_says_now(shards: list[str]):
@@ -112,13 +106,20 @@ def test_a_hash_is_of_what_the_caption_says_now(shards: list[str]):
     assert next(build(shards, preprocess=pixels, tokenizer=tokens).iterate(0)).keys() == {"image", "text", "index"}
 
 
-@pytest.mark.parametrize(
-    "content", [{"captions": []}, {"captions": ["a", 1]}, {"captions": {"a": "b"}}, {"other": "a"}]
-)
-def test_what_is_no_list_of_texts_is_a_bad_sample(content: dict):
-    sample = RawSample(0, {"jpg": image_bytes(0), "json": json.dumps(content).encode()})
-    with pytest.raises(BadSampleError, match="or a list of texts"):
-        SampleKeys("jpg", "json:captions").decode(sample, decode_image)
+def decoded(data: bytes) -> str:
+    sample = RawSample(0, {"jpg": image_bytes(0), "json": data})
+    return SampleKeys("jpg", "json:captions").decode(sample, decode_image)[1]
+
+
+def test_what_is_no_caption_is_a_bad_sample():
+    half_a_pair = b'{"captions": "a\\ud800"}'
+    for wrong in (b"[" * 100_000, b'{"captions": ' * 2000, b'{"captions": 1', b"9" * 5000, b"\xff", half_a_pair):
+        with pytest.raises(BadSampleError, match="does not decode"):
+            decoded(wrong)
+    for wrong in (b'{"captions": []}', b'{"captions": ["a", 1]}', b'{"captions": {"a": "b"}}', b'{"other": "a"}'):
+        with pytest.raises(BadSampleError, match="or a list of texts"):
+            decoded(wrong)
+    assert decoded('{"captions": "\\ud83d\\ude00 grüße"}'.encode()) == "😀 grüße"
 
 
 def test_draws_from_data_of_one_caption_are_refused():

@@ -1,8 +1,6 @@
 """Validation data: every usable sample once, in order, whatever webdataset is installed."""
 
-import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,14 +10,13 @@ from openclip_ext.data.eval_loader import EvalLoader
 from openclip_ext.data.source import BadDataError
 from openclip_ext.data.spec import DataSpec
 from tests.data.loading import build as build_training
-from tests.data.loading import indices, preprocess, split_options, tokenize
+from tests.data.loading import indices, preprocess, tokenize
 from tests.data.shards import sample_members, undecodable, write_csv, write_shards
 
 
-def build(data: str | None, **options: Any) -> EvalLoader:
-    spec, settings = split_options(options)
-    settings = {"batch_size": 8} | settings
-    return build_eval_loader(DataSpec(data, **spec), preprocess=preprocess, tokenizer=tokenize, **settings)
+def build(data: str, batch_size: int = 8, workers: int = 0) -> EvalLoader:
+    settings = {"batch_size": batch_size, "workers": workers}
+    return build_eval_loader(DataSpec(data), preprocess=preprocess, tokenizer=tokenize, **settings)
 
 
 def numbers(loader: EvalLoader) -> list[int]:
@@ -37,11 +34,9 @@ def test_shards_come_whole_and_in_order(tmp_path: Path):
     assert sorted(numbers(build(data, workers=2))) == list(range(35))
     assert sorted(numbers(build(data, workers=2, batch_size=100))) == list(range(35))
     assert numbers(build(f"pipe:cat {tmp_path}/{{00000..00002}}.tar")) == list(range(35))
-    generators = build_eval_loader(
-        DataSpec(data), preprocess=lambda image: torch.zeros(1), tokenizer=tokenize, batch_size=8
-    )
     before = torch.get_rng_state()
-    assert len(list(generators)) == 5
+    functions = {"preprocess": lambda image: torch.zeros(1), "tokenizer": tokenize}
+    assert len(list(build_eval_loader(DataSpec(data), **functions, batch_size=8))) == 5
     assert torch.equal(torch.get_rng_state(), before), "training's generator is not touched"
 
 
@@ -49,11 +44,9 @@ def test_bad_samples_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     paths = write_shards(tmp_path, [10, 10, 10], {3: sample_members(3, ["txt"]), 15: undecodable(15)})
     with open(paths[2], "r+b") as file:
         file.truncate(5 * 4096)
-    with caplog.at_level(logging.WARNING):
-        found = numbers(build(str(tmp_path / "*.tar")))
+    found = numbers(build(str(tmp_path / "*.tar")))
     assert found[:18] == [*range(3), *range(4, 15), *range(16, 20)]
-    assert 20 in found
-    assert 29 not in found
+    assert 20 in found and 29 not in found
     assert "sample 3: no image: expected jpg or png or jpeg or webp, found txt" in caplog.text
     assert "sample 5: the image does not decode" in caplog.text
     csv = write_csv(tmp_path)
@@ -61,12 +54,9 @@ def test_bad_samples_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert numbers(build(str(csv))) == [*range(4), *range(5, 30)]
 
 
-@pytest.mark.parametrize(("key", "blank"), [("txt", b" \n\t"), ("json:caption", b'{"caption": " "}')])
-def test_blank_captions_are_not_scored(tmp_path: Path, key: str, blank: bytes, caplog: pytest.LogCaptureFixture):
-    field = key.partition(":")[0]
-    replaced = [(name, blank if name.endswith(field) else data) for name, data in sample_members(3)]
-    write_shards(tmp_path, [6], {3: replaced})
-    assert numbers(build(str(tmp_path / "*.tar"), caption_key=key)) == [0, 1, 2, 4, 5]
+def test_blank_captions_are_not_scored(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    write_shards(tmp_path, [6], {3: [*sample_members(3, ["jpg"]), ("000003.txt", b" \n\t")]})
+    assert numbers(build(str(tmp_path / "*.tar"))) == [0, 1, 2, 4, 5]
     assert "1 bad samples" in caplog.text and "sample 3: no caption: the text is empty" in caplog.text
 
 
@@ -83,16 +73,10 @@ def test_training_data_come_once_with_the_index_they_have_in_training(tmp_path: 
     expected = [*range(3), *range(4, 35)] if kind == "shards" else list(range(30))
     assert sorted(found) == expected
     assert workers > 0 or found == expected
-    trained = {
-        int(index): int(text[0])
-        for batch in build_training(data, seed=5).iterate(0)
-        for index, text in zip(batch["index"], batch["text"], strict=True)
-    }
-    assert len(trained) >= 24
-    passed = {
-        int(index): int(text[0]) for batch in batches for index, text in zip(batch["index"], batch["text"], strict=True)
-    }
-    assert trained.items() <= passed.items()
+    trained = list(build_training(data, seed=5).iterate(0))
+    assert len(trained) >= 6
+    # Both the same index: the number in the caption.
+    assert all(torch.equal(batch["text"][:, 0], batch["index"]) for batch in batches + trained)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -102,8 +86,3 @@ def test_data_without_a_usable_sample_is_an_error(tmp_path: Path, workers: int):
         numbers(build(str(tmp_path / "*.tar"), workers=workers))
     with pytest.raises(BadDataError, match=r"gone.tar has no usable sample: .*No such file"):
         numbers(build(str(tmp_path / "gone.tar"), workers=workers))
-    path = write_csv(tmp_path, rows=3)
-    for row in range(3):
-        (tmp_path / f"{row}.jpg").unlink()
-    with pytest.raises(BadDataError, match="no usable sample"):
-        numbers(build(str(path), workers=workers))

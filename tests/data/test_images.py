@@ -8,6 +8,7 @@ import numpy as np
 import open_clip
 import pytest
 import torch
+import webdataset
 from PIL import Image
 from torch import Tensor
 
@@ -22,16 +23,12 @@ from tests.data.shards import sample_members, undecodable, write_shards
 SIZE = 32
 AUGMENTATIONS: dict[str, dict[str, Any]] = {
     "openclip": {},
-    "simclr": {
-        "color_jitter": (0.4, 0.4, 0.4, 0.1),
-        "color_jitter_prob": 0.8,
-        "gray_scale_prob": 0.5,
-        "scale": (0.2, 1.0),
-    },
+    "simclr": {"color_jitter": (0.4, 0.4, 0.4, 0.1), "color_jitter_prob": 0.8, "gray_scale_prob": 0.5},
     "timm": {"use_timm": True, "color_jitter": 0.4, "ratio": (0.7, 1.4)},
     "timm with erasing": {"use_timm": True, "re_prob": 0.9},
 }
-MODES = {"RGB": "JPEG", "L": "JPEG", "CMYK": "JPEG", "P": "PNG", "RGBA": "PNG", "I;16": "PNG"}
+RAMP = np.arange(0, 65536, 16, dtype=np.uint16).reshape(64, 64)
+MODES = {"RGB": "JPEG", "L": "JPEG", "CMYK": "JPEG", "P": "PNG", "RGBA": "PNG"}
 
 
 def picture(seed: int, width: int = 150, height: int = 90) -> Image.Image:
@@ -88,27 +85,33 @@ def test_views_are_normalized_as_single_images():
     assert torch.equal(pipeline.normalize(images)[:, 1], pipeline.normalize(images[:, 1]))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_torchvision_decodes_to_pillows_pixels(mode: str):
-    image = Image.fromarray(np.arange(0, 65536, 16, dtype=np.uint16).reshape(64, 64)) if mode == "I;16" else picture(0)
-    content = encoded(image if mode == "I;16" else image.convert(mode), MODES[mode])
-    for data in (content, io.BytesIO(content)):
-        assert np.array_equal(decode_with_torchvision(data).permute(1, 2, 0), np.asarray(decode_image(content)))
+def test_16_bit_gray_images_are_scaled():
+    """Pillow's conversion to RGB clips at 255, which makes nearly every pixel white."""
+    for image_format in ("PNG", "TIFF", "PPM"):
+        decoded = decode_image(encoded(Image.fromarray(RAMP), image_format))
+        assert decoded.mode == "RGB"
+        assert np.array_equal(np.asarray(decoded), np.repeat((RAMP >> 8)[..., None], 3, axis=2))
+
+
+def test_torchvision_decodes_to_pillows_pixels_and_neither_applies_the_orientation():
+    """As in OpenCLIP: webdataset's "pilrgb" and its CSV data set take the pixels as they are stored."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees to show it
+    contents = [encoded(picture(0).convert(mode), MODES[mode]) for mode in MODES]
+    contents += [encoded(Image.fromarray(RAMP), "PNG"), encoded(picture(0), "JPEG", exif=exif)]
+    for content in contents:
+        theirs = webdataset.imagehandler("pilrgb")("0.jpg", content)
+        for data in (content, io.BytesIO(content)):
+            decoded = np.asarray(decode_image(content))
+            assert decoded.shape == np.asarray(theirs).shape
+            assert np.array_equal(decode_with_torchvision(data).permute(1, 2, 0), decoded)
 
 
 def damaged(content: bytes, generator: np.random.Generator) -> bytes:
-    data = bytearray(content)
-    place, length = generator.integers(0, len(data)), generator.integers(1, 40)
-    kind = generator.integers(0, 4)
-    if kind == 0:
-        return bytes(data[:place])
-    if kind == 1:
-        data[place : place + length] = b""
-    elif kind == 2:
-        data[place : place + length] = bytes(len(data[place : place + length]))
-    else:
-        data += generator.bytes(length)
-    return bytes(data)
+    """An image that is cut, lacks or repeats some bytes, or has zeros in their place."""
+    place, length, kind = (int(generator.integers(0, most)) for most in (len(content), 40, 4))
+    rest = content[place + length :]
+    return content[:place] + (b"", rest, bytes(length) + rest, content[place:] + rest)[kind]
 
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}], ids=["baseline", "progressive"])
@@ -132,17 +135,13 @@ def test_both_backends_find_the_same_damage(options: dict[str, Any]):
 def test_the_loader_gives_the_same_samples(tmp_path):
     write_shards(tmp_path, [12, 12], {3: undecodable(3), 17: sample_members(17, ["txt"])})
     transform = open_clip.image_transform(SIZE, is_train=True)
+    spec = DataSpec(str(tmp_path / "*.tar"), max_bad_fraction=0.2)
+    config = TrainLoaderConfig(batch_size=4, seed=3, views=2, caption_aware_flip=True)
     batches, bad = {}, {}
     for backend in IMAGE_BACKENDS:
         images = image_pipeline(transform, backend)
-        config = TrainLoaderConfig(batch_size=4, seed=3, views=2, caption_aware_flip=True)
-        loader = build_train_loader(
-            DataSpec(str(tmp_path / "*.tar"), max_bad_fraction=0.2),
-            config,
-            preprocess=images.transform,
-            tokenizer=tokenize,
-            decoder=images.decode,
-        )
+        functions = {"preprocess": images.transform, "tokenizer": tokenize, "decoder": images.decode}
+        loader = build_train_loader(spec, config, **functions)
         batches[backend] = list(loader.iterate(0))
         bad[backend] = loader.bad.by_shard()
     assert bad["pil"] == bad["torchvision"] != {}
@@ -156,7 +155,5 @@ def test_the_loader_gives_the_same_samples(tmp_path):
 @pytest.mark.parametrize("decode", [decode_image, decode_with_torchvision])
 def test_a_thread_of_pixels_is_refused(decode):
     """Its resize to a short side of 224 would take 12 GB."""
-    file = io.BytesIO()
-    Image.new("RGB", (65500, 1)).save(file, "JPEG")
     with pytest.raises(BadSampleError, match="65500 x 1 pixels, expected a ratio of at most 500"):
-        decode(file.getvalue())
+        decode(encoded(Image.new("RGB", (65500, 1)), "JPEG"))

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import webdataset
 
 from openclip_ext.data import with_index
 from openclip_ext.data.build import build_source
@@ -24,13 +26,14 @@ KEPT = sorted(set(range(N)) - set(LEFT_OUT))
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("data")
     write_shards(folder, COUNTS, {50: undecodable(50)})
-    Manifest.scan(str(folder / "*.tar")).without(LEFT_OUT).save(folder / "fewer.json")
     return str(folder / "{00000..00004}.tar")
 
 
 @pytest.fixture(scope="module")
 def fewer(data: str) -> str:
-    return str(Path(data).parent / "fewer.json")
+    path = Path(data).with_name("fewer.json")
+    Manifest.scan(data).without(LEFT_OUT).save(path)
+    return str(path)
 
 
 def test_the_manifest_keeps_its_indices_and_says_who_is_left_out(data: str, fewer: str, tmp_path: Path):
@@ -42,17 +45,13 @@ def test_the_manifest_keeps_its_indices_and_says_who_is_left_out(data: str, fewe
     assert part.digest != whole.digest == Manifest.scan(data).without([]).digest
     assert part.without([40, 3]).left_out.tolist() == sorted([3, *LEFT_OUT])
     assert part.left_out.tolist() == LEFT_OUT, "the first is as it was"
-    whole.save(tmp_path / "m.json")
-    assert json.loads((tmp_path / "m.json").read_text())["version"] == 1, "older programs read it"
-
-
-def test_wrong_indices_are_refused(data: str):
-    manifest = Manifest.scan(data)
     for wrong in (-1, N):
         with pytest.raises(ManifestError, match=f"cannot leave out sample {wrong}: the indices are 0 to 99"):
-            manifest.without([4, wrong])
+            whole.without([4, wrong])
     with pytest.raises(ManifestError, match="all 100 samples would be left out"):
-        manifest.without(range(N))
+        whole.without(range(N))
+    whole.save(tmp_path / "m.json")
+    assert json.loads((tmp_path / "m.json").read_text())["version"] == 1, "older programs read it"
 
 
 def test_an_epoch_has_exactly_the_others_at_their_indices_with_their_pixels(data: str, fewer: str):
@@ -61,9 +60,7 @@ def test_an_epoch_has_exactly_the_others_at_their_indices_with_their_pixels(data
     found = indices(batches)
     assert len(found) == len(set(found)) == len(KEPT) - 2 == 80
     assert set(found) < set(KEPT) - {50}
-    assert all(
-        int(text[0]) == index for batch in batches for text, index in zip(batch["text"], batch["index"], strict=True)
-    )
+    assert all(torch.equal(batch["text"][:, 0], batch["index"]) for batch in batches)
     whole = by_index(list(build(data, batch_size=2).iterate(1)))
     assert all((whole[index] == pixels).all() for index, pixels in by_index(batches).items() if index in whole)
 
@@ -85,11 +82,8 @@ def test_resuming_is_exact_with_the_same_manifest_and_refused_with_another(data:
     whole = list(loader.iterate(0))
     progress = json.loads(json.dumps(progress_after(loader, 7)))
     assert_equal(list(build(data, manifest=fewer).iterate(0, progress)), whole[7:])
-    others = indices(list(build(data, manifest=fewer, batch_size=3, workers=2).iterate(0, progress)))
-    assert not set(others) & (set(indices(whole[:7])) - {index for index in KEPT if 47 <= index < 88})
-    for manifest, progress_of in ((None, loader), (fewer, build(data))):
-        with pytest.raises(ValueError, match=r"made with data set \(or manifest\).*checkpoint of a completed epoch"):
-            list(build(data, manifest=manifest).iterate(0, progress_after(progress_of, 7)))
+    with pytest.raises(ValueError, match=r"made with data set \(or manifest\).*checkpoint of a completed epoch"):
+        list(build(data).iterate(0, progress))
 
 
 def test_other_readers_leave_them_out_too(data: str, fewer: str):
@@ -97,9 +91,6 @@ def test_other_readers_leave_them_out_too(data: str, fewer: str):
     for workers in (0, 2):
         loader = EvalLoader(source, preprocess=preprocess, tokenizer=tokenize, batch_size=8, workers=workers)
         assert sorted(indices(list(loader))) == [index for index in KEPT if index != 50]
-
-    import webdataset
-
     pipeline = with_index(webdataset.WebDataset(data, shardshuffle=False, empty_check=False), manifest=fewer)
     assert [sample["index"] for sample in pipeline] == KEPT
     assert all(sample["txt"] == f"sample {sample['index']}".encode() for sample in pipeline)

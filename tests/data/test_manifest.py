@@ -1,7 +1,6 @@
 """Manifests: counts and indices, what they report, what they refuse, how they are found and kept up to date."""
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -15,15 +14,9 @@ from openclip_ext.data import scan
 from openclip_ext.data.manifest import Manifest, ManifestError, find_or_create_manifest, main
 from openclip_ext.data.shardlist import expand_components, expand_shards, shard_name, sibling
 from openclip_ext.data.spec import Key, parse_keys
-from tests.data.shards import sample_members, sample_starts, write_shards, write_tar
+from tests.data.shards import sample_members, sample_starts, write_shards, write_sizes, write_tar
 
 COUNTS = [3, 5, 2]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Manifests that cannot be written next to their shards go to the user's cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -31,22 +24,12 @@ def shards(tmp_path: Path) -> list[str]:
     return write_shards(tmp_path / "data", COUNTS)
 
 
-def test_a_hard_link_to_a_shard_and_an_endless_range_are_refused(shards: list[str]):
-    os.link(shards[0], other := shards[0].replace("00000", "10000"))
-    with pytest.raises(ValueError, match=r"10000.tar is given twice \(also as .*00000.tar\)"):
-        expand_shards([*shards, other])
-    with pytest.raises(ValueError, match=r"names more than 1,000,000 shards: is a digit"):
-        expand_shards("s3://b/{0..99999999999}.tar")
-
-
 def test_specifications_expand_as_in_openclip(shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     data = tmp_path / "data"
     for specification in (
         str(data / "{00000..00002}.tar"),
-        str(data / "*.tar"),
         str(data / "0000[0-2].tar"),
         "::".join(shards),
-        shards,
         [str(data / "{00000..00001}.tar"), shards[2]],
         [f"{shards[0]}::{shards[1]}", f"file:{shards[2]}"],
     ):
@@ -56,8 +39,14 @@ def test_specifications_expand_as_in_openclip(shards: list[str], tmp_path: Path,
     assert expand_components(f"{shards[0]}::{data}/{{00001,00002}}.tar") == [shards[:1], shards[1:]]
     pipes = expand_shards("pipe:cat a/{0..1}.tar::https://x.org/*.tar")
     assert pipes == ["pipe:cat a/0.tar", "pipe:cat a/1.tar", "https://x.org/*.tar"]
-    for wrong in ("", [], str(data / "*.nothing")):
-        with pytest.raises(ValueError, match=r"no shards|no file matches"):
+    os.link(shards[0], data / "again.tar")
+    for wrong, message in (
+        ([], "no shards"),
+        (str(data / "*.nothing"), "no file matches"),
+        ([*shards, str(data / "again.tar")], r"again.tar is given twice \(also as .*00000.tar\)"),
+        ("s3://b/{0..99999999999}.tar", "names more than 1,000,000 shards: is a digit"),
+    ):
+        with pytest.raises(ValueError, match=message):
             expand_shards(wrong)
 
 
@@ -88,33 +77,22 @@ def test_keys():
 
 
 def test_problems_are_reported_by_shard(tmp_path: Path):
-    replaced = {
-        1: sample_members(1, ["txt", "json"]),
-        2: sample_members(2, ["jpg"]),
-        3: sample_members(3, ["json"]),
-        6: sample_members(5),
-    }
-    shards = write_shards(tmp_path, [5, 3, 4], replaced)
-    with open(shards[2], "r+b") as file:
-        file.truncate(os.path.getsize(shards[2]) - 10 * 1024)
+    replaced = {1: sample_members(1, ["txt"]), 2: sample_members(2, ["jpg"]), 3: sample_members(3, ["json"])}
+    shards = write_shards(tmp_path, [5, 3, 4], replaced | {6: sample_members(5)})
+    os.truncate(shards[2], os.path.getsize(shards[2]) - 10 * 1024)
     manifest = Manifest.scan(shards)
     problems = [shard.problems for shard in manifest.shards]
     assert problems[0] == {"bad": 3, "bad_positions": [1, 2, 3], "without_image": 2, "without_caption": 2}
     assert problems[1] == {"duplicate_keys": 1}
     assert "error" in problems[2]
-    lines = list(manifest.report())
-    assert f"{shards[0]}: 2 samples without image, 2 samples without caption, at positions [1, 2, 3]" in lines
-    assert f"{shards[1]}: 1 keys that occur again" in lines
-    assert "corrupt or truncated, how much is missing is unknown" in lines[2]
+    first, second, third = manifest.report()
+    assert "2 samples without image, 2 samples without caption, at positions [1, 2, 3]" in first
+    assert "1 keys that occur again" in second and "corrupt or truncated" in third
     manifest.save(tmp_path / "m.json")
     assert [shard.problems for shard in Manifest.load(tmp_path / "m.json").shards] == problems
-    many = {number: sample_members(number, ["txt"]) for number in range(40)}
-    (path,) = write_shards(tmp_path / "many", [50], many)
-    assert Manifest.scan([path]).shards[0].problems == {"bad": 40, "without_image": 40}, "only counted"
 
 
 def test_what_would_train_wrongly_is_refused(shards: list[str], tmp_path: Path):
-    os.symlink(shards[0], tmp_path / "again.tar")
     empty = str(write_tar(tmp_path / "empty.tar", []))
     garbage = tmp_path / "garbage.tar"
     garbage.write_bytes(b"no tar" * 1000)
@@ -123,8 +101,6 @@ def test_what_would_train_wrongly_is_refused(shards: list[str], tmp_path: Path):
     parts = [sample_members(number, ["jpg", "txt"]) for number in range(3)]
     unsorted = str(write_tar(tmp_path / "unsorted.tar", [part[field] for field in (0, 1) for part in parts]))
     for specification, message in (
-        ([shards[0], shards[0]], "given twice"),
-        ([shards[0], str(tmp_path / "again.tar")], "given twice"),
         ([empty, str(write_tar(tmp_path / "empty too.tar", []))], "the data set is empty"),
         ([*shards, str(garbage)], "1 of 4 shards have no sample with both.*no tar header at byte 0"),
         ([*shards, str(tmp_path / "gone.tar")], "gone.tar.*No such file"),
@@ -134,53 +110,6 @@ def test_what_would_train_wrongly_is_refused(shards: list[str], tmp_path: Path):
         with pytest.raises(ValueError, match=message):
             Manifest.scan(specification)
     assert Manifest.scan([*shards, empty]).num_samples == 10
-
-
-def test_caption_may_be_in_the_json(tmp_path: Path):
-    shards = write_shards(tmp_path, [4], {number: sample_members(number, ["png", "json"]) for number in range(4)})
-    assert Manifest.scan(shards, caption_key="txt;json:caption").num_bad == 0
-    with pytest.raises(ManifestError, match="no sample with both"):
-        Manifest.scan(shards)
-
-
-def test_manifest_of_other_shards_does_not_verify(shards: list[str], tmp_path: Path):
-    manifest = Manifest.scan(shards)
-    others = write_shards(tmp_path / "other", [2, 2, 2, 2])
-    for given, message in (
-        (shards[:2], "it has 3 shards, 2 were given; only in the manifest: .*00002.tar"),
-        (others, r"not in the manifest: .*; only in the manifest"),
-        ([*shards, others[3]], r"not in the manifest: .*00003.tar"),
-    ):
-        with pytest.raises(ManifestError, match=message):
-            manifest.verify(given)
-
-
-@pytest.mark.parametrize(
-    "changed, message",
-    [
-        ({"num_samples": 10.0}, r"num_samples is '10.0', expected int"),
-        ({"shards": "none"}, r"shards is 'none', expected list"),
-        ({"left_out": f"3-{10**30}"}, r"leaves out '3-10+': expected ascending indices from 0 to 9"),
-        ({"left_out": "5,3"}, r"leaves out '3'"),
-        ({"left_out": "7-200"}, r"leaves out '7-200'"),
-        ({"left_out": "3-"}, "m.json is no manifest, or a damaged one"),
-        ({"left_out": "0-9"}, "leaves out all samples"),
-        ({"first_shard": {"num_samples": 3.5}}, r"shards\[0\].num_samples is '3.5', expected int"),
-        ({"first_shard": {"problems": [1]}}, r"shards\[0\].problems is '\[1\]', expected dict"),
-        ({"first_shard": {"problems": {"bad": "3"}}}, r"shards\[0\].problems.bad is '3', expected int"),
-        ({"first_shard": {"name": None}}, r"shards\[0\].name is 'None', expected str"),
-        ({"first_shard": {"sise": 3}}, r"shards\[0\] has the unknown sise"),
-    ],
-)
-def test_a_wrong_type_is_named(shards: list[str], tmp_path: Path, changed: dict, message: str):
-    path = tmp_path / "m.json"
-    Manifest.scan(shards).save(path)
-    content = json.loads(path.read_text())
-    del content["checksum"]
-    content["shards"][0] |= changed.pop("first_shard", {})
-    path.write_text(json.dumps(content | changed))
-    with pytest.raises(ManifestError, match=message):
-        Manifest.load(path)
 
 
 # ------------------------------------------------------------------ finding one for a run
@@ -209,25 +138,18 @@ def test_a_stale_manifest_is_an_error_and_not_made_again(shards: list[str]):
     """The state in a checkpoint belongs to its indices."""
     find_or_create_manifest(shards)
     write_tar(Path(shards[0]), sample_members(0))
-    with pytest.raises(ManifestError, match=r"were changed after the manifest was made.*Make the manifest again"):
+    with pytest.raises(ManifestError, match=r"00000.tar \(size [\d,]+, was [\d,]+ bytes\).*Make the manifest again"):
         find_or_create_manifest(shards)
     assert main(shards) == 0
     assert find_or_create_manifest(shards).num_samples == 8
 
 
-def flip_header(path: str, sample: int, field: str = "jpg") -> None:
-    """Flip a bit in the header of one member."""
-    data = bytearray(Path(path).read_bytes())
-    data[data.index(f"{sample:06d}.{field}".encode()) + 3] ^= 4
-    Path(path).write_bytes(data)
-
-
 def test_what_a_damaged_shard_has_lost_is_said_at_every_start(shards: list[str], caplog):
-    flip_header(shards[1], 5)
+    data = Path(shards[1]).read_bytes()
+    Path(shards[1]).write_bytes(data.replace(b"000005.jpg", b"000105.jpg"))  # under the old checksum
     for _ in range(2):
         caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            manifest = find_or_create_manifest(shards)
+        manifest = find_or_create_manifest(shards)
         assert f"{shards[1]}: 1 samples without image, at positions [2], damaged: no readable header" in caplog.text
         assert (manifest.num_samples, manifest.num_bad) == (10, 1)
         assert manifest.num_lost <= 1, "rounded up"
@@ -254,16 +176,11 @@ def test_samples_that_are_gone_are_estimated(tmp_path: Path):
     assert Manifest.scan([path]).num_lost == 7
 
 
-@pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
-def test_what_is_no_file_is_refused_at_once(shards: list[str], tmp_path: Path, kind: str):
-    path = "/dev/zero"
-    if kind == "fifo":
-        path = str(tmp_path / "fifo.tar")
-        os.mkfifo(path)
-    elif kind == "folder":
-        path = str(tmp_path)
-    with pytest.raises(ManifestError, match="is no regular file"):
-        Manifest.scan([*shards, path])
+def test_what_is_no_file_is_refused_at_once(shards: list[str], tmp_path: Path):
+    os.mkfifo(tmp_path / "fifo.tar")
+    for path in ("/dev/zero", str(tmp_path / "fifo.tar"), str(tmp_path)):
+        with pytest.raises(ManifestError, match="is no regular file"):
+            Manifest.scan([*shards, path])
 
 
 # ------------------------------------------------------------------ command line
@@ -271,21 +188,19 @@ def test_what_is_no_file_is_refused_at_once(shards: list[str], tmp_path: Path, k
 
 def test_command_line(shards: list[str], tmp_path: Path, capsys: pytest.CaptureFixture):
     write_tar(Path(shards[1]), [*sample_members(3), *sample_members(4, ["jpg"])])
-    assert main([str(tmp_path / "data" / "{00000..00002}.tar"), "--workers", "1"]) == 0
-    output = capsys.readouterr().out
-    assert f"{shards[1]}: 1 samples without caption, at positions [1]" in output
-    assert "7 samples in 3 shards, 1 (14.29%) without image or caption" in output
-    assert Manifest.load(tmp_path / "data" / "manifest.json").num_samples == 7
-    assert main([*shards, "--output", str(tmp_path / "m.json"), "--caption-key", "txt;jpg"]) == 0
+    output = ["--output", str(tmp_path / "m.json"), "--workers", "1"]
+    assert main([str(tmp_path / "data" / "{00000..00002}.tar"), *output]) == 0
+    printed = capsys.readouterr().out
+    assert f"{shards[1]}: 1 samples without caption, at positions [1]" in printed
+    assert "7 samples in 3 shards, 1 (14.29%) without image or caption" in printed
+    assert main([*shards, *output, "--caption-key", "txt;jpg"]) == 0
     assert Manifest.load(tmp_path / "m.json").num_bad == 0
 
 
 def test_command_line_needs_no_torch(shards: list[str]):
     """It starts in a fraction of a second, also on a machine for the data only."""
-    code = (
-        "import sys; from openclip_ext.data.manifest import main; status = main(sys.argv[1:]); "
-        "assert not {'torch', 'webdataset', 'pandas'} & set(sys.modules); sys.exit(status)"
-    )
+    code = "import sys; from openclip_ext.data.manifest import main; main(sys.argv[1:]); "
+    code += "assert not {'torch', 'webdataset', 'pandas'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code, *shards], check=True, capture_output=True)
 
 
@@ -319,25 +234,33 @@ def test_files_that_are_no_manifest_are_refused(shards: list[str], tmp_path: Pat
     Manifest.scan(shards).save(path)
     good = json.loads(path.read_text())
     unsigned = {key: value for key, value in good.items() if key != "checksum"}
+    first, *others = good["shards"]
     for content, message in (
-        ("{", "m.json is no manifest"),
-        ("[]", "expected a JSON object"),
-        ('{"shards": []}', "expected a JSON object with 'format'"),
-        (json.dumps(good | {"version": 99}), "version 99"),
-        (path.read_text()[:-10], "m.json is no manifest, or a damaged one"),
-        ('{"format": "openclip_ext.manifest", "shards": ' + "[" * 100_000, "m.json is no manifest, or a damaged one"),
-        (json.dumps(good | {"num_samples": 11}), "m.json is no manifest, or a damaged one.*checksum"),
+        ([], "expected a JSON object"),
+        ({"shards": []}, "expected a JSON object with 'format'"),
+        (good | {"version": 99}, "version 99"),
+        (good | {"num_samples": 11}, "m.json is no manifest, or a damaged one.*checksum"),
         # Without a checksum, what can be checked is.
-        (json.dumps(unsigned | {"num_samples": 11}), "num_samples is 11, not the sum"),
-        (json.dumps(unsigned | {"shards": good["shards"][1:]}), "num_samples is 10, not the sum"),
-        (json.dumps(unsigned | {"shards": [7]}), "m.json is no manifest, or a damaged one"),
-        (json.dumps({key: value for key, value in unsigned.items() if key != "shards"}), "shards"),
+        (unsigned | {"num_samples": 11}, "num_samples is 11, not the sum"),
+        (unsigned | {"num_samples": 10.0}, r"num_samples is '10.0', expected int"),
+        (unsigned | {"shards": others}, "num_samples is 10, not the sum"),
+        (unsigned | {"shards": "none"}, r"shards is 'none', expected list"),
+        (unsigned | {"shards": [7]}, "m.json is no manifest, or a damaged one"),
+        (unsigned | {"shards": [first | {"num_samples": 3.5}]}, r"shards\[0\].num_samples is '3.5', expected int"),
+        (unsigned | {"shards": [first | {"problems": {"bad": "3"}}]}, r"shards\[0\].problems.bad is '3', expected int"),
+        (unsigned | {"shards": [first | {"name": None}]}, r"shards\[0\].name is 'None', expected str"),
+        (unsigned | {"shards": [first | {"sise": 3}]}, r"shards\[0\] has the unknown sise"),
+        (unsigned | {"left_out": f"3-{10**30}"}, r"leaves out '3-10+': expected ascending indices from 0 to 9"),
+        (unsigned | {"left_out": "5,3"}, r"leaves out '3'"),
+        (unsigned | {"left_out": "3-"}, "m.json is no manifest, or a damaged one"),
+        (unsigned | {"left_out": "0-9"}, "leaves out all samples"),
     ):
-        path.write_text(content)
+        path.write_text(json.dumps(content))
         with pytest.raises(ManifestError, match=message):
             Manifest.load(path)
-    with pytest.raises(FileNotFoundError):
-        Manifest.load(tmp_path / "none.json")
+    path.write_text('{"format": "openclip_ext.manifest", "shards": ' + "[" * 100_000)
+    with pytest.raises(ManifestError, match=r"m.json is no manifest, or a damaged one"):
+        Manifest.load(path)
 
 
 # ------------------------------------------------------------------ remote shards
@@ -346,17 +269,17 @@ def test_files_that_are_no_manifest_are_refused(shards: list[str], tmp_path: Pat
 def test_remote_counts_come_from_what_lies_beside_the_shards(shards: list[str], tmp_path: Path):
     """From sizes.json, or from img2dataset's statistics, or from the command line; no shard is read."""
     piped = [f"pipe:cat {shard}" for shard in shards]
-    sizes = {f"0000{number}.tar": count for number, count in enumerate(COUNTS)}
     for shard in shards:
         os.truncate(shard, 0)
-    (tmp_path / "data" / "sizes.json").write_text(json.dumps(sizes))
+    write_sizes(tmp_path / "data", COUNTS)
     manifest = Manifest.scan(piped)
     assert [shard.first_index for shard in manifest.shards] == [0, 3, 8]
     manifest.save(tmp_path / "m.json")
     assert Manifest.load(tmp_path / "m.json").shards == manifest.shards
+    sizes = json.loads((tmp_path / "data" / "sizes.json").read_text())
     (tmp_path / "data" / "sizes.json").unlink()
-    for number, count in enumerate(COUNTS):
-        path = tmp_path / "data" / f"{number:05d}_stats.json"
+    for shard, count in zip(shards, COUNTS, strict=True):
+        path = Path(shard.replace(".tar", "_stats.json"))
         path.write_text(json.dumps({"count": count + 3, "successes": count}))
     assert Manifest.scan(piped).num_samples == 10
     path.unlink()
@@ -395,9 +318,6 @@ def test_changed_shards_do_not_verify(shards: list[str]):
     os.utime(shards[0], ns=(1, 1))
     with pytest.raises(ManifestError, match=r"1 of 3 shards were changed.*00000.tar \(3 samples, were 3"):
         manifest.verify()
-    write_tar(Path(shards[1]), [*sample_members(3), *sample_members(4)])
-    with pytest.raises(ManifestError, match=r"1 of 3 shards were changed.*00001.tar \(size [\d,]+, was [\d,]+ bytes"):
-        manifest.verify(shards)
     os.unlink(shards[2])
     with pytest.raises(ManifestError, match=r"1 of 3 shards of the manifest are gone: .*00002.tar"):
         manifest.verify(shards)
@@ -406,27 +326,25 @@ def test_changed_shards_do_not_verify(shards: list[str]):
 # ------------------------------------------------------------------ places
 
 
-@pytest.mark.parametrize("kind", ["read-only", "foreign file"])
 def test_a_manifest_goes_elsewhere_where_its_place_is_taken(
-    shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    folder = tmp_path / "data"
-    if kind == "foreign file":
-        (folder / "manifest.json").write_text('{"name": "something else"}')
-    else:
-        save = Manifest.save
-
-        def read_only(manifest: Manifest, path: Path) -> None:
-            if Path(path).parent == tmp_path / "data":
-                raise PermissionError(13, "Permission denied")
-            save(manifest, path)
-
-        monkeypatch.setattr(Manifest, "save", read_only)
-        folder = tmp_path / "cache" / "openclip_ext"
+    """By another file; then the folder is read-only."""
+    (tmp_path / "data" / "manifest.json").write_text('{"name": "something else"}')
     assert find_or_create_manifest(shards).num_samples == find_or_create_manifest(shards).num_samples == 10
-    assert len(list(folder.glob("manifest-*.json"))) == 1
-    if kind == "foreign file":
-        assert (folder / "manifest.json").read_text() == '{"name": "something else"}'
+    (elsewhere,) = (tmp_path / "data").glob("manifest-*.json")
+    assert (tmp_path / "data" / "manifest.json").read_text() == '{"name": "something else"}'
+    elsewhere.unlink()
+    save = Manifest.save
+
+    def read_only(manifest: Manifest, path: Path) -> None:
+        if Path(path).parent == tmp_path / "data":
+            raise PermissionError(13, "Permission denied")
+        save(manifest, path)
+
+    monkeypatch.setattr(Manifest, "save", read_only)
+    assert find_or_create_manifest(shards).num_samples == find_or_create_manifest(shards).num_samples == 10
+    assert len(list((tmp_path / "cache" / "openclip_ext").glob("manifest-*.json"))) == 1
 
 
 def test_command_line_spares_what_is_not_its_own(shards: list[str], tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -438,10 +356,7 @@ def test_command_line_spares_what_is_not_its_own(shards: list[str], tmp_path: Pa
     content = Path(shards[2]).read_bytes()
     for arguments, message in (
         ([*shards, "--output", shards[2]], "is there and no manifest: give another --output"),
-        ([*shards, "--output", str(tmp_path)], "is there and no manifest: give another --output"),
         ([*shards, "--output", str(tmp_path / "no" / "folder.json")], "No such file"),
-        ([*shards, "--sizes", str(tmp_path / "none.json")], "No such file"),
-        ([shards[0], shards[0]], "given twice"),
         ([str(tmp_path / "none*.tar")], "no file matches"),
         (["pipe:cat a/0.tar"], "--output"),
     ):
@@ -450,21 +365,18 @@ def test_command_line_spares_what_is_not_its_own(shards: list[str], tmp_path: Pa
     assert Path(shards[2]).read_bytes() == content
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
-def test_a_damaged_file_is_named_and_another_made(shards: list[str], tmp_path: Path, caplog, damage: str):
+def test_a_damaged_file_is_named_and_another_made(shards: list[str], tmp_path: Path, caplog):
     """A flipped digit in a size would read as a shard that has changed."""
     made = find_or_create_manifest(shards)
     path = tmp_path / "data" / "manifest.json"
     intact = path.read_bytes()
-    if damage == "flip":
-        damaged = bytearray(intact)
-        damaged[intact.index(str(os.path.getsize(shards[0])).encode())] ^= 1
-    else:
-        damaged = intact[: len(intact) // 2] if damage == "cut" else b""
-    path.write_bytes(damaged)
-    with pytest.raises(ManifestError, match="a damaged one"):
-        find_or_create_manifest(shards, manifest=path)
-    with caplog.at_level(logging.WARNING):
+    flipped = bytearray(intact)
+    flipped[intact.index(str(os.path.getsize(shards[0])).encode())] ^= 1
+    for damaged in (flipped, intact[: len(intact) // 2], b""):
+        path.write_bytes(damaged)
+        caplog.clear()
+        with pytest.raises(ManifestError, match="a damaged one"):
+            find_or_create_manifest(shards, manifest=path)
         assert find_or_create_manifest(shards).shards == made.shards
-    assert f"{path} is no manifest, or a damaged one" in caplog.text and path.read_bytes() == damaged
+        assert f"{path} is no manifest, or a damaged one" in caplog.text and path.read_bytes() == damaged
     assert len(list(path.parent.glob("manifest-*.json"))) == 1

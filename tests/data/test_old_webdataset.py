@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.loading import build, indices
-from tests.data.shards import write_shards
+from tests.data.shards import write_shards, write_sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = "0.2.86"
@@ -38,12 +38,8 @@ def test_loader_with_old_webdataset(tmp_path: Path):
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
     subprocess.run([*install, f"webdataset=={VERSION}"], check=True)
     write_shards(tmp_path / "data", [15, 10])
-    (tmp_path / "data" / "sizes.json").write_text('{"00000.tar": 15, "00001.tar": 10}')
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(target), str(ROOT)]),
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "OMP_NUM_THREADS": "1",
-    }
+    write_sizes(tmp_path / "data", [15, 10])
+    environment = os.environ | {"PYTHONPATH": f"{target}:{ROOT}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "data"), VERSION]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

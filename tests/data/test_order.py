@@ -8,15 +8,7 @@ import numpy as np
 import pytest
 
 from openclip_ext.data.hashing import Purpose, hash64, hash_int
-from openclip_ext.data.order import (
-    EpochOrder,
-    Layout,
-    Segment,
-    resampled_shards,
-    shuffled_positions,
-    shuffled_rows,
-    shuffled_shards,
-)
+from openclip_ext.data.order import EpochOrder, Layout, Segment, resampled_shards, shuffled_positions, shuffled_shards
 
 
 def run_rank(order: EpochOrder, layout: Layout, rank: int, batches: int) -> np.ndarray:
@@ -86,19 +78,6 @@ def test_unseen_samples_follow_on_any_other_layout():
             assert n - len(together) < seen[-1].layout.global_batch
 
 
-def test_what_another_layout_left_is_every_slot_that_it_did_not_reach():
-    rng = random.Random(2)
-    for case in range(40):
-        layout = random_layout(rng, 2000)
-        one = Layout(1, 1, 1, 1, epoch_samples=2000, shuffle_window=0)
-        slots = EpochOrder(lambda slots: slots, case, 0, (), layout)
-        batches = rng.randint(0, slots.batches)
-        done = [run_rank(slots, layout, rank, batches).ravel() for rank in range(layout.world_size)]
-        rest = EpochOrder(lambda slots: slots, case, 0, (Segment(layout, batches),), one)
-        left = rest.piece_indices(0, 0, np.arange(rest.piece_length(0, 0)))
-        assert np.array_equal(left, np.setdiff1d(np.arange(2000), np.concatenate(done)))
-
-
 def test_a_billion_samples_go_on_in_another_layout_in_little_memory():
     first = Layout(64, 8, 64, 1, epoch_samples=10**9, shuffle_window=10_000)
     tracemalloc.start()
@@ -138,19 +117,6 @@ def test_resampled_shards_are_drawn_by_weight():
     assert np.array_equal(np.sort(indices[:10] % 10), np.arange(10)), "a shard comes whole"
     with pytest.raises(ValueError, match="only empty shards"):
         resampled_shards(np.array([0, 5]), 10, 0, 0, weights=[1, 0])
-
-
-def test_rows_are_permuted():
-    indices = shuffled_rows(1000, seed=0, epoch=0)(np.arange(1000))
-    assert np.array_equal(np.sort(indices), np.arange(1000))
-    assert not np.array_equal(indices, shuffled_rows(1000, seed=0, epoch=1)(np.arange(1000)))
-
-
-def test_progress_with_too_many_batches_is_refused():
-    layout = Layout(1, 1, 4, 1, 40, 10)
-    with pytest.raises(ValueError, match="11 batches were done"):
-        sequence = shuffled_shards(np.array([40]), 0, 0)
-        EpochOrder(sequence, 0, 0, (Segment(layout, 11),), Layout(2, 1, 4, 1, 40, 10))
 
 
 def test_hash_of_arrays_and_integers_agree():

@@ -6,6 +6,7 @@ import os
 import tarfile
 
 import numpy as np
+import open_clip
 import pytest
 
 from openclip_ext.data.shapes.__main__ import main
@@ -50,40 +51,32 @@ def test_shards_are_the_same_samples_whatever_their_size_and_workers(tmp_path):
     write_shards(tmp_path / "a", ShapesConfig(50, samples_per_shard=7), workers=1)
     write_shards(tmp_path / "b", ShapesConfig(50, samples_per_shard=20), workers=2)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
-    assert [name for name, _ in contents(tmp_path / "a")][:4] == [
-        "00000000.png",
-        "00000000.txt",
-        "00000000.json",
-        "00000001.png",
-    ]
+    names = [name for name, _ in contents(tmp_path / "a")]
+    assert names[:4] == ["00000000.png", "00000000.txt", "00000000.json", "00000001.png"]
     assert json.loads((tmp_path / "b" / SIZES_FILE).read_text()) == {"00000.tar": 20, "00001.tar": 20, "00002.tar": 10}
 
 
 def test_held_out_pairs_are_never_seen_in_training_and_are_in_the_test_split():
-    train = [make_sample(0, "train", index) for index in range(1500)]
-    for sample in train:
-        for item in json.loads(sample.json)["items"]:
-            assert (item["shape"], item["color"]) not in HELD_OUT_PAIRS
-        words = sample.txt.decode().split()
-        for position, word in enumerate(words):
-            if word in COLORS:  # "a red plain circle": the shape is the next or the next but one
-                shape = next((w for w in words[position + 1 : position + 3] if w in (*SHAPES, "shape")), None)
-                assert shape is not None and (shape, word) not in HELD_OUT_PAIRS
-    seen = {item.pair for index in range(1500) for item in sample_scene(0, "train", index).items}
-    assert seen == set(PAIRS) - HELD_OUT_PAIRS
-    assert {item.pair for index in range(1500) for item in sample_scene(0, "test", index).items} == set(PAIRS)
+    for split, pairs in (("train", set(PAIRS) - HELD_OUT_PAIRS), ("test", set(PAIRS))):
+        scenes = [sample_scene(0, split, index) for index in range(1500)]
+        assert {item.pair for scene in scenes for item in scene.items} == pairs
+        for index, scene in enumerate(scenes):
+            words = sample_caption(scene, generator_of("caption", 0, split, index)).split()
+            for position, word in enumerate(words):
+                if word in COLORS:  # "a red plain circle": the shape is the next or the next but one
+                    shape = next(w for w in words[position + 1 : position + 3] if w in (*SHAPES, "shape"))
+                    assert shape == "shape" or (shape, word) in pairs
 
 
 def test_captions_fit_the_context_of_the_demo_models():
-    open_clip = pytest.importorskip("open_clip")
     tokenizer = open_clip.SimpleTokenizer()
     longest = Scene(
         (Item("triangle", "orange", "medium", "striped"), Item("diamond", "purple", "large", "checked")),
         "grass",
         "left",
     )
-    captions = [sample_caption(longest, np.random.default_rng(seed), complete=True) for seed in range(20)]
-    captions += [json.loads(make_sample(0, "train", index).json)["complete_caption"] for index in range(500)]
+    scenes = [longest] * 20 + [sample_scene(0, "train", index) for index in range(500)]
+    captions = [sample_caption(scene, np.random.default_rng(seed), complete=True) for seed, scene in enumerate(scenes)]
     lengths = [2 + len(tokenizer.encode(caption)) for caption in captions]  # and start and end
     assert max(lengths) == 18
 
@@ -94,12 +87,8 @@ def test_captions_tell_the_truth_and_leave_words_out():
     )
     complete = {sample_caption(scene, np.random.default_rng(seed), complete=True) for seed in range(100)}
     first, second = "a small orange plain star", "a large blue dotted moon"
-    assert complete == {
-        f"{first} above {second} on sand",
-        f"{first} over {second} on sand",
-        f"{second} below {first} on sand",
-        f"{second} under {first} on sand",
-    }
+    above = {f"{first} {word} {second} on sand" for word in ("above", "over")}
+    assert complete == above | {f"{second} {word} {first} on sand" for word in ("below", "under")}
     assert describe(scene, "left") == f"{first} left of {second} on sand"
     short = [sample_caption(scene, np.random.default_rng(seed)) for seed in range(2000)]
     for word, share in (("orange", 0.5), ("dotted", 0.5), ("sand", 0.5), ("star", 0.9), ("and", 0.25)):
@@ -154,11 +143,5 @@ def test_a_folder_with_something_else_is_refused(tmp_path, capsys):
     (tmp_path / "other" / "00000.tar").write_bytes(b"")
     with pytest.raises(ValueError, match="not a demo set"):
         write_shards(tmp_path / "other", ShapesConfig(4), workers=1)
-    with pytest.raises(ValueError, match="unknown split 'val'"):
-        make_sample(0, "val", 0)
-    arguments = ["--output", str(tmp_path / "demo"), "--num-samples", "4"]
-    main(arguments)
+    main(["--output", str(tmp_path / "demo"), "--num-samples", "4"])
     assert "4 samples in 1 shards, already there" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="at least 1, got 0"):
-        main(["--output", str(tmp_path / "none"), "--num-samples", "0"])
-    assert not (tmp_path / "none").exists()

@@ -4,16 +4,17 @@ A transfer that breaks off, stalls or comes too short is repeated, and never tra
 """
 
 import hashlib
-import logging
 import multiprocessing
 import re
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -25,7 +26,7 @@ from openclip_ext.data.shardlist import expand_shards
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.data.storage import Storage
 from tests.data.loading import assert_equal, build, indices, preprocess, tokenize
-from tests.data.shards import write_shards
+from tests.data.shards import write_shards, write_sizes
 
 COUNTS = [20, 12, 9, 3]
 SHARDS = "{00000..00003}.tar"
@@ -107,17 +108,11 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Shards and their counts."""
     write_shards(tmp_path / "data", COUNTS)
-    sizes = ", ".join(f'"{number:05d}.tar": {count}' for number, count in enumerate(COUNTS))
-    (tmp_path / "data" / "sizes.json").write_text(f"{{{sizes}}}")
+    write_sizes(tmp_path / "data", COUNTS)
     return tmp_path / "data"
 
 
@@ -128,44 +123,38 @@ def server(tmp_path: Path) -> Iterator[Server]:
         running.shutdown()
 
 
-class Bucket:
-    """An S3 server whose bucket holds the shards, and which can go away and come back."""
+@pytest.fixture
+def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
+    """An S3 server whose bucket holds the shards: a function that lets it go away and come back."""
+    serve = pytest.importorskip("moto.server").ThreadedMotoServer
+    server = serve("127.0.0.1", 0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "user",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    fsspec.filesystem("s3").clear_instance_cache()  # one with the address of an earlier test's server
+    files = fsspec.filesystem("s3")
+    files.mkdir("bucket")
+    files.put([str(path) for path in folder.glob("*.tar")], "bucket/")
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.serve = pytest.importorskip("moto.server").ThreadedMotoServer
-        self.server = self.serve("127.0.0.1", 0, verbose=False)
-        self.server.start()
-        self.host, self.port = self.server.get_host_and_port()
-        for name, value in {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
-            "AWS_ACCESS_KEY_ID": "user",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }.items():
-            monkeypatch.setenv(name, value)
-        fsspec.filesystem("s3").clear_instance_cache()  # one with the address of an earlier test's server
-        files = fsspec.filesystem("s3")
-        files.mkdir("bucket")
-        files.put(f"{folder}/", "bucket/", recursive=True)
-        files.rm("bucket/sizes.json")
-
-    def go_away(self, seconds: float) -> None:
-        self.server.stop()
-
+    def go_away(seconds: float) -> None:
         def come_back() -> None:
+            nonlocal server
             time.sleep(seconds)
-            self.server = self.serve("127.0.0.1", self.port, verbose=False)
-            self.server.start()
+            server = serve("127.0.0.1", port, verbose=False)
+            server.start()
 
+        server.stop()
         threading.Thread(target=come_back).start()
 
-
-@pytest.fixture
-def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    running = Bucket(folder, monkeypatch)
-    yield running
-    fsspec.filesystem("s3").rm("bucket", recursive=True)
-    running.server.stop()
+    yield go_away
+    files.rm("bucket", recursive=True)
+    server.stop()
 
 
 # ------------------------------------------------------------------ files
@@ -181,16 +170,10 @@ def test_a_command_that_fails_is_an_error(tmp_path: Path):
         assert endless.read(4) == b"y\ny\n"
 
 
-@pytest.mark.parametrize("has_ranges", [True, False])
-def test_a_server_is_read_as_a_file(tmp_path: Path, server: Server, has_ranges: bool):
-    server.has_ranges = has_ranges
-    content = bytes(range(256)) * 100
-    (tmp_path / "a.bin").write_bytes(content)
-    assert Storage().read(f"{server.url}/a.bin") == content
-    started = time.monotonic()
+def test_what_a_server_has_not_is_not_waited_for(server: Server, caplog: pytest.LogCaptureFixture):
     with pytest.raises(OSError, match=r"none\.bin"):
         Storage().read(f"{server.url}/none.bin")
-    assert time.monotonic() - started < 5, "what is not there will not come"
+    assert "again in" not in caplog.text
 
 
 def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -203,24 +186,19 @@ def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
 # ------------------------------------------------------------------ training
 
 
-@pytest.mark.parametrize("has_ranges, breaks", [(True, 0), (False, 0), (True, 1), (False, 1)])
+@pytest.mark.parametrize("has_ranges", [True, False])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_shards_on_a_server_train_as_local_ones(
-    folder: Path, server: Server, workers: int, has_ranges: bool, breaks: int
-):
+def test_shards_on_a_server_train_as_local_ones(folder: Path, server: Server, workers: int, has_ranges: bool):
+    """The first answer breaks off."""
     server.has_ranges = has_ranges
     expected = list(build(f"{folder}/{SHARDS}", workers=workers).iterate(1))
     loader = build(f"{server.url}/data/{SHARDS}", workers=workers)
-    server.breaks = breaks
+    server.breaks = 1
     assert_equal(list(loader.iterate(1)), expected)
-    assert loader.bad.by_shard() == {}
+    assert loader.bad.by_shard() == {} and server.breaks == 0
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("cached", [False, True])
-def test_shards_in_a_bucket_train_as_local_ones(
-    bucket: Bucket, folder: Path, tmp_path: Path, workers: int, cached: bool
-):
+def test_shards_in_a_bucket_train_as_local_ones(bucket: Any, folder: Path, tmp_path: Path):
     """Their counts come from the command that the refusal of the training names."""
     with pytest.raises(ValueError, match=r"cannot read shards: s3://bucked/00000\.tar: .*bucket does not exist"):
         build(f"s3://bucked/{SHARDS}")
@@ -230,31 +208,28 @@ def test_shards_in_a_bucket_train_as_local_ones(
     assert command and "train with --manifest manifest.json" in str(refused.value)
     counts = str(tmp_path / "manifest.json")
     assert manifest.main([f"s3://bucket/{SHARDS}", "--output", counts]) == 0
-    options = {"cache_dir": str(tmp_path / "copies")} if cached else {}
-    loader = build(f"s3://bucket/{SHARDS}", manifest=counts, workers=workers, **options)
-    expected = list(build(f"{folder}/{SHARDS}", workers=workers).iterate(1))
-    assert_equal(list(loader.iterate(1)), expected)
-    if cached:
-        assert len(list((tmp_path / "copies").glob("*.tar"))) == 4
+    for workers, options in ((0, {}), (2, {}), (2, {"cache_dir": str(tmp_path / "copies")})):
+        loader = build(f"s3://bucket/{SHARDS}", manifest=counts, workers=workers, **options)
+        expected = list(build(f"{folder}/{SHARDS}", workers=workers).iterate(1))
         assert_equal(list(loader.iterate(1)), expected)
+    assert len(list((tmp_path / "copies").glob("*.tar"))) == 4
+    assert_equal(list(loader.iterate(1)), expected)
 
 
-def test_a_bucket_that_is_away_for_8_seconds(bucket: Bucket, folder: Path):
+def test_a_bucket_that_is_away_for_8_seconds(bucket: Any, folder: Path):
     fsspec.filesystem("s3").put(str(folder / "sizes.json"), "bucket/sizes.json")
     loader = build(f"s3://bucket/{SHARDS}")
     expected = list(build(f"{folder}/{SHARDS}").iterate(0))
     started = time.monotonic()
-    bucket.go_away(8)
+    bucket(8)
     assert_equal(list(loader.iterate(0)), expected)
     assert loader.bad.by_shard() == {} and time.monotonic() - started >= 8
 
 
 def test_failures_are_counted_in_the_log(folder: Path, server: Server, caplog: pytest.LogCaptureFixture):
     loader = build(f"{server.url}/data/{SHARDS}")
-    expected = list(build(f"{folder}/{SHARDS}").iterate(0))
     server.away_until = time.monotonic() + 2
-    with caplog.at_level(logging.WARNING):
-        assert_equal(list(loader.iterate(0)), expected)
+    assert_equal(list(loader.iterate(0)), list(build(f"{folder}/{SHARDS}").iterate(0)))
     assert loader.bad.by_shard() == {}
     assert re.search(r"Reading http://.*/0000\d.tar failed .*again in 0.5 s", caplog.text)
     assert re.search(r"goes on after \d+ failures in \d+ s", caplog.text)
@@ -262,10 +237,8 @@ def test_failures_are_counted_in_the_log(folder: Path, server: Server, caplog: p
 
 def test_a_connection_that_stalls_has_a_time_limit(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(storage, "_STALL", 0.3)
-    content = (folder / "00000.tar").read_bytes()
-    for stalls in (1, 3):
-        server.stalls = stalls
-        assert Storage().read(f"{server.url}/data/00000.tar") == content
+    server.stalls = 2
+    assert Storage().read(f"{server.url}/data/00000.tar") == (folder / "00000.tar").read_bytes()
     server.stalls = 10
     with pytest.raises(OSError, match=r"00000.tar: \w*Timeout\w*:.*attempts in"):
         Storage(patience=1.0).read(f"{server.url}/data/00000.tar")
@@ -298,10 +271,10 @@ def test_a_server_that_ignores_ranges_is_read_as_a_stream(
 def test_the_next_shards_are_fetched_while_this_one_is_read(folder: Path, server: Server):
     batches = build(f"{server.url}/data/{SHARDS}", shuffle_window=0, batch_size=1).iterate(0)
     next(batches)
-    deadline = time.monotonic() + 10
-    while len(set(server.fetched()) - {"/data/sizes.json"}) < 4 and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60
+    while len(set(server.fetched()) - {"/data/sizes.json"}) < 4:
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert len(set(server.fetched()) - {"/data/sizes.json"}) == 4
 
 
 def test_each_shard_is_fetched_once_for_evaluation(folder: Path, server: Server):
@@ -325,14 +298,8 @@ def test_processes_share_one_copy(folder: Path, server: Server, tmp_path: Path):
     url, copies = f"{server.url}/data/00000.tar", tmp_path / "copies"
     copies.mkdir()
     (copies / ".left-by-a-kill.tar.x.partial").write_bytes(b"half")
-    processes = [
-        multiprocessing.get_context("fork").Process(target=open_copy, args=(url, str(copies))) for _ in range(4)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=60)
-        assert process.exitcode == 0
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        pool.map_async(partial(open_copy, folder=str(copies)), [url] * 4, chunksize=1).get(timeout=60)
     assert server.fetched() == ["/data/00000.tar"]
     (copy,) = copies.glob("*-*.tar")
     assert copy.read_bytes() == (folder / "00000.tar").read_bytes()
@@ -383,7 +350,7 @@ def test_a_scan_that_was_killed_goes_on(
     found = manifest.Manifest.load(tmp_path / "m.json")
     assert [shard.num_samples for shard in found.shards] == COUNTS
     assert found.digest == manifest.Manifest.scan(f"{folder}/{SHARDS}").digest
-    assert not list(tmp_path.glob("*.journal")) and not list(tmp_path.glob(".*.journal"))
+    assert not list(tmp_path.glob("*.journal"))
 
 
 def test_the_headers_of_large_samples_are_read_without_the_images(

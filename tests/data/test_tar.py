@@ -29,17 +29,11 @@ ODD_MEMBERS = [
 ]
 
 
-class Pipe(io.RawIOBase):
+class Pipe(io.BytesIO):
     """Bytes that cannot be sought."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data = io.BytesIO(data)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        return self._data.readinto(buffer)
+    def seekable(self) -> bool:
+        return False
 
 
 def members_of(path: Path) -> list[tar.Member]:
@@ -47,9 +41,9 @@ def members_of(path: Path) -> list[tar.Member]:
     return list(tar.iter_members(lambda offset, length: data[offset : offset + length], len(data), []))
 
 
-def samples_of(path: Path, wanted: frozenset[str] = ALL_FIELDS) -> list[dict[str, bytes]]:
+def samples_of(path: Path) -> list[dict[str, bytes]]:
     with open(path, "rb") as file:
-        return [sample.fields for sample in tar.TarArchive(file).samples(wanted)]
+        return [sample.fields for sample in tar.TarArchive(file).samples(ALL_FIELDS)]
 
 
 def streamed(path: Path) -> list[dict[str, bytes]]:
@@ -111,9 +105,8 @@ def test_a_damaged_header_costs_its_member_alone(tmp_path: Path):
     members, expected = members_of(path), samples_of(path)
     for number, member in enumerate(members):
         data = bytearray(whole)
-        data[member.start + 37 * number % 148] ^= (
-            1 << number % 8
-        )  # not in the checksum, where some flips change nothing
+        # Not in the checksum, where some flips change nothing.
+        data[member.start + 37 * number % 148] ^= 1 << number % 8
         path.write_bytes(data)
         sample, field = number // 3, member.name.rpartition(".")[2]
         left = [{k: v for k, v in fields.items() if (n, k) != (sample, field)} for n, fields in enumerate(expected)]
@@ -122,28 +115,25 @@ def test_a_damaged_header_costs_its_member_alone(tmp_path: Path):
         assert len(list(archive.members())) == 11
         assert archive.gaps == [(member.start, member.end)]
         scan = scan_shard(str(path))
-        assert scan.num_samples == 4
-        assert scan.problems["gaps"] == [[member.start, member.end]]
+        assert (scan.num_samples, scan.problems["gaps"]) == (4, [[member.start, member.end]])
         assert "error" not in scan.problems
         assert scan.problems.get("bad", 0) + scan.problems.get("lost", 0) >= (field != "json")
     path.write_bytes(b"this is not a tar" * 100)
-    scan = scan_shard(str(path))
-    assert scan.num_samples == 0
-    assert "no tar header at byte 0" in scan.problems["error"]
+    assert "no tar header at byte 0" in scan_shard(str(path)).problems["error"]
 
 
-HOSTILE_SIZES = {
-    "negative octal": b"-0000001000\0",
-    "signed octal": b"+0000001000\0",
-    "underscore": b"1_000\0" + bytes(6),
-    "not octal": b"9999999999\0\0",
-    "huge octal": b"777777777777",
-    "huge base 256": b"\x80" + b"\xff" * 11,
-    "negative base 256": b"\xff" * 12,
-}
+HOSTILE_SIZES = [
+    b"-0000001000\0",
+    b"+0000001000\0",
+    b"1_000\0" + bytes(6),
+    b"9999999999\0\0",  # not octal
+    b"777777777777",
+    b"\x80" + b"\xff" * 11,  # huge in base 256
+    b"\xff" * 12,  # negative in base 256
+]
 
 
-@pytest.mark.parametrize("size", HOSTILE_SIZES.values(), ids=HOSTILE_SIZES)
+@pytest.mark.parametrize("size", HOSTILE_SIZES)
 @pytest.mark.parametrize("kind", [b"0", b"x", b"L", b"g", b"S"])
 def test_sizes_that_cannot_be(tmp_path: Path, size: bytes, kind: bytes):
     """Negative ones have sent readers back to where they were, huge ones beyond what an offset can be."""
