@@ -18,10 +18,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import open_clip
 import torch
 
-import openclip_ext.model_configs
 from openclip_ext.training.main import cli
 from tests.distributed.pool import free_port
 from tests.training.runs import EXIT_AFTER_SIGTERM, command, differences, final_state, run
@@ -32,9 +30,6 @@ PATIENCE_SECONDS = 600
 # torchrun, too, asks the other trainers to end after one has failed, and kills them after this time.
 GRACE_SECONDS = 30
 LOGS = ("metrics.jsonl", "checkpoints/results.jsonl")
-# demo-vit with a narrower text tower: most of its checkpoint is the embedding of 49,408 tokens.
-SMALL_MODEL = "faults-vit"
-_TEXT_WIDTH = 16
 _TIMES = ("samples_per_second", "batch_time", "data_time")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -180,18 +175,7 @@ def _serve(target: Callable[[list[str]], None], argv: list[str], environment: di
     os.dup2(descriptor, 2)
     torch.set_num_threads(1)
     os.environ.update(environment)
-    _add_small_model(output.with_name("models"))
     target(argv)
-
-
-def _add_small_model(folder: Path) -> None:
-    config = json.loads((Path(openclip_ext.model_configs.__file__).parent / "demo-vit.json").read_text())
-    config["text_cfg"]["width"] = _TEXT_WIDTH
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f"{SMALL_MODEL}.{os.getpid()}"
-    part.write_text(json.dumps(config))
-    part.rename(folder / f"{SMALL_MODEL}.json")
-    open_clip.add_model_config(folder)
 
 
 class Runs:

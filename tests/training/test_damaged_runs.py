@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from tests.soak import SoakCase
-from tests.training.programs import LOGS, SMALL_MODEL, Program, Runs, differing, lines_of
-from tests.training.runs import contents
+from tests.training.programs import LOGS, Program, Runs, differing, lines_of
+from tests.training.runs import SMALL_MODEL, contents
 
 NEWEST = "epoch_1_step_8"
 CHECKPOINTS = ("epoch_1", "epoch_latest", NEWEST)

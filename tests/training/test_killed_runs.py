@@ -17,8 +17,8 @@ import pytest
 
 from openclip_ext.losses.registry import list_losses
 from tests.soak import SoakCase
-from tests.training.programs import SMALL_MODEL, Program, Runs, differing, send_kill
-from tests.training.runs import contents
+from tests.training.programs import Program, Runs, differing, send_kill
+from tests.training.runs import SMALL_MODEL, contents
 
 RESTARTS = 4
 
