@@ -49,10 +49,6 @@ def main() -> None:
     for name, way in WAYS:
         found.setdefault(way, {})[name] = test_steps.launches_of(name, way)
     _FILE.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    for name in names:
-        print(f"{name:14} {found['loss'][name]:5} {found['step'][name]:5}")
-    for name, way in WAYS:
-        print(f"{name:14} {way:11} {found[way][name]:5}")
 
 
 if __name__ == "__main__":

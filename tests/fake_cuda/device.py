@@ -104,14 +104,13 @@ class FakeEvent:
     def __init__(self, **options: Any) -> None:
         self.stream: FakeStream | None = None
         self.time = 0
-        self.waited = False
 
     def record(self, stream: FakeStream | None = None) -> None:
         self.stream, self.time = stream or current_stream(), next(_clock)
         FakeEvent.recorded.append(self)
 
     def synchronize(self) -> None:
-        self.waited = True
+        """Return at once."""
 
     def query(self) -> bool:
         return True

@@ -1,5 +1,6 @@
 """Counts what a GPU would be given to do, and names what would make the host wait for it."""
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -14,45 +15,14 @@ from tests.fake_cuda.device import FakeStream, current_stream, memory_of, now
 
 _PACKAGE = "/openclip_ext/"
 # These compute a size, share memory or reserve some: no kernel runs.
-_NO_KERNEL = frozenset(
-    [
-        "device",
-        "_record_function_enter_new",
-        "_record_function_exit",
-        "detach",
-        "layout",
-        "is_pinned",
-        "sym_size",
-        "sym_numel",
-        "alias",
-        "lift_fresh",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "_unsafe_view",
-        "promote_types",
-    ]
+_NO_KERNEL = re.compile(
+    r"device|layout|detach|alias|is_pinned|promote_types|lift_fresh|_unsafe_view"
+    r"|sym_(size|numel)|_record_function_(enter_new|exit)|(new_)?empty(_like|_strided)?"
 )
 # Their result is on the host, or has a size that depends on the values.
-_WAITS = frozenset(
-    [
-        "_local_scalar_dense",
-        "item",
-        "nonzero",
-        "nonzero_numpy",
-        "masked_select",
-        "_unique2",
-        "unique_dim",
-        "unique_consecutive",
-        "equal",
-        "is_nonzero",
-        "bincount",
-        "histc",
-        "repeat_interleave",
-        "linalg_svd",
-    ]
+_WAITS = re.compile(
+    r"_local_scalar_dense|item|equal|is_nonzero|nonzero(_numpy)?|masked_select|_unique2|unique_(dim|consecutive)"
+    r"|bincount|histc|repeat_interleave|linalg_svd"
 )
 _INDEXING = frozenset(["index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"])
 _LIFTS = ("lift_fresh", "lift_fresh_copy")
@@ -70,7 +40,6 @@ class Launches(TorchDispatchMode):
 
     Attributes:
         number: operations that launch a kernel or a copy.
-        operations: their names.
         waits: what would make the host wait, with the places in the package that asked for it, innermost first.
         races: operations on a stream with what another stream made, which it is not ordered behind, or whose memory may
             have been given away.
@@ -84,7 +53,6 @@ class Launches(TorchDispatchMode):
     def reset(self) -> None:
         """Forget what was seen."""
         self.number = 0
-        self.operations: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self.races: Counter[str] = Counter()
         # Of memory: what holds it, by which stream it was written last, and when.
@@ -112,10 +80,9 @@ class Launches(TorchDispatchMode):
         for tensor in _tensors(out):
             if tensor.is_cuda and not op.is_view:
                 self._written[memory_of(tensor)] = tensor.untyped_storage(), current_stream(tensor.device), now()
-        launches = not (op.is_view or name in _NO_KERNEL or op.namespace in ("prim", "profiler"))
+        launches = not (op.is_view or _NO_KERNEL.fullmatch(name) or op.namespace in ("prim", "profiler"))
         if launches and (on_cuda or any(tensor.is_cuda for tensor in _tensors(out))):
             self.number += 1
-            self.operations[name] += 1
         return out
 
     def writer(self, tensor: Tensor) -> FakeStream:
@@ -130,7 +97,7 @@ class Launches(TorchDispatchMode):
 
 
 def _waits(name: str, args: Any, kwargs: Any, on_cuda: bool) -> Iterator[str]:
-    if name in _WAITS and on_cuda:
+    if on_cuda and _WAITS.fullmatch(name):
         yield name
     if name in _INDEXING and args[0].is_cuda:
         for index in args[1]:

@@ -35,12 +35,3 @@ def test_the_next_batch_is_on_its_way_while_one_is_used() -> None:
             assert taken[-1] == min(number + 1, 2)
             _ = batch["image"].sum()
     assert not launches.races and not launches.waits
-
-
-def test_elsewhere_batches_are_as_they_were() -> None:
-    batches = [(torch.tensor([number]), "name") for number in range(3)]
-    assert [(int(tensor), name) for tensor, name in on_device(batches, torch.device("cpu"))] == [
-        (0, "name"),
-        (1, "name"),
-        (2, "name"),
-    ]

@@ -1,9 +1,11 @@
 """Every loss on fake CUDA tensors: no tensor on a wrong device, no wait, and no more launches than its bound."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from openclip_ext.contrastive.checks import CHECKED_CALLS
 from openclip_ext.contrastive.loss import ContrastiveLoss
@@ -29,54 +31,78 @@ _MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "queueclip-per-sample": ("queueclip", {"prototypes": 9, "temperature_scheme": "per-sample"}),
     "queueclip-predicted": ("queueclip", {"prototypes": 9, "temperature_scheme": "predicted"}),
     "amorlip-local": ("amorlip", {}),
+    "fastclip-host": ("fastclip", {"state_device": "cpu"}),
+    "fastclip-v2-host": ("fastclip-v2", {"state_device": "cpu"}),
 }
-ALL: dict[str, Case] = {
-    **{name: Case(name, None) for name in list_losses()},
-    **{name: Case(loss, None, options) for name, (loss, options) in _MORE.items()},
-    **CASES,
-}
-# Features, autocast, where the index is.
+ALL = CASES | {name: Case(loss, None, options) for name, (loss, options) in _MORE.items()}
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the inputs of a call are, and where."""
+
+    dtype: torch.dtype = torch.float32
+    autocast: torch.dtype | None = None
+    device: torch.device = CUDA
+    index_device: torch.device | None = None
+    scale: float | Tensor | None = None
+
+
+PLAIN = Form()
 _FORMS = {
-    "fp32": (torch.float32, None, "cuda"),
-    "amp": (torch.float32, torch.float16, "cuda"),
-    "bf16": (torch.bfloat16, None, "cuda"),
-    "index-on-cpu": (torch.float32, None, "cpu"),
-    "scale-as-number": (torch.float32, None, "cuda"),
+    "amp": Form(autocast=torch.float16),
+    "bf16": Form(dtype=torch.bfloat16),
+    "index on the host": Form(index_device=torch.device("cpu")),
+    "scale is a number": Form(scale=14.3),
+    "scale on the host": Form(scale=torch.tensor(14.3)),
+    "not the current device": Form(device=torch.device("cuda", 1)),
 }
 
 
-def call(loss: ContrastiveLoss, form: str = "fp32", device: torch.device = CUDA) -> None:
+def call(loss: ContrastiveLoss, form: Form = PLAIN) -> None:
     """One call with the backward pass, on inputs as the trainer makes them."""
-    dtype, autocast, index_device = _FORMS[form]
-    images, texts = (torch.empty(BATCH, WIDTH, dtype=dtype, device=device).requires_grad_() for _ in range(2))
+    device = form.device
+    images, texts = (torch.empty(BATCH, WIDTH, dtype=form.dtype, device=device).requires_grad_() for _ in range(2))
     logit_scale, logit_bias = (torch.empty((), device=device).requires_grad_() for _ in range(2))
-    index = torch.empty(BATCH, dtype=torch.int64, device="cpu" if index_device == "cpu" else device)
+    index = torch.empty(BATCH, dtype=torch.int64, device=form.index_device or device)
     if loss.needs_index:
         loss.prefetch(torch.empty(BATCH, dtype=torch.int64, device="cpu"))
     positives = {"positives": index} if loss.needs_positives else {}
-    scale = 14.3 if form == "scale-as-number" else logit_scale
-    with torch.autocast("cuda", autocast, enabled=autocast is not None):
+    scale = logit_scale if form.scale is None else form.scale
+    with torch.autocast("cuda", form.autocast, enabled=form.autocast is not None):
         value = loss(images, texts, scale, logit_bias=logit_bias, index=index, **positives)
     if loss.training:
         value.backward()
         assert images.grad is not None and images.grad.device == device
-        assert images.grad.dtype == dtype
+        assert images.grad.dtype == form.dtype
 
 
-@pytest.mark.parametrize(
-    ("name", "form"), [(name, form) for name in ALL for form in _FORMS if form == "fp32" or name in list_losses()]
-)
-def test_no_call_waits_or_mixes_devices(name: str, form: str) -> None:
-    loss = ALL[name].create()
+def run_calls(loss: ContrastiveLoss, form: Form = PLAIN) -> list[int]:
+    """Some calls in training mode, which wait for nothing, and one in evaluation mode; how many launches each had."""
+    numbers = []
     with fake_cuda(), Launches() as launches:
-        to_fake_cuda(loss)
-        launches.reset()
-        for number in range(CALLS):
+        to_fake_cuda(loss, form.device)
+        for number in range(CALLS + 1):
+            loss.train(number < CALLS)
             loss.start_epoch(number // 2)
+            loss.calls += number == 2 and SOLVES_FROM
+            launches.reset()
             call(loss, form)
-        loss.eval()
-        call(loss, form)
-    assert launches.unknown_waits == {}
+            assert launches.unknown_waits == {}
+            numbers.append(launches.number)
+        assert {tensor.device for tensor in (*loss.parameters(), *loss.buffers())} <= {form.device}
+    return numbers
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_call_waits_or_mixes_devices(name: str) -> None:
+    run_calls(ALL[name].create())
+
+
+@pytest.mark.parametrize("form", _FORMS)
+@pytest.mark.parametrize("name", list_losses())
+def test_no_form_of_inputs_waits_or_mixes_devices(name: str, form: str) -> None:
+    run_calls(create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES), _FORMS[form])
 
 
 @pytest.mark.parametrize("name", list_losses())
@@ -86,51 +112,5 @@ def test_no_call_has_more_launches_than_its_bound(name: str) -> None:
 
 def launches_of(name: str) -> int:
     """Launches of the most expensive of some calls in training mode."""
-    most = 0
     loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options(name))
-    with fake_cuda(), Launches() as launches:
-        to_fake_cuda(loss)
-        for number in range(CALLS):
-            loss.start_epoch(number // 2)
-            loss.calls += number == 2 and SOLVES_FROM
-            launches.reset()
-            call(loss)
-            most = max(most, launches.number if number >= CHECKED_CALLS else 0)
-    return most
-
-
-@pytest.mark.parametrize("name", ["fastclip", "fastclip-v2", "isogclr", "sogclr"])
-def test_tables_on_the_host_wait_for_no_device(name: str) -> None:
-    loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, state_device="cpu")
-    with fake_cuda(), Launches() as launches:
-        to_fake_cuda(loss)
-        launches.reset()
-        for _ in range(CALLS):
-            call(loss)
-    assert launches.unknown_waits == {}
-
-
-@pytest.mark.parametrize("name", list_losses())
-def test_a_loss_works_on_a_device_that_is_not_current(name: str) -> None:
-    loss, second = ALL[name].create(), torch.device("cuda", 1)
-    with fake_cuda():
-        to_fake_cuda(loss, second)
-        for _ in range(3):
-            call(loss, device=second)
-        assert {tensor.device for tensor in (*loss.parameters(), *loss.buffers())} <= {second}
-
-
-@pytest.mark.parametrize("name", [name for name in list_losses() if name not in ("cliplite", "simclr")])
-@pytest.mark.parametrize("as_tensor", [True, False])
-def test_a_logit_scale_on_the_host_is_taken(name: str, as_tensor: bool) -> None:
-    """As ClipLoss takes it. A tensor's own gradient goes back to the host; the forward pass waits for nothing."""
-    loss = ALL[name].create()
-    with fake_cuda(), Launches() as launches:
-        to_fake_cuda(loss)
-        images, texts = (torch.empty(BATCH, WIDTH, device=CUDA).requires_grad_() for _ in range(2))
-        index = torch.empty(BATCH, dtype=torch.int64, device=CUDA)
-        launches.reset()
-        value = loss(images, texts, torch.empty(()) if as_tensor else 10.0, torch.empty((), device=CUDA), index=index)
-        assert launches.unknown_waits == {}
-        value.backward()
-    assert images.grad is not None and images.grad.device == CUDA
+    return max(run_calls(loss)[CHECKED_CALLS:CALLS])

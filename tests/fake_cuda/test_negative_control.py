@@ -13,9 +13,6 @@ from tests.fake_cuda.launches import Launches
 
 _WAITS: dict[str, Callable[[Tensor], object]] = {
     "item": lambda x: x.sum().item(),
-    "bool": lambda x: bool(x.any()),
-    "float": lambda x: float(x[0]),
-    "tolist": lambda x: x.tolist(),
     "mask": lambda x: x[x > 0],
     "write by mask": lambda x: x.__setitem__(x > 0, x[:1]),
     "nonzero": lambda x: x.nonzero(),
@@ -23,9 +20,7 @@ _WAITS: dict[str, Callable[[Tensor], object]] = {
     "to the device": lambda x: torch.zeros(4).to(x.device),
     "copy": lambda x: x.copy_(torch.zeros(4)),
     "index on the CPU": lambda x: x[torch.tensor([0, 1])],
-    "list of positions": lambda x: x[[0, 1]],
     "tensor": lambda x: torch.tensor([1.0], device=x.device),
-    "new_tensor": lambda x: x.new_tensor([1.0]),
     "equal": lambda x: torch.equal(x, x),
     "unique": lambda x: x.unique(),
 }
@@ -35,7 +30,6 @@ _GOES_ON: dict[str, Callable[[Tensor], object]] = {
     "to the host without blocking": lambda x: torch.empty(4).copy_(x, non_blocking=True),
     "to the device without blocking": lambda x: torch.zeros(4).to(x.device, non_blocking=True),
     "full": lambda x: torch.full((3,), 2.0, device=x.device),
-    "masked_fill": lambda x: x.masked_fill(x > 0, 1.0),
 }
 
 
