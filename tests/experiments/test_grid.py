@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,6 @@ from openclip_ext.experiments import grid as grids
 from openclip_ext.experiments.cache import PilotData
 from openclip_ext.experiments.grid import averaged, contests, load_data, pending, shifted
 from openclip_ext.experiments.results import read_results
-from openclip_ext.experiments.runs import Run
 from openclip_ext.experiments.tables import format_tables
 from openclip_ext.model_configs import add_model_configs
 from tests.data.shards import write_tar
@@ -38,20 +38,17 @@ def test_a_schedule_is_finished_before_the_next_begins():
     assert [run.schedule for run in pending(grid, "data", results)] == ["a", "a", "b", "b"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_grids_that_mean_something_else_are_refused():
+    for changes, message in (
         ({"families": {"one": [SETTING, OTHER], "two": [SETTING]}}, "equally many settings"),
         (
             {"families": {"one": [{"loss": "openclip", "temprature": 0.1}]}},
             "a setting has no temprature: expected capt",
         ),
         ({"seed": [0]}, "a grid has no seed: expected families"),
-    ],
-)
-def test_grids_that_mean_something_else_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        contests(GRID | changes, "data")
+    ):
+        with pytest.raises(ValueError, match=message):
+            contests(GRID | changes, "data")
 
 
 @pytest.fixture(scope="module")
@@ -92,21 +89,16 @@ def test_images_are_halved_and_shifted(name: str):
 
     halved = stored.float().view(2, 3, 32, 2, 32, 2).mean(dim=(3, 5))
     torch.testing.assert_close(pixels([[0, 0], [0, 0]]), halved, rtol=1e-4, atol=1e-3)
-    moved = pixels([[2, 0], [0, -2]])
-    torch.testing.assert_close(
-        moved[0, :, :-1], halved[0, :, 1:], rtol=1e-4, atol=1e-3
-    )  # 2 stored are 1 of the model's
+    moved = pixels([[2, 0], [0, -2]])  # 2 stored pixels are 1 of the model's
+    torch.testing.assert_close(moved[0, :, :-1], halved[0, :, 1:], rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(moved[0, :, -1], torch.full((3, 32), 255.0))
     torch.testing.assert_close(moved[1, :, :, 1:], halved[1, :, :, :-1], rtol=1e-4, atol=1e-3)
     with pytest.raises(ValueError, match="images of 50 pixels: expected a multiple of 32"):
         averaged(stored[:, :, :50, :50], visual)
 
 
-def one_run(setting: dict, **changes: object) -> Run:
-    return Run(**{**vars(pending(GRID, "data", {})[0]), "setting": setting, "epochs": 2, **changes})
-
-
-def train(data: PilotData, run: Run) -> dict:
+def train(data: PilotData, setting: dict, seed: int = 0) -> dict:
+    run = replace(pending(GRID, "data", {})[0], setting=setting, epochs=2, seed=seed)
     result = grids.train(data, run, torch.device("cpu"), lambda samples: None)
     result["curve"] = [[samples, score] for samples, _, score in result["curve"]]
     return {name: value for name, value in result.items() if name not in ("seconds", "cpu_seconds")}
@@ -122,15 +114,15 @@ def train(data: PilotData, run: Run) -> dict:
     ],
 )
 def test_a_run_is_a_function_of_its_description(setting: dict, data: PilotData):
-    first, again = (train(data, one_run(setting)) for _ in range(2))
+    first, again = (train(data, setting) for _ in range(2))
     assert first == again
     assert first["curve"][-1] == [24, first["val"]["mean"]]
-    other = train(data, one_run(setting, seed=1))
+    other = train(data, setting, seed=1)
     assert other["temperature"] != first["temperature"] or other["val"] != first["val"]
 
 
 def test_a_temperature_with_rate_zero_is_constant(data: PilotData):
-    result = train(data, one_run({"loss": "openclip", "temperature": 0.05, "lr_tau": 0}))
+    result = train(data, {"loss": "openclip", "temperature": 0.05, "lr_tau": 0})
     assert result["temperature"] == pytest.approx(0.05)
 
 
