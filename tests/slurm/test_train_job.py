@@ -29,10 +29,9 @@ class Runs(NamedTuple):
             *options, SCRIPT, *self.flags(name, *more), NOTES=str(self.logs / "notes" / name), **variables
         )
 
-    def signals(self, name):
-        return sorted(
-            (note["signal"], note["rank"]) for note in read_notes(self.logs / "notes" / name) if "signal" in note
-        )
+    def notes(self, name, what):
+        """Return what all ranks noted, and who."""
+        return sorted((note[what], note["rank"]) for note in read_notes(self.logs / "notes" / name) if what in note)
 
 
 @pytest.fixture(scope="module")
@@ -41,41 +40,52 @@ def runs(shards, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def reference(cluster, runs):
-    """The folder of a run that nobody disturbed: job 0 of an array; job 1 is preempted beside it after its third step."""
+def jobs(cluster, runs):
+    """Jobs side by side, all at their ends: an array whose job 1 was preempted after its third step, one whose time limit came
+    near after its third step, and one that fails."""
     array = runs.submit(cluster, "run-%a", "--array=0-1", *TWO_GPUS, HOLD_AT="3")
+    limited = runs.submit(cluster, "limited", *TWO_GPUS, "--time=60", HOLD_AT="3")
+    failing = runs.submit(cluster, "failing", *TWO_GPUS, more=("--train-data", "nowhere/00000.tar"))
     cluster.wait_for_step(array, runs.logs / "run-1", 2)
     cluster.run("scontrol", "requeue", f"{array}_1")
-    wait_until(
-        lambda: cluster.run("squeue", "-h", "-t", "all", "-o", "%T").split() == ["COMPLETED"] * 2,
-        lambda: cluster.run("squeue", "-t", "all") + cluster.outputs(),
-    )
-    return runs.logs / "run-0"
-
-
-def test_a_preempted_job_of_an_array_goes_on_bitwise(cluster, runs, reference):
-    assert_same_run(runs.logs / "run-1", reference)
-    assert runs.signals("run-%a") == [("SIGTERM", 0), ("SIGTERM", 1)]
-
-
-def test_before_the_time_limit_every_trainer_saves_and_the_job_goes_on_bitwise(cluster, runs, reference):
-    job = runs.submit(cluster, "limited", *TWO_GPUS, "--time=60", HOLD_AT="3")
-    cluster.wait_for_step(job, runs.logs / "limited", 2)
+    cluster.wait_for_step(limited, runs.logs / "limited", 2)
     # SLURM signals 120 to 150 seconds before the end, as the script asks it to.
-    minutes = int(cluster.job(job)["RunTime"].split(":")[1])
-    cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}")
-    cluster.wait(job, "PENDING", "COMPLETING")
+    minutes = int(cluster.job(limited)["RunTime"].split(":")[1])
+    cluster.run("scontrol", "update", f"JobId={limited}", f"TimeLimit={minutes + 2}")
+    cluster.wait(limited, "PENDING", "COMPLETING")
+    cluster.run("scontrol", "update", f"JobId={limited}", "TimeLimit=60")
+    ended = {job: cluster.wait(job, "COMPLETED", "FAILED", "TIMEOUT") for job in (limited, failing)}
+    wait_until(
+        lambda: cluster.run("squeue", "-h", "-t", "all", "-j", array, "-o", "%T").split() == ["COMPLETED"] * 2,
+        lambda: cluster.run("squeue", "-t", "all") + cluster.output("*"),
+    )
+    return ended
+
+
+def test_a_preempted_job_of_an_array_goes_on_bitwise(runs, jobs):
+    assert_same_run(runs.logs / "run-1", runs.logs / "run-0")
+    assert runs.notes("run-%a", "signal") == [("SIGTERM", 0), ("SIGTERM", 1)]
+
+
+def test_before_the_time_limit_every_trainer_saves_and_the_job_goes_on_bitwise(cluster, runs, jobs):
+    job, ended = next(iter(jobs.items()))
     assert "Time limit ahead" in cluster.output(job)
     assert "Stopped by a signal" in cluster.output(job)
-    assert not list((runs.logs / "limited" / "checkpoints").glob("epoch_0_step_2.pt"))  # a newer one took its place
-    assert runs.signals("limited") == [("SIGTERM", 0), ("SIGTERM", 1)]
-    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
-    ended = cluster.wait(job, "COMPLETED", "FAILED", "TIMEOUT")
+    assert runs.notes("limited", "signal") == [("SIGTERM", 0), ("SIGTERM", 1)]
+    assert runs.notes("limited", "step") == [(step, rank) for step in range(10) for rank in range(2)], "no step twice"
     assert (ended["JobState"], ended["Restarts"], ended["ExitCode"]) == ("COMPLETED", "1", "0:0"), cluster.output(job)
-    assert_same_run(runs.logs / "limited", reference)
+    assert_same_run(runs.logs / "limited", runs.logs / "run-0")
 
 
-def test_of_two_nodes_one_dies_and_a_spare_takes_its_place(cluster, runs, reference):
+def test_a_run_that_fails_is_not_requeued(cluster, jobs):
+    *_, (job, ended) = jobs.items()
+    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), cluster.output(job)
+    # srun reports the highest status: 2, or 143 of a trainer that it ended before that one had seen the mistake itself.
+    assert ended["ExitCode"] in ("2:0", "143:0"), cluster.output(job)
+    assert "nowhere/00000.tar" in cluster.output(job)
+
+
+def test_of_two_nodes_one_dies_and_a_spare_takes_its_place(cluster, runs, jobs):
     job = runs.submit(cluster, "nodes", *TWO_NODES, PACE="0.5")
     cluster.wait_for_step(job, runs.logs / "nodes", 5)
     cluster.kill_node(NODES[1])
@@ -83,20 +93,9 @@ def test_of_two_nodes_one_dies_and_a_spare_takes_its_place(cluster, runs, refere
     ended = cluster.wait(job, "COMPLETED", "FAILED")
     assert NODES[1] not in cluster.run("scontrol", "show", "hostnames", ended["NodeList"])
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
-    assert_same_run(runs.logs / "nodes", reference)
-
-
-def test_a_run_that_fails_is_not_requeued(cluster, runs):
-    job = runs.submit(cluster, "failing", *TWO_GPUS, more=("--train-data", "nowhere/00000.tar"))
-    ended = cluster.wait(job, "COMPLETED", "FAILED")
-    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), cluster.output(job)
-    # srun reports the highest status: 2, or 143 of a trainer that it ended before that one had seen the mistake itself.
-    assert ended["ExitCode"] in ("2:0", "143:0"), cluster.output(job)
-    assert "nowhere/00000.tar" in cluster.output(job)
+    assert_same_run(runs.logs / "nodes", runs.logs / "run-0")
 
 
 def test_slurm_takes_the_job_of_every_recipe(cluster):
-    for name in recipes.names():
-        for loss in recipes.losses(name):
-            gpus = f"--gpus-per-node={min(GPUS, recipes.get(name, loss).gpus)}"
-            cluster.run("sbatch", "--test-only", gpus, SCRIPT, "--recipe", name, "--loss", loss, "--train-data", "X")
+    for gpus in {recipes.get(name, loss).gpus for name in recipes.names() for loss in recipes.losses(name)}:
+        cluster.run("sbatch", "--test-only", f"--gpus-per-node={min(GPUS, gpus)}", SCRIPT, "--train-data", "X")
