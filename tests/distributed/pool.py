@@ -13,13 +13,11 @@ import io
 import logging
 import os
 import shutil
-import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import connection, get_context, set_start_method
@@ -32,20 +30,10 @@ import torch
 WORLD_SIZE = 2
 # After one rank has failed the others hang in a collective, or fail soon, too.
 _GRACE_SECONDS = 5.0
-# Compiled code has failed, and the package has none. Seen once: memory freed twice under torch's FSDP2 on gloo.
-_CRASHES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
 
 
 class RankError(AssertionError):
-    """What went wrong on a rank: its traceback or exit status, and the end of its output.
-
-    Attributes:
-        is_crash: whether the first rank that failed was ended by a signal of compiled code.
-    """
-
-    def __init__(self, report: str, is_crash: bool) -> None:
-        super().__init__(report)
-        self.is_crash = is_crash
+    """What went wrong on a rank: its traceback or exit status, and the end of its output."""
 
 
 class _Job(NamedTuple):
@@ -74,8 +62,7 @@ class RankPool:
     def run(self, function: Callable, *arguments: Any, group: bool = True, timeout: float = 600) -> list[Any]:
         """Call ``function(*arguments)`` on every rank.
 
-        The ranks see this process's environment variables and working directory of now. Where a rank of a process group
-        crashes in compiled code, the call is repeated once, and a warning says so.
+        The ranks see this process's environment variables and working directory of now.
 
         Args:
             function: found by its name in its module.
@@ -90,15 +77,6 @@ class RankPool:
         Raises:
             RankError: a rank raised, died or did not answer.
         """
-        try:
-            return self._run(function, arguments, group, timeout)
-        except RankError as error:
-            if not (group and error.is_crash):
-                raise
-            warnings.warn(f"{function.__qualname__}{arguments} is repeated: {error}", stacklevel=2)
-            return self._run(function, arguments, group, timeout)
-
-    def _run(self, function: Callable, arguments: tuple, group: bool, timeout: float) -> list[Any]:
         if not all(process.is_alive() for process in self._processes):
             self.close()
         if not self._processes:
@@ -112,16 +90,15 @@ class RankPool:
             environment = {**os.environ, **ours}
             pipe.send(_Job(function.__module__, function.__qualname__, arguments, rendezvous, environment, os.getcwd()))
         answers = self._answers(timeout)
-        failed = [rank for rank in range(self.world_size) if answers.get(rank, ("", None))[1] is None]
+        # In the order of arrival, the first tells the cause; one that only did not answer is a consequence.
+        ranks = dict.fromkeys([*answers, *range(self.world_size)])
+        failed = [rank for rank in ranks if answers.get(rank, ("", None))[1] is None]
         if failed:
-            # The first to fail tells the cause; one that only did not answer is a consequence, if another has failed.
-            failed = [rank for rank in dict.fromkeys([*answers, *failed]) if rank in failed]
-            # A crash is a cause even where the others' error, a lost connection, arrives first.
-            failed.sort(key=lambda rank: self._processes[rank].exitcode not in _CRASHES)
+            # A rank that a signal ended is a cause even where the others' error, a lost connection, arrives first.
+            failed.sort(key=lambda rank: (self._processes[rank].exitcode or 0) >= 0)
             report = "\n".join(self._report(rank, answers.get(rank)) for rank in failed)
-            crashed = self._processes[failed[0]].exitcode in _CRASHES
             self.close()
-            raise RankError(report, crashed)
+            raise RankError(report)
         return [torch.load(io.BytesIO(answers[rank][1]), weights_only=True) for rank in range(self.world_size)]
 
     def close(self) -> None:

@@ -144,9 +144,9 @@ def test_amorlip_stays_in_its_process_by_default() -> None:
 
 
 def test_state_of_each_sample_is_kept_once() -> None:
-    for name in ("fastclip", "fastclip-v2"):
-        state = [results["state"] for results in two_processes(name)]
-        shards = [rank["normalizer.table.shard"] for rank in state]
-        assert [shard.shape[1] for shard in shards] == [SAMPLES // 2, SAMPLES // 2]
-        for key in (key for key in state[0] if not key.endswith(".shard")):
-            _assert_equal(state[0][key], state[1][key], 0.0)
+    first, second = (results["state"] for results in two_processes("fastclip-v2"))
+    for key, value in first.items():
+        if key.endswith(".shard"):
+            assert value.shape[1] == second[key].shape[1] == SAMPLES // 2
+        else:
+            _assert_equal(value, second[key], 0.0)
