@@ -17,17 +17,8 @@ from openclip_ext.integrations.micro_batches import in_micro_batches
 from openclip_ext.integrations.model_loss import ModelLoss, split_batch
 from openclip_ext.losses.registry import create_loss
 from tests.distributed.pool import two_ranks
-from tests.integrations.towers import (
-    BATCH,
-    LR_TAU,
-    SAMPLES,
-    assert_equal_runs,
-    assert_two_equal_one,
-    final_state,
-    in_two_processes,
-    pairs,
-    stateful_loss,
-)
+from tests.integrations import towers
+from tests.integrations.towers import BATCH, SAMPLES, pairs, stateful_loss
 from tests.training.tiny import WIDTH, tiny_batch, tiny_model
 
 
@@ -56,14 +47,14 @@ def train(folder, epochs=2, resume=False, **options):
             loss.step(optimizer)
             optimizer.zero_grad()
         accelerator.save_state(folder)
-    assert optimizer.param_groups[-1]["lr"] == LR_TAU
-    return final_state(accelerator.unwrap_model(model), loss.loss)
+    assert optimizer.param_groups[-1]["lr"] == towers.LR_TAU
+    return towers.final_state(accelerator.unwrap_model(model), loss.loss)
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
     train(tmp_path / "stopped", epochs=1)
     resumed = train(tmp_path / "stopped", epochs=2, resume=True)
-    assert_equal_runs(resumed, train(tmp_path / "uninterrupted", epochs=2))
+    towers.assert_equal_runs(resumed, train(tmp_path / "uninterrupted", epochs=2))
 
 
 SGD = {"make_optimizer": torch.optim.SGD}
@@ -77,12 +68,13 @@ def _on_this_rank(folder):
 
 
 def test_two_processes_train_as_one_and_resume(tmp_path):
-    ranks = in_two_processes(_on_this_rank, tmp_path)
+    ranks = towers.in_two_processes(_on_this_rank, tmp_path)
     single = train(tmp_path / "single", **SGD)
+    towers.assert_close_runs(train(tmp_path / "parts", size=3, **SGD), single)
     for name in HALVES:
-        assert_two_equal_one([rank[name] for rank in ranks], single)
+        towers.assert_two_equal_one([rank[name] for rank in ranks], single)
     for rank in ranks:
-        assert_equal_runs(rank["resumed"], rank["plain"])
+        towers.assert_equal_runs(rank["resumed"], rank["plain"])
 
 
 def test_accumulation_is_refused():
