@@ -10,20 +10,12 @@ pytest.importorskip("accelerate")
 
 from transformers import CLIPConfig, CLIPModel, TrainingArguments, set_seed
 
+from openclip_ext.integrations.micro_batches import in_micro_batches
+from openclip_ext.integrations.model_loss import ModelLoss
 from openclip_ext.integrations.transformers import LOSS_FILE, ContrastiveTrainer
 from openclip_ext.losses.registry import create_loss
-from tests.integrations.towers import (
-    BATCH,
-    LR_TAU,
-    STEPS,
-    Pairs,
-    assert_equal_runs,
-    assert_two_equal_one,
-    final_state,
-    in_two_processes,
-    pairs,
-    stateful_loss,
-)
+from tests.integrations import towers
+from tests.integrations.towers import BATCH, LR_TAU, STEPS, Pairs, pairs, stateful_loss
 from tests.training.tiny import CONTEXT, IMAGE, VOCABULARY, WIDTH
 
 
@@ -62,13 +54,16 @@ def uninterrupted(tmp_path_factory):
     return run
 
 
+def _state(run) -> dict:
+    return towers.final_state(run.model, run.model_loss.loss)
+
+
 @pytest.mark.parametrize("step", [3, 6], ids=["first epoch", "second epoch"])
 def test_a_resumed_run_equals_the_uninterrupted_one(uninterrupted, step):
     folder = Path(uninterrupted.args.output_dir)
     resumed = trainer(folder)
     resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
-    states = [final_state(run.model, run.model_loss.loss) for run in (resumed, uninterrupted)]
-    assert_equal_runs(*states)
+    towers.assert_equal_runs(_state(resumed), _state(uninterrupted))
 
 
 def _values(run) -> torch.Tensor:
@@ -77,42 +72,40 @@ def _values(run) -> torch.Tensor:
 
 def _on_this_rank(folder: Path) -> dict:
     two = {"per_device_train_batch_size": BATCH // 2, "dataloader_drop_last": True, "optim": "sgd"}
-    whole, resumed = (trainer(folder, **two) for _ in range(2))
+    whole, resumed, parts = (trainer(folder / name, **two) for name in ("whole", "whole", "parts"))
     whole.train()
-    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
-    return {
-        "whole": final_state(whole.model, whole.model_loss.loss),
-        "resumed": final_state(resumed.model, resumed.model_loss.loss),
-        "values": _values(whole),
-    }
+    resumed.train(resume_from_checkpoint=str(folder / "whole" / "checkpoint-3"))
+    in_micro_batches(parts.model, 1)
+    parts.train()
+    return {"whole": _state(whole), "resumed": _state(resumed), "parts": _state(parts), "values": _values(whole)}
 
 
 def test_two_processes_train_as_one_and_resume(tmp_path):
-    ranks = in_two_processes(_on_this_rank, tmp_path / "two")
-    single = trainer(tmp_path / "single", optim="sgd")
-    single.train()
-    assert_two_equal_one([rank["whole"] for rank in ranks], final_state(single.model, single.model_loss.loss))
+    ranks = towers.in_two_processes(_on_this_rank, tmp_path / "two")
+    single, parts = (trainer(tmp_path / name, optim="sgd") for name in ("single", "parts"))
+    in_micro_batches(parts.model, 3)
+    for run in (single, parts):
+        run.train()
+    towers.assert_close_runs(_state(parts), _state(single))
+    for name in ("whole", "parts"):
+        towers.assert_two_equal_one([rank[name] for rank in ranks], _state(single))
     torch.testing.assert_close(ranks[0]["values"], _values(single))
     for rank in ranks:
-        assert_equal_runs(rank["resumed"], rank["whole"])
+        towers.assert_equal_runs(rank["resumed"], rank["whole"])
 
 
-def test_the_temperature_has_its_own_constant_rate(uninterrupted):
+def test_the_temperature_has_its_own_constant_rate_and_the_log_the_losss_numbers(uninterrupted):
     (group,) = (group for group in uninterrupted.optimizer.param_groups if len(group["params"]) == 1)
     assert group["params"][0] is uninterrupted.model.logit_scale
     assert group["lr"] == pytest.approx(LR_TAU) or uninterrupted.state.global_step == 2 * STEPS
-
-
-def test_the_log_has_the_losss_numbers(uninterrupted):
     logged = [line for line in uninterrupted.state.log_history if "loss" in line]
     assert all("infonce" in line and "temperature_median" in line for line in logged)
 
 
 def test_validation_has_openclips_loss_and_leaves_the_state_alone(uninterrupted):
-    before = final_state(uninterrupted.model, uninterrupted.model_loss.loss)
+    before = _state(uninterrupted)
     assert uninterrupted.evaluate()["eval_loss"] > 0
-    after = final_state(uninterrupted.model, uninterrupted.model_loss.loss)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    towers.assert_equal_runs(_state(uninterrupted), before)
 
 
 def test_a_checkpoint_without_the_losss_state_is_named(uninterrupted, tmp_path):
@@ -131,7 +124,5 @@ def test_what_would_train_wrongly_is_refused(tmp_path, options, message):
 
 
 def test_a_head_is_refused():
-    from openclip_ext.integrations.model_loss import ModelLoss
-
     with pytest.raises(ValueError, match=r"only openclip_ext\.training\.main"):
         ModelLoss(create_loss("cliplite", embed_dim=WIDTH), clip())
