@@ -19,7 +19,6 @@ from eval.data import (
     find_shards,
     fingerprint,
     make_loader,
-    read_classes,
     read_shard,
 )
 from eval.download import BROKEN, check_set
@@ -50,13 +49,6 @@ def test_every_sample_is_read_once_whatever_the_workers(folder, workers):
     assert not any(batch.skipped for batch in batches)
 
 
-@pytest.mark.parametrize(("workers", "processes", "threads"), [(8, 3, 2), (3, 3, 1), (2, 2, 1), (0, 0, 1)])
-def test_workers_never_exceed_shards(workers, processes, threads, folder):
-    """What the shards leave over decodes in threads of the workers."""
-    loader = make_loader(find_shards(folder), to_tensor, SampleFormat(), 5, workers=workers)
-    assert (loader.num_workers, loader.dataset.threads) == (processes, threads)
-
-
 def test_images_of_one_shard_decode_in_several_threads(tmp_path):
     folder = datasets.make_task(tmp_path, "cifar10", shards=1)
     together = threading.Barrier(3, timeout=60)  # passes when three images are in the transform at once
@@ -77,11 +69,6 @@ def test_reading_leaves_the_global_random_state_alone(folder):
     before = torch.get_rng_state()
     read(folder, workers=1)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_blank_lines_are_no_entries_and_duplicates_stay(folder):
-    (folder / "classnames.txt").write_text("cat\n\n  dog \ncat\n\n")
-    assert read_classes(folder, CIFAR, any_size=True)[0] == ["cat", "dog", "cat"]
 
 
 @pytest.mark.parametrize(

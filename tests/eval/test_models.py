@@ -46,13 +46,6 @@ def test_digests_tell_weights_and_configurations_apart(tiny, tiny_folder):
     assert quick.weights_sha256 == tiny.weights_sha256
 
 
-def test_a_configuration_from_a_file(tmp_path):
-    checkpoint = tiny_checkpoint(tmp_path, name="tiny-by-file", seed=0)
-    assert load_model("tiny-by-file", checkpoint, model_config=tmp_path / "tiny-by-file.json").name == "tiny-by-file"
-    with pytest.raises(ModelError, match="no model configuration"):
-        load_model("tiny-by-file", checkpoint, model_config=tmp_path / "nowhere.json")
-
-
 def test_local_dir_models_bring_their_weights(tiny, tiny_folder, tmp_path):
     config = {"model_cfg": json.loads((tiny_folder / f"{TINY_MODEL}.json").read_text())}
     (tmp_path / "open_clip_config.json").write_text(json.dumps(config))

@@ -9,7 +9,6 @@ import torch
 from clip_benchmark.datasets.builder import build_dataset
 from open_clip.transform import image_transform
 from PIL import Image
-from torchvision.transforms import Compose, ToTensor
 
 from eval.data import SampleFormat, find_shards
 from eval.runner import evaluate_task
@@ -34,11 +33,6 @@ def test_the_parts_together_are_openclips_transform(resize_mode, interpolation, 
     batch = torch.stack([on_images(image) for image in pictures()])
     assert batch.dtype == torch.uint8
     assert torch.equal(on_batches(batch), torch.stack([transform(image) for image in pictures()]))
-
-
-@pytest.mark.parametrize("transform", [ToTensor(), Compose([ToTensor()]), lambda image: torch.zeros(3)])
-def test_another_transform_stays_whole(transform):
-    assert split_transform(transform) == (transform, None)
 
 
 def stored_image(mode: str) -> bytes:

@@ -225,12 +225,12 @@ def test_run_folder_becomes_learning_curves(tmp_path: Path) -> None:
 
 def test_without_training_log_curves_run_over_epochs(tmp_path: Path) -> None:
     for epoch in (1, 2):
-        write_results(tmp_path / "run" / f"epoch_{epoch}", all_scores(0.1 * epoch))
+        write_results(tmp_path / "run" / f"epoch_{epoch}", {"imagenet1k": 0.1 * epoch})
     _, text = report(tmp_path, str(tmp_path / "run"))
-    assert f"{AVERAGE} over epochs" in charts_of(text)
+    assert "ImageNet 1k over epochs" in charts_of(text)
     (tmp_path / "run" / "epoch_2").rename(tmp_path / "run" / "last")
     _, text = report(tmp_path, str(tmp_path / "run"))
-    assert f"{AVERAGE} over checkpoint" in charts_of(text)
+    assert "ImageNet 1k over checkpoint" in charts_of(text)
     # A run that was never evaluated has nothing to compare.
     write_training(tmp_path / "new", epochs=2)
     with pytest.raises(ValueError, match="has no results"):
