@@ -12,17 +12,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from openclip_ext.integrations.lightning import ContrastiveModule
 from openclip_ext.integrations.micro_batches import in_micro_batches
-from tests.integrations.towers import (
-    BATCH,
-    LR_TAU,
-    Pairs,
-    assert_equal_runs,
-    assert_two_equal_one,
-    final_state,
-    in_two_processes,
-    pairs,
-    stateful_loss,
-)
+from tests.integrations import towers
+from tests.integrations.towers import BATCH, LR_TAU, Pairs, pairs, stateful_loss
 from tests.training.tiny import tiny_model
 
 
@@ -50,28 +41,34 @@ def uninterrupted(tmp_path_factory):
     return train(tmp_path_factory.mktemp("run"))
 
 
+def _state(module):
+    return towers.final_state(module.model, module.model_loss.loss)
+
+
 def test_a_resumed_run_equals_the_uninterrupted_one(uninterrupted, tmp_path):
     stopped, _ = train(tmp_path, epochs=1)
     _, resumed = train(tmp_path, resume=stopped.checkpoint_callback.best_model_path)
-    states = [final_state(module.model, module.model_loss.loss) for module in (resumed, uninterrupted[1])]
-    assert_equal_runs(*states)
+    towers.assert_equal_runs(_state(resumed), _state(uninterrupted[1]))
+
+
+SGD = {"optimizer": torch.optim.SGD}
 
 
 def _on_this_rank(folder):
-    two = {"rank": int(os.environ["RANK"]), "processes": 2, "devices": 2, "strategy": "ddp"}
-    _, whole = train(folder / "whole", optimizer=torch.optim.SGD, **two)
-    stopped, _ = train(folder / "stopped", epochs=1, optimizer=torch.optim.SGD, **two)
-    checkpoint = stopped.checkpoint_callback.best_model_path
-    _, resumed = train(folder / "resumed", resume=checkpoint, optimizer=torch.optim.SGD, **two)
-    return {name: final_state(run.model, run.model_loss.loss) for name, run in (("whole", whole), ("resumed", resumed))}
+    two = SGD | {"rank": int(os.environ["RANK"]), "processes": 2, "devices": 2, "strategy": "ddp"}
+    _, whole = train(folder / "whole", **two)
+    stopped, _ = train(folder / "stopped", epochs=1, **two)
+    _, resumed = train(folder / "resumed", resume=stopped.checkpoint_callback.best_model_path, **two)
+    return {"whole": _state(whole), "resumed": _state(resumed)}
 
 
 def test_two_processes_train_as_one_and_resume(tmp_path):
-    ranks = in_two_processes(_on_this_rank, tmp_path)
-    _, single = train(tmp_path / "single", optimizer=torch.optim.SGD)
-    assert_two_equal_one([rank["whole"] for rank in ranks], final_state(single.model, single.model_loss.loss))
+    ranks = towers.in_two_processes(_on_this_rank, tmp_path)
+    single, parts = (_state(train(tmp_path / str(size), size=size, **SGD)[1]) for size in (None, 3))
+    towers.assert_close_runs(parts, single)
+    towers.assert_two_equal_one([rank["whole"] for rank in ranks], single)
     for rank in ranks:
-        assert_equal_runs(rank["resumed"], rank["whole"])
+        towers.assert_equal_runs(rank["resumed"], rank["whole"])
 
 
 def test_the_temperature_keeps_its_rate_and_validation_is_logged(uninterrupted):
