@@ -1,5 +1,7 @@
 """A resumed run is the uninterrupted one, bit for bit: every loss, 0 and 2 workers, 1 and 2 ranks."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,38 +12,60 @@ from tests.training.runs import (
     LOSS_FLAGS,
     SAMPLES_PER_SHARD,
     assert_same_run,
-    command,
     losses_of,
     make_shards,
     metrics_of,
     run,
     run_on_two_ranks,
+    small_command,
 )
 
-# A loss and its loader's workers: every loss without; with workers what differs in the samples (pairs, their index, two
-# views, captions that follow the flip).
-CASES = [(loss, "0") for loss in LOSS_FLAGS] + [(loss, "2") for loss in ("openclip", "fastclip", "simclr", "cliplite")]
-STOP_IN_EPOCH = {0: 3, 1: 8}  # optimizer steps into a run of 2 x 5
+# Optimizer steps into a run of 2 x 5, in the first epoch and in the second.
+EARLY, LATE = 3, 8
+TWO_WORKERS = ("--workers", "2")
+FEW_BAD = ("--max-bad-fraction", "0.1")
+HOST_TABLES = ["fastclip", "fastclip-v2"]
 
 
-@pytest.mark.parametrize(("loss", "workers"), CASES)
-def test_one_rank(shards, tmp_path, loss, workers):
-    more = ["--workers", workers]
-    assert run(command(shards, tmp_path, "whole", loss, *more)) == 0
-    resumed = command(shards, tmp_path, "resumed", loss, *more, "--resume", "latest")
-    for stop in (STOP_IN_EPOCH[0], STOP_IN_EPOCH[1] - STOP_IN_EPOCH[0]):
-        assert run(resumed, stop_after=stop) == EXIT_AFTER_SIGTERM
-    assert run(resumed) == 0
-    assert_same_run(tmp_path / "resumed", tmp_path / "whole")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return a function that makes an uninterrupted run of one rank, once, and returns its folder."""
+    folder, made = tmp_path_factory.mktemp("whole"), {}
+
+    def make(shards: str, loss: str, *more: str) -> Path:
+        if (shards, loss, more) not in made:
+            name = made[shards, loss, more] = f"run_{len(made)}"
+            assert run(small_command(shards, folder, name, loss, *more)) == 0
+        return folder / made[shards, loss, more]
+
+    return make
 
 
-def test_a_run_that_stops_after_its_last_step(shards, tmp_path):
+def interrupted(shards: str, logs: Path, stops: tuple[int, ...], loss: str, *more: str) -> Path:
+    """Make a run that is stopped after so many more steps each time, and return its folder."""
+    argv = small_command(shards, logs, "resumed", loss, *more, "--resume", "latest")
+    for stop in stops:
+        assert run(argv, stop_after=stop) == EXIT_AFTER_SIGTERM
+    assert run(argv) == 0
+    return logs / "resumed"
+
+
+@pytest.mark.parametrize("loss", LOSS_FLAGS)
+def test_one_rank(whole, shards, tmp_path, loss):
+    """In the first epoch; two ranks stop in the second."""
+    assert_same_run(interrupted(shards, tmp_path, (EARLY,), loss), whole(shards, loss))
+
+
+@pytest.mark.parametrize("loss", ["fastclip", "simclr", "cliplite"])
+def test_workers(whole, shards, tmp_path, loss):
+    """Stopped twice. The losses differ in the samples: pairs and their index, two views, captions that follow the flip."""
+    resumed = interrupted(shards, tmp_path, (EARLY, LATE - EARLY), loss, *TWO_WORKERS)
+    assert_same_run(resumed, whole(shards, loss, *TWO_WORKERS))
+
+
+def test_a_run_that_stops_after_its_last_step(whole, shards, tmp_path):
     """It saves without another step, and with the last one's learning rates."""
-    assert run(command(shards, tmp_path, "whole", "fastclip")) == 0
-    resumed = command(shards, tmp_path, "resumed", "fastclip", "--resume", "latest")
-    assert run(resumed, stop_after=10) == EXIT_AFTER_SIGTERM
-    assert run(resumed) == 0
-    assert_same_run(tmp_path / "resumed", tmp_path / "whole")
+    assert_same_run(interrupted(shards, tmp_path, (10,), "fastclip"), whole(shards, "fastclip"))
 
 
 @pytest.fixture(scope="module")
@@ -73,49 +97,39 @@ def assert_bad_samples_are_counted(folder):
     assert f"Epoch 0 met {met} bad samples" in log and "| bad samples 5" in log
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_bad_samples_on_one_rank(damaged_shards, tmp_path, workers):
-    more = ["--workers", workers, "--max-bad-fraction", "0.1"]
-    assert run(command(damaged_shards, tmp_path, "whole", "fastclip", *more)) == 0
-    resumed = command(damaged_shards, tmp_path, "resumed", "fastclip", *more, "--resume", "latest")
-    for stop in (2, 1, 2, 2):
-        assert run(resumed, stop_after=stop) == EXIT_AFTER_SIGTERM
-    assert run(resumed) == 0
-    assert_same_run(tmp_path / "resumed", tmp_path / "whole")
-    assert_bad_samples_are_counted(tmp_path / "whole")
+@pytest.mark.parametrize("more", [FEW_BAD, FEW_BAD + TWO_WORKERS], ids=["0", "2"])
+def test_bad_samples_on_one_rank(whole, damaged_shards, tmp_path, more):
+    expected = whole(damaged_shards, "fastclip", *more)
+    assert_same_run(interrupted(damaged_shards, tmp_path, (2, 1, 2, 2), "fastclip", *more), expected)
+    assert_bad_samples_are_counted(expected)
 
 
 def test_a_resume_goes_on_counting_bad_samples(damaged_shards, tmp_path):
     """One that begins anew would not come above the limit."""
-    argv = command(damaged_shards, tmp_path, "run", "fastclip", "--max-bad-fraction", "0.05", "--resume", "latest")
+    argv = small_command(
+        damaged_shards, tmp_path, "run", "fastclip", "--max-bad-fraction", "0.05", "--resume", "latest"
+    )
     with pytest.raises(BadDataError, match="5 bad samples in this epoch of 84"):
         for _ in range(5):
             run(argv, stop_after=1)
 
 
-def test_a_run_with_too_many_bad_samples_is_saved_before_it_ends(damaged_shards, tmp_path):
-    assert run(command(damaged_shards, tmp_path, "whole", "fastclip", "--max-bad-fraction", "0.1")) == 0
-    argv = command(damaged_shards, tmp_path, "run", "fastclip", "--resume", "latest", "--max-bad-fraction")
+def test_a_run_with_too_many_bad_samples_is_saved_before_it_ends(whole, damaged_shards, tmp_path):
+    argv = small_command(damaged_shards, tmp_path, "run", "fastclip", "--resume", "latest")
     with pytest.raises(BadDataError, match="5 bad samples in this epoch of 84"):
-        run([*argv, "0.05"])
+        run([*argv, "--max-bad-fraction", "0.05"])
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("epoch_0_step_*.pt")]
-    assert run([*argv, "0.1"]) == 0
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert run([*argv, *FEW_BAD]) == 0
+    assert_same_run(tmp_path / "run", whole(damaged_shards, "fastclip", *FEW_BAD))
 
 
-HOST_TABLES = ["fastclip", "fastclip-v2"]
-
-
-@pytest.mark.parametrize("loss", HOST_TABLES)
-def test_tables_on_the_host_are_the_same_run(shards, tmp_path, loss):
+@pytest.mark.parametrize(("loss", "more"), [("fastclip", TWO_WORKERS), ("fastclip-v2", ())])
+def test_tables_on_the_host_are_the_same_run(whole, shards, tmp_path, loss, more):
     """In a file and resumed in memory, against a table with the model and no interruption; with workers that fork."""
-    assert run(command(shards, tmp_path, "whole", loss, "--workers", "2")) == 0
-    resumed = command(shards, tmp_path, "resumed", loss, "--workers", "2", "--resume", "latest")
-    in_file = [*resumed, "--state-dir", str(tmp_path)]
-    in_memory = [*resumed, "--state-device", "cpu"]
-    assert run(in_file, stop_after=STOP_IN_EPOCH[1]) == EXIT_AFTER_SIGTERM
-    assert run(in_memory) == 0
-    assert_same_run(tmp_path / "resumed", tmp_path / "whole")
+    resumed = small_command(shards, tmp_path, "resumed", loss, *more, "--resume", "latest")
+    assert run([*resumed, "--state-dir", str(tmp_path)], stop_after=LATE) == EXIT_AFTER_SIGTERM
+    assert run([*resumed, "--state-device", "cpu"]) == 0
+    assert_same_run(tmp_path / "resumed", whole(shards, loss, *more))
 
 
 @pytest.fixture(scope="module")
@@ -123,29 +137,24 @@ def two_rank_runs(shards, damaged_shards, tmp_path_factory):
     """All losses in one pair of processes: starting them costs more than the runs."""
     folder = tmp_path_factory.mktemp("two_ranks")
     runs = []
-    for loss, workers in CASES:
-        more = ["--batch-size", "8", "--workers", workers]
-        name = f"{loss}-{workers}"
-        resumed = command(shards, folder, f"{name}-resumed", loss, *more, "--resume", "latest")
-        runs.append({"argv": command(shards, folder, f"{name}-whole", loss, *more)})
-        runs.append({"argv": resumed, "stop_after": STOP_IN_EPOCH[1], "status": EXIT_AFTER_SIGTERM})
-        runs.append({"argv": resumed})
+
+    def plan(name, loss, stops, *more, shards=shards, first=(), last=()):
+        argv = small_command(shards, folder, name, loss, "--batch-size", "8", "--resume", "latest", *more)
+        runs.extend({"argv": [*argv, *first], "stop_after": stop, "status": EXIT_AFTER_SIGTERM} for stop in stops)
+        runs.append({"argv": [*argv, *last]})
+
+    for loss in LOSS_FLAGS:
+        plan(f"{loss}-whole", loss, ())
+        plan(f"{loss}-resumed", loss, (LATE,))
     for loss in HOST_TABLES:
-        more = ["--batch-size", "8"]
-        on_host = [*command(shards, folder, f"{loss}-host-resumed", loss, *more), "--resume", "latest"]
-        runs.append({"argv": command(shards, folder, f"{loss}-host-whole", loss, *more)})
-        in_memory = [*on_host, "--state-device", "cpu"]
-        runs.append({"argv": in_memory, "stop_after": STOP_IN_EPOCH[1], "status": EXIT_AFTER_SIGTERM})
-        runs.append({"argv": [*on_host, "--state-dir", str(folder)]})
+        in_file = ("--state-dir", str(folder))
+        plan(f"{loss}-host-resumed", loss, (LATE,), first=("--state-device", "cpu"), last=in_file)
     for loss in ("fastclip", "neuclip"):
-        argv = command(shards, folder, f"{loss}-from-one", loss, "--resume", "latest")
-        assert run(argv, stop_after=STOP_IN_EPOCH[0]) == EXIT_AFTER_SIGTERM
-        runs.append({"argv": [*argv, "--batch-size", "8"]})
-    more = ["--batch-size", "8", "--workers", "2", "--max-bad-fraction", "0.1"]
-    resumed = command(damaged_shards, folder, "bad-resumed", "fastclip", *more, "--resume", "latest")
-    runs.append({"argv": command(damaged_shards, folder, "bad-whole", "fastclip", *more)})
-    runs += [{"argv": resumed, "stop_after": stop, "status": EXIT_AFTER_SIGTERM} for stop in (2, 4)]
-    runs.append({"argv": resumed})
+        argv = small_command(shards, folder, f"{loss}-from-one", loss, "--resume", "latest")
+        assert run(argv, stop_after=EARLY) == EXIT_AFTER_SIGTERM
+        plan(f"{loss}-from-one", loss, ())
+    for name, stops in (("bad-whole", ()), ("bad-resumed", (2, 4))):
+        plan(name, "fastclip", stops, *TWO_WORKERS, *FEW_BAD, shards=damaged_shards)
     run_on_two_ranks(runs)
     return folder
 
@@ -155,15 +164,9 @@ def test_bad_samples_on_two_ranks(two_rank_runs):
     assert_bad_samples_are_counted(two_rank_runs / "bad-whole")
 
 
-@pytest.mark.parametrize(("loss", "workers"), CASES)
-def test_two_ranks(two_rank_runs, loss, workers):
-    name = f"{loss}-{workers}"
-    assert_same_run(two_rank_runs / f"{name}-resumed", two_rank_runs / f"{name}-whole")
-
-
-@pytest.mark.parametrize("loss", HOST_TABLES)
-def test_tables_on_the_host_of_two_ranks(two_rank_runs, loss):
-    assert_same_run(two_rank_runs / f"{loss}-host-resumed", two_rank_runs / f"{loss}-host-whole")
+@pytest.mark.parametrize("name", [*LOSS_FLAGS, *(f"{loss}-host" for loss in HOST_TABLES)])
+def test_two_ranks(two_rank_runs, name):
+    assert_same_run(two_rank_runs / f"{name}-resumed", two_rank_runs / f"{name.removesuffix('-host')}-whole")
 
 
 @pytest.mark.parametrize("loss", ["fastclip", "neuclip"])
