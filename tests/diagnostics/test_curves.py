@@ -43,13 +43,12 @@ def test_runs_of_one_name_are_all_drawn_and_a_cut_line_is_passed_over(tmp_path, 
 
 
 def test_what_cannot_be_drawn_is_named(tmp_path):
-    def message(run: str, picture: str = "x.png") -> str:
-        with pytest.raises(ValueError) as error:
-            curves.main([str(tmp_path / run), "--output", str(tmp_path / picture)])
-        return str(error.value)
-
     write_run(tmp_path / "run", range(3))
     (tmp_path / "empty").mkdir()
-    assert "Format 'foo' is not supported" in message("run", "x.foo")
-    assert "no run folder" in message("none")
-    assert "no training step is logged" in message("empty")
+    for run, picture, message in (
+        ("run", "x.foo", "Format 'foo' is not supported"),
+        ("none", "x.png", "no run folder"),
+        ("empty", "x.png", "no training step is logged"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            curves.main([str(tmp_path / run), "--output", str(tmp_path / picture)])

@@ -23,15 +23,7 @@ from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found,
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.training.errors import UsageError
 from tests.references import normalizers as reference
-from tests.training.runs import (
-    EXIT_AFTER_SIGTERM,
-    NUM_SAMPLES,
-    command,
-    differences,
-    final_state,
-    run,
-    run_on_two_ranks,
-)
+from tests.training.runs import NUM_SAMPLES, command, run
 
 ROWS, WIDTH = 60, 6
 CPU = torch.device("cpu")
@@ -107,34 +99,19 @@ def test_every_category_is_the_naive_one(monkeypatch, chunks, anchors):
     assert found["hardest"].sample.tolist() == by_difficulty[::-1][:7]
 
 
-def test_equal_samples_are_duplicates_and_equal_captions_false_negatives():
-    everything = torch.arange(ROWS)
-    strict = Thresholds(0.9999, 0.9999, false_negative_quantile=0.0)
-    found = find(make_embeddings(), everything, torch.zeros(ROWS), strict, CPU)
-    assert as_dict(found["duplicates"]).keys() == {(3, 40)}
-    assert as_dict(found["duplicate-captions"]).keys() == {(3, 40), (5, 6)}
-    assert {(3, 40), (5, 6)} <= as_dict(found["false-negatives"]).keys()
-
-
 def test_all_pairs_are_counted_and_the_most_similar_listed(monkeypatch):
-    everything = torch.arange(ROWS)
+    everything, few = torch.arange(ROWS), Thresholds(**{**vars(LOOSE), "max_pairs": 4})
     whole = find(make_embeddings(), everything, torch.zeros(ROWS), LOOSE, CPU)["duplicate-images"]
     monkeypatch.setattr(findings, "_ROWS", 5)
-    few = Thresholds(**{**vars(LOOSE), "max_pairs": 4})
     part = find(make_embeddings(), everything, torch.zeros(ROWS), few, CPU)["duplicate-images"]
     assert part.count == whole.count > 4
     assert as_dict(part) == dict(list(as_dict(whole).items())[:4])
-
-
-def test_a_model_that_gives_all_samples_one_embedding_is_listed_up_to_the_limit():
+    # A model that gives all samples one embedding has more ties than are listed.
     embeddings = make_embeddings()
     embeddings.image[:], embeddings.text[:] = embeddings.image[0].clone(), embeddings.text[0].clone()
-    few = Thresholds(max_pairs=4)
-    found = find(embeddings, torch.arange(ROWS), torch.zeros(ROWS), few, CPU)
-    for name in ("duplicates", "duplicate-images", "duplicate-captions"):
-        assert found[name].count == ROWS * (ROWS - 1) // 2
-        assert len(set(as_dict(found[name]))) == 4
-        assert all(first < second for first, second in as_dict(found[name]))
+    tied = find(embeddings, everything, torch.zeros(ROWS), few, CPU)["duplicates"]
+    assert tied.count == ROWS * (ROWS - 1) // 2 and len(as_dict(tied)) == 4
+    assert all(first < second for first, second in as_dict(tied))
 
 
 def test_of_a_pair_the_first_stays_and_no_pair_stays_whole():
@@ -243,53 +220,33 @@ def test_embeddings_are_kept_for_the_next_look(inspected, trained, monkeypatch):
         embed_training_set(load_run(trained, "epoch_1.pt"), inspected)
 
 
-def at_epoch_1(trained: Path, logs: Path) -> Path:
-    """A copy of the run as it was after its first epoch."""
-    shutil.copytree(trained, logs / "run")
-    (logs / "run" / "checkpoints" / "epoch_2.pt").unlink()
-    shutil.rmtree(logs / "run" / "checkpoints" / "epoch_2.state")
-    return logs / "run"
-
-
 def averages(folder: Path, epoch: int) -> np.ndarray:
-    """The stored averages ``(n, 2)`` of all ranks."""
-    state = folder / "checkpoints" / f"epoch_{epoch}.state"
-    return np.concatenate([np.load(part) for part in sorted(state.glob("*/rank_*.normalizer.table.npy"))])
+    """The stored averages ``(n, 2)``."""
+    (table,) = folder.glob(f"checkpoints/epoch_{epoch}.state/*/rank_*.normalizer.table.npy")
+    return np.load(table)
 
 
 def test_a_run_goes_on_with_the_manifest(inspected, trained, shards, tmp_path, caplog):
-    """Exactly the kept samples are trained on, their indices mean what they meant, and a resume is bit for bit."""
+    """Exactly the kept samples are trained on, and indices mean what they meant; tests/data/test_left_out.py resumes."""
     manifest = Manifest.load(inspected / "fewer.json")
-    hardest = [
-        index for index, _ in json.loads((inspected / "found.json").read_text())["categories"]["hardest"]["found"]
-    ]
+    categories = json.loads((inspected / "found.json").read_text())["categories"]
+    hardest = [index for index, _ in categories["hardest"]["found"]]
     assert manifest.left_out.tolist() == sorted(hardest)
     assert manifest.num_samples == NUM_SAMPLES
+    folder = shutil.copytree(trained, tmp_path / "run")
+    (folder / "checkpoints" / "epoch_2.pt").unlink()
+    shutil.rmtree(folder / "checkpoints" / "epoch_2.state")
     more = ["--manifest", str(inspected / "fewer.json"), "--resume", "latest"]
-    whole, stopped, two = (at_epoch_1(trained, tmp_path / name) for name in ("whole", "stopped", "two"))
-
     with caplog.at_level("INFO"):
-        assert run(command(shards, whole.parent, "run", "fastclip", *more)) == 0
+        assert run(command(shards, tmp_path, "run", "fastclip", *more)) == 0
     assert "84 samples, 4 steps of 16 an epoch" in caplog.text  # 5 before
-    changed = (averages(whole, 1) != averages(whole, 2)).any(axis=1)
+    changed = (averages(folder, 1) != averages(folder, 2)).any(axis=1)
     assert not changed[hardest].any() and changed.sum() == 64
     # The schedule stands where it stands in the eighth of 2 times 4 steps, not at the ninth step of the run.
-    last = json.loads((whole / "metrics.jsonl").read_text().splitlines()[-1])
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["step"] == 8 and last["lr"] == pytest.approx(0.5e-3 * (1 + math.cos(math.pi * (7 - 3) / (8 - 3))))
 
-    argv = command(shards, stopped.parent, "run", "fastclip", *more)
-    assert run(argv, stop_after=2) == EXIT_AFTER_SIGTERM
-    with pytest.raises(ValueError, match=r"data set \(or manifest\)"):
-        run([*argv, "--manifest", str(Path(shards).parent / "manifest.json")])
-    assert run(argv) == 0
-    assert not differences(final_state(whole), final_state(stopped))
-
-    # The command's --batch-size 16 is overruled: 2 ranks of 8.
-    run_on_two_ranks([{"argv": command(shards, two.parent, "run", "fastclip", *more, "--batch-size", "8")}])
-    changed = (averages(two, 1) != averages(two, 2)).any(axis=1)
-    assert not changed[hardest].any() and changed.sum() == 64
-
-    inspect.main([str(whole), "--anchors", "30", "--output", str(tmp_path / "again")])
+    inspect.main([str(folder), "--anchors", "30", "--output", str(tmp_path / "again")])
     content = json.loads((tmp_path / "again" / "found.json").read_text())
     assert (content["listed"].keys() & set(map(str, hardest))) == set()
     assert content["left out by the manifest"] == 12
@@ -297,22 +254,20 @@ def test_a_run_goes_on_with_the_manifest(inspected, trained, shards, tmp_path, c
 
 
 def test_wrong_arguments_are_refused(trained, shards, tmp_path, capsys):
-    def message(*arguments: str) -> str:
-        with pytest.raises(UsageError) as caught:
-            inspect.main([str(trained), *arguments])
-        return str(caught.value)
-
-    target = str(tmp_path / "m.json")
-    assert "give both or none" in message("--leave-out", "duplicates")
-    assert "give both or none" in message("--write-manifest", target)
     own = str(Path(shards).parent / "manifest.json")
-    assert "is a folder: give a file" in message("--leave-out", "misfits", "--write-manifest", str(tmp_path))
-    assert "choose another name" in message("--leave-out", "misfits", "--write-manifest", own)
     for words, expected in (
-        (["--leave-out", "dups"], "--leave-out: dups: expected some of duplicates"),
-        (["--duplicate-image", "98"], "--duplicate-image: '98': expected"),
-        (["--anchors", "1"], "--anchors: '1': expected"),
+        (["--leave-out", "duplicates"], "give both or none"),
+        (["--write-manifest", str(tmp_path / "m.json")], "give both or none"),
+        (["--leave-out", "misfits", "--write-manifest", str(tmp_path)], "is a folder: give a file"),
+        (["--leave-out", "misfits", "--write-manifest", own], "choose another name"),
+    ):
+        with pytest.raises(UsageError, match=expected):
+            inspect.main([str(trained), *words])
+    for flag, word, expected in (
+        ("--leave-out", "dups", "expected some of duplicates"),
+        ("--duplicate-image", "98", "'98': expected"),
+        ("--anchors", "1", "'1': expected"),
     ):
         with pytest.raises(SystemExit):
-            inspect.main([str(trained), *words])
-        assert expected in capsys.readouterr().err
+            inspect.main([str(trained), flag, word])
+        assert f"{flag}: " in (error := capsys.readouterr().err) and expected in error
