@@ -64,14 +64,11 @@ def slow_down() -> None:
 
 
 def is_held(steps: int) -> bool:
-    first, chosen = (
-        {"SLURM_RESTART_COUNT": "0", "SLURM_ARRAY_TASK_ID": "1"},
-        {"WORLD_SIZE": os.environ.get("HOLD_WORLD")},
-    )
-    held = all(
-        os.environ.get(name, value) == value for name, value in (chosen if chosen["WORLD_SIZE"] else first).items()
-    )
-    return held and steps == int(os.environ.get("HOLD_AT", "0"))
+    world_size = os.environ.get("HOLD_WORLD")
+    first_start = {"SLURM_RESTART_COUNT": "0", "SLURM_ARRAY_TASK_ID": "1"}
+    wanted = {"WORLD_SIZE": world_size} if world_size else first_start
+    is_wanted = all(os.environ.get(name, value) == value for name, value in wanted.items())
+    return is_wanted and steps == int(os.environ.get("HOLD_AT", "0"))
 
 
 if __name__ == "__main__":

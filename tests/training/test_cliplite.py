@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from eval.models import load_model
-from eval.shapes import ShapesEvaluator
-from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 from openclip_ext.losses.heads import ProjectedModel, read_heads
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.model_configs import add_model_configs
@@ -73,12 +71,6 @@ def test_the_harness_goes_through_the_projections(checkpoint, tmp_path):
         outputs = ProjectedModel(plain, heads).eval()(images, texts)
         torch.testing.assert_close(outputs["image_features"], embeddings)
         assert outputs["logit_scale"] == plain.logit_scale.exp()
-    write_shards(tmp_path / "test", ShapesConfig(150, 0, "test", 150), workers=1)
-    bare = tmp_path / "bare.pt"
-    torch.save({"state_dict": plain.state_dict()}, bare)
-    evaluator = ShapesEvaluator(tmp_path / "test", loaded.preprocess, loaded.tokenizer)
-    whole, without = (evaluator.run(load_model("demo-vit", path).model) for path in (checkpoint, bare))
-    assert whole != without
 
 
 def test_a_run_starts_from_the_heads_of_its_pretrained_checkpoint(checkpoint, caplog):
@@ -98,14 +90,10 @@ def test_projections_are_in_the_optimizer_with_openclips_decay():
     add_model_configs()
     model = open_clip.create_model("demo-vit")
     head = create_loss("cliplite", embed_dim=64).model_head()
-    for flags in ([], ["--opt", "timm/lookahead_sgd", "--momentum", "0.9", "--lookahead-steps", "5"]):
-        config = from_flags(
-            OptimizerConfig, vars(parse(["--loss", "cliplite", "--lr", "0.2", "--wd", "1e-4", *flags])[0])
-        )
-        optimizer = create_optimizer(model, config, None, head)
-        decay = {id(value): group["weight_decay"] for group in optimizer.param_groups for value in group["params"]}
-        assert len(decay) == len([*model.parameters(), *head.parameters()])
-        for parameter in head.parameters():
-            assert decay[id(parameter)] == (0.0 if parameter.ndim < 2 else 1e-4)
-    assert all((group["momentum"], group["lookahead_k"]) == (0.9, 5) for group in optimizer.param_groups)
-    assert all(group["lookahead_alpha"] == 0.5 for group in optimizer.param_groups)
+    flags = ["--loss", "cliplite", "--wd", "1e-4", "--opt", "timm/lookahead_sgd", "--lr", "0.2", "--momentum", "0.9"]
+    config = from_flags(OptimizerConfig, vars(parse(flags)[0]))
+    optimizer = create_optimizer(model, config, None, head)
+    decay = {id(value): group["weight_decay"] for group in optimizer.param_groups for value in group["params"]}
+    assert len(decay) == len([*model.parameters(), *head.parameters()])
+    for parameter in head.parameters():
+        assert decay[id(parameter)] == (0.0 if parameter.ndim < 2 else 1e-4)

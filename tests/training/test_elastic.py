@@ -1,4 +1,4 @@
-"""A run under torchrun whose nodes come and go; and the exit status that torchrun has."""
+"""A run under torchrun whose nodes come and go."""
 
 import contextlib
 import os
@@ -22,19 +22,13 @@ QUICK = "last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=3"
 class Node:
     """A torchrun with one trainer, which stands for a node."""
 
-    def __init__(self, argv: list[str], notes: Path, port: int, **variables: str) -> None:
+    def __init__(self, argv: list[str], port: int, **variables: str) -> None:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--max-restarts=3"]
         rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", f"--rdzv-conf={QUICK}"]
         self.process = subprocess.Popen(
             [*launcher, "--nnodes=1:2", *rendezvous, "--", paced.__file__, "-m", "openclip_ext.training.main", *argv],
             # Without it a node that comes back waits for an address that torchrun told the first round only (torch 2.15).
-            env={
-                **os.environ,
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-                "OMP_NUM_THREADS": "1",
-                "NOTES": str(notes),
-                **variables,
-            },
+            env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", **variables},
             stderr=subprocess.STDOUT,
             stdout=subprocess.PIPE,
             text=True,
@@ -45,9 +39,9 @@ class Node:
         for pid in (self.process.pid, *map(int, children)):
             os.kill(pid, signal.SIGKILL)
 
-    def wait(self, status: int) -> None:
+    def wait(self) -> None:
         output, _ = self.process.communicate(timeout=150)
-        assert self.process.returncode == status, output
+        assert self.process.returncode == 0, output
 
 
 @pytest.fixture
@@ -59,7 +53,7 @@ def start(tmp_path):
     nodes = []
 
     def start_node(argv, **variables):
-        nodes.append(Node(argv, tmp_path / "notes", port, **variables))
+        nodes.append(Node(argv, port, NOTES=str(tmp_path / "notes"), **variables))
         while nodes[-1].process.poll() is None:  # the first one holds the meeting place
             with contextlib.suppress(ConnectionError), socket.create_connection(("localhost", port)):
                 break
@@ -77,10 +71,8 @@ def wait_for_steps(notes, count, world_size, nodes, since=0.0):
     """Wait until ``world_size`` ranks that started after a time have taken steps together."""
     deadline = time.monotonic() + 150
     while True:
-        found = [
-            note for note in paced.read_notes(notes) if note["world_size"] == world_size and note["started"] > since
-        ]
-        if len({note["step"] for note in found if "step" in note}) >= count:
+        found = [note for note in paced.read_notes(notes) if "step" in note and note["started"] > since]
+        if len({note["step"] for note in found if note["world_size"] == world_size}) >= count:
             return
         assert time.monotonic() < deadline, f"{world_size} ranks never took {count} steps: {found}"
         assert all(node.process.poll() is None for node in nodes), nodes[0].process.communicate()[0]
@@ -97,19 +89,17 @@ def test_a_node_leaves_and_comes_back(shards, tmp_path, start):
     second.lose_power()
     wait_for_steps(tmp_path / "notes", 3, 1, [first], since=time.time())
     again = start(argv, **held)
-    first.wait(0)
-    again.wait(0)
+    first.wait()
+    again.wait()
 
     notes = [note for note in paced.read_notes(tmp_path / "notes") if "step" in note]
     assert [step["step"] for step in metrics_of(tmp_path / "run")] == list(range(2 * STEPS_PER_EPOCH))
     seen, worlds = {}, []
     for step in range(2 * STEPS_PER_EPOCH):
         # What was lost with a node was done again from the newest checkpoint: the last time counts.
-        of_step = [note for note in notes if note["step"] == step]
-        world = max(of_step, key=lambda note: note["started"])["world_size"]
-        last = sorted((note for note in of_step if note["world_size"] == world), key=lambda note: -note["started"])[
-            :world
-        ]
+        of_step = sorted((note for note in notes if note["step"] == step), key=lambda note: -note["started"])
+        world = of_step[0]["world_size"]
+        last = [note for note in of_step if note["world_size"] == world][:world]
         seen.setdefault(step // STEPS_PER_EPOCH, []).extend(index for note in last for index in note["samples"])
         worlds.append(world)
     changes = [world for place, world in enumerate(worlds) if worlds[:place][-1:] != [world]]
@@ -125,11 +115,3 @@ def samples_with_state(folder):
     parts = [state[name] for name in sorted(state) if name.endswith(".normalizer.table.npy")]
     table = torch.cat([part.reshape(len(part), -1) for part in parts])
     return set(table.any(dim=1).nonzero().flatten().tolist())
-
-
-def test_torchrun_ends_with_1_after_sigterm_and_the_run_is_saved(shards, tmp_path, start):
-    node = start(command(shards, tmp_path, "run", "openclip"), HOLD_AT="3")
-    wait_for_steps(tmp_path / "notes", 3, 1, [node])
-    node.process.terminate()
-    node.wait(1)
-    assert (tmp_path / "run" / "checkpoints" / "epoch_0_step_3.pt").is_file()

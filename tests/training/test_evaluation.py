@@ -17,7 +17,7 @@ from openclip_ext.training import imagenet
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import ScheduledEvaluator, Validation, retrieval_metrics, run_evaluators
 from openclip_ext.training.step import StepSettings
-from tests.training.runs import command, evaluation, results_of, run
+from tests.training.runs import evaluation, results_of, run
 
 
 def unit_rows(count: int, width: int, seed: int) -> torch.Tensor:
@@ -38,20 +38,13 @@ def test_retrieval_metrics_equal_openclips():
     assert 0.1 < ours["image_to_text_R@1"] < 0.9  # the comparison is not of trivial numbers
 
 
-def test_constant_features_score_as_chance_not_as_perfect():
-    constant = torch.ones(100, 4) / 2
-    metrics = retrieval_metrics(constant, constant)
-    assert metrics["image_to_text_R@10"] == 0.0
-    assert metrics["image_to_text_mean_rank"] == pytest.approx(50.5)
-
-
-@pytest.mark.parametrize("broken", [slice(None), slice(0, 50)])
-def test_features_that_are_not_finite_are_never_found(broken):
-    features = unit_rows(100, 8, seed=0)
-    features[broken] = float("nan")
-    metrics = retrieval_metrics(features, features)
-    assert metrics["image_to_text_R@10"] == metrics["text_to_image_R@1"] == 0.0
-    assert metrics["image_to_text_mean_rank"] > 50
+def test_constant_features_and_features_that_are_not_finite_are_not_perfect():
+    constant, half_broken = torch.ones(100, 4) / 2, unit_rows(100, 8, seed=0)
+    half_broken[:50] = float("nan")
+    for features in (constant, half_broken):
+        metrics = retrieval_metrics(features, features)
+        assert metrics["image_to_text_R@10"] == metrics["text_to_image_R@1"] == 0.0
+        assert metrics["image_to_text_mean_rank"] > 50
 
 
 class ToyModel(nn.Module):
@@ -181,15 +174,6 @@ def test_imagenet_accuracies_equal_scikit_learns(flag, name, ending, pretrained,
         assert 0 < expected < 1
 
 
-def test_imagenet_is_measured_every_so_many_epochs_and_at_the_end(shards, two_templates, tmp_path):
-    pictures = write_pictures(tmp_path / "pictures", ["0", "7", "999"])
-    more = ["--imagenet-val", str(pictures), "--epochs", "3", "--zeroshot-frequency", "2"]
-    assert run(command(shards, tmp_path / "logs", "run", "openclip", *more)) == 0
-    found = {line["epoch"]: line.get("imagenet-zeroshot-val-top5") for line in results_of(tmp_path / "logs" / "run")}
-    assert list(found) == [2, 3]
-    assert all(0 <= value <= 1 for value in found.values())
-
-
 def test_class_folders_are_numbered_by_their_names(tmp_path, caplog):
     numbered = imagenet.ClassFolders(write_pictures(tmp_path / "numbered", ["10", "9", "100"]))
     assert sorted(set(numbered.targets)) == [9, 10, 100]
@@ -200,14 +184,8 @@ def test_class_folders_are_numbered_by_their_names(tmp_path, caplog):
     assert "3 class folders, ImageNet has 1000" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("classes", "message"), [([], "class folder"), (["1000"], "found 1000"), (None, "No such file")]
-)
-def test_folder_that_is_not_imagenet(classes, message, tmp_path):
-    if classes is not None:
-        (tmp_path / "data").mkdir()
-        write_pictures(tmp_path / "data", classes)
-    with pytest.raises(
-        UsageError, match=f"--imagenet-val .*data: expected a folder of images for each class .*{message}"
-    ):
-        imagenet.imagenet_loader("--imagenet-val", str(tmp_path / "data"), None, 4, 0)
+def test_folder_that_is_not_imagenet(tmp_path):
+    write_pictures(tmp_path / "data", ["1000"])
+    for folder, message in ((tmp_path / "data", "found 1000"), (tmp_path / "none", "No such file")):
+        with pytest.raises(UsageError, match=f"--imagenet-val .*: expected a folder of images .*{message}"):
+            imagenet.imagenet_loader("--imagenet-val", str(folder), None, 4, 0)

@@ -13,8 +13,6 @@ from openclip_ext.data.spec import DataSpec
 from openclip_ext.data.train_loader import TrainLoaderConfig
 from openclip_ext.losses.heads import HEADS_KEY, read_heads, with_heads
 from openclip_ext.losses.registry import create_loss
-from openclip_ext.training.config import training_config
-from openclip_ext.training.flags import parse
 from tests.training.runs import command, metrics_of, run, stock_model
 
 LOSSES = {"simclr": [], "sogclr": ["--views", "2"]}
@@ -94,11 +92,3 @@ def test_logs_know_the_number_of_candidates(finished):
         assert line["chance"] == pytest.approx(np.log(31))
         assert line["temperature"] == pytest.approx(0.1)
         assert 0 < line["infonce"] < 2 * np.log(31)
-
-
-def test_the_command_line_knows_the_views():
-    def views(*argv: str) -> int:
-        return training_config(*parse(["--loss", *argv]), torch.device("cpu")).loading.views
-
-    assert views("sogclr") == views("openclip") == 1
-    assert views("sogclr", "--views", "2") == views("simclr") == 2

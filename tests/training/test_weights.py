@@ -14,17 +14,27 @@ from openclip_ext.training.ema import TRAINED_KEY, ModelEma
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import is_best
 from openclip_ext.training.lr_scales import depths, lr_scales
-from openclip_ext.training.optimizer import SCALE, OptimizerConfig, ScheduleConfig, create_optimizer, create_schedule
+from openclip_ext.training.optimizer import (
+    SCALE,
+    OptimizerConfig,
+    ScheduleConfig,
+    create_optimizer,
+    create_schedule,
+    logit_scale_lr,
+    schedule_rate,
+)
+from openclip_ext.training.resume import _load_optimizer
 from tests.training.runs import (
     EXIT_AFTER_SIGTERM,
+    SMALL_MODEL,
     assert_same_run,
-    command,
     differences,
     final_state,
     losses_of,
     results_of,
     run,
     run_on_two_ranks,
+    small_command,
     stock_model,
 )
 
@@ -140,6 +150,67 @@ def test_a_frozen_tower_has_no_rates():
         lr_scales(model, {"image": (0.1, 1.0)})
 
 
+def test_a_short_run_takes_a_larger_rate():
+    assert logit_scale_lr(1.25e-4, 100_000) == 1.25e-4
+    assert logit_scale_lr(1.25e-4, 6_700) > 1.25e-4
+    assert logit_scale_lr(1.25e-4, 2_750) == pytest.approx(3.08e-4, rel=1e-3)
+    assert logit_scale_lr(1.25e-4, 200) == 5e-4
+    assert logit_scale_lr(1e-2, 2_750) == 1e-2
+    assert logit_scale_lr(1.25e-4, 99) == 1.25e-4
+    assert logit_scale_lr(None, 2_750) is None
+
+
+@pytest.mark.parametrize(("more", "rate"), [([], 5e-4), (["--lr-tau", "1.25e-4"], 1.25e-4)])
+def test_a_given_rate_stays(shards, tmp_path, more, rate):
+    """When a hundred epochs of five steps are planned."""
+    run(small_command(shards, tmp_path, "run", "neuclip", *more, "--epochs", "100"), stop_after=1)
+    (path,) = (tmp_path / "run" / "checkpoints").glob("*.pt")
+    assert torch.load(path, weights_only=True)["optimizer"]["param_groups"][-1]["lr"] == pytest.approx(rate)
+
+
+def test_the_schedules_rate_is_not_a_towers():
+    group = {"params": [nn.Parameter(torch.zeros(1))], "lr": 1e-6, SCALE: 1e-3}
+    assert schedule_rate(torch.optim.SGD([group])) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(("warmup", "is_told"), [(10_000, True), (60, True), (59, False)])
+def test_a_warmup_as_long_as_the_run_is_told(caplog, warmup, is_told):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-3)
+    create_schedule(
+        ScheduleConfig(epochs=2, warmup=warmup, lr=1e-3), optimizer, steps_per_epoch=30, logit_scale_lr=None
+    )
+    assert ("as long as the run, 60 steps" in caplog.text) == is_told
+
+
+def test_the_cosine_ends_at_its_floor():
+    """A cosine from lr to lr_min, after the same warm-up; the rate of a tower is its share of both."""
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:], SCALE: 0.5}], lr=1e-3)
+    config = ScheduleConfig(epochs=2, warmup=10, lr=1e-3, lr_min=4e-5)
+    schedule = create_schedule(config, optimizer, steps_per_epoch=30, logit_scale_lr=None)
+    for step in (0, 4, 9, 10, 35, 59, 60):
+        schedule(step)
+        cosine = 4e-5 + 0.5 * (1e-3 - 4e-5) * (1 + math.cos(math.pi * (step - 10) / 50))
+        expected = 1e-3 * (step + 1) / 10 if step < 10 else cosine
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([expected, expected / 2], rel=1e-12)
+    assert expected == 4e-5
+
+
+def test_a_resume_keeps_the_implementation_that_this_device_needs(tmp_path):
+    """OpenCLIP's checkpoints say ``fused=None``, with which a GPU's optimizer cannot skip a step by itself."""
+    model = nn.Linear(3, 2)
+    stock = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    stock.step()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    _load_optimizer(model, optimizer, stock.state_dict(), tmp_path / "epoch_1.pt")
+    assert optimizer.param_groups[0]["fused"] is True
+    before = model.weight.detach().clone()
+    optimizer.grad_scale, optimizer.found_inf = None, torch.ones(())
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
 # --- the best model --------------------------------------------------------------------------------------------------
 
 
@@ -164,9 +235,9 @@ def test_the_best_of_the_earlier_results(tmp_path, caplog):
 def test_a_resumed_run_is_the_uninterrupted_one(shards, tmp_path):
     rates = ["--opt", "lamb", "--lr-text", "5e-4", "--image-layer-decay", "0.7", "--text-layer-decay", "0.9"]
     more = [*rates, "--model-ema-decay", "0.8", "--keep-best", METRIC, "--val-data", shards]
-    assert run(command(shards, tmp_path, "plain", "neuclip", *rates)) == 0
-    assert run(command(shards, tmp_path, "whole", "neuclip", *more)) == 0
-    resumed = [*command(shards, tmp_path, "resumed", "neuclip", *more), "--resume", "latest"]
+    assert run(small_command(shards, tmp_path, "plain", "neuclip", *rates)) == 0
+    assert run(small_command(shards, tmp_path, "whole", "neuclip", *more)) == 0
+    resumed = [*small_command(shards, tmp_path, "resumed", "neuclip", *more), "--resume", "latest"]
     for stop in (3, 5):
         assert run(resumed, stop_after=stop) == EXIT_AFTER_SIGTERM
     assert run(resumed) == 0
@@ -181,19 +252,19 @@ def test_a_resumed_run_is_the_uninterrupted_one(shards, tmp_path):
         content = torch.load(tmp_path / name / "checkpoints" / "best.pt", weights_only=True)
         assert content.keys() == {"epoch", "name", "state_dict"}
         assert content["epoch"] == best["epoch"]
-        stock_model(tmp_path / name / "checkpoints" / "best.pt")
+        stock_model(tmp_path / name / "checkpoints" / "best.pt", SMALL_MODEL)
 
 
 def test_two_ranks_resume_and_stock_openclip_loads_the_average(shards, tmp_path):
     more = ["--model-ema-decay", "0.8", "--lr-text", "5e-4", "--equal-captions", "mask", "--draw-captions"]
     on_two = [*more, "--batch-size", "8"]
-    resumed = [*command(shards, tmp_path, "resumed", "fastclip", *on_two), "--resume", "latest"]
+    resumed = [*small_command(shards, tmp_path, "resumed", "fastclip", *on_two), "--resume", "latest"]
     run_on_two_ranks(
         [
-            {"argv": command(shards, tmp_path, "whole", "fastclip", *on_two)},
+            {"argv": small_command(shards, tmp_path, "whole", "fastclip", *on_two)},
             {"argv": resumed, "stop_after": 8, "status": EXIT_AFTER_SIGTERM},
             {"argv": resumed},
         ]
     )
     assert_same_run(tmp_path / "resumed", tmp_path / "whole")
-    stock_model(tmp_path / "whole" / "checkpoints" / "epoch_2.pt")
+    stock_model(tmp_path / "whole" / "checkpoints" / "epoch_2.pt", SMALL_MODEL)
