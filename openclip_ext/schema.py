@@ -12,8 +12,9 @@ def read_as(kind: type[T], value: Any, where: str) -> T:
     """Check a value that came from JSON, and build dataclasses from it.
 
     Args:
-        kind: A dataclass or TypedDict of ``bool``, ``int``, ``float``, ``str``, ``list[X]``, ``dict[str, X]``, ``X | None``,
-            ``Any``, and dataclasses and TypedDicts again. Entries with a default may be missing.
+        kind: A dataclass or TypedDict of ``bool``, ``int``, ``float``, ``str``, ``list[X]``, ``tuple[X, Y]`` (a list in JSON),
+            ``dict[str, X]``, ``X | None``, ``Any``, and dataclasses and TypedDicts again. Entries with a default may be
+            missing.
         value: What ``json.loads`` returned.
         where: Name of the value in messages.
 
@@ -38,6 +39,10 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if origin is list:
         items = enumerate(_checked(value, list, where))
         return [_read(arguments[0], item, f"{where}[{number}]") for number, item in items]
+    if origin is tuple:
+        if len(_checked(value, list, where)) != len(arguments):
+            raise ValueError(f"{where} has {len(value)} items, expected {len(arguments)}")
+        return [_read(argument, item, where) for argument, item in zip(arguments, value, strict=True)]
     if origin is dict:
         entries = _checked(value, dict, where).items()
         return {name: _read(arguments[1], entry, f"{where}.{name}") for name, entry in entries}
@@ -63,6 +68,7 @@ def _entries_of(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
 
 
 def _checked(value: Any, kind: type, where: str) -> Any:
-    if type(value) is not kind and not (kind is float and type(value) is int):  # bool is an int for isinstance
+    is_right = isinstance(value, kind) or (kind is float and isinstance(value, int))
+    if not is_right or (isinstance(value, bool) and kind is not bool):  # bool is an int for isinstance
         raise ValueError(f"{where} is {str(value)[:80]!r}, expected {kind.__name__}")
     return value

@@ -41,7 +41,7 @@ class CsvSource(Source):
             raise FileNotFoundError(f"the CSV file {path} is not there") from None
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text ({error}): convert it, with iconv for example") from error
-        except pd.errors.ParserError as error:
+        except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
             raise ValueError(f"{path} cannot be read as CSV ({error}): check its quotes and --csv-separator") from error
         for column in (image_column, caption_column):
             if column not in table.columns:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ VERSION, VERSION_WITH_LEFT_OUT = 1, 2
 _SHOWN = 5
 # Their indices take 8 GB.
 _MAX_LEFT_OUT = 10**9
+_RUN = re.compile("([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
 class ManifestError(ValueError):
@@ -258,7 +260,7 @@ class Manifest:
                 gone.append(shard.url)
                 continue
             if status.st_size != shard.size:
-                changed.append(f"{shard.url} (size {status.st_size:,}, was {shard.size:,} bytes)")
+                changed.append(f"{shard.url} (size {status.st_size:,}, was {shard.size or 0:,} bytes)")
             elif status.st_mtime_ns != shard.mtime_ns:
                 touched.append(shard)
         if gone:
@@ -394,10 +396,10 @@ def _parse_ranges(text: str, num_samples: int) -> np.ndarray:
     parts = [np.empty(0, np.int64)]
     end = left_out = 0
     for run in filter(None, text.split(",")):
-        first, dash, last = run.partition("-")
-        bounds = int(first), int(last if dash else first)
+        match = _RUN.fullmatch(run)
+        bounds = (int(match[1]), int(match[2] or match[1])) if match else (-1, -1)
         if not end <= bounds[0] <= bounds[1] < num_samples:
-            raise ValueError(f"it leaves out {run!r}: expected ascending indices from 0 to {num_samples - 1:,}")
+            raise ValueError(f"it leaves out {run[:80]!r}: expected ascending indices from 0 to {num_samples - 1:,}")
         left_out += bounds[1] - bounds[0] + 1
         if left_out > _MAX_LEFT_OUT:
             raise ValueError(f"it leaves out more than {_MAX_LEFT_OUT:,} samples")
@@ -564,7 +566,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     args = _parse_arguments(argv)
     try:
-        sizes = json.loads(Path(args.sizes).read_bytes()) if args.sizes else None
+        sizes = read_as(dict[str, int], json.loads(Path(args.sizes).read_bytes()), args.sizes) if args.sizes else None
         urls = expand_shards(args.shards)
         output = Path(args.output) if args.output else _place_beside(urls, args.image_key, args.caption_key)
         _refuse_other_file(output)
@@ -572,7 +574,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         manifest = Manifest.scan(urls, args.image_key, args.caption_key, sizes, args.workers, storage, journal)
         manifest.save(output)
         journal.unlink(missing_ok=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     for line in manifest.report():

@@ -21,7 +21,7 @@ from openclip_ext.data import tar
 from openclip_ext.data.shardlist import shard_name, sibling
 from openclip_ext.data.spec import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY, parse_keys
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage, is_local
-from openclip_ext.machine import available_cores
+from openclip_ext.machine import available_cores, end_with_parent
 from openclip_ext.schema import read_as
 
 # Positions of bad samples are written down only when they are few: a manifest stays small.
@@ -39,7 +39,7 @@ class Problems(TypedDict, total=False):
     bad: int  # number of samples without image or without caption
     bad_positions: list[int]  # positions of these, if they are few
     duplicate_keys: int  # samples whose key has occurred before
-    gaps: list[list[int]]  # [start, end] bytes without a readable header, the first few
+    gaps: list[tuple[int, int]]  # [start, end] bytes without a readable header, the first few
     lost: int  # samples in the gaps, estimated by their size
     error: str  # why the shard could not be read to its end, or its fields if no sample has image and caption
 
@@ -122,7 +122,7 @@ def _scan_archive(path: str, archive: tar.TarArchive, image_fields: set[str], ca
     if problem is not None:
         problems["error"] = problem
     if len(bad) == count and (count or problem is not None):
-        found = ", ".join(f"{name} ({number:,})" for name, number in sorted(fields.items()))
+        found = ", ".join(f"{name} ({number:,})" for name, number in sorted(fields.most_common(_MAX_POSITIONS)))
         problems["error"] = problem or f"{count:,} samples with the fields: {found or 'none'}"
     return Shard(path, count, digest=digest.hexdigest(), problems=problems)
 
@@ -135,7 +135,9 @@ def scan_local(paths: Sequence[str], image_key: str, caption_key: str, workers: 
         return list(_with_bar(map(scan, paths), len(paths)))
     # fork, as PyTorch's DataLoader does: spawn would import the training script (and torch) again in each process.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(method)) as pool:
+    with ProcessPoolExecutor(
+        workers, mp_context=multiprocessing.get_context(method), initializer=end_with_parent
+    ) as pool:
         return list(_with_bar(pool.map(scan, paths), len(paths)))
 
 

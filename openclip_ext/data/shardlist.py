@@ -38,11 +38,14 @@ def expand_components(shards: str | Sequence[str]) -> list[list[str]]:
 
 def _expand(component: str) -> list[str]:
     urls: list[str] = []
+    too_many = ValueError(f"{component} names more than {_MAX_SHARDS:,} shards: is a digit of its range too many?")
     # braceexpand makes lists of whole ranges.
     sizes = (abs(int(last) - int(first)) for first, last in _RANGE.findall(component))
     if max(sizes, default=0) >= _MAX_SHARDS:
-        raise ValueError(f"{component} names more than {_MAX_SHARDS:,} shards: is a digit of its range too many?")
-    for url in braceexpand(component):
+        raise too_many
+    for number, url in enumerate(braceexpand(component)):
+        if number == _MAX_SHARDS:
+            raise too_many
         if not is_local(url):
             check_protocol(url)
             urls.append(url)

@@ -171,7 +171,7 @@ def _choose(raw: RawSample, keys: Sequence[Key], what: str) -> Key:
         if key.field in raw.fields:
             return key
     wanted = " or ".join(key.field for key in keys)
-    raise BadSampleError(f"no {what}: expected {wanted}, found {', '.join(raw.found) or 'nothing'}")
+    raise BadSampleError(f"no {what}: expected {wanted}, found {', '.join(raw.found[:20]) or 'nothing'}")
 
 
 def _captions(data: bytes, key: Key) -> list[str]:

@@ -26,6 +26,7 @@ _MAX_READ = 1 << 26
 # A larger image or caption is damaged, or meant to fill the memory.
 _MAX_FIELD = 1 << 28
 _COMPRESSED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _METADATA = re.compile(r"__[^/]*__($|/)")
 _REGULAR_TYPES = frozenset(b"0\x007")
 # Links, devices, directories and pipes have no data, even if their size field is not 0.
@@ -108,8 +109,9 @@ def _number(field: bytes) -> int:
 
 
 def _text(field: bytes) -> str:
-    # Names appear in messages and logs, so they have to be printable.
-    return field.partition(b"\0")[0].decode("utf-8", "backslashreplace")
+    # Names appear in messages and logs: what a terminal obeys is written as Python writes it.
+    text = field.partition(b"\0")[0].decode("utf-8", "backslashreplace")
+    return text if text.isprintable() else _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def _has_checksum(header: bytes) -> bool:
@@ -133,7 +135,7 @@ def _pax_records(data: bytes) -> dict[str, str]:
         if length <= 0:
             raise ValueError(length)
         key, _, value = data[:length].partition(b" ")[2].rstrip(b"\n").partition(b"=")
-        records[key.decode()] = value.decode("utf-8", "backslashreplace")
+        records[key.decode()] = _text(value)
         data = data[length:]
     return records
 
@@ -257,17 +259,19 @@ def group_samples(
     the file ends in one.
     """
     sample: TarSample | None = None
+    found: set[str] = set()  # its fields, of which a wrongly named shard may have a million
     for member in members:
         parts = split_name(member.name) if member.is_file else None
         if parts is None:
             continue
         key, field = parts
-        if sample is None or key != sample.key or field in sample.found:
+        if sample is None or key != sample.key or field in found:
             if sample is not None:
                 yield sample
-            sample = TarSample(key, [], [], {})
+            sample, found = TarSample(key, [], [], {}), set()
         sample.members.append(member)
         sample.found.append(field)
+        found.add(field)
         if wanted is None or field in wanted:
             assert read_at is not None
             if member.size > _MAX_FIELD:

@@ -38,6 +38,8 @@ from openclip_ext.options import flag
 Transform = Callable[[Any], Tensor]
 Tokenizer = Callable[[str], Tensor]
 Progress = Sequence[Mapping[str, Any]]
+# The batches of a step, the bad samples of each worker up to it, and whether some rank has too few for it.
+_Step = tuple[list[dict[str, Tensor]], list[int], Callable[[], int]]
 
 # Number of times that workers may be lost without a batch in between.
 _MAX_LOST = 3
@@ -50,7 +52,7 @@ class TrainLoaderConfig:
     batch_size: int = flag(minimum=1)  # samples of a micro-batch on one rank
     accum_freq: int = flag(1, minimum=1)  # micro-batches of an optimizer step
     workers: int = flag(0, minimum=0)  # processes of each rank; 0 works in the training process
-    seed: int = flag(0, minimum=0)  # of order and pixels
+    seed: int = flag(0, minimum=0, maximum=2**32 - 1)  # of order and pixels
     rank: int | None = None  # None: that of torch.distributed, as world_size
     world_size: int | None = None
     shuffle_window: int = 10_000  # samples that a worker shuffles over; about half of them are in memory
@@ -460,41 +462,32 @@ class TrainLoader:
     ) -> Iterator[dict[str, Tensor]]:
         """Yield batches in the current layout, until the workers of some rank have too few samples for a step.
 
-        The ranks ask each other for this ten times an epoch, or after half of the steps that all of them can still take as
-        far as they know.
+        Several ranks make a step's batches before they take the step in front of it, so that none has to wait to hear of this.
         """
         layout = self._layout
-        last: dict[str, Any] = {}
         known = self._entries[-1].get("bad", ()) if len(self._entries) > len(seen) else ()
         self._received = list(known[self.rank * layout.workers :][: layout.workers]) or [0] * layout.workers
         self._handed_out, self._passed = 0, list(self._received)
         batches = self._batches(epoch, seen, range(start, order.batches), left_out)
-        ask_at = start
-        for first in range(start, order.batches, layout.accum_freq):
-            step = list(itertools.islice(batches, min(layout.accum_freq, order.batches - first)))
-            is_short = any("is_short" in batch for batch in step)
-            if self._is_shared and first >= ask_at:
-                self.bad.share()
-                answers = distributed.all_gather_object((is_short, self._first_short(order)))
-                is_short = any(short for short, _ in answers)
-                ask_at = first + min(self.batches_per_epoch // 10, (min(end for _, end in answers) - first) // 2)
-            elif self._is_shared and is_short:
-                logging.warning(
-                    f"Rank {self.rank} has lost too many samples at once to tell the others in time: a batch comes again."
-                )
-                step, is_short = [last] * len(step), False
-            if is_short:
+        firsts = range(start, order.batches, layout.accum_freq)
+        steps: Iterator[_Step] = (self._next_step(batches) for _ in firsts)
+        if self._is_shared:
+            end: _Step = [], [], int
+            steps = (step for step, _ in itertools.pairwise(itertools.chain(steps, [end])))
+        for step, received, is_short in steps:
+            if is_short():
                 return
+            if self._is_shared and self._handed_out % max(1, len(firsts) // 10 * layout.accum_freq) == 0:
+                self.bad.share()
             self._handed_out += len(step)
-            self._passed = list(self._received)
+            self._passed = received
             yield from step
-            last = step[-1]
 
-    def _first_short(self, order: EpochOrder) -> int:
-        """Return the number of the first batch for which a worker of this rank has too few samples, as known so far."""
-        layout = self._layout
-        left = [order.piece_length(self.rank, worker) - passed for worker, passed in enumerate(self._received)]
-        return min(worker + layout.workers * (count // layout.batch_size) for worker, count in enumerate(left))
+    def _next_step(self, batches: Iterator[dict[str, Any]]) -> _Step:
+        step = list(itertools.islice(batches, self._layout.accum_freq))
+        is_short = any("is_short" in batch for batch in step)
+        ask = distributed.any_rank_soon(int(is_short)) if self._is_shared else lambda: is_short
+        return step, list(self._received), ask
 
     def _batches(
         self, epoch: int, seen: tuple[Segment, ...], numbers: range, left_out: np.ndarray

@@ -18,11 +18,15 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from openclip_ext.machine import end_with_parent
+
 # Signals that torchrun, SLURM and a terminal send to the whole process group. The training process saves a checkpoint.
 _TO_THE_GROUP = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Seconds until a worker whose sockets are closed has ended.
 _LAST_BREATH = 2.0
+# The patience with a worker is counted in so many parts.
+_PARTS = 10
 _NO_SHARED_MEMORY = re.compile(r"\(shm\)|out of shared memory|unable to \w+ .*No space left on device")
 
 
@@ -56,6 +60,7 @@ def leave_process_group(worker: int) -> None:
     os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     while pending := signal.sigpending() & _TO_THE_GROUP:
         signal.sigwait(pending)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_THE_GROUP)
@@ -91,27 +96,31 @@ class WatchedBatches:
             WorkerError: A worker did not answer, or has no shared memory for a batch.
         """
         while True:
-            timer = threading.Timer(self._patience or 0.0, self._end_stuck)
-            timer.daemon = True
+            answered = threading.Event()
             if self._patience is not None and 0 < len(self._workers) <= self._received:
-                timer.start()
+                threading.Thread(target=self._end_stuck, args=(answered, self._patience), daemon=True).start()
             try:
                 with self._explained():
                     batch = next(self._batches)
             except StopIteration:
                 return
             finally:
-                timer.cancel()
+                answered.set()
             self._received += 1
             sizes = (value.nbytes for value in batch.values() if isinstance(value, Tensor))
             self._largest = max(self._largest, sum(sizes))
             yield batch
 
-    def _end_stuck(self) -> None:
-        """End the worker whose turn it is; the DataLoader notices."""
+    def _end_stuck(self, answered: threading.Event, patience: float) -> None:
+        """End the worker whose turn it is if it does not answer; the DataLoader notices.
+
+        The time in which the whole run was stopped (SIGSTOP) counts as one part of the patience at most.
+        """
+        if any(answered.wait(patience / _PARTS) for _ in range(_PARTS)):
+            return
         number = self._received % len(self._workers)
         self._stuck = f"data worker {number} (process {self._workers[number].pid})"
-        logging.error(f"No answer for {self._patience:g} s of {self._stuck}: it is ended.")
+        logging.error(f"No answer for {patience:g} s of {self._stuck}: it is ended.")
         self._workers[number].kill()
 
     @contextmanager
