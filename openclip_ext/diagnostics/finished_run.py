@@ -23,6 +23,7 @@ from openclip_ext.losses import registry
 from openclip_ext.losses.options import PLACEMENT_OPTIONS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.options import from_flags
+from openclip_ext.schema import read_as
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training.checkpoint import Checkpoint
 from openclip_ext.training.config import model_config
@@ -240,11 +241,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return a run's ``config.json``; UsageError if there is none."""
     path = folder / "config.json"
     try:
-        return json.loads(path.read_text())
+        config = read_as(dict[str, Any], json.loads(path.read_text()), "it")
+        for name in ("flags", "loss"):
+            read_as(dict[str, Any], config.get(name), name)
+        return config
     except FileNotFoundError:
         raise UsageError(f"no run in {folder}: it has no config.json; expected LOGS/NAME of a training") from None
-    except (OSError, json.JSONDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not as a training writes it: {error}") from error
 
 
 def _read_checkpoint(folder: Path, name: str) -> Checkpoint:

@@ -38,8 +38,8 @@ def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
         >>> model = in_micro_batches(model, 64)
         >>> model_loss(model(image, text)).backward()  # of 4,096 pairs
     """
-    if size < 1:
-        raise ValueError(f"size={size}: expected at least one sample")
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"size={size!r}: expected a whole number of samples, at least one")
     whole, logit_scale = model.forward, model.get_parameter(LOGIT_SCALE)
 
     @functools.wraps(whole)

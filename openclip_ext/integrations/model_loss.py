@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.indexing import INDEX
+from openclip_ext.schema import read_as
+from openclip_ext.training.errors import one_line
 from openclip_ext.training.evaluation import symmetric_cross_entropy
 from openclip_ext.training.model import prepare_for
 from openclip_ext.training.optimizer import LOGIT_SCALE
@@ -78,6 +80,10 @@ class ModelLoss:
         return self.loss(**features, index=index, positives=positives)
 
     def _features(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        if not isinstance(outputs, Mapping):
+            raise ValueError(
+                f"the model returned a {type(outputs).__name__}, expected a dictionary: output_dict=True (OpenCLIP)"
+            )
         if "image_features" in outputs:
             return dict(outputs)
         if "image_embeds" not in outputs:
@@ -171,13 +177,19 @@ class ModelLoss:
             ValueError: It is of a loss with other options or of other data.
         """
         tables = self.loss.tables()
-        if state.get("tables", {}).keys() != tables.keys():
+        state = read_as(dict[str, Any], state, "the saved loss")
+        if read_as(dict[str, list[Any]], state.get("tables"), "tables of the saved loss").keys() != tables.keys():
             raise ValueError(
                 f"the saved loss has no per-sample state of {sorted(tables)}: resume with the options of the saved run"
             )
         if any(part.dtype == torch.float64 for parts in state["tables"].values() for part in parts):
             self.loss.double()
-        self.loss.load_replicated_state(state["loss"])
+        try:
+            self.loss.load_replicated_state(state["loss"])
+        except RuntimeError as error:
+            raise ValueError(
+                f"the saved loss has other options ({one_line(error)}): resume with the options of the saved run"
+            ) from error
         for name, table in tables.items():
             restore_table(table, [part.numpy() for part in state["tables"][name]])
         with torch.no_grad():

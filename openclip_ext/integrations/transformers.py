@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.files import write_atomically
 from openclip_ext.integrations.model_loss import ModelLoss, split_batch
 
 LOSS_FILE = "contrastive_loss.pt"
@@ -46,7 +47,7 @@ class LossCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         content = self.model_loss.state_dict()  # in all processes
         if distributed.is_master():
-            torch.save(content, self._path(args, state))
+            write_atomically(self._path(args, state), lambda file: torch.save(content, file))
 
     def _path(self, args: Any, state: Any) -> Path:
         return Path(args.output_dir) / f"checkpoint-{state.global_step}" / LOSS_FILE

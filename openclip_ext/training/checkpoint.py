@@ -37,6 +37,7 @@ import torch
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.files import write_atomically
+from openclip_ext.schema import read_as
 from openclip_ext.training.errors import UsageError, one_line
 from openclip_ext.training.table_files import open_table, restore_table, write_table
 
@@ -44,10 +45,10 @@ LATEST = "epoch_latest"
 CHECKSUMS = "checksums.json"
 UNREADABLE = ".unreadable"
 _NAME = re.compile(r"epoch_(\d+)(?:_step_(\d+))?$")
-_SHARED_KEYS = {"loss", "position", "identity", "world_size", "tables"}
 _BLOCK = 1 << 22
 # A network file system may show the files of another node some seconds late.
 _NODE_SECONDS = 30.0
+_MAX_RANKS = 10**5
 T = TypeVar("T")
 # Errors of Python's and of torch's writers on a full disk.
 _WRITE_ERRORS = (OSError, RuntimeError)
@@ -98,6 +99,17 @@ class RunIdentity:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass
+class _Shared:
+    """The entries of ``shared.pt``."""
+
+    loss: dict[str, Any]
+    position: Position
+    identity: dict[str, Any]
+    world_size: int
+    tables: list[str]
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint on disk."""
@@ -111,10 +123,7 @@ class Checkpoint:
     def position(self) -> Position:
         if self.shared is None:
             return Position(epoch=self.model_file["epoch"])
-        try:
-            return Position(**self.shared["position"])
-        except TypeError as error:
-            raise UsageError(f"the position in {self.path} cannot be read: {error}") from error
+        return Position(**self.shared["position"])
 
 
 # --- random generators -----------------------------------------------------------------------------------------------
@@ -429,13 +438,15 @@ def read(path: Path, mmap: bool = False) -> Checkpoint:
         return Checkpoint(path, model_file, shared=None)
     folder = path.with_suffix(".state") / f"step_{step}"
     shared = _load(folder / "shared.pt", mmap)
-    if not shared.keys() >= _SHARED_KEYS:
-        raise UsageError(f"{folder / 'shared.pt'} lacks {', '.join(sorted(_SHARED_KEYS - shared.keys()))}")
-    ranks = tuple(folder / f"rank_{rank:04d}.pt" for rank in range(shared["world_size"]))
+    try:
+        read_as(_Shared, shared, str(folder / "shared.pt"))
+    except ValueError as error:
+        raise UsageError(f"{error}: not as a save writes it") from error
+    ranks = tuple(folder / f"rank_{rank:04d}.pt" for rank in range(min(shared["world_size"], _MAX_RANKS)))
     files = [*ranks, *(_table_file(rank, table) for rank in ranks for table in shared["tables"]), folder / CHECKSUMS]
     missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise UsageError(f"the state of {path} is incomplete, missing: {', '.join(missing)}")
+    if missing or not ranks:
+        raise UsageError(f"the state of {path} is incomplete, missing: {', '.join(missing[:5]) or 'all ranks'}")
     return Checkpoint(path, model_file, shared, ranks)
 
 
@@ -454,7 +465,7 @@ def verify(checkpoint: Checkpoint) -> None:
         # Hashing releases the interpreter's lock.
         with ThreadPoolExecutor() as pool:
             found = dict(zip(files, pool.map(checksum, files), strict=True))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"cannot verify {checkpoint.path}: {error}") from error
     damaged = [file.name for file in files if found[file] != files[file]]
     if damaged:
@@ -471,9 +482,7 @@ def _load(path: Path, mmap: bool = False) -> dict[str, Any]:
         if not isinstance(error, OSError) and not zipfile.is_zipfile(path):
             reason = "it is empty, cut off, or no file of torch.save"
         elif isinstance(error, pickle.UnpicklingError):
-            reason = (
-                "it is damaged, or holds more than tensors and plain types, and was not opened: expected a checkpoint"
-            )
+            reason = one_line(error)
         raise UsageError(f"cannot read {path}: {reason}") from error
     if not isinstance(content, dict):
         raise UsageError(f"{path} holds no training checkpoint, but a {type(content).__name__}")
@@ -546,7 +555,7 @@ def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
         loss.double()
     try:
         loss.load_replicated_state(checkpoint.shared["loss"])
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise UsageError(
             f"{checkpoint.path} has the state of a loss with other options ({' '.join(str(error).split())[:500]}): resume "
             "with the options of the saved run"

@@ -5,6 +5,7 @@ builds. Here ``argparse.Namespace`` ends: no part sees another part's flags.
 """
 
 import argparse
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from openclip_ext.training.model import LossConfig, ModelConfig
 from openclip_ext.training.optimizer import OptimizerConfig, ScheduleConfig
 from openclip_ext.training.parallel import ParallelConfig
 from openclip_ext.training.reporting import ReportingConfig
-from openclip_ext.training.run_folder import RunFolderConfig, default_name
+from openclip_ext.training.run_folder import RunFolderConfig, default_name, settings
 from openclip_ext.training.step import StepConfig
 from openclip_ext.training.trainer import RunLength, SavePolicy
 
@@ -91,6 +92,7 @@ def training_config(args: argparse.Namespace, loss: LossConfig, device: torch.de
     destinations = _destinations(args.report_to)
     derived = {"name": folder.name, **folder.openclip_paths("tensorboard" in destinations)}
     flags = {**vars(args), **derived, "aug_cfg": dict(args.aug_cfg)}
+    _refuse_other_flags(settings(flags, loss.options))
     return from_flags(
         TrainingConfig,
         flags,
@@ -125,6 +127,18 @@ def training_config(args: argparse.Namespace, loss: LossConfig, device: torch.de
         ),
         flags=flags,
     )
+
+
+def _refuse_other_flags(own: Mapping[str, Any]) -> None:
+    """Raise UsageError on all ranks if one was started with other flags; paths may be others on each node."""
+    first, *others = distributed.all_gather_object(
+        {name: value for name, value in own.items() if not (isinstance(value, str) and os.sep in value)}
+    )
+    for rank, flags in enumerate(others, start=1):
+        differing = [f"{name} {flags.get(name)} ({first[name]})" for name in first if flags.get(name) != first[name]]
+        if differing:
+            told = f"rank {rank} was started with other flags than rank 0 (in brackets): {', '.join(differing)}"
+            raise UsageError(f"{told}. Start all ranks with the same")
 
 
 def _shared_batch(args: argparse.Namespace) -> dict[str, int]:

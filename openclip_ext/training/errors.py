@@ -1,5 +1,6 @@
 """Errors of the training program that a user can mend."""
 
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,7 +14,9 @@ class UsageError(ValueError):
 
 
 def one_line(error: Exception) -> str:
-    """Return the first of what a model's ``load_state_dict`` finds wrong, without the names of all weights."""
+    """Return the first of what ``torch.load`` or ``load_state_dict`` finds wrong, without the names of all weights."""
+    if isinstance(error, pickle.UnpicklingError):
+        return "it is damaged, or holds more than tensors and plain types, and was not opened: expected a checkpoint"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2])[:200]
 

@@ -41,6 +41,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, LossConfig]:
     if asks_for_help(argv):
         print_help(argv)
         raise SystemExit(0)
+    for word in argv:
+        if not word.isprintable() and (found := word.encode(errors="backslashreplace").decode()) != word:
+            raise UsageError(f"{found!r} is not UTF-8, which logs and checkpoints need: rename the file or folder")
     try:
         return _parse(argv)
     except OptionError as error:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import pickle
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -160,7 +161,7 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
     _seed(seed)
     try:
         model, preprocess_train, preprocess_val = config.create(device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, pickle.UnpicklingError) as error:
         if not config.pretrained or not os.path.isfile(config.pretrained):
             raise
         raise UsageError(

@@ -3,10 +3,12 @@
 import json
 import logging
 import math
+import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,7 @@ class Reporter:
         self.epochs, self.warmup = config.epochs, config.warmup
         self._folder = folder if self.active else None
         self._failed: set[str] = set()
+        self._unwritten: defaultdict[str, bytes] = defaultdict(bytes)  # lines of each file
         self._reports_at_chance = 0
         self._bar: tqdm | None = None
         self._tensorboard: Any = None
@@ -209,13 +212,19 @@ class Reporter:
     def _write(self, file: str, record: dict[str, Any]) -> None:
         if self._folder is None:
             return
+        self._unwritten[file] += json.dumps(record).encode() + b"\n"
+        end = None
         try:
             with open(self._folder / file, "ab+") as lines:
                 end = lines.tell()
                 lines.seek(max(0, end - 1))
-                torn = lines.read(1) not in (b"", b"\n")  # where the disk was full
-                lines.write(b"\n" * torn + json.dumps(record).encode() + b"\n")
-        except OSError as error:
+                torn = lines.read(1) not in (b"", b"\n")  # by a kill
+                lines.write(b"\n" * torn + self._unwritten[file])
+            del self._unwritten[file]
+        except OSError as error:  # the next record takes along what a full disk has not taken
+            if end is not None:
+                with suppress(OSError):
+                    os.truncate(self._folder / file, end)
             self._warn_once(file, error)
 
     def _scalars(self, group: str, values: dict[str, Any], step: int, wandb_step: int | None = None) -> None:

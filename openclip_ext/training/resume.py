@@ -4,13 +4,14 @@ import contextlib
 import logging
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from openclip_ext import distributed, json_lines
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.schema import read_as
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import Checkpoint, Position, RunIdentity
@@ -95,7 +96,7 @@ def restore(
     ckpt.check_identity(checkpoint, identity, keeps_samples=loss.needs_index)
     content = checkpoint.model_file
     ckpt.load_model(model, content.get(TRAINED_KEY, content["state_dict"]), checkpoint.path)
-    _load_optimizer(model, optimizer, content["optimizer"], checkpoint.path)
+    _load_optimizer(model, optimizer, content.get("optimizer"), checkpoint.path)
     if scaler is not None and "scaler" in content:
         scaler.load_state_dict(content["scaler"])
     ckpt.restore_loss(checkpoint, loss)
@@ -109,13 +110,15 @@ def restore(
 _IMPLEMENTATION = ("fused", "foreach", "capturable")
 
 
-def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict, path: Path) -> None:
+def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Any, path: Path) -> None:
     """Load its state; the settings stay those of this run's command line, and the implementation that of its device."""
     own = optimizer.param_groups[0]
     implementation = {name: own[name] for name in _IMPLEMENTATION if name in own}
-    state = {**state, "param_groups": [{**group, **implementation} for group in state["param_groups"]]}
     asked = [{name: group[name] for name in HYPERPARAMETERS if name in group} for group in optimizer.param_groups]
     try:
+        state = read_as(dict[str, Any], saved, "it")
+        groups = read_as(list[dict[str, Any]], state.get("param_groups"), "param_groups")
+        state["param_groups"] = [group | implementation for group in groups]
         parallel.load_optimizer_state_dict(model, optimizer, state)
         for group, settings in zip(optimizer.param_groups, asked, strict=True):
             if not settings.keys() <= group.keys():

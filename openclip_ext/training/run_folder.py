@@ -10,7 +10,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -32,6 +32,7 @@ _NOT_COMPARED = {
 }  # fmt: skip
 # Says in the run's folder, beside ``checkpoints/``, that the run has saved one.
 SAVED = ".saved"
+_WRITTEN = ("config.json", "params.txt", "metrics.jsonl", "out.log")
 # Seconds to wait for another process to leave the run folder.
 LOCK_PATIENCE = 10
 
@@ -114,7 +115,7 @@ def opened(config: RunFolderConfig) -> Iterator[Path | None]:
             folder.mkdir(parents=True, exist_ok=True)
             compat.setup_logging(str(folder / config.log_file), level)
             for handler in logging.root.handlers:
-                handler.handleError = _write_failed  # type: ignore[method-assign]
+                handler.handleError = functools.partial(_write_failed, handler)  # type: ignore[method-assign]
         else:
             compat.setup_logging(None, logging.WARNING)
         yield folder
@@ -122,13 +123,16 @@ def opened(config: RunFolderConfig) -> Iterator[Path | None]:
 
 @functools.cache
 def _failure_told() -> None:
-    print("error: the log file cannot be written; is the disk full? Training goes on.", file=sys.stderr)
+    with suppress(OSError):  # the terminal may be gone, too
+        print("error: the log file cannot be written; is the disk full? Training goes on.", file=sys.stderr)
 
 
-def _write_failed(record: logging.LogRecord) -> None:
+def _write_failed(handler: logging.Handler, record: logging.LogRecord) -> None:
     """Say once that the log cannot be written, instead of a traceback for each line; other failures are mistakes."""
     if isinstance(sys.exc_info()[1], OSError):
         _failure_told()
+        if isinstance(handler, logging.FileHandler):
+            handler.stream = None  # what is left in it would fail again at the end
     else:
         traceback.print_exc()
 
@@ -145,6 +149,9 @@ def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
         # The lock goes with the process. A killed run's last workers may have it for some seconds more.
         lock = FileLock(folder / ".lock")
         lock.acquire(timeout=LOCK_PATIENCE)
+        for file in (folder / name for name in _WRITTEN):
+            if file.exists():
+                file.open("ab").close()  # raises for a folder, or another user's file
         owner.write_text(f"process {os.getpid()} on {platform.node()}")
     except Timeout as error:
         holder = owner.read_text() if owner.is_file() else "another process"

@@ -1,0 +1,150 @@
+"""Faults that hostile runs have found, each with what is said or done instead."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+from openclip_ext import create_loss, distributed
+from openclip_ext.data.manifest import FORMAT, Manifest
+from openclip_ext.diagnostics.finished_run import read_config
+from openclip_ext.integrations.model_loss import ModelLoss
+from openclip_ext.training import checkpoint as ckpt
+from openclip_ext.training.errors import UsageError
+from openclip_ext.training.reporting import Reporter, ReportingConfig
+from openclip_ext.training.run_folder import RunFolderConfig, opened
+from tests.data.loading import build, indices, preprocess
+from tests.data.shards import undecodable, write_shards
+from tests.distributed.pool import two_ranks
+from tests.training.programs import wait_until
+from tests.training.runs import command, run
+from tests.training.test_faults import is_alive
+from tests.training.tiny import tiny_model
+
+
+def train_with_a_fork_server(data: str, sender: Connection) -> None:
+    multiprocessing.set_forkserver_preload(["tests.data.loading"])
+    multiprocessing.set_start_method("forkserver", force=True)
+    loader = build(data, workers=2)
+    next(loader.iterate(0))
+    sender.send([worker.pid for worker in loader._loader._iterator._workers])
+    signal.pause()
+
+
+def test_workers_that_a_fork_server_made_end_with_the_training_process(tmp_path: Path):
+    """Their parent is the server, which waits for them; Python 3.14 makes all workers so."""
+    data, (receiver, sender) = write_shards(tmp_path, [40])[0], multiprocessing.Pipe()
+    trainer = multiprocessing.get_context("fork").Process(target=train_with_a_fork_server, args=(data, sender))
+    trainer.start()
+    workers = receiver.recv()
+    assert all(map(is_alive, workers))
+    trainer.kill()
+    wait_until(lambda: not any(map(is_alive, workers)), 60)
+
+
+def test_a_run_that_was_stopped_for_a_while_does_not_end_its_worker(tmp_path: Path):
+    def slow(image):
+        time.sleep(2.0 if next(counter) == 12 else 0.0)
+        return preprocess(image)
+
+    def train() -> None:
+        for number, _ in enumerate(build(data, workers=1, preprocess=slow, patience=4.0).iterate(0)):
+            sender.send(number)
+
+    counter = iter(range(1000))
+    data, (receiver, sender) = write_shards(tmp_path, [40])[0], multiprocessing.Pipe()
+    trainer = multiprocessing.get_context("fork").Process(target=train)
+    trainer.start()
+    while receiver.recv() < 2:
+        pass
+    os.kill(trainer.pid, signal.SIGSTOP)
+    time.sleep(6)
+    os.kill(trainer.pid, signal.SIGCONT)
+    trainer.join()
+    assert trainer.exitcode == 0
+
+
+def lose_the_end(data: str) -> list[list[int]]:
+    loader = build(data, rank=None, world_size=None, max_bad_fraction=0.5)
+    return distributed.all_gather_object(indices(list(loader.iterate(0))))
+
+
+def test_ranks_repeat_nothing_where_one_loses_the_end_of_an_epoch(tmp_path: Path):
+    """The other rank hears of it before the step, not at one of ten times in the epoch."""
+    (good,) = write_shards(tmp_path / "good", [160])
+    lost = set(two_ranks().run(lose_the_end, good)[0][1][36:])
+    (bad,) = write_shards(tmp_path / "bad", [160], {number: undecodable(number) for number in lost})
+    first, second = two_ranks().run(lose_the_end, bad)[0]
+    together = first + second
+    assert len(first) == len(second) and len(together) == len(set(together)) >= 2 * 36
+    assert lost.isdisjoint(together)
+
+
+def train_with_other_flags(argv: list[str]) -> str:
+    with pytest.raises(UsageError) as refused:
+        run([*argv, "--batch-size", "4" if os.environ["RANK"] == "1" else "8"])
+    return str(refused.value)
+
+
+def test_ranks_with_other_flags_are_named(tmp_path: Path):
+    argv = command(write_shards(tmp_path, [40])[0], tmp_path, "run", "openclip", "--rank-patience", "60")
+    said = two_ranks().run(train_with_other_flags, argv, group=False)
+    assert (
+        said[0] == said[1] and "rank 1 was started with other flags than rank 0 (in brackets): batch_size 4" in said[0]
+    )
+
+
+def load_manifest(folder: Path, shard: dict | None = None, **change: object) -> None:
+    shards = [{"name": "0.tar", "num_samples": 20} | (shard or {})]
+    content = {"format": FORMAT, "version": 2, "image_key": "jpg", "caption_key": "txt", "num_samples": 20}
+    (folder / "manifest.json").write_text(json.dumps(content | {"shards": shards} | change))
+    Manifest.load(folder / "manifest.json")
+
+
+def read_checkpoint(folder: Path, **change: object) -> None:
+    (folder / "epoch_1.state" / "step_3").mkdir(parents=True)
+    torch.save({"state_dict": {}, "epoch": 1, "step": 3}, folder / "epoch_1.pt")
+    shared = {"loss": {}, "position": {"epoch": 1}, "identity": {}, "world_size": 1, "tables": []}
+    torch.save(shared | change, folder / "epoch_1.state" / "step_3" / "shared.pt")
+    ckpt.read(folder / "epoch_1.pt")
+
+
+def model_loss(outputs: object = None, saved: object = None) -> None:
+    loss = ModelLoss(create_loss("queueclip", embed_dim=16, num_samples=40), tiny_model())
+    loss(outputs) if outputs else loss.load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda f: load_manifest(f, {"problems": {"gaps": [[1]]}}), r"problems\.gaps\[0\] has 1 items, expected 2"),
+        (lambda f: load_manifest(f, left_out="3,-1"), "it leaves out '-1': expected ascending indices from 0 to 19"),
+        (lambda f: read_checkpoint(f, world_size="2"), r"shared\.pt\.world_size is '2', expected int: not as a save"),
+        (lambda f: read_checkpoint(f, world_size=10**9), "is incomplete, missing: rank_0000.pt"),
+        (lambda f: (f / "config.json").write_text("[" * 99_999) and read_config(f), "training writes it: maximum"),
+        (lambda f: (f / "config.json").write_text('{"flags": 3}') and read_config(f), "flags is '3', expected dict"),
+        (lambda f: (f / "out.log").mkdir() or opened(RunFolderConfig(f.parent, f.name, True)).__enter__(), "--logs"),
+        (lambda f: run(command(os.fsdecode(b"/\xff"), f, "run", "openclip")), "udcff' is not UTF-8, .*: rename"),
+        (lambda f: model_loss((torch.ones(2, 2),)), "returned a tuple, expected a dictionary: output_dict=True"),
+        (lambda f: model_loss(saved={"loss": {}, "tables": {}}), "the saved loss has other options .*: resume with"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, act: Callable[[Path], object], said: str):
+    with pytest.raises(ValueError, match=said):
+        act(tmp_path)
+
+
+def test_lines_that_could_not_be_written_come_with_the_next(tmp_path: Path):
+    reporter = Reporter(tmp_path, ReportingConfig(), 10, 5)
+    reporter.evaluation({"a": 1.0}, {"step": 4, "epoch": 1})
+    (tmp_path / "checkpoints").mkdir()
+    reporter.evaluation({"a": 2.0}, {"step": 9, "epoch": 2})
+    lines = (tmp_path / "checkpoints" / "results.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == [1, 2]
