@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import soak
+from tests.soak import SoakCase
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m leave something out
@@ -31,11 +31,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    soak.add_options(parser)
+    parser.addoption("--soak", type=int, metavar="CASES", help="cases of each soak test (default: a few)")
+    parser.addoption("--soak-seed", type=int, default=0, metavar="SEED", help="of the cases of soak tests")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    soak.parametrize(metafunc)
+    if "soak_case" in metafunc.fixturenames:
+        (few,) = metafunc.definition.get_closest_marker("soak").args
+        wanted, seed = metafunc.config.getoption("soak"), metafunc.config.getoption("soak_seed")
+        cases = [SoakCase(seed, number) for number in range(few if wanted is None else wanted)]
+        metafunc.parametrize("soak_case", cases, ids=str)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """The package as a whole: imports stay cheap, and the rules of the architecture hold."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,15 +37,10 @@ def test_importing_the_package_loads_nothing_heavy():
     assert not loaded_by("import openclip_ext") & {"torch", "open_clip", "webdataset", "pandas", "matplotlib", "numpy"}
 
 
-def test_help_loads_nothing_heavy():
-    program = "import sys; from openclip_ext.training.main import cli; sys.argv[1:] = ['--help']; cli()"
-    assert not loaded_by(program) & {"torch", "open_clip", "webdataset", "pandas", "numpy"}
-
-
 def test_a_loss_needs_neither_data_nor_plotting():
     loaded = loaded_by("import openclip_ext; openclip_ext.create_loss('neuclip', embed_dim=8, prototypes=4)")
     assert "torch" in loaded
-    assert not loaded & {"webdataset", "pandas", "matplotlib"}
+    assert not loaded & {"webdataset", "pandas", "matplotlib", "open_clip_train"}
 
 
 def test_the_public_names_are_there():
@@ -56,34 +52,24 @@ def test_the_public_names_are_there():
         _ = openclip_ext.no_such_name
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_compat_touches_the_inside_of_openclip(path):
+def test_only_compat_touches_the_inside_of_openclip():
     """OpenCLIP's top level and its loss classes are its interface; the training script and the factory are not."""
     inside = ("open_clip_train", "open_clip.factory", "open_clip.utils", "open_clip.model", "open_clip.transform")
-    assert path.name == "compat.py" or not {name for name in imported_modules(path) if name.startswith(inside)}
+    touching = [path.name for path in SOURCES if any(name.startswith(inside) for name in imported_modules(path))]
+    assert touching == ["compat.py"]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in SOURCES if path.parent.name in ("losses", "contrastive", "state")],
-    ids=lambda p: p.stem,
-)
-def test_losses_know_no_command_line(path):
-    assert "argparse" not in imported_modules(path)
+def test_losses_know_no_command_line():
+    of_losses = [path for path in SOURCES if path.parent.name in ("losses", "contrastive", "state")]
+    assert [path for path in of_losses if "argparse" in imported_modules(path)] == []
 
 
 def test_the_lowest_versions_that_are_tested_are_those_in_the_docs():
-    pins = dict(
-        line.split("==")
-        for line in (ROOT / ".github" / "lowest-versions.txt").read_text().splitlines()
-        if not line.startswith("#")
-    )
-    documented = {}
-    for line in (ROOT / "docs" / "install.md").read_text(encoding="utf-8").partition("## Versions")[2].splitlines():
-        if line.startswith("| ") and "lowest" not in line:
-            names, versions = line.strip("|").split("|")[:2]
-            documented |= dict(zip(names.split(","), versions.split(","), strict=True))
-    assert pins == {name.strip(): version.strip() for name, version in documented.items()}
+    pins = re.findall(r"^(\w+)==(.+)$", (ROOT / ".github" / "lowest-versions.txt").read_text(), flags=re.MULTILINE)
+    versions = (ROOT / "docs" / "install.md").read_text(encoding="utf-8").partition("## Versions")[2]
+    rows = re.findall(r"^\| (\w+(?:, \w+)*) \| ([^|]+) \|", versions, flags=re.MULTILINE)
+    documented = [pair for row in rows for pair in zip(*(cell.split(", ") for cell in row), strict=True)]
+    assert pins == documented
 
 
 def test_the_version_to_cite_is_the_packages():
