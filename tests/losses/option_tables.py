@@ -141,10 +141,6 @@ def _help_of(name: str, module: str) -> str:
     return shown.getvalue()
 
 
-def _json(content: Any) -> str:
-    return json.dumps(content, ensure_ascii=False)
-
-
 STUB = Path(openclip_ext.__file__).with_name("__init__.pyi")
 
 
@@ -152,7 +148,7 @@ def stub() -> str:
     """The content of ``openclip_ext/__init__.pyi``: an editor completes the losses and their options."""
     homes = sorted(openclip_ext._HOMES.items(), key=lambda home: (home[1], home[0]))
     imports = [f"from {module} import {name} as {name}" for name, module in homes if name != "create_loss"]
-    names = [f"        {_json(name)}," for name in list_losses()]
+    names = [f'        "{name}",' for name in list_losses()]
     options = [f"    {option.name}: {_annotation(option)} = ...," for option in (*OPTIONS.values(), HARD_SHARE)]
     lines = [
         "# Written by python -m tests.losses.option_tables.",
@@ -178,8 +174,8 @@ def stub() -> str:
 
 
 def _annotation(option: Option) -> str:
-    choices = None if option.choices is None else f"Literal[{', '.join(_json(choice) for choice in option.choices)}]"
-    return (choices or option.type.__name__) + (" | None" if option.nullable else "")
+    choices = ", ".join(f'"{choice}"' for choice in option.choices or ())
+    return (f"Literal[{choices}]" if choices else option.type.__name__) + (" | None" if option.nullable else "")
 
 
 def main() -> None:

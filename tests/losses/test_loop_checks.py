@@ -37,9 +37,6 @@ def _start(name: str) -> tuple[TwoTowers, ContrastiveLoss, torch.optim.Optimizer
     return model, loss, torch.optim.SGD(parameters, lr=1e-5)
 
 
-# --- a correct loop --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", list_losses())
 def test_a_correct_loop_hears_nothing(name: str) -> None:
     model, loss, optimizer = _start(name)
@@ -77,9 +74,6 @@ def test_losses_without_state_may_be_called_twice_in_a_step(name: str) -> None:
     model, loss, _ = _start(name)
     for images, texts, index in _batches(4):
         loss(**model(images, texts), index=index).backward()
-
-
-# --- warnings --------------------------------------------------------------------------------------------------------
 
 
 def _call(loss: ContrastiveLoss, scale: float = 14.0, **changed: Any) -> Tensor:
@@ -136,9 +130,6 @@ def test_what_is_no_mistake() -> None:
         _call(create_any("neuclip"), image_features=images.to(dtype), text_features=texts.to(dtype))
 
 
-# --- the epoch -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["fastclip", "sogclr-views-cosine"])
 def test_an_epoch_that_does_not_end(name: str) -> None:
     loss = create_any(name).requires_grad_(False)
@@ -162,9 +153,6 @@ def test_a_constant_schedule_and_a_restored_epoch_need_no_announcement() -> None
     resumed = create_any("fastclip")
     resumed.load_state_dict(saved.state_dict())
     resumed(images, texts, torch.tensor(14.0), index=index)
-
-
-# --- values ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["openclip", "neuclip", "cliplite", "simclr"])
@@ -192,9 +180,6 @@ def test_values_are_read_in_the_first_calls_only(monkeypatch: pytest.MonkeyPatch
     for name in ("item", "tolist"):
         monkeypatch.setattr(Tensor, name, None)  # a call would fail
     loss(*features, torch.tensor(2.66))
-
-
-# --- calls -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", STATEFUL)
@@ -228,9 +213,6 @@ def test_a_validation_that_forgot_eval(name: str) -> None:
     loss.eval()
     with torch.no_grad():
         loss(**model(images, texts), index=index)
-
-
-# --- processes -------------------------------------------------------------------------------------------------------
 
 
 def test_processes_that_do_not_know_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Small temperatures, half precision, autocast, and the precision of the state."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from openclip_ext.contrastive.checks import CHECKED_CALLS
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.losses.tempnet import PredictedTemperature
 from tests.devices import on_each_device, refusing_to_wait
-from tests.losses.cases import CASES, SAMPLES, WIDTH, Step, create_any, make_steps, run_step
+from tests.losses.cases import CASES, SAMPLES, WIDTH, create_any, make_steps, run_step
 from tests.references.contrastive import equal_captions
 
 # With an untrained network at τ = 0.01 AmorLIP's true weights are beyond float32; they saturate (see the test below). And
@@ -22,20 +20,16 @@ _AMPLIFYING = {name for name in CASES if name.startswith("neuclip")} - {
 _TAME = [name for name in CASES if not name.startswith("amorlip") and name not in _AMPLIFYING]
 
 
-def _rounded(step: Step, dtype: torch.dtype) -> Step:
-    """The same step as a half-precision model would give it, at the smallest temperature."""
-    images, texts = (features.to(dtype).double() for features in (step.images, step.texts))
-    return replace(step, images=images, texts=texts, logit_scale=100.0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", _TAME)
 def test_smallest_temperature_in_half_precision(name: str, dtype: torch.dtype) -> None:
     loss = CASES[name].create()
     reference = CASES[name].reference(loss.double())
     loss.float()
-    steps = make_steps(1 if name == "neuclip-simultaneous" else 4)
-    for step in (_rounded(step, dtype) for step in steps):
+    for step in make_steps(1 if name == "neuclip-simultaneous" else 4):
+        # As a half-precision model would give it.
+        step.images, step.texts = (features.to(dtype).double() for features in (step.images, step.texts))
+        step.logit_scale = 100.0
         with equal_captions(CASES[name].options.get("equal_captions", "negative"), step.labels):
             expected = reference.step(step.images, step.texts, step.logit_scale, step.index, step.epoch)
         value, (images, texts, logit_scale) = run_step(loss, step, dtype)

@@ -109,6 +109,16 @@ def test_wrong_options_are_named(name: str, options: dict[str, Any], message: st
         check_options(name, **options)
 
 
+def test_a_command_line_is_told_the_flags() -> None:
+    for option, value, message in (
+        ("gamma", "much", "--gamma much: expected a number >= 0, at most 1"),
+        ("eps", None, "--loss-option eps=None: expected a number >= 0"),
+    ):
+        with pytest.raises(OptionError) as error:
+            check_options("fastclip", **{option: value})
+        assert error.value.with_flags() == message
+
+
 @pytest.mark.parametrize(
     ("name", "options", "needed"),
     [
