@@ -82,10 +82,10 @@ class WatchedBatches:
         self._patience = patience
         self._received = self._largest = 0
         self._stuck: str | None = None
-        self._workers: list[Any] = []
+        # Those of the pass before, which may have been killed since. torch has no public name for them.
+        self._workers: list[Any] = getattr(getattr(loader, "_iterator", None), "_workers", [])
         with self._explained():
             self._batches = start_workers(loader)
-        # torch has no public name for them.
         self._workers = getattr(self._batches, "_workers", [])
 
     def __iter__(self) -> Iterator[Any]:
