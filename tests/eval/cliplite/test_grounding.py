@@ -1,25 +1,17 @@
-"""Grad-CAM: against finite differences for every kind of tower, on a planted object, and as a command."""
+"""Grad-CAM: against finite differences for every kind of tower, and as a command."""
 
 import copy
 import json
 from pathlib import Path
 
-import numpy as np
 import open_clip
 import pytest
 import torch
 import torch.nn.functional as F
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 from torch import Tensor, nn
 
-from eval.cliplite.grounding import (
-    SpatialLayer,
-    find_spatial_layer,
-    grad_cam,
-    grounding_picture,
-    main,
-)
+from eval.cliplite.grounding import SpatialLayer, find_spatial_layer, grad_cam, main
 from eval.features import Encoder
 from eval.models import ModelError
 
@@ -123,78 +115,9 @@ def test_equals_finite_differences(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(maps[0].double(), expected / expected.max(), rtol=0, atol=1e-2)
 
 
-class ColorTower(nn.Module):
-    """Its features are the image's three colors, 8 by 8; its embedding is their mean. No training needed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer4 = nn.AvgPool2d(4)
-        self.proj = nn.Conv2d(3, 3, 1, bias=False)
-
-    def forward(self, image: Tensor) -> Tensor:
-        return self.layer4(image).mean(dim=(2, 3))
-
-
-def color_encoder(visual: nn.Module) -> Encoder:
-    """A model that knows three words: token 0, 1, 2 are red, green, blue."""
-    model = nn.Module()
-    model.visual = model.encode_image = visual
-    model.encode_text = lambda tokens: F.one_hot(tokens[:, 0], 3).float()
-    words = ["red", "green", "blue"]
-    return Encoder(
-        model, None, lambda texts: torch.tensor([[words.index(text)] for text in texts]), torch.device("cpu")
-    )
-
-
-def test_finds_the_planted_object() -> None:
-    image = torch.zeros(3, 32, 32)
-    image[0, 4:12, 4:12] = 1.0  # red, upper left
-    image[1, 20:28, 20:28] = 1.0  # green, lower right
-    maps = grad_cam(color_encoder(ColorTower()), image, ["red", "green", "blue"])
-    for heat, (row, column) in zip(maps, [(8, 8), (24, 24)], strict=False):
-        assert float(heat[row, column]) > 0.9
-        assert float(heat[31 - row, 31 - column]) == 0.0
-    # Neither square speaks for blue: less than nothing is cut off, and the map stays empty.
-    assert float(maps[2].max()) == 0.0
-
-
 def test_towers_without_places_are_refused() -> None:
     with pytest.raises(ModelError, match="convolutional network, or a vision transformer"):
         find_spatial_layer(nn.Linear(3, 3))
-    tower = ColorTower()
-    image = torch.rand(3, 32, 32)
-    with pytest.raises(ModelError, match="runs 0 times"):
-        grad_cam(color_encoder(tower), image, ["red"], SpatialLayer("proj"))
-    tower.layer4 = nn.AdaptiveAvgPool2d(1)
-    with pytest.raises(ModelError, match="not a map of several positions"):
-        grad_cam(color_encoder(tower), image, ["red"])
-
-
-def test_pictures_are_hot_where_the_map_is() -> None:
-    """Hot places are tinted red, cold ones blue and less, so that the image shows through."""
-    gray = np.full((32, 32, 3), 128, dtype=np.uint8)
-    heat = np.zeros((32, 32))
-    heat[:, 16:] = 1.0
-    figure = grounding_picture(
-        gray, np.stack([heat, 1 - heat]), ["right", "a phrase that is " + "far " * 9 + "too long"]
-    )
-    titles = [panel.get_title() for panel in figure.axes]
-    assert titles[:2] == ["image", "right"] and titles[2].endswith("…") and len(titles[2]) <= 40
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    pixels = np.asarray(canvas.buffer_rgba()).astype(int)
-
-    def color_at(panel: int, column: int) -> np.ndarray:
-        x, y = figure.axes[panel].transData.transform((column, 16))
-        return pixels[pixels.shape[0] - 1 - round(y), round(x), :3]
-
-    assert color_at(0, 8).tolist() == color_at(0, 24).tolist() == [128, 128, 128]
-    for panel, (hot, cold) in ((1, (24, 8)), (2, (8, 24))):
-        red, green, blue = color_at(panel, hot)
-        assert red > 110 and green < 70 and blue < 70, "turbo's dark red, 60 % of it"
-        change = np.abs(color_at(panel, cold) - 128)
-        assert 10 < change.max() < 60, "a fifth of turbo's dark blue"
 
 
 def test_command(tmp_path: Path) -> None:
@@ -214,17 +137,11 @@ def test_command(tmp_path: Path) -> None:
     assert written == ["000_a_photo.png", "001_b.png"]
     with Image.open(tmp_path / "out" / written[0]) as picture:
         assert picture.size == (3 * 3 * 150, 480)
-    run("--images", images[0], "--phrases", "red", "--layer", "layer3")
     small = build_encoder(tmp_path, "cam-small", {**RESNET, "image_size": 32})
     torch.save({"state_dict": small.model.state_dict()}, tmp_path / "small.pt")
     smaller = ["--model", "cam-small", "--checkpoint", str(tmp_path / "small.pt")]
     run("--images", images[0], "--phrases", "red", *smaller, "--layer", "layer2")
-    for image, arguments, message in (
-        ("a photo.jpg", ["--layer", "layer9"], "layer4"),
-        ("broken.jpg", [], "broken.jpg is not a readable image"),
-        ("none.jpg", [], "none.jpg"),
-        ("a photo.jpg", smaller, "Choose an earlier --layer"),
-        ("a photo.jpg", ["--checkpoint", "nope"], "nope"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run("--images", str(tmp_path / image), "--phrases", "red", *arguments)
+    with pytest.raises(ValueError, match="Choose an earlier --layer"):
+        run("--images", images[0], "--phrases", "red", *smaller)
+    with pytest.raises(ValueError, match=r"broken\.jpg is not a readable image"):
+        run("--images", str(tmp_path / "broken.jpg"), "--phrases", "red")

@@ -62,14 +62,6 @@ def test_backbone_features_are_those_in_front_of_the_projection(tmp_path: Path) 
     torch.testing.assert_close(features @ vit.visual.proj, vit.encode_image(small))
     torch.testing.assert_close(feature_function(vit, "embedding")(small), vit.encode_image(small))
 
-    timm = {"timm_model_name": "convnext_atto", "timm_proj": "linear", "image_size": 64}
-    convnext = build(tmp_path, "probe-timm", **timm)
-    features = feature_function(convnext, "backbone")(images)
-    torch.testing.assert_close(convnext.visual.head(features), convnext.encode_image(images))
-    attention = {"timm_model_name": "resnet18", "timm_pool": "abs_attn", "timm_proj": "", "image_size": 224}
-    pooled = build(tmp_path, "probe-attention", **attention)
-    assert feature_function(pooled, "backbone")(torch.randn(1, 3, 224, 224)).shape == (1, 512)
-
     vit.visual = torch.nn.Identity()
     with pytest.raises(ModelError, match="--features embedding works"):
         feature_function(vit, "backbone")
@@ -107,9 +99,6 @@ def test_voc_protocol_against_scikit_learn() -> None:
     assert result["map"] == pytest.approx(np.mean(precisions), abs=1e-12)
     assert 0.4 < result["map"] < 1
     assert len(set(result["costs"].values())) > 1  # the choice matters here
-    # The length of a feature says nothing.
-    scaled = Split(train.features * np.linspace(0.1, 9, len(train.features))[:, None], train.labels, CLASSES)
-    assert probe_voc07(scaled, test)["map"] == pytest.approx(result["map"], abs=1e-6)
 
 
 def test_difficult_images_are_negatives_in_training_and_left_out_of_the_test() -> None:
@@ -134,9 +123,6 @@ def test_top1_probe_learns_digits() -> None:
     # scikit-learn's own logistic regression on standardised pixels reaches 0.92; chance is 0.1.
     assert result["costs"] == {"all": 1e-2} and result["acc1"] > 0.88
     assert probe_top1(train, test, costs=(1e-5,))["acc1"] < result["acc1"]
-    few = probe_top1(train, test, costs=(1e-2,), samples_per_class=5)
-    assert 0.5 < few["acc1"] < result["acc1"]
-    assert few == probe_top1(train, test, costs=(1e-2,), samples_per_class=5)
 
 
 def write_devkit(folder: Path, per_split: int = 40) -> Path:
@@ -157,7 +143,7 @@ def write_devkit(folder: Path, per_split: int = 40) -> Path:
     return devkit
 
 
-def test_voc_command(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_voc_command(tmp_path: Path, checkpoint: Path) -> None:
     devkit = write_devkit(tmp_path)
     output = tmp_path / "voc.json"
     run(checkpoint, "voc07", "--devkit", str(devkit.parent), "--output", str(output))
@@ -166,18 +152,10 @@ def test_voc_command(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFix
     assert set(report["per_class"]) == set(report["costs"]) == {"even", "small"}
     assert report["map"] == pytest.approx(np.mean(list(report["per_class"].values())))
     assert set(report["costs"].values()) <= set(SVM_COSTS) and report["skipped_images"] == 0
-    run(checkpoint, "voc07", "--devkit", str(devkit), "--features", "embedding", "--costs", "1")
-    assert '"dimensions": 16' in capsys.readouterr().out
     (devkit / "JPEGImages" / "000003.jpg").write_bytes(b"\xff\xd8")
     run(checkpoint, "voc07", "--devkit", str(devkit), "--output", str(output))
     report = json.loads(output.read_text())
     assert (report["train_images"], report["skipped_images"]) == (39, 1)
-    (devkit / "JPEGImages" / "000003.jpg").unlink()
-    with pytest.raises(ValueError, match=r"lacks 1 images of trainval, among them 000003\.jpg"):
-        run(checkpoint, "voc07", "--devkit", str(devkit))
-    (devkit / "ImageSets" / "Main" / "even_trainval.txt").write_text("000000 1\n")
-    with pytest.raises(ValueError, match="do not list the same images"):
-        run(checkpoint, "voc07", "--devkit", str(devkit))
 
 
 def test_top1_command(tmp_path: Path, checkpoint: Path) -> None:
@@ -199,12 +177,3 @@ def test_top1_command(tmp_path: Path, checkpoint: Path) -> None:
     report = json.loads(output.read_text())
     assert (report["train_images"], report["test_images"], report["costs"]) == (300, 60, {"all": 0.01})
     assert report["acc1"] > 0.3  # random features of digits are no good ones; chance is 0.1
-
-    (datacomp / "test" / "nshards.txt").write_text("3\n")
-    for folder, message in (
-        (datacomp, r"2\.tar"),
-        (tmp_path / "none", "No such file"),
-        (tmp_path / "train" / "0", "find any class folder"),
-    ):
-        with pytest.raises((ValueError, OSError), match=message):
-            run(checkpoint, "top1", *arguments, str(folder))
