@@ -1,5 +1,6 @@
 """A run of the training program. This file assembles the parts, in the order of the data flow; the parts do the work."""
 
+import contextlib
 import logging
 import sys
 from dataclasses import replace
@@ -138,7 +139,8 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
     if folder is not None and distributed.is_master() and steps_left > 0:
         last = folder / "checkpoints" / f"epoch_{config.length.epochs}.pt"
         lines = "\n".join(f"  {line}" for line in loading_lines(config.model, folder, last))
-        print(f"To load the model in stock OpenCLIP:\n{lines}")  # the log's last words are of the run
+        with contextlib.suppress(OSError):  # the run is saved, even if nobody reads this any more
+            print(f"To load the model in stock OpenCLIP:\n{lines}", flush=True)  # the log's last words are of the run
 
 
 def _check_combination(config: TrainingConfig, loss: ContrastiveLoss) -> None:
