@@ -1,6 +1,6 @@
-"""What a loss notices of the calls that it gets: wrong inputs, mistakes of the training loop, and non-finite samples.
+"""Check the calls of a loss: wrong inputs, mistakes of the training loop, and non-finite samples.
 
-Wrong inputs raise a ValueError. Mistakes of the loop change the numbers without an error: each is warned of once. Samples
+Wrong inputs raise a ValueError. Mistakes of the loop change the numbers without an error, so each gives one warning. Samples
 that are not finite are left out and listed. Only the first two calls read values, because that waits for the device.
 """
 
@@ -98,7 +98,7 @@ _WARNINGS = {
     "long epoch": "epoch {epoch} has seen {samples} samples, and the data set has num_samples={num_samples}. "
     + _EPOCHS,
     "no gradient": f"the loss was called in training mode under torch.no_grad(). {_STATE}"
-    "To look at its value, call it after loss.eval(), and go on after loss.train()",
+    "To look at its value, call it after loss.eval(), and continue after loss.train()",
     "no backward": f"the loss was called again in training mode before the backward pass of the previous call. {_STATE}"
     "To look at its value, call it after loss.eval()",
     "no step": f"the loss was called twice in training mode without an optimizer step between the calls. {_STATE}"

@@ -205,7 +205,7 @@ class ContrastiveLoss(nn.Module):
             if bool(table.foreign):
                 table.foreign.zero_()
                 raise ValueError(
-                    f"{name}: a step came with another index than prefetch() was given, and its samples counted as new: "
+                    f"{name}: a step had another index than prefetch(), so its samples counted as new: "
                     "give prefetch() the index of the next call in training mode, or do not call it"
                 )
         return self.nonfinite.pop()

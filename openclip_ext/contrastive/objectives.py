@@ -1,4 +1,4 @@
-"""What is minimized once the log-normalizers ``α`` are given, and what these estimate.
+"""Objectives: what a loss minimizes for given log-normalizers ``α``, and which quantity ``α`` estimates.
 
 Every objective is ``L = ½ Σ_k mean_i value_k,i + regularizer(ρ)`` with ``α`` constant, over weights
 ``w_ij = exp((s_ij − s_ii)/τ_i − α_i)/divisor``. Objectives differ in a factor, in the positive pair and in the gradient of

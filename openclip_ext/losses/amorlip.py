@@ -157,8 +157,8 @@ class MlpNormalizer(Normalizer):
         if self.reinitialize and not self._warned and 0 < self.epoch_step < _STEPS_AN_EPOCH_NEEDS:
             self._warned = True
             warnings.warn(
-                f"the last epoch had {self.epoch_step} steps and the normalizer network starts anew at each epoch: below "
-                f"about {_STEPS_AN_EPOCH_NEEDS} steps an epoch it does not become accurate; consider reinitialize=False "
+                f"the last epoch had {self.epoch_step} steps, and the normalizer network restarts in each epoch. It needs "
+                f"about {_STEPS_AN_EPOCH_NEEDS} steps to become accurate; consider reinitialize=False "
                 "(--no-reinitialize)",
                 stacklevel=4,
             )

@@ -1,7 +1,7 @@
-"""queueclip: NeuCLIP's prediction from a queue of recent embeddings, untrained. In none of the papers.
+"""queueclip: NeuCLIP's prediction from a queue of recent embeddings, without training. No paper has it.
 
-The ``m`` most recent samples' embeddings, this batch's included, take the place of NeuCLIP's prototypes, and the batch has a
-share λ (a defensive mixture)::
+The embeddings of the ``m`` most recent samples, the batch included, replace NeuCLIP's prototypes, and the batch has a share λ
+(a defensive mixture)::
 
     α_queue,i = log( ε + (1/m) Σ_j exp((s_ij − s_ii)/τ) ),   j over the queue
     exp(α_i)  = (1−λ)·exp(α_queue,i) + λ·(ε + g_i)
