@@ -17,10 +17,10 @@ from PIL import Image
 
 from openclip_ext.data.manifest import Manifest
 from openclip_ext.experiments.cache import KnownTexts, Tokens
-from openclip_ext.experiments.compare import comparison, plan, space
-from openclip_ext.experiments.compare.comparison import Comparison, main, measured_costs, winners
+from openclip_ext.experiments.compare import comparison, plan
+from openclip_ext.experiments.compare.comparison import Comparison, main, winners
 from openclip_ext.experiments.compare.config import parse
-from openclip_ext.experiments.compare.data import divide, prepare
+from openclip_ext.experiments.compare.data import prepare
 from openclip_ext.experiments.compare.pilot import RETRIEVAL, ComparePilot, pack_floats, recall
 from openclip_ext.experiments.compare.plan import SEEDS, Costs, Stage, equal_epochs, plan_next, plan_tuning
 from openclip_ext.experiments.compare.report import About, chance, conclude
@@ -33,7 +33,7 @@ from openclip_ext.experiments.workers import Workers
 from openclip_ext.losses import registry
 from openclip_ext.retrieval import ranks_of_best_match
 from openclip_ext.training import flags
-from tests.data.shards import write_tar
+from tests.data.shards import image_bytes, write_csv, write_tar
 
 COSTS = Costs(per_sample={BASELINE: 1e-3, "neuclip": 2e-3}, per_run=3.0)
 CPU = torch.device("cpu")
@@ -74,16 +74,6 @@ def test_the_stages_fit_the_time_and_use_it(minutes, processes):
     assert 0.95 * seconds < spent <= seconds
 
 
-def test_more_time_tries_more_in_longer_runs():
-    found = [plan_tuning(COSTS, seconds, 2, 64, 10**9, 18) for seconds in (100, 1100, 10_000)]
-    assert [tried for tried, _ in found] == [2, 3, 4]
-    assert found[0][1].seeds == SEEDS  # with two candidates of two losses there is nothing to choose for a second stage
-    tried, whole = plan_tuning(COSTS, 10**6, 2, 16, most_samples=3200, most_tried=18)
-    assert (tried, whole.samples) == (9, 3200)  # no longer than --epochs: all candidates
-    with pytest.raises(ValueError, match=r"too short: 0\.1 minutes, .* more --minutes, fewer --losses"):
-        plan_tuning(COSTS, 6, 2, 16, 10**9, 18)
-
-
 def test_a_stage_is_followed_by_longer_runs_then_by_more_seeds():
     tuned, whole = Stage(320, SEEDS[:1]), Stage(640, SEEDS)
     assert plan_next(tuned, COSTS, 10.0, 2, 16, most_samples=10**9) == Stage(320, SEEDS)  # too little for longer ones
@@ -93,6 +83,8 @@ def test_a_stage_is_followed_by_longer_runs_then_by_more_seeds():
     assert plan_next(whole, COSTS, seconds, 2, 16, most_samples=640) == Stage(640, (0, 1, 2, 3))
     # More minutes for a finished comparison: longer runs.
     assert plan_next(whole, COSTS, 1e4, 2, 16, most_samples=10**6).samples > 640
+    with pytest.raises(ValueError, match=r"too short: 0\.1 minutes, .* more --minutes, fewer --losses"):
+        plan_tuning(COSTS, 6, 2, 16, 10**9, 18)
 
 
 def test_the_best_losses_and_settings_go_on():
@@ -100,10 +92,7 @@ def test_the_best_losses_and_settings_go_on():
     families = {loss: [Run("", "", "", 8, 1, lr, 0, loss, {"loss": loss}) for lr in of] for loss, of in lrs.items()}
     contest = Contest(families, SEEDS[:1])
     scores = {"openclip": 0.1, "a": 0.3, "b": 0.2, "c": 0.4}
-    rows = {
-        run.id: {"family": run.family, "val": {"mean": scores[run.family]}, "seconds": 8.0, "all_seconds": 10.0}
-        for run in contest.decided({})
-    }
+    rows = {run.id: {"family": run.family, "val": {"mean": scores[run.family]}} for run in contest.decided({})}
     rows[families["a"][1].id]["val"]["mean"] -= 1  # it was stopped
     going_on = winners(contest, rows)
     assert {loss: [run.lr for run in runs] for loss, runs in going_on.items()} == {
@@ -111,9 +100,6 @@ def test_the_best_losses_and_settings_go_on():
         "c": [1],
         "a": [1],
     }
-    for run in (*families["openclip"], families["a"][0], families["c"][0]):
-        rows[run.id]["curve"] = [[80, 0, 0]]
-    assert measured_costs(contest, going_on, rows) == Costs({"openclip": 0.1, "c": 0.1, "a": 0.1}, 2.0)
 
 
 def test_a_run_is_cut_into_equal_epochs():
@@ -149,34 +135,25 @@ BASE = result(BASELINE, 0.0)
             ["queueclip, +4.1 (3.2 to 5.0) R@1 over openclip", "no difference between queueclip and neuclip"],
             "queueclip",
         ),
-        (
-            [result("neuclip", 0.002, 0.007), BASE, result("amorlip", -0.1, 0.05)],
-            {},
-            ["Nothing beats openclip", "neuclip comes nearest, +0.2 (−0.5 to 0.9) R@1; worse: amorlip"],
-            "openclip",
-        ),
+        ([result("neuclip", 0.002, 0.007), BASE], {}, ["Nothing beats openclip", "neuclip comes nearest"], "openclip"),
         (  # a sure gain comes before a larger unsure one
             [result("amorlip", 0.06, 0.08), result("neuclip", 0.04, 0.01), BASE],
             {"neuclip": gap(0, 0), "amorlip": gap(-0.02, 0.08)},
             ["neuclip, +4.0 (3.0 to 5.0) R@1", "no difference between neuclip and amorlip"],
             "neuclip",
         ),
-        ([BASE, result("neuclip", 0.1)], {}, ["No result yet"], None),
         ([result("neuclip", 0.1, 0.1)], {}, ["No result yet"], None),
     ],
 )
 def test_the_sentence_names_what_to_take(found, to_best, words, recommended):
     sentence, taken = conclude(found, ABOUT, to_best)
     assert taken == recommended and all(word in sentence for word in words), sentence
-    if recommended is None:
-        assert conclude(found, ABOUT, {}, failures=6)[0].startswith("No result: 6 runs failed")
 
 
 @pytest.mark.parametrize(
     ("found", "words"),
     [
         (result("neuclip", 0.005, 0.02, 20.0), ["About 32 epochs", "--minutes 48"]),  # no longer than --epochs
-        (result("neuclip", 0.005, 0.02, 31.5), []),
         (result("neuclip", -0.01, 0.015, 4.0), []),  # too small a gain to look for
         # Half a point with each doubling: three are needed.
         (
@@ -184,7 +161,6 @@ def test_the_sentence_names_what_to_take(found, to_best, words, recommended):
             ["+0.5 in 2.0 epochs and +1.0 in 4.0", "+2.5 in 32", "About 32 epochs", "--minutes 240"],
         ),
         (result("neuclip", 0.01, 0.025, 4.0, ((2.0, 0.02, 1), (4.0, 0.01, 3))), ["−2.0 in 32", "No length"]),
-        (result("neuclip", 0.03, 0.01, 8.0, ((2.0, 0.01, 1), (8.0, 0.03, 3))), ["+5.0 in 32 (--epochs)."]),
     ],
 )
 def test_the_sentence_says_what_longer_runs_may_bring(found, words):
@@ -211,12 +187,6 @@ def test_guessing_finds_any_sample_of_an_equal_caption(groups):
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_halves_are_disjoint_and_seeded():
-    first, rest = divide(100, 0.5)
-    assert len(first) == 50 and sorted(first + rest) == list(range(100))
-    assert divide(100, 0.5) == (first, rest)
 
 
 def test_texts_are_those_of_the_tokenizer():
@@ -278,37 +248,13 @@ def arguments(data: Path, *more: str) -> list[str]:
     [
         (["--losses", "neuclip,fastclip"], "expected openclip and at least one other"),
         (["--losses", "openclip,neuclipp"], "unknown loss 'neuclipp'.*neuclip"),
-        (["--losses", "openclip,simclr"], "compares two views"),
-        (["--loss", "neuclip"], "--losses says which"),
         (["--rho", "5"], "--rho has no effect on compare, which searches over it"),
         (["--fit-every", "5"], "--fit-every: not used by any of"),
-        (["--resume", "x.pt"], "--resume has no effect on compare"),
-        (["--batch-size", "1"], "--batch-size is 1, must be at least 2"),
-        (["--normalizer", "mlp"], "makes one loss of those that are compared"),
-        (["--equal-captions", "mask"], "queueclip with these options: .*the queue keeps"),
-        (["--recipe", "cc3m"], "--recipe has the settings of one loss"),
     ],
 )
 def test_flags_that_mean_nothing_are_refused(data, more, message):
     with pytest.raises(ValueError, match=message):
         parse(arguments(data, *more))
-
-
-def test_training_flags_before_the_shards_are_refused(data):
-    shards, *rest = arguments(data)
-    with pytest.raises(ValueError, match="--model stands before SHARDS"):
-        parse([*rest[:2], shards, *rest[2:]])
-    assert parse(["--minutes", "3", "--leave-own-out", shards, *rest])[0].shards == shards
-
-
-def test_options_reach_the_settings_that_use_them_and_rule_out_others(data):
-    options = parse(arguments(data, "--temperature-queue", "512", "--temperature-min", "0.04"))[0].loss_options
-    found, _ = space.settings("queueclip", options)
-    queues = {one.get("temperature_scheme"): one.get("temperature_queue") for one in found}
-    assert queues == {"solved": 512, "constant": None, "global": None}
-    kept, refusals = space.settings("openclip", options)
-    assert len(kept) == len(space.settings("openclip", {})[0]) - 1
-    assert "temperature=0.03 is smaller than temperature_min=0.04" in refusals[0]
 
 
 def with_val(data: Path, *more: str) -> list[str]:
@@ -342,21 +288,13 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comparison]:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--val", "missing.tar"], "missing.tar"),
-        (["--val", "{val}", "--classes", "missing.txt"], "--classes missing.txt cannot be read"),
         (["--val", "{val}", "--batch-size", "50"], "80 training samples are too few for batches of 50"),
-        (["--val", "{val}", "--cache", "1e-6"], "--cache allows"),
         ([], "8 of 80 samples are too few to score with"),
-        (["--val", "{val}", "--classes", "{two_names}"], r"class '\d': .* from 0 to 1"),
-        (["--val", "{one_caption}"], "one caption only"),
         (["--val", "{bad}"], r"8 of the 80 samples .* allowed 5\.0% \(--max-bad-fraction\)"),
     ],
 )
 def test_data_that_do_not_fit_are_refused(data, more, message):
-    places = {name: data / f"{name}.tar" for name in ("two_names", "one_caption", "bad")}
-    places["val"] = data / "val" / "00000.tar"
-    places["two_names"].write_text("red\ngreen\n")
-    write_tar(places["one_caption"], [(name, b"0" if name.endswith("txt") else png) for name, png in MEMBERS[:180]])
+    places = {"val": data / "val" / "00000.tar", "bad": data / "bad.tar"}
     write_tar(places["bad"], [member for member in MEMBERS[:240] if not member[0].endswith("7.txt")])
     with pytest.raises(ValueError, match=message):
         main(arguments(data, *(word.format(**places) for word in more)))
@@ -371,21 +309,6 @@ def test_a_manifest_may_leave_samples_out(data):
         prepared([*argv, "--cache", str(50_000 / 2**30), "--output", str(data / "other")])
 
 
-def test_a_batch_is_not_judged_against_itself(data):
-    pilot = prepared(with_val(data, "--population", "8"))
-    found = pilot.probe(make_run(BASELINE, 24), 0.1, CPU, lambda samples: None)
-    assert found["samples"] == 64
-    assert 0 < found["per_sample"] < found["per_run"]
-
-
-@pytest.mark.parametrize(("loss", "same"), [("isogclr", True), ("amorlip", False)])
-def test_the_batch_is_judged_at_the_losss_own_temperatures(data, loss, same):
-    """Unless the loss's normalizers are others, with the positive pair."""
-    pilot = prepared(with_val(data, "--losses", f"openclip,{loss}"))
-    found = execute(pilot, make_run(loss, seed=1))["normalizers"]
-    assert (found["batch"] == found["own_batch"]) == same
-
-
 def test_a_run_that_diverged_is_scored(compared):
     row = execute(compared.pilot, make_run(BASELINE, lr=1e12, seed=1))
     assert "normalizers" not in row
@@ -394,26 +317,12 @@ def test_a_run_that_diverged_is_scored(compared):
 
 
 def test_images_of_a_csv_file_that_have_changed_are_decoded_again(data):
-    rows = ["filepath\ttitle"]
-    for number in range(60):
-        (name, image), (_, caption), _ = two_colors(number)
-        (data / name).write_bytes(image)
-        rows.append(f"{data / name}\t{caption.decode()}")
-    (data / "val.csv").write_text("\n".join(rows) + "\n")
-    argv = [str(data / "val.csv"), *arguments(data)[1:], "--val", str(data / "val.csv"), "--dataset-type", "csv"]
+    table = str(write_csv(data, rows=60))
+    argv = [table, *arguments(data)[1:], "--val", table, "--dataset-type", "csv"]
     before = prepared(argv).data.digest
     assert prepared(argv).data.digest == before
-    (data / "000007.png").write_bytes(two_colors(8)[0][1])
+    (data / "7.jpg").write_bytes(image_bytes(8))
     assert prepared(argv).data.digest != before
-
-
-def test_two_comparisons_do_not_share_a_folder(data):
-    """Not even while they decode."""
-    results = ResultsFile(data / "out" / "runs.jsonl")
-    with pytest.raises(ValueError, match="another process is writing"):
-        main(arguments(data))
-    assert not (data / "out" / "cache").exists()
-    results.close()
 
 
 TIMES = {"step_seconds", "memory_bytes", "curves", "command"}
@@ -460,9 +369,7 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     assert (written["unfinished"], written["stopped"]) == (0, 0)
     assert sorted(one["loss"] for one in written["results"]) == ["openclip", "queueclip"]
     assert all(len(one["each_seed"]) == 3 and "zero_shot" in one["scores"] for one in written["results"])
-    page = (out / "report.html").read_text()
-    assert page.count("<svg") == 2
-    assert "http" not in page.replace("http://www.w3.org/", "")  # SVG's namespaces
+    assert (out / "report.html").read_text().count("<svg") == 2
     assert "| queueclip |" in (out / "report.md").read_text()
 
     (out / "runs.jsonl").write_text("".join(f"{line}\n" for line in lines[:-2]) + lines[-2][:50])

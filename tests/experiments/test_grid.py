@@ -1,11 +1,9 @@
 """The grids' runs on icons: the augmentation, the scores, and that a run is a function of its description."""
 
-import contextlib
 import io
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import open_clip
@@ -31,20 +29,9 @@ GRID = {
 }
 
 
-def test_a_schedule_is_finished_before_the_next_begins():
-    grid = GRID | {"schedules": {"a": GRID["schedules"]["short"], "b": {"batch_size": 8, "epochs": 1, "lr": 1e-3}}}
-    first = [run for run in pending(grid, "data", {}) if run.schedule == "a"]
-    results = {run.id: {"val": {"mean": 0.1}} for run in first}
-    assert [run.schedule for run in pending(grid, "data", results)] == ["a", "a", "b", "b"]
-
-
 def test_grids_that_mean_something_else_are_refused():
     for changes, message in (
         ({"families": {"one": [SETTING, OTHER], "two": [SETTING]}}, "equally many settings"),
-        (
-            {"families": {"one": [{"loss": "openclip", "temprature": 0.1}]}},
-            "a setting has no temprature: expected capt",
-        ),
         ({"seed": [0]}, "a grid has no seed: expected families"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -121,32 +108,6 @@ def test_a_run_is_a_function_of_its_description(setting: dict, data: PilotData):
     assert other["temperature"] != first["temperature"] or other["val"] != first["val"]
 
 
-def test_a_temperature_with_rate_zero_is_constant(data: PilotData):
-    result = train(data, {"loss": "openclip", "temperature": 0.05, "lr_tau": 0})
-    assert result["temperature"] == pytest.approx(0.05)
-
-
-def test_perfect_features_score_one(data: PilotData):
-    classes = grids.classes_of(data.val)
-
-    class Oracle:
-        """Embeds everything by its name's number."""
-
-        model = SimpleNamespace(visual=open_clip.create_model("demo-resnet").visual)
-
-        def evaluating(self):
-            return contextlib.nullcontext()
-
-        def encode_images(self, model, pixels, count):
-            return torch.eye(3)[classes]
-
-        def encode_texts(self, model, texts):
-            return torch.eye(3)[[data.names.index(text.removesuffix(" outline")) for text in texts]]
-
-    scores = grids.score(Oracle(), data.val, data.names)
-    assert scores == {"name": 1.0, "image-to-text": 1.0, "text-to-image": 1.0, "mean": 1.0}
-
-
 def test_finished_runs_are_skipped(folder: Path, tmp_path: Path):
     grid, results = tmp_path / "grid.json", tmp_path / "runs.jsonl"
     grid.write_text(json.dumps(GRID | {"seeds": [0, 1], "families": {"one": [SETTING]}}))
@@ -179,5 +140,4 @@ def test_the_tables_say_what_is_chosen_and_what_is_not_finished():
     )
     assert "| base | defaults, lr 0.001 | 11.0 | 11.0 | 10.0 11.0 12.0 | 0.040 | 100 |" in best
     assert "| late | not tuned yet |" in best
-    assert "| base | defaults | 0.001 | 0.100 | 0.100 | 0.040 |" in tuning
-    assert "late" not in tuning
+    assert "| base | defaults | 0.001 | 0.100 | 0.100 | 0.040 |" in tuning and "late" not in tuning

@@ -5,16 +5,12 @@ import pytest
 import torch
 from scipy import stats
 
-from openclip_ext.experiments.statistics import paired_difference, seeds_interval, student_t
+from openclip_ext.experiments.statistics import paired_difference, seeds_interval
 
 
-@pytest.mark.parametrize("freedom", range(1, 12))
-def test_students_t_is_scipys(freedom):
-    assert student_t(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-9)
-
-
-def test_the_seeds_interval_is_scipys():
-    first, second = np.random.default_rng(0).random((2, 4))
+@pytest.mark.parametrize("seeds", range(2, 13))
+def test_the_seeds_interval_is_scipys(seeds):
+    first, second = np.random.default_rng(0).random((2, seeds))
     expected = stats.ttest_rel(first, second).confidence_interval()
     assert seeds_interval(list(first - second)) == pytest.approx((expected.low, expected.high))
 
@@ -30,13 +26,6 @@ def test_the_interval_covers_seeds_and_samples_of_equal_captions(captions, of_se
         found = paired_difference(torch.tensor(difference), torch.zeros(3, 200), groups.tolist())
         covered += found.low <= 0.05 <= found.high
     assert covered >= 0.93 * 400
-
-
-def test_samples_of_one_caption_count_as_one():
-    values = torch.randn(2, 40, dtype=torch.float64)
-    alone = paired_difference(values, torch.zeros_like(values), range(40))
-    twice = paired_difference(values.repeat(1, 2), torch.zeros(2, 80), [*range(40), *range(40)])
-    assert (twice.low, twice.high) == pytest.approx((alone.low, alone.high))
 
 
 def test_one_seed_or_one_caption_has_no_interval():
