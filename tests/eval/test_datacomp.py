@@ -178,18 +178,7 @@ def test_a_failing_task_stops_no_other(tiny_folder, tmp_path, capfd):
     )
     summary = json.loads((tmp_path / "out" / datacomp.SUMMARY_FILE).read_text())
     assert set(summary["problems"]) == {"mnist"} and summary["missing"] == ["gtsrb"]
-
-
-def test_missing_tasks_are_one_line(tiny_folder, tmp_path, capfd):
-    for key in ("cifar10", "mnist", "stl10", "gtsrb", "cars", "country211"):
-        datasets.make_task(tmp_path, key, count=12)
-    output = ("--output-dir", str(tmp_path / "out"))
-    assert evaluate(tiny_folder, tmp_path, *output) == 0
-    shown = capfd.readouterr().out
-    assert evaluate(tiny_folder, tmp_path, *output, "--tasks", "cifar10", any_size=False) == 1
-    lines = [line for line in shown.splitlines() if "eval.download" in line]
-    assert len(lines) == 1 and "(34): Caltech-101, " in lines[0] and "and 29 more" in lines[0]
-    assert max(map(len, shown.replace(str(tmp_path), "").splitlines())) < 300, "no line names them all"
+    assert evaluate(tiny_folder, tmp_path, *output, "--tasks", "cifar10", any_size=False) == 1, "not DataComp's 10,000"
 
 
 @pytest.mark.parametrize(
@@ -222,17 +211,6 @@ def test_workers_are_the_cores_that_are_there(cores, processes, workers, monkeyp
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     args = datacomp.parse_args(["--model", "m", "--data-dir", "d"])
     assert args.workers == workers
-
-
-def test_default_output_folders(tiny, tiny_folder):
-    run_folder = tiny_folder / "checkpoints"
-    run_folder.mkdir(exist_ok=True)
-    (run_folder / "epoch_7.pt").touch()
-    loaded = replace(tiny, checkpoint=str(run_folder / "epoch_7.pt"))
-    assert datacomp.default_output_dir(loaded) == tiny_folder / "datacomp" / "epoch_7"
-    assert datacomp.default_output_dir(tiny) == tiny_folder / "datacomp" / "epoch_1"
-    tag = replace(tiny, name="ViT-B-32", checkpoint="openai")
-    assert datacomp.default_output_dir(tag) == Path("datacomp/ViT-B-32-openai")
 
 
 def _evaluate(argv: list[str]) -> tuple[int, str]:

@@ -38,22 +38,21 @@ def encode(model: nn.Module, tokens: Tensor, monkeypatch) -> tuple[Tensor, list[
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("custom_text", [False, True])
-def test_embeddings_are_those_of_the_padded_texts(custom_text, tmp_path, monkeypatch):
-    model, tokens, expected = build(tmp_path, "tiny-text", custom_text)
+@pytest.mark.parametrize(
+    ("custom_text", "options", "expected_lengths"),
+    [
+        (False, {}, [8, 8, 16]),
+        (True, {}, [8, 8, 16]),
+        (True, {"no_causal_mask": True}, [24, 24, 24]),  # it sees its padding and is not cut
+    ],
+)
+def test_embeddings_are_those_of_the_padded_texts(custom_text, options, expected_lengths, tmp_path, monkeypatch):
+    model, tokens, expected = build(tmp_path, "tiny-text", custom_text, **options)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found, lengths = encode(model, tokens, monkeypatch)
-    assert lengths == [8, 8, 16]
+    assert lengths == expected_lengths
     torch.testing.assert_close(normalize(found), normalize(expected), atol=1e-6, rtol=1e-6)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-
-
-@torch.no_grad()
-def test_a_tower_that_sees_its_padding_is_not_cut(tmp_path, monkeypatch):
-    model, tokens, expected = build(tmp_path, "tiny-bidirectional", custom_text=True, no_causal_mask=True)
-    found, lengths = encode(model, tokens, monkeypatch)
-    assert set(lengths) == {24}
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
 @torch.no_grad()
