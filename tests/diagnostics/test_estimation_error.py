@@ -64,14 +64,7 @@ def test_a_batchs_own_estimate_is_the_baseline():
     assert result.minibatch.mean == pytest.approx(expected, rel=1e-9)
     assert result.estimator.mean == pytest.approx(expected, rel=1e-9)
     assert (result.anchors, result.samples, result.batch_size) == (9, SAMPLES, 4)
-
-
-def test_openclips_loss_has_the_baseline_only():
-    images, texts = make_embeddings()
-    without_eps = create_loss("neuclip", embed_dim=WIDTH, normalizer="minibatch", eps=0.0)
-    result = measure(create_loss("openclip"), images, texts, 10.0, batch_size=5)
-    assert result.estimator is None
-    assert result.minibatch == measure(without_eps, images, texts, 10.0, batch_size=5).minibatch
+    assert measure(create_loss("openclip"), images, texts, 10.0, batch_size=4).estimator is None
 
 
 def train_on_batches(loss: torch.nn.Module, images: torch.Tensor, texts: torch.Tensor, index: torch.Tensor) -> None:
@@ -114,28 +107,15 @@ def test_amorlip_is_compared_with_the_positive_pair_inside():
     assert measure(loss, images, texts, 10.0, batch_size=SAMPLES).minibatch.mean < 1e-20
 
 
-def test_float32_embeddings_leave_a_losss_precision_as_it_is():
-    images, texts = make_embeddings(dtype=torch.float32)
-    loss = create_loss("neuclip", embed_dim=WIDTH, prototypes=8)
-    measure(loss, images.bfloat16(), texts.bfloat16(), 10.0, batch_size=8)
-    assert loss.normalizer.prototypes.dtype == torch.float32
-
-
-@pytest.mark.parametrize("name", ["siglip", "cliplite", "simclr"])
-def test_losses_without_normalizers_are_refused(name):
-    with pytest.raises(ValueError, match="has no log-normalizers of images against texts"):
-        measure(create_loss(name, embed_dim=WIDTH), *make_embeddings(), 10.0, batch_size=8)
-
-
 def test_wrong_input_is_named():
     images, texts = make_embeddings()
-    for given, batch_size, message in (
-        ((images, texts), SAMPLES + 1, "expected from 2 to the number of samples, 23"),
-        ((images, texts[:3]), 8, "expected two of shape"),
-        ((images * torch.nan, texts), 8, "23 of 46 embeddings are not finite"),
+    for name, given, batch_size, message in (
+        ("openclip", (images, texts), SAMPLES + 1, "expected from 2 to the number of samples, 23"),
+        ("openclip", (images * torch.nan, texts), 8, "23 of 46 embeddings are not finite"),
+        ("siglip", (images, texts), 8, "has no log-normalizers of images against texts"),
     ):
         with pytest.raises(ValueError, match=message):
-            measure(create_loss("openclip"), *given, 10.0, batch_size=batch_size)
+            measure(create_loss(name), *given, 10.0, batch_size=batch_size)
 
 
 # --- of a run --------------------------------------------------------------------------------------------------------
@@ -189,13 +169,6 @@ def test_several_checkpoints_are_measured_in_order_and_drawn(fastclip, tmp_path,
     with pytest.raises(UsageError, match=r"has its \.state folder"):
         estimation_error.main([str(tmp_path), "--checkpoint", "all"])
 
-    for name in ("epoch_10", "epoch_2", "epoch_2_step_31"):
-        (tmp_path / "checkpoints" / f"{name}.state").mkdir(parents=True)
-        (tmp_path / "checkpoints" / f"{name}.pt").touch()
-    (tmp_path / "checkpoints" / "epoch_3.pt").touch()  # without its state
-    assert estimation_error.checkpoints_of(tmp_path, "all") == ["epoch_2.pt", "epoch_2_step_31.pt", "epoch_10.pt"]
-    assert estimation_error.checkpoints_of(tmp_path, "epoch_2.pt,latest") == ["epoch_2.pt", "latest"]
-
 
 def test_the_program_reads_runs_of_networks(shards, tmp_path, capsys):
     assert run(command(shards, tmp_path, "run", "neuclip", "--epochs", "1")) == 0
@@ -206,20 +179,13 @@ def test_the_program_reads_runs_of_networks(shards, tmp_path, capsys):
 def test_errors_say_what_is_missing(fastclip, tmp_path, shards):
     other = make_shards(tmp_path / "other").replace("{00000..00006}", "{00000..00001}")
     copied = shutil.copytree(fastclip, tmp_path / "copied")
-    checkpoints = copied / "checkpoints"
-    for part in checkpoints.glob("epoch_2.state/*/rank_0001.pt"):
+    for part in copied.glob("checkpoints/epoch_2.state/*/rank_0001.pt"):
         part.unlink()
-    shutil.rmtree(checkpoints / "epoch_1.state")
-    content = torch.load(checkpoints / "epoch_1.pt", weights_only=True)
-    torch.save({key: value for key, value in content.items() if key != "step"}, checkpoints / "stock.pt")
     for folder, flag, value, message in (
         (tmp_path, "--checkpoint", "latest", "has no config.json"),
         (fastclip, "--checkpoint", "epoch_9.pt", "there: epoch_1.pt, epoch_2.pt"),
-        (fastclip, "--train-data", str(tmp_path / "{00000..00001}.tar"), "cannot read the run's training data"),
         (fastclip, "--train-data", other, "has 24 samples, the run was trained on 84"),
         (copied, "--checkpoint", "epoch_2.pt", "is incomplete, missing: rank_0001.pt"),
-        (copied, "--checkpoint", "epoch_1.pt", "does not exist: the checkpoint is incomplete"),
-        (copied, "--checkpoint", "stock.pt", "written by OpenCLIP"),
     ):
         with pytest.raises(UsageError, match=message):
             estimation_error.main([str(folder), flag, value])

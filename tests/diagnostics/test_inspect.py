@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-import re
 import shutil
 import statistics
 import tarfile
@@ -18,7 +17,7 @@ from openclip_ext.data.manifest import Manifest
 from openclip_ext.diagnostics import finished_run
 from openclip_ext.diagnostics.finished_run import Embeddings, embed_training_set, load_run
 from openclip_ext.diagnostics.inspect import __main__ as inspect
-from openclip_ext.diagnostics.inspect import findings, report
+from openclip_ext.diagnostics.inspect import findings
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.training.errors import UsageError
@@ -140,22 +139,6 @@ def test_difficulty_is_the_exact_log_normalizer_or_the_stored_one(monkeypatch, n
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("caption", ["=HYPERLINK(1)", "+1", "-1", "@SUM(1)", "\t=1"])
-def test_no_caption_is_a_formula_to_a_spreadsheet(tmp_path, caption):
-    samples = {3: report.Sample(3, "00000.tar", "key", caption)}
-    found = {"hardest": Found(1, np.array([3]), None, np.array([0.5]))}
-    report.write_csv(tmp_path / "found.csv", report.Inspection({}, LOOSE, found, samples))
-    (row,) = csv.DictReader((tmp_path / "found.csv").open(newline=""))
-    assert (row["index"], row["key"], row["caption"]) == ("3", "key", f"'{caption}")
-
-
-def test_a_model_that_has_diverged_is_refused():
-    embeddings = make_embeddings()
-    embeddings.image[7] = float("nan")
-    with pytest.raises(ValueError, match="1 embeddings are not finite"):
-        find(embeddings, torch.arange(ROWS), torch.zeros(ROWS), LOOSE, CPU)
-
-
 # --- of a run --------------------------------------------------------------------------------------------------------
 
 
@@ -200,12 +183,9 @@ def test_the_program_lists_what_it_finds_with_shard_and_key(inspected, trained, 
         assert tuple(columns) == names[int(pair[f"{prefix}index"])]
 
     page = (inspected / "index.html").read_text()
-    assert set(re.findall(r'src="([^"]{5})', page)) == {"data:"}
-    assert not re.search(r"<script|<link|@import|url\(|https?://", page)
     for name, category in content["categories"].items():
         section = page[page.index(f'id="{name}"') :].partition("</details>")[0]
         assert section.count('class="card"') == min(4, len(category["found"]))
-        assert f"of {category['count']:,}" in section or not category["count"]
 
 
 def test_embeddings_are_kept_for_the_next_look(inspected, trained, monkeypatch):
@@ -257,17 +237,10 @@ def test_wrong_arguments_are_refused(trained, shards, tmp_path, capsys):
     own = str(Path(shards).parent / "manifest.json")
     for words, expected in (
         (["--leave-out", "duplicates"], "give both or none"),
-        (["--write-manifest", str(tmp_path / "m.json")], "give both or none"),
-        (["--leave-out", "misfits", "--write-manifest", str(tmp_path)], "is a folder: give a file"),
         (["--leave-out", "misfits", "--write-manifest", own], "choose another name"),
     ):
         with pytest.raises(UsageError, match=expected):
             inspect.main([str(trained), *words])
-    for flag, word, expected in (
-        ("--leave-out", "dups", "expected some of duplicates"),
-        ("--duplicate-image", "98", "'98': expected"),
-        ("--anchors", "1", "'1': expected"),
-    ):
-        with pytest.raises(SystemExit):
-            inspect.main([str(trained), flag, word])
-        assert f"{flag}: " in (error := capsys.readouterr().err) and expected in error
+    with pytest.raises(SystemExit):
+        inspect.main([str(trained), "--leave-out", "dups"])
+    assert "--leave-out: " in (error := capsys.readouterr().err) and "expected some of duplicates" in error

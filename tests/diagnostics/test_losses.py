@@ -18,11 +18,3 @@ def test_a_loss_is_described_with_all_its_options(name, capsys):
     main([name])
     shown = capsys.readouterr().out
     assert all(f"    {option} = {default}:" in shown for option, default in options_used_by(name).items())
-
-
-def test_state_and_index_are_told(capsys):
-    main(["neuclip", "fastclip-v2", "cliplite"])
-    neuclip, fastclip, cliplite = capsys.readouterr().out.split("\n  options")[:3]
-    assert "normalizer prototypes, temperature scheme global" in neuclip and "0 bytes a sample, and proto" in neuclip
-    assert "needs that of each sample" in fastclip and "32 bytes a sample\n" in fastclip
-    assert "it comes whole" in cliplite and "a head with the model" in cliplite
