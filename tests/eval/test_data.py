@@ -3,7 +3,6 @@
 import re
 import shutil
 import tarfile
-import threading
 from collections.abc import Callable, Container
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from eval.data import (
     Batch,
     DataError,
     SampleFormat,
-    ShardReader,
     find_shards,
     fingerprint,
     make_loader,
@@ -39,7 +37,7 @@ def read(folder: Path, spec: SampleFormat = SampleFormat(num_classes=10), worker
     return list(make_loader(find_shards(folder), to_tensor, spec, batch_size=5, workers=workers))
 
 
-@pytest.mark.parametrize("workers", [2, 8])
+@pytest.mark.parametrize("workers", [2, 8])  # 8: two threads for each of the 3 shards
 def test_every_sample_is_read_once_whatever_the_workers(folder, workers):
     batches = read(folder, workers=workers)
     order = torch.cat([batch.order for batch in batches])
@@ -47,21 +45,6 @@ def test_every_sample_is_read_once_whatever_the_workers(folder, workers):
     in_order = [keys[index] for index in order.argsort()]
     assert in_order == [f"s{index:07d}" for shard in range(3) for index in range(shard, 24, 3)]
     assert not any(batch.skipped for batch in batches)
-
-
-def test_images_of_one_shard_decode_in_several_threads(tmp_path):
-    folder = datasets.make_task(tmp_path, "cifar10", shards=1)
-    together = threading.Barrier(3, timeout=60)  # passes when three images are in the transform at once
-
-    def transform(image):
-        together.wait()
-        return to_tensor(image)
-
-    reader = ShardReader(find_shards(folder), transform, SampleFormat(num_classes=10), batch_size=6, threads=3)
-    expected = ShardReader(find_shards(folder), to_tensor, SampleFormat(num_classes=10), batch_size=6)
-    for found, alone in zip(reader, expected, strict=True):
-        assert found.keys == alone.keys
-        assert torch.equal(found.images, alone.images) and torch.equal(found.labels, alone.labels)
 
 
 def test_reading_leaves_the_global_random_state_alone(folder):
@@ -228,9 +211,6 @@ def test_faces_need_all_their_questions(tmp_path, make_encoder):
     folder = datasets.make_task(tmp_path, "fairness/utkface")
     (folder / "classnames.txt").write_text("race:black\ngender:male\nage:old\n")
     with pytest.raises(DataError, match="no class names for toxic"):
-        evaluate_task(TASKS["fairness/utkface"], tmp_path, make_encoder(), any_size=True)
-    (folder / "classnames.txt").write_text("black\n")
-    with pytest.raises(DataError, match="'black' does not begin with"):
         evaluate_task(TASKS["fairness/utkface"], tmp_path, make_encoder(), any_size=True)
 
 

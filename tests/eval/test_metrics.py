@@ -6,7 +6,7 @@ import torch
 from sklearn.metrics import balanced_accuracy_score, f1_score, top_k_accuracy_score
 
 from eval.metrics import classification_metrics, group_metrics, macro_f1, target_ranks
-from eval.retrieval import retrieval_metrics, winogavil_metrics
+from eval.retrieval import retrieval_metrics
 
 
 def random_case(seed: int, samples: int = 200, classes: int = 12) -> tuple[torch.Tensor, np.ndarray]:
@@ -66,13 +66,3 @@ def test_group_metrics_follow_wilds():
     assert list(found) == list(expected)
     assert found == pytest.approx(expected, abs=1e-12)
     assert found["count_race:3_gender:0"] == 0
-
-
-def test_winogavil_groups_by_number_of_candidates():
-    found = winogavil_metrics([1.0, 0.5, 0.25, 0.0, 0.2], [5, 6, 10, 12, 12])
-    assert found["jaccard_score_5"] == 1.0
-    assert found["jaccard_score_5-6"] == 0.75
-    assert found["jaccard_score_12"] == 0.1
-    assert found["jaccard_score_10-12"] == pytest.approx(0.15)
-    assert found["avg_jaccard_score"] == pytest.approx(0.39)
-    assert winogavil_metrics([1.0], [5])["jaccard_score_10-12"] is None
