@@ -86,16 +86,6 @@ def test_other_layouts_go_on_without_the_bad_samples_that_were_passed(data: str)
     assert len(set(found)) == len(found) >= 56 - 6 and set(found).isdisjoint(BAD)
 
 
-def test_bad_samples_of_other_data_are_forgotten(data: str, tmp_path: Path):
-    loader = build_tolerant(data)
-    list(loader.iterate(0))
-    write_shards(tmp_path / "other", [30, 30])
-    other = build_tolerant(str(tmp_path / "other" / "*.tar"))
-    other.bad.load(loader.bad.state())
-    assert other.bad.counts() == (0, 0)
-    assert sorted(indices(list(other.iterate(1)))) == list(range(60))
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_too_many_undecodable_samples_stop_the_run(tmp_path: Path, workers: int):
     write_shards(tmp_path, [20, 20], {number: undecodable(number) for number in range(0, 40, 8)})

@@ -120,8 +120,3 @@ def test_what_is_no_caption_is_a_bad_sample():
         with pytest.raises(BadSampleError, match="or a list of texts"):
             decoded(wrong)
     assert decoded('{"captions": "\\ud83d\\ude00 grüße"}'.encode()) == "😀 grüße"
-
-
-def test_draws_from_data_of_one_caption_are_refused():
-    with pytest.raises(ValueError, match="--draw-captions is for shards"):
-        build(None, dataset_type="synthetic", draw_captions=True)

@@ -78,13 +78,6 @@ def test_a_pipeline_is_the_transform(augmentation: str, backend: str):
         assert in_levels.mean() < 0.1
 
 
-def test_views_are_normalized_as_single_images():
-    pipeline = image_pipeline(open_clip.image_transform(SIZE, is_train=True))
-    assert pipeline.normalize is not None
-    images = torch.randint(0, 256, (3, 2, 3, 5, 5), dtype=torch.uint8)
-    assert torch.equal(pipeline.normalize(images)[:, 1], pipeline.normalize(images[:, 1]))
-
-
 def test_16_bit_gray_images_are_scaled():
     """Pillow's conversion to RGB clips at 255, which makes nearly every pixel white."""
     for image_format in ("PNG", "TIFF", "PPM"):

@@ -57,7 +57,6 @@ def test_names_and_neighbors_of_shards():
         ("pipe:curl 'https://x.org/a.b/00.tar?t=5'", "00.tar", "pipe:curl 'https://x.org/a.b/sizes.json?t=5'"),
         ("https://x.org/d/00.tar.gz", "00.tar.gz", "https://x.org/d/sizes.json"),
         ("pipe:cat folder/some-file", "some-file", None),
-        ("/data/part 0.tar", "part 0.tar", "/data/sizes.json"),
         ("/data/it's=2.tar", "it's=2.tar", "/data/sizes.json"),
     ):
         assert shard_name(url) == name
@@ -65,13 +64,9 @@ def test_names_and_neighbors_of_shards():
 
 
 def test_keys():
-    assert parse_keys("jpg;PNG", allow_json=False) == (Key("jpg"), Key("png"))
-    assert parse_keys("txt; json:caption;meta.json:text", allow_json=True) == (
-        Key("txt"),
-        Key("json", "caption"),
-        Key("meta.json", "text"),
-    )
-    for text, allow_json in (("", True), (";", True), ("json:url", False), ("json:", True), ("txt:a", True)):
+    keys = (Key("txt"), Key("png"), Key("meta.json", "text"))
+    assert parse_keys("txt; PNG;meta.json:text", allow_json=True) == keys
+    for text, allow_json in ((";", True), ("json:url", False), ("json:", True), ("txt:a", True)):
         with pytest.raises(ValueError, match=r"no key|is not understood"):
             parse_keys(text, allow_json)
 
@@ -176,13 +171,6 @@ def test_samples_that_are_gone_are_estimated(tmp_path: Path):
     assert Manifest.scan([path]).num_lost == 7
 
 
-def test_what_is_no_file_is_refused_at_once(shards: list[str], tmp_path: Path):
-    os.mkfifo(tmp_path / "fifo.tar")
-    for path in ("/dev/zero", str(tmp_path / "fifo.tar"), str(tmp_path)):
-        with pytest.raises(ManifestError, match="is no regular file"):
-            Manifest.scan([*shards, path])
-
-
 # ------------------------------------------------------------------ command line
 
 
@@ -219,10 +207,6 @@ def test_a_file_has_counts_and_indices(shards: list[str], tmp_path: Path):
     assert [entry["name"] for entry in content["shards"]] == ["00000.tar", "00001.tar", "00002.tar"]
     loaded = Manifest.load(path)
     assert (loaded.shards, loaded.digest) == (manifest.shards, manifest.digest)
-    # Earlier versions wrote these entries, too.
-    earlier = content | {"offsets": "m.a1ebb572384f.npy", "shards": [e | {"seekable": True} for e in content["shards"]]}
-    (tmp_path / "earlier.json").write_text(json.dumps({k: v for k, v in earlier.items() if k != "checksum"}))
-    assert Manifest.load(tmp_path / "earlier.json").num_samples == 10
     shutil.move(path.parent, tmp_path / "elsewhere")
     moved = Manifest.load(tmp_path / "elsewhere" / "m.json")
     assert moved.verify() is False, "a folder may be moved with its manifest"
@@ -242,25 +226,18 @@ def test_files_that_are_no_manifest_are_refused(shards: list[str], tmp_path: Pat
         (good | {"num_samples": 11}, "m.json is no manifest, or a damaged one.*checksum"),
         # Without a checksum, what can be checked is.
         (unsigned | {"num_samples": 11}, "num_samples is 11, not the sum"),
-        (unsigned | {"num_samples": 10.0}, r"num_samples is '10.0', expected int"),
         (unsigned | {"shards": others}, "num_samples is 10, not the sum"),
         (unsigned | {"shards": "none"}, r"shards is 'none', expected list"),
-        (unsigned | {"shards": [7]}, "m.json is no manifest, or a damaged one"),
         (unsigned | {"shards": [first | {"num_samples": 3.5}]}, r"shards\[0\].num_samples is '3.5', expected int"),
         (unsigned | {"shards": [first | {"problems": {"bad": "3"}}]}, r"shards\[0\].problems.bad is '3', expected int"),
-        (unsigned | {"shards": [first | {"name": None}]}, r"shards\[0\].name is 'None', expected str"),
         (unsigned | {"shards": [first | {"sise": 3}]}, r"shards\[0\] has the unknown sise"),
         (unsigned | {"left_out": f"3-{10**30}"}, r"leaves out '3-10+': expected ascending indices from 0 to 9"),
         (unsigned | {"left_out": "5,3"}, r"leaves out '3'"),
-        (unsigned | {"left_out": "3-"}, "m.json is no manifest, or a damaged one"),
         (unsigned | {"left_out": "0-9"}, "leaves out all samples"),
     ):
         path.write_text(json.dumps(content))
         with pytest.raises(ManifestError, match=message):
             Manifest.load(path)
-    path.write_text('{"format": "openclip_ext.manifest", "shards": ' + "[" * 100_000)
-    with pytest.raises(ManifestError, match=r"m.json is no manifest, or a damaged one"):
-        Manifest.load(path)
 
 
 # ------------------------------------------------------------------ remote shards
@@ -326,15 +303,9 @@ def test_changed_shards_do_not_verify(shards: list[str]):
 # ------------------------------------------------------------------ places
 
 
-def test_a_manifest_goes_elsewhere_where_its_place_is_taken(
+def test_a_manifest_goes_elsewhere_where_the_folder_is_read_only(
     shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """By another file; then the folder is read-only."""
-    (tmp_path / "data" / "manifest.json").write_text('{"name": "something else"}')
-    assert find_or_create_manifest(shards).num_samples == find_or_create_manifest(shards).num_samples == 10
-    (elsewhere,) = (tmp_path / "data").glob("manifest-*.json")
-    assert (tmp_path / "data" / "manifest.json").read_text() == '{"name": "something else"}'
-    elsewhere.unlink()
     save = Manifest.save
 
     def read_only(manifest: Manifest, path: Path) -> None:
@@ -354,14 +325,8 @@ def test_command_line_spares_what_is_not_its_own(shards: list[str], tmp_path: Pa
     assert str(named) in capsys.readouterr().out
     assert find_or_create_manifest(shards[:2]).num_samples == 8
     content = Path(shards[2]).read_bytes()
-    for arguments, message in (
-        ([*shards, "--output", shards[2]], "is there and no manifest: give another --output"),
-        ([*shards, "--output", str(tmp_path / "no" / "folder.json")], "No such file"),
-        ([str(tmp_path / "none*.tar")], "no file matches"),
-        (["pipe:cat a/0.tar"], "--output"),
-    ):
-        assert main(arguments) == 1
-        assert message in capsys.readouterr().err
+    assert main([*shards, "--output", shards[2]]) == 1
+    assert "is there and no manifest: give another --output" in capsys.readouterr().err
     assert Path(shards[2]).read_bytes() == content
 
 

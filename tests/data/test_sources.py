@@ -154,12 +154,3 @@ def test_a_csv_that_cannot_be_used_is_refused(tmp_path: Path):
     assert build(path, csv_separator=";", csv_image_key="image", csv_caption_key="text").num_samples == 30
     with pytest.raises(ValueError, match="the data set is empty"):
         build(str(write_csv(tmp_path, rows=0)))
-
-
-def test_hopeless_files_are_not_tried_to_their_end(tmp_path: Path):
-    """With all images gone, the first batch does not try millions of rows."""
-    path = write_csv(tmp_path)
-    for row in range(30):
-        (tmp_path / f"{row}.jpg").unlink()
-    with pytest.raises(BadDataError, match=r"2 bad samples in this epoch of 30.*No such file"):
-        list(build(str(path)).iterate(0))
