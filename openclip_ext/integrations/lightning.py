@@ -90,4 +90,4 @@ class ContrastiveModule(lightning.LightningModule):
         checkpoint["contrastive_loss"] = self.model_loss.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.model_loss.load_state_dict(checkpoint.get("contrastive_loss"))
+        self.model_loss.load_state_dict(checkpoint.get("contrastive_loss", {}))
