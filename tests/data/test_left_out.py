@@ -65,12 +65,9 @@ def test_an_epoch_has_exactly_the_others_at_their_indices_with_their_pixels(data
     assert all((whole[index] == pixels).all() for index, pixels in by_index(batches).items() if index in whole)
 
 
-def test_the_number_of_batches_is_that_of_the_others(data: str, fewer: str, caplog: pytest.LogCaptureFixture):
-    with caplog.at_level("INFO"):
-        loader = build(data, manifest=fewer)
-    assert "leaves out 18 of 100 samples; no index changes" in caplog.text
+def test_the_number_of_batches_is_that_of_the_others(data: str, fewer: str):
+    loader = build(data, manifest=fewer)
     assert (loader.num_samples, loader.layout["epoch_samples"], loader.batches_per_epoch) == (N, 82, 20)
-    assert build(data, manifest=fewer, num_samples=90).layout["epoch_samples"] == 82
     assert build(data, manifest=fewer, num_samples=40).layout["epoch_samples"] == 40
     for options in ({"workers": 2}, {"resampled": True, "num_samples": 300}, {"world_size": 2, "rank": 1}):
         for epoch in range(2):

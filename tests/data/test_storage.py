@@ -39,6 +39,7 @@ class Server(ThreadingHTTPServer):
         has_ranges: Whether it answers requests for a range, and says how long a file is.
         breaks: How many of the next answers break off in their middle.
         stalls: How many of the next answers never come.
+        away_until: It answers nobody before this time, as time.monotonic counts.
         requests: Method, path and range of all requests so far.
     """
 
@@ -47,6 +48,7 @@ class Server(ThreadingHTTPServer):
         self.folder = folder
         self.has_ranges = True
         self.breaks = self.stalls = 0
+        self.away_until = 0.0
         self.requests: list[tuple[str, str, str | None]] = []
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -74,6 +76,8 @@ class _Handler(BaseHTTPRequestHandler):
         file = server.folder / self.path.lstrip("/")
         if not file.is_file():
             self.send_error(404)
+            return
+        if time.monotonic() < server.away_until:
             return
         if server.stalls:
             server.stalls -= 1
