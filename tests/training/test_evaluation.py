@@ -1,6 +1,5 @@
 """Validation: OpenCLIP's numbers, in chunks; ImageNet: scikit-learn's; evaluators that fail cost only their numbers."""
 
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,7 @@ from torch import nn
 
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import imagenet
-from openclip_ext.training.errors import UsageError
-from openclip_ext.training.evaluation import ScheduledEvaluator, Validation, retrieval_metrics, run_evaluators
+from openclip_ext.training.evaluation import Validation, retrieval_metrics
 from openclip_ext.training.step import StepSettings
 from tests.training.runs import evaluation, results_of, run
 
@@ -69,38 +67,6 @@ def test_validation_averages_the_loss_over_samples_of_unequal_batches():
         expected += float(F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2 * len(logits)
     assert metrics["clip_val_loss"] == pytest.approx(expected / 10, rel=1e-6)
     assert metrics["num_samples"] == 10
-
-
-class Failing:
-    name = "failing"
-
-    def run(self, model):
-        raise RuntimeError("no data")
-
-
-class Counting:
-    name = "counting"
-
-    def run(self, model):
-        assert not model.training
-        return {"answer": 42.0}
-
-
-def test_a_failing_evaluator_is_logged_and_the_others_run(caplog):
-    model = ToyModel().train()
-    with caplog.at_level(logging.ERROR):
-        metrics = run_evaluators([Failing(), Counting()], model)
-    assert metrics == {"answer": 42.0}
-    assert "failing failed" in caplog.text
-    assert model.training
-
-
-@pytest.mark.parametrize(
-    ("every", "due"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (10, [5])], ids=["never", "1", "2", "10"]
-)
-def test_evaluators_run_every_so_many_epochs_and_at_the_end(every, due):
-    item = ScheduledEvaluator(Counting(), every)
-    assert [epoch for epoch in range(1, 6) if item.is_due(epoch, 5)] == due
 
 
 # --- ImageNet --------------------------------------------------------------------------------------------------------
@@ -182,10 +148,3 @@ def test_class_folders_are_numbered_by_their_names(tmp_path, caplog):
     named = imagenet.ClassFolders(write_pictures(tmp_path / "named", names))
     assert named.class_to_idx == {name: number for number, name in enumerate(sorted(names))}
     assert "3 class folders, ImageNet has 1000" in caplog.text
-
-
-def test_folder_that_is_not_imagenet(tmp_path):
-    write_pictures(tmp_path / "data", ["1000"])
-    for folder, message in ((tmp_path / "data", "found 1000"), (tmp_path / "none", "No such file")):
-        with pytest.raises(UsageError, match=f"--imagenet-val .*: expected a folder of images .*{message}"):
-            imagenet.imagenet_loader("--imagenet-val", str(folder), None, 4, 0)

@@ -47,10 +47,7 @@ def test_explicit_flags_win_over_the_recipe():
     args, loss = parse(["--recipe", "cc3m", "--loss", "neuclip", "--lr", "3e-4", "--rho", "7"])
     assert (args.model, args.lr, loss.options["rho"]) == ("RN50", 3e-4, 7.0)
     assert "prototypes" in loss.given
-
-
-def test_a_recipe_combines_with_another_part():
-    _, loss = parse(["--recipe", "cc3m", "--loss", "neuclip", "--normalizer", "mlp"])
+    _, loss = parse(["--recipe", "cc3m", "--loss", "neuclip", "--normalizer", "mlp"])  # which takes no prototypes
     assert loss.options["normalizer"] == "mlp"
     assert "prototypes" not in loss.options
 
@@ -137,11 +134,6 @@ def test_training_knows_no_loss_by_name(path):
     imported = {node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
     asked = {f"openclip_ext.losses{module}" for module in ("", ".registry", ".options", ".heads")}
     assert {module for module in imported if module.startswith("openclip_ext.losses")} <= asked
-
-
-def test_without_training_data_there_is_nothing_to_train_on():
-    assert config_of("--val-data", "v.tar").data is None
-    assert config_of("--dataset-type", "synthetic").data is not None
 
 
 def test_flags_for_other_losses_are_named():
