@@ -139,7 +139,7 @@ def check(runs: Runs, logs: Path, loss: str, ranks: int, kills: Sequence[Kill], 
     assert contents(logs / "run" / "checkpoints").keys() == contents(whole / "checkpoints").keys(), kills
 
 
-@pytest.mark.parametrize("steps", [3, 7])
+@pytest.mark.parametrize("steps", [1, 7])  # the first save comes after the second step
 def test_a_run_killed_after_a_step_goes_on_at_its_last_save(steps: int, runs: Runs, tmp_path: Path) -> None:
     check(runs, tmp_path, "fastclip", 1, [Kill("step", steps, 0.0, "all", 0)])
 

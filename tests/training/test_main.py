@@ -8,18 +8,14 @@ import logging
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from openclip_ext import distributed
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
-from openclip_ext.data.workers import leave_process_group
 from openclip_ext.diagnostics.finished_run import load_run
 from openclip_ext.training import trainer
 from openclip_ext.training.errors import UsageError
@@ -56,38 +52,31 @@ def test_the_run_folder_has_what_openclip_users_look_for(finished):
     }
     checkpoints = {path.name for path in (finished / "checkpoints").glob("*.pt")}
     assert checkpoints == {"epoch_1.pt", "epoch_2.pt", "epoch_latest.pt"}  # none in mid-epoch outlives its epoch
-    assert list((finished / "tensorboard").iterdir())
-    config = json.loads((finished / "config.json").read_text())
-    assert config["loss"] == {"name": "neuclip", "options": config["loss"]["options"]}
-    assert config["loss"]["options"]["prototypes"] == 24
-    assert config["flags"]["batch_size"] == 16
-
-
-def test_metrics_have_a_line_for_each_logged_step(finished):
-    lines = [line for line in metrics_of(finished) if "loss" in line]
-    assert [line["step"] for line in lines] == list(range(10))
-    assert [line["epoch"] for line in lines] == [0] * 5 + [1] * 5
-    assert lines[-1]["samples"] == 160
-    for line in lines:
-        assert line["loss"] == pytest.approx(sum(line["terms"].values()))
-        assert line["chance"] == pytest.approx(2.7726, abs=1e-3)
-        assert {"infonce", "temperature", "lr", "samples_per_second", "data_time", "batch_time"} <= set(line)
-
-
-def test_validation_writes_openclips_results(finished):
-    results = results_of(finished)
-    assert [line["epoch"] for line in results] == [1, 2]
-    assert {"image_to_text_R@1", "text_to_image_mean_rank", "clip_val_loss", "num_samples"} <= set(results[0])
-    assert results[0]["num_samples"] == 84
-    evaluations = [line for line in metrics_of(finished) if "evaluation" in line]
-    assert [line["step"] for line in evaluations] == [5, 10]
-
-
-def test_stock_openclip_loads_the_checkpoint(finished):
     stock_model(finished / "checkpoints" / "epoch_latest.pt", SMALL_MODEL)
     saved = torch.load(finished / "checkpoints" / "epoch_latest.pt", weights_only=True)
     assert {"epoch", "name", "state_dict", "optimizer"} <= set(saved)
     assert saved["epoch"] == 2
+    assert list((finished / "tensorboard").iterdir())
+    config = json.loads((finished / "config.json").read_text())
+    assert config["loss"]["name"] == "neuclip"
+    assert config["loss"]["options"]["prototypes"] == 24
+    assert config["flags"]["batch_size"] == 16
+
+
+def test_logs_have_a_line_for_each_step_and_evaluation(finished):
+    steps = [line for line in metrics_of(finished) if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(10))
+    assert [line["epoch"] for line in steps] == [0] * 5 + [1] * 5
+    assert steps[-1]["samples"] == 160
+    for line in steps:
+        assert line["loss"] == pytest.approx(sum(line["terms"].values()))
+        assert line["chance"] == pytest.approx(2.7726, abs=1e-3)
+        assert {"infonce", "temperature", "lr", "samples_per_second", "data_time", "batch_time"} <= set(line)
+    results = results_of(finished)
+    assert [line["epoch"] for line in results] == [1, 2]
+    assert {"image_to_text_R@1", "text_to_image_mean_rank", "clip_val_loss"} <= set(results[0])
+    assert results[0]["num_samples"] == 84
+    assert [line["step"] for line in metrics_of(finished) if "evaluation" in line] == [5, 10]
 
 
 def test_openclips_own_script_resumes_from_a_checkpoint_of_its_loss(shards, tmp_path):
@@ -204,15 +193,6 @@ def test_garbage_is_collected_between_steps_and_patience_ends_with_the_first(sha
     assert patience == [distributed.START_PATIENCE, distributed.STEP_PATIENCE]
 
 
-def test_workers_collect_their_garbage():
-    gc.disable()
-    try:
-        loader = DataLoader([0], num_workers=1, worker_init_fn=leave_process_group, collate_fn=lambda _: gc.isenabled())
-        assert list(loader) == [True]
-    finally:
-        gc.enable()
-
-
 def test_sigusr1_saves_and_goes_on(shards, tmp_path, monkeypatch):
     class Asking(trainer.SignalRequests):
         calls = 0
@@ -231,16 +211,6 @@ def test_sigusr1_saves_and_goes_on(shards, tmp_path, monkeypatch):
     assert run(small_command(shards, tmp_path, "run", "openclip", "--epochs", "1")) == 0
     assert saved == ["epoch_0_step_3.pt"]
     assert len(losses_of(tmp_path / "run")) == 5
-
-
-def test_sigusr1_before_there_is_anything_to_save_ends_nothing():
-    argv = [sys.executable, "-m", "openclip_ext.training.main", "--train-data", "none.tar", "--logs", "none"]
-    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        assert "importing PyTorch" in process.stderr.readline()
-        process.send_signal(signal.SIGUSR1)
-        written = process.stderr.read()
-    assert "nothing to save yet" in written and process.returncode == 2, written
 
 
 def test_a_failing_evaluation_costs_nothing_and_is_made_up_for(shards, tmp_path, monkeypatch, caplog):
@@ -263,9 +233,9 @@ def test_datacomp_joins_the_metrics_after_the_checkpoint_is_safe(shards, tmp_pat
     datasets.make_task(tmp_path / "data", "cifar10", count=12)
     monkeypatch.setattr(suite, "build_suite", functools.partial(suite.build_suite, any_size=True))
     more = ["--eval-suite", "quick", "--eval-data-dir", str(tmp_path / "data"), "--eval-frequency", "2"]
-    assert run(small_command(shards, tmp_path, "run", "openclip", *more)) == 0
+    assert run(small_command(shards, tmp_path, "run", "openclip", *more, "--epochs", "3")) == 0
     evaluations = [line for line in metrics_of(tmp_path / "run") if "evaluation" in line]
-    assert [line["epoch"] for line in evaluations] == [2]
+    assert [line["epoch"] for line in evaluations] == [2, 3]  # and after the last epoch
     assert 0.0 <= evaluations[0]["evaluation"]["datacomp/cifar10"] <= 1.0
 
 
@@ -284,13 +254,9 @@ def test_delete_previous_keeps_the_newest_epoch_only(shards, tmp_path):
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"epoch_5.pt", "epoch_5.state"}
 
 
-def test_some_steps_are_traced_or_the_run_says_that_it_is_too_short(shards, tmp_path):
-    for name, batch_size in (("traced", "4"), ("short", "8")):
-        more = ["--batch-size", batch_size, "--epochs", "2" if name == "traced" else "1", "--profile", "2"]
-        assert run(small_command(shards, tmp_path, name, "openclip", *more)) == 0
-    folder = tmp_path / "traced" / "profile"
+def test_some_steps_are_traced(shards, tmp_path):
+    assert run(small_command(shards, tmp_path, "run", "openclip", "--batch-size", "4", "--profile", "2")) == 0
+    folder = tmp_path / "run" / "profile"
     assert "aten::" in (folder / "table.txt").read_text()
     events = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))["traceEvents"]
     assert sum(event["name"].startswith("ProfilerStep#") and event["ph"] == "X" for event in events) == 2
-    assert "the run ended before its step 14" in (tmp_path / "short" / "out.log").read_text()
-    assert not (tmp_path / "short" / "profile").exists()
