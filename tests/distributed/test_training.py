@@ -118,10 +118,3 @@ def test_two_processes_are_the_mean_of_two_blocks(name, micro_batches):
 @pytest.mark.parametrize("name", [*CASES, *BLOCK_CASES])
 def test_accumulation_is_the_large_batch(name):
     assert_equal_runs(run(name, micro_batches=4), one_process(name), sharded=False)
-
-
-def test_the_comparison_sees_a_difference():
-    """Parameters move by far more than the tolerance, so equality means something."""
-    first, second = one_process("fastclip"), one_process("neuclip")
-    names = [name for name in first if name.startswith(".model")]
-    assert max(float((first[name] - second[name]).abs().max()) for name in names) > 1000 * TOLERANCE
