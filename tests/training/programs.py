@@ -218,7 +218,7 @@ class Runs:
 def lines_of(log: Path) -> list[str]:
     """Return the lines of a log, without the times."""
     lines = []
-    for line in log.read_text(errors="replace").splitlines():
+    for line in log.read_text(errors="replace").splitlines() if log.is_file() else ():
         try:
             content = json.loads(line)
         except json.JSONDecodeError:

@@ -6,6 +6,7 @@ full for some seconds (a tmpfs, for root only), the clock jumps. Whatever has en
 """
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import random
@@ -25,16 +26,15 @@ from tests.training.programs import Program, differing, program, send_kill
 from tests.training.runs import make_shards, small_command
 
 RANKS, EPOCHS = 2, 30
-CLOCK = "HOSTILE_CLOCK"  # names a file with the seconds that the clock is ahead
 FAULTS = ("kill all", "kill a rank", "kill a worker", "ask to end", "outage", "broken answers", "stall")
 FAULTS += ("full disk", "clock")
 
 
-def hostile_program(argv: list[str]) -> None:
+def hostile_program(clock: Path, argv: list[str]) -> None:
     """Run the training program with a clock that can jump, and with steps that are not finite."""
     # As in a program of its own: data workers that a fork server starts survive the trainer, and so does that server.
     multiprocessing.set_start_method("fork", force=True)
-    real, clock = time.time, Path(os.environ[CLOCK])
+    real = time.time
     time.time = lambda: real() + float(clock.read_text() or 0)
 
     def step(self, batches, number=0, take=TrainStep.__call__):
@@ -88,7 +88,7 @@ def afflict(fault: str, running: Program, server: Server, disk: Path, rng: rando
         time.sleep(rng.uniform(0, 3))
         filler.unlink()
     elif fault == "clock":
-        Path(os.environ[CLOCK]).write_text(str(rng.uniform(-7200, 7200)))
+        disk.with_name("clock").write_text(str(rng.uniform(-7200, 7200)))
 
 
 def reaches_a_step(running: Program, more: int) -> bool:
@@ -106,9 +106,9 @@ def test_a_training_with_faults_is_the_undisturbed_one(
     soak_case: SoakCase, tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = soak_case.random()
-    monkeypatch.setenv(CLOCK, str(tmp_path / "clock"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "clock").write_text("0")
+    target = functools.partial(hostile_program, tmp_path / "clock")
     shards = Path(make_shards(tmp_path / "data"))
     loss = rng.choice(("fastclip", "neuclip", "queueclip", "amorlip", "isogclr"))
     more = f"--batch-size 8 --workers 2 --epochs {EPOCHS} --rank-patience 60 --save-every-steps 3".split()
@@ -120,11 +120,11 @@ def test_a_training_with_faults_is_the_undisturbed_one(
         url = f"{server.url}/data/{shards.name}"
         (tmp_path / "whole").mkdir()
         undisturbed = small_command(url, tmp_path / "whole", "run", loss, *more)
-        whole = Program(undisturbed, RANKS, tmp_path / "output", target=hostile_program)
+        whole = Program(undisturbed, RANKS, tmp_path / "output", target=target)
         assert not any(whole.wait()), whole.text()[-3000:]
         argv, statuses = small_command(url, disk / "logs", "run", loss, *more), [1]
         for start in range(200):
-            running = Program(argv, RANKS, tmp_path / f"output_{start}", target=hostile_program)
+            running = Program(argv, RANKS, tmp_path / f"output_{start}", target=target)
             while reaches_a_step(running, 0 if rng.random() < 0.1 else rng.randrange(1, 20)):
                 time.sleep(rng.uniform(0, 1))
                 happened.append(rng.choice(FAULTS))
