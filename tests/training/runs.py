@@ -130,7 +130,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
 
 def final_state(folder: Path) -> dict:
     """Everything a finished run leaves: the model file and the state of all ranks."""
-    model_file = max((folder / "checkpoints").glob("epoch_*.pt"), key=lambda path: int(path.stem.split("_")[1]))
+    model_file = max((folder / "checkpoints").glob("epoch_[0-9]*.pt"), key=lambda path: int(path.stem.split("_")[1]))
     content = torch.load(model_file, weights_only=True)
     content.pop("name")
     state = {
