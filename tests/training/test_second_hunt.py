@@ -41,8 +41,10 @@ def train_with_a_fork_server(data: str, sender: Connection) -> None:
 def test_workers_that_a_fork_server_made_end_with_the_training_process(tmp_path: Path):
     """Their parent is the server, which waits for them; Python 3.14 makes all workers so."""
     data, (receiver, sender) = write_shards(tmp_path, [40])[0], multiprocessing.Pipe()
-    trainer = multiprocessing.get_context("fork").Process(target=train_with_a_fork_server, args=(data, sender))
+    # Spawned: a fork would share the fork server that another test of this process may have started.
+    trainer = multiprocessing.get_context("spawn").Process(target=train_with_a_fork_server, args=(data, sender))
     trainer.start()
+    sender.close()  # so that the end of the trainer ends the wait for it
     workers = receiver.recv()
     assert all(map(is_alive, workers))
     trainer.kill()
@@ -71,6 +73,7 @@ def test_a_run_that_was_stopped_for_a_while_does_not_end_its_worker(tmp_path: Pa
     data, (receiver, sender) = write_shards(tmp_path, [40])[0], multiprocessing.Pipe()
     trainer = multiprocessing.get_context("fork").Process(target=train)
     trainer.start()
+    sender.close()
     while receiver.recv() < 2:
         pass
     os.kill(trainer.pid, signal.SIGSTOP)
