@@ -27,11 +27,6 @@ from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds
 _STEPS_BEFORE = 100
 # Share of the way to the solution that log τ goes in a step.
 _RATE = 0.01
-# Where a training starts τ that nobody set. A short run is over before log τ has gone far, and does best at a high one. A
-# longer run has time for the low ones, which a start closer to them reaches earlier.
-SHORT_RUN_START = 0.1
-LONG_RUN_START = 0.07
-LONG_RUN_STEPS = 700
 # At most so many anchors of each side are solved for: enough, as a step is short.
 _ANCHORS = 32
 # log τ is found to one of so many intervals between its bounds, 0.1 % of τ, by cutting them into parts again and again.

@@ -31,11 +31,17 @@ class NormalizerPart:
 
 @dataclass(frozen=True)
 class TemperaturePart:
-    """A temperature scheme that losses can be composed of; the attributes are as in :class:`NormalizerPart`."""
+    """A temperature scheme that losses can be composed of.
+
+    Attributes:
+        name, build, defaults: as in :class:`NormalizerPart`.
+        long_run_defaults: what differs from the defaults in a training of many optimizer steps.
+    """
 
     name: str
     build: type[TemperatureScheme]
     defaults: dict[str, Any] = field(default_factory=dict)
+    long_run_defaults: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss, incompat
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer
 from openclip_ext.contrastive.objectives import Contrastive, Objective
-from openclip_ext.contrastive.solved_temperature import SHORT_RUN_START, SolvedTemperature
+from openclip_ext.contrastive.solved_temperature import SolvedTemperature
 from openclip_ext.contrastive.temperature import (
     ConstantTemperature,
     GlobalTemperature,
@@ -39,10 +39,13 @@ _SHARED_PARTS = (
     # A loss takes the first part of a name that its objective allows.
     TemperaturePart("global", UnregularizedTemperature),
     TemperaturePart("two-global", TwoGlobalTemperatures, {"temperature": 0.07, "lr_tau": 2e-4}),
-    # The embeddings of a young model lie close together, which would drive a temperature to any lower bound.
-    TemperaturePart("solved", SolvedTemperature, {"rho": 4.0, "temperature": SHORT_RUN_START, "temperature_min": 0.03}),
+    # The embeddings of a young model lie close together, which would drive a temperature to any lower bound. A short run is
+    # over before the temperature has gone far, and does best at a high one; a long one gains from a lower start.
+    TemperaturePart(
+        "solved", SolvedTemperature, {"rho": 4.0, "temperature": 0.1, "temperature_min": 0.03}, {"temperature": 0.07}
+    ),
 )
-
+_LONG_RUN_STEPS = 700
 
 _REQUIREMENTS = {
     "embed_dim": "the width of the model's embeddings",
@@ -206,6 +209,16 @@ def options_used_by(name: str, **options: Any) -> dict[str, Any]:
     return _compose(name, options).defaults()
 
 
+def defaults_of_length(name: str, steps: int, **options: Any) -> dict[str, Any]:
+    """Return the defaults of a loss that are others in a training of so many optimizer steps than without a training.
+
+    Args:
+        name, options: as for :func:`options_used_by`.
+        steps: of the whole training.
+    """
+    return _compose(name, options).long_run_defaults if steps >= _LONG_RUN_STEPS else {}
+
+
 @dataclass(frozen=True)
 class _Composition:
     """The classes that a loss is built from, with their arguments' defaults.
@@ -216,7 +229,7 @@ class _Composition:
         parts: the classes of its objective, its normalizer and its temperature scheme, if any.
         option_defaults: defaults that differ from the options' own.
         part_names: the options that name its parts, with their values.
-        fixed, refused: as in ``method.py``.
+        fixed, refused, long_run_defaults: as in ``method.py``.
     """
 
     title: str
@@ -226,6 +239,7 @@ class _Composition:
     part_names: dict[str, Any] = field(default_factory=dict)
     fixed: dict[str, Any] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    long_run_defaults: dict[str, Any] = field(default_factory=dict)
 
     def keywords(self) -> set[str]:
         """Return the keyword-only arguments of all classes."""
@@ -305,6 +319,7 @@ def _compose_parts(method: Method, options: Mapping[str, Any]) -> _Composition:
         option_defaults |= method.normalizer_defaults
     if own_temperature:
         option_defaults |= method.temperature_defaults
+    own = method.temperature_defaults if own_temperature else {}
     return _Composition(
         title=title,
         build=GlobalContrastiveLoss,
@@ -312,6 +327,9 @@ def _compose_parts(method: Method, options: Mapping[str, Any]) -> _Composition:
         option_defaults=option_defaults,
         part_names=names | {"equal_captions": NEGATIVE} | ({"views": 1} if method.two_views is not None else {}),
         fixed=method.fixed,
+        long_run_defaults={
+            name: value for name, value in temperature_part.long_run_defaults.items() if name not in own
+        },
     )
 
 

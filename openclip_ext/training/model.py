@@ -17,7 +17,6 @@ from torch import nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.contrastive.solved_temperature import LONG_RUN_START, LONG_RUN_STEPS
 from openclip_ext.data.images import IMAGE_BACKENDS, ImagePipeline, image_pipeline
 from openclip_ext.losses import registry
 from openclip_ext.losses.heads import read_heads
@@ -216,14 +215,10 @@ class LossConfig:
 
 
 def fit_to_length(config: LossConfig, steps: int) -> LossConfig:
-    """Return the loss's options with the start of a solved temperature that suits a run of ``steps`` optimizer steps.
-
-    A start that the user gave stays. ``docs/methods/solved-temperature.md`` has the measurements.
-    """
-    is_solved = config.options.get("temperature_scheme") == "solved"
-    if not is_solved or "temperature" in config.given or steps < LONG_RUN_STEPS:
-        return config
-    return replace(config, options=dict(config.options) | {"temperature": LONG_RUN_START})
+    """Return the loss's options with the defaults that suit a run of ``steps`` optimizer steps; those given stay."""
+    defaults = registry.defaults_of_length(config.name, steps, **config.options)
+    suited = {name: value for name, value in defaults.items() if name not in config.given}
+    return replace(config, options={**config.options, **suited}) if suited else config
 
 
 def build_loss(

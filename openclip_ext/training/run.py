@@ -88,7 +88,8 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
     steps = steps_per_epoch * config.length.epochs
     loss_config = fit_to_length(config.loss, steps)
     if loss_config is not config.loss and distributed.is_master():
-        logging.info(f"Temperature: from {loss_config.options['temperature']:g}, as the run has {steps:,} steps.")
+        suited = dict(loss_config.options.items() - config.loss.options.items())
+        logging.info(f"Default of the loss in a run of {steps:,} steps: {suited}.")
     config = replace(config, loss=loss_config)
     loss = build_loss(config.loss, config.model.name, built.model, loader.num_samples, built.device)
     _check_combination(config, loss)
