@@ -1,6 +1,5 @@
 """The worker processes of a DataLoader: signals to the process group do not end them, and their end is explained."""
 
-import ctypes
 import gc
 import logging
 import os
@@ -8,7 +7,6 @@ import re
 import resource
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +20,6 @@ from openclip_ext.machine import end_with_parent
 
 # Signals that torchrun, SLURM and a terminal send to the whole process group. The training process saves a checkpoint.
 _TO_THE_GROUP = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Seconds until a worker whose sockets are closed has ended.
 _LAST_BREATH = 2.0
 # The patience with a worker is counted in so many parts.
@@ -53,13 +50,11 @@ def start_workers(loader: DataLoader[Any]) -> Iterator[Any]:
 def leave_process_group(worker: int) -> None:
     """Keep signals to the process group from killing a worker (``worker_init_fn``, with :func:`start_workers`).
 
-    The training process needs its workers until it has saved a checkpoint. It ends them itself, or the kernel does when it
+    The training process needs its workers until it has saved a checkpoint. It ends them itself; they end themselves when it
     is gone. Garbage is collected in workers even if the training process has turned that off for itself.
     """
     gc.enable()
     os.setpgid(0, 0)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     end_with_parent()
     while pending := signal.sigpending() & _TO_THE_GROUP:
         signal.sigwait(pending)

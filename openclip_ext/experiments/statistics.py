@@ -1,16 +1,15 @@
 """Compute paired differences of two losses, with intervals that cover the seeds and the size of the validation set."""
 
-import functools
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from scipy import stats
 from torch import Tensor
 
 _CONFIDENCE = 0.95
-_Z = 1.959963984540054  # of the normal distribution
 
 
 @dataclass(frozen=True)
@@ -67,27 +66,6 @@ def half_width(values: Tensor, groups: Sequence[int]) -> float | None:
     return student_t(count - 1) * math.sqrt(float(sums.square().sum()) * count / (count - 1)) / len(values)
 
 
-@functools.cache
 def student_t(freedom: int) -> float:
-    """Return half the width of the central 95 % of Student's t with ``freedom`` degrees of freedom, by bisection."""
-    if freedom > 1000:
-        return _Z
-    low, high = 0.0, 1e6
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _t_central(middle, freedom) < _CONFIDENCE else (low, middle)
-    return (low + high) / 2
-
-
-def _t_central(value: float, freedom: int) -> float:
-    """Return P(|T| < value), by the finite sums for whole degrees of freedom (Abramowitz and Stegun 26.7.3, 26.7.4)."""
-    angle = math.atan(value / math.sqrt(freedom))
-    cosine = math.cos(angle)
-    term = cosine if freedom % 2 else 1.0
-    total = 0.0 if freedom == 1 else term
-    for number in range(3 if freedom % 2 else 2, freedom - 1, 2):
-        term *= cosine**2 * (number - 1) / number
-        total += term
-    if freedom % 2:
-        return 2 / math.pi * (angle + math.sin(angle) * total)
-    return math.sin(angle) * total
+    """Return half the width of the central 95 % of Student's t with ``freedom`` degrees of freedom."""
+    return float(stats.t.ppf((1 + _CONFIDENCE) / 2, freedom))
