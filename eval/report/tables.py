@@ -1,9 +1,9 @@
 """Make tables of the comparison: Markdown for people, CSV for programs."""
 
-import csv
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import pandas as pd
 
 from ..tasks import AVERAGED, GROUPS, TASKS
 from .runs import Checkpoint, Run, Value
@@ -167,11 +167,7 @@ def comma_separated(runs: Sequence[Run]) -> str:
         if sized:
             row["other_sizes"] = " ".join(sorted(final.other_sizes))
         rows.append(row)
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return stream.getvalue()
+    return pd.DataFrame(rows).to_csv(index=False, lineterminator="\n")
 
 
 def _exact(number: float | None) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 import webdataset
 from PIL import Image
@@ -56,7 +57,7 @@ def main(
     compat.set_backends()
     results = measure(args)
     for title, table in results.items():
-        print_table(title, table)
+        print(f"\n{title}\n{pd.DataFrame(table).T.round(3).to_string(na_rep='')}")
     if args.output is not None:
         report = {**about, "settings": vars(args), "versions": versions(), "results": results}
         args.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
@@ -149,16 +150,6 @@ def write_shard(path: Path, samples: Mapping[str, Mapping[str, Any]]) -> None:
     with webdataset.TarWriter(str(path)) as writer:
         for key, fields in samples.items():
             writer.write({"__key__": key, **fields})
-
-
-def print_table(title: str, table: Table) -> None:
-    """Print a row for each contestant."""
-    columns = list(dict.fromkeys(column for row in table.values() for column in row))
-    width = max(map(len, [title, *table])) + 2
-    print(f"\n{title:<{width}}" + "".join(f"{column:>{max(10, len(column) + 2)}}" for column in columns))
-    for name, row in table.items():
-        cells = ((column, f"{row[column]:.3f}".rstrip("0").rstrip(".") if column in row else "") for column in columns)
-        print(f"{name:<{width}}" + "".join(f"{cell:>{max(10, len(column) + 2)}}" for column, cell in cells))
 
 
 def hardware(device: str) -> str:
