@@ -114,6 +114,11 @@ def _control_group_of(world: dist.ProcessGroup) -> dist.ProcessGroup:
     return group
 
 
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Return whether a collective failed because another process has ended: NCCL's error, or gloo's, which has no type."""
+    return isinstance(error, dist.DistBackendError) or ("gloo" in str(error) and "by peer" in str(error))
+
+
 def shutdown() -> None:
     """Leave the group of processes, where there is one."""
     _control_group_of.cache_clear()

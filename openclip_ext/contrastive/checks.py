@@ -48,15 +48,14 @@ def check_features(image_features: Tensor, text_features: Tensor, embed_dim: int
             raise ValueError(f"{name} features: expected a floating-point type, found {features.dtype}")
 
 
-def check_logit_scale(logit_scale: Tensor | float, like: Tensor) -> Tensor:
-    """Return the logit scale as a 0-d tensor on the features' device; raise ValueError if it has more than one element."""
-    if not isinstance(logit_scale, Tensor):
+def check_logit_scale(logit_scale: Tensor | float | None, like: Tensor) -> Tensor:
+    """Return the logit scale as a 0-d tensor on the features' device; raise ValueError unless it is one number."""
+    if logit_scale is not None and not isinstance(logit_scale, Tensor):
         # Filled by a kernel: a copy from the host would wait.
         return torch.full((), logit_scale, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-    if logit_scale.numel() != 1:
-        raise ValueError(
-            f"logit_scale: expected one number (the model's, exp applied), found {tuple(logit_scale.shape)}"
-        )
+    if logit_scale is None or logit_scale.numel() != 1:
+        found = None if logit_scale is None else tuple(logit_scale.shape)
+        raise ValueError(f"logit_scale: expected one number (the model's, exp applied), found {found}")
     return logit_scale.reshape(()).to(like.device, non_blocking=True)
 
 

@@ -174,6 +174,8 @@ class ContrastiveLoss(nn.Module):
 
     def start_epoch(self, epoch: int) -> None:
         """Begin epoch ``epoch`` (from 0). A second call for the same epoch changes nothing."""
+        if epoch < 0:
+            raise ValueError(f"start_epoch({epoch}): epochs count from 0")
         self.epoch = epoch
         self._checks.epoch_is_known = True
 

@@ -51,7 +51,7 @@ class TrainLoaderConfig:
 
     batch_size: int = flag(minimum=1)  # samples of a micro-batch on one rank
     accum_freq: int = flag(1, minimum=1)  # micro-batches of an optimizer step
-    workers: int = flag(0, minimum=0)  # processes of each rank; 0 works in the training process
+    workers: int = flag(0, minimum=0, maximum=1024)  # processes of each rank; 0 works in the training process
     seed: int = flag(0, minimum=0, maximum=2**32 - 1)  # of order and pixels
     rank: int | None = None  # None: that of torch.distributed, as world_size
     world_size: int | None = None

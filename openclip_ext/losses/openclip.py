@@ -59,7 +59,6 @@ class OpenClipLoss(ContrastiveLoss):
         common = {
             "local_loss": local_loss,
             "gather_with_grad": gather_with_grad,
-            "cache_labels": True,
             "rank": distributed.rank(),
             "world_size": distributed.world_size(),
         }
@@ -164,7 +163,6 @@ class SiglipLoss(ContrastiveLoss):
     def __init__(self, *, loss_dist_impl: str | None) -> None:
         super().__init__()
         self.siglip = SigLipLoss(
-            cache_labels=True,
             rank=distributed.rank(),
             world_size=distributed.world_size(),
             dist_impl=loss_dist_impl,

@@ -248,6 +248,14 @@ def program(argv: list[str]) -> None:
     except (BadDataError, WorkerError, TrainingDiverged, SaveFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from error
+    except RuntimeError as error:
+        if not distributed.is_lost_peer(error) or "--debug" in argv:
+            raise
+        print(
+            "error: another rank has ended, and says why; --resume latest goes on from the last checkpoint",
+            file=sys.stderr,
+        )
+        raise SystemExit(1) from error
     except (ValueError, FileNotFoundError) as error:
         if not isinstance(error, UsageError) and "--debug" in argv:
             raise

@@ -34,7 +34,23 @@ def test_wrong_logit_scale() -> None:
     loss = create_loss("neuclip", embed_dim=WIDTH, prototypes=4)
     with pytest.raises(ValueError, match=r"logit_scale: expected one number .*found \(2,\)"):
         loss(_features(), _features(), torch.ones(2))
+    with pytest.raises(ValueError, match=r"logit_scale: expected one number .*found None"):
+        loss(_features(), _features(), None)
     assert loss(_features(), _features(), torch.tensor([[10.0]])) == loss(_features(), _features(), 10.0)
+
+
+def test_epochs_count_from_0() -> None:
+    with pytest.raises(ValueError, match=r"start_epoch\(-1\): epochs count from 0"):
+        create_loss("neuclip", embed_dim=WIDTH, prototypes=4).start_epoch(-1)
+
+
+@pytest.mark.parametrize("name", ["openclip", "siglip"])
+def test_a_value_in_inference_mode_does_not_hinder_training(name: str) -> None:
+    loss, images = create_loss(name), _features().requires_grad_()
+    with torch.inference_mode():
+        loss(images, _features(), torch.tensor(10.0))
+    loss(images, _features(), torch.tensor(10.0)).backward()
+    assert images.grad is not None and images.grad.any()
 
 
 @pytest.mark.parametrize(

@@ -308,6 +308,21 @@ def test_a_stopped_rank_is_named(shards, tmp_path):
         program.kill()
 
 
+def test_the_rank_that_outlives_another_says_so_in_one_line(shards, tmp_path):
+    argv = [*small_command(shards, tmp_path, "run", "openclip", "--epochs", "200"), "--batch-size", "8"]
+    program = Program(argv, 2, tmp_path / "output")
+    try:
+        program.wait_for_step(tmp_path / "run", 3)
+        _, second = program.trainers()
+        os.kill(second, signal.SIGKILL)
+        wait_until(lambda: None not in program.statuses(), 120)
+        assert program.statuses() == [1, -signal.SIGKILL]
+        assert "error: another rank has ended, and says why; --resume latest goes on" in program.text()
+        assert "Traceback" not in program.text()
+    finally:
+        program.kill()
+
+
 def test_who_beats_who_leaves_and_who_never_began():
     store = dist.HashStore()
     ranks = [heartbeat._Heartbeat(store, rank, 4, patience=3) for rank in range(3)]
