@@ -192,18 +192,6 @@ def embedding_dim(model_name: str, model: nn.Module | None = None) -> int:
     return int(config["embed_dim"])
 
 
-def replace_linear_layers(model: nn.Module, layer_name: str, device: torch.device) -> nn.Module:
-    """Replace linear layers by int8 ones from bitsandbytes (``--use-bnb-linear``, an experimental feature of OpenCLIP)."""
-    try:
-        import bitsandbytes
-    except ImportError as error:
-        raise ValueError("--use-bnb-linear needs the packages bitsandbytes and triton: pip install them") from error
-    from open_clip.utils import replace_linear
-
-    replace_linear(model, getattr(bitsandbytes.nn.triton_based_modules, layer_name))
-    return model.to(device)
-
-
 def unwrap(model: nn.Module) -> nn.Module:
     """Take the model itself out of DistributedDataParallel and ``torch.compile``."""
     from torch import nn

@@ -182,6 +182,7 @@ def _check_together(args: argparse.Namespace) -> None:
     cooldown, ema = args.epochs_cooldown, args.model_ema_decay is not None
     refused: dict[str, Any] = {
         "--horovod is not supported; start with torchrun instead": args.horovod,
+        "--use-bnb-linear is not supported: bitsandbytes no longer has such layers": args.use_bnb_linear,
         "distillation (--distill-model) is not supported; use open_clip_train.main for it": (
             args.distill_model is not None or args.distill_pretrained is not None
         ),

@@ -43,7 +43,6 @@ class ModelConfig:
         trace: ``torch.jit.trace`` with this batch size, for evaluation only; None: do not.
         lock_image, lock_text: freeze a tower, but for ``unlocked`` layer groups, counted from the output; its BatchNorm
             statistics or LayerNorm parameters only where the flag says so.
-        linear_replacement: class of bitsandbytes that replaces the linear layers.
     """
 
     name: str = flag(dest="model")
@@ -78,7 +77,6 @@ class ModelConfig:
     lock_text_freeze_layer_norm: bool = flag(False, needs="lock_text")
     grad_checkpointing: bool = flag(False)
     trace: int | None = None
-    linear_replacement: str | None = flag(None, dest="use_bnb_linear")
 
     @property
     def file_name(self) -> str:
@@ -166,8 +164,6 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
         raise UsageError(
             f"--pretrained {config.pretrained} is no checkpoint of --model {config.name}: {one_line(error)}"
         ) from error
-    if config.linear_replacement is not None:
-        model = compat.replace_linear_layers(model, config.linear_replacement, device)
     _seed(seed + distributed.rank())
     if config.trace is not None:
         model = open_clip.trace_model(model, batch_size=config.trace, device=device)

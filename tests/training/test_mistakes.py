@@ -77,6 +77,7 @@ MISTAKES = [
     ("--horovod", "torchrun"),
     ("--trace --train-data x.tar --dataset-type webdataset", "--trace is for evaluation only"),
     ("--distill-model RN50", "distillation"),
+    ("--use-bnb-linear SwitchBackLinearGlobal", "bitsandbytes no longer has such layers"),
     ("--lr-scheduler const-cooldown --epochs-cooldown 50", "50, more than --epochs 32"),
     ("--lr-scheduler const-cooldown", "needs --lr-scheduler const-cooldown, and the other way round"),
     ("--lr-min 1e-3", "--lr-min is where --lr-scheduler cosine ends, at most at --lr"),
