@@ -1,4 +1,6 @@
-"""Two gloo processes that tests share: starting them takes longer than most of what they are asked to do.
+"""Two gloo processes that tests share, and the fork server of all tests that start processes.
+
+Importing torch and OpenCLIP takes longer than most of what they are asked to do; the server does so once.
 
 ``two_ranks().run(function, *arguments)`` calls a function of a module on each rank and returns what it returned, in rank
 order. The processes are started at the first use and again after a failure; each pytest-xdist worker has its own.
@@ -28,6 +30,8 @@ from typing import Any, NamedTuple
 import torch
 
 WORLD_SIZE = 2
+FORKS = get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.training.programs"])
 # After one rank has failed the others hang in a collective, or fail soon, too.
 _GRACE_SECONDS = 5.0
 
@@ -113,12 +117,11 @@ class RankPool:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
-        context = get_context("spawn")
         self._folder = Path(tempfile.mkdtemp(prefix="ranks"))
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
+            ours, theirs = FORKS.Pipe()
             # Not daemons: those may have no children, and data loaders start workers.
-            process = context.Process(target=_serve, args=(rank, self.world_size, theirs, self._log(rank)))
+            process = FORKS.Process(target=_serve, args=(rank, self.world_size, theirs, self._log(rank)))
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -174,7 +177,7 @@ def free_port() -> int:
 def _serve(rank: int, world_size: int, pipe: Connection, log: str) -> None:
     """Do jobs until the other end of the pipe is closed."""
     torch.set_num_threads(1)
-    # A spawned process would spawn its own children, too: a data loader's workers would each import torch.
+    # Or a data loader's workers would come from the fork server, too, which lets them end later than this process.
     set_start_method(None, force=True)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, sys.stdout.fileno())

@@ -62,13 +62,15 @@ HALVES = {"plain": {"batch": BATCH // 2}, "split": {"split": True}, "dispatch": 
 
 
 def _on_this_rank(folder):
-    whole = {name: train(folder / name, **options, **SGD) for name, options in HALVES.items()}
+    runs = {name: train(folder / name, **options, **SGD) for name, options in HALVES.items()}
     train(folder / "stopped", epochs=1, **HALVES["plain"], **SGD)
-    return whole | {"resumed": train(folder / "stopped", resume=True, **HALVES["plain"], **SGD)}
+    runs["resumed"] = train(folder / "stopped", resume=True, **HALVES["plain"], **SGD)
+    return runs | {"example": towers.example("accelerate_loop.py", *towers.FEW, "--output", str(folder / "example"))}
 
 
-def test_two_processes_train_as_one_and_resume(tmp_path):
+def test_two_processes_train_as_one_and_resume_and_the_example_runs(tmp_path):
     ranks = towers.in_two_processes(_on_this_rank, tmp_path)
+    towers.assert_two_ran_the_example([rank["example"] for rank in ranks])
     single = train(tmp_path / "single", **SGD)
     towers.assert_close_runs(train(tmp_path / "parts", size=3, **SGD), single)
     for name in HALVES:

@@ -59,11 +59,13 @@ def _on_this_rank(folder):
     _, whole = train(folder / "whole", **two)
     stopped, _ = train(folder / "stopped", epochs=1, **two)
     _, resumed = train(folder / "resumed", resume=stopped.checkpoint_callback.best_model_path, **two)
-    return {"whole": _state(whole), "resumed": _state(resumed)}
+    example = towers.example("lightning_module.py", *towers.FEW, "--devices", "2", "--output", str(folder / "example"))
+    return {"whole": _state(whole), "resumed": _state(resumed), "example": example}
 
 
-def test_two_processes_train_as_one_and_resume(tmp_path):
+def test_two_processes_train_as_one_and_resume_and_the_example_runs(tmp_path):
     ranks = towers.in_two_processes(_on_this_rank, tmp_path)
+    towers.assert_two_ran_the_example([rank["example"] for rank in ranks])
     single, parts = (_state(train(tmp_path / str(size), size=size, **SGD)[1]) for size in (None, 3))
     towers.assert_close_runs(parts, single)
     towers.assert_two_equal_one([rank["whole"] for rank in ranks], single)

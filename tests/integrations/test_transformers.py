@@ -77,11 +77,14 @@ def _on_this_rank(folder: Path) -> dict:
     resumed.train(resume_from_checkpoint=str(folder / "whole" / "checkpoint-3"))
     in_micro_batches(parts.model, 1)
     parts.train()
-    return {"whole": _state(whole), "resumed": _state(resumed), "parts": _state(parts), "values": _values(whole)}
+    example = towers.example("transformers_trainer.py", *towers.FEW, "--output", str(folder / "example"))
+    states = {name: _state(run) for name, run in {"whole": whole, "resumed": resumed, "parts": parts}.items()}
+    return {**states, "values": _values(whole), "example": example}
 
 
-def test_two_processes_train_as_one_and_resume(tmp_path):
+def test_two_processes_train_as_one_and_resume_and_the_example_runs(tmp_path):
     ranks = towers.in_two_processes(_on_this_rank, tmp_path / "two")
+    towers.assert_two_ran_the_example([rank["example"] for rank in ranks])
     single, parts = (trainer(tmp_path / name, optim="sgd") for name in ("single", "parts"))
     in_micro_batches(parts.model, 3)
     for run in (single, parts):

@@ -1,8 +1,13 @@
 """A small run for all integrations: pairs with an index, and a loss with a state for each sample and a learned temperature."""
 
 import contextlib
+import io
+import runpy
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -18,6 +23,9 @@ from tests.training.tiny import CONTEXT, IMAGE, VOCABULARY, WIDTH
 SAMPLES, BATCH = 20, 4
 STEPS = SAMPLES // BATCH
 LR_TAU = 0.05
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# Arguments of an example, and what it prints at its end.
+FEW, PAIRS = ("--samples", "200", "--epochs", "1"), "unseen pairs: image to text 0."
 
 
 class Pairs(Dataset):
@@ -68,6 +76,22 @@ def in_two_processes(function: Callable, *arguments: Any) -> list[Any]:
     """
     with contextlib.closing(RankPool()) as ranks:
         return ranks.run(function, *arguments, group=False)
+
+
+def example(name: str, *arguments: str) -> str:
+    """Run an example in this process and return what it printed; in two processes the first one prints the end."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        mock.patch.object(sys, "argv", [name, *arguments]),
+        mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]),
+    ):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return printed.getvalue()
+
+
+def assert_two_ran_the_example(printed: list[str]) -> None:
+    """Both processes came to the end, and the first one says what the model has learned."""
+    assert [PAIRS in text for text in printed] == [True, False], printed
 
 
 def assert_two_equal_one(ranks: list[dict[str, Tensor]], single: dict[str, Tensor]) -> None:

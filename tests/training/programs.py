@@ -7,7 +7,6 @@ everything after that, from the command line to the exit status, is the program'
 import contextlib
 import ctypes
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -21,7 +20,7 @@ from pathlib import Path
 import torch
 
 from openclip_ext.training.main import cli
-from tests.distributed.pool import free_port
+from tests.distributed.pool import FORKS, free_port
 from tests.training.runs import EXIT_AFTER_SIGTERM, command, differences, final_state, run
 
 ROOT = Path(__file__).parents[2]
@@ -32,9 +31,6 @@ GRACE_SECONDS = 30
 LOGS = ("metrics.jsonl", "checkpoints/results.jsonl")
 _TIMES = ("samples_per_second", "batch_time", "data_time")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload([__name__])
 
 
 def program(argv: list[str]) -> None:
@@ -162,7 +158,7 @@ def _fork(target: Callable[[list[str]], None], argv: list[str], ranks: int, outp
     for rank in range(ranks):
         own = {**shared, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
         environment = {"GLOO_SOCKET_IFNAME": "lo", **{name: str(value) for name, value in own.items()}}
-        started.append(_FORKS.Process(target=_serve, args=(target, argv, environment, output)))
+        started.append(FORKS.Process(target=_serve, args=(target, argv, environment, output)))
         started[-1].start()
     return started
 
