@@ -7,11 +7,26 @@ import pytest
 from tests.soak import SoakCase
 
 
+def slow_tests() -> set[str]:
+    """Return the lines of the list: files, functions and cases."""
+    lines = Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").splitlines()
+    return {line for line in lines if not line.startswith("#")}
+
+
+def leaves_slow_tests_out(config: pytest.Config) -> bool:
+    return "not slow" in config.getoption("markexpr")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import a file of slow tests where they are left out: some import packages for many seconds."""
+    name = collection_path.relative_to(Path(__file__).parents[1]).as_posix()
+    return True if leaves_slow_tests_out(config) and name in slow_tests() else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before -k and -m leave something out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark every test whose file, function or case is a line of the list; of the whole suite, each line must name one."""
-    lines = Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").splitlines()
-    slow = {line for line in lines if not line.startswith("#")}
+    slow = slow_tests()
     found = set()
     for item in items:
         file, test = item.nodeid.split("::", 1)
@@ -19,7 +34,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         found |= named
         if named:
             item.add_marker(pytest.mark.slow)
-    if config.args_source == pytest.Config.ArgsSource.TESTPATHS and slow > found:
+    is_whole_suite = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not leaves_slow_tests_out(config)
+    if is_whole_suite and slow > found:
         names = ", ".join(sorted(slow - found))
         raise pytest.UsageError(
             f"tests/slow.txt names what is no test (any more): {names}. Correct or remove the lines"
