@@ -13,7 +13,7 @@ from openclip_ext.losses.registry import create_loss, list_losses
 from tests.fake_cuda.bounds import bound, options
 from tests.fake_cuda.device import CUDA, fake_cuda, to_fake_cuda
 from tests.fake_cuda.launches import Launches
-from tests.losses.cases import CASES, SAMPLES, WIDTH, Case
+from tests.losses.cases import CASES, SAMPLES, WIDTH, Case, kinds
 
 # Three epochs begin in the calls, and restarts and fits of every few steps are among them.
 BATCH, CALLS = 6, CHECKED_CALLS + 2
@@ -50,12 +50,12 @@ class Form:
 
 PLAIN = Form()
 _FORMS = {
-    "amp": Form(autocast=torch.float16),
-    "bf16": Form(dtype=torch.bfloat16),
-    "index on the host": Form(index_device=torch.device("cpu")),
-    "scale is a number": Form(scale=14.3),
-    "scale on the host": Form(scale=torch.tensor(14.3)),
-    "not the current device": Form(device=torch.device("cuda", 1)),
+    "amp, index on the host, scale is a number": Form(
+        autocast=torch.float16, index_device=torch.device("cpu"), scale=14.3
+    ),
+    "bf16, not the current device, scale on the host": Form(
+        dtype=torch.bfloat16, device=torch.device("cuda", 1), scale=torch.tensor(14.3)
+    ),
 }
 
 
@@ -94,7 +94,7 @@ def run_calls(loss: ContrastiveLoss, form: Form = PLAIN) -> list[int]:
     return numbers
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*kinds(), *_MORE])
 def test_no_call_waits_or_mixes_devices(name: str) -> None:
     run_calls(ALL[name].create())
 

@@ -14,11 +14,11 @@ from openclip_ext import distributed
 from tests.fake_cuda.device import fake_cuda, to_fake_cuda
 from tests.fake_cuda.launches import Launches
 from tests.fake_cuda.test_losses import ALL, CALLS, call
-from tests.losses.cases import CASES
+from tests.losses.cases import CASES, kinds
 
 RANKS = 4
 # OpenCLIP's own losses gather by themselves.
-_NAMES = [*(name for name in CASES if CASES[name].loss != "openclip"), "fastclip-host"]
+_NAMES = [*(name for name in kinds() if CASES[name].loss != "openclip"), "fastclip-host"]
 
 
 @contextmanager

@@ -316,6 +316,28 @@ CASES |= {
 }
 
 
+# What another case does with other numbers, or with other parts beside. These are compared with their references and in two
+# processes only; the other tests take one case of each kind.
+_OTHER_NUMBERS = {
+    *("fastclip-large-eps", "sogclr-solved-longer-queue", "isogclr-views-cosine", "sogclr-views-cosine"),
+    *(f"neuclip-{name}" for name in ("few", "many", "never", "decay", "no-update")),
+    *(f"neuclip-verified-{name}" for name in ("never", "many", "simultaneous", "no-update")),
+    *("queueclip-few", "queueclip-many", "queueclip-others-few", "queueclip-others-many", "simclr-embeddings-width"),
+    *(
+        f"{name}-{choice}"
+        for name in ("sogclr", "fastclip-minibatch", "fastclip-v0")
+        for choice in ("mask", "positive")
+    ),
+    *("neuclip-verified-mask", "neuclip-verified-positive"),
+}
+
+
+def kinds() -> list[str]:
+    """Return the names of one case of each kind."""
+    assert CASES.keys() >= _OTHER_NUMBERS
+    return [name for name in CASES if name not in _OTHER_NUMBERS]
+
+
 def create_any(name: str, **options: Any) -> ContrastiveLoss:
     """A case's loss, or one of the registry with its defaults."""
     if name in CASES:

@@ -1,4 +1,4 @@
-"""What a GPU alone can show of the training; on the CPU the same tests run, so that they are right by then."""
+"""What a GPU alone can show of the training; on the CPU each test runs, too, so that it is right by then."""
 
 from dataclasses import replace
 
@@ -13,9 +13,9 @@ from openclip_ext.training import checkpoint, parallel
 from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.optimizer import create_optimizer
 from openclip_ext.training.step import StepSettings, TrainStep
-from tests.devices import on_each_device, refusing_to_wait
+from tests.devices import CPU, all_on_a_gpu, on_each_device, refusing_to_wait
 from tests.training.runs import EXIT_AFTER_SIGTERM, command, losses_of, run
-from tests.training.tiny import CPU, LOSSES, OPTIMIZER, TinyTraining, Way, assert_close, parts_of, tiny_batch
+from tests.training.tiny import LOSSES, OPTIMIZER, TinyTraining, Way, assert_close, parts_of, tiny_batch
 
 STEPS = CHECKED_CALLS + 3
 WAYS = {
@@ -55,8 +55,9 @@ def everything(training: TinyTraining) -> dict[str, torch.Tensor]:
     return {name: value.detach().cpu().clone() for name, value in state.items() if not name.endswith("_extra_state")}
 
 
-@on_each_device
-@pytest.mark.parametrize(("name", "way"), _CASES)
+@pytest.mark.parametrize(
+    ("name", "way", "device"), all_on_a_gpu(_CASES, [("neuclip", "scaled"), ("fastclip-v2", "host-table")])
+)
 def test_steps_do_not_wait_and_end_where_the_cpus_end(name, way, device):
     """One step is not finite: it changes nothing, and the host learns of it afterwards."""
     results = []
@@ -83,18 +84,21 @@ def test_a_resume_finds_the_devices_generator(device):
     assert torch.equal(torch.rand(5, device=device), drawn)
 
 
-@on_each_device
 @pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param([], id="plain"),
-        pytest.param(["--state-device", "cpu"], id="host-table"),
-        pytest.param(["--accum-freq", "2", "--batch-size", "8", "--model-ema-decay", "0.9"], id="accumulated-ema"),
-    ],
+    ("more", "device"),
+    all_on_a_gpu(
+        [
+            ("--precision fp32",),
+            ("--state-device cpu",),
+            ("--accum-freq 2 --batch-size 8 --model-ema-decay 0.9",),
+        ],
+        [("--accum-freq 2 --batch-size 8 --model-ema-decay 0.9",)],
+    ),
 )
 def test_a_run_is_resumed(shards, tmp_path, device, more):
+    more = [*more.split(), "--device", str(device)]
     for name, stops in (("whole", [None]), ("resumed", [3, None])):
-        argv = [*command(shards, tmp_path, name, "fastclip", "--resume", "latest", *more), "--device", str(device)]
+        argv = command(shards, tmp_path, name, "fastclip", "--resume", "latest", *more)
         for stop in stops:
             assert run(argv, stop_after=stop) == (EXIT_AFTER_SIGTERM if stop else 0)
     whole, resumed = losses_of(tmp_path / "whole"), losses_of(tmp_path / "resumed")
@@ -138,8 +142,7 @@ def _sharded(model: nn.Module, device: torch.device) -> nn.Module:
 WRAPPINGS = {"replicated": parallel.replicate, "sharded": _sharded, "compiled": _compiled}
 
 
-@on_each_device
-@pytest.mark.parametrize("wrapping", WRAPPINGS)
+@pytest.mark.parametrize(("wrapping", "device"), all_on_a_gpu([(name,) for name in WRAPPINGS], [("sharded",)]))
 def test_a_wrapped_model_takes_the_same_steps(wrapping, device, group_of_one):
     distributed.set_patience(distributed.STEP_PATIENCE)
     losses = []

@@ -38,13 +38,13 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 LOSSES = {name: _OPTIONS.get(name, {}) for name in registry.list_losses()}
 
 
-def tiny_model(tower: str = "vit") -> CLIP:
+def tiny_model(tower: str = "vit", layers: int = 2) -> CLIP:
     """The same weights at each call."""
     torch.manual_seed(0)
-    vision = {"image_size": IMAGE, "patch_size": 8, "layers": 2, "width": 16, "head_width": 8}
+    vision = {"image_size": IMAGE, "patch_size": 8, "layers": layers, "width": 16, "head_width": 8}
     if tower == "resnet":
         vision = {"image_size": 32, "patch_size": None, "layers": [1, 1, 1, 1], "width": 8}
-    text = {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 16, "heads": 2, "layers": 2}
+    text = {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 16, "heads": 2, "layers": layers}
     return CLIP(WIDTH, vision, text, output_dict=True)
 
 
@@ -88,6 +88,7 @@ class Way:
 
     Attributes:
         tower: ``vit`` or ``resnet``.
+        layers: of the text tower, and of a ``vit``.
         dtype: of the images and the parameters; with float64, of the loss's state, too.
         scale: where a GradScaler starts; None: there is none.
         on_device: whether the guard decides without the host, as on a GPU.
@@ -99,6 +100,7 @@ class Way:
     """
 
     tower: str = "vit"
+    layers: int = 2
     micro_batches: int = 1
     clip: float | None = None
     checkpointing: bool = False
@@ -127,7 +129,7 @@ class TinyTraining:
 
     def __init__(self, name: str, way: Way, keep_whole: bool = False, compiled: Any = None) -> None:
         self.way, self.loss = way, tiny_loss(name, **way.options).to(way.device)
-        model = tiny_model(way.tower).to(way.device)
+        model = tiny_model(way.tower, way.layers).to(way.device)
         prepare(model, self.loss)
         if compiled is not None:
             start, model = model.state_dict(), compiled._orig_mod
