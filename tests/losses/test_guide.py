@@ -5,28 +5,52 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "add-your-own-loss.md").read_text(encoding="utf-8")
 NEW_FILE = re.compile(r"`([\w/]+\.py)`:\n\n```python\n(.*?)```", flags=re.DOTALL)
 AT_THE_END = re.compile(r"at the end of `([\w/]+\.py)`:\n\n```python\n(.*?)```", flags=re.DOTALL)
 REPLACED = re.compile(r"`([\w/]+\.py)`:\n\n```diff\n-(.*?)\n\+(.*?)\n```", flags=re.DOTALL)
-COMMANDS = re.compile(r"^python (-m openclip_ext\.training\.main .*)$", flags=re.MULTILINE)
+COMMANDS = re.compile(r"^python -m (openclip_ext\.training\.main .*)$", flags=re.MULTILINE)
 LOSSES = ["minibatchclip", "cooling", "decoupled", "bilinear"]
 
 
-def _python(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {"PYTHONPATH": str(tree), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+# Importing these takes longer than what a command does. Each line is the arguments of "python -m", which a fork runs.
+INTERPRETER = """
+import json, os, runpy, sys
+import open_clip_train.main, pandas, pytest, torch, webdataset
+for line in sys.stdin:
+    if os.fork() == 0:
+        output = os.open("output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1), os.dup2(output, 2)
+        name, *sys.argv[1:] = json.loads(line)
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
 
 
-def _pytest(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return _python(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+@pytest.fixture
+def python(tmp_path: Path) -> Iterator[Callable[..., tuple[int, str]]]:
+    """Return a function that runs ``python -m`` with some arguments, and gives the exit status and the output."""
+    environment = {"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", INTERPRETER], cwd=tmp_path, env=environment, **pipes) as interpreter:
+
+        def run(*arguments: str) -> tuple[int, str]:
+            print(json.dumps(arguments), file=interpreter.stdin, flush=True)
+            return int(interpreter.stdout.readline()), (tmp_path / "output").read_text()
+
+        yield run
 
 
-def test_a_reader_of_the_guide_adds_four_losses_and_one_outside_of_the_package(tmp_path: Path) -> None:
+def test_a_reader_of_the_guide_adds_four_losses_and_one_outside_of_the_package(
+    tmp_path: Path, python: Callable
+) -> None:
     for folder in ("openclip_ext", "tests", "eval"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -38,11 +62,11 @@ def test_a_reader_of_the_guide_adds_four_losses_and_one_outside_of_the_package(t
         if name.startswith("openclip_ext/"):
             (tmp_path / name).write_text(text, encoding="utf-8")
     guard = "tests/losses/test_every_loss_is_tested.py"
-    red = _pytest(tmp_path, guard)
-    assert red.returncode == 1, red.stdout + red.stderr
-    failed = set(re.findall(r"FAILED .*::(\w+)", red.stdout))
+    status, red = python("pytest", "-q", guard)
+    assert status == 1, red
+    failed = set(re.findall(r"FAILED .*::(\w+)", red))
     assert failed == {"test_every_loss_has_a_reference_case_or_a_test_file", "test_every_loss_has_golden_values"}
-    assert all(name in red.stdout for name in LOSSES)
+    assert all(name in red for name in LOSSES)
 
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -53,15 +77,15 @@ def test_a_reader_of_the_guide_adds_four_losses_and_one_outside_of_the_package(t
         text = (tmp_path / name).read_text(encoding="utf-8")
         assert old in text
         (tmp_path / name).write_text(text.replace(old, new), encoding="utf-8")
-    golden = _python(tmp_path, "-m", "tests.golden.test_golden", *LOSSES)
-    assert golden.returncode == 0, golden.stderr
+    status, golden = python("tests.golden.test_golden", *LOSSES)
+    assert status == 0, golden
     chosen = " or ".join(["test_every_loss_is_tested", "sharedclip", *LOSSES])
     references = ["tests/losses/test_bilinear.py", "tests/losses/test_against_references.py"]
-    green = _pytest(tmp_path, guard, *references, "-k", chosen)
-    assert green.returncode == 0, green.stdout + green.stderr
+    status, green = python("pytest", "-q", guard, *references, "-k", chosen)
+    assert status == 0, green
 
-    smoke, resumed = (_python(tmp_path, *command.split()) for command in COMMANDS.findall(GUIDE.replace("\\\n", " ")))
-    assert smoke.returncode == resumed.returncode == 0, smoke.stderr + resumed.stderr
+    smoke, resumed = (python(*command.split()) for command in COMMANDS.findall(GUIDE.replace("\\\n", " ")))
+    assert smoke[0] == resumed[0] == 0, smoke[1] + resumed[1]
     assert len((tmp_path / "smoke" / "mine" / "metrics.jsonl").read_text().splitlines()) >= 2
     config = json.loads((tmp_path / "smoke" / "mine" / "config.json").read_text())
     assert config["loss"]["name"] == "sharedclip:METHOD"

@@ -71,37 +71,36 @@ def test_a_captioner_trains_with_openclips_loss(shards, configs, tmp_path):
     assert set(metrics_of(tmp_path / "run")[0]["terms"]) == {"contrastive_loss", "caption_loss"}
 
 
-@pytest.mark.parametrize(
-    ("loss", "model", "flags"),
-    [
-        ("neuclip", "demo-resnet", ""),
-        (
-            "siglip",
-            "demo-vit",
-            "--force-image-size 48 --force-quick-gelu --force-context-length 24 --force-custom-text "
-            "--image-mean 0.5 0.5 0.5 --image-resize-mode squash",
-        ),
-    ],
-)
-def test_the_printed_lines_load_the_model_in_stock_openclip(shards, tmp_path, capsys, loss, model, flags):
+# A loss, the model, and flags that change it or its transform.
+PRINTED = [
+    ("neuclip", "demo-resnet", ""),
+    (
+        "siglip",
+        "demo-vit",
+        "--force-image-size 48 --force-quick-gelu --force-context-length 24 --force-custom-text "
+        "--image-mean 0.5 0.5 0.5 --image-resize-mode squash",
+    ),
+]
+
+
+def test_the_printed_lines_load_the_model_in_stock_openclip(shards, tmp_path, capsys):
     """In a process that never imports this package."""
-    assert run(command(shards, tmp_path, "run", loss, *of_model(model), *flags.split())) == 0
-    lines = capsys.readouterr().out.split("To load the model in stock OpenCLIP:\n")[1].splitlines()[:2]
-    assert "stock OpenCLIP" not in (tmp_path / "run" / "out.log").read_text()
-    saved = tmp_path / "run" / "checkpoints" / "epoch_1.pt"
-    program = [
-        "import sys, torch, open_clip",
-        *(line.strip() for line in lines),
-        f"saved = torch.load({str(saved)!r}, weights_only=True)['state_dict']",
-        "state = model.state_dict()",
-        "assert saved.keys() == state.keys()",
-        "assert all(torch.equal(saved[name], state[name]) for name in saved)",
-        "print(preprocess, 'openclip_ext' in sys.modules)",
-    ]
+    program = ["import sys, torch, open_clip"]
+    for loss, model, flags in PRINTED:
+        assert run(command(shards, tmp_path, loss, loss, *of_model(model), *flags.split())) == 0
+        lines = capsys.readouterr().out.split("To load the model in stock OpenCLIP:\n")[1].splitlines()[:2]
+        assert "stock OpenCLIP" not in (tmp_path / loss / "out.log").read_text()
+        assert [path.name for path in (tmp_path / loss / MODEL_CONFIG).iterdir()] == [f"{model}.json"]
+        program += [
+            *(line.strip() for line in lines),
+            f"saved = torch.load({str(tmp_path / loss / 'checkpoints' / 'epoch_1.pt')!r}, weights_only=True)['state_dict']",
+            "state = model.state_dict()",
+            "assert saved.keys() == state.keys()",
+            "assert all(torch.equal(saved[name], state[name]) for name in saved)",
+            "print(preprocess, 'openclip_ext' in sys.modules)",
+        ]
     started = [sys.executable, "-c", "\n".join(program)]
     result = subprocess.run(started, capture_output=True, text=True, cwd=Path.home())
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip().endswith("False")
-    if "--image-mean" in flags:
-        assert "0.5, 0.5, 0.5" in result.stdout
-    assert [path.name for path in (tmp_path / "run" / MODEL_CONFIG).iterdir()] == [f"{model}.json"]
+    assert result.stdout.count("0.5, 0.5, 0.5") >= 1
