@@ -13,6 +13,14 @@ import openclip_ext
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(openclip_ext.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+# Rooms that a room must not import.
+FORBIDDEN = {
+    "contrastive": {"losses", "training", "data", "diagnostics"},
+    "state": {"losses", "contrastive", "training", "data", "diagnostics"},
+    "losses": {"training", "data", "diagnostics", "compat"},
+}
+# Files in losses/ that are no method's.
+NO_METHOD = {"__init__", "heads", "method", "options", "registry"}
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -24,6 +32,11 @@ def imported_modules(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     return names
+
+
+def rooms_of(path: Path) -> set[str]:
+    """The folders of the package from which a file imports."""
+    return {name.split(".")[1] for name in imported_modules(path) if name.startswith("openclip_ext.")}
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -57,6 +70,25 @@ def test_only_compat_touches_the_inside_of_openclip():
     inside = ("open_clip_train", "open_clip.factory", "open_clip.utils", "open_clip.model", "open_clip.transform")
     touching = [path.name for path in SOURCES if any(name.startswith(inside) for name in imported_modules(path))]
     assert touching == ["compat.py"]
+
+
+@pytest.mark.parametrize("room", FORBIDDEN)
+def test_no_arrow_runs_back_up(room: str) -> None:
+    found = {path.name: rooms_of(path) & FORBIDDEN[room] for path in (PACKAGE / room).glob("*.py")}
+    assert {name: rooms for name, rooms in found.items() if rooms} == {}
+
+
+def test_each_method_has_one_file_which_names_its_page_and_its_reference() -> None:
+    for path in sorted((PACKAGE / "losses").glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        assert ("\nMETHOD = " in text or "\nMETHODS = " in text) == (path.stem not in NO_METHOD), path.name
+        if path.stem not in NO_METHOD:
+            docstring = ast.get_docstring(ast.parse(text)) or ""
+            linked = re.findall(r"``((?:docs|tests)/[\w./-]+)``", docstring)
+            assert any(link.startswith("docs/methods/") for link in linked), path.name
+            assert path.stem == "openclip" or any(link.startswith("tests/references/") for link in linked), path.name
+            assert [link for link in linked if not (ROOT / link).is_file()] == []
+            assert "create_loss(" in docstring, path.name
 
 
 def test_losses_know_no_command_line():

@@ -8,12 +8,24 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import openclip_ext
+from eval import download
+from eval.cliplite import editing, grounding, probes
+from eval.report import __main__ as report
 from openclip_ext.training.flags import parse
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "patches").glob("*.md")])
 MODULE = "openclip_ext.training.main"
 TRAINERS = ([MODULE], ["openclip-ext", "train"], ["scripts/slurm/train.sh"])
+
+
+EVALUATIONS = {
+    "eval.download": download.build_parser,
+    "eval.report": report.build_parser,
+    "eval.cliplite.probes": probes.build_parser,
+    "eval.cliplite.editing": editing.build_parser,
+    "eval.cliplite.grounding": grounding.build_parser,
+}
 
 
 def code_blocks(page, language):
@@ -41,6 +53,16 @@ TORCHRUN_LAUNCHES = [
     for page, launch, argv in LAUNCHES
     if launch[0] == "torchrun"
 ]
+
+
+def test_commands_of_the_evaluation_parse_and_each_is_shown():
+    pages = [ROOT / "docs" / page for page in ("evaluation-more.md", "methods/cliplite.md")]
+    lines = [line for page in pages for block in code_blocks(page, "bash") for line in block.splitlines()]
+    commands = [shlex.split(line, comments=True) for line in lines if "-m eval." in line]
+    for python, option, module, *arguments in commands:
+        assert (python, option) == ("python", "-m")
+        EVALUATIONS[module]().parse_args(arguments)
+    assert {module for _, _, module, *_ in commands} == EVALUATIONS.keys()
 
 
 @pytest.mark.parametrize(("page", "argv"), COMMANDS, ids=lambda value: value if isinstance(value, str) else "")

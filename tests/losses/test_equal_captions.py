@@ -157,15 +157,6 @@ def test_a_mask_that_no_captions_have_is_refused(pairs: dict[tuple[int, int], bo
         create_loss("neuclip", embed_dim=WIDTH, equal_captions="mask")(*_inputs(), positives=mask)
 
 
-def _refuse_a_mask() -> None:
-    with pytest.raises(ValueError, match="nothing of the other processes' captions"):
-        _openclip("mask")(*_inputs(), positives=torch.eye(6, dtype=torch.bool))
-
-
-def test_a_mask_is_refused_in_two_processes() -> None:
-    two_ranks().run(_refuse_a_mask)
-
-
 def test_a_captioner_is_refused() -> None:
     captions = {"logits": torch.randn(6, 5, 11), "labels": torch.randint(1, 11, (6, 5))}
     with pytest.raises(ValueError, match="only for models without captions"):
@@ -173,6 +164,8 @@ def test_a_captioner_is_refused() -> None:
 
 
 def _on_this_rank(choice: str, local_loss: bool) -> tuple[Tensor, list[Tensor]]:
+    with pytest.raises(ValueError, match="nothing of the other processes' captions"):
+        _openclip(choice)(*_inputs(), positives=torch.eye(6, dtype=torch.bool))
     own = slice(torch.distributed.get_rank() * 3, torch.distributed.get_rank() * 3 + 3)
     step = make_steps(2)[1]
     part = Step(step.images[own], step.texts[own], step.logit_scale, step.index[own], 0, step.labels[own])
@@ -181,7 +174,7 @@ def _on_this_rank(choice: str, local_loss: bool) -> tuple[Tensor, list[Tensor]]:
 
 @pytest.mark.parametrize("local_loss", [False, True])
 @pytest.mark.parametrize("choice", CHOICES)
-def test_openclips_loss_in_two_processes_equals_one(choice: str, local_loss: bool) -> None:
+def test_openclips_loss_in_two_processes_equals_one_and_takes_no_mask(choice: str, local_loss: bool) -> None:
     ranks = two_ranks().run(_on_this_rank, choice, local_loss)
     expected, gradients = run_step(_openclip(choice), make_steps(2)[1])
     torch.testing.assert_close(sum(value for value, _ in ranks) / WORLD_SIZE, expected)
