@@ -225,7 +225,7 @@ class Plan:
         yield f"loss, work memory          {_gib(row.loss.work_bytes)} GiB a GPU"
 
     def _batches(self) -> Iterator[str]:
-        """Yield whether a step fits a GPU, which batch would fit, and the effect of ``--accum-freq``."""
+        """Yield whether a step fits a GPU, and which batch would fit."""
         row, available = self.asked, self.memory.gpu
         others = row.gpu - row.activations
         fits = "fits" if row.gpu <= available else "does not fit"
@@ -234,13 +234,6 @@ class Plan:
             f"a GPU needs {_gib(row.gpu)} GiB of {_gib(available)}: {fits}; with this global batch up to {largest} samples "
             "in a pass would fit"
         )
-        for accum_freq in (1, 2, 4, 8, 16, 32):
-            if row.local_batch % accum_freq:
-                break
-            micro_batch = row.local_batch // accum_freq
-            need = others + int(self._fixed + self._of_image * micro_batch)
-            note = " does not fit" if need > available else ""
-            yield f"  --batch-size {micro_batch:<6} --accum-freq {accum_freq:<3} {_gib(need):>9} GiB{note}"
 
     def _communication(self) -> Iterator[str]:
         row = self.asked

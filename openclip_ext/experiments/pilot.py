@@ -23,7 +23,7 @@ from openclip_ext.training.model import (
     LossConfig,
     build_loss,
     build_model,
-    fit_to_length,
+    for_training,
     load_pretrained_heads,
     prepare_for,
 )
@@ -72,7 +72,7 @@ class PilotRun:
         options = run.setting.get("options", {})
         used = registry.options_used_by(run.setting["loss"], **options)
         shared = {name: value for name, value in self.shared_options().items() if name in used}
-        chosen = fit_to_length(LossConfig(run.setting["loss"], used | shared | options, frozenset(options)), self.steps)
+        chosen = for_training(LossConfig(run.setting["loss"], used | shared | options, frozenset(options)), self.steps)
         self.loss = build_loss(chosen, config.model.name, self.model, data.num_samples, device)
         self.prepare()
         rate = self.logit_scale_lr()

@@ -402,5 +402,6 @@ METHOD = Method(
     temperature_scheme="global",
     normalizer_defaults={"alpha_gradient": True},
     temperature_defaults={"lr_tau": 1.25e-4},
+    training_defaults={"verify_fit": True},
     parts=(NormalizerPart("prototypes", PrototypeNormalizer, objective=Unified),),
 )

@@ -209,14 +209,15 @@ def options_used_by(name: str, **options: Any) -> dict[str, Any]:
     return _compose(name, options).defaults()
 
 
-def defaults_of_length(name: str, steps: int, **options: Any) -> dict[str, Any]:
-    """Return the defaults of a loss that are others in a training of so many optimizer steps than without a training.
+def training_defaults(name: str, steps: int, **options: Any) -> dict[str, Any]:
+    """Return the defaults of a loss that are others in the training program than in :func:`create_loss`.
 
     Args:
         name, options: as for :func:`options_used_by`.
-        steps: of the whole training.
+        steps: optimizer steps of the whole training.
     """
-    return _compose(name, options).long_run_defaults if steps >= _LONG_RUN_STEPS else {}
+    composition = _compose(name, options)
+    return composition.training_defaults | (composition.long_run_defaults if steps >= _LONG_RUN_STEPS else {})
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ class _Composition:
         parts: the classes of its objective, its normalizer and its temperature scheme, if any.
         option_defaults: defaults that differ from the options' own.
         part_names: the options that name its parts, with their values.
-        fixed, refused, long_run_defaults: as in ``method.py``.
+        fixed, refused, training_defaults, long_run_defaults: as in ``method.py``.
     """
 
     title: str
@@ -239,6 +240,7 @@ class _Composition:
     part_names: dict[str, Any] = field(default_factory=dict)
     fixed: dict[str, Any] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    training_defaults: dict[str, Any] = field(default_factory=dict)
     long_run_defaults: dict[str, Any] = field(default_factory=dict)
 
     def keywords(self) -> set[str]:
@@ -327,6 +329,7 @@ def _compose_parts(method: Method, options: Mapping[str, Any]) -> _Composition:
         option_defaults=option_defaults,
         part_names=names | {"equal_captions": NEGATIVE} | ({"views": 1} if method.two_views is not None else {}),
         fixed=method.fixed,
+        training_defaults=method.training_defaults if own_normalizer else {},
         long_run_defaults={
             name: value for name, value in temperature_part.long_run_defaults.items() if name not in own
         },

@@ -210,9 +210,9 @@ class LossConfig:
         return any(self.options[part] is not None for part in self.given & {"normalizer", "temperature_scheme"})
 
 
-def fit_to_length(config: LossConfig, steps: int) -> LossConfig:
-    """Return the loss's options with the defaults that suit a run of ``steps`` optimizer steps; those given stay."""
-    defaults = registry.defaults_of_length(config.name, steps, **config.options)
+def for_training(config: LossConfig, steps: int) -> LossConfig:
+    """Return the loss's options with the defaults of a training of ``steps`` optimizer steps; those given stay."""
+    defaults = registry.training_defaults(config.name, steps, **config.options)
     suited = {name: value for name, value in defaults.items() if name not in config.given}
     return replace(config, options={**config.options, **suited}) if suited else config
 

@@ -27,7 +27,7 @@ from openclip_ext.training.model import (
     BuiltModel,
     build_loss,
     build_model,
-    fit_to_length,
+    for_training,
     load_pretrained_heads,
     loading_lines,
     prepare_for,
@@ -86,10 +86,10 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
     )
     steps_per_epoch = loader.batches_per_epoch // config.length.accum_freq
     steps = steps_per_epoch * config.length.epochs
-    loss_config = fit_to_length(config.loss, steps)
+    loss_config = for_training(config.loss, steps)
     if loss_config is not config.loss and distributed.is_master():
         suited = dict(loss_config.options.items() - config.loss.options.items())
-        logging.info(f"Default of the loss in a run of {steps:,} steps: {suited}.")
+        logging.info(f"Defaults of the loss in this training: {suited}.")
     config = replace(config, loss=loss_config)
     loss = build_loss(config.loss, config.model.name, built.model, loader.num_samples, built.device)
     _check_combination(config, loss)

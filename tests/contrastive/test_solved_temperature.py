@@ -11,7 +11,7 @@ from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.solved_temperature import SolvedTemperature
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.training import flags
-from openclip_ext.training.model import fit_to_length
+from openclip_ext.training.model import for_training
 from tests.losses.cases import WIDTH, unit
 
 
@@ -123,7 +123,7 @@ def test_the_flag_says_rho_and_wins_over_a_recipes() -> None:
 )
 def test_the_start_suits_the_runs_length_unless_it_is_given(more: list[str], steps: int, start: float | None) -> None:
     config = flags.parse(["--train-data", "x.tar", "--loss", "queueclip", *more])[1]
-    assert fit_to_length(config, steps).options["temperature"] == start
+    assert for_training(config, steps).options["temperature"] == start
 
 
 def _divergence_over_the_batch(images: Tensor, texts: Tensor, tau: float) -> float:

@@ -224,8 +224,6 @@ def test_the_plan_says_which_batch_fits(capsys):
     assert "works on the whole B x B matrix, and needs more" in text
     largest = int(text.partition("does not fit; with this global batch up to ")[2].split()[0])
     assert 512 <= largest < 4096
-    for line in (line for line in text.splitlines() if line.startswith("  --batch-size")):
-        assert ("does not fit" in line) == (int(line.split()[1]) > largest)
     plan.main([*command, "--accum-freq", "8", "--precision", "fp32"])
     assert ": fits; with" in capsys.readouterr().out
 

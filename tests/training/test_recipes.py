@@ -12,6 +12,7 @@ from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.training import recipes
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.flags import parse
+from openclip_ext.training.model import for_training
 from openclip_ext.training.recipes.__main__ import main as list_recipes
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +33,16 @@ def test_a_recipe_has_sources_and_the_papers_budget_and_is_taken_by_the_command_
         assert getattr(args, flag.replace("-", "_")) == value
     for option, value in recipe.loss_options.items():
         assert OPTIONS[option].check(value) == parsed.options[option] == value
+
+
+def test_a_recipe_is_as_published_where_a_training_has_a_default_of_its_own():
+    command = ["--loss", "neuclip", "--train-data", "x.tar"]
+    plain, published, off = (parse(command + more)[1] for more in ([], ["--recipe", "cc3m"], ["--no-verify-fit"]))
+    assert [for_training(config, 10).options["verify_fit"] for config in (plain, published, off)] == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_what_is_not_there_is_refused_with_what_is():
