@@ -1,7 +1,9 @@
 """The worker processes of a DataLoader: signals to the process group do not end them, and their end is explained."""
 
+import copy
 import gc
 import logging
+import multiprocessing
 import os
 import re
 import resource
@@ -31,12 +33,28 @@ class WorkerError(RuntimeError):
     """Workers end again and again, or have no memory to hand out a batch."""
 
 
+class _Flag:
+    """What DataLoader uses of ``multiprocessing.Event``, without its lock, which a killed worker can hold for ever."""
+
+    def __init__(self) -> None:
+        self._value = multiprocessing.RawValue("b", 0)
+
+    def is_set(self) -> bool:
+        return bool(self._value.value)
+
+    def set(self) -> None:
+        self._value.value = 1
+
+
 def start_workers(loader: DataLoader[Any]) -> Iterator[Any]:
     """Return ``iter(loader)`` without letting a signal to the process group kill a worker that is just starting.
 
     A new worker inherits that signals are blocked until it has run :func:`leave_process_group`. Remove torch's handler for
     the end of a worker, which raises anywhere, even within an optimizer's step. The DataLoader notices at the next batch.
     """
+    if loader.num_workers:
+        loader.multiprocessing_context = copy.copy(multiprocessing.get_context())
+        loader.multiprocessing_context.Event = _Flag
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_THE_GROUP)
     child_handler = signal.getsignal(signal.SIGCHLD)
     try:

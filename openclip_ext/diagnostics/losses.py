@@ -4,19 +4,10 @@ Every option can be given as ``--loss-option NAME=VALUE``, most of them also as 
 """
 
 import argparse
-import warnings
 from collections.abc import Iterator
 
 from openclip_ext.diagnostics import command_line
-from openclip_ext.losses.registry import (
-    OPTIONS,
-    SUMMARIES,
-    check_options,
-    create_loss,
-    find_method,
-    list_losses,
-    options_used_by,
-)
+from openclip_ext.losses.registry import OPTIONS, SUMMARIES, check_options, find_method, list_losses, options_used_by
 
 _PARTS = ("normalizer", "temperature_scheme")
 
@@ -46,23 +37,12 @@ def _described(name: str) -> Iterator[str]:
     bytes_of_sample = sum(table.nbytes for table in loss.tables().values()) // (loss.num_samples or 1)
     networks = ", and prototypes or networks" if loss.state_size().replicated > loss.get_extra_state().nbytes else ""
     yield f"  state:    {bytes_of_sample} bytes a sample{networks}"
-    yield f"  cost:     {_fixed_mebibytes(name):.1f} MiB on each rank for embeddings of 512, besides the samples' state"
-    yield "            (memory of a step: openclip-ext plan; time: docs/performance.md)"
+    yield "  cost:     openclip-ext plan has the memory, docs/performance.md the time"
     yield f"  trains:   {'a head with the model' if loss.model_head() is not None else 'nothing but the model'}"
     yield "  options (NAME = default: meaning):"
     for option, default in options.items():
         spelled = " (--loss-option)" if OPTIONS[option].ablation else ""
         yield f"    {option} = {default}: {OPTIONS[option].help}{spelled}"
-
-
-def _fixed_mebibytes(name: str) -> float:
-    """Return the size of what a loss keeps for the whole model: prototypes, queues, networks, and a trained head."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # such as rho for a data set as small as this
-        loss = create_loss(name, embed_dim=512, num_samples=8)
-    head = loss.model_head()
-    in_head = 0 if head is None else sum(parameter.nbytes for parameter in head.parameters())
-    return (loss.state_size().replicated + in_head) / 2**20
 
 
 if __name__ == "__main__":

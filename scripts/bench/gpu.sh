@@ -16,7 +16,7 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." || exit
 
 # A part's script and arguments. The tests are only the files that hold such tests: the others may import what is lacking here.
 declare -A parts=(
-    [tests]="-m pytest -m gpu --junitxml $folder/tests.xml $(grep -rlE --include='test_*.py' 'mark\.gpu\b|on_each_device' tests | paste -sd' ')"
+    [tests]="-m pytest -m gpu --junitxml $folder/tests.xml $(grep -rlE --include='test_*.py' 'mark\.gpu\b|on_each_device|all_on_a_gpu' tests | paste -sd' ')"
     [npn]="npn.py --batch-size 4096 --prototypes 4096 --embed-dim 512 --rounds 20"
     [losses]="losses.py --batch-sizes 4096 --embed-dim 512"
     [losses-large]="losses.py --batch-sizes 65536 --embed-dim 512 --losses fastclip neuclip queueclip amorlip --rounds 3"
