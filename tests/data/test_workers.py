@@ -25,7 +25,7 @@ def test_a_killed_worker_is_replaced_and_the_batches_are_the_same(tmp_path: Path
         batches.append(batch)
         if len(batches) in (2, 9):
             os.kill(loader._loader._iterator._workers[1].pid, signal.SIGKILL)
-    assert not hasattr(loader._loader._iterator._workers_done_event, "_cond")  # a lock, which the killed worker may hold
+    assert not hasattr(loader._loader._iterator._workers_done_event, "_cond")  # a lock, which a killed one may hold
     assert_equal(batches, expected)
     assert caplog.text.count("Training goes on with new workers") == 2
     assert "was killed, as the kernel does where memory runs out" in caplog.text and "GiB" in caplog.text
