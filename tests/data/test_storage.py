@@ -135,6 +135,7 @@ def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         "AWS_ACCESS_KEY_ID": "user",
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_MAX_ATTEMPTS": "1",  # botocore's own attempts, after random waits, can bridge any pause
     }.items():
         monkeypatch.setenv(name, value)
     fsspec.filesystem("s3").clear_instance_cache()  # one with the address of an earlier test's server
