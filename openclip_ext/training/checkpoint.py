@@ -25,7 +25,7 @@ import re
 import shutil
 import time
 import zipfile
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -96,7 +96,7 @@ class RunIdentity:
     global_batch: int
     seed: int
     data: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -105,7 +105,7 @@ class _Shared:
 
     loss: dict[str, Any]
     position: Position
-    identity: dict[str, Any]
+    identity: RunIdentity
     world_size: int
     tables: list[str]
 
@@ -563,7 +563,12 @@ def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
     for name, table in tables.items():
         restore_table(table, parts[name], checkpoint.path)
     if checkpoint.shared["world_size"] == distributed.world_size():
-        set_random_state(_load(checkpoint.rank_files[distributed.rank()])["random"])
+        file = checkpoint.rank_files[distributed.rank()]
+        generators = _load(file).get("random", {})
+        try:
+            set_random_state(generators)
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise UsageError(f"{file} holds no random generators as a save writes them ({error!r})") from error
 
 
 def load_model(
@@ -574,10 +579,9 @@ def load_model(
     Raises:
         UsageError: they do not fit the model; the message names the source.
     """
-    state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
     try:
-        model.load_state_dict(state_dict)
-    except RuntimeError as error:
+        model.load_state_dict({name.removeprefix("module."): value for name, value in state_dict.items()})
+    except (AttributeError, RuntimeError) as error:
         raise UsageError(f"{source} is of another model: {one_line(error)}") from error

@@ -54,7 +54,7 @@ class OptimizerConfig:
     weight_decay: float = flag(0.2, dest="wd", minimum=0.0)
     beta1: float | None = flag(0.9, minimum=0.0, exclusive_maximum=1.0)
     beta2: float | None = flag(0.98, minimum=0.0, exclusive_maximum=1.0)
-    eps: float | None = flag(1e-6)
+    eps: float | None = flag(1e-6, exclusive_minimum=0.0)
     momentum: float | None = flag(None, minimum=0.0, exclusive_maximum=1.0)
     lookahead_steps: int | None = flag(
         None,
