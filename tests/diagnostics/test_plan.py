@@ -182,7 +182,7 @@ def test_a_run_without_values_works_in_the_memory_of_a_real_one(name):
 
 # --- the report ------------------------------------------------------------------------------------------------------
 
-COMMAND = ["--samples", "1e9", "--world-size", "64", "--global-batch", "5120", "--model", "ViT-B-16"]
+COMMAND = ["--samples", "1e9", "--world-size", "64", "--global-batch", "5120", "--model", MODEL]
 
 
 def rows(text: str) -> dict[int, list[str]]:
@@ -197,15 +197,15 @@ def test_a_plan_for_a_billion_samples(capsys):
     table = rows(text)
     assert list(table) == [2**power for power in range(11)]
     assert table[64][1] == "80"
-    # Gathered: 2·B·d values, 2·B scalars, B indices; reduced: 2·B scalars, the guard's verdict of 2. B = 5120, d = 512.
-    gathered, reduced = (2 * 5120 * 512 + 2 * 5120) * 4 + 5120 * 8, 2 * 5120 * 4 + 2 * 4
+    # Gathered: 2·B·d values, 2·B scalars, B indices; reduced: 2·B scalars, the guard's verdict of 2. B = 5120, d = 64.
+    gathered, reduced = (2 * 5120 * 64 + 2 * 5120) * 4 + 5120 * 8, 2 * 5120 * 4 + 2 * 4
     assert float(table[64][8]) == pytest.approx((gathered + 2 * reduced) * 63 / 64 / 2**20, abs=0.01)
     assert "WARNING" not in text
 
 
 def test_what_does_not_fit_is_said(capsys):
     limits = ["--gpu-memory", "0.01", "--host-memory", "16", "--state-device", "cpu"]
-    plan.main([*COMMAND, "--model", MODEL, "--loss", "fastclip-v2", *limits])
+    plan.main([*COMMAND, "--loss", "fastclip-v2", *limits])
     text = capsys.readouterr().out
     assert "WARNING: 64 ranks: a GPU needs" in text and "does not fit" in text
     assert float(rows(text)[1][7]) == pytest.approx(32e9 / 2**30, abs=0.01)
@@ -217,8 +217,8 @@ def test_what_does_not_fit_is_said(capsys):
 
 
 def test_the_plan_says_which_batch_fits(capsys):
-    sizes = ["--samples", "1e6", "--global-batch", "4096", "--gpu-memory", "64"]
-    command = [*sizes, "--model", "ViT-B-32", "--loss", "openclip"]
+    sizes = ["--samples", "1e6", "--global-batch", "4096", "--gpu-memory", "1"]
+    command = [*sizes, "--model", MODEL, "--loss", "openclip"]
     plan.main(command)
     text = capsys.readouterr().out
     assert "works on the whole B x B matrix, and needs more" in text

@@ -16,7 +16,7 @@ from tests.training import paced
 from tests.training.runs import command, final_state, metrics_of
 
 STEPS_PER_EPOCH, GLOBAL_BATCH = 5, 16
-QUICK = "last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=3"
+QUICK = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
 class Node:

@@ -152,9 +152,10 @@ def test_precisions_from_the_command_line(shards, tmp_path, precision, monkeypat
 
     original = torch.compile
     monkeypatch.setattr(torch, "compile", compile_quickly)
-    more = ["--precision", precision, "--torchcompile", "--grad-checkpointing", "--accum-freq", "2"]
+    more = ["--precision", precision, "--grad-checkpointing", "--accum-freq", "2"]
+    more += ["--torchcompile"] * (precision == "amp")
     assert run(small_command(shards, tmp_path, "run", "neuclip", *more, "--batch-size", "8", "--epochs", "1")) == 0
-    assert len(compiled) == 1
+    assert len(compiled) == (precision == "amp")
     lines = metrics_of(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(5))
     assert lines[-1]["infonce"] == pytest.approx(lines[-1]["chance"], abs=0.5)  # five steps do not go astray
