@@ -7,6 +7,7 @@ everything after that, from the command line to the exit status, is the program'
 import contextlib
 import ctypes
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -171,6 +172,8 @@ def _serve(target: Callable[[list[str]], None], argv: list[str], environment: di
     os.dup2(descriptor, 2)
     torch.set_num_threads(1)
     os.environ.update(environment)
+    # As in a program of its own: data workers that a fork server starts outlive the trainer, and import everything again.
+    multiprocessing.set_start_method(None, force=True)
     target(argv)
 
 

@@ -7,7 +7,6 @@ full for some seconds (a tmpfs, for root only), the clock jumps. Whatever has en
 
 import contextlib
 import functools
-import multiprocessing
 import os
 import random
 import signal
@@ -32,8 +31,6 @@ FAULTS += ("full disk", "clock")
 
 def hostile_program(clock: Path, argv: list[str]) -> None:
     """Run the training program with a clock that can jump, and with steps that are not finite."""
-    # As in a program of its own: data workers that a fork server starts survive the trainer, and so does that server.
-    multiprocessing.set_start_method("fork", force=True)
     real = time.time
     time.time = lambda: real() + float(clock.read_text() or 0)
 
