@@ -123,7 +123,8 @@ def load_manifest(folder: Path, shard: dict | None = None, **change: object) -> 
 def read_checkpoint(folder: Path, **change: object) -> None:
     (folder / "epoch_1.state" / "step_3").mkdir(parents=True)
     torch.save({"state_dict": {}, "epoch": 1, "step": 3}, folder / "epoch_1.pt")
-    shared = {"loss": {}, "position": {"epoch": 1}, "identity": {}, "world_size": 1, "tables": []}
+    identity = vars(ckpt.RunIdentity("demo-vit", "openclip", "adamw", 40, 8, 0))
+    shared = {"loss": {}, "position": {"epoch": 1}, "identity": identity, "world_size": 1, "tables": []}
     torch.save(shared | change, folder / "epoch_1.state" / "step_3" / "shared.pt")
     ckpt.read(folder / "epoch_1.pt")
 
@@ -139,6 +140,8 @@ def model_loss(outputs: object = None, saved: object = None) -> None:
         (lambda f: load_manifest(f, {"problems": {"gaps": [[1]]}}), r"problems\.gaps\[0\] has 1 items, expected 2"),
         (lambda f: load_manifest(f, left_out="3,-1"), "it leaves out '-1': expected ascending indices from 0 to 19"),
         (lambda f: read_checkpoint(f, world_size="2"), r"shared\.pt\.world_size is '2', expected int: not as a save"),
+        (lambda f: read_checkpoint(f, position={"step": "7"}), r"shared\.pt\.position\.step is '7', expected int"),
+        (lambda f: read_checkpoint(f, identity={"settings": [1]}), r"shared\.pt\.identity has no global_batch, loss"),
         (lambda f: read_checkpoint(f, world_size=10**9), "is incomplete, missing: rank_0000.pt"),
         (lambda f: (f / "config.json").write_text("[" * 99_999) and read_config(f), "training writes it: maximum"),
         (lambda f: (f / "config.json").write_text('{"flags": 3}') and read_config(f), "flags is '3', expected dict"),
