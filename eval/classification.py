@@ -20,13 +20,7 @@ from .data import (
     read_lines,
 )
 from .features import Collected, Encoder
-from .metrics import (
-    Metrics,
-    classification_metrics,
-    group_metrics,
-    macro_f1,
-    target_ranks,
-)
+from .metrics import Metrics, classification_metrics, group_metrics, macro_f1, target_ranks
 from .tasks import FACE_METADATA, Task
 
 # OpenAI's scale, which changes no ranking and makes the logits equal to clip-benchmark's.

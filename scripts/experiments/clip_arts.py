@@ -21,15 +21,7 @@ from PIL import Image, ImageOps
 from tqdm import tqdm
 
 from scripts.experiments.icons import canonical_name, split_words
-from scripts.experiments.pairs import (
-    Pair,
-    flag,
-    png_on_white,
-    program,
-    seeded_order,
-    whole_folder,
-    write_dataset,
-)
+from scripts.experiments.pairs import Pair, flag, png_on_white, program, seeded_order, whole_folder, write_dataset
 
 SOURCE = Path("/usr/share/openclipart/png")
 LEFT_OUT = "shapes/stars"

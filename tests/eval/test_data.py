@@ -10,15 +10,7 @@ import pytest
 import torch
 from torchvision.transforms.functional import to_tensor
 
-from eval.data import (
-    Batch,
-    DataError,
-    SampleFormat,
-    find_shards,
-    fingerprint,
-    make_loader,
-    read_shard,
-)
+from eval.data import Batch, DataError, SampleFormat, find_shards, fingerprint, make_loader, read_shard
 from eval.download import BROKEN, check_set
 from eval.runner import MAX_SKIPPED, evaluate_task
 from eval.tasks import FLICKR, TASKS
