@@ -49,12 +49,6 @@ def test_links_between_pages_lead_to_pages_and_links_to_other_files_to_the_repos
     assert {"choosing-a-loss/", "contributing/", "patches/"} <= links_of(clone, "index.html")
 
 
-def test_without_a_repository_a_link_to_a_source_file_is_text(clone):
-    (clone / "CHANGELOG.md").write_text("# Changelog\n\nThe [hook](scripts/docs_hook.py) is small.\n")
-    assert build(clone, REPOSITORY_URL="").returncode == 0
-    assert "<p>The hook is small.</p>" in (clone / "site" / "changelog" / "index.html").read_text(encoding="utf-8")
-
-
 def test_broken_links_and_pages_without_a_place_stop_the_build(clone):
     broken = {
         "docs/scale.md": "[gone](gone1.md)",

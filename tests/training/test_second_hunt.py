@@ -108,9 +108,8 @@ def train_with_other_flags(argv: list[str]) -> str:
 def test_ranks_with_other_flags_are_named(tmp_path: Path):
     argv = command(write_shards(tmp_path, [40])[0], tmp_path, "run", "openclip", "--rank-patience", "60")
     said = two_ranks().run(train_with_other_flags, argv, group=False)
-    assert (
-        said[0] == said[1] and "rank 1 was started with other flags than rank 0 (in brackets): batch_size 4" in said[0]
-    )
+    assert said[0] == said[1]
+    assert "rank 1 was started with other flags than rank 0 (in brackets): batch_size 4" in said[0]
 
 
 def load_manifest(folder: Path, shard: dict | None = None, **change: object) -> None:
