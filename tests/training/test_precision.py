@@ -152,8 +152,7 @@ def test_precisions_from_the_command_line(shards, tmp_path, precision, monkeypat
 
     original = torch.compile
     monkeypatch.setattr(torch, "compile", compile_quickly)
-    more = ["--precision", precision, "--grad-checkpointing", "--accum-freq", "2"]
-    more += ["--torchcompile"] * (precision == "amp")
+    more = ["--precision", precision, "--grad-checkpointing", "--accum-freq=2", *["--torchcompile"] * (precision == "amp")]
     assert run(small_command(shards, tmp_path, "run", "neuclip", *more, "--batch-size", "8", "--epochs", "1")) == 0
     assert len(compiled) == (precision == "amp")
     lines = metrics_of(tmp_path / "run")
