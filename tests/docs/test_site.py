@@ -34,10 +34,8 @@ def links_of(clone, page):
 
 
 def test_links_between_pages_lead_to_pages_and_links_to_other_files_to_the_repository(clone):
-    page = clone / "docs" / "methods" / "neuclip.md"
-    page.write_text(
-        page.read_text(encoding="utf-8") + "\n[`jobs`](../../scripts/slurm), [start](../../README.md#install)\n"
-    )
+    with (clone / "docs" / "methods" / "neuclip.md").open("a", encoding="utf-8") as page:
+        page.write("\n[`jobs`](../../scripts/slurm), [start](../../README.md#install)\n")
     changes = clone / "CHANGELOG.md"
     changes.write_text(changes.read_text(encoding="utf-8") + "\n[hook](scripts/docs_hook.py#L1)\n")
     done = build(clone, REPOSITORY_URL="https://example.org/us/here")
