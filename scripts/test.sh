@@ -5,7 +5,7 @@
 #   bash scripts/test.sh --fast            # without the slow tests (tests/slow.txt): between two edits
 #   bash scripts/test.sh tests/losses -x   # the checks, and pytest with these arguments
 #
-# TEST_PROCESSES sets how many processes run the tests. The default is one per core, and one more for everything; at most 4.
+# TEST_PROCESSES (default: one per core, at most 4) sets how many processes run the tests.
 set -euo pipefail
 # shellcheck disable=SC2034  # for the script that is sourced
 extras=eval,plot,integrations,test
@@ -13,10 +13,8 @@ extras=eval,plot,integrations,test
 source "$(dirname -- "${BASH_SOURCE[0]}")/_environment.sh"
 
 options=()
-more=1  # than there are cores: some tests wait for a scheduler, a server or a launcher
 if [[ "${1:-}" == --fast ]]; then
   shift
-  more=0
   options=(-m 'not slow and not inductor and not gpu')
 fi
 
@@ -35,7 +33,7 @@ NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict --site-dir "$site"
 say "pytest"
 # The tensors are tiny: one thread is as fast as many, and tests that start several processes do not fight for cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-processes="${TEST_PROCESSES:-$("$python" -c "import os; print(min(4, $more + (os.cpu_count() or 1)))")}"
+processes="${TEST_PROCESSES:-$("$python" -c 'import os; print(min(4, os.cpu_count() or 1))')}"
 # A file stays in one process: its tests share what its fixtures make. tests/conftest.py orders the files.
 # Tests with a scheduler, servers and killed processes depend on how a busy machine takes turns: one that fails is run
 # once more. The summary names it (RERUN): a test that often needs it hides a race, in the test or in the product.
