@@ -430,7 +430,8 @@ def read(path: Path, mmap: bool = False) -> Checkpoint:
     if not path.is_file():
         raise UsageError(f"checkpoint {path} does not exist")
     model_file = _load(path, mmap)
-    if not isinstance(model_file.get("state_dict"), dict) or not isinstance(model_file.get("epoch"), int):
+    weights = model_file.get("state_dict")
+    if not isinstance(weights, dict) or set(map(type, weights)) - {str} or not isinstance(model_file.get("epoch"), int):
         keys = ", ".join(str(key) for key in list(model_file)[:5])
         raise UsageError(f"{path} holds no training checkpoint (keys: {keys}; expected state_dict and epoch)")
     step = model_file.get("step")
@@ -583,5 +584,5 @@ def load_model(
         model = model.module
     try:
         model.load_state_dict({name.removeprefix("module."): value for name, value in state_dict.items()})
-    except (AttributeError, RuntimeError) as error:
+    except RuntimeError as error:
         raise UsageError(f"{source} is of another model: {one_line(error)}") from error

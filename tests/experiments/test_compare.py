@@ -382,9 +382,8 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     main([*argv, "--losses", "openclip,queueclip,sogclr"])
     rows = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()[len(lines) :]]
     assert {row["family"] for row in rows} == {"sogclr"}
-    stopped = [
-        row for row in rows if "stopped" in row
-    ]  # of two runs side by side, a fast one may end before the other tells
+    # Of two runs side by side, a fast one may end before the other tells.
+    stopped = [row for row in rows if "stopped" in row]
     assert stopped and all(row["stopped"] == 16 and row["val"]["mean"] < 0 for row in stopped)
     assert len(stopped) == json.loads((out / "report.json").read_text())["stopped"]
 

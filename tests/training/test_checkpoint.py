@@ -129,6 +129,7 @@ def test_damage_is_found_whatever_it_hits(tmp_path, caplog, file, damage):
         ([1, 2], "but a list"),
         ({"state_dict": {}, "epoch": "three"}, "expected state_dict and epoch"),
         ({"epoch": 9}, "expected state_dict and epoch"),
+        ({"epoch": 9, "state_dict": {1: 2}}, "expected state_dict and epoch"),
         ({"epoch": 9, "state_dict": {}, "step": 7}, "the checkpoint is incomplete"),
         (Path(), "holds more than tensors and plain types, and was not opened"),
     ],
