@@ -7,6 +7,7 @@ import pytest
 from openclip_ext.training import recipes
 from tests.slurm.conftest import GPUS, NODES, wait_until
 from tests.training.paced import read_notes
+from tests.training.programs import Program
 from tests.training.runs import assert_same_run, command
 
 pytestmark = pytest.mark.slurm
@@ -40,10 +41,18 @@ def runs(shards, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def whole(cluster, runs):
+    """The folder of a run that nothing disturbs, without SLURM."""
+    program = Program(runs.flags("whole"), 2, runs.logs / "output")
+    assert program.wait() == [0, 0], program.text()[-3000:]
+    return runs.logs / "whole"
+
+
+@pytest.fixture(scope="module")
 def jobs(cluster, runs):
-    """Jobs side by side, all at their ends: an array whose job 1 was preempted after its third step, one whose time limit came
-    near after its third step, and one that fails."""
-    array = runs.submit(cluster, "run-%a", "--array=0-1", *TWO_GPUS, HOLD_AT="3")
+    """Jobs side by side, all at their ends: job 1 of an array, preempted after its third step, one whose time limit came near
+    after its third step, and one that fails."""
+    array = runs.submit(cluster, "run-%a", "--array=1", *TWO_GPUS, HOLD_AT="3")
     limited = runs.submit(cluster, "limited", *TWO_GPUS, "--time=60", HOLD_AT="3")
     failing = runs.submit(cluster, "failing", *TWO_GPUS, more=("--train-data", "nowhere/00000.tar"))
     cluster.wait_for_step(array, runs.logs / "run-1", 2)
@@ -56,25 +65,25 @@ def jobs(cluster, runs):
     cluster.run("scontrol", "update", f"JobId={limited}", "TimeLimit=60")
     ended = {job: cluster.wait(job, "COMPLETED", "FAILED", "TIMEOUT") for job in (limited, failing)}
     wait_until(
-        lambda: cluster.run("squeue", "-h", "-t", "all", "-j", array, "-o", "%T").split() == ["COMPLETED"] * 2,
+        lambda: cluster.run("squeue", "-h", "-t", "all", "-j", array, "-o", "%T").split() == ["COMPLETED"],
         lambda: cluster.run("squeue", "-t", "all") + cluster.output("*"),
     )
     return ended
 
 
-def test_a_preempted_job_of_an_array_goes_on_bitwise(runs, jobs):
-    assert_same_run(runs.logs / "run-1", runs.logs / "run-0")
+def test_a_preempted_job_of_an_array_goes_on_bitwise(runs, jobs, whole):
+    assert_same_run(runs.logs / "run-1", whole)
     assert runs.notes("run-%a", "signal") == [("SIGTERM", 0), ("SIGTERM", 1)]
 
 
-def test_before_the_time_limit_every_trainer_saves_and_the_job_goes_on_bitwise(cluster, runs, jobs):
+def test_before_the_time_limit_every_trainer_saves_and_the_job_goes_on_bitwise(cluster, runs, jobs, whole):
     job, ended = next(iter(jobs.items()))
     assert "Time limit ahead" in cluster.output(job)
     assert "Stopped by a signal" in cluster.output(job)
     assert runs.notes("limited", "signal") == [("SIGTERM", 0), ("SIGTERM", 1)]
     assert runs.notes("limited", "step") == [(step, rank) for step in range(10) for rank in range(2)], "no step twice"
     assert (ended["JobState"], ended["Restarts"], ended["ExitCode"]) == ("COMPLETED", "1", "0:0"), cluster.output(job)
-    assert_same_run(runs.logs / "limited", runs.logs / "run-0")
+    assert_same_run(runs.logs / "limited", whole)
 
 
 def test_a_run_that_fails_is_not_requeued(cluster, jobs):
@@ -85,7 +94,7 @@ def test_a_run_that_fails_is_not_requeued(cluster, jobs):
     assert "nowhere/00000.tar" in cluster.output(job)
 
 
-def test_of_two_nodes_one_dies_and_a_spare_takes_its_place(cluster, runs, jobs):
+def test_of_two_nodes_one_dies_and_a_spare_takes_its_place(cluster, runs, whole):
     job = runs.submit(cluster, "nodes", *TWO_NODES, PACE="0.5")
     cluster.wait_for_step(job, runs.logs / "nodes", 5)
     cluster.kill_node(NODES[1])
@@ -93,7 +102,7 @@ def test_of_two_nodes_one_dies_and_a_spare_takes_its_place(cluster, runs, jobs):
     ended = cluster.wait(job, "COMPLETED", "FAILED")
     assert NODES[1] not in cluster.run("scontrol", "show", "hostnames", ended["NodeList"])
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
-    assert_same_run(runs.logs / "nodes", runs.logs / "run-0")
+    assert_same_run(runs.logs / "nodes", whole)
 
 
 def test_slurm_takes_the_job_of_every_recipe(cluster):
