@@ -50,8 +50,7 @@ def whole(cluster, runs):
 
 @pytest.fixture(scope="module")
 def jobs(cluster, runs):
-    """Jobs side by side, all at their ends: job 1 of an array, preempted after its third step, one whose time limit came near
-    after its third step, and one that fails."""
+    """Jobs that ended: one of an array, preempted after a third step, one whose time limit came near, and one that fails."""
     array = runs.submit(cluster, "run-%a", "--array=1", *TWO_GPUS, HOLD_AT="3")
     limited = runs.submit(cluster, "limited", *TWO_GPUS, "--time=60", HOLD_AT="3")
     failing = runs.submit(cluster, "failing", *TWO_GPUS, more=("--train-data", "nowhere/00000.tar"))

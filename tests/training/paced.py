@@ -73,7 +73,7 @@ def is_held(steps: int) -> bool:
 
 if __name__ == "__main__":
     STARTED = time.time()
-    # OpenCLIP imports it where it is installed, for more than a second; README's environment has none.
+    # OpenCLIP would import it, for more than a second; README's environment has none.
     sys.modules["transformers"] = None
     module, *arguments = (word for word in sys.argv[1:] if word not in ("-u", "-m"))
     if module == "openclip_ext.training.main":
