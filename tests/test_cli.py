@@ -62,4 +62,6 @@ def test_output_and_exit_status_are_the_commands(tmp_path):
     shown = python("-c", _PROGRAM, "report", "--output")
     assert shown.returncode == 2 and shown.stderr.startswith("usage: openclip-ext report")
     failed = python("-c", _PROGRAM, "manifest", str(tmp_path / "none.tar"))
-    assert failed.returncode == 1 and "none.tar" in failed.stderr
+    module = python("-m", "openclip_ext.data.manifest", str(tmp_path / "none.tar"))
+    assert failed.returncode == module.returncode != 0
+    assert failed.stderr == module.stderr and "none.tar" in failed.stderr

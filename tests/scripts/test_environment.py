@@ -57,6 +57,9 @@ def test_the_environment_is_made_once_and_again_when_more_is_needed(clone):
     # No script takes away what another one added.
     assert use(clone, "plot").returncode == use(clone, "eval,test").returncode == 0
     assert installs(clone) == [".", ".[eval,plot,test]"]
+    (clone / "requirements.txt").write_text("torch>=2.7\n")
+    assert use(clone, "plot").returncode == 0
+    assert len(installs(clone)) == 3
 
 
 def test_a_failed_installation_stops_the_script_and_is_tried_again(clone):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 
 from openclip_ext.training import recipes
-from tests.slurm.conftest import GPUS, NODES, wait_until
+from tests.slurm.conftest import GPUS, NODES
 from tests.training.paced import read_notes
 from tests.training.programs import Program
 from tests.training.runs import assert_same_run, command
@@ -62,12 +62,8 @@ def jobs(cluster, runs):
     cluster.run("scontrol", "update", f"JobId={limited}", f"TimeLimit={minutes + 2}")
     cluster.wait(limited, "PENDING", "COMPLETING")
     cluster.run("scontrol", "update", f"JobId={limited}", "TimeLimit=60")
-    ended = {job: cluster.wait(job, "COMPLETED", "FAILED", "TIMEOUT") for job in (limited, failing)}
-    wait_until(
-        lambda: cluster.run("squeue", "-h", "-t", "all", "-j", array, "-o", "%T").split() == ["COMPLETED"],
-        lambda: cluster.run("squeue", "-t", "all") + cluster.output("*"),
-    )
-    return ended
+    cluster.wait(f"{array}_1", "COMPLETED")
+    return {job: cluster.wait(job, "COMPLETED", "FAILED", "TIMEOUT") for job in (limited, failing)}
 
 
 def test_a_preempted_job_of_an_array_goes_on_bitwise(runs, jobs, whole):
