@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import sys
 
 import torch
 
@@ -12,11 +11,6 @@ from openclip_ext.machine import available_cores
 
 from .features import PRECISIONS, Encoder, resolve_precision
 from .models import MODEL_OPTIONS, LoadedModel, load_model
-
-
-def called_as(command: str, module: str) -> str:
-    """Return how this program was called, for its usage message."""
-    return f"openclip-ext {command}" if "openclip_ext.cli" in sys.modules else f"python -m {module}"
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

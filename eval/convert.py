@@ -15,8 +15,7 @@ from pathlib import Path, PurePosixPath
 import pandas as pd
 import webdataset
 
-from .data import IMAGE_EXTENSIONS
-from .retrieval import INSTANCES_FILE
+from .data import IMAGE_EXTENSIONS, INSTANCES_FILE
 
 IMAGES_PER_SHARD = 1000
 _SUFFIX = re.compile(rf"\.({'|'.join(IMAGE_EXTENSIONS)})$", re.IGNORECASE)

@@ -8,6 +8,7 @@ classes) is a `DataError` that names the file. An image that does not decode is 
 
 import hashlib
 import io
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from .tasks import Task
 IMAGE_EXTENSIONS = ("webp", "png", "jpg", "jpeg")
 CLASSNAMES_FILE = "classnames.txt"
 TEMPLATES_FILE = "zeroshot_classification_templates.txt"
+INSTANCES_FILE = "instances.jsonl"
 # A tar ends with two blocks of zeros.
 _END_OF_ARCHIVE = bytes(2 * tar.BLOCK)
 # `Batch.order` holds the number of the shard above this many bits, and the position in the shard below.
@@ -141,6 +143,46 @@ def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list
             f"fetch the data set again, or score it as it is with --allow-size-mismatch."
         )
     return classnames, templates
+
+
+@dataclass(frozen=True)
+class Instance:
+    """Holds a riddle of WinoGAViL: choose the candidate images that go with the cue.
+
+    Attributes:
+        candidates: keys of 5, 6, 10 or 12 images.
+        associations: the candidates that people chose.
+    """
+
+    cue: str
+    candidates: tuple[str, ...]
+    associations: frozenset[str]
+
+    @property
+    def prompt(self) -> str:
+        """Return ``A cue`` or ``An cue``, as DataComp does."""
+        cue = self.cue.lower()
+        return f"{'An' if cue[0] in 'aeiou' else 'A'} {cue}"
+
+
+def read_instances(folder: Path) -> list[Instance]:
+    """Read the lines of ``instances.jsonl``."""
+    path = folder / INSTANCES_FILE
+    instances = []
+    for number, line in enumerate(read_lines(path, "WinoGAViL instances (JSON)"), start=1):
+        try:
+            content = json.loads(line)
+            cue, candidates = content["cue"], tuple(content["candidates"])
+            instance = Instance(cue, candidates, frozenset(content["associations"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path}, line {number}: expected an object with cue, candidates and associations, "
+                f"found {line[:80]} ({error!r})."
+            ) from None
+        if not cue or not instance.associations or not instance.associations <= set(candidates):
+            raise DataError(f"{path}, line {number}: the associations must be some of the candidates, the cue a word.")
+        instances.append(instance)
+    return instances
 
 
 def find_shards(folder: Path) -> list[Path]:

@@ -19,9 +19,10 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from openclip_ext import distributed
+from openclip_ext.diagnostics.command_line import called_as
 from openclip_ext.files import write_atomically
 
-from .command_line import add_model_arguments, called_as, load_encoder
+from .command_line import add_model_arguments, load_encoder
 from .data import DataError, task_folder
 from .features import Encoder
 from .models import LoadedModel

@@ -21,6 +21,7 @@ from openclip_ext.files import write_atomically
 
 from .convert import convert_retrieval, convert_winogavil
 from .data import (
+    INSTANCES_FILE,
     DataError,
     MissingDataError,
     SampleFormat,
@@ -28,10 +29,10 @@ from .data import (
     find_shards,
     parse_sample,
     read_classes,
+    read_instances,
     read_shard,
     task_folder,
 )
-from .retrieval import INSTANCES_FILE, read_instances
 from .tasks import Task, select_tasks
 
 CHECKSUMS_FILE = "checksums.json"

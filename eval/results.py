@@ -4,27 +4,35 @@ So DataComp's ``aggregate_scores.py`` can read the file, and the numbers of two 
 ``eval_results.RUN.jsonl`` in the same folder, and return when that run continues.
 """
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
 from openclip_ext.files import write_atomically
 
-from .classification import TaskResult
 from .data import fingerprint
-from .models import LoadedModel, config_digest
 from .tasks import Task
+
+if TYPE_CHECKING:  # whoever reads results needs neither OpenCLIP nor scikit-learn, which take seconds to import
+    from .classification import TaskResult
+    from .models import LoadedModel
 
 RESULTS_FILE = "eval_results.jsonl"
 # Stands for the digest of lines that do not say which run they belong to.
 UNKNOWN_RUN = "unknown"
 # Must change whenever the same weights may get other numbers on the same data.
 PROTOCOL = "datacomp-2"
+
+
+def config_digest(config: dict[str, Any]) -> str:
+    """Return a short digest of anything that JSON can hold."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,7 @@ class RunIdentity:
     protocol: str = PROTOCOL
 
     @classmethod
-    def of(cls, loaded: LoadedModel, precision: str, any_size: bool = False) -> "RunIdentity":
+    def of(cls, loaded: "LoadedModel", precision: str, any_size: bool = False) -> "RunIdentity":
         """Identify the evaluation of a model; with ``any_size``, the data may have other sizes than DataComp's."""
         protocol = f"{PROTOCOL}-any-size" if any_size else PROTOCOL
         return cls(loaded.name, loaded.weights_sha256, config_digest(loaded.config), precision, protocol)
@@ -95,7 +103,7 @@ class ResultFile:
             lines = read_results(self.path)
             _write(self.path, [line for line in lines if line["key"] not in unwanted or not self._is_own(line)])
 
-    def add(self, task: Task, folder: Path, result: TaskResult, seconds: float) -> None:
+    def add(self, task: Task, folder: Path, result: "TaskResult", seconds: float) -> None:
         """Store the result of a task, replacing an earlier one."""
         line = {
             "key": task.key,

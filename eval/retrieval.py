@@ -1,8 +1,6 @@
 """Score image-text retrieval, and WinoGAViL's choice of images for a cue."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +10,12 @@ from torch import Tensor
 from openclip_ext.retrieval import ranks_of_best_match
 
 from .classification import TaskResult
-from .data import Batch, DataError, SampleFormat, find_shards, read_lines
+from .data import INSTANCES_FILE, Batch, DataError, SampleFormat, find_shards, read_instances
 from .features import Collected, Encoder
 from .metrics import Metrics
 from .tasks import Task
 
 RECALL_AT = (1, 5, 10)
-INSTANCES_FILE = "instances.jsonl"
 # DataComp reads these sets with the `datasets` library, which passes the stored image to OpenCLIP's transform. Its
 # classification sets come through webdataset, which converts to RGB first.
 _FORMAT = SampleFormat(convert_first=False)
@@ -70,46 +67,6 @@ def retrieval_metrics(images: Tensor, texts: Tensor, owners: Tensor) -> Metrics:
         **recalls,
         "mean_recall@1": 0.5 * (recalls["image_retrieval_recall@1"] + recalls["text_retrieval_recall@1"]),
     }
-
-
-@dataclass(frozen=True)
-class Instance:
-    """Holds a riddle of WinoGAViL: choose the candidate images that go with the cue.
-
-    Attributes:
-        candidates: keys of 5, 6, 10 or 12 images.
-        associations: the candidates that people chose.
-    """
-
-    cue: str
-    candidates: tuple[str, ...]
-    associations: frozenset[str]
-
-    @property
-    def prompt(self) -> str:
-        """Return ``A cue`` or ``An cue``, as DataComp does."""
-        cue = self.cue.lower()
-        return f"{'An' if cue[0] in 'aeiou' else 'A'} {cue}"
-
-
-def read_instances(folder: Path) -> list[Instance]:
-    """Read the lines of ``instances.jsonl``."""
-    path = folder / INSTANCES_FILE
-    instances = []
-    for number, line in enumerate(read_lines(path, "WinoGAViL instances (JSON)"), start=1):
-        try:
-            content = json.loads(line)
-            cue, candidates = content["cue"], tuple(content["candidates"])
-            instance = Instance(cue, candidates, frozenset(content["associations"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path}, line {number}: expected an object with cue, candidates and associations, "
-                f"found {line[:80]} ({error!r})."
-            ) from None
-        if not cue or not instance.associations or not instance.associations <= set(candidates):
-            raise DataError(f"{path}, line {number}: the associations must be some of the candidates, the cue a word.")
-        instances.append(instance)
-    return instances
 
 
 def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from openclip_ext.diagnostics import command_line
 
-from ..command_line import called_as
 from .page import build_page
 from .runs import read_runs
 from .tables import build_rows, comma_separated, markdown
@@ -14,7 +13,7 @@ from .tables import build_rows, comma_separated, markdown
 def build_parser() -> argparse.ArgumentParser:
     """Build the command line."""
     parser = argparse.ArgumentParser(
-        prog=called_as("report", __package__),
+        prog=command_line.called_as("report", __package__),
         description="Compare evaluated runs. The report is report.md, report.csv and report.html (one file that needs no "
         "network). The first run is the baseline of the others.",
     )

@@ -5,6 +5,7 @@ Nothing heavy is imported here, so that it answers at once.
 
 import argparse
 import contextlib
+import functools
 import io
 import os
 import re
@@ -150,6 +151,7 @@ def openclip_flags() -> list[str]:
     return re.findall(r"^  (?:-\w, )?(--[\w-]+)", _openclip_help(), flags=re.MULTILINE)
 
 
+@functools.cache
 def _openclip_help() -> str:
     """Return what OpenCLIP says of its flags, without the usage, which names another program."""
     shown = io.StringIO()

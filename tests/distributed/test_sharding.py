@@ -47,12 +47,15 @@ LOOKAHEAD = replace(
     tiny.OPTIMIZER, name="timm/lookahead_sgd", beta1=None, beta2=None, momentum=0.9, lookahead_steps=2, lr=0.1
 )
 
-# One loss of each kind in a way with more parts: what they get of a model does not depend on where its parameters lie.
+# One loss of each kind in a way with more parts, and with one layer: what they get of a model does not depend on where its
+# parameters lie. The ways below have two layers.
 ACCUMULATED = ("siglip", "fastclip-v2", "neuclip", "simclr", "cliplite")
 CASES = {
-    **{loss: _case(loss) for loss in tiny.LOSSES if loss not in ACCUMULATED},
+    **{loss: _case(loss, layers=1) for loss in tiny.LOSSES if loss not in ACCUMULATED},
     **{
-        f"{loss}-accumulated-clipped-checkpointed": _case(loss, micro_batches=2, clip=0.05, checkpointing=True)
+        f"{loss}-accumulated-clipped-checkpointed": _case(
+            loss, layers=1, micro_batches=2, clip=0.05, checkpointing=True
+        )
         for loss in ACCUMULATED
     },
     "openclip-amp_bf16": _case("openclip", dtype=torch.float32, autocast=tiny.BFLOAT16),

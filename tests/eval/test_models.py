@@ -12,7 +12,8 @@ from PIL import Image
 from torch import nn
 
 from eval.features import resolve_precision
-from eval.models import ModelError, config_digest, load_model
+from eval.models import ModelError, load_model
+from eval.results import config_digest
 from openclip_ext.losses.heads import HEADS_KEY, HeadsError
 from tests.eval.datasets import TINY_MODEL, tiny_checkpoint, tiny_model_config
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from openclip_ext.contrastive import similarities
-from openclip_ext.contrastive.checks import CHECKED_CALLS
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.optimizer import create_optimizer
@@ -17,10 +16,9 @@ from tests.fake_cuda import bounds
 from tests.fake_cuda.bounds import bound
 from tests.fake_cuda.device import CUDA, FakeEvent, fake_cuda, to_fake_cuda
 from tests.fake_cuda.launches import Launches
-from tests.fake_cuda.test_losses import LIKE_ANOTHER, SOLVES_FROM
+from tests.fake_cuda.test_losses import CALLS, LIKE_ANOTHER, go_on
 from tests.training.tiny import LOSSES, OPTIMIZER, parts_of, prepare, tiny_batch, tiny_loss, tiny_model
 
-STEPS = CHECKED_CALLS + 2
 # One without state, with a table, a network, prototypes.
 _SOME = ("openclip", "fastclip-v2", "amorlip", "neuclip")
 
@@ -84,9 +82,8 @@ def run_steps(name: str, way: Way, device: torch.device = CUDA) -> list[int]:
         config = StepConfig(way.precision, way.clip)
         ema = ModelEma(model, 0.99) if way.ema else None
         step = TrainStep(model, loss, optimizer, config.settings(device), config.scaler(device), ema)
-        for number in range(STEPS):
-            loss.start_epoch(number // 3)
-            loss.calls += number == 2 and SOLVES_FROM
+        for number in range(CALLS):
+            go_on(loss, number)
             batch = _batch(number, loss, 32 if way.tower == "resnet" else 16)
             launches.reset()
             FakeEvent.recorded.clear()
@@ -119,7 +116,7 @@ def launches_of(name: str, way: str = "plain") -> int:
     """Launches of the most expensive of some steps, after those that make the optimizer's state and check the loop."""
     options = bounds.options(name) | WAYS[way].options
     numbers = run_steps(name, replace(WAYS[way], options=options, layers=2))
-    return max(numbers[CHECKED_CALLS:])
+    return max(numbers[1:])
 
 
 def test_a_step_works_on_a_device_that_is_not_current() -> None:

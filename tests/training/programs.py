@@ -18,8 +18,13 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import open_clip
+import open_clip_train.main  # noqa: F401 - as the trainer below: every program would import it
 import torch
 
+import openclip_ext.training.run  # noqa: F401
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training.help import openclip_flags
 from openclip_ext.training.main import cli
 from tests.distributed.pool import FORKS, free_port
 from tests.training.runs import EXIT_AFTER_SIGTERM, command, differences, final_state, run
@@ -30,6 +35,10 @@ PATIENCE_SECONDS = 600
 # torchrun, too, asks the other trainers to end after one has failed, and kills them after this time.
 GRACE_SECONDS = 30
 LOGS = ("metrics.jsonl", "checkpoints/results.jsonl")
+# What the start of every program reads, once for all that the server forks.
+add_model_configs()
+open_clip.get_tokenizer("demo-vit")
+openclip_flags()
 _TIMES = ("samples_per_second", "batch_time", "data_time")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -1,5 +1,6 @@
 """Short training runs on a few demo shards: one after another in this process, or by two ranks side by side."""
 
+import functools
 import json
 import signal
 from contextlib import contextmanager
@@ -19,6 +20,9 @@ from tests.distributed.pool import two_ranks
 
 NUM_SAMPLES, SAMPLES_PER_SHARD = 84, 12
 EXIT_AFTER_SIGTERM = signals.EXIT_AFTER_SIGTERM
+
+# Each would read 48,000 merges, which takes longer than most steps of a short run.
+open_clip.factory.SimpleTokenizer = functools.cache(open_clip.factory.SimpleTokenizer)
 
 # Small enough that every part of a loss is at work within a few steps.
 _FLAGS = {
