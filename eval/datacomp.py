@@ -19,7 +19,6 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from openclip_ext import distributed
-from openclip_ext.diagnostics.command_line import called_as
 from openclip_ext.files import write_atomically
 
 from .command_line import add_model_arguments, load_encoder
@@ -38,7 +37,7 @@ logger = logging.getLogger("eval.datacomp")
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        prog=called_as("evaluate", f"{__package__}.datacomp"),
+        prog="openclip-ext evaluate",
         description="Evaluate a checkpoint on DataComp's 40 tasks (the average is over 38). Several processes under "
         "torchrun share the tasks. A second run continues where the first stopped.",
         epilog="Exit status: 0 all done; 1 a task failed, or one named with --tasks is missing; 2 nothing evaluated.",

@@ -15,7 +15,7 @@ loss="${1:-neuclip}"
 epochs="${EPOCHS:-3}"
 options=()
 case "$loss" in # 4096 prototypes, the default, are meant for millions of samples
-  neuclip) options=(--prototypes 1024 --no-verify-fit) ;; # as published
+  neuclip) options=(--prototypes 1024 --temperature-scheme global --no-verify-fit) ;; # as published
   queueclip) options=(--prototypes 1024) ;;
 esac
 # On tensors this small one thread is as fast as two, and much faster on shared cores, where OpenMP's threads spin while

@@ -13,7 +13,7 @@ from .tables import build_rows, comma_separated, markdown
 def build_parser() -> argparse.ArgumentParser:
     """Build the command line."""
     parser = argparse.ArgumentParser(
-        prog=command_line.called_as("report", __package__),
+        prog="openclip-ext report",
         description="Compare evaluated runs. The report is report.md, report.csv and report.html (one file that needs no "
         "network). The first run is the baseline of the others.",
     )

@@ -26,11 +26,6 @@ def run(main: Callable[[list[str]], None]) -> None:
         raise SystemExit(130) from error
 
 
-def called_as(command: str, module: str) -> str:
-    """Return how this program was called, for its usage message."""
-    return f"openclip-ext {command}" if "openclip_ext.cli" in sys.modules else f"python -m {module}"
-
-
 def progress_bar(items: Iterable[Any] | None = None, **arguments: Any) -> tqdm:
     """Return tqdm's bar, which is updated rarely if the output is a log file, where each update is a line."""
     return tqdm(items, mininterval=0.1 if sys.stderr.isatty() else 30, **arguments)

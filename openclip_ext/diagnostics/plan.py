@@ -62,8 +62,8 @@ class Training:
     accum_freq: int = 1
 
     def create_loss(self, embed_dim: int, samples: int = _FEW_SAMPLES) -> ContrastiveLoss:
-        """Create the loss with state for a few samples instead of ``n``, in the model's memory."""
-        more = _OPENCLIP_OPTIONS if self.loss == "openclip" else {}
+        """Create the training's loss with state for a few samples instead of ``n``, in the model's memory."""
+        more = _OPENCLIP_OPTIONS if self.loss == "openclip" else registry.training_defaults(self.loss, self.options)
         options = {name: value for name, value in self.options.items() if name not in PLACEMENT_OPTIONS}
         return registry.create_loss(self.loss, embed_dim=embed_dim, num_samples=samples, **(more | options))
 

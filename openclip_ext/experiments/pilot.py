@@ -72,7 +72,8 @@ class PilotRun:
         options = run.setting.get("options", {})
         used = registry.options_used_by(run.setting["loss"], **options)
         shared = {name: value for name, value in self.shared_options().items() if name in used}
-        chosen = for_training(LossConfig(run.setting["loss"], used | shared | options, frozenset(options)), self.steps)
+        asked = LossConfig(run.setting["loss"], used | shared | options, frozenset(options))
+        chosen = for_training(asked, self.steps, bool(config.model.pretrained))
         self.loss = build_loss(chosen, config.model.name, self.model, data.num_samples, device)
         self.prepare()
         rate = self.logit_scale_lr()

@@ -70,6 +70,7 @@ class Method:
         objective: what it minimizes; None: the objective of its normalizer.
         normalizer_defaults, temperature_defaults: its own defaults for the options of these parts, not of their replacements.
         training_defaults: what the training program takes where the defaults are the paper's, if the normalizer is its own.
+        training_scheme: the temperature scheme that the training program takes instead of the paper's; empty: the paper's.
         fixed: arguments of its parts that are no options.
         whole: the loss that is not composed of parts; None: there is none.
         two_views: the loss of this name for two views of each image, without texts; None: there is none.
@@ -85,6 +86,7 @@ class Method:
     normalizer_defaults: dict[str, Any] = field(default_factory=dict)
     temperature_defaults: dict[str, Any] = field(default_factory=dict)
     training_defaults: dict[str, Any] = field(default_factory=dict)
+    training_scheme: str = ""
     fixed: dict[str, Any] = field(default_factory=dict)
     whole: WholeLoss | None = None
     two_views: WholeLoss | None = None

@@ -403,5 +403,6 @@ METHOD = Method(
     normalizer_defaults={"alpha_gradient": True},
     temperature_defaults={"lr_tau": 1.25e-4},
     training_defaults={"verify_fit": True},
+    training_scheme="solved",
     parts=(NormalizerPart("prototypes", PrototypeNormalizer, objective=Unified),),
 )

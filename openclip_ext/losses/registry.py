@@ -209,15 +209,22 @@ def options_used_by(name: str, **options: Any) -> dict[str, Any]:
     return _compose(name, options).defaults()
 
 
-def training_defaults(name: str, steps: int, **options: Any) -> dict[str, Any]:
-    """Return the defaults of a loss that are others in the training program than in :func:`create_loss`.
+def training_defaults(name: str, given: Mapping[str, Any], steps: int = 0, pretrained: bool = False) -> dict[str, Any]:
+    """Return the options of a loss with their defaults in the training program, some of which are not :func:`create_loss`'s.
+
+    Where a training has another temperature scheme than the paper, any option of the paper's among those given keeps it.
 
     Args:
-        name, options: as for :func:`options_used_by`.
+        name: as for :func:`create_loss`.
+        given: the options that the user gave.
         steps: optimizer steps of the whole training.
+        pretrained: whether the model brings a temperature, from which the paper's scheme starts.
     """
-    composition = _compose(name, options)
-    return composition.training_defaults | (composition.long_run_defaults if steps >= _LONG_RUN_STEPS else {})
+    composition, scheme = _compose(name, given), find_method(name).training_scheme
+    if scheme and not pretrained and not given.keys() & {*_keywords(composition.parts[-1]), *composition.part_names}:
+        composition = _compose(name, {**given, "temperature_scheme": scheme})
+    of_length = composition.long_run_defaults if steps >= _LONG_RUN_STEPS else {}
+    return composition.defaults() | composition.training_defaults | of_length
 
 
 @dataclass(frozen=True)

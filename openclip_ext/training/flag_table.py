@@ -22,7 +22,7 @@ class FlagTable:
 
     Attributes:
         options: of all losses, in the order of the help.
-        defaults: for each loss the options that it uses, with the defaults that they have there.
+        defaults: for each loss the options that it uses in a training of which nothing else is said, with their defaults.
         summaries: the first sentence about each loss.
         run_options: all other flags but ``--loss`` and ``--recipe``, by their headings in the help.
     """
@@ -37,7 +37,7 @@ def of_losses() -> FlagTable:
     """Return the losses' flags as the code has them; imports torch."""
     from openclip_ext.losses import registry
 
-    defaults = {loss: registry.options_used_by(loss) for loss in registry.list_losses()}
+    defaults = {loss: registry.training_defaults(loss, {}) for loss in registry.list_losses()}
     summaries = {loss: registry.SUMMARIES.get(loss, "").partition(". ")[0].rstrip(".") for loss in defaults}
     return FlagTable(tuple(registry.OPTIONS.values()), defaults, summaries)
 

@@ -210,11 +210,12 @@ class LossConfig:
         return any(self.options[part] is not None for part in self.given & {"normalizer", "temperature_scheme"})
 
 
-def for_training(config: LossConfig, steps: int) -> LossConfig:
-    """Return the loss's options with the defaults of a training of ``steps`` optimizer steps; those given stay."""
-    defaults = registry.training_defaults(config.name, steps, **config.options)
-    suited = {name: value for name, value in defaults.items() if name not in config.given}
-    return replace(config, options={**config.options, **suited}) if suited else config
+def for_training(config: LossConfig, steps: int, pretrained: bool = False) -> LossConfig:
+    """Return the loss with the defaults of a training, as :func:`registry.training_defaults`, for options that nobody gave."""
+    given = {name: config.options[name] for name in config.given}
+    options = registry.training_defaults(config.name, given, steps, pretrained)
+    of_run = {name for name in options.keys() & config.options.keys() if registry.OPTIONS[name].openclip_flag}
+    return replace(config, options=options | {name: config.options[name] for name in of_run} | given)
 
 
 def build_loss(

@@ -86,9 +86,9 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
     )
     steps_per_epoch = loader.batches_per_epoch // config.length.accum_freq
     steps = steps_per_epoch * config.length.epochs
-    loss_config = for_training(config.loss, steps)
-    if loss_config is not config.loss and distributed.is_master():
-        suited = dict(loss_config.options.items() - config.loss.options.items())
+    loss_config = for_training(config.loss, steps, bool(config.model.pretrained))
+    suited = dict(loss_config.options.items() - config.loss.options.items())
+    if suited and distributed.is_master():
         logging.info(f"Defaults of the loss in this training: {suited}.")
     config = replace(config, loss=loss_config)
     loss = build_loss(config.loss, config.model.name, built.model, loader.num_samples, built.device)
@@ -107,13 +107,13 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
         data=loader.source.index_digest,
         settings=run_folder.settings(config.flags, config.loss.options),
     )
+    if distributed.is_master() and (changed := ckpt.changed_settings(start.checkpoint, identity)):
+        logging.warning(f"The run goes on with other settings: {'; '.join(changed)}.")
     position = resume.restore(start.checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
     loader.check_progress(position.progress)
     steps_left = steps_per_epoch * (config.length.epochs - position.epoch) - position.step_in_epoch
     if steps_left <= 0 and distributed.is_master():
         logging.info(f"Nothing is left to train: the checkpoint is the end of epoch {position.epoch}, see --epochs.")
-    elif distributed.is_master() and (changed := ckpt.changed_settings(start.checkpoint, identity)):
-        logging.warning(f"The run goes on with other settings: {'; '.join(changed)}.")
     if folder is not None and distributed.is_master():
         _begin_folder(config, folder, position, start, trains=steps_left > 0)
     if distributed.is_master():

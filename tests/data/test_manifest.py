@@ -107,9 +107,6 @@ def test_what_would_train_wrongly_is_refused(shards: list[str], tmp_path: Path):
     assert Manifest.scan([*shards, empty]).num_samples == 10
 
 
-# ------------------------------------------------------------------ finding one for a run
-
-
 def test_a_run_makes_its_manifest_and_finds_it_again(
     shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -171,9 +168,6 @@ def test_samples_that_are_gone_are_estimated(tmp_path: Path):
     assert Manifest.scan([path]).num_lost == 7
 
 
-# ------------------------------------------------------------------ command line
-
-
 def test_command_line(shards: list[str], tmp_path: Path, capsys: pytest.CaptureFixture):
     write_tar(Path(shards[1]), [*sample_members(3), *sample_members(4, ["jpg"])])
     output = ["--output", str(tmp_path / "m.json"), "--workers", "1"]
@@ -190,9 +184,6 @@ def test_command_line_needs_no_torch(shards: list[str]):
     code = "import sys; from openclip_ext.data.manifest import main; main(sys.argv[1:]); "
     code += "assert not {'torch', 'webdataset', 'pandas'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code, *shards], check=True, capture_output=True)
-
-
-# ------------------------------------------------------------------ files
 
 
 def test_a_file_has_counts_and_indices(shards: list[str], tmp_path: Path):
@@ -240,9 +231,6 @@ def test_files_that_are_no_manifest_are_refused(shards: list[str], tmp_path: Pat
             Manifest.load(path)
 
 
-# ------------------------------------------------------------------ remote shards
-
-
 def test_remote_counts_come_from_what_lies_beside_the_shards(shards: list[str], tmp_path: Path):
     """From sizes.json, or from img2dataset's statistics, or from the command line; no shard is read."""
     piped = [f"pipe:cat {shard}" for shard in shards]
@@ -264,9 +252,6 @@ def test_remote_counts_come_from_what_lies_beside_the_shards(shards: list[str], 
         with pytest.raises(ValueError, match=r"unknown for 1 of 3 shards.*00002.tar.*--sizes"):
             Manifest.scan(piped, sizes=given)
     assert Manifest.scan(piped, sizes=sizes).num_samples == 10
-
-
-# ------------------------------------------------------------------ verification
 
 
 def test_shards_that_were_touched_or_moved_verify(shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -298,9 +283,6 @@ def test_changed_shards_do_not_verify(shards: list[str]):
     os.unlink(shards[2])
     with pytest.raises(ManifestError, match=r"1 of 3 shards of the manifest are gone: .*00002.tar"):
         manifest.verify(shards)
-
-
-# ------------------------------------------------------------------ places
 
 
 def test_a_manifest_goes_elsewhere_where_the_folder_is_read_only(

@@ -64,9 +64,6 @@ def bytes_of(state: Any) -> int:
     return sum(bytes_of(value) for value in values)
 
 
-# --- state -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", list_losses())
 def test_state_is_that_of_the_real_loss(name, monkeypatch):
     monkeypatch.setattr(plan, "activation_bytes", lambda *_: (1, 2))  # those of the model take a second
@@ -86,9 +83,6 @@ def test_tables_are_planned_where_they_would_lie(tmp_path):
     assert planned_bytes(4, state_device="cpu") == (0, 250 * 32)
     assert planned_bytes(8, samples=10**9) == (10**9, 3 * 10**9)
     assert planned_bytes(1, state_dir=str(tmp_path)) == (0, 32_000)
-
-
-# --- communication ---------------------------------------------------------------------------------------------------
 
 
 def _counted(name: str, state_device: str = "auto") -> dict[str, int]:
@@ -144,9 +138,6 @@ def test_ranks_with_tables_on_the_host_tell_one_another_the_index():
 def test_what_a_rank_sends_in_a_ring():
     sizes = {ALL_GATHER: 100.0, REDUCE_SCATTER: 1000.0, ALL_REDUCE: 10_000.0, SEND: 100_000.0}
     assert sent_bytes(sizes, 4) == 75 + 750 + 15_000 + 100_000
-
-
-# --- work memory -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -234,7 +225,7 @@ def test_the_plan_says_which_batch_fits(capsys, monkeypatch):
     ("arguments", "message"),
     [
         (["--model", "ViT-B-17"], "--model ViT-B-17: expected one of"),
-        (["--loss", "neuclip", "--gamma", "0.5"], "gamma=: not used by the loss 'neuclip'"),
+        (["--loss", "neuclip", "--gamma", "0.5"], "gamma=: not used by the loss 'neuclip"),
         (["--world-size", "48"], "cannot be divided into 48 equal parts"),
         (["--host-memory=-1"], "--host-memory: -1: expected a positive number of GB"),
     ],

@@ -21,7 +21,7 @@ TOLERANCE = 2e-3
 FLAGS = {
     # AdaGrad's first step has the size of its learning rate in every coordinate, whatever the gradient's: with 1.0 ten
     # steps turn a difference in the last digit into one in the first. The algorithm is the published one.
-    "neuclip": ["--normalizer-lr", "0.01", "--no-verify-fit"],
+    "neuclip": ["--normalizer-lr", "0.01", "--no-verify-fit", "--temperature-scheme", "global"],
     "queueclip": ["--prototypes", "24"],
     # The one that contrasts images with texts; with two views it is simclr's relative.
     "sogclr": ["--views", "1"],

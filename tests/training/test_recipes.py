@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from openclip_ext.losses.registry import OPTIONS
+from openclip_ext.losses.registry import OPTIONS, options_used_by
 from openclip_ext.training import recipes
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.flags import parse
@@ -37,8 +37,12 @@ def test_a_recipe_has_sources_and_the_papers_budget_and_is_taken_by_the_command_
 
 def test_a_recipe_is_as_published_where_a_training_has_a_default_of_its_own():
     command = ["--loss", "neuclip", "--train-data", "x.tar"]
-    plain, published = (parse([*command, *more])[1] for more in ([], ["--recipe", "cc3m"]))
-    assert [for_training(config, 10).options["verify_fit"] for config in (plain, published)] == [True, False]
+    asked = ([], ["--recipe", "cc3m"], ["--lr-tau", "1e-4"], ["--normalizer", "queue"])
+    options = [for_training(parse([*command, *more])[1], 10).options for more in asked]
+    assert [found["temperature_scheme"] for found in options] == ["solved", "global", "global", "global"]
+    assert [found.get("verify_fit") for found in options] == [True, False, True, None]
+    assert for_training(parse(command)[1], 10, pretrained=True).options["temperature_scheme"] == "global"
+    assert options[0].keys() == options_used_by("neuclip", temperature_scheme="solved").keys()
 
 
 def test_what_is_not_there_is_refused_with_what_is():

@@ -73,7 +73,8 @@ def settings(loss: str, fixed: Mapping[str, Any]) -> tuple[list[Options], list[s
         used = _options_used(loss, {**fixed, **options})
         if any(name not in used for name in options):
             continue
-        given = {**(FOR_SHORT_RUNS if options else {}), **fixed, **options}
+        published = {"temperature_scheme": own_scheme(loss)} if registry.find_method(loss).training_scheme else {}
+        given = {**(FOR_SHORT_RUNS if options else published), **fixed, **options}
         setting = {name: value for name, value in given.items() if name in used}
         if {**used, **setting} in complete:
             continue
