@@ -14,6 +14,7 @@ import importlib
 import io
 import logging
 import os
+import secrets
 import shutil
 import socket
 import sys
@@ -165,10 +166,12 @@ def two_ranks() -> RankPool:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that nobody listens on, and that the system gives to no outgoing connection before it is used."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 # --- on the ranks ----------------------------------------------------------------------------------------------------

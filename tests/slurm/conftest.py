@@ -6,7 +6,6 @@ import platform
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.pool import free_port
 from tests.training.runs import metrics_of
 
 ROOT = Path(__file__).parents[2]
@@ -163,7 +163,7 @@ def _configure(folder: Path) -> None:
     (folder / "state").mkdir()
     (folder / "munge" / "key").write_bytes(os.urandom(128))
     (folder / "munge" / "key").chmod(0o600)
-    controller_port, *ports = _free_ports(1 + len(NODES))
+    controller_port, *ports = (free_port() for _ in range(1 + len(NODES)))
     nodes = [
         f"NodeName={name} NodeHostname={platform.node()} Port={port} CPUs=64 RealMemory=1000 Gres=gpu:{GPUS} State=UNKNOWN"
         for name, port in zip(NODES, ports, strict=True)
@@ -174,11 +174,3 @@ def _configure(folder: Path) -> None:
     # Any character device will do for a GPU.
     devices = [str(path) for path in sorted(Path("/dev").iterdir()) if path.is_char_device() and not path.is_symlink()]
     (folder / "gres.conf").write_text(f"Name=gpu File={','.join(devices[:GPUS])}\n")
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("", 0))
-        return [one.getsockname()[1] for one in sockets]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributed.pool import free_port
 from tests.training import paced
 from tests.training.runs import command, final_state, metrics_of
 
@@ -47,10 +48,7 @@ class Node:
 @pytest.fixture
 def start(tmp_path):
     """Return a function that starts a node; all end with the test."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
-    nodes = []
+    port, nodes = free_port(), []
 
     def start_node(argv, **variables):
         nodes.append(Node(argv, port, NOTES=str(tmp_path / "notes"), **variables))
