@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Iterator
 
 from openclip_ext.diagnostics import command_line
-from openclip_ext.losses.registry import OPTIONS, SUMMARIES, check_options, find_method, list_losses, options_used_by
+from openclip_ext.losses.registry import OPTIONS, SUMMARIES, check_options, find_method, list_losses, training_defaults
 
 _PARTS = ("normalizer", "temperature_scheme")
 
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
 def _described(name: str) -> Iterator[str]:
     """Yield the lines about a loss."""
     name = find_method(name).name
-    options, loss = options_used_by(name), check_options(name)
+    options, loss = training_defaults(name, {}), check_options(name)
     yield f"{name}: {SUMMARIES.get(name, '')}".rstrip(": ")
     parts = [f"{part.replace('_', ' ')} {options[part]}" for part in _PARTS if part in options]
     yield f"  parts:    {', '.join(parts) or 'none, it comes whole'}"
@@ -39,7 +39,7 @@ def _described(name: str) -> Iterator[str]:
     yield f"  state:    {bytes_of_sample} bytes a sample{networks}"
     yield "  cost:     openclip-ext plan has the memory, docs/performance.md the time"
     yield f"  trains:   {'a head with the model' if loss.model_head() is not None else 'nothing but the model'}"
-    yield "  options (NAME = default: meaning):"
+    yield "  options (NAME = default in a training: meaning):"
     for option, default in options.items():
         spelled = " (--loss-option)" if OPTIONS[option].ablation else ""
         yield f"    {option} = {default}: {OPTIONS[option].help}{spelled}"

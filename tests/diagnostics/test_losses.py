@@ -3,7 +3,7 @@
 import pytest
 
 from openclip_ext.diagnostics.losses import main
-from openclip_ext.losses.registry import list_losses, options_used_by
+from openclip_ext.losses.registry import list_losses, training_defaults
 
 
 def test_all_losses_are_listed_with_a_sentence(capsys):
@@ -17,4 +17,4 @@ def test_all_losses_are_listed_with_a_sentence(capsys):
 def test_a_loss_is_described_with_all_its_options(name, capsys):
     main([name])
     shown = capsys.readouterr().out
-    assert all(f"    {option} = {default}:" in shown for option, default in options_used_by(name).items())
+    assert all(f"    {option} = {default}:" in shown for option, default in training_defaults(name, {}).items())
