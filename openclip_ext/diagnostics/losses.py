@@ -29,7 +29,8 @@ def main(argv: list[str]) -> None:
 def _described(name: str) -> Iterator[str]:
     """Yield the lines about a loss."""
     name = find_method(name).name
-    options, loss = training_defaults(name, {}), check_options(name)
+    options = training_defaults(name, {})
+    loss = check_options(name, **options)
     yield f"{name}: {SUMMARIES.get(name, '')}".rstrip(": ")
     parts = [f"{part.replace('_', ' ')} {options[part]}" for part in _PARTS if part in options]
     yield f"  parts:    {', '.join(parts) or 'none, it comes whole'}"

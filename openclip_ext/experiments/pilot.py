@@ -15,7 +15,6 @@ from torch import Tensor
 from openclip_ext.diagnostics.command_line import without_warnings
 from openclip_ext.experiments.cache import KnownTexts, PilotData
 from openclip_ext.experiments.runs import Run
-from openclip_ext.losses import registry
 from openclip_ext.losses.heads import with_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.config import TrainingConfig
@@ -70,9 +69,7 @@ class PilotRun:
         self.model: Any = self.built.model
         self.texts = KnownTexts(data.tokens, self.built.tokenizer, self.model)
         options = run.setting.get("options", {})
-        used = registry.options_used_by(run.setting["loss"], **options)
-        shared = {name: value for name, value in self.shared_options().items() if name in used}
-        asked = LossConfig(run.setting["loss"], used | shared | options, frozenset(options))
+        asked = LossConfig(run.setting["loss"], self.shared_options() | options, frozenset(options))
         chosen = for_training(asked, self.steps, bool(config.model.pretrained))
         self.loss = build_loss(chosen, config.model.name, self.model, data.num_samples, device)
         self.prepare()
