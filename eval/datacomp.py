@@ -25,7 +25,7 @@ from .command_line import add_model_arguments, load_encoder
 from .data import DataError, task_folder
 from .features import Encoder
 from .models import LoadedModel
-from .results import ResultFile, RunIdentity
+from .results import EvaluationIdentity, ResultFile
 from .runner import evaluate_task
 from .summary import summary, summary_text
 from .tasks import SUITES, Task, select_tasks
@@ -84,7 +84,7 @@ def evaluate(args: argparse.Namespace) -> int:
     if len(missing) == len(tasks):
         raise ValueError(_wrong_folder(tasks, args.data_dir))
     loaded, encoder = load_encoder(args, show_progress=distributed.is_master())
-    identity = RunIdentity.of(loaded, encoder.precision, args.allow_size_mismatch)
+    identity = EvaluationIdentity.of(loaded, encoder.precision, args.allow_size_mismatch)
     results = ResultFile(args.output_dir or default_output_dir(loaded), identity, loaded.checkpoint)
     todo = [task for task in tasks if task.key not in missing]
     todo = distributed.broadcast_object(_without_results(todo, results, args) if distributed.is_master() else None)

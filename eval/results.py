@@ -36,7 +36,7 @@ def config_digest(config: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class RunIdentity:
+class EvaluationIdentity:
     """Identifies an evaluation apart from its data; a result counts for a run only if everything here agrees.
 
     ``weights`` is the SHA-256 of the weights, ``config`` the digest of architecture and preprocessing.
@@ -49,7 +49,7 @@ class RunIdentity:
     protocol: str = PROTOCOL
 
     @classmethod
-    def of(cls, loaded: "LoadedModel", precision: str, any_size: bool = False) -> "RunIdentity":
+    def of(cls, loaded: "LoadedModel", precision: str, any_size: bool = False) -> "EvaluationIdentity":
         """Identify the evaluation of a model; with ``any_size``, the data may have other sizes than DataComp's."""
         protocol = f"{PROTOCOL}-any-size" if any_size else PROTOCOL
         return cls(loaded.name, loaded.weights_sha256, config_digest(loaded.config), precision, protocol)
@@ -67,7 +67,7 @@ class ResultFile:
     half a line. ``checkpoint`` is for information only, and not part of the run's identity.
     """
 
-    def __init__(self, folder: str | Path, run: RunIdentity, checkpoint: str):
+    def __init__(self, folder: str | Path, run: EvaluationIdentity, checkpoint: str):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / RESULTS_FILE
@@ -159,7 +159,7 @@ def read_results(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _run_of(line: dict[str, Any]) -> str:
-    """Return the identity of a line's run, as `RunIdentity.id` gives it."""
+    """Return the identity of a line's run, as `EvaluationIdentity.id` gives it."""
     run = {name: value for name, value in line.get("run", {}).items() if name != "checkpoint"}
     return config_digest(run)[:8] if run else UNKNOWN_RUN
 

@@ -10,7 +10,7 @@ from openclip_ext.pages.charts import Bar, Curve, bar_chart, line_chart
 from openclip_ext.pages.rendering import render_page
 
 from ..tasks import GROUPS, TASKS
-from .runs import Checkpoint, Run, Value
+from .runs import Checkpoint, EvaluatedRun, Value
 from .tables import Row, cell_table, describe_run, format_difference, format_value, size_note
 
 # The three panels of NeuCLIP's Figure 1 come first; the other groups and the tasks are folded away.
@@ -21,7 +21,7 @@ _MAIN_GROUPS = (
 )
 
 
-def build_page(runs: Sequence[Run], rows: Sequence[Row], title: str) -> str:
+def build_page(runs: Sequence[EvaluatedRun], rows: Sequence[Row], title: str) -> str:
     """Build the page."""
     return render_page(
         "report.html",
@@ -39,7 +39,7 @@ def build_page(runs: Sequence[Run], rows: Sequence[Row], title: str) -> str:
     )
 
 
-def _protocols_differ(runs: Sequence[Run]) -> bool:
+def _protocols_differ(runs: Sequence[EvaluatedRun]) -> bool:
     """Return whether precision or protocol differ; the model's name, which is a protocol's first word, may differ."""
     found = {
         frozenset(name if name.startswith("evaluation") else name.partition(" ")[2] for name in run.final.protocols)
@@ -48,7 +48,7 @@ def _protocols_differ(runs: Sequence[Run]) -> bool:
     return len(found) > 1
 
 
-def _differences(runs: Sequence[Run], rows: Sequence[Row], index: int) -> dict[str, Any] | None:
+def _differences(runs: Sequence[EvaluatedRun], rows: Sequence[Row], index: int) -> dict[str, Any] | None:
     """Return a run's differences to the baseline, or None if they have no task in common.
 
     There are those of the averages (AmorLIP's Figure 1) and those of the tasks, sorted (its Figure 2).
@@ -78,7 +78,7 @@ def _bars(rows: Iterable[Row], index: int) -> list[Bar]:
     return bars
 
 
-def _learning_curves(runs: Sequence[Run]) -> dict[str, list[Markup]]:
+def _learning_curves(runs: Sequence[EvaluatedRun]) -> dict[str, list[Markup]]:
     """Draw charts over the checkpoints: those of NeuCLIP's Figure 1, then all other groups and tasks."""
     x_title, x_of = _horizontal(runs)
 
@@ -103,7 +103,7 @@ def _learning_curves(runs: Sequence[Run]) -> dict[str, list[Markup]]:
     }
 
 
-def _horizontal(runs: Sequence[Run]) -> tuple[str, Callable[[Run, Checkpoint], float | None]]:
+def _horizontal(runs: Sequence[EvaluatedRun]) -> tuple[str, Callable[[EvaluatedRun, Checkpoint], float | None]]:
     """Return the horizontal axis: samples if all checkpoints have them, else epochs, else the order of checkpoints."""
     checkpoints = [checkpoint for run in runs for checkpoint in run.checkpoints]
     if all(checkpoint.samples is not None for checkpoint in checkpoints):

@@ -74,7 +74,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Run:
+class EvaluatedRun:
     """Holds a run of the comparison: at least one checkpoint, in the order of training."""
 
     name: str
@@ -86,7 +86,7 @@ class Run:
         return max(reversed(self.checkpoints), key=lambda checkpoint: len(checkpoint.tasks))
 
 
-def read_runs(arguments: Iterable[str]) -> list[Run]:
+def read_runs(arguments: Iterable[str]) -> list[EvaluatedRun]:
     """Read the runs that a user named by ``PATH`` or ``NAME=PATH``; paths with the same NAME are repeats of one run.
 
     A path is a result file, a folder with one, or a run folder, which has results in ``datacomp/CHECKPOINT/`` and those of
@@ -99,7 +99,7 @@ def read_runs(arguments: Iterable[str]) -> list[Run]:
             raise ValueError(f"{path} is given twice: give each run once.")
     runs = [_read_run(path) for _, path in given]
     names = [name or run.name for (name, _), run in zip(given, runs, strict=True)]
-    named: dict[str, list[Run]] = {}
+    named: dict[str, list[EvaluatedRun]] = {}
     for (name, path), place, run in zip(given, places, runs, strict=True):
         if not name:  # folders with equal names are different runs, since only the user knows what is a repeat
             name = run.name if names.count(run.name) == 1 else str(place if str(path) in names else path)
@@ -113,13 +113,13 @@ def _name_and_path(argument: str) -> tuple[str, Path]:
     return (name, Path(path)) if separator and not Path(argument).exists() else ("", Path(argument))
 
 
-def _read_run(path: Path) -> Run:
+def _read_run(path: Path) -> EvaluatedRun:
     if path.is_file():
-        return Run(_name(path.parent), (_from_file(path, path.stem),))
+        return EvaluatedRun(_name(path.parent), (_from_file(path, path.stem),))
     if not path.is_dir():
         raise ValueError(f"{path} does not exist: expected a result file ({RESULTS_FILE}) or a run folder.")
     if (path / RESULTS_FILE).is_file():
-        return Run(_name(path), (_from_file(path / RESULTS_FILE, path.name),))
+        return EvaluatedRun(_name(path), (_from_file(path / RESULTS_FILE, path.name),))
     records = [line for line in json_lines.read(path / METRICS_FILE) if "step" in line and "epoch" in line]
     found = {}
     for record in records:
@@ -145,7 +145,7 @@ def _read_run(path: Path) -> Run:
     checkpoints = sorted(
         placed, key=lambda one: (math.inf if one.epoch is None else one.epoch, one.samples or 0, one.label)
     )
-    return Run(path.resolve().name, tuple(checkpoints))
+    return EvaluatedRun(path.resolve().name, tuple(checkpoints))
 
 
 def _name(folder: Path) -> str:
@@ -190,7 +190,7 @@ def _samples_after(step: int, training: Sequence[Mapping[str, Any]]) -> int | No
     return samples + (step - steps) * after["global_batch"]
 
 
-def _merge(name: str, repeats: Sequence[Run]) -> Run:
+def _merge(name: str, repeats: Sequence[EvaluatedRun]) -> EvaluatedRun:
     """Merge repeats of a run: the checkpoints that all of them have, or the only checkpoint of each."""
     if len(repeats) == 1:
         return replace(repeats[0], name=name)
@@ -203,7 +203,7 @@ def _merge(name: str, repeats: Sequence[Run]) -> Run:
     else:
         labels = "; ".join(", ".join(found) or "none" for found in by_label)
         raise ValueError(f"the {len(repeats)} repeats of {name} have no checkpoint in common, they have: {labels}")
-    return Run(name, tuple(checkpoints))
+    return EvaluatedRun(name, tuple(checkpoints))
 
 
 def _merge_checkpoints(parts: Sequence[Checkpoint]) -> Checkpoint:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from ..tasks import AVERAGED, GROUPS, TASKS
-from .runs import Checkpoint, Run, Value
+from .runs import Checkpoint, EvaluatedRun, Value
 
 # OpenCLIP's title of the average over 38 tasks.
 OPENCLIP_AVERAGE = "Average perf. on 38 datasets"
@@ -52,7 +52,7 @@ class Cell:
     style: str = ""
 
 
-def build_rows(runs: Sequence[Run]) -> list[Row]:
+def build_rows(runs: Sequence[EvaluatedRun]) -> list[Row]:
     """Build the rows from the runs' final checkpoints: group averages, then every task that any run has."""
     finals = [run.final for run in runs]
 
@@ -96,7 +96,7 @@ def format_difference(difference: float | None) -> str:
     return "-" if difference is None else f"{100 * difference:+.2f}".replace("-", "−")
 
 
-def cell_table(runs: Sequence[Run], rows: Sequence[Row]) -> list[list[Cell]]:
+def cell_table(runs: Sequence[EvaluatedRun], rows: Sequence[Row]) -> list[list[Cell]]:
     """Return the cells of rows that are all groups or all tasks; the head comes first."""
     is_group = all(row.is_group for row in rows)
     head = ["group"] if is_group else ["task", "metric"]
@@ -117,7 +117,7 @@ def _cells(row: Row) -> list[Cell]:
     return found
 
 
-def markdown(runs: Sequence[Run], rows: Sequence[Row]) -> str:
+def markdown(runs: Sequence[EvaluatedRun], rows: Sequence[Row]) -> str:
     """Format a table of groups and a table of tasks, in percent, with differences to the first run in points."""
     lines = ["Main metrics in percent, differences to the first run in percentage points.", ""]
     lines += [f"- {describe_run(run)}" for run in runs]
@@ -131,7 +131,7 @@ def markdown(runs: Sequence[Run], rows: Sequence[Row]) -> str:
     return "\n".join([*lines, *(["", note] if note else [])]) + "\n"
 
 
-def describe_run(run: Run) -> str:
+def describe_run(run: EvaluatedRun) -> str:
     """Describe a run by its name, checkpoint, samples seen, repeats and protocol."""
     final = run.final
     count = len(final.repeats)
@@ -141,7 +141,7 @@ def describe_run(run: Run) -> str:
     return f"{run.name}: {final.label}{samples}{repeats}{protocol}"
 
 
-def comma_separated(runs: Sequence[Run]) -> str:
+def comma_separated(runs: Sequence[EvaluatedRun]) -> str:
     """Format a CSV table with a row for each run, in the layout of OpenCLIP's published results.
 
     Numbers are fractions at full precision; incomplete averages are empty. The columns are ``name``, ``pretrained`` (the

@@ -38,9 +38,9 @@ from openclip_ext.diagnostics import command_line
 from openclip_ext.experiments import cache
 from openclip_ext.experiments.cache import Cache, PilotData, Tokens
 from openclip_ext.experiments.pilot import PilotRun, versions
+from openclip_ext.experiments.process_pool import ProcessPool
 from openclip_ext.experiments.results import ResultsFile
 from openclip_ext.experiments.runs import Contest, Results, Run
-from openclip_ext.experiments.workers import Workers
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.retrieval import ranks_of_best_match
 from openclip_ext.training import flags
@@ -251,7 +251,7 @@ def run_all(grid: Mapping[str, Any], data: Path, path: Path, workers: int) -> li
 
     try:
         loaded = load_data(data, grid["model"])
-        Workers(workers, "openclip_ext.experiments.pilot").work_off(pending_tasks, keep)
+        ProcessPool(workers, "openclip_ext.experiments.pilot").work_off(pending_tasks, keep)
     finally:
         results.close()
     return [row["failed"] for row in results.failed.values()]

@@ -64,7 +64,7 @@ CASES = {
     # Too large at first, as the GradScaler's start often is: all ranks must skip a step where one finds an infinity.
     "amorlip-amp-overflow": _case("amorlip", dtype=torch.float32, autocast=tiny.FLOAT16, scale=2.0**10),
     "neuclip-pure_bf16": _case("neuclip", dtype=torch.bfloat16),
-    "neuclip-compiled-checkpointed": _case("neuclip", compiled=True, checkpointing=True),
+    "neuclip-compiled-checkpointed": _case("neuclip", layers=1, compiled=True, checkpointing=True),
     "neuclip-no-reshard": _case("neuclip", reshard=False, micro_batches=2),
     "fastclip-resnet": _case("fastclip", tower="resnet", clip=0.05),
     "cliplite-lookahead": _case("cliplite", optimizer=LOOKAHEAD, clip=0.05),

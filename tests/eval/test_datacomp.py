@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from eval import datacomp
-from eval.results import RESULTS_FILE, RunIdentity, read_results
+from eval.results import RESULTS_FILE, EvaluationIdentity, read_results
 from eval.tasks import AVERAGED, GROUPS, TASKS, select_tasks
 from tests.distributed.pool import two_ranks
 from tests.eval import datasets
@@ -140,10 +140,14 @@ def test_the_result_file_of_datacomps_own_harness(tiny_folder, data_dir, tmp_pat
 
 
 def test_the_identity_of_a_run(tiny):
-    run = RunIdentity.of(tiny, "fp32")
-    others = [RunIdentity.of(tiny, "amp"), RunIdentity.of(tiny, "fp32", any_size=True), replace(run, weights="0")]
+    run = EvaluationIdentity.of(tiny, "fp32")
+    others = [
+        EvaluationIdentity.of(tiny, "amp"),
+        EvaluationIdentity.of(tiny, "fp32", any_size=True),
+        replace(run, weights="0"),
+    ]
     assert len({run.id, *(other.id for other in others)}) == 4
-    assert run.id == RunIdentity.of(tiny, "fp32").id
+    assert run.id == EvaluationIdentity.of(tiny, "fp32").id
 
 
 def test_other_data_is_evaluated_again_and_results_outlive_their_data(tiny_folder, tmp_path):

@@ -26,10 +26,10 @@ from openclip_ext.experiments.compare.plan import SEEDS, Costs, Stage, equal_epo
 from openclip_ext.experiments.compare.report import About, chance, conclude
 from openclip_ext.experiments.compare.space import BASELINE, DEFAULT_LOSSES, candidates
 from openclip_ext.experiments.pilot import PilotRun
+from openclip_ext.experiments.process_pool import ProcessPool
 from openclip_ext.experiments.results import ResultsFile
 from openclip_ext.experiments.runs import Contest, Run
 from openclip_ext.experiments.statistics import Difference
-from openclip_ext.experiments.workers import Workers
 from openclip_ext.losses import registry
 from openclip_ext.retrieval import ranks_of_best_match
 from openclip_ext.training import flags
@@ -345,14 +345,14 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     argv, out = arguments(data, *more), data / "out"
 
     with monkeypatch.context() as patch:
-        ended = Workers.finished
+        ended = ProcessPool.finished
 
-        def stop_after_two(workers: Workers) -> Any:
+        def stop_after_two(workers: ProcessPool) -> Any:
             if (out / "runs.jsonl").read_bytes().count(b"\n") >= 2:
                 raise KeyboardInterrupt
             return ended(workers)
 
-        patch.setattr(Workers, "finished", stop_after_two)
+        patch.setattr(ProcessPool, "finished", stop_after_two)
         with pytest.raises(SystemExit, match="130"):
             main(argv)
     assert "No result yet" in capsys.readouterr().out

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from openclip_ext.experiments.process_pool import ProcessPool
 from openclip_ext.experiments.results import ResultsFile, read_results
 from openclip_ext.experiments.runs import Contest, Run
-from openclip_ext.experiments.workers import Workers
 
 RUN = Run("data", "model", "short", 4, 1, 1e-3, 0, "base", {"loss": "openclip"})
 
@@ -94,7 +94,7 @@ class Task:
 
 
 def test_a_run_that_fails_costs_nothing_but_itself(tmp_path):
-    results, workers = ResultsFile(tmp_path / "runs.jsonl"), Workers(2, __name__)
+    results, workers = ResultsFile(tmp_path / "runs.jsonl"), ProcessPool(2, __name__)
     runs = [replace(RUN, setting={"setting": word}, seed=seed) for seed in (0, 1) for word in ("works", "fails")]
     assert workers.work_off(lambda: {run.id: Task(run) for run in runs if run.id not in results.known}, results.keep)
     assert sorted(row["val"]["mean"] for row in results.known.values()) == [-1, -1, 0.5, 0.5]

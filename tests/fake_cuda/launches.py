@@ -64,6 +64,8 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if op.namespace in ("prim", "profiler"):
+            return op(*args, **kwargs)  # asks for a tensor's device, say: no work for one
         name = op.overloadpacket.__name__
         inputs = [*_tensors(args), *_tensors(kwargs)]
         on_cuda = any(tensor.is_cuda for tensor in inputs)
@@ -80,7 +82,7 @@ class Launches(TorchDispatchMode):
         for tensor in _tensors(out):
             if tensor.is_cuda and not op.is_view:
                 self._written[memory_of(tensor)] = tensor.untyped_storage(), current_stream(tensor.device), now()
-        launches = not (op.is_view or _NO_KERNEL.fullmatch(name) or op.namespace in ("prim", "profiler"))
+        launches = not (op.is_view or _NO_KERNEL.fullmatch(name))
         if launches and (on_cuda or any(tensor.is_cuda for tensor in _tensors(out))):
             self.number += 1
         return out

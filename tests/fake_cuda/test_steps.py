@@ -28,7 +28,6 @@ class Way:
     """How a step computes, and with which losses; only those that take the options are tried."""
 
     tower: str = "vit"
-    layers: int = 1
     micro_batches: int = 1
     precision: str = "fp32"
     clip: float | None = None
@@ -70,9 +69,9 @@ _CASES = [(way, name) for way in WAYS for name in WAYS[way].losses if _takes(nam
 
 def run_steps(name: str, way: Way, device: torch.device = CUDA) -> list[int]:
     """Take some steps, which wait for nothing; how many launches each had."""
-    model, loss = tiny_model(way.tower, way.layers), tiny_loss(name, **way.options)
+    model, loss = tiny_model(way.tower, layers=1), tiny_loss(name, **way.options)
     prepare(model, loss)
-    pairs = mock.patch.object(similarities, "MAX_PAIRS", 16 if way.chunked else similarities.MAX_PAIRS)
+    pairs = mock.patch.object(similarities, "MAX_PAIRS", 32 if way.chunked else similarities.MAX_PAIRS)
     numbers = []
     with pairs, fake_cuda(), Launches() as launches:
         to_fake_cuda(model, device)
@@ -115,7 +114,7 @@ def test_no_step_has_more_launches_than_its_bound(way: str, name: str) -> None:
 def launches_of(name: str, way: str = "plain") -> int:
     """Launches of the most expensive of some steps, after those that make the optimizer's state and check the loop."""
     options = bounds.options(name) | WAYS[way].options
-    numbers = run_steps(name, replace(WAYS[way], options=options, layers=2))
+    numbers = run_steps(name, replace(WAYS[way], options=options))
     return max(numbers[1:])
 
 

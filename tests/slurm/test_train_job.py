@@ -8,7 +8,7 @@ from openclip_ext.training import recipes
 from tests.slurm.conftest import GPUS, NODES
 from tests.training.paced import read_notes
 from tests.training.programs import Program
-from tests.training.runs import assert_same_run, command
+from tests.training.runs import assert_same_run, small_command
 
 pytestmark = pytest.mark.slurm
 SCRIPT = "scripts/slurm/train.sh"
@@ -24,7 +24,8 @@ class Runs(NamedTuple):
     logs: object
 
     def flags(self, name, *more):
-        return command(self.shards, self.logs, name, "fastclip", "--batch-size", "8", "--save-every-steps", "2", *more)
+        more = ("--batch-size", "8", "--save-every-steps", "2", *more)
+        return small_command(self.shards, self.logs, name, "fastclip", *more)
 
     def submit(self, cluster, name, *options, more=(), **variables):
         return cluster.submit(

@@ -32,7 +32,11 @@ def read_notes(folder: Path) -> list[dict]:
 
 
 def slow_down() -> None:
+    import open_clip
+
     from openclip_ext.training import signals, trainer
+
+    open_clip.add_model_config(Path(__file__).with_name("small-vit.json"))
 
     class PacedRequests(signals.SignalRequests):
         steps = 0

@@ -14,7 +14,7 @@ import torch
 
 from tests.distributed.pool import free_port
 from tests.training import paced
-from tests.training.runs import command, final_state, metrics_of
+from tests.training.runs import final_state, metrics_of, small_command
 
 STEPS_PER_EPOCH, GLOBAL_BATCH = 5, 16
 QUICK = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
@@ -79,7 +79,7 @@ def wait_for_steps(notes, count, world_size, nodes, since=0.0):
 
 def test_a_node_leaves_and_comes_back(shards, tmp_path, start):
     flags = ["--global-batch", str(GLOBAL_BATCH), "--batch-size", "8", "--save-every-steps", "1", "--resume", "latest"]
-    argv = command(shards, tmp_path, "run", "fastclip-v2", *flags)
+    argv = small_command(shards, tmp_path, "run", "fastclip-v2", *flags)
     # Alone, the first node waits after its third step for the other one to come back.
     held = {"PACE": "0.5", "HOLD_AT": "3", "HOLD_WORLD": "1"}
     first, second = start(argv, **held), start(argv, **held)

@@ -19,9 +19,9 @@ from openclip_ext.diagnostics.finished_run import (
     embed_training_set,
     load_run,
 )
-from openclip_ext.diagnostics.inspect import report
+from openclip_ext.diagnostics.inspect import outputs
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
-from openclip_ext.diagnostics.inspect.report import Inspection
+from openclip_ext.diagnostics.inspect.outputs import Inspection
 from openclip_ext.options import flag, from_flags, own_options
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.parser import add_flag
@@ -59,11 +59,11 @@ def main(argv: list[str]) -> None:
     by_row = find(embeddings, anchors, difficulty, thresholds, run.device)
     found = {name: _by_index(rows, embeddings.index.numpy(), name in PAIRS) for name, rows in by_row.items()}
     about = _about(run, embeddings, len(anchors), is_stored)
-    inspection = Inspection(about, thresholds, found, report.read_samples(run.source, report.shown_indices(found)))
-    thumbnails = report.read_thumbnails(run.source, report.shown_indices(found, args.show))
-    report.write_page(folder / "index.html", inspection, thumbnails, args.show)
-    report.write_json(folder / "found.json", inspection)
-    report.write_csv(folder / "found.csv", inspection)
+    inspection = Inspection(about, thresholds, found, outputs.read_samples(run.source, outputs.shown_indices(found)))
+    thumbnails = outputs.read_thumbnails(run.source, outputs.shown_indices(found, args.show))
+    outputs.write_page(folder / "index.html", inspection, thumbnails, args.show)
+    outputs.write_json(folder / "found.json", inspection)
+    outputs.write_csv(folder / "found.csv", inspection)
 
     for name, value in about.items():
         print(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}")

@@ -30,10 +30,10 @@ from openclip_ext.experiments.compare.plan import (
     plan_tuning,
 )
 from openclip_ext.experiments.pilot import versions, warmup_steps
+from openclip_ext.experiments.process_pool import ProcessPool
 from openclip_ext.experiments.results import ResultsFile
 from openclip_ext.experiments.runs import Contest, Results, Run, score
 from openclip_ext.experiments.statistics import group_numbers, half_width
-from openclip_ext.experiments.workers import Workers
 from openclip_ext.files import write_atomically
 from openclip_ext.options import option_as_words
 from openclip_ext.training.config import TrainingConfig
@@ -83,7 +83,7 @@ class Comparison:
         self.context = digest([self.flags, data.digest])
         self.pilot = ComparePilot(training, data, config.population, config.anchors)
         self.candidates = {loss: space.candidates(loss, config.loss_options) for loss in config.losses}
-        self.workers = Workers(config.processes, __name__, self._stop)
+        self.workers = ProcessPool(config.processes, __name__, self._stop)
         self._stands: dict[str, dict[str, Any]] = {}
         self._val_groups = group_numbers(data.val.captions())
         self.plan = read_plan(config, training)

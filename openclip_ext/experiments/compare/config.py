@@ -10,7 +10,7 @@ import torch
 
 from openclip_ext.experiments.compare import space
 from openclip_ext.experiments.compare.space import BASELINE
-from openclip_ext.experiments.workers import default_processes
+from openclip_ext.experiments.process_pool import default_processes
 from openclip_ext.losses import registry
 from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.model_configs import add_model_configs

@@ -31,7 +31,7 @@ class _UnderWay(NamedTuple):
     slot: int
 
 
-class Workers:
+class ProcessPool:
     """Runs tasks in processes.
 
     Args:
