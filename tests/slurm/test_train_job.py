@@ -52,10 +52,17 @@ def whole(cluster, runs):
 
 @pytest.fixture(scope="module")
 def jobs(cluster, runs):
-    """Jobs that ended: one of an array, preempted after a third step, one whose time limit came near, and one that fails."""
+    """Jobs that ended, by name.
+
+    One of an array was preempted after a third step, of one the time limit came near, one fails, and one lost a node. They
+    run side by side, since SLURM takes half a minute to look at limits and to miss a node.
+    """
     array = runs.submit(cluster, "run-%a", "--array=1", *TWO_GPUS, HOLD_AT="3")
     limited = runs.submit(cluster, "limited", *TWO_GPUS, "--time=60", HOLD_AT="3")
     failing = runs.submit(cluster, "failing", *ONE_GPU, more=("--train-data", "nowhere/00000.tar"))
+    nodes = runs.submit(cluster, "nodes", *TWO_NODES, PACE="0.5")
+    cluster.wait_for_step(nodes, runs.logs / "nodes", 5)
+    cluster.kill_node(NODES[1])
     cluster.wait_for_step(array, runs.logs / "run-1", 2)
     cluster.run("scontrol", "requeue", f"{array}_1")
     cluster.wait_for_step(limited, runs.logs / "limited", 2)
@@ -64,8 +71,9 @@ def jobs(cluster, runs):
     cluster.run("scontrol", "update", f"JobId={limited}", f"TimeLimit={minutes + 2}")
     cluster.wait(limited, "PENDING", "COMPLETING")
     cluster.run("scontrol", "update", f"JobId={limited}", "TimeLimit=60")
-    cluster.wait(f"{array}_1", "COMPLETED")
-    return {job: cluster.wait(job, "COMPLETED", "FAILED", "TIMEOUT") for job in (limited, failing)}
+    numbers = {"array": f"{array}_1", "limited": limited, "failing": failing, "nodes": nodes}
+    ended = {name: cluster.wait(number, "COMPLETED", "FAILED", "TIMEOUT") for name, number in numbers.items()}
+    return {name: job | {"output": cluster.output(numbers[name])} for name, job in ended.items()}
 
 
 def test_a_preempted_job_of_an_array_goes_on_bitwise(runs, jobs, whole):
@@ -73,31 +81,26 @@ def test_a_preempted_job_of_an_array_goes_on_bitwise(runs, jobs, whole):
     assert runs.notes("run-%a", "signal") == [("SIGTERM", 0), ("SIGTERM", 1)]
 
 
-def test_before_the_time_limit_every_trainer_saves_and_the_job_goes_on_bitwise(cluster, runs, jobs, whole):
-    job, ended = next(iter(jobs.items()))
-    assert "Time limit ahead" in cluster.output(job)
-    assert "Stopped by a signal" in cluster.output(job)
+def test_before_the_time_limit_every_trainer_saves_and_the_job_goes_on_bitwise(runs, jobs, whole):
+    limited = jobs["limited"]
+    assert "Time limit ahead" in limited["output"]
+    assert "Stopped by a signal" in limited["output"]
     assert runs.notes("limited", "signal") == [("SIGTERM", 0), ("SIGTERM", 1)]
     assert runs.notes("limited", "step") == [(step, rank) for step in range(10) for rank in range(2)], "no step twice"
-    assert (ended["JobState"], ended["Restarts"], ended["ExitCode"]) == ("COMPLETED", "1", "0:0"), cluster.output(job)
+    assert (limited["JobState"], limited["Restarts"], limited["ExitCode"]) == ("COMPLETED", "1", "0:0"), limited
     assert_same_run(runs.logs / "limited", whole)
 
 
-def test_a_run_that_fails_is_not_requeued(cluster, jobs):
-    *_, (job, ended) = jobs.items()
-    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), cluster.output(job)
-    assert ended["ExitCode"] == "2:0", cluster.output(job)
-    assert "nowhere/00000.tar" in cluster.output(job)
+def test_a_run_that_fails_is_not_requeued(jobs):
+    failing = jobs["failing"]
+    assert (failing["JobState"], failing["Restarts"], failing["ExitCode"]) == ("FAILED", "0", "2:0"), failing
+    assert "nowhere/00000.tar" in failing["output"]
 
 
-def test_of_two_nodes_one_dies_and_a_spare_takes_its_place(cluster, runs, whole):
-    job = runs.submit(cluster, "nodes", *TWO_NODES, PACE="0.5")
-    cluster.wait_for_step(job, runs.logs / "nodes", 5)
-    cluster.kill_node(NODES[1])
-    cluster.wait(job, "PENDING", "COMPLETING")
-    ended = cluster.wait(job, "COMPLETED", "FAILED")
-    assert NODES[1] not in cluster.run("scontrol", "show", "hostnames", ended["NodeList"])
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
+def test_of_two_nodes_one_dies_and_a_spare_takes_its_place(cluster, runs, jobs, whole):
+    nodes = jobs["nodes"]
+    assert NODES[1] not in cluster.run("scontrol", "show", "hostnames", nodes["NodeList"])
+    assert (nodes["JobState"], nodes["Restarts"]) == ("COMPLETED", "1"), nodes
     assert_same_run(runs.logs / "nodes", whole)
 
 
