@@ -37,4 +37,4 @@ processes="${TEST_PROCESSES:-$("$python" -c 'import os; print(min(4, os.cpu_coun
 # A file stays in one process: its tests share what its fixtures make. tests/conftest.py orders the files.
 # Tests with a scheduler, servers and killed processes depend on how a busy machine takes turns: one that fails is run
 # once more. The summary names it (RERUN): a test that often needs it hides a race, in the test or in the product.
-"$python" -m pytest --reruns 1 -raR --numprocesses "$processes" --dist loadfile --no-loadscope-reorder ${options[@]+"${options[@]}"} "$@"
+"$python" -m pytest --reruns 1 --rerun-show-tracebacks -ra --numprocesses "$processes" --dist loadfile --no-loadscope-reorder ${options[@]+"${options[@]}"} "$@"

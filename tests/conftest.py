@@ -6,6 +6,22 @@ import pytest
 
 from tests.soak import SoakCase
 
+# Those that wait, for a scheduler, a server or the end of a process, take turns with those of two ranks: no core is idle.
+_FIRST = [
+    "tests/slurm/test_train_job.py",
+    "tests/distributed/test_sharding.py",
+    "tests/distributed/test_training.py",
+    "tests/training/test_elastic.py",
+    "tests/distributed/test_losses.py",
+    "tests/training/test_resume.py",
+    "tests/data/test_storage.py",
+    "tests/integrations/test_lightning.py",
+    "tests/experiments/test_compare.py",
+    "tests/data/test_workers.py",
+    "tests/integrations/test_transformers.py",
+    "tests/training/test_faults.py",
+]
+
 
 def slow_tests() -> set[str]:
     """Return the lines of the list: files, functions and cases."""
@@ -42,8 +58,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )
     if hasattr(config, "workerinput"):
         # pytest-xdist hands out whole files in this order: one that takes long must not be the last.
-        slow_files = {line.partition("::")[0] for line in slow}
-        items.sort(key=lambda item: item.nodeid.partition("::")[0] not in slow_files)
+        order = [*_FIRST, *(line.partition("::")[0] for line in sorted(slow))]
+        places = {file: place for place, file in reversed([*enumerate(order)])}
+        items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(order)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
