@@ -6,27 +6,11 @@ import pytest
 
 from tests.soak import SoakCase
 
-# Those that wait, for a scheduler, a server or the end of a process, take turns with those of two ranks: no core is idle.
-_FIRST = [
-    "tests/slurm/test_train_job.py",
-    "tests/distributed/test_sharding.py",
-    "tests/distributed/test_training.py",
-    "tests/training/test_elastic.py",
-    "tests/distributed/test_losses.py",
-    "tests/training/test_resume.py",
-    "tests/data/test_storage.py",
-    "tests/integrations/test_lightning.py",
-    "tests/experiments/test_compare.py",
-    "tests/data/test_workers.py",
-    "tests/integrations/test_transformers.py",
-    "tests/training/test_faults.py",
-]
 
-
-def slow_tests() -> set[str]:
+def slow_tests() -> list[str]:
     """Return the lines of the list: files, functions and cases."""
     lines = Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").splitlines()
-    return {line for line in lines if not line.startswith("#")}
+    return [line for line in lines if not line.startswith("#")]
 
 
 def leaves_slow_tests_out(config: pytest.Config) -> bool:
@@ -46,21 +30,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     found = set()
     for item in items:
         file, test = item.nodeid.split("::", 1)
-        named = slow & {file, item.nodeid, f"{file}::{test.partition('[')[0]}"}
+        named = {*slow} & {file, item.nodeid, f"{file}::{test.partition('[')[0]}"}
         found |= named
         if named:
             item.add_marker(pytest.mark.slow)
     is_whole_suite = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not leaves_slow_tests_out(config)
-    if is_whole_suite and slow > found:
-        names = ", ".join(sorted(slow - found))
+    if is_whole_suite and {*slow} > found:
+        names = ", ".join(sorted({*slow} - found))
         raise pytest.UsageError(
             f"tests/slow.txt names what is no test (any more): {names}. Correct or remove the lines"
         )
     if hasattr(config, "workerinput"):
         # pytest-xdist hands out whole files in this order: one that takes long must not be the last.
-        order = [*_FIRST, *(line.partition("::")[0] for line in sorted(slow))]
-        places = {file: place for place, file in reversed([*enumerate(order)])}
-        items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(order)))
+        files = [line.partition("::")[0] for line in slow]
+        places = {file: files.index(file) for file in files}
+        items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(files)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

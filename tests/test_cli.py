@@ -59,8 +59,8 @@ def test_an_unknown_command_names_the_nearest(capsys):
 
 
 def test_output_and_exit_status_are_the_commands(tmp_path):
-    shown = python("-c", _PROGRAM, "report", "--output")
-    assert shown.returncode == 2 and shown.stderr.startswith("usage: openclip-ext report")
+    shown = python("-c", _PROGRAM, "manifest", "--workers")
+    assert shown.returncode == 2 and shown.stderr.startswith("usage: openclip-ext manifest")
     failed = python("-c", _PROGRAM, "manifest", str(tmp_path / "none.tar"))
     module = python("-m", "openclip_ext.data.manifest", str(tmp_path / "none.tar"))
     assert failed.returncode == module.returncode != 0

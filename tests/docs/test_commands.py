@@ -78,13 +78,6 @@ def test_torchrun_leaves_the_trainers_flags_alone(page, launch):
     assert get_args_parser().parse_args([*launch, "--logs", "runs"]).training_script_args[-2:] == ["--logs", "runs"]
 
 
-def test_the_tests_that_pages_name_are_there():
-    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
-    for page in PAGES:
-        for name in re.findall(r"`(test_\w{20,})`", page.read_text(encoding="utf-8")):
-            assert f"def {name}(" in tests, f"{page.name}: {name}"
-
-
 def test_every_loss_has_a_row_in_the_page_on_choosing():
     text = (ROOT / "docs" / "choosing-a-loss.md").read_text(encoding="utf-8")
     rows = "\n".join(line for line in text.splitlines() if line.startswith("|"))

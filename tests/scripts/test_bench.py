@@ -2,9 +2,7 @@
 
 import json
 import logging
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -53,17 +51,3 @@ def test_benchmark_prints_and_writes_its_rows(
         for row, numbers in table.items():
             assert row in printed
             assert numbers.get("ratio_min", 0) <= numbers.get("ratio", 1) <= numbers.get("ratio_max", 1)
-
-
-def test_a_part_of_a_gpu_day_that_fails_stops_no_other(tmp_path: Path) -> None:
-    """``npn`` takes no such device, ``step-rn50`` no second at all."""
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\ncase "$*" in *npn*) exit 3 ;; *step*) sleep 60 ;; *) echo "$@" ;; esac\n')
-    python.chmod(0o755)
-    command = ["bash", str(BENCH / "gpu.sh"), str(tmp_path / "out"), "npn", "step-rn50", "tests", "losses"]
-    environment = {**os.environ, "PYTHON": str(python), "PART_SECONDS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stdout.splitlines()[-1] == "failed or too slow: npn step-rn50"
-    assert "--output" in (tmp_path / "out" / "losses.log").read_text()
-    tests = (tmp_path / "out" / "tests.log").read_text()
-    assert "-m gpu" in tests and "tests/losses/test_precision.py" in tests and "test_recipes" not in tests

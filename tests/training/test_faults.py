@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -248,24 +249,16 @@ def test_ctrl_c_saves_like_sigterm(shards, tmp_path, sent, status):
 @pytest.mark.parametrize("ends", [True, False])
 def test_the_last_line_is_said_when_torchrun_has_ended_and_only_then(ends, monkeypatch, capfd):
     """Nobody has waited for it yet; without an end it has started its trainers again."""
-    torchrun = subprocess.Popen(["sleep", "1000"])
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setattr(os, "getppid", lambda: torchrun.pid)
-    monkeypatch.setattr(signals, "_TENTHS", 300 if ends else 2)
-    speakers = []
-    monkeypatch.setattr(
-        signals.subprocess, "Popen", lambda *a, start=subprocess.Popen, **k: speakers.append(start(*a, **k))
-    )
-    signals.say_after_torchrun("saved")
-    try:
+    with subprocess.Popen(["sleep", "1000"]) as torchrun:
         if ends:
             torchrun.kill()
-        assert speakers[0].wait(timeout=60) == 0
-        assert torchrun.returncode is None
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+        monkeypatch.setattr(os, "getppid", lambda: torchrun.pid)
+        monkeypatch.setattr(signals, "_TENTHS", 300 if ends else 2)
+        monkeypatch.setattr(signals, "subprocess", SimpleNamespace(Popen=subprocess.run))  # which waits for the end
+        signals.say_after_torchrun("saved")
         assert capfd.readouterr().err == "saved\n" * ends
-    finally:
         torchrun.kill()
-        torchrun.wait()
 
 
 @pytest.mark.parametrize("by_torchrun", [False, True])

@@ -245,7 +245,7 @@ def test_the_treatment_of_equal_captions_reaches_the_loss(shards, tmp_path):
     for treatment in ("negative", "positive"):
         assert run(small_command(shards, tmp_path, treatment, "fastclip", *more, "--equal-captions", treatment)) == 0
     first, second = (losses_of(tmp_path / treatment)[0][1] for treatment in ("negative", "positive"))
-    assert first != pytest.approx(second, rel=1e-3)
+    assert first != pytest.approx(second, rel=1e-5)
 
 
 def test_delete_previous_keeps_the_newest_epoch_only(shards, tmp_path):
