@@ -1,8 +1,11 @@
 """A loader over small shards, and what tests look at in its batches."""
 
+import multiprocessing
 import random
+import signal
 from collections.abc import Sequence
 from dataclasses import fields
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -59,3 +62,13 @@ def assert_equal(first: list[dict[str, Tensor]], second: list[dict[str, Tensor]]
     for a, b in zip(first, second, strict=True):
         assert a.keys() == b.keys() == {"image", "text", "index"}
         assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def train_with_a_fork_server(data: str, sender: Connection) -> None:
+    """Take a step, send the workers' process numbers, and wait for a signal: with few imports, for a process of its own."""
+    multiprocessing.set_forkserver_preload(["tests.data.loading"])
+    multiprocessing.set_start_method("forkserver", force=True)
+    loader = build(data, workers=2)
+    next(loader.iterate(0))
+    sender.send([worker.pid for worker in loader._loader._iterator._workers])
+    signal.pause()

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -20,22 +19,13 @@ from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.reporting import Reporter, ReportingConfig
 from openclip_ext.training.run_folder import RunFolderConfig, opened
-from tests.data.loading import build, indices, preprocess
+from tests.data.loading import build, indices, preprocess, train_with_a_fork_server
 from tests.data.shards import undecodable, write_shards
 from tests.distributed.pool import two_ranks
 from tests.training.programs import wait_until
 from tests.training.runs import command, run
 from tests.training.test_faults import is_alive
 from tests.training.tiny import tiny_model
-
-
-def train_with_a_fork_server(data: str, sender: Connection) -> None:
-    multiprocessing.set_forkserver_preload(["tests.data.loading"])
-    multiprocessing.set_start_method("forkserver", force=True)
-    loader = build(data, workers=2)
-    next(loader.iterate(0))
-    sender.send([worker.pid for worker in loader._loader._iterator._workers])
-    signal.pause()
 
 
 def test_workers_that_a_fork_server_made_end_with_the_training_process(tmp_path: Path):
