@@ -10,6 +10,7 @@
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 cd -- "$root" || exit
 python="$root/.venv/bin/python"
+unset PYTHONDONTWRITEBYTECODE  # set in many container images: each process would compile all that it imports
 
 say() {
   printf '\n==> %s\n' "$*"

@@ -26,15 +26,13 @@ say "mypy"
 "$python" -m mypy
 
 say "docs"
-site="$(mktemp -d)"
-trap 'rm -rf -- "$site"' EXIT
-NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict --site-dir "$site"
+NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict
 
 say "pytest"
 # The tensors are tiny: one thread is as fast as many, and tests that start several processes do not fight for cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 processes="${TEST_PROCESSES:-$("$python" -c 'import os; print(min(4, os.cpu_count() or 1))')}"
-# A file stays in one process: its tests share what its fixtures make. tests/conftest.py orders the files.
+# A file stays in one process: its tests share what its fixtures make. tests/slow.txt orders the files.
 # Tests with a scheduler, servers and killed processes depend on how a busy machine takes turns: one that fails is run
-# once more. The summary names it (RERUN): a test that often needs it hides a race, in the test or in the product.
+# once more. The summary names it and says why: a test that often needs it hides a race, in the test or in the product.
 "$python" -m pytest --reruns 1 --rerun-show-tracebacks -ra --numprocesses "$processes" --dist loadfile --no-loadscope-reorder ${options[@]+"${options[@]}"} "$@"

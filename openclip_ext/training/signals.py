@@ -25,16 +25,13 @@ class Request(enum.IntEnum):
 EXIT_AFTER_SIGTERM = 128 + signal.SIGTERM
 EXIT_AFTER_SIGINT = 128 + signal.SIGINT
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Prints $1 when the process $0 has ended, within $2 tenths of a second. A zombie has: whoever started it may read our output
-# to the end before looking after it.
+# Prints $1 when the process $0 has ended. A zombie has: its parent may read our output to the end before it looks after it.
+# One that lives on for a minute has started its trainers again: nothing has stopped.
 _SAY_AFTER = r"""
-for _ in $(seq "$2"); do
-  sleep 0.1
-  if ! kill -0 "$0" 2>/dev/null || grep -qs "^State:.Z" "/proc/$0/status"; then printf "%s\n" "$1" >&2; break; fi
+for _ in $(seq 600); do
+  if ! kill -0 "$0" 2>/dev/null || grep -qs "^State:.Z" "/proc/$0/status"; then printf "%s\n" "$1" >&2; break; fi; sleep 0.1
 done
 """
-# Half a minute after a signal torchrun has ended. If it lives on, it has started its trainers again: nothing has stopped.
-_TENTHS = 600
 
 
 def _under_torchrun() -> bool:
@@ -54,7 +51,7 @@ def end_with_torchrun() -> None:
 def say_after_torchrun(text: str) -> None:
     """Print a line when torchrun is gone: stopped by a signal, it prints a page that buries what its trainers have said."""
     if _under_torchrun() and os.getppid() != 1:  # it is there
-        subprocess.Popen(["sh", "-c", _SAY_AFTER, str(os.getppid()), text, str(_TENTHS)], start_new_session=True)
+        subprocess.Popen(["sh", "-c", _SAY_AFTER, str(os.getppid()), text], start_new_session=True)
 
 
 class SignalRequests:

@@ -254,7 +254,7 @@ def test_the_last_line_is_said_when_torchrun_has_ended_and_only_then(ends, monke
             torchrun.kill()
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
         monkeypatch.setattr(os, "getppid", lambda: torchrun.pid)
-        monkeypatch.setattr(signals, "_TENTHS", 300 if ends else 2)
+        monkeypatch.setattr(signals, "_SAY_AFTER", signals._SAY_AFTER.replace("600", "300" if ends else "2"))
         monkeypatch.setattr(signals, "subprocess", SimpleNamespace(Popen=subprocess.run))  # which waits for the end
         signals.say_after_torchrun("saved")
         assert capfd.readouterr().err == "saved\n" * ends
