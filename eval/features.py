@@ -94,7 +94,7 @@ class Encoder:
             keys = UniqueKeys()
             for batch in reading:
                 if isinstance(batch, DataError):
-                    raise batch
+                    raise type(batch)(*batch.args)  # itself, it would keep this frame, and with it the workers
                 for key, position in zip(batch.keys, batch.order.tolist(), strict=True):
                     keys.add(key, str(shards[shard_of(position)]))
                 for skipped in batch.skipped:
