@@ -26,17 +26,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m leave something out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark every test whose file, function or case is a line of the list; of the whole suite, each line must name one."""
-    slow = slow_tests()
+    slow = dict.fromkeys(slow_tests())  # as a set, in order
     found = set()
     for item in items:
         file, test = item.nodeid.split("::", 1)
-        named = {*slow} & {file, item.nodeid, f"{file}::{test.partition('[')[0]}"}
+        named = slow.keys() & {file, item.nodeid, f"{file}::{test.partition('[')[0]}"}
         found |= named
         if named:
             item.add_marker(pytest.mark.slow)
     is_whole_suite = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not leaves_slow_tests_out(config)
-    if is_whole_suite and {*slow} > found:
-        names = ", ".join(sorted({*slow} - found))
+    if is_whole_suite and slow.keys() > found:
+        names = ", ".join(sorted(slow.keys() - found))
         raise pytest.UsageError(
             f"tests/slow.txt names what is no test (any more): {names}. Correct or remove the lines"
         )

@@ -94,8 +94,10 @@ def test_a_damaged_header_in_the_middle_is_named(folder, workers, make_encoder):
     with open(shard, "r+b") as stream:
         stream.seek(member.offset)
         stream.write(b"x" * 300)
+    before = set(torch.multiprocessing.active_children())
     with pytest.raises(DataError, match=rf"2\.tar: cannot be read as a tar, damaged at byte {member.offset}"):
         evaluate_task(CIFAR, folder.parent, make_encoder(workers=workers), any_size=True)
+    assert set(torch.multiprocessing.active_children()) == before  # the workers have ended
 
 
 def rewrite(shard: Path, change: Callable[[int, dict[str, bytes]], None]) -> None:

@@ -32,11 +32,7 @@ def read_notes(folder: Path) -> list[dict]:
 
 
 def slow_down() -> None:
-    import open_clip
-
     from openclip_ext.training import signals, trainer
-
-    open_clip.add_model_config(Path(__file__).with_name("small-vit.json"))
 
     class PacedRequests(signals.SignalRequests):
         steps = 0
@@ -81,6 +77,9 @@ if __name__ == "__main__":
     sys.modules["transformers"] = None
     module, *arguments = (word for word in sys.argv[1:] if word not in ("-u", "-m"))
     if module == "openclip_ext.training.main":
+        import open_clip
+
+        open_clip.add_model_config(Path(__file__).with_name("small-vit.json"))
         slow_down()
     sys.argv[1:] = arguments
     runpy.run_module(module, run_name="__main__", alter_sys=True)

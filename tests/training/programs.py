@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import open_clip
-import open_clip_train.main  # noqa: F401 - as the two below: programs would import it
+import open_clip_train.main  # noqa: F401 - as the two below: each fork would import it
 import torch
 
 import openclip_ext.experiments.compare.pilot

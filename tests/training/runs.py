@@ -59,7 +59,7 @@ def command(shards: str, logs: Path, name: str, loss: str, *more: str) -> list[s
 
 
 def small_command(shards: str, logs: Path, name: str, loss: str, *more: str) -> list[str]:
-    """The same run with a smaller model, for a process that has imported this module."""
+    """The same run with a smaller model, for a process that has imported this module, or paced.py."""
     return command(shards, logs, name, loss, "--model", SMALL_MODEL, *more)
 
 
