@@ -291,8 +291,7 @@ class TarArchive:
         file: Open for reading bytes. If it can seek, unwanted content is not read.
 
     Attributes:
-        gaps: What had to be skipped so far; grows while iterating.
-        is_compressed: Whether the tar is compressed; offsets are then those of the decompressed tar.
+        gaps: What had to be skipped so far, with offsets in the decompressed tar; grows while iterating.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -305,7 +304,6 @@ class TarArchive:
             buffered = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)  # type: ignore[type-var]
             magic, file = buffered.peek(8), buffered
         decompress = next((opener for start, opener in _COMPRESSED.items() if magic.startswith(start)), None)
-        self.is_compressed = decompress is not None
         # If the size is unknown, reading its data or the next header shows that a member is cut off.
         self._end = sys.maxsize
         self._read_at: ReadAt

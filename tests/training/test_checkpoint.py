@@ -14,7 +14,7 @@ from openclip_ext.training.checkpoint import Position, RunIdentity
 from openclip_ext.training.errors import UsageError
 from tests.training.runs import contents
 
-IDENTITY = RunIdentity(model="demo-vit", loss="neuclip", optimizer="adamw", num_samples=100, global_batch=8, seed=0)
+IDENTITY = RunIdentity("demo-vit", "neuclip", "adamw", num_samples=100, global_batch=8, seed=0, settings={})
 PROGRESS = [{"world_size": 1, "workers": 2, "batch_size": 8, "batches": 5}]
 
 
