@@ -21,7 +21,7 @@ from openclip_ext.data import tar
 from openclip_ext.data.shardlist import shard_name, sibling
 from openclip_ext.data.spec import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY, parse_keys
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage, is_local
-from openclip_ext.machine import available_cores, end_with_parent
+from openclip_ext.machine import available_cores, begin_worker
 from openclip_ext.schema import read_as
 
 # Positions of bad samples are written down only when they are few: a manifest stays small.
@@ -135,9 +135,7 @@ def scan_local(paths: Sequence[str], image_key: str, caption_key: str, workers: 
         return list(_with_bar(map(scan, paths), len(paths)))
     # fork, as PyTorch's DataLoader does: spawn would import the training script (and torch) again in each process.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    with ProcessPoolExecutor(
-        workers, mp_context=multiprocessing.get_context(method), initializer=end_with_parent
-    ) as pool:
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(method), initializer=begin_worker) as pool:
         return list(_with_bar(pool.map(scan, paths), len(paths)))
 
 

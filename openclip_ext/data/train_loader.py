@@ -56,9 +56,7 @@ class TrainLoaderConfig:
     rank: int | None = None  # None: that of torch.distributed, as world_size
     world_size: int | None = None
     shuffle_window: int = 10_000  # samples that a worker shuffles over; about half of them are in memory
-    views: int = (
-        1  # of each image: ``image`` is (batch_size, views, ...) if there are several. The text is the first's.
-    )
+    views: int = 1  # of each image: ``image`` is (batch_size, views, ...) if there are several, the text the first's
     caption_aware_flip: bool = flag(
         False, "mirror half of the images, with 'left' and 'right' exchanged in their captions"
     )

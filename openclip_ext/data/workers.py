@@ -1,7 +1,6 @@
 """The worker processes of a DataLoader: signals to the process group do not end them, and their end is explained."""
 
 import copy
-import gc
 import logging
 import multiprocessing
 import os
@@ -18,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from openclip_ext.machine import end_with_parent
+from openclip_ext.machine import begin_worker
 
 # Signals that torchrun, SLURM and a terminal send to the whole process group. The training process saves a checkpoint.
 _TO_THE_GROUP = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
@@ -68,12 +67,10 @@ def start_workers(loader: DataLoader[Any]) -> Iterator[Any]:
 def leave_process_group(worker: int) -> None:
     """Keep signals to the process group from killing a worker (``worker_init_fn``, with :func:`start_workers`).
 
-    The training process needs its workers until it has saved a checkpoint. It ends them itself; they end themselves when it
-    is gone. Garbage is collected in workers even if the training process has turned that off for itself.
+    The training process needs its workers until it has saved a checkpoint, and ends them itself.
     """
-    gc.enable()
     os.setpgid(0, 0)
-    end_with_parent()
+    begin_worker()
     while pending := signal.sigpending() & _TO_THE_GROUP:
         signal.sigwait(pending)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_THE_GROUP)

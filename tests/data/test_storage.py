@@ -27,6 +27,7 @@ from openclip_ext.data.spec import DataSpec
 from openclip_ext.data.storage import Storage
 from tests.data.loading import assert_equal, build, indices, preprocess, tokenize
 from tests.data.shards import write_shards, write_sizes
+from tests.training.programs import wait_until
 
 COUNTS = [20, 12, 9, 3]
 SHARDS = "{00000..00003}.tar"
@@ -257,10 +258,7 @@ def test_a_file_that_is_replaced_while_it_is_read(folder: Path, server: Server, 
 def test_the_next_shards_are_fetched_while_this_one_is_read(folder: Path, server: Server):
     batches = build(f"{server.url}/data/{SHARDS}", shuffle_window=0, batch_size=1).iterate(0)
     next(batches)
-    deadline = time.monotonic() + 60
-    while len(set(server.fetched()) - {"/data/sizes.json"}) < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: len(set(server.fetched()) - {"/data/sizes.json"}) >= 4, 60)
 
 
 def test_each_shard_is_fetched_once_for_evaluation(folder: Path, server: Server):

@@ -1,5 +1,6 @@
 """Workers that are killed, do not answer or have no memory; and captions that take a tokenizer for ever."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -14,6 +15,7 @@ from openclip_ext.data import train_loader
 from openclip_ext.data.workers import WorkerError
 from tests.data.loading import assert_equal, build, indices, preprocess, tokenize
 from tests.data.shards import sample_members, write_shards
+from tests.training.programs import is_alive, wait_until
 
 
 def test_a_killed_worker_is_replaced_and_the_batches_are_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -88,10 +90,29 @@ def test_workers_end_with_the_training_process(tmp_path: Path):
     worker = receiver.recv()
     process.kill()
     process.join()
-    deadline = time.monotonic() + 60
-    while os.path.exists(f"/proc/{worker}") and "State:\tZ" not in Path(f"/proc/{worker}/status").read_text():
-        assert time.monotonic() < deadline, "the worker is still there"
-        time.sleep(0.05)
+    wait_until(lambda: not is_alive(worker), 60)
+
+
+def test_workers_destroy_nothing_that_they_inherit(tmp_path: Path):
+    """The end of a process group waits for threads that a fork does not copy."""
+
+    destroyed = tmp_path / "destroyed"
+
+    class Garbage:
+        def __del__(self) -> None:
+            destroyed.touch()
+
+    data = write_shards(tmp_path, [20])
+    batches = build(data, preprocess=lambda image: (gc.collect(), preprocess(image))[1], workers=1).iterate(0)
+    gc.disable()  # in this process, as training does
+    garbage = Garbage()
+    garbage.itself = garbage
+    del garbage
+    assert list(batches)
+    gc.enable()
+    assert not destroyed.exists()
+    gc.collect()
+    assert destroyed.exists()
 
 
 def test_a_megabyte_without_a_space_is_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture):

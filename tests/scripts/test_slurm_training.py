@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from openclip_ext.training import recipes
 from openclip_ext.training.flags import parse
+from tests.training.programs import wait_until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sh"
@@ -111,10 +111,7 @@ def test_the_users_flags_win(cluster, monkeypatch):
 def test_a_trainer_that_does_not_save_in_time_is_ended_by_the_requeue(cluster, monkeypatch):
     monkeypatch.setenv("SECONDS_TO_TRAIN", "60")
     job = subprocess.Popen(["bash", SCRIPT], cwd=ROOT, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not (cluster / "pid").exists() or not (cluster / "pid").read_text():
-        assert time.monotonic() < deadline, "the trainer never started"
-        time.sleep(0.02)
+    wait_until(lambda: (cluster / "pid").exists() and (cluster / "pid").read_text() != "", 60)
     job.send_signal(signal.SIGUSR1)
     assert job.wait(timeout=30) == 143
     events = ["scancel --signal=TERM 4711", "requeue 4711", "saved", "requeue 4711"]

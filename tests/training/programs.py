@@ -149,6 +149,12 @@ def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS)
         time.sleep(0.005)
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process has not ended."""
+    state = Path(f"/proc/{pid}/stat")
+    return state.is_file() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
 def send_kill(pid: int) -> None:
     """Send SIGKILL to a process that may have ended."""
     with contextlib.suppress(ProcessLookupError):

@@ -1,10 +1,11 @@
 """Short training runs on a few demo shards: one after another in this process, or by two ranks side by side."""
 
 import functools
+import itertools
 import json
 import signal
-from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import open_clip
@@ -68,29 +69,17 @@ def evaluation(logs: Path, name: str, *more: str) -> list[str]:
     return [*_MODEL, "--logs", str(logs), "--name", name, *more]
 
 
-@contextmanager
-def terminated_after(steps: int | None):
-    """Send this process SIGTERM in its ``steps``-th optimizer step."""
+def run(argv: list[str], stop_after: int | None = None) -> int:
+    """Run a command line to its end, or to SIGTERM in its ``stop_after``-th optimizer step; returns the exit status."""
+    calls = itertools.count(1)
 
     class Terminating(trainer.SignalRequests):
-        calls = 0
-
         def agreed(self, now=False):
-            Terminating.calls += 1
-            if Terminating.calls == steps:
+            if next(calls) == stop_after:
                 signal.raise_signal(signal.SIGTERM)
             return super().agreed(now)
 
-    original, trainer.SignalRequests = trainer.SignalRequests, Terminating
-    try:
-        yield
-    finally:
-        trainer.SignalRequests = original
-
-
-def run(argv: list[str], stop_after: int | None = None) -> int:
-    """Run a command line to its end or to SIGTERM; returns the exit status."""
-    with terminated_after(stop_after):
+    with mock.patch.object(trainer, "SignalRequests", Terminating):
         try:
             main(argv)
         except SystemExit as stop:

@@ -19,7 +19,7 @@ from openclip_ext.training.errors import UsageError
 from openclip_ext.training.step import TrainStep
 from openclip_ext.training.trainer import SaveFailed
 from tests.distributed.pool import two_ranks
-from tests.training.programs import LOGS, Program, lines_of, wait_until
+from tests.training.programs import LOGS, Program, is_alive, lines_of, wait_until
 from tests.training.runs import (
     EXIT_AFTER_SIGTERM,
     assert_same_run,
@@ -39,6 +39,18 @@ def damage(path: Path) -> bytes:
         content[len(content) // 2 + position] ^= 1
     path.write_bytes(content)
     return bytes(content)
+
+
+@pytest.fixture
+def two_trainers(shards, tmp_path):
+    """Two ranks that have taken some steps."""
+    argv = [*small_command(shards, tmp_path, "run", "openclip", "--epochs", "200"), "--batch-size", "8"]
+    program = Program([*argv, "--rank-patience", "10"], 2, tmp_path / "output")
+    try:
+        program.wait_for_step(tmp_path / "run", 3)
+        yield program
+    finally:
+        program.kill()
 
 
 @pytest.fixture(scope="module")
@@ -180,11 +192,6 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_log(shards, tmp_path):
 # --- two programs, one folder ----------------------------------------------------------------------------------------
 
 
-def is_alive(pid: int) -> bool:
-    state = Path(f"/proc/{pid}/stat")
-    return state.is_file() and state.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 def test_a_refused_resume_leaves_the_run_folder_as_it_was(shards, tmp_path):
     """In mid-epoch with other data: the folder must go on saying what the run was trained on."""
     argv = small_command(shards, tmp_path, "run", "openclip", "--resume", "latest")
@@ -312,32 +319,19 @@ def test_no_step_waits_for_the_other_ranks_to_agree(monkeypatch):
         assert [requests.agreed(now=True), requests.agreed(now=True)] == [stop, nothing]
 
 
-def test_a_stopped_rank_is_named(shards, tmp_path):
-    argv = [*small_command(shards, tmp_path, "run", "openclip", "--epochs", "200"), "--batch-size", "8"]
-    program = Program([*argv, "--rank-patience", "10"], 2, tmp_path / "output")
-    try:
-        program.wait_for_step(tmp_path / "run", 3)
-        first, second = program.trainers()
-        os.kill(second, signal.SIGSTOP)
-        wait_until(lambda: not is_alive(first), 120)
-        assert f"Not heard of for 10 s: rank 1 (process {second} on " in (tmp_path / "run" / "out.log").read_text()
-    finally:
-        program.kill()
+def test_a_stopped_rank_is_named(two_trainers, tmp_path):
+    first, second = two_trainers.trainers()
+    os.kill(second, signal.SIGSTOP)
+    wait_until(lambda: not is_alive(first), 120)
+    assert f"Not heard of for 10 s: rank 1 (process {second} on " in (tmp_path / "run" / "out.log").read_text()
 
 
-def test_the_rank_that_outlives_another_says_so_in_one_line(shards, tmp_path):
-    argv = [*small_command(shards, tmp_path, "run", "openclip", "--epochs", "200"), "--batch-size", "8"]
-    program = Program(argv, 2, tmp_path / "output")
-    try:
-        program.wait_for_step(tmp_path / "run", 3)
-        _, second = program.trainers()
-        os.kill(second, signal.SIGKILL)
-        wait_until(lambda: None not in program.statuses(), 120)
-        assert program.statuses() == [1, -signal.SIGKILL]
-        assert "error: another rank has ended, and says why; --resume latest goes on" in program.text()
-        assert "Traceback" not in program.text()
-    finally:
-        program.kill()
+def test_the_rank_that_outlives_another_says_so_in_one_line(two_trainers):
+    os.kill(two_trainers.trainers()[1], signal.SIGKILL)
+    wait_until(lambda: None not in two_trainers.statuses(), 120)
+    assert two_trainers.statuses() == [1, -signal.SIGKILL]
+    assert "error: another rank has ended, and says why; --resume latest goes on" in two_trainers.text()
+    assert "Traceback" not in two_trainers.text()
 
 
 def test_who_beats_who_leaves_and_who_never_began():

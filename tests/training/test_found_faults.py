@@ -22,9 +22,8 @@ from openclip_ext.training.run_folder import RunFolderConfig, opened
 from tests.data.loading import build, indices, preprocess, train_with_a_fork_server
 from tests.data.shards import undecodable, write_shards
 from tests.distributed.pool import two_ranks
-from tests.training.programs import wait_until
+from tests.training.programs import is_alive, wait_until
 from tests.training.runs import command, run
-from tests.training.test_faults import is_alive
 from tests.training.tiny import tiny_model
 
 
