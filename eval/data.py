@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from openclip_ext.data import tar
+from openclip_ext.machine import begin_worker
 
 from .tasks import Task
 
@@ -382,6 +383,7 @@ def make_loader(
         ShardReader(shards, transform, spec, batch_size, threads=workers // processes if processes else 1),
         batch_size=None,
         num_workers=processes,
+        worker_init_fn=begin_worker,
         pin_memory=pin_memory,
         # Starting workers draws a seed. It must not come from the global generator, which a training run may use.
         generator=torch.Generator(),

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
 from openclip_ext.copies import on_device
+from openclip_ext.machine import begin_worker
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.step import StepSettings
 
@@ -59,7 +60,8 @@ def imagenet_loader(
         images = ClassFolders(root, transform=preprocess)
     except (OSError, ValueError) as error:
         raise UsageError(f"{flag} {folder}: expected a folder of images for each class ({error})") from error
-    return DataLoader(images, batch_size, num_workers=workers, pin_memory=torch.cuda.is_initialized())
+    pin_memory = torch.cuda.is_initialized()
+    return DataLoader(images, batch_size, num_workers=workers, worker_init_fn=begin_worker, pin_memory=pin_memory)
 
 
 @dataclass(frozen=True)

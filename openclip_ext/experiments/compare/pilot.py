@@ -125,16 +125,8 @@ class ComparePilot:
         found = embed(training.model, loader.iterate(0), self.config.step.precision, training.device, samples)
         if not all(bool(side.isfinite().all()) for side in (found.image, found.text)):
             return None
-        measure = partial(
-            estimation_error.measure,
-            image=found.image,
-            text=found.text,
-            logit_scale=found.logit_scale,
-            batch_size=self.batch,
-            index=found.index,
-            anchors=self.anchors,
-            device=training.device,
-        )
+        of_run = partial(estimation_error.measure, batch_size=self.batch, anchors=self.anchors, device=training.device)
+        measure = partial(of_run, **vars(found))
         own = measure(training.loss) if isinstance(training.loss, GlobalContrastiveLoss) else None
         # The loss's own temperatures are better, as they may differ by sample. But a normalizer that contains the positive
         # pair is another quantity.
