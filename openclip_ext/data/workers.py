@@ -25,6 +25,8 @@ _TO_THE_GROUP = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 _LAST_BREATH = 2.0
 # The patience with a worker is counted in so many parts.
 _PARTS = 10
+# The first batches, before which a shuffle reads ahead, may take so many times as long.
+_FIRST = 6
 _NO_SHARED_MEMORY = re.compile(r"\(shm\)|out of shared memory|unable to \w+ .*No space left on device")
 
 
@@ -85,7 +87,7 @@ class WatchedBatches:
 
     Args:
         loader: The DataLoader, whose workers take turns.
-        patience: Seconds to wait for a batch except the first ones, before which a shuffle reads ahead; None: for ever.
+        patience: Seconds to wait for a batch, and six times as long for the first of each worker; None: for ever.
     """
 
     def __init__(self, loader: DataLoader[Any], patience: float | None) -> None:
@@ -107,8 +109,9 @@ class WatchedBatches:
         """
         while True:
             answered = threading.Event()
-            if self._patience is not None and 0 < len(self._workers) <= self._received:
-                threading.Thread(target=self._end_stuck, args=(answered, self._patience), daemon=True).start()
+            if self._patience is not None and self._workers:
+                patience = self._patience * (_FIRST if self._received < len(self._workers) else 1)
+                threading.Thread(target=self._end_stuck, args=(answered, patience), daemon=True).start()
             try:
                 with self._explained():
                     batch = next(self._batches)
@@ -129,8 +132,8 @@ class WatchedBatches:
         if any(answered.wait(patience / _PARTS) for _ in range(_PARTS)):
             return
         number = self._received % len(self._workers)
-        self._stuck = f"data worker {number} (process {self._workers[number].pid})"
-        logging.error(f"No answer for {patience:g} s of {self._stuck}: it is ended.")
+        self._stuck = f"data worker {number} (process {self._workers[number].pid}) did not answer for {patience:g} s"
+        logging.error(f"{self._stuck}: it is ended.")
         self._workers[number].kill()
 
     @contextmanager
@@ -141,9 +144,8 @@ class WatchedBatches:
         except (RuntimeError, OSError, EOFError) as error:  # also from a dead worker's sockets
             if self._stuck is not None:
                 raise WorkerError(
-                    f"{self._stuck} did not answer for {self._patience:g} s (--rank-patience) and was ended. Look at the "
-                    "samples that it read (a file server that hangs, an image or a caption without end); --resume latest "
-                    "goes on from the last checkpoint"
+                    f"{self._stuck} (--rank-patience) and was ended. Look at the samples that it read (a file server that "
+                    "hangs, an image or a caption without end); --resume latest goes on from the last checkpoint"
                 ) from error
             ready = wait([worker.sentinel for worker in self._workers], timeout=_LAST_BREATH)
             for worker in self._workers:
