@@ -15,8 +15,9 @@ def available_cores() -> int:
 def begin_worker(worker: int = 0) -> None:
     """Prepare this process, which multiprocessing has started (a DataLoader's ``worker_init_fn``).
 
-    It ends when the process that asked for it has ended, also by SIGKILL. It collects its own garbage, also where the other
-    collects none, and not what it inherits by a fork: destroying a process group waits for threads that were not copied.
+    It ends when the process that asked for it has ended, also by SIGKILL. It collects its own garbage, even if that process
+    has turned this off for itself, and none of what a fork has copied: destroying the copy of a process group would wait for
+    threads that were not copied.
     """
     gc.freeze()
     gc.enable()

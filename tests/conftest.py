@@ -37,14 +37,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     is_whole_suite = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not leaves_slow_tests_out(config)
     if is_whole_suite and slow.keys() > found:
         names = ", ".join(sorted(slow.keys() - found))
-        raise pytest.UsageError(
-            f"tests/slow.txt names what is no test (any more): {names}. Correct or remove the lines"
-        )
+        raise pytest.UsageError(f"tests/slow.txt names what is no test (any more): {names}")
     if hasattr(config, "workerinput"):
         # pytest-xdist hands out whole files in this order: one that takes long must not be the last.
-        files = [line.partition("::")[0] for line in slow]
-        places = {file: files.index(file) for file in files}
-        items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(files)))
+        places = {file: place for place, file in enumerate(dict.fromkeys(line.partition("::")[0] for line in slow))}
+        items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

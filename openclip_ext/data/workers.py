@@ -25,8 +25,8 @@ _TO_THE_GROUP = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 _LAST_BREATH = 2.0
 # The patience with a worker is counted in so many parts.
 _PARTS = 10
-# The first batches, before which a shuffle reads ahead, may take so many times as long.
-_FIRST = 6
+# It is so many times as long for the first batches, before which a shuffle reads ahead.
+_FIRST_BATCHES_FACTOR = 6
 _NO_SHARED_MEMORY = re.compile(r"\(shm\)|out of shared memory|unable to \w+ .*No space left on device")
 
 
@@ -72,7 +72,7 @@ def leave_process_group(worker: int) -> None:
     The training process needs its workers until it has saved a checkpoint, and ends them itself.
     """
     os.setpgid(0, 0)
-    begin_worker()
+    begin_worker(worker)
     while pending := signal.sigpending() & _TO_THE_GROUP:
         signal.sigwait(pending)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_THE_GROUP)
@@ -110,7 +110,7 @@ class WatchedBatches:
         while True:
             answered = threading.Event()
             if self._patience is not None and self._workers:
-                patience = self._patience * (_FIRST if self._received < len(self._workers) else 1)
+                patience = self._patience * (_FIRST_BATCHES_FACTOR if self._received < len(self._workers) else 1)
                 threading.Thread(target=self._end_stuck, args=(answered, patience), daemon=True).start()
             try:
                 with self._explained():

@@ -83,11 +83,10 @@ class RunIdentity:
 
     Attributes:
         model, loss, optimizer: names.
-        num_samples: size of the index space.
+        num_samples, data: size of the index space, and :attr:`openclip_ext.data.source.Source.index_digest`.
         global_batch: samples of an optimizer step.
         seed: the run's seed.
         settings: ``run_folder.settings``, which may differ; a warning tells where.
-        data: :attr:`openclip_ext.data.source.Source.index_digest`.
     """
 
     model: str
@@ -96,8 +95,8 @@ class RunIdentity:
     num_samples: int
     global_batch: int
     seed: int
-    settings: dict[str, Any]
     data: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -525,6 +524,8 @@ def changed_settings(checkpoint: Checkpoint | None, identity: RunIdentity) -> li
     if checkpoint is None or checkpoint.shared is None:
         return []
     saved = checkpoint.shared["identity"]
+    if "settings" not in saved:
+        return [f"which ones is not known, as {checkpoint.path} does not say its own"]
     before, now = ({**item["settings"], "global_batch": item["global_batch"]} for item in (saved, asdict(identity)))
     return [
         f"{name} {now.get(name, 'not used')} (before: {before.get(name, 'not used')})"

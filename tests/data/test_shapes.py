@@ -27,7 +27,7 @@ from openclip_ext.data.shapes.write import RECIPE_FILE, SIZES_FILE, ShapesConfig
 
 
 def contents(folder):
-    """All members of all shards in order."""
+    """All members of all shards in order, as (name, content)."""
     members = []
     for shard in sorted(folder.glob("*.tar")):
         with tarfile.open(shard) as tar:

@@ -208,9 +208,8 @@ def test_shards_in_a_bucket_train_as_local_ones(bucket: Any, folder: Path, tmp_p
         build(f"s3://bucket/{SHARDS}")
     command = re.search("openclip-ext manifest SHARDS --output manifest.json", str(refused.value))
     assert command and "train with --manifest manifest.json" in str(refused.value)
-    del (
-        refused
-    )  # it keeps this frame: loaders would end when garbage is collected, perhaps in fsspec's thread, for seconds
+    # It keeps this frame: loaders would end when garbage is collected, perhaps in fsspec's thread, for seconds.
+    del refused
     counts = str(tmp_path / "manifest.json")
     assert manifest.main([f"s3://bucket/{SHARDS}", "--output", counts]) == 0
     for workers, options in ((0, {}), (2, {}), (2, {"cache_dir": str(tmp_path / "copies")})):

@@ -93,9 +93,8 @@ def test_workers_end_with_the_training_process(tmp_path: Path):
     wait_until(lambda: not is_alive(worker), 60)
 
 
-def test_workers_destroy_nothing_that_they_inherit(tmp_path: Path):
+def test_workers_destroy_nothing_that_they_inherit(tmp_path: Path, request: pytest.FixtureRequest):
     """The end of a process group waits for threads that a fork does not copy."""
-
     destroyed = tmp_path / "destroyed"
 
     class Garbage:
@@ -105,11 +104,11 @@ def test_workers_destroy_nothing_that_they_inherit(tmp_path: Path):
     data = write_shards(tmp_path, [20])
     batches = build(data, preprocess=lambda image: (gc.collect(), preprocess(image))[1], workers=1).iterate(0)
     gc.disable()  # in this process, as training does
+    request.addfinalizer(gc.enable)
     garbage = Garbage()
     garbage.itself = garbage
     del garbage
     assert list(batches)
-    gc.enable()
     assert not destroyed.exists()
     gc.collect()
     assert destroyed.exists()

@@ -14,7 +14,7 @@ from openclip_ext.training.checkpoint import Position, RunIdentity
 from openclip_ext.training.errors import UsageError
 from tests.training.runs import contents
 
-IDENTITY = RunIdentity("demo-vit", "neuclip", "adamw", num_samples=100, global_batch=8, seed=0, settings={})
+IDENTITY = RunIdentity(model="demo-vit", loss="neuclip", optimizer="adamw", num_samples=100, global_batch=8, seed=0)
 PROGRESS = [{"world_size": 1, "workers": 2, "batch_size": 8, "batches": 5}]
 
 
@@ -155,6 +155,16 @@ def test_another_runs_checkpoint_is_refused_by_name(tmp_path, key):
     ckpt.check_identity(checkpoint, IDENTITY, keeps_samples=False)
     with pytest.raises(UsageError, match=f"{key}: checkpoint {vars(IDENTITY)[key]}, run 77"):
         ckpt.check_identity(checkpoint, RunIdentity(**{**vars(IDENTITY), key: 77}), keeps_samples=True)
+
+
+def test_a_checkpoint_of_an_earlier_version_without_settings_is_read_and_says_so(tmp_path):
+    path = save(tmp_path, Position(1, 10))
+    shared = path.with_suffix(".state") / "step_10" / "shared.pt"
+    content = torch.load(shared, weights_only=True)
+    del content["identity"]["settings"]
+    torch.save(content, shared)
+    (told,) = ckpt.changed_settings(ckpt.read(path), IDENTITY)
+    assert told == f"which ones is not known, as {path} does not say its own"
 
 
 def test_a_state_in_float64_makes_the_loss_float64_and_that_of_another_loss_is_refused(tmp_path):

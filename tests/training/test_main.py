@@ -195,18 +195,15 @@ def test_garbage_is_collected_between_steps_and_patience_ends_with_the_first(sha
 
 def test_sigusr1_saves_and_goes_on(shards, tmp_path, monkeypatch):
     class Asking(trainer.SignalRequests):
-        calls = 0
-
         def agreed(self, now=False):
-            Asking.calls += 1
-            if Asking.calls == 3:
+            if (call := next(calls)) == 3:
                 signal.raise_signal(signal.SIGUSR1)
             request = super().agreed(now)
-            if Asking.calls == 4:
+            if call == 4:
                 saved.extend(path.name for path in (tmp_path / "run" / "checkpoints").glob("*.pt"))
             return request
 
-    saved: list[str] = []
+    calls, saved = iter(range(1, 100)), []
     monkeypatch.setattr(trainer, "SignalRequests", Asking)
     assert run(small_command(shards, tmp_path, "run", "openclip", "--epochs", "1")) == 0
     assert saved == ["epoch_0_step_3.pt"]
