@@ -4,12 +4,14 @@
 # "eval,test". The first call makes the environment; a script that needs more adds it. Later calls take a fraction of a
 # second, unless requirements.txt or pyproject.toml changed.
 #
-# PYTHON names the interpreter that makes the environment (default: python3), and EXTRAS further extras. pip obeys its own
-# PIP_* variables.
+# PYTHON names the interpreter that makes the environment (default: python3), and EXTRAS further extras. Versions are those of
+# requirements.lock; with UNLOCKED=1 they are the newest that requirements.txt allows. pip obeys its own PIP_* variables.
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 cd -- "$root" || exit
 python="$root/.venv/bin/python"
+lock=requirements.lock
+[[ -z "${UNLOCKED:-}" ]] || lock=/dev/null
 unset PYTHONDONTWRITEBYTECODE  # set in many container images: each process would compile all that it imports
 
 say() {
@@ -26,7 +28,7 @@ environment_fingerprint() {
   {
     printf '%s\n' "$root"
     "$python" --version
-    cat requirements.txt pyproject.toml
+    cat requirements.txt pyproject.toml "$lock"
   } | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 
@@ -54,7 +56,7 @@ make_environment() {
   local wanted
   wanted="$(all_extras)"
   # Python compiles what it imports: all 15,000 files of PyTorch and the others would take longer than the first imports.
-  "$python" -m pip install --no-compile -e ".${wanted:+[$wanted]}" ||
+  "$python" -m pip install --no-compile --constraint "$lock" -e ".${wanted:+[$wanted]}" ||
     fail "installation failed; see pip's message above. Run the script again to continue"
   tr ',' '\n' <<<"$wanted" >.venv/.extras
   environment_fingerprint >.venv/.installed

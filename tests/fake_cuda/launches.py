@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import openclip_ext
 from tests.fake_cuda.device import FakeStream, current_stream, memory_of, now
 
-_PACKAGE = "/openclip_ext/"
+_PACKAGE = Path(openclip_ext.__file__).parent
 # These compute a size, share memory or reserve some: no kernel runs.
 _NO_KERNEL = re.compile(
     r"detach|alias|is_pinned|promote_types|lift_fresh|_unsafe_view|sym_(size|numel)|(new_)?empty(_like|_strided)?"
@@ -133,7 +134,7 @@ def _caller() -> str:
     frame, places = sys._getframe(1), []
     while frame is not None and len(places) < 3:
         code = frame.f_code
-        if _PACKAGE in code.co_filename and "/tests/" not in code.co_filename:
+        if _PACKAGE in Path(code.co_filename).parents:
             places.append(f"{Path(code.co_filename).name}:{code.co_name}")
         frame = frame.f_back
     return " < ".join(places) or "no file of the package"

@@ -1,5 +1,6 @@
 """The scripts a newcomer runs: the environment is made once, and again when more is needed."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -21,6 +24,7 @@ def clone(tmp_path):
         'set -euo pipefail\nextras="$1"\nsource "$(dirname -- "$0")/_environment.sh"\necho "ready in $PWD"\n'
     )
     (tmp_path / "requirements.txt").write_text("torch\n")
+    (tmp_path / "requirements.lock").write_text("torch==2.14.1\n")
     (tmp_path / "pyproject.toml").write_text("")
     stub = tmp_path / "python-stub"
     stub.write_text(
@@ -60,6 +64,39 @@ def test_the_environment_is_made_once_and_again_when_more_is_needed(clone):
     (clone / "requirements.txt").write_text("torch>=2.7\n")
     assert use(clone, "plot").returncode == 0
     assert len(installs(clone)) == 3
+
+
+def test_versions_are_those_of_the_lock_unless_asked_otherwise(clone):
+    assert use(clone).returncode == use(clone, UNLOCKED="1").returncode == 0
+    (clone / "requirements.lock").write_text("torch==2.15.0\n")
+    assert use(clone).returncode == 0
+    calls = (clone / "installs").read_text().splitlines()
+    assert [call.split("--constraint ")[1].split()[0] for call in calls] == [
+        "requirements.lock",
+        "/dev/null",
+        "requirements.lock",
+    ]
+
+
+def test_the_lock_pins_what_this_package_needs():
+    """Each requirement has one version for every Python from 3.10 on, inside of its range."""
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read TOML")
+    pinned = [Requirement(line) for line in (ROOT / "requirements.lock").read_text().splitlines() if line[0] != "#"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
+    wanted = [line for line in wanted if line] + list(itertools.chain(*project["optional-dependencies"].values()))
+    for version, requirement in itertools.product(("3.10", "3.11", "3.12", "3.13"), map(Requirement, wanted)):
+        here = {"python_version": version, "python_full_version": f"{version}.0"}
+        if requirement.marker is None or requirement.marker.evaluate(here):
+            name = canonicalize_name(requirement.name)
+            found = [
+                pin
+                for pin in pinned
+                if canonicalize_name(pin.name) == name and (pin.marker is None or pin.marker.evaluate(here))
+            ]
+            assert len(found) == 1, (version, requirement, found)
+            (pin,) = found[0].specifier
+            assert requirement.specifier.contains(pin.version), (version, requirement, found)
 
 
 def test_a_failed_installation_stops_the_script_and_is_tried_again(clone):
