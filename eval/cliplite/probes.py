@@ -24,9 +24,9 @@ from sklearn.model_selection import GridSearchCV, StratifiedShuffleSplit
 from sklearn.preprocessing import StandardScaler, normalize
 from sklearn.svm import LinearSVC
 from torch import Tensor
-from torchvision.datasets import ImageFolder
 
 from openclip_ext.diagnostics import command_line
+from openclip_ext.training.imagenet import ClassFolders
 
 from ..command_line import add_model_arguments, load_encoder
 from ..data import CLASSNAMES_FILE, Batch, SampleFormat, find_shards, read_lines
@@ -146,7 +146,7 @@ def read_labelled(path: Path, encoder: Encoder, kind: str) -> Split:
         found = encoder.collect(batches, _feature_batches(encoder, kind), path.name, None)
         features, labels = (found.values[name].numpy() for name in ("features", "label"))
         return Split(features, labels, tuple(classes), len(found.skipped))
-    folder = ImageFolder(path)
+    folder = ClassFolders(path)
     paths = [Path(name) for name, _ in folder.samples]
     return _read_files(paths, np.array(folder.targets), folder.classes, encoder, kind)
 

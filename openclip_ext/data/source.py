@@ -23,6 +23,8 @@ ImageDecoder = Callable[[bytes | BinaryIO], DecodedImage]
 MAX_CAPTION = 4000
 # Long side over short side: resizing the short side of a longer image could take gigabytes.
 MAX_ASPECT = 500
+# Bits of a gray value that files of 8, 16 and 32 bits have in use.
+_GRAY_DEPTHS = (8, 10, 12, 14, 16, 24, 32)
 # JSON can write half of a surrogate pair, on which tokenizers fail.
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
@@ -120,7 +122,7 @@ class Source(ABC):
 
 
 def decode_image(data: bytes | BinaryIO) -> Image.Image:
-    """Decode to RGB as webdataset's "pilrgb", but scale 16-bit gray images to 8 bits; raise BadSampleError.
+    """Decode to RGB as webdataset's "pilrgb", but scale gray images of more than 8 bits to 8; raise BadSampleError.
 
     As in OpenCLIP, the EXIF orientation is not applied.
     """
@@ -129,14 +131,27 @@ def decode_image(data: bytes | BinaryIO) -> Image.Image:
         if max(image.size) > MAX_ASPECT * min(image.size):
             raise ValueError(f"{image.width} x {image.height} pixels, expected a ratio of at most {MAX_ASPECT}")
         image.load()
-        if image.mode.startswith("I"):
-            # ``convert`` would clip at 255 and turn the image white. Keep the upper byte, as Pillow does for 16-bit colors.
-            values = np.asarray(image).astype(np.int64).clip(0, 65535)
-            image = Image.fromarray((values >> 8).astype(np.uint8))
+        if image.mode == "F" or image.mode.startswith("I"):
+            image = Image.fromarray(_to_8_bits(np.asarray(image)))
         return image if image.mode == "RGB" else image.convert("RGB")
     # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, DecompressionBombError and others.
     except Exception as error:
         raise BadSampleError(f"the image does not decode: {type(error).__name__}: {error}") from error
+
+
+def _to_8_bits(values: np.ndarray) -> np.ndarray:
+    """Return gray values as uint8. Pillow's ``convert`` would clip at 255, and turn most images white.
+
+    Cameras and microscopes store 10 or 12 bits in files of 16 or 32. The depth of a file is taken to be the smallest of the
+    usual depths that holds its largest value; of floats, one that reaches 1 or 255.
+    """
+    largest = values.max()
+    if not 0 <= largest < np.inf:
+        raise ValueError(f"gray values up to {largest}, expected finite ones from 0")
+    if values.dtype.kind == "f":
+        return (values.clip(0, None) * (255 if largest <= 1 else 255 / max(largest, 255))).astype(np.uint8)
+    depth = next(bits for bits in _GRAY_DEPTHS if largest < 1 << bits)
+    return (values.clip(0, None) >> (depth - 8)).astype(np.uint8)
 
 
 class SampleKeys:

@@ -4,16 +4,17 @@ The classifier, the arithmetic and the names of the metrics are OpenCLIP's. Its 
 (``TypeError: only 0-dimensional arrays``), and needs a package that is not on PyPI to read ImageNet-V2.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import open_clip
 import torch
+from timm.data import ImageNetInfo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from openclip_ext.copies import on_device
 from openclip_ext.machine import begin_worker
@@ -21,32 +22,42 @@ from openclip_ext.training.errors import UsageError
 from openclip_ext.training.step import StepSettings
 
 TOP_K = (1, 5)
-_CLASSES = 1000
 # Where the images are in the folder of --imagenet-v2: moved there by OpenCLIP's reader, or as unpacked from the archive.
 _V2_FOLDERS = ("ImageNetV2-matched-frequency", "imagenetv2-matched-frequency-format-val")
 
 
 class ClassFolders(ImageFolder):
-    """Images in one folder for each class of ImageNet.
+    """Images in one folder for each class. Names that begin with a dot are skipped, at any depth."""
 
-    Folders named by numbers (``0`` to ``999``, as in ImageNet-V2) are the classes with these numbers. Other names
-    (``n01440764``, ...) are numbered in sorted order, so all 1000 must be there.
-    """
+    def __init__(self, root: str | Path, transform: Callable | None = None) -> None:
+        super().__init__(root, transform, is_valid_file=lambda path: self._is_image(Path(path)))
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        names, numbers = super().find_classes(directory)
-        if all(name.isdecimal() for name in names):
-            numbers = {name: int(name) for name in names}
-            if max(numbers.values()) >= _CLASSES:
-                raise ValueError(
-                    f"{directory}: expected class folders 0 to {_CLASSES - 1}, found {max(numbers.values())}"
-                )
-        elif len(names) != _CLASSES:
-            logging.warning(
-                f"{directory} has {len(names)} class folders, ImageNet has {_CLASSES}: they are numbered in sorted order, so "
-                "the accuracy is wrong unless exactly the last classes are missing. Name the folders by the classes' numbers"
+        names = [name for name in super().find_classes(directory)[0] if not name.startswith(".")]
+        return names, self.number(names)
+
+    def number(self, names: list[str]) -> dict[str, int]:
+        """Return the classes' numbers by the sorted names of their folders; raise ValueError for other classes."""
+        return {name: number for number, name in enumerate(names)}
+
+    def _is_image(self, path: Path) -> bool:
+        inside = path.relative_to(self.root).parts
+        return path.suffix.lower() in IMG_EXTENSIONS and not any(part.startswith(".") for part in inside)
+
+
+class ImageNetFolders(ClassFolders):
+    """Images of ImageNet's 1000 classes, in folders named by WordNet (``n01440764``) or by number (``0`` to ``999``)."""
+
+    def number(self, names: list[str]) -> dict[str, int]:
+        synsets = {name: number for number, name in enumerate(ImageNetInfo().label_names())}
+        numbers = {name: int(name) if name.isdecimal() else synsets.get(name, -1) for name in names}
+        if len(names) != len(synsets) or set(numbers.values()) != set(synsets.values()):
+            others = [name for name, number in numbers.items() if number not in synsets.values()]
+            raise ValueError(
+                f"found {len(names)} class folders, {others[0] if others else names[0]} among them; expected ImageNet's 1000: "
+                "n01440764, ... or 0 to 999"
             )
-        return names, numbers
+        return numbers
 
 
 def imagenet_loader(
@@ -57,7 +68,7 @@ def imagenet_loader(
     if flag == "--imagenet-v2":
         root = next((root / name for name in _V2_FOLDERS if (root / name).is_dir()), root)
     try:
-        images = ClassFolders(root, transform=preprocess)
+        images = ImageNetFolders(root, preprocess)
     except (OSError, ValueError) as error:
         raise UsageError(f"{flag} {folder}: expected a folder of images for each class ({error})") from error
     pin_memory = torch.cuda.is_initialized()

@@ -86,6 +86,28 @@ def test_16_bit_gray_images_are_scaled():
         assert np.array_equal(np.asarray(decoded), np.repeat((RAMP >> 8)[..., None], 3, axis=2))
 
 
+@pytest.mark.parametrize("bits", [8, 10, 12, 14, 16])
+@pytest.mark.parametrize("image_format", ["PNG", "TIFF"])
+def test_gray_images_keep_the_bits_that_they_use(bits: int, image_format: str):
+    """10 or 12 bits in a file of 16 are the rule for cameras: the upper byte alone would be black."""
+    ramp = np.linspace(0, 2**bits - 1, 4096).astype(np.uint16).reshape(64, 64)
+    expected = (ramp >> (bits - 8)).astype(np.uint8)
+    images = [Image.fromarray(ramp)]
+    if image_format == "TIFF":  # files of 32 bits: integers, and floats as OpenCLIP takes them, or up to 1
+        images += [Image.fromarray(ramp.astype(np.int32)), Image.fromarray(expected.astype(np.float32))]
+        images += [Image.fromarray((expected / np.float32(255)).astype(np.float32))]
+    for image in images:
+        decoded = np.asarray(decode_image(encoded(image, image_format)))
+        assert np.abs(decoded.astype(int) - expected[..., None]).max() <= (image.mode == "F"), image.mode
+    assert np.array_equal(np.asarray(decode_with_torchvision(encoded(images[0], image_format)))[0], expected)
+
+
+def test_gray_values_that_no_depth_explains_are_bad():
+    for values in (np.full((8, 8), -5, np.int32), np.full((8, 8), np.nan, np.float32)):
+        with pytest.raises(BadSampleError, match="gray values"):
+            decode_image(encoded(Image.fromarray(values), "TIFF"))
+
+
 def test_torchvision_decodes_to_pillows_pixels_and_neither_applies_the_orientation():
     """As in OpenCLIP: webdataset's "pilrgb" and its CSV data set take the pixels as they are stored."""
     exif = Image.Exif()

@@ -1,5 +1,6 @@
 """Validation: OpenCLIP's numbers, in chunks; ImageNet: scikit-learn's; evaluators that fail cost only their numbers."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from sklearn.metrics import top_k_accuracy_score
+from timm.data import ImageNetInfo
 from torch import nn
 
 from openclip_ext.model_configs import add_model_configs
@@ -127,6 +129,12 @@ def test_imagenet_accuracies_equal_scikit_learns(flag, name, ending, pretrained,
     classes = [int(scores[group * PICTURES].argsort(descending=True)[rank]) for group, rank in enumerate(ranks)]
     targets = [label for label in classes for _ in range(PICTURES)]
     folder = tmp_path / "data" / "imagenetv2-matched-frequency-format-val"
+    for label in sorted(set(range(1000)) - set(classes)):  # all classes must be there
+        (folder / str(label)).mkdir(parents=True)
+        shutil.copy(pictures / placeholders[0] / f"0.{ending}", folder / str(label))
+    others = scores[:1].repeat(1000 - len(set(classes)), 1)
+    targets += sorted(set(range(1000)) - set(classes))
+    scores = torch.cat([scores, others])
     for placeholder, label in zip(placeholders, classes, strict=True):
         (folder / str(label)).mkdir(parents=True, exist_ok=True)
         for path in (pictures / placeholder).iterdir():
@@ -140,11 +148,40 @@ def test_imagenet_accuracies_equal_scikit_learns(flag, name, ending, pretrained,
         assert 0 < expected < 1
 
 
-def test_class_folders_are_numbered_by_their_names(tmp_path, caplog):
-    numbered = imagenet.ClassFolders(write_pictures(tmp_path / "numbered", ["10", "9", "100"]))
-    assert sorted(set(numbered.targets)) == [9, 10, 100]
-    assert caplog.text == ""
-    names = [f"n{number:08d}" for number in (5, 3, 4)]
-    named = imagenet.ClassFolders(write_pictures(tmp_path / "named", names))
-    assert named.class_to_idx == {name: number for number, name in enumerate(sorted(names))}
-    assert "3 class folders, ImageNet has 1000" in caplog.text
+def imagenet_folders(root: Path, names: list[str]) -> imagenet.ImageNetFolders:
+    for name in names:
+        (root / name).mkdir(parents=True)
+        (root / name / "0.png").write_bytes(b"")  # opened only when it is used
+    return imagenet.ImageNetFolders(root)
+
+
+@pytest.mark.parametrize("first", ["n01440764", "0", "000"])
+def test_class_folders_are_numbered_by_their_names(first, tmp_path):
+    synsets = ImageNetInfo().label_names()
+    names = synsets if first in synsets else [f"{number:0{len(first)}d}" for number in range(1000)]
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints" / "0.png").write_bytes(b"")
+    imagenet_folders(tmp_path, names)
+    (tmp_path / names[0] / ".hidden").mkdir()
+    (tmp_path / names[0] / ".hidden" / "0.png").write_bytes(b"")
+    (tmp_path / names[0] / "._0.png").write_bytes(b"")
+    images = imagenet.ImageNetFolders(tmp_path)
+    assert {Path(path).parent.name: label for path, label in images.samples} == {n: i for i, n in enumerate(names)}
+    assert len(images) == 1000
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ([str(number) for number in range(1, 501)], "500 class folders"),
+        ([str(number) for number in range(1, 1001)], "1000 class folders, 1000 among them"),
+        ([str(number) for number in range(999)] + ["099"], "1000 class folders"),
+        (ImageNetInfo().label_names()[:100], "100 class folders"),
+        ([*ImageNetInfo().label_names()[:999], "n00000001"], "n00000001 among them"),
+        (["train", "val"], "train among them"),
+    ],
+    ids=["from 1", "1 to 1000", "twice", "a subset", "another synset", "no classes"],
+)
+def test_folders_that_are_not_imagenets_classes_are_refused(names, found, tmp_path):
+    with pytest.raises(ValueError, match=f"{found}.*expected ImageNet's 1000"):
+        imagenet_folders(tmp_path, names)
