@@ -17,7 +17,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 BLOCK = 512
 # Two blocks of zeros end an archive, and tar fills up its last record of 20 blocks. More zeros are lost data.
-_MAX_PADDING = 21 * BLOCK
+_END_OF_ARCHIVE, _RECORD = 2 * BLOCK, 20 * BLOCK
+_MAX_PADDING = _RECORD + BLOCK
 # Names and pax records are short; a damaged header may announce gigabytes.
 _MAX_EXTENSION = 1 << 20
 _STREAM_BUFFER = 1 << 20
@@ -143,7 +144,8 @@ def _pax_records(data: bytes) -> dict[str, str]:
 def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]:
     """Yield the complete members of an uncompressed tar, in order, without touching their data.
 
-    After a damaged header go on at the next valid one, as GNU tar does.
+    After a damaged header go on at the next valid one, as GNU tar does. Archives that were joined (``cat a.tar b.tar``) are
+    read as one.
 
     Args:
         read_at: Reads the file.
@@ -153,7 +155,7 @@ def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]
     Raises:
         TarError: The file ends without the end-of-archive mark; the last gap then reaches to its end.
     """
-    position = good_end = 0
+    position = good_end = archive = 0  # archive: where the current one of joined archives begins
     zeros: int | None = None  # where the blocks of zeros before `position` begin
     damage: TarError | None = None  # the first since the last good member
     while True:
@@ -170,7 +172,9 @@ def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]
             zeros = position if zeros is None else zeros
             position += BLOCK
             continue
-        if position > good_end:
+        if zeros == good_end and damage is None and _ends_archive(position - zeros, position - archive):
+            archive = position
+        elif position > good_end:
             gaps.append(Gap(good_end, position))
         yield member
         position = good_end = member.end
@@ -182,6 +186,11 @@ def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]
         gaps.append(Gap(good_end, zeros))
     if file_end - zeros > _MAX_PADDING:
         gaps.append(Gap(zeros, file_end))
+
+
+def _ends_archive(padding: int, length: int) -> bool:
+    """Return whether so many zeros end an archive, which is ``length`` bytes long with them, rather than replace lost data."""
+    return padding == _END_OF_ARCHIVE or (_END_OF_ARCHIVE < padding <= _MAX_PADDING and length % _RECORD == 0)
 
 
 def _read_member(read_at: ReadAt, start: int, end: int, after_gap: bool) -> Member | None:

@@ -86,6 +86,33 @@ def test_repeated_field_begins_a_new_sample(tmp_path: Path):
     assert scan_shard(str(path)).problems["duplicate_keys"] == 1
 
 
+@pytest.mark.parametrize("join", ["tar", "short end", "gzip", "three"])
+def test_joined_archives_are_one(tmp_path: Path, join: str):
+    """``cat a.tar b.tar``: GNU tar's -i, and webdataset, read on behind the first end."""
+    mode = "w:gz" if join == "gzip" else "w"
+    parts = [write_tar(tmp_path / f"{i}.tar", sample_members(i), mode).read_bytes() for i in range(2)]
+    if join == "short end":  # Go's writer, among others, does not fill up the last record
+        parts = [part.rstrip(b"\0") for part in parts]
+        parts = [part + b"\0" * (-len(part) % tar.BLOCK + 2 * tar.BLOCK) for part in parts]
+    elif join == "three":
+        parts.append(write_tar(tmp_path / "2.tar", sample_members(2)).read_bytes())
+    path = tmp_path / "joined.tar"
+    path.write_bytes(b"".join(parts))
+    expected = [{name.partition(".")[2]: data for name, data in sample_members(i)} for i in range(len(parts))]
+    assert samples_of(path) == streamed(path) == expected
+    shard = scan_shard(str(path))
+    assert (shard.num_samples, shard.problems) == (len(expected), {})
+
+
+def test_zeros_that_end_no_archive_are_damage(tmp_path: Path):
+    path = write_tar(tmp_path / "0.tar", [*sample_members(0), *sample_members(1), *sample_members(2)])
+    data = bytearray(path.read_bytes())
+    first, second, third = [sample.members[0].start for sample in tar.TarArchive(io.BytesIO(data)).samples(frozenset())]
+    data[second:third] = bytes(third - second)
+    path.write_bytes(data)
+    assert scan_shard(str(path)).problems["gaps"] == [[second, third]]
+
+
 def test_sizes_beyond_octal_are_read():
     """GNU tar writes sizes from 8 GiB on in base 256; only the header is made up here."""
     info = tarfile.TarInfo("big.jpg")
