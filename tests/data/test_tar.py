@@ -107,7 +107,7 @@ def test_joined_archives_are_one(tmp_path: Path, join: str):
 def test_zeros_that_end_no_archive_are_damage(tmp_path: Path):
     path = write_tar(tmp_path / "0.tar", [*sample_members(0), *sample_members(1), *sample_members(2)])
     data = bytearray(path.read_bytes())
-    first, second, third = [sample.members[0].start for sample in tar.TarArchive(io.BytesIO(data)).samples(frozenset())]
+    _, second, third = [sample.members[0].start for sample in tar.TarArchive(io.BytesIO(data)).samples(frozenset())]
     data[second:third] = bytes(third - second)
     path.write_bytes(data)
     assert scan_shard(str(path)).problems["gaps"] == [[second, third]]
