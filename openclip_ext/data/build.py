@@ -1,17 +1,25 @@
 """Build loaders from a :class:`~openclip_ext.data.spec.DataSpec`."""
 
+import contextlib
+import itertools
 import logging
+import math
 from collections.abc import Sequence
 
-from openclip_ext.data.eval_loader import EvalLoader, ShardStreams
+from PIL import Image
+
+from openclip_ext.data.diagnosis import explain
+from openclip_ext.data.eval_loader import EvalLoader, ShardStreams, read_shard
 from openclip_ext.data.manifest import find_or_create_manifest
 from openclip_ext.data.shardlist import expand_components, expand_shards
 from openclip_ext.data.shards import ShardSource
-from openclip_ext.data.source import ImageDecoder, SampleKeys, Source, decode_image
-from openclip_ext.data.spec import DataSpec
+from openclip_ext.data.source import BadDataError, BadSampleError, ImageDecoder, SampleKeys, Source, decode_image
+from openclip_ext.data.spec import DataSpec, parse_keys
 from openclip_ext.data.synthetic import SyntheticSource
 from openclip_ext.data.train_loader import Tokenizer, TrainLoader, TrainLoaderConfig, Transform
 
+# So many samples without image or caption are no accident.
+_FIRST_SAMPLES = 100
 _SYNTHETIC_SAMPLES = 100  # OpenCLIP's default
 
 
@@ -60,10 +68,16 @@ def build_eval_loader(
     batch_size: int,
     workers: int = 0,
 ) -> EvalLoader:
-    """Build the loader of validation data, for one rank. Shards need no manifest. See :class:`EvalLoader`."""
+    """Build the loader of validation data, for one rank. Shards need no manifest. See :class:`EvalLoader`.
+
+    Raises:
+        BadDataError: The first shard cannot be read, or its samples lack image or caption.
+        ValueError: The specification is wrong.
+    """
     samples: ShardStreams | Source
     if spec.resolved_type == "webdataset":
         samples = ShardStreams(expand_shards(_given(spec)), SampleKeys(spec.image_key, spec.caption_key), spec.storage)
+        _refuse_without_fields(samples, spec)
         num_samples = spec.num_samples
     else:
         samples = build_source(spec, preprocess)
@@ -100,6 +114,17 @@ def build_source(spec: DataSpec, preprocess: Transform) -> Source:
     return ShardSource(manifest, spec.image_key, spec.caption_key, spec.resampled, weights, spec.storage)
 
 
+def _refuse_without_fields(samples: ShardStreams, spec: DataSpec) -> None:
+    """Raise BadDataError if the first samples lack image or caption: validation would find it after an epoch of training."""
+    for raw in itertools.islice(read_shard(samples.urls[0], samples.keys.fields, samples.storage), _FIRST_SAMPLES):
+        with contextlib.suppress(BadSampleError):
+            samples.keys.decode(raw, lambda _: Image.new("RGB", (1, 1)))
+            return
+    keys = parse_keys(spec.image_key, allow_json=False), parse_keys(spec.caption_key, allow_json=True)
+    reason = explain(samples.urls[0], *keys, samples.storage)
+    raise BadDataError(f"{samples.urls[0]} has no usable sample at its beginning: {reason}")
+
+
 def _given(spec: DataSpec) -> str | Sequence[str]:
     assert spec.source is not None  # resolved_type has refused it
     return spec.source
@@ -112,11 +137,14 @@ def _shard_weights(spec: DataSpec, urls: Sequence[str]) -> list[float] | None:
         return None
     if not spec.resampled:
         raise ValueError("--train-data-upsampling-factors needs --dataset-resampled (sampling with replacement)")
-    values = [float(value) for value in (factors.split("::") if isinstance(factors, str) else factors)]
+    try:
+        values = [float(value) for value in (factors.split("::") if isinstance(factors, str) else factors)]
+    except ValueError:
+        raise ValueError(f"--train-data-upsampling-factors {factors}: expected numbers such as 1::3") from None
     components = expand_components(_given(spec))
     if len(values) != len(components):
         raise ValueError(f"{len(values)} upsampling factors for {len(components)} data sources: give one for each")
-    if min(values) < 0 or not sum(values):
-        raise ValueError(f"upsampling factors must not be negative, nor all be 0, got {values}")
+    if not (min(values) >= 0 and 0 < sum(values) < math.inf):
+        raise ValueError(f"--train-data-upsampling-factors {factors}: expected numbers >= 0, not all 0")
     by_url = {url: value for component, value in zip(components, values, strict=True) for url in component}
     return [by_url[url] for url in urls]

@@ -34,6 +34,9 @@ class CsvSource(Source):
     """
 
     def __init__(self, path: str, image_column: str, caption_column: str, separator: str = "\t") -> None:
+        separator = "\t" if separator == r"\t" else separator  # as most shells pass '\t' on
+        if len(separator) != 1:  # pandas would take a longer one for a regular expression
+            raise ValueError(f"--csv-separator {separator!r}: expected one character, such as ',' or '\\t'")
         # Without keep_default_na the captions "None" and "NA" would be missing values.
         try:
             table = pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)

@@ -33,7 +33,8 @@ class ShardStreams(NamedTuple):
     storage: Storage = DEFAULT_STORAGE
 
 
-def _read_shard(url: str, wanted: frozenset[str], storage: Storage) -> Iterator[RawSample]:
+def read_shard(url: str, wanted: frozenset[str], storage: Storage) -> Iterator[RawSample]:
+    """Yield the samples of a shard; what is damaged is one with a problem."""
     position = 0
     gaps: list[tar.Gap] = []
     try:
@@ -81,7 +82,7 @@ class _EvalDataset(IterableDataset):
             return
         urls, keys, storage = self._samples
         for url in urls[worker::workers]:
-            for _, image, caption in self._usable(url, _read_shard(url, keys.fields, storage), keys.decode):
+            for _, image, caption in self._usable(url, read_shard(url, keys.fields, storage), keys.decode):
                 yield self._transform_sample(image, caption)
 
     def _transform_sample(self, image: DecodedImage, caption: str) -> dict[str, Any]:

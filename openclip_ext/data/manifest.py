@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from openclip_ext.data import scan
+from openclip_ext.data.diagnosis import explain
 from openclip_ext.data.scan import Problems, Shard
 from openclip_ext.data.shardlist import expand_shards, refuse_repeated, shard_name
-from openclip_ext.data.spec import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
+from openclip_ext.data.spec import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY, parse_keys
 from openclip_ext.data.storage import DEFAULT_STORAGE, ReplacedError, Storage, is_local
 from openclip_ext.files import write_atomically
 from openclip_ext.schema import read_as
@@ -160,7 +161,7 @@ class Manifest:
         if unknown and journal is not None:
             found |= scan.scan_remote(unknown, image_key, caption_key, storage, journal)
         scanned = [found[url] for url in urls]
-        _refuse_unusable(scanned, image_key, caption_key)
+        _refuse_unusable(scanned, image_key, caption_key, storage)
         return cls(scanned, image_key, caption_key)
 
     def without(self, indices: Iterable[int]) -> "Manifest":
@@ -363,17 +364,18 @@ def _describe(problems: Problems) -> Iterator[str]:
         yield f"corrupt or truncated, how much is missing is unknown: {problems['error']}"
 
 
-def _refuse_unusable(shards: Sequence[Shard], image_key: str, caption_key: str) -> None:
+def _refuse_unusable(shards: Sequence[Shard], image_key: str, caption_key: str, storage: Storage) -> None:
     unusable = [
-        f"{shard.url} [{shard.problems['error']}]"
-        for shard in shards
-        if "error" in shard.problems and shard.problems.get("bad", 0) == shard.num_samples
+        shard.url for shard in shards if "error" in shard.problems and shard.problems.get("bad", 0) == shard.num_samples
     ]
     if unusable:
+        keys = parse_keys(image_key, allow_json=False), parse_keys(caption_key, allow_json=True)
+        rest = len(unusable) - _SHOWN
         raise ManifestError(
             f"{len(unusable)} of {len(shards)} shards have no sample with both an image ({image_key}) and a caption "
-            f"({caption_key}): {_some(unusable)}. Name the fields with --image-key and --caption-key, or leave "
-            "the shards out"
+            f"({caption_key}). "
+            + " ".join(f"{url}: {explain(url, *keys, storage)}." for url in unusable[:_SHOWN])
+            + (f" And {rest} more." if rest > 0 else "")
         )
     if not any(shard.num_samples for shard in shards):
         names = _some([shard.url for shard in shards])

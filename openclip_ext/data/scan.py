@@ -69,8 +69,8 @@ def scan_shard(
     storage: Storage = DEFAULT_STORAGE,
 ) -> Shard:
     """Scan one tar by its headers, going on behind damage; read it all if it is compressed, or cannot seek."""
-    image_fields = {key.field for key in parse_keys(image_key, allow_json=False)}
-    caption_fields = {key.field for key in parse_keys(caption_key, allow_json=True)}
+    image_fields = [key.field for key in parse_keys(image_key, allow_json=False)]
+    caption_fields = [key.field for key in parse_keys(caption_key, allow_json=True)]
     try:
         with storage.open(url, headers_only=True) as file:
             shard = _scan_archive(url, tar.TarArchive(file), image_fields, caption_fields)
@@ -87,10 +87,11 @@ def scan_shard(
     return shard
 
 
-def _scan_archive(path: str, archive: tar.TarArchive, image_fields: set[str], caption_fields: set[str]) -> Shard:
+def _scan_archive(
+    path: str, archive: tar.TarArchive, image_fields: Sequence[str], caption_fields: Sequence[str]
+) -> Shard:
     digest = hashlib.blake2b(digest_size=16)
     keys: set[str] = set()
-    fields: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     bad: list[int] = []
     count, num_bytes, problem = 0, 0, None
@@ -106,12 +107,11 @@ def _scan_archive(path: str, archive: tar.TarArchive, image_fields: set[str], ca
         for member in sample.members:
             num_bytes += member.end - member.start
             digest.update(f"{member.name}\0{member.size}\0".encode())
-        lacks_image, lacks_caption = image_fields.isdisjoint(sample.found), caption_fields.isdisjoint(sample.found)
+        lacks_image, lacks_caption = _lacks(sample, image_fields), _lacks(sample, caption_fields)
         counts.update(duplicate_keys=sample.key in keys, without_image=lacks_image, without_caption=lacks_caption)
         if lacks_image or lacks_caption:
             bad.append(count - 1)
         keys.add(sample.key)
-        fields.update(sample.found)
     gap_bytes = sum(gap.end - gap.start for gap in archive.gaps)
     counts.update(bad=len(bad), lost=math.ceil(gap_bytes * count / num_bytes) if count else 0)
     problems: Any = {name: count for name, count in sorted(counts.items()) if count}
@@ -122,9 +122,14 @@ def _scan_archive(path: str, archive: tar.TarArchive, image_fields: set[str], ca
     if problem is not None:
         problems["error"] = problem
     if len(bad) == count and (count or problem is not None):
-        found = ", ".join(f"{name} ({number:,})" for name, number in sorted(fields.most_common(_MAX_POSITIONS)))
-        problems["error"] = problem or f"{count:,} samples with the fields: {found or 'none'}"
+        problems["error"] = problem or "no sample has image and caption"
     return Shard(path, count, digest=digest.hexdigest(), problems=problems)
+
+
+def _lacks(sample: tar.TarSample, wanted: Sequence[str]) -> bool:
+    """Return whether a sample has none of the fields, or nothing in the first that it has: as a null caption is written."""
+    sizes = dict(zip(sample.found, (member.size for member in sample.members), strict=True))
+    return not next((sizes[field] for field in wanted if field in sizes), 0)
 
 
 def scan_local(paths: Sequence[str], image_key: str, caption_key: str, workers: int | None = None) -> list[Shard]:

@@ -201,10 +201,11 @@ def _captions(data: bytes, key: Key) -> list[str]:
     entry = content.get(key.entry) if isinstance(content, dict) else None
     captions: list[Any] = entry if isinstance(entry, list) else [entry]
     if not captions or not all(isinstance(caption, str) for caption in captions):
+        wanted = f"no caption: expected a text, or a list of texts, at {key.entry!r} in {key.field}"
+        if isinstance(content, dict) and key.entry in content:
+            raise BadSampleError(f"{wanted}, found {json.dumps(entry)[:40]}")
         found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
-        raise BadSampleError(
-            f"no caption: expected the text {key.entry!r}, or a list of texts, in {key.field}, found {found or 'nothing'}"
-        )
+        raise BadSampleError(f"{wanted}, which has {found or 'nothing'}")
     if any(not caption.isprintable() and _HALF_A_PAIR.search(caption) for caption in captions):
         raise BadSampleError(f"the caption ({key.field}) does not decode: it has a lone surrogate")
     return captions

@@ -9,6 +9,7 @@ from openclip_ext.data.storage import Storage
 from openclip_ext.options import flag, from_flags
 
 DATASET_TYPES = ("webdataset", "csv", "synthetic", "auto")
+_SHARD_ENDINGS = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
 DEFAULT_IMAGE_KEY = "jpg;png;jpeg;webp"
 DEFAULT_CAPTION_KEY = "txt"
 
@@ -98,12 +99,32 @@ class DataSpec:
             return self.dataset_type
         if not self.source:
             raise ValueError("no data given: expected shards such as 'data/{00000..00099}.tar' or a CSV file")
-        if self.dataset_type != "auto":
-            return self.dataset_type
         text = self.source if isinstance(self.source, str) else self.source[0]
+        if self.dataset_type != "auto" and not os.path.isdir(text):
+            return self.dataset_type
         ending = text.rstrip(" -\"'").rpartition(".")[2]
         if ending in ("csv", "tsv"):
             return "csv"
-        if ending in ("tar", "tgz") or ".tar" in text:
+        if text.endswith(_SHARD_ENDINGS) or ".tar" in text:
             return "webdataset"
-        raise ValueError(f"cannot tell the dataset type of {text!r} from its ending: say it with --dataset-type")
+        raise ValueError(_not_data(text, ending))
+
+
+# What turns other data sets into shards.
+_CONVERSIONS = {
+    "parquet": "make shards of it with img2dataset --input_format parquet",
+    "json": "make shards of it with webdataset's ShardWriter",
+    "jsonl": "make shards of it with webdataset's ShardWriter, or with img2dataset --input_format jsonl if it has URLs",
+    "zip": "unpack it, and make shards of it with webdataset's ShardWriter",
+    "txt": "if it is a CSV file, add --dataset-type csv and --csv-separator",
+}
+
+
+def _not_data(path: str, ending: str) -> str:
+    if os.path.isdir(path):
+        if any(name.endswith(_SHARD_ENDINGS) for name in os.listdir(path)):
+            return f"{path} is a folder: give its shards, '{os.path.join(path, '*.tar')}'"
+        fix = "make shards of its files with webdataset's ShardWriter, or a CSV file that names them"
+        return f"{path} is a folder without shards: expected tars or a CSV file; {fix}"
+    fix = _CONVERSIONS.get(ending, "if its ending is unusual, add --dataset-type webdataset or csv")
+    return f"{path}: expected tars or a CSV file, found the ending {ending!r}; {fix}"

@@ -79,10 +79,18 @@ def test_training_data_come_once_with_the_index_they_have_in_training(tmp_path: 
     assert all(torch.equal(batch["text"][:, 0], batch["index"]) for batch in batches + trained)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_data_without_a_usable_sample_is_an_error(tmp_path: Path, workers: int):
+def test_data_without_a_usable_sample_is_an_error_before_training(tmp_path: Path):
     write_shards(tmp_path, [3], {number: sample_members(number, ["json", "txt"]) for number in range(3)})
+    with pytest.raises(
+        BadDataError, match=r"00000.tar has no usable sample.*fields json \(3\), txt \(3\); .*--image-key"
+    ):
+        build(str(tmp_path / "*.tar"))
+    with pytest.raises(BadDataError, match=r"gone.tar has no usable sample.*: it cannot be read: No such file"):
+        build(str(tmp_path / "gone.tar"))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_later_shard_without_a_usable_sample_is_an_error(tmp_path: Path, workers: int):
+    write_shards(tmp_path, [3, 3], {number: sample_members(number, ["json", "txt"]) for number in range(3, 6)})
     with pytest.raises(BadDataError, match=r"no image: expected jpg or .*, found json, txt"):
         numbers(build(str(tmp_path / "*.tar"), workers=workers))
-    with pytest.raises(BadDataError, match=r"gone.tar has no usable sample: .*No such file"):
-        numbers(build(str(tmp_path / "gone.tar"), workers=workers))

@@ -14,7 +14,7 @@ from openclip_ext.data import scan
 from openclip_ext.data.manifest import Manifest, ManifestError, find_or_create_manifest, main
 from openclip_ext.data.shardlist import expand_components, expand_shards, shard_name, sibling
 from openclip_ext.data.spec import Key, parse_keys
-from tests.data.shards import sample_members, sample_starts, write_shards, write_sizes, write_tar
+from tests.data.shards import image_bytes, sample_members, sample_starts, write_shards, write_sizes, write_tar
 
 COUNTS = [3, 5, 2]
 
@@ -87,24 +87,66 @@ def test_problems_are_reported_by_shard(tmp_path: Path):
     assert [shard.problems for shard in Manifest.load(tmp_path / "m.json").shards] == problems
 
 
-def test_what_would_train_wrongly_is_refused(shards: list[str], tmp_path: Path):
-    empty = str(write_tar(tmp_path / "empty.tar", []))
-    garbage = tmp_path / "garbage.tar"
-    garbage.write_bytes(b"no tar" * 1000)
-    no_image = write_shards(tmp_path / "no_image", [4], {i: sample_members(i, ["txt", "json"]) for i in range(4)})
-    # One after the other by field instead of by sample: no sample has both.
-    parts = [sample_members(number, ["jpg", "txt"]) for number in range(3)]
-    unsorted = str(write_tar(tmp_path / "unsorted.tar", [part[field] for field in (0, 1) for part in parts]))
-    for specification, message in (
-        ([empty, str(write_tar(tmp_path / "empty too.tar", []))], "the data set is empty"),
-        ([*shards, str(garbage)], "1 of 4 shards have no sample with both.*no tar header at byte 0"),
-        ([*shards, str(tmp_path / "gone.tar")], "gone.tar.*No such file"),
-        ([*shards, *no_image], r"no sample with both an image.*4 samples with the fields: json \(4\), txt \(4\)"),
-        ([unsorted], r"no sample with both.*jpg \(3\), txt \(3\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Manifest.scan(specification)
-    assert Manifest.scan([*shards, empty]).num_samples == 10
+def test_an_empty_caption_or_image_is_a_missing_one(tmp_path: Path):
+    """img2dataset writes a null caption as an empty file; whichever field comes first counts, as in training."""
+    replaced = {1: [("1.jpg", image_bytes(1)), ("1.txt", b"")], 2: [("2.jpg", b""), ("2.txt", b"a caption")]}
+    replaced[3] = [("3.jpg", image_bytes(3)), ("3.txt", b""), ("3.json", b'{"caption": "not asked"}')]
+    shards = write_shards(tmp_path, [5], replaced)
+    problems = {"bad": 3, "bad_positions": [1, 2, 3], "without_image": 1, "without_caption": 2}
+    for caption_key in ("txt", "txt;json:caption"):
+        assert Manifest.scan(shards, caption_key=caption_key).shards[0].problems == problems
+    assert Manifest.scan(shards, caption_key="json:caption;txt").shards[0].problems["bad_positions"] == [1, 2]
+
+
+def unusable(folder: Path) -> dict[str, tuple[Path, str]]:
+    """Shards without a usable sample, each with what its message says of cause and cure."""
+    folder.mkdir()
+    files = {
+        "page": (b"\n<!DOCTYPE html><html>please sign in</html>", "a page of HTML or XML; download it again"),
+        "pointer": (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:00",
+            "a Git LFS pointer; run git lfs pull",
+        ),
+        "zip": (b"PK\x03\x04" + bytes(600), "a zip archive"),
+        "parquet": (b"PAR1" + bytes(600), "img2dataset --input_format parquet"),
+        "json": (b'{"url": "x"}', "it is no tar but JSON"),
+        "zstd": (b"\x28\xb5\x2f\xfd" + bytes(600), "compressed with zstd; decompress it"),
+        "nothing": (b"", r"it is empty \(0 bytes\)"),
+        "garbage": (b"no tar" * 1000, "damaged, or no tar.*begins with b'no tarno"),
+        "cut": (write_tar(folder / "x", sample_members(0)).read_bytes()[:700], "damaged, or no tar"),
+    }
+    for name, (data, _) in files.items():
+        (folder / f"{name}.tar").write_bytes(data)
+    pairs = [sample_members(number, ["jpg", "txt"]) for number in range(3)]
+    tars = {
+        # All images before all captions.
+        "unsorted": ([pair[field] for field in (0, 1) for pair in pairs], "side by side; sort them: tar --sort=name"),
+        "folders": ([(f"{'ab'[f]}/{pair[f][0]}", b"x") for pair in pairs for f in (0, 1)], "different folders"),
+        "dots": ([(f"photo.{name}", b"x") for pair in pairs for name, _ in pair], "names have dots.*photo.000000.jpg"),
+        "others": (
+            [(f"{name}2", b"x") for pair in pairs for name, _ in pair],
+            r"fields jpg2 \(3\), txt2 \(3\).*--image-key",
+        ),
+        "captions": ([pair[1] for pair in pairs], r"the fields txt \(3\)"),
+    }
+    for name, (members, _) in tars.items():
+        write_tar(folder / f"{name}.tar", members)
+    (folder / "folder.tar").mkdir()
+    extra = {
+        "folder": (b"", "it is a folder; give its shards"),
+        "gone": (b"", "cannot be read: No such file"),
+    }
+    return {name: (folder / f"{name}.tar", message) for name, (_, message) in (files | tars | extra).items()}
+
+
+def test_what_would_train_wrongly_is_refused_with_its_cause(shards: list[str], tmp_path: Path):
+    for name, (path, message) in unusable(tmp_path / "unusable").items():
+        with pytest.raises(ValueError, match=f"(?s)1 of 4 shards have no sample with both.*{name}.tar: .*{message}"):
+            Manifest.scan([*shards, str(path)])
+    empty = [str(write_tar(tmp_path / name, [])) for name in ("empty.tar", "empty too.tar")]
+    with pytest.raises(ValueError, match="the data set is empty"):
+        Manifest.scan(empty)
+    assert Manifest.scan([*shards, empty[0]]).num_samples == 10
 
 
 def test_a_run_makes_its_manifest_and_finds_it_again(
