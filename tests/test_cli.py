@@ -1,5 +1,6 @@
 """The console program runs the modules of the package as ``python -m`` does."""
 
+import shlex
 import subprocess
 import sys
 
@@ -36,7 +37,7 @@ assert not sys.modules.keys() & {"torch", "open_clip", "webdataset", "pandas", "
 def test_the_shell_completes_commands_flags_and_losses():
     script = python("-c", _PROGRAM, "--completion").stdout
     asked = {"2": "train --batch-s", "1": "tra", "3": "train --loss neuc"}
-    code = f"""openclip-ext() {{ {sys.executable} -c '{_PROGRAM}' "$@"; }}
+    code = f"""openclip-ext() {{ {shlex.quote(sys.executable)} -c '{_PROGRAM}' "$@"; }}
 {script}
 complete_word() {{ COMP_CWORD=$1; shift; COMP_WORDS=(openclip-ext "$@"); _openclip_ext; echo "${{COMPREPLY[@]}}"; }}
 """ + "\n".join(f"complete_word {position} {words}" for position, words in asked.items())

@@ -1,5 +1,6 @@
 """An index for data sets that other libraries load, for losses with a state for each sample."""
 
+import functools
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,7 +43,8 @@ def with_index(
     - **Hugging Face** ``datasets.Dataset``: gets the column ``"index"``, which stays with its row under ``shuffle``,
       ``filter`` and ``select``. Call it before these, or the index has gaps that ``num_samples`` has to cover.
     - **WebDataset pipelines**: samples get the entry ``"index"``, the shard's first index in a manifest plus the position
-      in the shard. Call it right after ``WebDataset(...)``, before ``shuffle``.
+      in the shard, whatever fields they have. Call it right after ``WebDataset(...)``, before ``shuffle``. ``decode`` may
+      follow; as a stage of a ``DataPipeline`` it needs ``partial=True``, since the index is no bytes.
 
     Args:
         dataset: The data set.
@@ -63,7 +65,10 @@ def with_index(
         ...     loss(..., index=batch[-1])
     """
     if hasattr(dataset, "pipeline") and hasattr(dataset, "compose"):
-        return dataset.compose(_WebDatasetIndex(_shards_of(dataset) if shards is None else shards, manifest))
+        indexed = dataset.compose(_WebDatasetIndex(_shards_of(dataset) if shards is None else shards, manifest))
+        if hasattr(indexed, "decode"):
+            indexed.__class__ = _with_partial_decode(indexed.__class__)
+        return indexed
     if hasattr(dataset, "add_column") and hasattr(dataset, "column_names") and hasattr(dataset, "__len__"):
         _refuse_taken(dataset.column_names)
         return dataset.add_column(INDEX, list(range(len(dataset))))
@@ -105,9 +110,9 @@ class _WebDatasetIndex:
     def __init__(self, shards: str | Sequence[str], manifest: str | os.PathLike[str] | None) -> None:
         # The command line of the manifest imports this package.
         from openclip_ext.data.manifest import find_or_create_manifest
+        from openclip_ext.data.spec import ANY_FIELD
 
-        # The fields do not matter for the index.
-        found = find_or_create_manifest(shards, manifest)
+        found = find_or_create_manifest(shards, manifest, ANY_FIELD, ANY_FIELD)
         self.num_samples = found.num_samples
         self._left_out = frozenset(found.left_out.tolist())
         self._shards = {shard.url: (shard.first_index, shard.num_samples) for shard in found.shards}
@@ -141,6 +146,26 @@ class _WebDatasetIndex:
         if name not in self._shards:
             raise ValueError(f"{url} is not in the manifest: name all shards of the pipeline with shards=")
         return self._shards[name]
+
+
+@functools.cache
+def _with_partial_decode(pipeline: type) -> type:
+    """Return a subclass of a pipeline whose ``decode`` lets pass what is no bytes, such as the index."""
+
+    class Indexed(pipeline):
+        def decode(self, *handlers: Any, **options: Any) -> Any:
+            return super().decode(*handlers, **{"partial": True, **options})
+
+        def __reduce__(self) -> Any:  # for workers that are not forked
+            return _restore, (pipeline, self.__dict__)
+
+    return Indexed
+
+
+def _restore(pipeline: type, state: dict[str, Any]) -> Any:
+    indexed: Any = object.__new__(_with_partial_decode(pipeline))
+    indexed.__dict__.update(state)
+    return indexed
 
 
 def _shards_of(pipeline: Any) -> list[str]:

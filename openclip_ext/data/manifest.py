@@ -25,7 +25,7 @@ from openclip_ext.data import scan
 from openclip_ext.data.diagnosis import explain
 from openclip_ext.data.scan import Problems, Shard
 from openclip_ext.data.shardlist import expand_shards, refuse_repeated, shard_name
-from openclip_ext.data.spec import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY, parse_keys
+from openclip_ext.data.spec import ANY_FIELD, DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY, parse_keys
 from openclip_ext.data.storage import DEFAULT_STORAGE, ReplacedError, Storage, is_local
 from openclip_ext.files import write_atomically
 from openclip_ext.schema import read_as
@@ -493,7 +493,10 @@ def _places(urls: Sequence[str], image_key: str, caption_key: str) -> list[Path]
 
 
 def _load_if_of(path: Path, urls: Sequence[str], image_key: str, caption_key: str) -> Manifest | None:
-    """Return the manifest at ``path`` if it has exactly these shards and keys, else None; raise FileNotFoundError."""
+    """Return the manifest at ``path`` if it has exactly these shards and keys, else None; raise FileNotFoundError.
+
+    If any field will do, it is that of any keys: the indices are the same.
+    """
     try:
         manifest = Manifest.load(path)
     except FileNotFoundError:
@@ -502,7 +505,8 @@ def _load_if_of(path: Path, urls: Sequence[str], image_key: str, caption_key: st
         logging.warning(f"{error}. It stays as it is.")
         return None
     same_shards = {shard.url for shard in manifest.shards} == set(urls)
-    return manifest if same_shards and (manifest.image_key, manifest.caption_key) == (image_key, caption_key) else None
+    same_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
+    return manifest if same_shards and (same_keys or image_key == ANY_FIELD) else None
 
 
 def _save_somewhere(manifest: Manifest, places: Sequence[Path]) -> None:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from openclip_ext.data import tar
 from openclip_ext.data.shardlist import shard_name, sibling
-from openclip_ext.data.spec import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY, parse_keys
+from openclip_ext.data.spec import ANY_FIELD, DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY, parse_keys
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage, is_local
 from openclip_ext.machine import available_cores, begin_worker
 from openclip_ext.schema import read_as
@@ -69,8 +69,8 @@ def scan_shard(
     storage: Storage = DEFAULT_STORAGE,
 ) -> Shard:
     """Scan one tar by its headers, going on behind damage; read it all if it is compressed, or cannot seek."""
-    image_fields = [key.field for key in parse_keys(image_key, allow_json=False)]
-    caption_fields = [key.field for key in parse_keys(caption_key, allow_json=True)]
+    image_fields = [] if image_key == ANY_FIELD else [key.field for key in parse_keys(image_key, allow_json=False)]
+    caption_fields = [] if caption_key == ANY_FIELD else [key.field for key in parse_keys(caption_key, allow_json=True)]
     try:
         with storage.open(url, headers_only=True) as file:
             shard = _scan_archive(url, tar.TarArchive(file), image_fields, caption_fields)
@@ -129,7 +129,7 @@ def _scan_archive(
 def _lacks(sample: tar.TarSample, wanted: Sequence[str]) -> bool:
     """Return whether a sample has none of the fields, or nothing in the first that it has: as a null caption is written."""
     sizes = dict(zip(sample.found, (member.size for member in sample.members), strict=True))
-    return not next((sizes[field] for field in wanted if field in sizes), 0)
+    return bool(wanted) and not next((sizes[field] for field in wanted if field in sizes), 0)
 
 
 def scan_local(paths: Sequence[str], image_key: str, caption_key: str, workers: int | None = None) -> list[Shard]:

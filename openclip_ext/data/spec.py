@@ -12,6 +12,8 @@ DATASET_TYPES = ("webdataset", "csv", "synthetic", "auto")
 _SHARD_ENDINGS = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
 DEFAULT_IMAGE_KEY = "jpg;png;jpeg;webp"
 DEFAULT_CAPTION_KEY = "txt"
+# The keys of a manifest that is only for indices.
+ANY_FIELD = "*"
 
 
 class Key(NamedTuple):

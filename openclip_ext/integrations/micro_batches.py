@@ -27,6 +27,8 @@ def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
             changed in place, and keeps its type and parameters. Call this before it is compiled or wrapped.
         size: Samples of a part.
 
+    ``sentence-transformers`` has one tower: give its loss a ``micro_batch_size`` instead.
+
     Returns:
         The model. In training it returns a dictionary of the embeddings, ``logit_scale`` and ``logit_bias``.
 
@@ -50,8 +52,8 @@ def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
         parts = [
             checkpoint(
                 embeddings,
-                *(_rows(value, first, size, count) for value in args),
-                **{name: _rows(value, first, size, count) for name, value in inputs.items()},
+                *(rows_of(value, first, size, count) for value in args),
+                **{name: rows_of(value, first, size, count) for name, value in inputs.items()},
                 use_reentrant=False,
                 context_fn=lambda: (contextlib.nullcontext(), frozen_batchnorm_statistics(model)),
             )
@@ -70,6 +72,6 @@ def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
     return model
 
 
-def _rows(value: Any, first: int, size: int, count: int) -> Any:
+def rows_of(value: Any, first: int, size: int, count: int) -> Any:
     """Return the rows of a part, of what has a row for each sample."""
     return value[first : first + size] if isinstance(value, Tensor) and value.ndim and len(value) == count else value

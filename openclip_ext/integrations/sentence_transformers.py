@@ -10,8 +10,10 @@ import torch
 from sentence_transformers import SentenceTransformer
 from torch import Tensor, nn
 from torch.nn.functional import normalize
+from torch.utils.checkpoint import checkpoint
 
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.integrations.micro_batches import rows_of
 from openclip_ext.integrations.model_loss import ModelLoss
 from openclip_ext.integrations.transformers import LossCallback
 
@@ -26,6 +28,8 @@ class GlobalContrastiveLoss(nn.Module):
         model: Embeds the texts.
         loss: From ``openclip_ext.create_loss``.
         scale: Start of ``1/τ`` for a loss that has none of its own.
+        micro_batch_size: Texts that have activations in memory at a time, each embedded twice (GradCache, Gao et al. 2021);
+            value and gradient stay those of the whole batch. None (default) embeds a batch at once.
 
     Example:
         >>> train = with_index(pairs).rename_column("index", "label")  # two columns of texts
@@ -37,9 +41,16 @@ class GlobalContrastiveLoss(nn.Module):
         ... ).train()
     """
 
-    def __init__(self, model: SentenceTransformer, loss: ContrastiveLoss, scale: float = 20.0) -> None:
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        loss: ContrastiveLoss,
+        scale: float = 20.0,
+        micro_batch_size: int | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
+        self.micro_batch_size = micro_batch_size
         self.logit_scale = nn.Parameter(torch.tensor(scale).log())
         self.model_loss = ModelLoss(loss, self, averages=False)
 
@@ -53,13 +64,28 @@ class GlobalContrastiveLoss(nn.Module):
         Raises:
             ValueError: There are not two columns of texts.
         """
-        embeddings = [normalize(self.model(features)["sentence_embedding"], dim=-1) for features in sentence_features]
+        embeddings = [normalize(self._embed(features), dim=-1) for features in sentence_features]
         if len(embeddings) != 2:
             raise ValueError(f"expected two columns of texts, found {len(embeddings)}: leave out hard negatives")
         names = ("image_features", "text_features")
         outputs: dict[str, Any] = dict(zip(names, embeddings, strict=True))
         outputs["logit_scale"] = self.logit_scale.exp()
         return self.model_loss(outputs, labels, training=self.model.training)
+
+    def _embed(self, features: dict[str, Tensor]) -> Tensor:
+        def embed(part: dict[str, Any]) -> Tensor:
+            return self.model(part)["sentence_embedding"]
+
+        if self.micro_batch_size is None or not (self.model.training and torch.is_grad_enabled()):
+            return embed(features)
+        if "attention_mask" not in features:
+            raise ValueError("micro_batch_size needs texts that are rows of tokens: this model's are not; leave it out")
+        count = len(features["attention_mask"])
+        parts = (
+            {name: rows_of(value, first, self.micro_batch_size, count) for name, value in features.items()}
+            for first in range(0, count, self.micro_batch_size)
+        )
+        return torch.cat([checkpoint(embed, part, use_reentrant=False) for part in parts])
 
     def callback(self) -> LossCallback:
         """Return the trainer's ``callbacks``: epochs, the temperature's bounds, and the loss's state in checkpoints."""

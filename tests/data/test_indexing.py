@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from openclip_ext.data import unique_index, with_index
 from openclip_ext.data.manifest import Manifest
-from tests.data.shards import write_shards, write_sizes
+from tests.data.shards import write_shards, write_sizes, write_tar
 
 
 def test_samples_of_map_style_sets_carry_their_position():
@@ -75,6 +75,26 @@ def test_webdataset_samples_have_the_index_that_the_trainer_uses(shards: list[st
     for _ in range(2):
         batches = list(unique_index(DataLoader(dataset, batch_size=None, num_workers=2)))
         assert sorted(int(i) for batch in batches for i in batch[1]) == list(range(12))
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_webdataset_may_be_decoded_after_the_index(shards: list[str], start: str):
+    dataset = with_index(pipeline(shards)).shuffle(4).decode("pil").to_tuple("jpg", "txt", "index")
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=start)
+    decoded = [(image.mode, caption, index) for image, caption, index in loader]
+    assert sorted(decoded, key=lambda sample: sample[2]) == [("RGB", f"sample {i}", i) for i in range(12)]
+
+
+def test_a_webdataset_needs_no_captions(tmp_path: Path):
+    """ImageNet's shards have a class instead."""
+    for number in range(2):
+        members = [(f"{i}.{field}", b"1") for i in range(3) for field in ("jpg", "cls")]
+        write_tar(tmp_path / f"{number}.tar", members)
+    shards = [str(path) for path in sorted(tmp_path.glob("*.tar"))]
+    assert [sample["index"] for sample in with_index(pipeline(shards))] == list(range(6))
+    # A manifest of any keys has the same indices.
+    Manifest.scan(shards, caption_key="cls").without([4]).save(tmp_path / "manifest.json")
+    assert [sample["index"] for sample in with_index(pipeline(shards))] == [0, 1, 2, 3, 5]
 
 
 def test_webdataset_indices_that_would_be_wrong_are_refused(shards: list[str], tmp_path: Path):

@@ -12,6 +12,7 @@ from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 
 from openclip_ext.data import with_index
 from openclip_ext.integrations.sentence_transformers import GlobalContrastiveLoss
@@ -89,6 +90,40 @@ def test_hard_negatives_are_refused():
     features = loss.model.preprocess(["one two"])
     with pytest.raises(ValueError, match="expected two columns of texts, found 3"):
         loss([dict(features) for _ in range(3)], torch.tensor([0]))
+
+
+class Rows(nn.Module):
+    """A transformer as sentence-transformers sees it: rows of tokens with a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(16, WIDTH)
+
+    def forward(self, features):
+        mask = features["attention_mask"][..., None]
+        return features | {"sentence_embedding": (self.table(features["input_ids"]) * mask).sum(dim=1)}
+
+
+def test_micro_batches_give_the_value_and_gradient_of_the_whole_batch():
+    generator = torch.Generator().manual_seed(0)
+    shape = (10, 5)
+    columns = [
+        {"input_ids": torch.randint(16, shape, generator=generator), "attention_mask": torch.ones(shape)}
+        for _ in range(2)
+    ]
+    found = []
+    for size in (None, 4):
+        torch.manual_seed(0)
+        model = SentenceTransformer(modules=[Rows()], device="cpu").double().train()
+        loss = GlobalContrastiveLoss(model, stateful_loss().double(), micro_batch_size=size)
+        value = loss([dict(column) for column in columns], torch.arange(10))
+        value.backward()
+        found.append((value.detach(), model[0].table.weight.grad, loss.logit_scale.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    static = GlobalContrastiveLoss(encoder().train(), stateful_loss(), micro_batch_size=4)
+    with pytest.raises(ValueError, match="leave it out"):
+        static([static.model.preprocess(["one"]), static.model.preprocess(["two"])], torch.arange(1))
 
 
 def test_the_example_runs(tmp_path):
