@@ -10,6 +10,9 @@ and augmentation. Finished runs are skipped, and a killed call loses only the ru
 A setting holds ``loss`` and ``options`` for ``create_loss``, and optionally
 ``temperature`` and ``lr_tau``: start and learning rate (0: constant) of the model's logit scale, for OpenCLIP's own loss;
 ``captions``: ``name`` to train on the canonical names, which are often equal, instead of the captions.
+
+With ``"estimation_error": N`` the curve has each epoch, and the estimation error on N training samples, see
+:func:`estimation_errors`.
 """
 
 import argparse
@@ -35,6 +38,7 @@ from torch import Tensor, nn
 
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.diagnostics import command_line
+from openclip_ext.diagnostics.estimation_error import measure
 from openclip_ext.experiments import cache
 from openclip_ext.experiments.cache import Cache, PilotData, Tokens
 from openclip_ext.experiments.pilot import PilotRun, versions
@@ -48,7 +52,7 @@ from openclip_ext.training.config import training_config
 from openclip_ext.training.step import Batch
 
 METRICS = ("name", "image-to-text", "text-to-image")
-_GRID_KEYS = {"model", "schedules", "families", "seeds"}
+_GRID_KEYS = {"model", "schedules", "families", "seeds", "estimation_error"}
 _SETTING_KEYS = {"loss", "options", "temperature", "lr_tau", "captions"}
 _SHIFT = 2  # largest random shift of a stored image, in pixels
 _IMAGE_SIZE = 32  # the demo models' image size; stored images may be twice as large
@@ -210,20 +214,53 @@ def score(training: PilotRun, samples: Cache, names: Sequence[str]) -> dict[str,
     return values | {"mean": statistics.fmean(values.values())}
 
 
-def train(data: PilotData, run: Run, device: torch.device, seen: Callable[[int], None]) -> dict[str, Any]:
-    """Train and score one run; return its row."""
+def estimation_errors(training: PilotRun, samples: Cache, count: int) -> dict[str, Any]:
+    """Return the errors of the log-normalizers against the exact ones over ``count`` training samples, see ``measure``."""
+    rows = torch.randperm(len(samples.rows), generator=torch.Generator().manual_seed(0))[:count].tolist()
+    part = samples.part(rows)
+    with training.evaluating() as model:
+        images = training.encode_images(
+            model, lambda some: averaged(stored_images(part, some), training.model.visual), len(rows)
+        )
+        texts = training.encode_texts(model, part.captions())
+    scale = training.model.logit_scale.exp()
+    found = measure(training.loss, images, texts, scale, batch_size=training.batch, index=rows, anchors=2000)
+    return {
+        "minibatch": found.minibatch.mean,
+        "estimator": None if found.estimator is None else found.estimator.mean,
+        "temperature": found.temperature,
+    }
+
+
+def train(
+    data: PilotData, run: Run, device: torch.device, seen: Callable[[int], None], measured: int = 0
+) -> dict[str, Any]:
+    """Train and score one run; return its row.
+
+    Args:
+        measured: training samples to measure the estimation error on after each epoch; 0 measures none.
+    """
     torch.set_num_threads(1)
     start, start_cpu = time.perf_counter(), time.process_time()
     argv = ["--train-data", "unused.tar", "--model", run.model, "--batch-size", str(run.batch_size)]
     config = training_config(*flags.parse([*argv, *_FLAGS.split()]), device)
     training = GridRun(config, data, run, device)
-    curve = training.train(seen, lambda _: score(training, data.val, data.names)["mean"])
+    errors = []
+
+    def validate(_: int) -> float:
+        if measured:
+            assert isinstance(data.train, Cache)
+            errors.append(estimation_errors(training, data.train, measured))
+        return score(training, data.val, data.names)["mean"]
+
+    curve = training.train(seen, validate, each_epoch=bool(measured))
     return {
         "id": run.id,
         **asdict(run),
         "val": score(training, data.val, data.names),
         "test": score(training, data.test, data.names),
         "curve": curve,
+        **({"estimation_errors": errors} if measured else {}),
         "temperature": math.exp(-training.model.logit_scale.item()),
         "seconds": round(time.perf_counter() - start, 1),
         "cpu_seconds": round(time.process_time() - start_cpu, 1),
@@ -244,7 +281,9 @@ def run_all(grid: Mapping[str, Any], data: Path, path: Path, workers: int) -> li
     results = ResultsFile(path)
 
     def pending_tasks() -> dict[str, Any]:
-        return {run.id: partial(train, loaded, run) for run in pending(grid, loaded.digest, results.known)}
+        measured = grid.get("estimation_error", 0)
+        runs = pending(grid, loaded.digest, results.known)
+        return {run.id: partial(train, loaded, run, measured=measured) for run in runs}
 
     def keep(name: str, row: dict[str, Any] | None, failure: str) -> None:
         print(f"{describe(results.keep(name, row, failure))}; {len(results.rows)} runs finished", flush=True)

@@ -137,12 +137,17 @@ class PilotRun:
                     return
                 yield number
 
-    def train(self, seen: Callable[[Any], None], score: Callable[[int], float]) -> list[list[float]]:
+    def train(
+        self, seen: Callable[[Any], None], score: Callable[[int], float], each_epoch: bool = False
+    ) -> list[list[float]]:
         """Train to the end; return the curve: samples, seconds of training and score at some points of the run and at its end.
 
-        ``seen`` is called with the number of samples of each step, ``score`` with the number of samples so far.
+        ``seen`` is called with the number of samples of each step, ``score`` with the number of samples so far. The points
+        are the ends of the epochs with ``each_epoch``.
         """
         points = {max(1, round(share * self.steps)) for share in (*_CURVE, 1.0)}
+        if each_epoch:
+            points = {self.steps_per_epoch * epoch for epoch in range(1, self.run.epochs + 1)}
         curve = []
         for step in self.run_steps():
             seen(self.batch)

@@ -32,7 +32,7 @@ GRID = {
 def test_grids_that_mean_something_else_are_refused():
     for changes, message in (
         ({"families": {"one": [SETTING, OTHER], "two": [SETTING]}}, "equally many settings"),
-        ({"seed": [0]}, "a grid has no seed: expected families"),
+        ({"seed": [0]}, "a grid has no seed: expected estimation_error, families"),
     ):
         with pytest.raises(ValueError, match=message):
             contests(GRID | changes, "data")
@@ -106,6 +106,15 @@ def test_a_run_is_a_function_of_its_description(setting: dict, data: PilotData):
     assert first["curve"][-1] == [24, first["val"]["mean"]]
     other = train(data, setting, seed=1)
     assert other["temperature"] != first["temperature"] or other["val"] != first["val"]
+
+
+@pytest.mark.parametrize("loss", ["openclip", "fastclip", "queueclip"])
+def test_the_estimation_error_is_measured_after_each_epoch_and_changes_nothing(loss: str, data: PilotData):
+    run = replace(pending(GRID, "data", {})[0], setting={"loss": loss}, epochs=2)
+    rows = [grids.train(data, run, torch.device("cpu"), lambda samples: None, measured) for measured in (0, 8)]
+    assert rows[0]["test"] == rows[1]["test"] and [point[0] for point in rows[1]["curve"]] == [12, 24]
+    for error in rows[1]["estimation_errors"]:
+        assert error["minibatch"] > 0 and (error["estimator"] is None) == (loss == "openclip")
 
 
 def test_finished_runs_are_skipped(folder: Path, tmp_path: Path):
