@@ -4,11 +4,12 @@
 ones, and make batches ``{"image", "text", "index"}``.
 """
 
+import enum
 import itertools
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,17 +33,14 @@ from openclip_ext.data.source import (
     Source,
     decode_image,
 )
-from openclip_ext.data.workers import WatchedBatches, WorkerError, WorkerLost, leave_process_group
+from openclip_ext.data.workers import WorkerError, kill_workers, leave_process_group, watched_batches
 from openclip_ext.options import flag
 
 Transform = Callable[[Any], Tensor]
 Tokenizer = Callable[[str], Tensor]
 Progress = Sequence[Mapping[str, Any]]
-# The batches of a step, the bad samples of each worker up to it, and whether some rank has too few for it.
+# The batches of a step, the bad samples of each worker up to it, and the worst that any rank found: see :class:`_Found`.
 _Step = tuple[list[dict[str, Tensor]], list[int], Callable[[], int]]
-
-# Number of times that workers may be lost without a batch in between.
-_MAX_LOST = 3
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,19 @@ class TrainLoaderConfig:
     caption_hash: bool = False  # batches have ``caption_hash``, equal for equal captions
     pin_memory: bool = False
     patience: float | None = None  # seconds to wait for a worker before it is ended; None: for ever
+
+
+class Interrupted(BaseException):
+    """Raised by a signal handler while the training process waits for a batch: nothing should catch and retry it."""
+
+
+class _Found(enum.IntEnum):
+    """What a rank found when it asked for the batches of a step; the largest of all ranks counts for all."""
+
+    BATCHES = 0
+    TOO_FEW_SAMPLES = 1
+    FAILED_WORKERS = 2
+    INTERRUPTED = 3
 
 
 class _Beginning(NamedTuple):
@@ -322,13 +333,11 @@ class TrainLoader:
         self._passed = [0] * self._layout.workers  # bad samples of each worker before the last of them
         self._received = self._passed  # bad samples of each worker before the last batch that was made
         self._requests = _Requests(self._layout.workers)
+        self._failure: WorkerError | None = None
+        self._interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext
         max_bad = int(max_bad_fraction * self._layout.epoch_samples)
         self._dataset = _BatchDataset(source, config, decoder, preprocess, tokenizer, self._layout, self.rank, max_bad)
-        self._loader = self._new_loader()
-
-    def _new_loader(self) -> DataLoader[Any]:
-        config = self._config
-        return DataLoader(
+        self._loader: DataLoader[Any] = DataLoader(
             self._dataset,
             batch_size=None,
             sampler=self._requests,
@@ -390,6 +399,21 @@ class TrainLoader:
         entry = self.layout | {"batches": done + self._handed_out, "bad": bad.ravel().tolist()}
         return [*self._entries[: len(seen)], entry]
 
+    @contextmanager
+    def interrupted_by(self, interruptible: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Wait for batches inside of a context in which a signal handler may raise :class:`Interrupted`.
+
+        If the block ends with an exception, the workers are killed: the process would wait for one that hangs.
+        """
+        self._interruptible = interruptible
+        try:
+            yield
+        except BaseException:
+            kill_workers(self._loader)
+            raise
+        finally:
+            self._interruptible = nullcontext
+
     def check_progress(self, progress: Progress | None) -> tuple[tuple[Segment, ...], int]:
         """Return the segments in other layouts, and how many batches of the current one are done.
 
@@ -430,7 +454,9 @@ class TrainLoader:
         Raises:
             ValueError: The progress is not of this data set and seed, or has more batches than the epoch.
             BadDataError: Too many samples are bad. The ranks add up theirs now and then, so they must iterate side by side.
-            WorkerError: Workers do not answer, or end again and again.
+            WorkerError: A worker of some rank exited or did not answer; all ranks raise it before the same step.
+            Interrupted: a signal came while some rank waited, see :meth:`interrupted_by`; all ranks raise it before the same
+                step.
         """
         self._entries = [dict(entry) for entry in progress or ()]
         left_out = self.bad.begin(epoch, is_fresh=not progress)
@@ -472,9 +498,14 @@ class TrainLoader:
         if self._is_shared:
             end: _Step = [], [], int
             steps = (step for step, _ in itertools.pairwise(itertools.chain(steps, [end])))
-        for step, received, is_short in steps:
-            if is_short():
+        for step, received, worst in steps:
+            found = worst()
+            if found == _Found.TOO_FEW_SAMPLES:
                 return
+            if found == _Found.INTERRUPTED:
+                raise Interrupted
+            if found == _Found.FAILED_WORKERS:
+                raise self._failure or WorkerError("the data workers of another rank failed; see its error")
             if self._is_shared and self._handed_out % max(1, len(firsts) // 10 * layout.accum_freq) == 0:
                 self.bad.share()
             self._handed_out += len(step)
@@ -482,35 +513,28 @@ class TrainLoader:
             yield from step
 
     def _next_step(self, batches: Iterator[dict[str, Any]]) -> _Step:
-        step = list(itertools.islice(batches, self._layout.accum_freq))
-        is_short = any("is_short" in batch for batch in step)
-        ask = distributed.any_rank_soon(int(is_short)) if self._is_shared else lambda: is_short
-        return step, list(self._received), ask
+        step: list[dict[str, Any]] = []
+        try:
+            with self._interruptible():
+                step = list(itertools.islice(batches, self._layout.accum_freq))
+            found = _Found.TOO_FEW_SAMPLES if any("is_short" in batch for batch in step) else _Found.BATCHES
+        except WorkerError as error:
+            self._failure, found = error, _Found.FAILED_WORKERS
+        except Interrupted:
+            found = _Found.INTERRUPTED
+        worst = distributed.any_rank_soon(int(found)) if self._is_shared else lambda: found
+        return step, list(self._received), worst
 
     def _batches(
         self, epoch: int, seen: tuple[Segment, ...], numbers: range, left_out: np.ndarray
     ) -> Iterator[dict[str, Any]]:
-        """Yield batches, and note their bad samples. If a worker was killed, new workers go on."""
-        number, lost = numbers.start, 0
-        while number < numbers.stop:
-            self._requests.epoch, self._requests.seen = epoch, seen
-            self._requests.batches = range(number, numbers.stop)
-            self._requests.beginning = _Beginning(left_out, tuple(self._received))
-            try:
-                for batch in WatchedBatches(self._loader, self._config.patience):
-                    bad = batch.pop("bad", ())
-                    self._received[number % self._layout.workers] += len(bad)
-                    for sample in bad:
-                        self.bad.add(sample)
-                    self._num_cut += batch.pop("num_cut", 0)
-                    number, lost = number + 1, 0
-                    yield batch
-            except WorkerLost as error:
-                lost += 1
-                if lost == _MAX_LOST:
-                    raise WorkerError(
-                        f"{error}. This happened {lost} times without a batch in between; --resume latest goes on from the "
-                        "last checkpoint"
-                    ) from error
-                logging.warning(f"Rank {self.rank}: {error}. Training goes on with new workers.")
-                self._loader = self._new_loader()
+        """Yield batches, and note their bad samples."""
+        self._requests.epoch, self._requests.seen, self._requests.batches = epoch, seen, numbers
+        self._requests.beginning = _Beginning(left_out, tuple(self._received))
+        for number, batch in zip(numbers, watched_batches(self._loader, self._config.patience), strict=True):
+            bad = batch.pop("bad", ())
+            self._received[number % self._layout.workers] += len(bad)
+            for sample in bad:
+                self.bad.add(sample)
+            self._num_cut += batch.pop("num_cut", 0)
+            yield batch

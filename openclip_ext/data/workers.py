@@ -1,7 +1,6 @@
-"""The worker processes of a DataLoader: signals to the process group do not end them, and their end is explained."""
+"""DataLoader workers: protected from signals to the process group, with a clear error if one exits or does not answer."""
 
 import copy
-import logging
 import multiprocessing
 import os
 import re
@@ -21,17 +20,17 @@ from openclip_ext.machine import begin_worker
 
 # Signals that torchrun, SLURM and a terminal send to the whole process group. The training process saves a checkpoint.
 _TO_THE_GROUP = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
-# Seconds until a worker whose sockets are closed has ended.
-_LAST_BREATH = 2.0
-# The patience with a worker is counted in so many parts.
+# The patience is waited for in so many parts.
 _PARTS = 10
-# It is so many times as long for the first batches, before which a shuffle reads ahead.
+# Seconds until a worker whose sockets are closed has exited.
+_EXIT_SECONDS = 2.0
+# The patience is so many times as long for the first batches, which wait until the shuffle buffer is full.
 _FIRST_BATCHES_FACTOR = 6
 _NO_SHARED_MEMORY = re.compile(r"\(shm\)|out of shared memory|unable to \w+ .*No space left on device")
 
 
 class WorkerError(RuntimeError):
-    """Workers end again and again, or have no memory to hand out a batch."""
+    """A worker exited, did not answer in time, or had no memory for a batch."""
 
 
 class _Flag:
@@ -78,93 +77,107 @@ def leave_process_group(worker: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_THE_GROUP)
 
 
-class WorkerLost(RuntimeError):
-    """A worker has ended too early; a new one can do its work."""
-
-
-class WatchedBatches:
-    """The batches of one pass over a DataLoader. A worker that does not answer is ended.
+def watched_batches(loader: DataLoader[Any], patience: float | None) -> Iterator[Any]:
+    """Yield the batches of one pass over a DataLoader. On an error all workers are killed, as one may never exit.
 
     Args:
         loader: The DataLoader, whose workers take turns.
         patience: Seconds to wait for a batch, and six times as long for the first of each worker; None: for ever.
+
+    Raises:
+        WorkerError: A worker exited, did not answer, or has no shared memory for a batch.
     """
-
-    def __init__(self, loader: DataLoader[Any], patience: float | None) -> None:
-        self._patience = patience
-        self._received = self._largest = 0
-        self._stuck: str | None = None
-        # Those of the pass before, which may have been killed since. torch has no public name for them.
-        self._workers: list[Any] = getattr(getattr(loader, "_iterator", None), "_workers", [])
-        with self._explained():
-            self._batches = start_workers(loader)
-        self._workers = getattr(self._batches, "_workers", [])
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield the batches.
-
-        Raises:
-            WorkerLost: A worker was killed.
-            WorkerError: A worker did not answer, or has no shared memory for a batch.
-        """
+    received = largest = 0
+    stuck: list[str] = []
+    try:
+        batches = start_workers(loader)
         while True:
-            answered = threading.Event()
-            if self._patience is not None and self._workers:
-                patience = self._patience * (_FIRST_BATCHES_FACTOR if self._received < len(self._workers) else 1)
-                threading.Thread(target=self._end_stuck, args=(answered, patience), daemon=True).start()
-            try:
-                with self._explained():
-                    batch = next(self._batches)
-            except StopIteration:
+            allowed = (
+                None if patience is None else patience * (_FIRST_BATCHES_FACTOR if received < loader.num_workers else 1)
+            )
+            with _killed_after(allowed, loader, received, stuck):
+                batch = next(batches, None)
+            if batch is None:
                 return
-            finally:
-                answered.set()
-            self._received += 1
-            sizes = (value.nbytes for value in batch.values() if isinstance(value, Tensor))
-            self._largest = max(self._largest, sum(sizes))
+            received += 1
+            largest = max(largest, sum(value.nbytes for value in batch.values() if isinstance(value, Tensor)))
             yield batch
+    except GeneratorExit:
+        raise
+    except (RuntimeError, OSError, EOFError) as error:  # also from a dead worker's sockets
+        reason = stuck[0] if stuck else _reason(error, _workers(loader), largest)
+        kill_workers(loader)
+        if reason is None:
+            raise
+        raise WorkerError(reason) from error
+    except BaseException:
+        kill_workers(loader)
+        raise
 
-    def _end_stuck(self, answered: threading.Event, patience: float) -> None:
-        """End the worker whose turn it is if it does not answer; the DataLoader notices.
 
-        The time in which the whole run was stopped (SIGSTOP) counts as one part of the patience at most.
-        """
-        if any(answered.wait(patience / _PARTS) for _ in range(_PARTS)):
-            return
-        number = self._received % len(self._workers)
-        self._stuck = f"data worker {number} (process {self._workers[number].pid}) did not answer for {patience:g} s"
-        logging.error(f"{self._stuck}: it is ended.")
-        self._workers[number].kill()
+@contextmanager
+def _killed_after(seconds: float | None, loader: DataLoader[Any], turn: int, stuck: list[str]) -> Iterator[None]:
+    """Kill the worker whose turn it is if the block takes longer: nothing else ends a wait for a process that is stopped.
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Explain torch's errors about the end of a worker."""
-        try:
-            yield
-        except (RuntimeError, OSError, EOFError) as error:  # also from a dead worker's sockets
-            if self._stuck is not None:
-                raise WorkerError(
-                    f"{self._stuck} (--rank-patience) and was ended. Look at the samples that it read (a file server that "
-                    "hangs, an image or a caption without end); --resume latest goes on from the last checkpoint"
-                ) from error
-            ready = wait([worker.sentinel for worker in self._workers], timeout=_LAST_BREATH)
-            for worker in self._workers:
-                if worker.sentinel in ready:  # The kernel closes it some moments before the process has ended.
-                    worker.join(timeout=_LAST_BREATH)
-            ended = [worker for worker in self._workers if not worker.is_alive()]
-            if _NO_SHARED_MEMORY.search(str(error)) or any(worker.exitcode == -signal.SIGBUS for worker in ended):
-                free = shutil.disk_usage("/dev/shm").free / 2**20
-                raise WorkerError(
-                    f"the shared memory /dev/shm is too small: {free:,.0f} MiB are free, a batch takes "
-                    f"{self._largest / 2**20:,.0f} MiB, and each worker holds two. Give it more (docker: --shm-size), or "
-                    "lower --workers or --batch-size; --workers 0 needs none"
-                ) from error
-            if not ended:
-                raise
-            killed = any(worker.exitcode == -signal.SIGKILL for worker in ended)
-            memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20  # of KiB
-            raise WorkerLost(
-                f"data worker (process {', '.join(str(worker.pid) for worker in ended)}) "
-                + ("was killed, as the kernel does where memory runs out" if killed else "ended")
-                + f". The largest process that ended had {memory:.1f} GiB; fewer --workers take less"
-            ) from error
+    The time in which the whole run was stopped (SIGSTOP) counts as one part of the patience at most.
+    """
+    if seconds is None or not loader.num_workers:
+        yield
+        return
+    answered = threading.Event()
+
+    def kill() -> None:
+        if not any(answered.wait(seconds / _PARTS) for _ in range(_PARTS)):
+            number = turn % loader.num_workers
+            worker = _workers(loader)[number]
+            stuck.append(
+                f"data worker {number} (process {worker.pid}) did not answer for {seconds:g} s (--rank-patience). Look at "
+                "what it reads: a file server that hangs, an image or a caption without end"
+            )
+            worker.kill()
+
+    threading.Thread(target=kill, daemon=True).start()
+    try:
+        yield
+    finally:
+        answered.set()
+
+
+def _reason(error: Exception, workers: list[Any], largest: int) -> str | None:
+    """Explain an error of torch about the exit of a worker; None if all are alive.
+
+    Args:
+        largest: Bytes of the largest batch so far.
+    """
+    ready = wait([worker.sentinel for worker in workers], timeout=_EXIT_SECONDS)
+    for worker in workers:
+        if worker.sentinel in ready:  # The kernel closes it some moments before the process has exited.
+            worker.join(timeout=_EXIT_SECONDS)
+    exited = [worker for worker in workers if not worker.is_alive()]
+    if _NO_SHARED_MEMORY.search(str(error)) or any(worker.exitcode == -signal.SIGBUS for worker in exited):
+        free = shutil.disk_usage("/dev/shm").free / 2**20
+        return (
+            f"the shared memory /dev/shm is too small: {free:,.0f} MiB are free, a batch takes {largest / 2**20:,.0f} MiB, "
+            "and each worker holds two. Give it more (docker: --shm-size), or lower --workers or --batch-size; "
+            "--workers 0 needs none"
+        )
+    if not exited:
+        return None
+    killed = any(worker.exitcode == -signal.SIGKILL for worker in exited)
+    memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20  # of KiB
+    return (
+        f"data worker (process {', '.join(str(worker.pid) for worker in exited)}) "
+        + ("was killed, as the kernel does when memory runs out" if killed else "exited")
+        + f". The largest process that exited had {memory:.1f} GiB; fewer --workers take less"
+    )
+
+
+def kill_workers(loader: DataLoader[Any]) -> None:
+    """Kill the persistent workers of a DataLoader: Python waits for them at its exit, and a stopped one ignores SIGTERM."""
+    for worker in _workers(loader):
+        worker.kill()
+
+
+def _workers(loader: DataLoader[Any]) -> list[Any]:
+    """Return the worker processes of a DataLoader with persistent workers, for which torch has no public name."""
+    return getattr(getattr(loader, "_iterator", None), "_workers", [])

@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from openclip_ext import distributed
+from openclip_ext.data.train_loader import Interrupted
 
 
 class Request(enum.IntEnum):
@@ -68,6 +70,7 @@ class SignalRequests:
         self._request = Request.NOTHING
         self._asked: Callable[[], int] = _nothing
         self._previous: dict[int, Any] = {}
+        self._is_interruptible = False
         self.exit_status = EXIT_AFTER_SIGTERM
 
     def __enter__(self) -> "SignalRequests":
@@ -94,8 +97,22 @@ class SignalRequests:
                     raise KeyboardInterrupt
                 self.exit_status = EXIT_AFTER_SIGINT
             self._request = max(self._request, request)
+            if self._is_interruptible and request == Request.SAVE_AND_STOP:
+                self._is_interruptible = False
+                raise Interrupted
 
         return remember
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Let a request to stop raise ``Interrupted`` in here: a batch for which the run waits may never come."""
+        self._is_interruptible = True
+        try:
+            if self._request == Request.SAVE_AND_STOP:
+                raise Interrupted
+            yield
+        finally:
+            self._is_interruptible = False
 
     def agreed(self, now: bool = False) -> Request:
         """Return the strongest request any rank had heard by the last call, with ``now`` by this one; call it on all ranks.

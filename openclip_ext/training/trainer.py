@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.source import BadDataError
-from openclip_ext.data.train_loader import TrainLoader
+from openclip_ext.data.train_loader import Interrupted, TrainLoader
+from openclip_ext.data.workers import WorkerError
 from openclip_ext.losses.heads import HEADS_KEY, heads_entry, with_heads
 from openclip_ext.options import flag
 from openclip_ext.training import checkpoint as ckpt
@@ -147,18 +148,26 @@ class Trainer:
             SystemExit: with 143 after SIGTERM, 130 after SIGINT, and a saved checkpoint.
             SaveFailed: the last checkpoint could not be written.
             TrainingDiverged: a checkpoint was due and the parameters are not finite, or every step was skipped.
-            BadDataError: too many samples are bad, on all ranks; the steps before are saved.
+            BadDataError, WorkerError: too many samples are bad, or data workers failed, on all ranks; the steps before are
+                saved.
         """
         folder = None if self.policy.folder is None else self.policy.folder.parent
-        with SignalRequests() as signals, profiled(self.length.profile, folder) as self._profile_step:
+        with (
+            SignalRequests() as signals,
+            profiled(self.length.profile, folder) as self._profile_step,
+            self.loader.interrupted_by(signals.interruptible),
+        ):
             if evaluate_first:
                 self._evaluate()
             while self.position.epoch < self.length.epochs:
                 try:
                     self._train_epoch(signals)
-                except BadDataError:
-                    self._save_steps_of_this_start()
+                except (BadDataError, WorkerError):
+                    self._save_before_abort()
                     raise
+                except Interrupted:
+                    self._save_before_abort()
+                    self._stop(signals)
                 self._end_epoch()
 
     def _train_epoch(self, signals: SignalRequests) -> None:
@@ -214,11 +223,14 @@ class Trainer:
         self._save_mid_epoch(must_succeed=request == Request.SAVE_AND_STOP)
         self.stopwatch.restart()
         if request == Request.SAVE_AND_STOP:
-            if distributed.is_master():
-                told = f"Stopped by a signal after step {self.position.step}; --resume latest goes on from here."
-                logging.warning(told)
-                say_after_torchrun(told)
-            raise SystemExit(signals.exit_status)
+            self._stop(signals)
+
+    def _stop(self, signals: SignalRequests) -> NoReturn:
+        if distributed.is_master():
+            told = f"Stopped by a signal after step {self.position.step}; --resume latest goes on from here."
+            logging.warning(told)
+            say_after_torchrun(told)
+        raise SystemExit(signals.exit_status)
 
     def _complete_position(self) -> None:
         """Bring what is not kept up to date in every step up to date, for a save."""
@@ -227,8 +239,8 @@ class Trainer:
         self._report_skipped(self.step.guard.learn(wait=True))
         self.position.skipped = self.step.guard.skipped
 
-    def _save_steps_of_this_start(self) -> None:
-        """Save before the run ends, so that it can go on from here with other data or a higher limit."""
+    def _save_before_abort(self) -> None:
+        """Save the steps of this launch, so that the run can continue with other data or a higher limit."""
         if self._has_stepped and self.position.step_in_epoch > 0:
             self._complete_position()
             self._save_mid_epoch(must_succeed=False)

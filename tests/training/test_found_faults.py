@@ -40,15 +40,6 @@ def test_workers_that_a_fork_server_made_end_with_the_training_process(tmp_path:
     wait_until(lambda: not any(map(is_alive, workers)), 60)
 
 
-def test_workers_that_are_killed_between_two_epochs_are_replaced(tmp_path: Path):
-    loader = build(write_shards(tmp_path, [40]), workers=2)
-    assert len(list(loader.iterate(0))) == 10
-    for worker in loader._loader._iterator._workers:
-        worker.kill()
-        worker.join()
-    assert sorted(indices(list(loader.iterate(1)))) == list(range(40))
-
-
 def test_a_run_that_was_stopped_for_a_while_does_not_end_its_worker(tmp_path: Path):
     def slow(image):
         time.sleep(2.0 if next(counter) == 12 else 0.0)

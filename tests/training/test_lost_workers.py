@@ -1,0 +1,68 @@
+"""Data workers that hang or are killed in mid-epoch: the run saves its steps and ends, and resumes bitwise.
+
+So does a run that is asked to end while it waits for a batch that does not come.
+"""
+
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from openclip_ext import distributed
+from openclip_ext.training.step import TrainStep
+from tests.training.programs import Program, Runs, differing, program
+from tests.training.runs import EXIT_AFTER_SIGTERM, make_shards
+
+# What happens to the only data worker of the last rank after the first step, and what the run then does.
+FAULTS = {
+    "hangs": ("--rank-patience", "3"),
+    "is killed": ("--rank-patience", "30"),
+    "hangs, SIGTERM": ("--rank-patience", "100"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("runs")
+    return Runs(make_shards(folder / "data"), folder)
+
+
+def disturbed(fault: str, argv: list[str]) -> None:
+    def step(self, batches, number=0, take=TrainStep.__call__):
+        terms = take(self, batches, number)
+        if number == 0 and distributed.rank() == distributed.world_size() - 1:
+            (worker,) = multiprocessing.active_children()
+            os.kill(worker.pid, signal.SIGKILL if fault == "is killed" else signal.SIGSTOP)
+            if "SIGTERM" in fault:
+                threading.Timer(3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return terms
+
+    TrainStep.__call__ = step
+    program(argv)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_steps_before_are_saved_and_the_run_resumes_bitwise(fault: str, ranks: int, runs: Runs, tmp_path: Path):
+    argv = runs.argv(tmp_path, "queueclip", ranks, "--workers", "1")
+    # Nothing but the fault saves in an epoch.
+    fails = [*argv, "--save-every-steps", "100", *FAULTS[fault]]
+    failed = Program(fails, ranks, tmp_path / "failed", target=functools.partial(disturbed, fault))
+    statuses = failed.wait()
+    if "SIGTERM" in fault:
+        assert set(statuses) == {EXIT_AFTER_SIGTERM}, failed.text()[-3000:]
+        assert "Stopped by a signal after step" in failed.text()
+    else:
+        # The launcher may end the rank that is behind.
+        assert set(statuses) <= {1, -signal.SIGTERM}, failed.text()[-3000:]
+        assert ("did not answer for 3 s" if fault == "hangs" else "was killed") in failed.text()
+        assert ranks == 1 or "the data workers of another rank failed" in failed.text()
+    (saved,) = (tmp_path / "run" / "checkpoints").glob("*.pt")
+    assert "_step_" in saved.name
+    resumed = Program(argv, ranks, tmp_path / "resumed")
+    assert not any(resumed.wait()), resumed.text()[-3000:]
+    assert not differing(tmp_path / "run", runs.uninterrupted("queueclip", ranks, "--workers", "1"))
