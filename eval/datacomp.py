@@ -19,7 +19,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from openclip_ext import distributed
-from openclip_ext.files import write_atomically
+from openclip_ext.files import output_path, write_atomically
 
 from .command_line import add_model_arguments, load_encoder
 from .data import DataError, task_folder
@@ -49,7 +49,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tasks", nargs="+", metavar="TASK", help=f"keys such as vtab/pets, or {', '.join(SUITES)}; default: all 40"
     )
-    parser.add_argument("--output-dir", type=Path, help="folder for the results; default: RUN/datacomp/CHECKPOINT")
+    parser.add_argument(
+        "--output-dir", type=output_path, help="folder for the results; default: RUN/datacomp/CHECKPOINT"
+    )
     parser.add_argument("--overwrite", action="store_true", help="also evaluate tasks that have a result")
     parser.add_argument(
         "--allow-size-mismatch",

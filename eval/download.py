@@ -17,7 +17,7 @@ from huggingface_hub.utils import filter_repo_objects
 from huggingface_hub.utils.sha import sha_fileobj
 
 from openclip_ext.diagnostics import command_line
-from openclip_ext.files import write_atomically
+from openclip_ext.files import output_path, write_atomically
 
 from .convert import convert_retrieval, convert_winogavil
 from .data import (
@@ -177,7 +177,9 @@ def build_parser() -> argparse.ArgumentParser:
         description="Fetch DataComp's evaluation sets from the Hugging Face hub; everything else works offline. "
         "Run the same command again to continue after an interruption.",
     )
-    parser.add_argument("--data-dir", type=Path, required=True, help="folder in which every data set gets a folder")
+    parser.add_argument(
+        "--data-dir", type=output_path, required=True, help="folder in which every data set gets a folder"
+    )
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="keys, names or suites (default: all 40)")
     parser.add_argument("--verify", action="store_true", help="only check the folders, without a network")
     parser.add_argument(

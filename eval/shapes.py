@@ -29,6 +29,7 @@ from openclip_ext.data.shapes.scene import (
     describe,
 )
 from openclip_ext.diagnostics import command_line
+from openclip_ext.files import output_path
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.retrieval import ranks_of_best_match
 
@@ -205,7 +206,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=250)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    parser.add_argument("--json", type=output_path, help="also write the numbers to this file")
     return parser
 
 

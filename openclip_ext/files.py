@@ -1,6 +1,8 @@
 """Writing files so that nobody ever sees half of one."""
 
+import argparse
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -27,3 +29,21 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
         except BaseException:
             os.unlink(file.name)
             raise
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|file:")
+
+
+def refuse_url(path: str | None, fix: str = "Give a local one, and copy it yourself") -> None:
+    """Raise ValueError if an output path is a URL, of which a local folder named ``s3:`` would be made."""
+    if path is not None and _URL.match(path):
+        raise ValueError(f"{path} is a URL: expected a local path. {fix}")
+
+
+def output_path(text: str) -> Path:
+    """Parse an argument of a command line that names a file or folder to write."""
+    try:
+        refuse_url(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return Path(text)

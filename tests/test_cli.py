@@ -1,5 +1,6 @@
 """The console program runs the modules of the package as ``python -m`` does."""
 
+import importlib
 import shlex
 import subprocess
 import sys
@@ -66,3 +67,28 @@ def test_output_and_exit_status_are_the_commands(tmp_path):
     module = python("-m", "openclip_ext.data.manifest", str(tmp_path / "none.tar"))
     assert failed.returncode == module.returncode != 0
     assert failed.stderr == module.stderr and "none.tar" in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "argv"),
+    [
+        ("openclip_ext.data.manifest", "x.tar --output gs://b/m.json"),
+        ("openclip_ext.data.shapes.__main__", "--output s3://b/shapes --num-samples 4"),
+        ("openclip_ext.diagnostics.curves", "run --output s3://b/curves.png"),
+        ("openclip_ext.diagnostics.estimation_error", "run --json s3://b/error.json"),
+        ("openclip_ext.diagnostics.estimation_error", "run --plot file:///b/error.png"),
+        ("openclip_ext.diagnostics.inspect.__main__", "run --output s3://b/inspect"),
+        ("openclip_ext.experiments.compare.comparison", "x.tar --output s3://b/compare --model demo-vit"),
+        ("openclip_ext.export.__main__", "x.pt --output s3://b/exported"),
+        ("eval.report.__main__", "run --output s3://b/report"),
+        ("eval.datacomp", "--model demo-vit --data-dir d --output-dir s3://b/results"),
+        ("eval.download", "--data-dir s3://b/data"),
+    ],
+)
+def test_no_command_makes_a_folder_of_a_url(module, argv, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((SystemExit, ValueError)) as stopped:
+        importlib.import_module(module).main(argv.split())
+    told = str(stopped.value) if isinstance(stopped.value, ValueError) else capsys.readouterr().err
+    assert "is a URL: expected a local path" in told
+    assert list(tmp_path.iterdir()) == []

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from openclip_ext.diagnostics import command_line
+from openclip_ext.files import output_path
 from openclip_ext.pages.rendering import render_page, thumbnail
 
 from ..command_line import add_model_arguments, load_encoder
@@ -155,7 +156,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--top", type=int, default=10, help="number of images retrieved for a query (default: %(default)s)"
     )
-    parser.add_argument("--output-dir", type=Path, default=Path("editing"), help="default: %(default)s")
+    parser.add_argument("--output-dir", type=output_path, default=Path("editing"), help="default: %(default)s")
     return parser
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from openclip_ext.data.images import split_transform
 from openclip_ext.diagnostics import command_line
+from openclip_ext.files import output_path
 
 from ..command_line import add_model_arguments, load_encoder
 from ..features import Encoder
@@ -140,7 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_model_arguments(parser)
     parser.add_argument("--images", nargs="+", type=Path, required=True, metavar="FILE")
     parser.add_argument("--phrases", nargs="+", required=True, metavar="PHRASE")
-    parser.add_argument("--output-dir", type=Path, default=Path("grounding"), help="default: %(default)s")
+    parser.add_argument("--output-dir", type=output_path, default=Path("grounding"), help="default: %(default)s")
     parser.add_argument("--layer", help="module of the visual tower whose output is (N, C, H, W)")
     return parser
 

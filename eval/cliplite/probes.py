@@ -26,6 +26,7 @@ from sklearn.svm import LinearSVC
 from torch import Tensor
 
 from openclip_ext.diagnostics import command_line
+from openclip_ext.files import output_path
 from openclip_ext.training.imagenet import ClassFolders
 
 from ..command_line import add_model_arguments, load_encoder
@@ -231,7 +232,7 @@ def build_parser() -> argparse.ArgumentParser:
             help="features to probe (default: those before the projection)",
         )
         probe.add_argument("--costs", type=float, nargs="+", default=costs, help=f"default: {costs}")
-        probe.add_argument("--output", type=Path, help="JSON file to write")
+        probe.add_argument("--output", type=output_path, help="JSON file to write")
     return parser
 
 

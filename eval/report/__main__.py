@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from openclip_ext.diagnostics import command_line
+from openclip_ext.files import output_path
 
 from .page import build_page
 from .runs import read_runs
@@ -25,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
         "same NAME are repeats of one run, shown as mean and standard deviation",
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("report"), help="folder of the report (default: %(default)s)"
+        "--output", type=output_path, default=Path("report"), help="folder of the report (default: %(default)s)"
     )
     parser.add_argument("--title", default="Evaluation report", help="title of the page (default: %(default)s)")
     return parser

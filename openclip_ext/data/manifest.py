@@ -27,7 +27,7 @@ from openclip_ext.data.scan import Problems, Shard
 from openclip_ext.data.shardlist import expand_shards, refuse_repeated, shard_name
 from openclip_ext.data.spec import ANY_FIELD, DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY, parse_keys
 from openclip_ext.data.storage import DEFAULT_STORAGE, ReplacedError, Storage, is_local
-from openclip_ext.files import write_atomically
+from openclip_ext.files import output_path, write_atomically
 from openclip_ext.schema import read_as
 
 FORMAT = "openclip_ext.manifest"
@@ -546,6 +546,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--output",
+        type=output_path,
         help="where to write (default: manifest.json in the shards' common folder, manifest-HASH.json if that name is "
         "taken by one of other shards)",
     )

@@ -36,9 +36,9 @@ def device(name: str) -> str:
     try:
         is_cuda = torch.device(name).type == "cuda"
     except RuntimeError as error:
-        raise argparse.ArgumentTypeError(str(error).splitlines()[0]) from error
+        raise argparse.ArgumentTypeError(f"{name} is no device of PyTorch: expected cpu, cuda or cuda:N") from error
     if is_cuda and not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError(f"{name}: PyTorch finds no GPU here")
+        raise argparse.ArgumentTypeError(f"{name}: PyTorch finds no GPU here; give cpu")
     return name
 
 

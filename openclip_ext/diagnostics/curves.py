@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from openclip_ext import json_lines
 from openclip_ext.diagnostics import command_line
+from openclip_ext.files import output_path
 
 Records = list[dict[str, Any]]
 
@@ -91,7 +92,9 @@ def main(argv: list[str]) -> None:
     """Draw runs into a picture."""
     parser = argparse.ArgumentParser(prog="openclip-ext plot", description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (LOGS/NAME)")
-    parser.add_argument("--output", type=Path, required=True, help="picture to write; the extension says the format")
+    parser.add_argument(
+        "--output", type=output_path, required=True, help="picture to write; the extension says the format"
+    )
     args = parser.parse_args(argv)
     names = [run.resolve().name for run in args.runs]
     runs = {

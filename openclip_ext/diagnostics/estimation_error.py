@@ -28,6 +28,7 @@ from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.diagnostics import command_line
+from openclip_ext.files import output_path
 from openclip_ext.losses.openclip import OpenClipLoss
 from openclip_ext.training.errors import UsageError
 
@@ -294,9 +295,14 @@ def main(argv: list[str]) -> None:
         help="number of samples to compare (default: %(default)s)",
     )
     parser.add_argument(
-        "--json", default=None, metavar="FILE", help="also write the result to this file; several results are a list"
+        "--json",
+        type=output_path,
+        metavar="FILE",
+        help="also write the result to this file; several results are a list",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the errors over the course of training")
+    parser.add_argument(
+        "--plot", type=output_path, metavar="FILE", help="also draw the errors over the course of training"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw of anchors (default: %(default)s)")
     args = parser.parse_args(argv)
     names = [(folder, name) for folder in args.run for name in checkpoints_of(folder, args.checkpoint)]
@@ -320,7 +326,7 @@ def main(argv: list[str]) -> None:
         about = {"run": str(run.folder), "checkpoint": run.checkpoint.name, "loss": run.loss_name, "step": run.step}
         results.append(about | {"samples_seen": run.step * run.global_batch} | asdict(result))
     if args.json:
-        Path(args.json).write_text(json.dumps(results if len(results) > 1 else results[0], indent=2) + "\n")
+        args.json.write_text(json.dumps(results if len(results) > 1 else results[0], indent=2) + "\n")
     if args.plot:
         plot(results, args.plot)
         print(args.plot)

@@ -45,6 +45,7 @@ from openclip_ext.experiments.pilot import PilotRun, versions
 from openclip_ext.experiments.process_pool import ProcessPool
 from openclip_ext.experiments.results import ResultsFile
 from openclip_ext.experiments.runs import Contest, Results, Run
+from openclip_ext.files import output_path
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.retrieval import ranks_of_best_match
 from openclip_ext.training import flags
@@ -316,7 +317,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--data", type=Path, required=True, help="folder that scripts.experiments.icons or .clip_arts made"
     )
-    parser.add_argument("--results", type=Path, required=True, help="file of finished runs; lines are appended")
+    parser.add_argument("--results", type=output_path, required=True, help="file of finished runs; lines are appended")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, each on one core or GPU")
     args = parser.parse_args(argv)
     failures = run_all(json.loads(args.grid.read_text()), args.data, args.results, args.workers)

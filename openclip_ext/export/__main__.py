@@ -17,6 +17,7 @@ from openclip_ext.diagnostics.curves import plot
 from openclip_ext.diagnostics.finished_run import model_settings, read_config
 from openclip_ext.export.card import CURVES, evaluations, model_card
 from openclip_ext.export.clip_model import write_clip_model
+from openclip_ext.files import output_path
 from openclip_ext.losses.heads import read_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
@@ -83,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("checkpoint", type=Path, help="LOGS/NAME/checkpoints/epoch_K.pt")
     formats = "; ".join(f"{name}: {purpose}" for name, purpose in FORMATS.items())
     parser.add_argument("--to", choices=FORMATS, default="safetensors", help=f"{formats} (default: %(default)s)")
-    parser.add_argument("--output", type=Path, required=True, help="folder to make")
+    parser.add_argument("--output", type=output_path, required=True, help="folder to make")
     args = parser.parse_args(argv)
     export(args.checkpoint, args.to, args.output)
     print(f"{args.output}: open_clip.create_model_and_transforms('local-dir:{args.output}')")

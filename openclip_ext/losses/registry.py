@@ -125,6 +125,8 @@ def find_method(name: str) -> Method:
         return _import_method(name)
     close = difflib.get_close_matches(str(name), METHODS, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
+    if str(name).endswith(".py"):
+        hint = f" For a file of your own give {os.path.basename(name).removesuffix('.py')}:METHOD, from its folder."
     raise OptionError(
         "loss", f"unknown loss {name!r}: expected one of {', '.join(METHODS)}, or my.module:METHOD.{hint}"
     )
@@ -140,7 +142,12 @@ def _import_method(name: str) -> Method:
     except ModuleNotFoundError as error:
         raise OptionError("loss", f"loss {name!r}: {error}; looked in {', '.join(filter(None, sys.path))}") from error
     if not isinstance(method, Method):
-        raise OptionError("loss", f"loss {name!r}: {attribute!r} of {module_name} is {method!r}, expected a Method")
+        found = "not there" if method is None else f"a {type(method).__name__}" if method is not Method else "the class"
+        names = [key for key, value in vars(sys.modules[module_name]).items() if isinstance(value, Method)]
+        there = f"; it has {', '.join(names)}" if names else ""
+        raise OptionError(
+            "loss", f"loss {name!r}: expected a Method object of {module_name}, {attribute!r} is {found}{there}"
+        )
     if METHODS.get(method.name) is not method:
         register_method(method)
     return method

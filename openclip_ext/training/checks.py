@@ -26,6 +26,12 @@ def check(config: TrainingConfig) -> None:
     """Raise UsageError for the first mistake, with what would be right."""
     if config.data is None and not config.evaluation.is_asked_for:
         raise UsageError(NOTHING_TO_DO)
+    weights = config.model.pretrained
+    if weights and os.path.isdir(weights):
+        raise UsageError(
+            f"--pretrained {weights} is a folder: expected a file of weights, such as {weights}/epoch_32.pt. A folder with "
+            f"open_clip_config.json is a model: --model local-dir:{weights}"
+        )
     _check_model(config.model)
     _check_pixels(config.model)
     check_optimizer(config.optimizer)
@@ -85,13 +91,17 @@ def _check_pixels(config: ModelConfig) -> None:
         raise UsageError(f"--image-std {deviations}: expected positive numbers")
 
 
-def check_device(name: str) -> None:
-    """Raise UsageError for a device that PyTorch does not know, or a GPU by number that this machine does not have."""
+def check_device(name: str, is_given: bool = True) -> None:
+    """Raise UsageError for a device that PyTorch does not know or this machine does not have.
+
+    Args:
+        is_given: the command line names it; OpenCLIP's default, ``cuda``, trains on the CPU where there is no GPU.
+    """
     try:
         device = torch.device(name)
     except RuntimeError:
         raise UsageError(f"--device {name} is no device of PyTorch: expected cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+    if device.type == "cuda" and is_given and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(
             f"--device {name}: PyTorch finds {torch.cuda.device_count()} GPUs on this machine; to train without one give "
             "--device cpu"

@@ -7,24 +7,37 @@ that is left goes to OpenCLIP's own parser.
 import argparse
 import contextlib
 import io
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from openclip_ext import compat
+from openclip_ext.files import refuse_url
 from openclip_ext.losses import registry
 from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.options import OptionError, as_words, check_flags, nearest
 from openclip_ext.training import flag_table, recipes
 from openclip_ext.training.config import FLAG_GROUPS, writes_nothing
 from openclip_ext.training.errors import UsageError
-from openclip_ext.training.help import asks_for_help, chosen_loss, is_first_process, openclip_flags, print_help
+from openclip_ext.training.help import (
+    asks_for_help,
+    chosen_loss,
+    is_first_process,
+    known_flags,
+    openclip_flags,
+    print_help,
+)
 from openclip_ext.training.model import LossConfig
 from openclip_ext.training.parser import build_parser
+from openclip_ext.training.slips import refuse_expanded_pattern, refuse_slips
 
 T = TypeVar("T")
 PARTS = ("normalizer", "temperature_scheme", "views")
+_NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)e[+-]?\d+", re.IGNORECASE)
 _NAMES_OF_MAIN = {"--text-key": "--caption-key", "--visual-layer-decay": "--image-layer-decay"}
 
 
@@ -41,6 +54,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, LossConfig]:
     if asks_for_help(argv):
         print_help(argv)
         raise SystemExit(0)
+    refuse_slips(argv, known_flags())
     for word in argv:
         if not word.isprintable() and (found := word.encode(errors="backslashreplace").decode()) != word:
             raise UsageError(f"{found!r} is not UTF-8, which logs and checkpoints need: rename the file or folder")
@@ -98,6 +112,7 @@ def _without_usage(parse: Callable[[], T], known: Sequence[str] = ()) -> T:
     except SystemExit:
         message = printed.getvalue().rpartition(" error: ")[2].strip()
         unknown = message.partition("unrecognized arguments: ")[2].split()
+        refuse_expanded_pattern(unknown)
         hint = nearest(unknown[0].partition("=")[0], known) if unknown else ""
         raise UsageError(f"{message}{hint}; --help lists the flags") from None
 
@@ -115,7 +130,7 @@ def refuse_shortened(argv: Sequence[str], ours: argparse.ArgumentParser) -> None
 
 def _with_our_names(argv: Sequence[str]) -> Iterator[str]:
     """Yield the arguments with our names for the flags that OpenCLIP's main branch has under another one."""
-    words = iter(argv)
+    words = iter(_with_joined_numbers(argv))
     for word in words:
         flag, _, value = word.partition("=")
         if flag == "--json-text-key":
@@ -123,6 +138,17 @@ def _with_our_names(argv: Sequence[str]) -> Iterator[str]:
             yield f"--caption-key={';'.join(f'json:{entry}' for entry in entries)}"
         else:
             yield _NAMES_OF_MAIN.get(flag, flag) + word[len(flag) :]
+
+
+def _with_joined_numbers(argv: Sequence[str]) -> list[str]:
+    """Return the words with ``--lr -1e-3`` as ``--lr=-1e-3``: argparse takes a negative number with an exponent for a flag."""
+    joined: list[str] = []
+    for word in argv:
+        if _NEGATIVE.fullmatch(word) and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _tell_old_spellings(argv: Sequence[str]) -> None:
@@ -179,6 +205,8 @@ def _check_together(args: argparse.Namespace) -> None:
     written = [f"--{name.replace('_', '-')}" for name in saving if getattr(args, name)]
     if args.save_every_steps and args.recipe is None:  # a recipe's is no wish
         written.append("--save-every-steps")
+    refuse_url(args.logs, f"--logs takes a local one, and --remote-sync {args.logs} copies the run folder there")
+    refuse_url(args.cache_dir, "--cache-dir takes a folder of this machine")
     cooldown, ema = args.epochs_cooldown, args.model_ema_decay is not None
     refused: dict[str, Any] = {
         "--horovod is not supported; start with torchrun instead": args.horovod,
@@ -193,6 +221,15 @@ def _check_together(args: argparse.Namespace) -> None:
         ),
         "--trace is for evaluation only; leave it out to train": args.trace and args.train_data,
         "--name is empty: leave it out, or give the run a name": args.name == "",
+        f"--name {args.name} is a path: expected a name; --logs says where the run's folder is made": (
+            args.name is not None and (os.path.isabs(args.name) or os.pardir in Path(args.name).parts)
+        ),
+        f"--resume {args.resume} does not exist; did you mean --resume latest?": (
+            args.resume in ("last", "auto", "true", "True", "newest") and not os.path.exists(args.resume)
+        ),
+        f"--lr {args.lr} is too high for AdamW: expected at most 1; 5e-4 is usual": (
+            args.lr is not None and args.opt == "adamw" and args.lr > 1
+        ),
         f"--resume {args.resume} is no file of this machine: copy the checkpoint and its .state folder, or give --remote-sync "
         "and --resume latest": "://" in (args.resume or ""),
         "--resume latest needs --name: without it every start makes a new run folder": (

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import functools
 import io
+import itertools
 import os
 import re
 import textwrap
@@ -144,6 +145,13 @@ def _with_told_defaults(table: FlagTable) -> Iterator[Option]:
 
 def _text(value: Any) -> str:
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def known_flags() -> set[str]:
+    """Return OpenCLIP's flags and ours, without the opposites of those that are on or off."""
+    table = flag_table.from_file()
+    ours = [*table.options, *itertools.chain(*table.run_options.values())]
+    return {"--loss", "--recipe", "--hard-share", "--loss-option", *(option.flag for option in ours), *openclip_flags()}
 
 
 def openclip_flags() -> list[str]:

@@ -7,7 +7,15 @@ says that it waits for them.
 import signal
 import sys
 
-from openclip_ext.training.help import NOTHING_TO_DO, asks_for_help, gives_work, is_first_process, print_help
+from openclip_ext.training.help import (
+    NOTHING_TO_DO,
+    asks_for_help,
+    gives_work,
+    is_first_process,
+    known_flags,
+    print_help,
+)
+from openclip_ext.training.slips import refuse_slips
 from openclip_ext.version import __version__
 
 
@@ -28,10 +36,14 @@ def cli() -> None:
     if asks_for_help(sys.argv[1:]):
         print_help(sys.argv[1:])
         return
-    if not gives_work(sys.argv[1:]):
+    try:
+        refuse_slips(sys.argv[1:], known_flags())
+        if not gives_work(sys.argv[1:]):
+            raise ValueError(NOTHING_TO_DO)
+    except ValueError as error:
         if is_first_process():
-            print(f"error: {NOTHING_TO_DO}", file=sys.stderr)
-        raise SystemExit(2)
+            print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
     # Without a handler it would end the process.
     signal.signal(signal.SIGUSR1, lambda *_: print("SIGUSR1: nothing to save yet", file=sys.stderr))
     if "torch" not in sys.modules and is_first_process():

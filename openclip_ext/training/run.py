@@ -46,7 +46,7 @@ def run(argv: list[str]) -> None:
     args, choice = parse(argv)
     signals.end_with_torchrun()
     compat.set_backends()
-    check_device(args.device)
+    check_device(args.device, is_given=any(word.partition("=")[0] == "--device" for word in argv))
     device = compat.init_device(args)
     distributed.set_patience(distributed.START_PATIENCE)
     handlers = list(logging.root.handlers)

@@ -19,6 +19,7 @@ from PIL import Image
 
 from openclip_ext import compat
 from openclip_ext.experiments.grid import environment
+from openclip_ext.files import output_path
 from openclip_ext.losses import registry
 from openclip_ext.training.run_folder import versions
 
@@ -47,7 +48,7 @@ def main(
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, help="write the numbers as JSON")
+    parser.add_argument("--output", type=output_path, help="write the numbers as JSON")
     add_arguments(parser)
     args = parser.parse_args()
     if os.environ.get("RANK", "0") != "0":  # the other ranks measure, and say nothing

@@ -5,6 +5,7 @@ import sys
 
 from openclip_ext.data.shapes.scene import SPLITS
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
+from openclip_ext.files import output_path
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -15,7 +16,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--output", required=True, help="folder for the shards")
+    parser.add_argument("--output", type=output_path, required=True, help="folder for the shards")
     parser.add_argument("--num-samples", type=int, required=True, help="number of image-caption pairs")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives another set")
     parser.add_argument(

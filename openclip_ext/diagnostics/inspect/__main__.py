@@ -22,6 +22,7 @@ from openclip_ext.diagnostics.finished_run import (
 from openclip_ext.diagnostics.inspect import outputs
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
 from openclip_ext.diagnostics.inspect.outputs import Inspection
+from openclip_ext.files import output_path
 from openclip_ext.options import flag, from_flags, own_options
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.parser import add_flag
@@ -157,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_run_arguments(parser)
     parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="folder for the results (default: RUN_FOLDER/inspect)"
+        "--output", type=output_path, metavar="FOLDER", help="folder for the results (default: RUN_FOLDER/inspect)"
     )
     parser.add_argument(
         "--leave-out",
@@ -166,7 +167,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAMES",
         help=f"categories, separated by commas: {', '.join(DEFINITIONS)}, misfits; the first sample of a pair stays",
     )
-    parser.add_argument("--write-manifest", type=Path, metavar="PATH", help="file for a manifest without these samples")
+    parser.add_argument(
+        "--write-manifest", type=output_path, metavar="PATH", help="file for a manifest without these samples"
+    )
     for option in own_options([_Sizes, Thresholds]):
         add_flag(parser, option, default=option.default)
     return parser

@@ -11,12 +11,13 @@ import torch
 from openclip_ext.experiments.compare import space
 from openclip_ext.experiments.compare.space import BASELINE
 from openclip_ext.experiments.process_pool import default_processes
+from openclip_ext.files import refuse_url
 from openclip_ext.losses import registry
 from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.options import flag, from_flags, own_options
 from openclip_ext.training import flag_table, flags
-from openclip_ext.training.checks import check
+from openclip_ext.training.checks import check, check_device
 from openclip_ext.training.config import TrainingConfig, training_config
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.parser import add_flag, add_loss_flags
@@ -29,7 +30,7 @@ _USED_FLAGS = """
     lock_text_freeze_layer_norm grad_checkpointing dataset_type csv_separator csv_img_key csv_caption_key
     image_key caption_key manifest max_bad_fraction caption_aware_flip batch_size accum_freq workers epochs opt lr wd beta1
     beta2 eps momentum lookahead_steps lr_scheduler lr_min warmup epochs_cooldown lr_cooldown_power lr_cooldown_end
-    grad_clip_norm max_skipped_steps
+    grad_clip_norm max_skipped_steps device
 """
 
 
@@ -69,6 +70,7 @@ def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
         raise UsageError(f"{unknown[0]} stands before SHARDS: give SHARDS first, then the flags of training")
     if args.loss is not None:
         raise UsageError("--loss chooses one loss; --losses says which to compare")
+    refuse_url(args.output)
     options = {name: value for name, value in vars(args).items() if name in OPTIONS}
     losses = sorted((loss.strip() for loss in args.losses.split(",")), key=lambda loss: loss != BASELINE)
     config = from_flags(
@@ -95,7 +97,9 @@ def _training_config(shards: str, argv: Sequence[str]) -> TrainingConfig:
             raise UsageError(f"--{name.replace('_', '-')} has no effect on compare; leave it out")
     if namespace.batch_size < 2:
         raise UsageError(f"--batch-size is {namespace.batch_size}, must be at least 2")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    is_given = any(word.partition("=")[0] == "--device" for word in argv)
+    check_device(namespace.device, is_given)
+    device = torch.device(namespace.device if is_given else "cuda" if torch.cuda.is_available() else "cpu")
     training = training_config(namespace, choice, device)
     check(training)
     if device.type == "cpu":

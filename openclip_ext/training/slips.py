@@ -1,0 +1,84 @@
+"""Slips at the keyboard, and flags of related programs: found before argparse says something that does not help.
+
+Nothing heavy is imported here.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+
+# What word processors and web pages make of ' " and -.
+_QUOTES, _DASHES = "\u2018\u2019\u201c\u201d\u00ab\u00bb", "\u2010\u2011\u2012\u2013\u2014\u2212"
+# Flags that only these programs have, and what does the same here.
+_FOREIGN = {
+    "fast_clip": {
+        "fastclip": "--loss fastclip (v0 to v3: docs/methods/fastclip.md)",
+        "multiply-tau": "--loss fastclip, or fastclip-v0 without it",
+        "lr-tau-scheduler": "nothing: the loss decides",
+        "fastclip-eps": "--loss-option eps=VALUE",
+        "data-size": "nothing: the manifest counts the samples",
+        "optimizer": "--opt adamw or --opt timm/lamb",
+    },
+    "AmorLIP": {
+        "lambda-lr": "--normalizer-lr",
+        "lambda-update-frequency": "--normalizer-updates",
+        "update-lambda-every-n-steps": "--fit-every",
+        "update-ema-mlps-every-n-steps": "--loss-option target_every=N",
+        "model-ema-beta": "--loss-option ema_decay=VALUE",
+        "z-beta-max": "--loss-option previous_weight=VALUE",
+        "div-reg-coef": "--loss-option l2_log_weight=VALUE",
+        "pos-coef": "nothing: the positive pair is part of the mean, as in the paper",
+        "lambda-tolerance": "nothing",
+        "adaptive-tau": "nothing: --temperature-scheme chooses",
+        "kl-div-sym": "nothing",
+    },
+    "OpenCLIP 2": {
+        "norm-gradient-clip": "--grad-clip-norm",
+        "openai-pretrained": "--pretrained openai",
+        "multigpu": "torchrun --nproc-per-node N",
+        "dp": "torchrun --nproc-per-node N",
+        "gpu": "--device cuda:N",
+        "skip-aggregate": "nothing: the losses gather as the papers do",
+    },
+}
+_OURS = {flag: (program, ours) for program, flags in _FOREIGN.items() for flag, ours in flags.items()}
+
+
+def refuse_slips(argv: Sequence[str], known: Collection[str]) -> None:
+    """Raise ValueError for the first word that was typed otherwise than meant.
+
+    Args:
+        argv: The command line.
+        known: All flags of the program.
+    """
+    for word in argv:
+        for problem in _slips(word, known):
+            raise ValueError(problem)
+
+
+def _slips(word: str, known: Collection[str]) -> Iterator[str]:
+    if word[:1] in tuple(_DASHES) or (word.startswith("-") and word.lstrip("-")[:1] in tuple(_DASHES)):
+        yield f"{word}: this dash is not the minus sign of a keyboard, as after copying from a document; type --"
+    if word[:1] in tuple(_QUOTES) or word[-1:] in tuple(_QUOTES):
+        yield f"{word}: these quotes are not those of a keyboard, as after copying from a document; type ' or \""
+    if word in ("help", "-help", "/?", "-?"):
+        yield f"{word}: --help lists the flags"
+    if not word.startswith("--"):
+        return
+    flag = word.partition("=")[0]
+    plain = flag[2:].replace("_", "-").lower()
+    if flag in known:
+        return
+    if plain in _OURS:
+        program, ours = _OURS[plain]
+        yield f"{flag} is a flag of {program}; here: {ours}"
+    if f"--{plain}" in known:
+        yield f"there is no {flag}; did you mean --{plain}?"
+
+
+def refuse_expanded_pattern(unknown: Sequence[str]) -> None:
+    """Raise ValueError if words that no flag takes look like files: the shell has expanded a pattern without quotes."""
+    if unknown and all(re.search(r"\.(tar(\.\w+)?|tgz|csv|tsv)$", word) for word in unknown):
+        raise ValueError(
+            f"{unknown[0]} and {len(unknown) - 1} more words belong to no flag: the shell has expanded a pattern. Quote it, "
+            "such as --train-data 'data/{00000..00331}.tar'"
+        )
