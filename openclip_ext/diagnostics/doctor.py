@@ -9,27 +9,34 @@ import argparse
 import os
 import shutil
 import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import open_clip
 import torch
 
 from openclip_ext import compat
-from openclip_ext.data.build import build_source
-from openclip_ext.data.source import BadSampleError, decode_image
+from openclip_ext.data.build import build_train_loader
+from openclip_ext.data.source import BadDataError, BadSampleError, decode_image
 from openclip_ext.diagnostics import command_line
 from openclip_ext.diagnostics.dry_run import PRECISIONS
 from openclip_ext.diagnostics.plan import Memory, Plan, Training, memory_here
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import run_folder
-from openclip_ext.training.checks import check
+from openclip_ext.training.checks import check, check_combination, other_batch
 from openclip_ext.training.config import TrainingConfig, training_config
 from openclip_ext.training.flags import parse
+from openclip_ext.training.model import build_loss, build_model, for_training, prepare_for
+from openclip_ext.training.optimizer import create_optimizer, create_schedule
 
 _GIB = 2**30
 # A checkpoint holds each parameter and AdamW's two moments in float32.
 _BYTES_OF_A_PARAMETER = 12
+# The state of so many samples shows whether a loss can be built.
+_FEW_SAMPLES = 1000
 OK, WARNING, ERROR = "ok", "warning", "ERROR"
 Finding = tuple[str, str]
 
@@ -41,14 +48,16 @@ class Doctor:
         self.config, self.world_size, self.memory = config, world_size, memory
         self.global_batch = config.loading.batch_size * config.loading.accum_freq * world_size
         self.samples: int | None = None
+        self.steps: int | None = None  # of an epoch
         self.plan: Plan | None = None
 
     def findings(self) -> Iterator[Finding]:
         """Yield what was found; an examination that raises an exception is a finding, too."""
-        for examine in (self._versions, self._launcher, self._caches, self._data, self._memory, self._folder):
+        steps = (self._versions, self._launcher, self._caches, self._data, self._build, self._memory, self._folder)
+        for examine in steps:
             try:
                 yield from examine()
-            except (ValueError, OSError, ImportError) as error:
+            except (ValueError, OSError, ImportError, BadDataError) as error:
                 yield ERROR, str(error)
 
     def _versions(self) -> Iterator[Finding]:
@@ -76,8 +85,12 @@ class Doctor:
             needed.add(model.name.removeprefix("hf-hub:"))
         missing = [name for name in sorted(filter(None, needed)) if not _is_cached(name, model.cache_dir)]
         if missing:
-            cure = "where nodes have no network, run open_clip.create_model(MODEL, pretrained=TAG) here once"
-            yield WARNING, f"caches: {', '.join(missing)} of the Hugging Face hub is not downloaded yet; {cure}"
+            what = f"caches: {', '.join(missing)} of the Hugging Face hub is not downloaded yet"
+            fix = "run open_clip.create_model(MODEL, pretrained=TAG) once where there is a network"
+            if _reaches_hub():
+                yield WARNING, f"{what}; if the nodes have no network, {fix}"
+            else:
+                yield ERROR, f"{what}, and the hub cannot be reached from here; {fix}, and copy the cache"
         else:
             yield OK, "caches: nothing of the Hugging Face hub is left to download for the model"
 
@@ -86,19 +99,38 @@ class Doctor:
         if spec is None:
             yield OK, "data: none, the run only evaluates"
             return
-        source = build_source(spec, lambda image: image)
+        loading = replace(self.config.loading, rank=0, world_size=self.world_size, workers=0)
+        loader = build_train_loader(spec, loading, preprocess=torch.as_tensor, tokenizer=torch.as_tensor)
+        source = loader.source
+        self.steps = loader.batches_per_epoch // loading.accum_freq
         self.samples = min(spec.num_samples or source.num_kept, source.num_kept)
         try:
             _, caption = source.decode(source.reader()(0), decode_image)
         except BadSampleError as error:
-            yield ERROR, f"data: the first sample: {error}; see --image-key and --caption-key"
-            return
-        yield OK, f"data: {source.num_samples:,} samples, the manifest fits them, the first is {caption[:60]!r}"
+            yield WARNING, f"data: the first sample: {error}"
+        else:
+            yield OK, f"data: {source.num_samples:,} samples, the manifest fits them, the first is {caption[:60]!r}"
         if source.known_bad()[0]:
             yield WARNING, "data: {:,} samples are bad: {}".format(*source.known_bad())
-        steps = self.samples // self.global_batch
-        told = f"batch: {self.global_batch:,} samples, {steps:,} steps an epoch"
-        yield (OK, told) if steps else (ERROR, f"{told}: lower --batch-size, or take fewer processes")
+        yield OK, f"batch: {self.global_batch:,} samples, {self.steps:,} steps an epoch"
+        if (told := other_batch(self.config, self.global_batch, self.world_size)) is not None:
+            yield WARNING, f"batch: {told}"
+
+    def _build(self) -> Iterator[Finding]:
+        """Build model, loss and optimizer as the run does, without values: on PyTorch's meta device."""
+        if self.steps is None or ":" in self.config.model.name:
+            return
+        meta, steps = torch.device("meta"), self.steps * self.config.length.epochs
+        config = replace(self.config, loss=for_training(self.config.loss, steps, bool(self.config.model.pretrained)))
+        with command_line.without_warnings():
+            built = build_model(replace(config.model, pretrained=None), meta, config.loading.seed)
+            loss = build_loss(config.loss, config.model.name, built.model, min(self.samples or 1, _FEW_SAMPLES), meta)
+        check_combination(config, loss, self.world_size)
+        prepare_for(loss, built.model, set_logit_scale=False)
+        optimizer = create_optimizer(built.model, config.optimizer, loss.logit_scale_lr, loss.model_head())
+        create_schedule(config.schedule, optimizer, self.steps, loss.logit_scale_lr)
+        count = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+        yield OK, f"model: {count / 1e6:,.1f} million parameters to train with --loss {config.loss.name}"
 
     def _memory(self) -> Iterator[Finding]:
         model, step = self.config.model, self.config.step
@@ -154,9 +186,26 @@ def _is_cached(repository: str, cache_dir: str | None) -> bool:
     return any(folder.glob("snapshots/*/*"))
 
 
+def _reaches_hub() -> bool:
+    """Return whether the Hugging Face hub answers."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        urllib.request.urlopen(constants.ENDPOINT, timeout=5).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
 def main(argv: list[str]) -> None:
     """Print the findings, and exit; the status is 1 if something would stop the run."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, usage="openclip-ext doctor [FLAG] FLAGS OF TRAIN ...")
+    parser = argparse.ArgumentParser(
+        prog="openclip-ext doctor", allow_abbrev=False, usage="openclip-ext doctor [FLAG] FLAGS OF TRAIN ..."
+    )
     parser.add_argument(
         "--world-size", type=command_line.count, default=1, help="number of processes, one for each GPU (default: 1)"
     )

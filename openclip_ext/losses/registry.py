@@ -142,7 +142,13 @@ def _import_method(name: str) -> Method:
     except ModuleNotFoundError as error:
         raise OptionError("loss", f"loss {name!r}: {error}; looked in {', '.join(filter(None, sys.path))}") from error
     if not isinstance(method, Method):
-        found = "not there" if method is None else f"a {type(method).__name__}" if method is not Method else "the class"
+        found = (
+            "not there"
+            if method is None
+            else f"of type {type(method).__name__}"
+            if method is not Method
+            else "the class"
+        )
         names = [key for key, value in vars(sys.modules[module_name]).items() if isinstance(value, Method)]
         there = f"; it has {', '.join(names)}" if names else ""
         raise OptionError(

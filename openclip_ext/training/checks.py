@@ -8,18 +8,19 @@ from pathlib import Path
 import open_clip
 import torch
 
-from openclip_ext import compat, distributed
+from openclip_ext import compat
+from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.shardlist import expand_shards
 from openclip_ext.data.spec import DataSpec, parse_keys
 from openclip_ext.data.storage import is_local, local_path
 from openclip_ext.options import nearest
-from openclip_ext.training import recipes
+from openclip_ext.training import parallel, recipes
 from openclip_ext.training.config import TrainingConfig
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import EvaluationConfig
 from openclip_ext.training.help import NOTHING_TO_DO
 from openclip_ext.training.model import ModelConfig
-from openclip_ext.training.optimizer import check_optimizer
+from openclip_ext.training.optimizer import check_optimizer, full_name
 
 
 def check(config: TrainingConfig) -> None:
@@ -48,16 +49,41 @@ def check(config: TrainingConfig) -> None:
         raise UsageError("--report-to wandb needs the package wandb, which is not installed: pip install wandb")
 
 
-def tell_other_batch(config: TrainingConfig) -> None:
-    """Warn of a recipe on another number of GPUs than it is for, if the batch of a GPU does not make up for it."""
+def other_batch(config: TrainingConfig, global_batch: int, world_size: int) -> str | None:
+    """Return a warning if a recipe runs with another global batch than it is for; None if it does not."""
     name = config.flags["recipe"]
-    wanted = config.global_batch if name is None else recipes.get(name, config.loss.name).global_batch
-    if wanted != config.global_batch:
-        each = wanted / (distributed.world_size() * config.loading.accum_freq)
-        logging.warning(
-            f"--recipe {name} is for a global batch of {wanted:,}, and this run's is {config.global_batch:,}: give "
-            f"--batch-size {each:g}, or do not expect the recipe's results"
+    wanted = global_batch if name is None else recipes.get(name, config.loss.name).global_batch
+    if wanted == global_batch:
+        return None
+    each = wanted / (world_size * config.loading.accum_freq)
+    return (
+        f"--recipe {name} is for a global batch of {wanted:,}, and this run's is {global_batch:,}: give --batch-size "
+        f"{each:g}, or do not expect the recipe's results"
+    )
+
+
+def check_combination(config: TrainingConfig, loss: ContrastiveLoss, world_size: int) -> None:
+    """Raise UsageError for flags that are right by themselves, but not together with the loss."""
+    assert config.data is not None
+    if config.data.resampled and loss.needs_index:
+        raise UsageError(
+            f"--dataset-resampled draws samples with replacement, and --loss {config.loss.name} keeps a state for every "
+            "sample that needs each of them once an epoch. Leave out --dataset-resampled"
         )
+    if config.step.model_ema_decay is not None and loss.model_head() is not None:
+        raise UsageError(
+            f"--loss {config.loss.name} trains modules of its own with the model, which --model-ema-decay would not average; "
+            "leave it out"
+        )
+    if config.saving.best_metric is not None and (config.saving.folder is None or not config.evaluation.is_wanted):
+        raise UsageError(
+            "--keep-best needs an evaluation, such as --val-data, with a frequency above 0, and a folder, --logs"
+        )
+    if config.parallel.fsdp and world_size == 1:
+        logging.warning("--fsdp does nothing in a single process: there is nobody to share the model with.")
+    elif config.parallel.fsdp:
+        has_head = loss.model_head() is not None
+        parallel.check_shardable(full_name(config.optimizer), config.step.precision == "amp", has_head)
 
 
 def _check_model(config: ModelConfig) -> None:

@@ -18,7 +18,7 @@ from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training import heartbeat, parallel, resume, run_folder, signals
 from openclip_ext.training.checkpoint import Checkpoint, Position, RunIdentity
-from openclip_ext.training.checks import check, check_device, tell_other_batch
+from openclip_ext.training.checks import check, check_combination, check_device, other_batch
 from openclip_ext.training.config import TrainingConfig, training_config
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import build_evaluators, run_evaluators
@@ -92,7 +92,7 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
         logging.info(f"Defaults of the loss in this training: {suited}.")
     config = replace(config, loss=loss_config)
     loss = build_loss(config.loss, config.model.name, built.model, loader.num_samples, built.device)
-    _check_combination(config, loss)
+    check_combination(config, loss, distributed.world_size())
     model = _prepare_model(config, built, loss, is_fresh=start.checkpoint is None)
     temperature_lr = _temperature_lr(config, loss, steps)
     optimizer = create_optimizer(model, config.optimizer, temperature_lr, loss.model_head())
@@ -116,8 +116,9 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
         logging.info(f"Nothing is left to train: the checkpoint is the end of epoch {position.epoch}, see --epochs.")
     if folder is not None and distributed.is_master():
         _begin_folder(config, folder, position, start, trains=steps_left > 0)
-    if distributed.is_master():
-        tell_other_batch(config)
+    told = other_batch(config, config.global_batch, distributed.world_size())
+    if told is not None and distributed.is_master():
+        logging.warning(told)
     announce(identity, config.loss.options, built.model, loss, steps_per_epoch, config.length.epochs)
     settings = config.step.settings(built.device, built.images.normalize)
     ema = resume.restore_ema(start.checkpoint, model, config.step.model_ema_decay)
@@ -142,30 +143,6 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
         lines = "\n".join(f"  {line}" for line in loading_lines(config.model, folder, last))
         with contextlib.suppress(OSError):  # the run is saved, even if nobody reads this any more
             print(f"To load the model in stock OpenCLIP:\n{lines}", flush=True)  # the log's last words are of the run
-
-
-def _check_combination(config: TrainingConfig, loss: ContrastiveLoss) -> None:
-    """Raise UsageError for flags that are right by themselves, but not together with the loss."""
-    assert config.data is not None
-    if config.data.resampled and loss.needs_index:
-        raise UsageError(
-            f"--dataset-resampled draws samples with replacement, and --loss {config.loss.name} keeps a state for every "
-            "sample that needs each of them once an epoch. Leave out --dataset-resampled"
-        )
-    if config.step.model_ema_decay is not None and loss.model_head() is not None:
-        raise UsageError(
-            f"--loss {config.loss.name} trains modules of its own with the model, which --model-ema-decay would not average; "
-            "leave it out"
-        )
-    if config.saving.best_metric is not None and (config.saving.folder is None or not config.evaluation.is_wanted):
-        raise UsageError(
-            "--keep-best needs an evaluation, such as --val-data, with a frequency above 0, and a folder, --logs"
-        )
-    if config.parallel.fsdp and distributed.world_size() == 1:
-        logging.warning("--fsdp does nothing in a single process: there is nobody to share the model with.")
-    elif config.parallel.fsdp:
-        has_head = loss.model_head() is not None
-        parallel.check_shardable(full_name(config.optimizer), config.step.precision == "amp", has_head)
 
 
 def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveLoss, is_fresh: bool) -> nn.Module:

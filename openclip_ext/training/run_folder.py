@@ -140,7 +140,7 @@ def _write_failed(handler: logging.Handler, record: logging.LogRecord) -> None:
 @contextmanager
 def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
     """Make the folder, which no other process may train in until the end of the context, however that comes."""
-    is_new = not folder.exists()
+    new = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
     if not resume_latest and has_begun(folder):
         raise UsageError(f"run folder {folder} exists; continue it with --resume latest, or give another --name")
     owner = folder / ".owner"
@@ -163,8 +163,11 @@ def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if is_new and not has_begun(folder):
+        if new and not has_begun(folder):
             shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # something else has been put there
+                for place in new[1:]:
+                    place.rmdir()
         raise
     finally:
         lock.release()

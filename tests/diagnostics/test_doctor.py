@@ -40,11 +40,18 @@ def test_a_run_without_problems(shards, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--batch-size", "100"], "ERROR    batch: 100 samples, 0 steps an epoch: lower --batch-size"),
+        (["--batch-size", "100"], "ERROR    too few samples: the epoch has 84"),
         (["--image-key", "tiff"], "ERROR    "),
         (["--gpu-memory", "0.01"], "warning  memory: 1 ranks: a GPU needs"),
         (["--epochs", "100000000"], "ERROR    folder: "),
         ([], "warning  folder: saved at the ends of epochs only"),
+        (["--loss", "fastclip", "--dataset-resampled"], "ERROR    --dataset-resampled draws samples with replacement"),
+        (
+            ["--lock-image", "--lock-text", "--lock-text-freeze-layer-norm", "--loss", "sogclr"],
+            "ERROR    nothing is left",
+        ),
+        (["--recipe", "cc3m", "--loss", "neuclip"], "warning  batch: --recipe cc3m is for a global batch of 1,024"),
+        (["--model", "demo-vit", "--max-bad-fraction", "0", "--draw-captions"], "ok       model: "),
     ],
 )
 def test_what_a_run_would_stumble_over(shards, tmp_path, capsys, flags, message):
@@ -60,3 +67,17 @@ def test_a_folder_with_a_run(shards, tmp_path, capsys):
         lines_of(capsys, argv, 1), f"ERROR    folder: {tmp_path / 'run'} holds a run: continue it with --resume"
     )
     assert not found(lines_of(capsys, [*argv, "--resume", "latest"]), "ERROR")
+
+
+@pytest.mark.parametrize(("reached", "verdict"), [(True, "warning"), (False, "ERROR")])
+def test_a_model_that_is_not_in_the_cache(shards, tmp_path, capsys, monkeypatch, reached, verdict):
+    monkeypatch.setattr(doctor, "_reaches_hub", lambda: reached)
+    argv = command(shards, tmp_path, "run", "openclip", "--model", "ViT-B-32", "--pretrained", "laion2b_s34b_b79k")
+    argv += ["--cache-dir", str(tmp_path), "--force-patch-dropout", "0"]
+    assert found(lines_of(capsys, argv, int(not reached)), f"{verdict:8} caches: laion/CLIP-ViT-B-32")
+
+
+def test_it_is_called_by_its_name(capsys):
+    with pytest.raises(SystemExit):
+        main(["--world-size", "none"])
+    assert "openclip-ext doctor: error" in capsys.readouterr().err

@@ -220,7 +220,9 @@ def test_a_loss_is_found_by_its_module(own_method: Method, tmp_path: Path, monke
     name = "loss_of_my_own:METHOD"
     assert isinstance(create_loss(name, temperature=0.1), openclip_ext.ContrastiveLoss)
     assert "mine" in list_losses()
-    with pytest.raises(OptionError, match="'OTHER' of loss_of_my_own is 3, expected a Method"):
+    with pytest.raises(
+        OptionError, match="expected a Method object of loss_of_my_own, 'OTHER' is of type int; it has METHOD"
+    ):
         create_loss("loss_of_my_own:OTHER")
     with pytest.raises(OptionError, match="loss 'no_such_module:METHOD': No module named 'no_such_module'"):
         create_loss("no_such_module:METHOD")

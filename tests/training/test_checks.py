@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from openclip_ext.training.checks import tell_other_batch
+from openclip_ext.training.checks import other_batch
 from openclip_ext.training.config import training_config
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.flags import parse
@@ -20,11 +20,12 @@ def test_wandb_that_is_missing_is_told(shards, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("batch_size", "told"), [([], True), (["--batch-size", "1024"], False)])
-def test_a_recipe_on_fewer_gpus_tells_its_batch(batch_size, told, caplog):
+def test_a_recipe_on_fewer_gpus_tells_its_batch(batch_size, told):
     args, loss = parse(["--recipe", "cc3m", "--loss", "neuclip", "--train-data", "x.tar", "--name", "run", *batch_size])
     args.local_rank = 0
-    tell_other_batch(training_config(args, loss, torch.device("cpu")))
-    assert ("for a global batch of 1,024, and this run's is 128: give --batch-size 1024" in caplog.text) == told
+    config = training_config(args, loss, torch.device("cpu"))
+    message = other_batch(config, config.global_batch, 1) or ""
+    assert ("for a global batch of 1,024, and this run's is 128: give --batch-size 1024" in message) == told
 
 
 RESNET = "--model demo-resnet --force-patch-dropout 0"
@@ -55,6 +56,10 @@ def test_the_corrected_command_works_after_a_start_that_failed(shards, tmp_path,
     with pytest.raises(ValueError, match=r"too few samples|no sample with both an image"):
         run([*right, *mistake])
     assert not (tmp_path / "mine").exists()
+    in_new_folders = small_command(shards, tmp_path / "new" / "runs", "mine", "openclip", *mistake)
+    with pytest.raises(ValueError, match=r"too few samples|no sample with both an image"):
+        run(in_new_folders)
+    assert not (tmp_path / "new").exists()
     assert run(right) == 0
 
 
