@@ -1,5 +1,6 @@
 """Make one HTML page of the comparison that fetches nothing: tables, differences by task, and learning curves."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,9 +11,12 @@ from openclip_ext.pages.charts import Bar, Curve, bar_chart, line_chart
 from openclip_ext.pages.rendering import render_page
 
 from ..tasks import GROUPS, TASKS
+from . import training
 from .runs import Checkpoint, EvaluatedRun, Value
 from .tables import Row, cell_table, describe_run, format_difference, format_value, size_note
 
+# A difference of so many standard errors is called better or worse.
+_CLEAR = 2.0
 # The three panels of NeuCLIP's Figure 1 come first; the other groups and the tasks are folded away.
 _MAIN_GROUPS = (
     "DataComp average (38)",
@@ -22,21 +26,37 @@ _MAIN_GROUPS = (
 
 
 def build_page(runs: Sequence[EvaluatedRun], rows: Sequence[Row], title: str) -> str:
-    """Build the page."""
+    """Build the page; ``rows`` are of the runs with checkpoints."""
+    trained, evaluated = [run for run in runs if run.logs], [run for run in runs if run.checkpoints]
+    named = [(charts.color(number), run.name) for number, run in enumerate(runs)]
     return render_page(
         "report.html",
         title,
-        runs=[describe_run(run) for run in runs],
-        protocols_differ=_protocols_differ(runs),
-        averages=cell_table(runs, [row for row in rows if row.is_group]),
-        tasks=cell_table(runs, [row for row in rows if not row.is_group]),
+        runs=[describe_run(run) if run.checkpoints else run.name for run in runs],
+        protocols_differ=_protocols_differ(evaluated),
+        training=_training(trained),
+        training_curves=training.curves(trained),
+        averages=cell_table(evaluated, [row for row in rows if row.is_group]) if evaluated else [],
+        tasks=cell_table(evaluated, [row for row in rows if not row.is_group]) if evaluated else [],
         note=size_note(rows),
-        repeated=any(len(run.final.repeats) > 1 for run in runs),
-        baseline=runs[0].name,
-        differences=[found for index in range(1, len(runs)) if (found := _differences(runs, rows, index))],
-        curves=_learning_curves(runs),
-        legend=[(charts.color(number), run.name) for number, run in enumerate(runs)],
+        repeated=any(len(run.final.repeats) > 1 for run in evaluated),
+        baseline=evaluated[0].name if evaluated else "",
+        differences=[found for index in range(1, len(evaluated)) if (found := _differences(evaluated, rows, index))],
+        curves=_learning_curves(evaluated),
+        legend=[entry for entry, run in zip(named, runs, strict=True) if run.checkpoints],
+        trained_legend=[(charts.color(number), run.name) for number, run in enumerate(trained)],
     )
+
+
+def _training(runs: Sequence[EvaluatedRun]) -> list[list[list[str]]]:
+    """Return the tables of what training logged, each with its head."""
+    names = [run.name for run in runs]
+    found = (
+        ("setting", training.differing_settings(runs)),
+        ("training", training.overview(runs) if runs else []),
+        ("last validation", training.validation(runs)),
+    )
+    return [[[title, *names], *rows] for title, rows in found if rows]
 
 
 def _protocols_differ(runs: Sequence[EvaluatedRun]) -> bool:
@@ -53,28 +73,34 @@ def _differences(runs: Sequence[EvaluatedRun], rows: Sequence[Row], index: int) 
 
     There are those of the averages (AmorLIP's Figure 1) and those of the tasks, sorted (its Figure 2).
     """
-    averages = _bars((row for row in rows if row.is_group), index)
-    bars = sorted(_bars((row for row in rows if row.key in TASKS), index), key=lambda bar: bar.value, reverse=True)
+    averages = _bars((row for row in rows if row.is_group), index, runs)
+    bars = sorted(
+        _bars((row for row in rows if row.key in TASKS), index, runs), key=lambda bar: bar.value, reverse=True
+    )
     if not bars:
         return None
     title = f"{runs[index].name} − {runs[0].name}, percentage points"
     return {
         "name": runs[index].name,
         "tasks": len(bars),
-        "better": sum(bar.value > 0 for bar in bars),
-        "worse": sum(bar.value < 0 for bar in bars),
+        "better": sum(bar.value > _CLEAR * bar.error for bar in bars),
+        "worse": sum(bar.value < -_CLEAR * bar.error for bar in bars),
         "charts": [bar_chart(drawn, title) for drawn in (averages, bars) if drawn],
     }
 
 
-def _bars(rows: Iterable[Row], index: int) -> list[Bar]:
+def _bars(rows: Iterable[Row], index: int, runs: Sequence[EvaluatedRun]) -> list[Bar]:
     bars = []
     for row in rows:
         difference = row.differences()[index]
         if difference is not None:
             before, after = format_value(row.cells[0]), format_value(row.cells[index])
-            hint = f"{row.title} ({row.metric}): {before} → {after}"
-            bars.append(Bar(row.title, 100 * difference, format_difference(difference), hint))
+            errors = [] if row.is_group else [run.final.standard_error(row.key) for run in (runs[0], runs[index])]
+            error = 100 * math.hypot(*(value or 0.0 for value in errors))
+            spread = f", standard error {error:.2f}" if error else ""
+            hint = f"{row.title} ({row.metric}): {before} → {after}{spread}"
+            text = format_difference(difference) + (f" ± {error:.2f}" if error else "")
+            bars.append(Bar(row.title, 100 * difference, text, hint, error))
     return bars
 
 

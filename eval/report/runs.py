@@ -4,7 +4,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,8 @@ from openclip_ext import json_lines
 from ..results import RESULTS_FILE, read_results
 from ..summary import has_other_size, main_metrics
 from ..tasks import GROUPS, TASKS
+from .training import METRICS_FILE, SUITE_PREFIX, TrainingLog, read_log
 
-METRICS_FILE = "metrics.jsonl"
-# Prefix that `eval.suite` gives to task keys in metrics.jsonl.
-_SUITE_PREFIX = "datacomp/"
 _CHECKPOINT_NAME = re.compile(r"epoch_(\d+)(?:_step_(\d+))?$")
 
 
@@ -39,6 +37,7 @@ class Checkpoint:
         samples: number of training samples seen; None if unknown.
         protocols: model, precision and protocol of the numbers.
         other_sizes: keys of tasks whose data does not have DataComp's size.
+        samples_of: number of evaluated samples of each task, by key.
     """
 
     label: str
@@ -47,6 +46,7 @@ class Checkpoint:
     samples: int | None = None
     protocols: frozenset[str] = frozenset()
     other_sizes: frozenset[str] = frozenset()
+    samples_of: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def tasks(self) -> list[str]:
@@ -68,6 +68,12 @@ class Checkpoint:
         means = [sum(scores[key] for key in keys) / len(keys) for scores in self.repeats]
         return Value(statistics.fmean(means), statistics.stdev(means) if len(means) > 1 else None)
 
+    def standard_error(self, key: str) -> float | None:
+        """Return the standard error of a task's metric as a share of its samples; None if their number is unknown."""
+        score = self.score(key)
+        count = self.samples_of.get(key) or (TASKS[key].size if key in TASKS and key not in self.other_sizes else 0)
+        return None if score is None or not count else math.sqrt(max(score.mean * (1 - score.mean), 0) / count)
+
     def missing(self, title: str) -> list[str]:
         """Return the keys of a group that some repeat lacks."""
         return [key for key in GROUPS[title] if any(key not in scores for scores in self.repeats)]
@@ -75,10 +81,16 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """Holds a run of the comparison: at least one checkpoint, in the order of training."""
+    """A run of the comparison.
+
+    Attributes:
+        checkpoints: those with results of DataComp's tasks, in the order of training; none if nothing was evaluated.
+        logs: the training logs of the run and its repeats; none if only result files were given.
+    """
 
     name: str
     checkpoints: tuple[Checkpoint, ...]
+    logs: tuple[TrainingLog, ...] = ()
 
     @property
     def final(self) -> Checkpoint:
@@ -123,7 +135,7 @@ def _read_run(path: Path) -> EvaluatedRun:
     records = [line for line in json_lines.read(path / METRICS_FILE) if "step" in line and "epoch" in line]
     found = {}
     for record in records:
-        scores = {key: record.get("evaluation", {}).get(f"{_SUITE_PREFIX}{key}") for key in TASKS}
+        scores = {key: record.get("evaluation", {}).get(f"{SUITE_PREFIX}{key}") for key in TASKS}
         scores = {key: score for key, score in scores.items() if score is not None}
         if scores:
             label = f"epoch_{record['epoch']}"
@@ -134,18 +146,19 @@ def _read_run(path: Path) -> EvaluatedRun:
         # A full evaluation of the checkpoint replaces that during training.
         if label not in found or len(from_file.tasks) >= len(found[label].tasks):
             found[label] = from_file
-    if not found:
+    log = read_log(path)
+    if not found and log is None:
         content = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
         raise ValueError(
-            f"{path} has no results: expected {RESULTS_FILE}, datacomp/CHECKPOINT/{RESULTS_FILE}, or tasks that --eval-suite "
-            f"wrote to {METRICS_FILE}; in it: {content}."
+            f"{path} is no run folder and has no results: expected {METRICS_FILE}, {RESULTS_FILE} or "
+            f"datacomp/CHECKPOINT/{RESULTS_FILE}, found {content}."
         )
     training = [record for record in records if "loss" in record]
     placed = [_place(entry, training) for entry in found.values()]
     checkpoints = sorted(
         placed, key=lambda one: (math.inf if one.epoch is None else one.epoch, one.samples or 0, one.label)
     )
-    return EvaluatedRun(path.resolve().name, tuple(checkpoints))
+    return EvaluatedRun(path.resolve().name, tuple(checkpoints), () if log is None else (log,))
 
 
 def _name(folder: Path) -> str:
@@ -164,7 +177,10 @@ def _from_file(path: Path, label: str) -> Checkpoint:
         if isinstance(line.get("run"), dict)
     }
     other_sizes = frozenset(line["key"] for line in lines if has_other_size(line))
-    return Checkpoint(label, (main_metrics(lines),), protocols=frozenset(runs), other_sizes=other_sizes)
+    samples_of = {line["key"]: line["found"] for line in lines if isinstance(line.get("found"), int)}
+    return Checkpoint(
+        label, (main_metrics(lines),), protocols=frozenset(runs), other_sizes=other_sizes, samples_of=samples_of
+    )
 
 
 def _place(checkpoint: Checkpoint, training: Sequence[Mapping[str, Any]]) -> Checkpoint:
@@ -192,8 +208,9 @@ def _samples_after(step: int, training: Sequence[Mapping[str, Any]]) -> int | No
 
 def _merge(name: str, repeats: Sequence[EvaluatedRun]) -> EvaluatedRun:
     """Merge repeats of a run: the checkpoints that all of them have, or the only checkpoint of each."""
-    if len(repeats) == 1:
-        return replace(repeats[0], name=name)
+    logs = tuple(log for run in repeats for log in run.logs)
+    if len(repeats) == 1 or not any(run.checkpoints for run in repeats):
+        return EvaluatedRun(name, repeats[0].checkpoints, logs)
     by_label = [{checkpoint.label: checkpoint for checkpoint in run.checkpoints} for run in repeats]
     common = [label for label in by_label[0] if all(label in other for other in by_label)]
     if all(len(run.checkpoints) == 1 for run in repeats):
@@ -203,7 +220,7 @@ def _merge(name: str, repeats: Sequence[EvaluatedRun]) -> EvaluatedRun:
     else:
         labels = "; ".join(", ".join(found) or "none" for found in by_label)
         raise ValueError(f"the {len(repeats)} repeats of {name} have no checkpoint in common, they have: {labels}")
-    return EvaluatedRun(name, tuple(checkpoints))
+    return EvaluatedRun(name, tuple(checkpoints), logs)
 
 
 def _merge_checkpoints(parts: Sequence[Checkpoint]) -> Checkpoint:

@@ -1,7 +1,9 @@
 """Draw the curves of one or more runs from their ``metrics.jsonl``: ``openclip-ext plot RUN... --output FILE``."""
 
 import argparse
+import math
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ from matplotlib.figure import Figure
 from openclip_ext import json_lines
 from openclip_ext.diagnostics import command_line
 from openclip_ext.files import output_path
+from openclip_ext.pages.charts import short_number
 
 Records = list[dict[str, Any]]
+_VALIDATION_PANELS = 2
 
 
 def read_records(run: Path) -> Records:
@@ -23,11 +27,26 @@ def read_records(run: Path) -> Records:
     return [record for record in json_lines.read(run / "metrics.jsonl") if "loss" in record]
 
 
+def read_validation(run: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return samples and values of each metric of validation that a run folder has logged."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    samples = 0
+    for record in json_lines.read(run / "metrics.jsonl"):
+        samples = record.get("samples", samples)
+        for name, value in record.get("evaluation", {}).items():
+            if isinstance(value, int | float):
+                found.setdefault(name, []).append((samples, value))
+    return {name: _columns(points) for name, points in found.items()}
+
+
 def series(records: Records, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return steps and values of the records that have ``key``."""
-    points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
-    steps, values = zip(*points, strict=True) if points else ((), ())
-    return np.array(steps, dtype=float), np.array(values, dtype=float)
+    """Return samples and values of the records that have ``key``."""
+    return _columns([(record["samples"], record[key]) for record in records if record.get(key) is not None])
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
+    samples, values = zip(*points, strict=True) if points else ((), ())
+    return np.array(samples, dtype=float), np.array(values, dtype=float)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -36,30 +55,53 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.array([values[p - r : p + r + 1].mean() for p, r in enumerate(reach)])
 
 
-def plot(runs: dict[str, Records], output: Path) -> None:
-    """Draw the runs in a picture of four panels; a run has the same color in all of them."""
-    figure = Figure(figsize=(10, 6.5), layout="constrained")
-    panels = figure.subplots(2, 2, sharex=True)
-    (infonce, temperature), (normalizers, loss) = panels
+def plot(runs: dict[str, Records], output: Path, validation: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    """Draw the runs over the samples seen; a run has the same color in all panels.
+
+    Args:
+        runs: The logged steps of each run, by its name.
+        output: The picture to write.
+        validation: For each run what :func:`read_validation` returns; the first metrics get panels of their own.
+    """
+    named = dict.fromkeys(
+        name for found in (validation or {}).values() for name in sorted(found, key=_order_of_metrics)
+    )
+    metrics = list(named)[:_VALIDATION_PANELS]
+    rows = 2 + bool(metrics)
+    figure = Figure(figsize=(10, 3.25 * rows), layout="constrained")
+    panels = figure.subplots(rows, 2, sharex=True, squeeze=False)
+    (infonce, temperature), (normalizers, loss) = panels[:2]
     for number, (name, records) in enumerate(runs.items()):
         color = f"C{number % 10}"
         _draw_noisy(infonce, *series(records, "infonce"), color, name)
         _draw_band(temperature, records, ("temperature_min", "temperature", "temperature_max"), color)
         _draw_band(normalizers, records, ("alpha_q10", "alpha_q50", "alpha_q90"), color)
         _draw_noisy(loss, *series(records, "loss"), color, name)
+        for axes, metric in zip(panels[2] if metrics else (), metrics, strict=False):
+            if metric in (validation or {}).get(name, {}):
+                axes.plot(*(validation or {})[name][metric], "o-", color=color, markersize=4, linewidth=1.8)
+                axes.set(title=f"Validation: {metric}")
     _draw_chance(infonce, runs)
     infonce.legend(frameon=False)
     infonce.set(title="InfoNCE of the batch", ylabel="nats", ylim=(0, None))
     temperature.set(title="Temperature τ")
     normalizers.set(title="Estimated log-normalizer α", ylabel="median, 10 % to 90 %")
     loss.set(title="Training loss (each loss has a scale of its own)", ylabel="loss")
+    if len(metrics) == 1:
+        panels[2, 1].set_visible(False)
     for axes in panels.flat:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    for axes in panels[1]:
-        axes.set_xlabel("optimizer step")
+        axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
+    for axes in panels[-1]:
+        axes.set_xlabel("samples seen")
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=130)
+
+
+def _order_of_metrics(name: str) -> int:
+    """Return the place of a metric: recalls at 1 first, then accuracies, then the rest."""
+    return next((place for place, part in enumerate(("R@1", "top1", "average")) if name.endswith(part)), 9)
 
 
 def _draw_noisy(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, label: str) -> None:
@@ -84,7 +126,7 @@ def _draw_chance(axes: Axes, runs: dict[str, Records]) -> None:
     for chance, of_run in chances.items():
         color = of_run if len(chances) > 1 else "0.4"
         axes.axhline(chance, color=color, linestyle="--", linewidth=1)
-        axes.annotate("chance, ln B", (1, chance), (-4, -4), xycoords=("axes fraction", "data"),
+        axes.annotate(f"chance, ln {math.exp(chance):.0f}", (1, chance), (-4, -4), xycoords=("axes fraction", "data"),
                       textcoords="offset points", ha="right", va="top", color=color, fontsize=9)  # fmt: skip
 
 
@@ -106,7 +148,8 @@ def main(argv: list[str]) -> None:
         raise ValueError(f"no training step is logged in {', '.join(map(str, args.runs))}")
     for name in (name for name in runs if name not in logged):
         print(f"warning: {name} is left out: it has logged no training step", file=sys.stderr)
-    plot(logged, args.output)
+    validation = {name: read_validation(run) for name, run in zip(runs, args.runs, strict=True)}
+    plot(logged, args.output, validation)
     print(args.output)
 
 

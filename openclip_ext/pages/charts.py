@@ -42,12 +42,13 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Bar:
-    """Describes a bar: its label, its value, the text beside it, and the text shown on hovering."""
+    """Describes a bar: its label, its value, the text beside it, the text shown on hovering, and its standard error."""
 
     label: str
     value: float
     text: str
     hint: str
+    error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ def bar_chart(bars: Sequence[Bar], x_title: str) -> Markup:
         figure.set_layout_engine("constrained")  # labels have any length
         axes = figure.subplots()
         colors = [color(0) if bar.value >= 0 else color(1) for bar in bars]
-        drawn = axes.barh(range(len(bars)), [bar.value for bar in bars], color=colors, height=0.7)
+        errors = [bar.error for bar in bars] if any(bar.error for bar in bars) else None
+        style: dict[Any, Any] = {"ecolor": _TEXT_COLOR, "error_kw": {"linewidth": 0.8}}
+        drawn = axes.barh(range(len(bars)), [bar.value for bar in bars], color=colors, height=0.7, xerr=errors, **style)
         axes.bar_label(drawn, [bar.text for bar in bars], padding=4, fontsize=10)
         for number, patch in enumerate(drawn):
             patch.set_gid(_hint_id(number))

@@ -12,7 +12,10 @@ from openclip_ext.diagnostics import curves
 def write_run(folder, steps, **extra):
     folder.mkdir(parents=True)
     common = {"chance": 4.16, "temperature": 0.07, **extra}
-    records = [{"step": step, "loss": 1.0 / (step + 1), "infonce": 4 - step / 100, **common} for step in steps]
+    records = [
+        {"step": step, "samples": 64 * (step + 1), "loss": 1.0 / (step + 1), "infonce": 4 - step / 100, **common}
+        for step in steps
+    ]
     records.append({"step": steps[-1], "epoch": 1, "evaluation": {"top1": 0.5}})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 

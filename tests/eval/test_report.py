@@ -115,8 +115,44 @@ def test_two_runs_in_all_three_forms(tmp_path: Path) -> None:
     assert "| CIFAR-10 | acc1 | 11.00 | 5.00 | −6.00 |" in lines
 
     chart = charts_of(text)["B − A, percentage points: 38 bars"]
-    assert len(hints_of(chart)) == 38 and hints_of(chart)[-1] == "CIFAR-10 (acc1): 11.00 → 5.00"
-    assert "B is better on 37 of 38 tasks and worse on 1." in text
+    assert len(hints_of(chart)) == 38 and hints_of(chart)[-1] == "CIFAR-10 (acc1): 11.00 → 5.00, standard error 0.38"
+    assert re.search(r"B is better on \d\d of 38 tasks and worse on 1 by more than two standard errors", text)
+
+
+def write_run(folder: Path, loss: str, seed: int, recall: float) -> str:
+    """A run folder as the trainer leaves it after two epochs with validation."""
+    write_training(folder, 2, {epoch: {"image_to_text_R@1": recall * epoch / 2} for epoch in (1, 2)})
+    flags = {"lr": 1e-3, "seed": seed, "name": folder.name, "batch_size": 64}
+    config = {"flags": flags, "loss": {"name": loss, "options": {"rho": 4.0} if loss == "queueclip" else {}}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_two_ordinary_runs_are_shown_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """No task of DataComp was evaluated: the settings, the course and the validation of the trainings are compared."""
+    first, second = (
+        write_run(tmp_path / loss, loss, 0, 0.3 + 0.1 * place) for place, loss in enumerate(("openclip", "queueclip"))
+    )
+    tables, text = report(tmp_path, first, second)
+    settings, course, validation = tables
+    assert settings == [["setting", "openclip", "queueclip"], ["loss", "openclip", "queueclip"], ["--rho", "", "4.0"]]
+    assert ["samples seen", "1.28k", "1.28k"] in course
+    assert validation[1] == ["image_to_text_R@1", "0.3", "0.4, +0.1"]
+    assert {"InfoNCE of the batch over samples seen", "image_to_text_R@1 over samples seen"} <= charts_of(text).keys()
+    assert "| image_to_text_R@1 | 0.3 | 0.4, +0.1 |" in capsys.readouterr().out
+    assert not (tmp_path / "report" / "report.csv").exists()
+
+
+def test_repeats_of_trainings_have_intervals(tmp_path: Path) -> None:
+    names = {"A": (0.30, 0.32, 0.34), "B": (0.35, 0.38, 0.41)}
+    arguments = [
+        f"{name}={write_run(tmp_path / f'{name}{seed}', 'openclip', seed, value)}"
+        for name, values in names.items()
+        for seed, value in enumerate(values)
+    ]
+    tables, _ = report(tmp_path, *arguments)
+    # Paired differences 5, 6, 7 points: 4.303 * 1 / sqrt(3) on either side.
+    assert tables[-1][1] == ["image_to_text_R@1", "0.32 ± 0.02", "0.38 ± 0.03, +0.06 (0.0352 to 0.0848)"]
 
 
 def test_averages_only_over_complete_sets(tmp_path: Path) -> None:

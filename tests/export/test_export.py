@@ -113,7 +113,10 @@ def test_a_card_tells_of_the_checkpoint_and_not_of_the_rest_of_its_run(tmp_path,
     """best.pt knows its epoch only; a checkpoint in mid-epoch was not evaluated when that epoch began."""
     checkpoint = make_run(tmp_path, "demo-vit")
     run = checkpoint.parents[1]
-    steps = [{"step": step, "epoch": step // 2, "loss": 1.0, "infonce": 9.0 - step} for step in range(6)]
+    steps = [
+        {"step": step, "samples": 16 * (step + 1), "epoch": step // 2, "loss": 1.0, "infonce": 9.0 - step}
+        for step in range(6)
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
     (run / "checkpoints" / "results.jsonl").write_text(json.dumps({"epoch": 2, "image_to_text_R@1": 0.25}) + "\n")
     read = ckpt.read
