@@ -2,20 +2,26 @@
 
 import argparse
 import os
+from pathlib import Path
 
 import torch
 
 from openclip_ext.diagnostics.command_line import count
 from openclip_ext.diagnostics.command_line import device as device_name
+from openclip_ext.diagnostics.finished_run import checkpoint_of, read_config
 from openclip_ext.machine import available_cores
 
 from .features import PRECISIONS, Encoder, resolve_precision
 from .models import MODEL_OPTIONS, LoadedModel, load_model
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `load_encoder` reads."""
-    parser.add_argument("--model", required=True, help="OpenCLIP's name of the model, also hf-hub: or local-dir: names")
+def add_model_arguments(parser: argparse.ArgumentParser, takes_run: bool = False) -> None:
+    """Add the arguments that `load_encoder` reads; with ``takes_run`` a run folder says model and checkpoint."""
+    if takes_run:
+        parser.add_argument("run", nargs="?", type=Path, help="run folder LOGS/NAME: its model and newest checkpoint")
+    parser.add_argument(
+        "--model", required=not takes_run, help="OpenCLIP's name of the model, also hf-hub: or local-dir: names"
+    )
     parser.add_argument("--checkpoint", help="checkpoint file, or a pretrained tag of the model")
     parser.add_argument("--batch-size", type=count, default=256, help="number of images, or of texts, in a batch")
     parser.add_argument(
@@ -52,6 +58,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load_encoder(args: argparse.Namespace, show_progress: bool = True) -> tuple[LoadedModel, Encoder]:
     """Load the model that the arguments of `add_model_arguments` name, and prepare to encode with it."""
+    if getattr(args, "run", None) is not None:
+        if args.model or args.checkpoint:
+            raise ValueError("a run folder says its model and checkpoint: leave out --model and --checkpoint")
+        args.model, args.checkpoint = read_config(args.run)["flags"]["model"], str(checkpoint_of(args.run))
+    if args.model is None:
+        raise ValueError("no model given: expected a run folder LOGS/NAME, or --model and --checkpoint")
     device = torch.device(args.device)
     if device.type == "cuda":
         if device.index is None:  # under torchrun each process takes its own GPU

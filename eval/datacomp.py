@@ -42,7 +42,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "torchrun share the tasks. A second run continues where the first stopped.",
         epilog="Exit status: 0 all done; 1 a task failed, or one named with --tasks is missing; 2 nothing evaluated.",
     )
-    add_model_arguments(parser)
+    add_model_arguments(parser, takes_run=True)
     parser.add_argument(
         "--data-dir", type=Path, required=True, help="folder with the wds_*_test folders (see eval.download)"
     )

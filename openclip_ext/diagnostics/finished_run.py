@@ -251,6 +251,18 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not as a training writes it: {error}") from error
 
 
+def checkpoint_of(path: Path) -> Path:
+    """Return a checkpoint file as it is, and of a run folder the newest one; UsageError if there is none."""
+    if path.is_file():
+        return path
+    newest = ckpt.scan(path / "checkpoints").newest if path.is_dir() else None
+    if newest is None:
+        raise UsageError(
+            f"no checkpoint in {path}: expected a run folder LOGS/NAME, or LOGS/NAME/checkpoints/epoch_K.pt"
+        )
+    return newest
+
+
 def _read_checkpoint(folder: Path, name: str) -> Checkpoint:
     path = ckpt.scan(folder).newest if name == "latest" else folder / name
     if path is None or not path.is_file():

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from openclip_ext import json_lines
 from openclip_ext.diagnostics import command_line
 from openclip_ext.diagnostics.curves import plot
-from openclip_ext.diagnostics.finished_run import model_settings, read_config
+from openclip_ext.diagnostics.finished_run import checkpoint_of, model_settings, read_config
 from openclip_ext.export.card import CURVES, evaluations, model_card
 from openclip_ext.export.clip_model import write_clip_model
 from openclip_ext.files import output_path
@@ -31,15 +31,14 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
     """Write a folder that ``open_clip.create_model_and_transforms("local-dir:FOLDER")`` loads, with a model card.
 
     Args:
-        checkpoint: a model file in the ``checkpoints/`` of its run's folder.
+        checkpoint: a model file in the ``checkpoints/`` of its run's folder, or that folder.
         to: one of :data:`FORMATS`.
         output: the folder; made, or empty.
 
     Raises:
         UsageError: there is no such checkpoint or run, the folder is in use, or the format cannot hold the model.
     """
-    if not checkpoint.is_file():
-        raise UsageError(f"there is no checkpoint {checkpoint}: give LOGS/NAME/checkpoints/epoch_K.pt")
+    checkpoint = checkpoint_of(checkpoint)
     if output.exists() and any(output.iterdir()):
         raise UsageError(f"{output} is not empty: give another --output")
     run = checkpoint.absolute().parent.parent
@@ -81,12 +80,15 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run a command line."""
     parser = argparse.ArgumentParser(prog="openclip-ext export", description=__doc__, allow_abbrev=False)
-    parser.add_argument("checkpoint", type=Path, help="LOGS/NAME/checkpoints/epoch_K.pt")
+    parser.add_argument(
+        "checkpoint", type=Path, help="LOGS/NAME/checkpoints/epoch_K.pt, or the run folder LOGS/NAME for its newest one"
+    )
     formats = "; ".join(f"{name}: {purpose}" for name, purpose in FORMATS.items())
     parser.add_argument("--to", choices=FORMATS, default="safetensors", help=f"{formats} (default: %(default)s)")
     parser.add_argument("--output", type=output_path, required=True, help="folder to make")
     args = parser.parse_args(argv)
     export(args.checkpoint, args.to, args.output)
+    print(f"To publish it: hf upload YOU/NAME {args.output}")
     print(f"{args.output}: open_clip.create_model_and_transforms('local-dir:{args.output}')")
 
 

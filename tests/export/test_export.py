@@ -10,7 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from openclip_ext.export.__main__ import export
+from eval.command_line import load_encoder
+from eval.datacomp import parse_args
+from openclip_ext.export.__main__ import export, main
 from openclip_ext.export.clip_model import TOLERANCE
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
@@ -109,6 +111,20 @@ def test_a_card_tells_of_the_run_and_of_no_path(tmp_path):
     assert str(tmp_path) not in card
 
 
+def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path, capsys):
+    checkpoint = make_run(tmp_path, "demo-vit")
+    main([str(checkpoint.parents[1]), "--output", str(tmp_path / "exported")])
+    told = capsys.readouterr().out
+    assert f"hf upload YOU/NAME {tmp_path / 'exported'}" in told
+    args = parse_args([str(checkpoint.parents[1]), "--data-dir", "d", "--workers", "1", "--device", "cpu"])
+    loaded, _ = load_encoder(args, show_progress=False)
+    assert (loaded.name, loaded.checkpoint) == ("demo-vit", str(checkpoint))
+    with pytest.raises(ValueError, match="leave out --model and --checkpoint"):
+        load_encoder(parse_args([str(checkpoint.parents[1]), "--model", "RN50", "--data-dir", "d"]))
+    with pytest.raises(ValueError, match="no model given: expected a run folder"):
+        load_encoder(parse_args(["--data-dir", "d"]))
+
+
 def test_a_card_tells_of_the_checkpoint_and_not_of_the_rest_of_its_run(tmp_path, monkeypatch):
     """best.pt knows its epoch only; a checkpoint in mid-epoch was not evaluated when that epoch began."""
     checkpoint = make_run(tmp_path, "demo-vit")
@@ -154,7 +170,7 @@ def test_models_without_a_counterpart_are_refused(tmp_path):
 def test_wrong_places_are_refused(tmp_path):
     torch.save({}, tmp_path / "alone.pt")
     for checkpoint, output, message in (
-        ("epoch_9.pt", "exported", "there is no checkpoint"),
+        ("epoch_9.pt", "exported", "no checkpoint in .*epoch_9.pt: expected a run folder"),
         ("alone.pt", "exported", r"it has no config\.json"),
         ("alone.pt", ".", "is not empty"),
     ):
