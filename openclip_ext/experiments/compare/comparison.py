@@ -35,7 +35,7 @@ from openclip_ext.experiments.results import ResultsFile
 from openclip_ext.experiments.runs import Contest, Results, Run, score
 from openclip_ext.experiments.statistics import group_numbers, half_width
 from openclip_ext.files import write_atomically
-from openclip_ext.messages import without_secrets
+from openclip_ext.messages import for_people, without_secrets
 from openclip_ext.options import option_as_words
 from openclip_ext.training.config import TrainingConfig
 
@@ -238,7 +238,7 @@ class Comparison:
                 self.results.keep(name, row, failure)
                 bar.set_postfix_str(f"{len(rows)} runs finished", refresh=False)
                 if row is None:
-                    tqdm.write(f"a run failed: {failure.strip().splitlines()[-1]}")
+                    tqdm.write(for_people(f"a run failed: {failure.strip().splitlines()[-1]}"))
 
             def tasks() -> dict[str, Any]:
                 return {run.id: partial(self.pilot.run, run) for run in contest.pending(self.results.known)}
