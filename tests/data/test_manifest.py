@@ -13,6 +13,7 @@ import pytest
 from openclip_ext.data import scan
 from openclip_ext.data.manifest import Manifest, ManifestError, find_or_create_manifest, main
 from openclip_ext.data.shardlist import expand_components, expand_shards, shard_name, sibling
+from openclip_ext.data.source import BadDataError
 from openclip_ext.data.spec import Key, parse_keys
 from tests.data.shards import sample_members, sample_starts, write_shards, write_sizes, write_tar
 
@@ -114,6 +115,7 @@ def test_names_of_files_give_a_terminal_nothing_to_obey(tmp_path: Path, caplog, 
     find_or_create_manifest(hostile)
     with pytest.raises(ManifestError, match=r"a\\x1b]0;pwned\\x07\.tar"):
         Manifest.scan([hostile], caption_key="json:none")
+    assert str(BadDataError("\x1b")) == r"\x1b"
     assert main([hostile, hostile]) == 1
     shown = "".join([*capsys.readouterr(), caplog.text])
     assert shown.count(r"a\x1b]0;pwned\x07.tar") >= 3 and "\x1b" not in shown and "\x07" not in shown
