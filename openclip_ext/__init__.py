@@ -5,8 +5,10 @@ The public names are loaded on first use, so that ``import openclip_ext`` itself
 """
 
 import importlib
+import logging
 from typing import Any
 
+from openclip_ext.messages import LogFilter
 from openclip_ext.version import __version__
 
 _HOMES = {
@@ -22,6 +24,9 @@ _HOMES = {
 }
 
 __all__ = ["__version__", *_HOMES]
+
+
+logging.root.addFilter(LogFilter())
 
 
 def __getattr__(name: str) -> Any:

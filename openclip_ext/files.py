@@ -3,7 +3,7 @@
 import argparse
 import os
 import re
-import tempfile
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -19,15 +19,15 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     Raises:
         OSError: The folder cannot be written to, or the disk is full. The file is then as it was.
     """
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".partial", delete=False) as file:
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    with open(unfinished, "xb") as file:  # not tempfile, whose files ignore the umask
         try:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)  # a temporary file can be read by its owner only
-            os.replace(file.name, path)
+            os.replace(unfinished, path)
         except BaseException:
-            os.unlink(file.name)
+            unfinished.unlink(missing_ok=True)
             raise
 
 

@@ -4,17 +4,20 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Sequence
+import platform
+from collections.abc import Callable, Sequence
 
 from PIL import Image
 
+from openclip_ext import distributed
 from openclip_ext.data.diagnosis import explain
 from openclip_ext.data.eval_loader import EvalLoader, ShardStreams, read_shard
 from openclip_ext.data.manifest import find_or_create_manifest
 from openclip_ext.data.shardlist import expand_components, expand_shards
-from openclip_ext.data.shards import ShardSource
+from openclip_ext.data.shards import SHARDS_IN_USE, ShardSource
 from openclip_ext.data.source import BadDataError, BadSampleError, ImageDecoder, SampleKeys, Source, decode_image
 from openclip_ext.data.spec import DataSpec, parse_keys
+from openclip_ext.data.storage import Storage
 from openclip_ext.data.synthetic import SyntheticSource
 from openclip_ext.data.train_loader import Tokenizer, TrainLoader, TrainLoaderConfig, Transform
 
@@ -41,6 +44,8 @@ def build_train_loader(
     if (spec.resampled or spec.upsampling_factors is not None) and kind != "webdataset":
         raise ValueError(f"--dataset-resampled and --train-data-upsampling-factors need webdataset shards, not {kind}")
     source = build_source(spec, preprocess)
+    if isinstance(source, ShardSource):
+        _check_cache(source, spec.storage, max(1, config.workers))
     epoch_samples = spec.num_samples
     if epoch_samples is not None and epoch_samples > source.num_kept and not spec.resampled:
         # Commands often name a round number, or the size of another download.
@@ -76,7 +81,12 @@ def build_eval_loader(
     """
     samples: ShardStreams | Source
     if spec.resolved_type == "webdataset":
-        samples = ShardStreams(expand_shards(_given(spec)), SampleKeys(spec.image_key, spec.caption_key), spec.storage)
+        urls = expand_shards(_given(spec))
+        try:
+            spec.storage.reach(urls)
+        except OSError as error:
+            raise ValueError(f"cannot read shards: {error}") from error
+        samples = ShardStreams(urls, SampleKeys(spec.image_key, spec.caption_key), spec.storage)
         _refuse_without_fields(samples, spec)
         num_samples = spec.num_samples
     else:
@@ -110,6 +120,7 @@ def build_source(spec: DataSpec, preprocess: Transform) -> Source:
             raise ValueError(f"expected one CSV file, got {list(paths)}")
         return CsvSource(paths[0], spec.csv_image_key, spec.csv_caption_key, spec.csv_separator)
     manifest = find_or_create_manifest(given, spec.manifest, spec.image_key, spec.caption_key, spec.storage)
+    _together(lambda: spec.storage.reach(shard.url for shard in manifest.shards))
     weights = _shard_weights(spec, [shard.url for shard in manifest.shards])
     return ShardSource(manifest, spec.image_key, spec.caption_key, spec.resampled, weights, spec.storage)
 
@@ -123,6 +134,30 @@ def _refuse_without_fields(samples: ShardStreams, spec: DataSpec) -> None:
     keys = parse_keys(spec.image_key, allow_json=False), parse_keys(spec.caption_key, allow_json=True)
     reason = explain(samples.urls[0], *keys, samples.storage)
     raise BadDataError(f"{samples.urls[0]} has no usable sample at its beginning: {reason}")
+
+
+def _check_cache(source: ShardSource, storage: Storage, workers: int) -> None:
+    """Raise ValueError on all ranks if the copies that the ranks of a node read at the same time do not fit into its cache."""
+    remote = sorted((shard for shard in source.manifest.shards if not shard.is_local), key=lambda s: -s.num_samples)
+    nodes = distributed.all_gather_object(platform.node())
+    if not remote or storage.cache_dir is None:
+        return
+    ranks = nodes.count(platform.node())
+    in_use = remote[: ranks * workers * SHARDS_IN_USE]
+    share = sum(shard.num_samples for shard in in_use) / max(1, remote[0].num_samples)
+    what = f"{len(in_use)} shards in use ({ranks} ranks of the node x {workers} workers x up to {SHARDS_IN_USE} shards)"
+    _together(lambda: storage.check_cache(remote[0].url, share, what))
+
+
+def _together(check: Callable[[], None]) -> None:
+    """Do a check on all ranks; raise ValueError on all if it fails on one, so that none waits."""
+    failure = None
+    try:
+        check()
+    except (OSError, ValueError) as error:
+        failure = str(error) if isinstance(error, ValueError) else f"cannot read shards: {error}"
+    if failures := list(filter(None, distributed.all_gather_object(failure))):
+        raise ValueError(failures[0])
 
 
 def _given(spec: DataSpec) -> str | Sequence[str]:

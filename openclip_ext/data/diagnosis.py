@@ -28,10 +28,16 @@ _SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
 )
 
 
-def explain(url: str, images: Sequence[Key], captions: Sequence[Key], storage: Storage) -> str:
-    """Say in one sentence why a shard has no sample with image and caption, with the fix."""
+def explain(url: str, images: Sequence[Key], captions: Sequence[Key], storage: Storage, scanned: str = "") -> str:
+    """Say in one sentence why a shard has no sample with image and caption, with the fix.
+
+    Args:
+        scanned: What its scan says of the fields and the entries of JSON.
+    """
     if is_local(url) and os.path.isdir(url):
         return f"it is a folder; give its shards, such as '{url}/*.tar'"
+    if scanned.startswith("cannot be read"):
+        return f"it {scanned}"
     try:
         with storage.open(url, headers_only=True) as file:
             start = file.peek(tar.BLOCK)[: tar.BLOCK]
@@ -47,6 +53,8 @@ def explain(url: str, images: Sequence[Key], captions: Sequence[Key], storage: S
         return f"it cannot be read: {error.strerror or error}"
     if not members:
         return _not_a_tar(start, problem)
+    if any(key.entry is not None for key in captions) and "json" in scanned:
+        return f"it has {scanned}; name the entry of the captions with --caption-key json:ENTRY"
     return _unpaired(members, {key.field for key in images}, {key.field for key in captions})
 
 

@@ -28,6 +28,7 @@ from openclip_ext.data.shardlist import expand_shards, refuse_repeated, shard_na
 from openclip_ext.data.spec import ANY_FIELD, DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY, parse_keys
 from openclip_ext.data.storage import DEFAULT_STORAGE, ReplacedError, Storage, is_local
 from openclip_ext.files import output_path, write_atomically
+from openclip_ext.messages import for_people, say, without_secrets
 from openclip_ext.schema import read_as
 
 FORMAT = "openclip_ext.manifest"
@@ -41,6 +42,9 @@ _RUN = re.compile("([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 class ManifestError(ValueError):
     """The shards, or a manifest of them, would train wrongly."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(for_people(message))
 
 
 @dataclass
@@ -149,7 +153,7 @@ class Manifest:
         unknown = [url for url in remote if url not in found]
         if unknown and journal is None:
             try:
-                storage.open(unknown[0], headers_only=True).close()
+                storage.reach(unknown[:1])
             except OSError as error:  # a wrong address has no counts, either
                 raise ManifestError(f"cannot read shards: {error}") from error
             raise ManifestError(
@@ -289,9 +293,12 @@ class Manifest:
     def _match(self, urls: Sequence[str]) -> bool:
         """Find the manifest's shards among ``urls``; returns whether some were found under another path."""
         refuse_repeated(urls)
-        given, known = set(urls), {shard.url for shard in self.shards}
-        if given == known:
+        if self.is_of(urls):
+            given_as = {without_secrets(url): url for url in urls}  # a manifest does not keep secrets
+            for shard in self.shards:
+                shard.url = given_as[without_secrets(shard.url)]
             return False
+        given, known = set(urls), {shard.url for shard in self.shards}
         by_name = {shard_name(url): url for url in urls}
         names = [shard_name(shard.url) for shard in self.shards]
         if len(by_name) == len(urls) and len(set(names)) == len(names) and set(names) == set(by_name):
@@ -305,6 +312,10 @@ class Manifest:
             + (f"; only in the manifest: {_some(missing)}" if missing else "")
             + ". Make one for these shards: python -m openclip_ext.data.manifest SHARDS"
         )
+
+    def is_of(self, urls: Iterable[str]) -> bool:
+        """Return whether these are its shards, whatever secrets (passwords, tokens) their URLs have."""
+        return {*map(without_secrets, urls)} == {without_secrets(shard.url) for shard in self.shards}
 
     def check_unchanged(self, shard_number: int) -> None:
         """Check a local shard as :meth:`verify` does, before it is read; raise ReplacedError, or OSError if it is gone."""
@@ -329,7 +340,7 @@ class Manifest:
 
 def _shard_to_json(shard: Shard, folder: str) -> dict[str, Any]:
     """Return the entry of a shard in a manifest in ``folder``; local shards below the folder have relative names."""
-    entry = {"name": shard.url, **vars(shard)}
+    entry = {"name": without_secrets(shard.url), **vars(shard)}
     if shard.is_local and os.path.commonpath([folder, shard.url]) == folder:
         entry["name"] = Path(os.path.relpath(shard.url, folder)).as_posix()
     return {name: value for name, value in entry.items() if name != "url" and value not in (None, {})}
@@ -366,7 +377,7 @@ def _describe(problems: Problems) -> Iterator[str]:
 
 def _refuse_unusable(shards: Sequence[Shard], image_key: str, caption_key: str, storage: Storage) -> None:
     unusable = [
-        shard.url for shard in shards if "error" in shard.problems and shard.problems.get("bad", 0) == shard.num_samples
+        shard for shard in shards if "error" in shard.problems and shard.problems.get("bad", 0) == shard.num_samples
     ]
     if unusable:
         keys = parse_keys(image_key, allow_json=False), parse_keys(caption_key, allow_json=True)
@@ -374,7 +385,10 @@ def _refuse_unusable(shards: Sequence[Shard], image_key: str, caption_key: str, 
         raise ManifestError(
             f"{len(unusable)} of {len(shards)} shards have no sample with both an image ({image_key}) and a caption "
             f"({caption_key}). "
-            + " ".join(f"{url}: {explain(url, *keys, storage)}." for url in unusable[:_SHOWN])
+            + " ".join(
+                f"{shard.url}: {explain(shard.url, *keys, storage, shard.problems['error'])}."
+                for shard in unusable[:_SHOWN]
+            )
             + (f" And {rest} more." if rest > 0 else "")
         )
     if not any(shard.num_samples for shard in shards):
@@ -471,7 +485,7 @@ def _find_or_create(urls: Sequence[str], image_key: str, caption_key: str, stora
             free.append(path)
             continue
         if manifest is not None:
-            if manifest.verify():
+            if manifest.verify(urls):
                 _save_somewhere(manifest, [path])
             logging.info(f"Using the manifest {path}: {manifest.num_samples:,} samples in {len(urls):,} shards.")
             return manifest
@@ -483,7 +497,7 @@ def _find_or_create(urls: Sequence[str], image_key: str, caption_key: str, stora
 
 def _places(urls: Sequence[str], image_key: str, caption_key: str) -> list[Path]:
     """Return the paths that a manifest of these shards may have, in order of preference; the last is in the user's cache."""
-    identity = "\n".join([image_key, caption_key, *sorted(urls)])
+    identity = "\n".join([image_key, caption_key, *sorted(map(without_secrets, urls))])
     named = f"manifest-{hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()}.json"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "openclip_ext" / named
     if not all(map(is_local, urls)):
@@ -504,9 +518,8 @@ def _load_if_of(path: Path, urls: Sequence[str], image_key: str, caption_key: st
     except (OSError, ManifestError) as error:
         logging.warning(f"{error}. It stays as it is.")
         return None
-    same_shards = {shard.url for shard in manifest.shards} == set(urls)
     same_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
-    return manifest if same_shards and (same_keys or image_key == ANY_FIELD) else None
+    return manifest if manifest.is_of(urls) and (same_keys or image_key == ANY_FIELD) else None
 
 
 def _save_somewhere(manifest: Manifest, places: Sequence[Path]) -> None:
@@ -582,15 +595,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         manifest.save(output)
         journal.unlink(missing_ok=True)
     except (OSError, ValueError, RecursionError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         return 1
     for line in manifest.report():
-        print(line)
+        say(line)
     n, bad, lost = manifest.num_samples, manifest.num_bad, ""
     if manifest.num_lost:
         ends_too_soon = any("error" in shard.problems for shard in manifest.shards)
         lost = f", {'at least' if ends_too_soon else 'about'} {manifest.num_lost:,} more lost in damaged shards"
-    print(f"{n:,} samples in {len(urls):,} shards, {bad:,} ({bad / n:.2%}) without image or caption{lost}: {output}")
+    say(f"{n:,} samples in {len(urls):,} shards, {bad:,} ({bad / n:.2%}) without image or caption{lost}: {output}")
     return 0
 
 

@@ -19,14 +19,17 @@ from tqdm import tqdm
 
 from openclip_ext.data import tar
 from openclip_ext.data.shardlist import shard_name, sibling
-from openclip_ext.data.spec import ANY_FIELD, DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY, parse_keys
+from openclip_ext.data.spec import ANY_FIELD, DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY, Key, parse_keys
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage, is_local
 from openclip_ext.machine import available_cores, begin_worker
+from openclip_ext.messages import without_secrets
 from openclip_ext.schema import read_as
 
 # Positions of bad samples are written down only when they are few: a manifest stays small.
 _MAX_POSITIONS = 20
 _MAX_GAPS = 5
+# Samples of a shard whose JSON is read, to see whether it has the entry that --caption-key names.
+_LOOKED_INTO, _MAX_JSON = 10, 1 << 20
 # Remote files that are asked for at a time.
 _REQUESTS = 32
 
@@ -69,11 +72,11 @@ def scan_shard(
     storage: Storage = DEFAULT_STORAGE,
 ) -> Shard:
     """Scan one tar by its headers, going on behind damage; read it all if it is compressed, or cannot seek."""
-    image_fields = [] if image_key == ANY_FIELD else [key.field for key in parse_keys(image_key, allow_json=False)]
-    caption_fields = [] if caption_key == ANY_FIELD else [key.field for key in parse_keys(caption_key, allow_json=True)]
+    image_keys = () if image_key == ANY_FIELD else parse_keys(image_key, allow_json=False)
+    caption_keys = () if caption_key == ANY_FIELD else parse_keys(caption_key, allow_json=True)
     try:
         with storage.open(url, headers_only=True) as file:
-            shard = _scan_archive(url, tar.TarArchive(file), image_fields, caption_fields)
+            shard = _scan_archive(url, tar.TarArchive(file), image_keys, caption_keys)
             if is_local(url):
                 status = os.fstat(file.fileno())
                 shard.size, shard.mtime_ns = status.st_size, status.st_mtime_ns
@@ -87,19 +90,19 @@ def scan_shard(
     return shard
 
 
-def _scan_archive(
-    path: str, archive: tar.TarArchive, image_fields: Sequence[str], caption_fields: Sequence[str]
-) -> Shard:
+def _scan_archive(path: str, archive: tar.TarArchive, image_keys: Sequence[Key], caption_keys: Sequence[Key]) -> Shard:
     digest = hashlib.blake2b(digest_size=16)
     keys: set[str] = set()
     counts: Counter[str] = Counter()
+    fields: Counter[str] = Counter()
     bad: list[int] = []
     count, num_bytes, problem = 0, 0, None
+    captions = _Captions(archive, caption_keys)
 
     def readable_members() -> Iterator[tar.Member]:
         nonlocal problem
         try:
-            yield from archive.members()
+            yield from captions.members()
         except tar.STREAM_ERRORS as error:
             problem = str(error) or type(error).__name__
 
@@ -107,11 +110,13 @@ def _scan_archive(
         for member in sample.members:
             num_bytes += member.end - member.start
             digest.update(f"{member.name}\0{member.size}\0".encode())
-        lacks_image, lacks_caption = _lacks(sample, image_fields), _lacks(sample, caption_fields)
+        lacks_image, lacks_caption = _lacks(sample, image_keys), captions.are_missing(sample)
         counts.update(duplicate_keys=sample.key in keys, without_image=lacks_image, without_caption=lacks_caption)
         if lacks_image or lacks_caption:
             bad.append(count - 1)
         keys.add(sample.key)
+        fields.update(sample.found)
+    fields.update(captions.entries)
     gap_bytes = sum(gap.end - gap.start for gap in archive.gaps)
     counts.update(bad=len(bad), lost=math.ceil(gap_bytes * count / num_bytes) if count else 0)
     problems: Any = {name: count for name, count in sorted(counts.items()) if count}
@@ -122,14 +127,66 @@ def _scan_archive(
     if problem is not None:
         problems["error"] = problem
     if len(bad) == count and (count or problem is not None):
-        problems["error"] = problem or "no sample has image and caption"
+        found = ", ".join(f"{name} ({number:,})" for name, number in sorted(fields.most_common(_MAX_POSITIONS)))
+        problems["error"] = problem or f"{count:,} samples with the fields: {found or 'none'}"
     return Shard(path, count, digest=digest.hexdigest(), problems=problems)
 
 
-def _lacks(sample: tar.TarSample, wanted: Sequence[str]) -> bool:
+def _lacks(sample: tar.TarSample, keys: Sequence[Key]) -> bool:
     """Return whether a sample has none of the fields, or nothing in the first that it has: as a null caption is written."""
     sizes = dict(zip(sample.found, (member.size for member in sample.members), strict=True))
-    return bool(wanted) and not next((sizes[field] for field in wanted if field in sizes), 0)
+    return bool(keys) and not next((sizes[key.field] for key in keys if key.field in sizes), 0)
+
+
+class _Captions:
+    """Looks for captions in the samples of a shard: by the fields, and of JSON fields by the entries of the first samples.
+
+    Attributes:
+        entries: How many samples have each entry that may be a caption, as ``json:ENTRY``.
+    """
+
+    def __init__(self, archive: tar.TarArchive, keys: Sequence[Key]) -> None:
+        self.entries: Counter[str] = Counter()
+        self._archive = archive
+        self._keys = keys
+        self._json_fields = {key.field for key in keys if key.entry is not None}
+        self._found: dict[int, set[str]] = {}  # entries of the JSON that was read, by the first byte of its member
+        self._num_right = 0
+
+    def members(self) -> Iterator[tar.Member]:
+        """Yield the members of the shard, and read JSON until enough samples have had a caption."""
+        for member in self._archive.members():
+            if self._json_fields and self._num_right < _LOOKED_INTO and member.size <= _MAX_JSON:
+                _, name = tar.split_name(member.name) or ("", "")
+                if name in self._json_fields:
+                    self._found[member.start] = _entries_with_texts(self._archive.content(member))
+                    self.entries.update(f"{name}:{entry}" for entry in self._found[member.start])
+            yield member
+
+    def are_missing(self, sample: tar.TarSample) -> bool:
+        """Return whether a sample lacks a caption, as far as is known. The first key whose field it has decides."""
+        if _lacks(sample, self._keys):
+            return True
+        key = next((key for key in self._keys if key.field in sample.found), None)
+        if key is None or key.entry is None:
+            return False
+        entries = self._found.pop(sample.members[sample.found.index(key.field)].start, None)
+        is_right = entries is None or key.entry in entries
+        self._num_right += entries is not None and is_right
+        return not is_right
+
+
+def _entries_with_texts(data: bytes) -> set[str]:
+    """Return the names of the entries of a JSON object that may be captions: texts, or lists of them, that are not blank."""
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        return set()
+    found = content.items() if isinstance(content, dict) else ()
+    lists = {name: entry if isinstance(entry, list) else [entry] for name, entry in found}
+    return {
+        name for name, entry in lists.items() if entry and all(isinstance(text, str) and text.strip() for text in entry)
+    }
 
 
 def scan_local(paths: Sequence[str], image_key: str, caption_key: str, workers: int | None = None) -> list[Shard]:
@@ -163,22 +220,35 @@ def count_remote(urls: Sequence[str], sizes: dict[str, int] | None, storage: Sto
 def scan_remote(
     urls: Sequence[str], image_key: str, caption_key: str, storage: Storage, journal: Path
 ) -> dict[str, Shard]:
-    """Scan remote shards by their headers, 32 at a time, except for those in the journal of a scan that was killed."""
-    done: dict[str, Shard] = {}
+    """Scan remote shards by their headers, 32 at a time.
+
+    Those in the journal of a scan that was killed are taken from it if they were not replaced since; shards without a
+    version are scanned again.
+    """
+    written: dict[tuple[str, ...], Any] = {}
     for line in journal.read_text().splitlines() if journal.exists() else []:
-        with contextlib.suppress(ValueError):  # cut off by the kill
-            *keys, entry = json.loads(line)
-            if keys == [image_key, caption_key]:
-                done[entry["url"]] = read_as(Shard, entry, str(journal))
-    missing = [url for url in urls if url not in done]
-    scan = partial(scan_shard, image_key=image_key, caption_key=caption_key, storage=storage)
+        with contextlib.suppress(ValueError, TypeError):  # cut off by the kill
+            *identity, entry = json.loads(line)
+            written[tuple(identity)] = entry
+
+    def scan(url: str) -> tuple[list[str], Shard]:
+        version = ""
+        with contextlib.suppress(OSError):  # the scan says why
+            version = storage.version(url)
+        identity = [image_key, caption_key, without_secrets(url), version]
+        if version and tuple(identity) in written:
+            return [], read_as(Shard, written[tuple(identity)] | {"url": url}, str(journal))
+        shard = scan_shard(url, image_key=image_key, caption_key=caption_key, storage=storage)
+        return identity if version and "error" not in shard.problems else [], shard
+
+    done: dict[str, Shard] = {}
     with journal.open("a") as file, ThreadPoolExecutor(_REQUESTS) as pool:
-        futures = [pool.submit(scan, url) for url in missing]
+        futures = [pool.submit(scan, url) for url in urls]
         for future in _with_bar(as_completed(futures), len(futures)):
-            shard = future.result()
+            identity, shard = future.result()
             done[shard.url] = shard
-            if "error" not in shard.problems:
-                file.write(json.dumps([image_key, caption_key, vars(shard)]) + "\n")
+            if identity:
+                file.write(json.dumps([*identity, vars(shard) | {"url": None}]) + "\n")
                 file.flush()
     return {url: done[url] for url in urls}
 

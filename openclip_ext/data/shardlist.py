@@ -7,9 +7,12 @@ from collections.abc import Sequence
 
 from braceexpand import braceexpand
 
-from openclip_ext.data.storage import check_protocol, is_local, local_path
+from openclip_ext.data.storage import check_protocol, is_local, list_remote, local_path
+from openclip_ext.messages import for_people, without_secrets
 
 _GLOB = re.compile(r"[*?\[]")
+# Of a web server ``?`` and ``[...]`` may be part of a name; a shell expands what is in a command.
+_REMOTE_GLOB = re.compile(r"^(?!pipe:)(?:https?:[^?#]*\*|(?!https?:).*[*?\[])")
 _RANGE = re.compile(r"\{(-?\d{1,99})\.\.(-?\d{1,99})")
 _MAX_SHARDS = 10**6
 _TAR_NAME = re.compile(r"([^\s/'\"=]+?)(\.tar(?:\.\w+)?|\.tgz)(?=$|[\s'\"?#|;&>)])")
@@ -20,7 +23,8 @@ def expand_components(shards: str | Sequence[str]) -> list[list[str]]:
 
     Args:
         shards: Path, URL or ``pipe:`` command with brace notation, several of them joined by ``::`` as in OpenCLIP, or
-            a list of such strings. ``*``, ``?`` and ``[...]`` are expanded in local paths.
+            a list of such strings. ``*``, ``?`` and ``[...]`` are expanded in local paths, buckets and other places with a
+            list of their files.
 
     Returns:
         One list of shards for each ``::`` component; local ones as absolute paths.
@@ -48,7 +52,7 @@ def _expand(component: str) -> list[str]:
             raise too_many
         if not is_local(url):
             check_protocol(url)
-            urls.append(url)
+            urls.extend(list_remote(url) if _REMOTE_GLOB.search(url) else [url])
             continue
         path = local_path(os.path.expandvars(url))
         if _GLOB.search(path) and not os.path.exists(path):
@@ -76,7 +80,9 @@ def refuse_repeated(urls: Sequence[str]) -> None:
         if identity in seen:
             other = "" if seen[identity] == url else f" (also as {seen[identity]})"
             raise ValueError(
-                f"the shard {url} is given twice{other}: its samples would be trained on twice; name it once"
+                for_people(
+                    f"the shard {url} is given twice{other}: its samples would be trained on twice; name it once"
+                )
             )
         seen[identity] = url
 
@@ -84,7 +90,7 @@ def refuse_repeated(urls: Sequence[str]) -> None:
 def _identity(url: str) -> object:
     """Return what two names of one file have in common, links of either kind included."""
     if not is_local(url):
-        return url
+        return without_secrets(url)
     try:
         status = os.stat(url)
     except OSError:
@@ -95,7 +101,7 @@ def _identity(url: str) -> object:
 def shard_name(url: str) -> str:
     """Return the file name of the tar in a path, URL or ``pipe:`` command; the whole text if there is none."""
     found = None if is_local(url) else _TAR_NAME.search(url)
-    return found.group(0) if found else os.path.basename(url) or url
+    return found.group(0) if found else os.path.basename(without_secrets(url)) or without_secrets(url)
 
 
 def sibling(url: str, replace: str) -> str | None:

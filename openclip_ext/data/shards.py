@@ -15,8 +15,9 @@ from openclip_ext.data.order import EpochSequence, kept_samples, resampled_shard
 from openclip_ext.data.source import DecodedImage, ImageDecoder, RawSample, Reader, SampleKeys, Source
 from openclip_ext.data.storage import DEFAULT_STORAGE, ReplacedError, Storage, in_background, persist
 
-# Remote shards that are opened before their turn.
+# Remote shards that are opened before their turn, and with them that of a reader's turn.
 _SHARDS_AHEAD = 3
+SHARDS_IN_USE = 1 + _SHARDS_AHEAD
 
 
 class ShardSource(Source):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from openclip_ext.data.order import EpochSequence, kept_samples, shuffled_rows
 from openclip_ext.data.spec import Key, parse_keys
+from openclip_ext.messages import for_people
 
 # RGB: Pillow's, or (3, H, W) uint8.
 DecodedImage = Image.Image | Tensor
@@ -31,6 +32,9 @@ _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 class BadDataError(RuntimeError):
     """There are too many bad samples to go on."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(for_people(message))
 
 
 class BadSampleError(ValueError):

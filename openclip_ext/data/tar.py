@@ -22,6 +22,8 @@ _MAX_PADDING = _RECORD + BLOCK
 # Names and pax records are short; a damaged header may announce gigabytes.
 _MAX_EXTENSION = 1 << 20
 _STREAM_BUFFER = 1 << 20
+# Bytes that are searched for the next header of a file that may have no end.
+_MAX_SEARCH = 1 << 28
 # A read allocates what it asks for, and a damaged header may ask for anything.
 _MAX_READ = 1 << 26
 # A larger image or caption is damaged, or meant to fill the memory.
@@ -159,6 +161,9 @@ def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]
     zeros: int | None = None  # where the blocks of zeros before `position` begin
     damage: TarError | None = None  # the first since the last good member
     while True:
+        if end == sys.maxsize and position - good_end > _MAX_SEARCH:
+            gaps.append(Gap(good_end, position))
+            raise damage or TarError(f"no tar header in the {_MAX_SEARCH:,} bytes after byte {good_end:,}")
         try:
             member = _read_member(read_at, position, end, after_gap=position > good_end)
         except _DamageError as error:
@@ -327,6 +332,10 @@ class TarArchive:
     def members(self) -> Iterator[Member]:
         """Yield the complete members; raise one of :data:`STREAM_ERRORS` if the file is broken or ends too soon."""
         return iter_members(self._read_at, self._end, self.gaps)
+
+    def content(self, member: Member) -> bytes:
+        """Return the content of the member that :meth:`members` has yielded last; it may be cut off."""
+        return self._read_at(member.data, member.size)
 
     def samples(self, wanted: frozenset[str] | None) -> Iterator[TarSample]:
         """Yield the samples with the content of the wanted fields (None: of all), and raise as :meth:`members`."""

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from openclip_ext.messages import say
+
 
 def run(main: Callable[[list[str]], None]) -> None:
     """Run a program; report a user's mistake in one line with exit status 2, and end with status 130 after Ctrl-C.
@@ -19,7 +21,7 @@ def run(main: Callable[[list[str]], None]) -> None:
     try:
         main(sys.argv[1:])
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         raise SystemExit(2) from error
     except KeyboardInterrupt as error:
         print("stopped", file=sys.stderr)

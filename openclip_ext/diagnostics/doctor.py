@@ -24,6 +24,7 @@ from openclip_ext.data.source import BadDataError, BadSampleError, decode_image
 from openclip_ext.diagnostics import command_line
 from openclip_ext.diagnostics.dry_run import PRECISIONS
 from openclip_ext.diagnostics.plan import Memory, Plan, Training, memory_here
+from openclip_ext.messages import say
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import run_folder
 from openclip_ext.training.checks import check, check_combination, other_batch
@@ -224,7 +225,7 @@ def main(argv: list[str]) -> None:
     check(config)
     status = 0
     for verdict, text in Doctor(config, own.world_size, here._replace(gpu=own.gpu_memory * 1e9)).findings():
-        print(f"{verdict:8} {text}", flush=True)
+        say(f"{verdict:8} {text}")
         status = status or int(verdict == ERROR)
     raise SystemExit(status)
 

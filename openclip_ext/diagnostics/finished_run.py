@@ -21,6 +21,7 @@ from openclip_ext.data.spec import DataSpec
 from openclip_ext.diagnostics import command_line
 from openclip_ext.losses import registry
 from openclip_ext.losses.options import PLACEMENT_OPTIONS
+from openclip_ext.messages import MASK
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.options import from_flags
 from openclip_ext.schema import read_as
@@ -150,6 +151,10 @@ def _training_data(spec: DataSpec, moved_to: str | None, preprocess: Any, identi
         # The manifest still says which samples are left out.
         is_there = spec.manifest is not None and Path(spec.manifest).is_file()
         spec = replace(spec, source=moved_to, manifest=spec.manifest if is_there else None)
+    elif MASK in str(spec.source):
+        raise UsageError(
+            f"the run's folder does not keep the secrets in {spec.source}: give it again with --train-data"
+        )
     try:
         source = build_source(spec, preprocess)
     except (OSError, ValueError) as error:

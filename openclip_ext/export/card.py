@@ -30,18 +30,19 @@ def model_card(
         with_transformers: the folder holds a ``CLIPModel``.
     """
     flags, loss = config["flags"], config["loss"]
+    model = _without_folder(flags["model"])
     identity = {} if checkpoint.shared is None else checkpoint.shared["identity"]
     options = {name: value for name, value in sorted(loss["options"].items()) if name not in PLACEMENT_OPTIONS}
     facts: dict[str, Any] = {
-        "architecture": flags["model"],
+        "architecture": model,
         "checkpoint": checkpoint.path.name,
         "training samples": identity.get("num_samples"),
         "global batch": identity.get("global_batch"),
         "completed epochs": checkpoint.position.epoch,
         "optimizer steps": None if checkpoint.shared is None else checkpoint.position.step,
         "loss": loss["name"],
-        **{f"loss: {name}": value for name, value in options.items()},
-        **{name: flags.get(name) for name in _FLAGS},
+        **{f"loss: {name}": _without_folder(value) for name, value in options.items()},
+        **{name: _without_folder(flags.get(name)) for name in _FLAGS},
         **config["versions"],
         "git commit": config.get("git_commit"),
     }
@@ -49,7 +50,7 @@ def model_card(
     tags = "".join(f"\n- {tag}" for tag in ("clip", "open_clip", "openclip_ext"))
     sections = [
         f"---\nlibrary_name: {library}\npipeline_tag: zero-shot-image-classification\ntags:{tags}\n---",
-        f"# {flags['model']} trained with {loss['name']}",
+        f"# {model} trained with {loss['name']}",
         "Trained with openclip_ext. The training data, intended use and license are for you to describe.",
         "## Use\n\n```python\n" + _usage(with_transformers) + "```",
         "## Training\n\n" + _table(facts.items()),
@@ -91,6 +92,15 @@ def _usage(with_transformers: bool) -> str:
             'processor = CLIPProcessor.from_pretrained("FOLDER")\n'
         )
     return usage
+
+
+def _without_folder(value: Any) -> Any:
+    """Return the name alone if a value is a path of this machine, with its prefix ``local-dir:``; else the value."""
+    if not isinstance(value, str):
+        return value
+    prefix, path = ("local-dir:", value[10:]) if value.startswith("local-dir:") else ("", value)
+    is_path = prefix or path.startswith(("/", "~", ".")) or Path(path).exists()
+    return prefix + Path(path).name if is_path else value
 
 
 def _table(rows: Any) -> str:

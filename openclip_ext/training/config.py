@@ -16,6 +16,7 @@ import torch
 from openclip_ext import distributed
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.data.train_loader import TrainLoaderConfig
+from openclip_ext.messages import without_secrets
 from openclip_ext.options import flag, from_flags
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import EvaluationConfig
@@ -36,7 +37,7 @@ class TrainingConfig:
 
     Attributes:
         data: what to train on; None: only evaluate.
-        flags: all flags with their values, as the run folder stores them.
+        flags: all flags with their values, as the run folder stores them: without secrets.
         resume: a checkpoint's path, ``latest`` or None.
         copy_codebase: keep the source with the run.
     """
@@ -92,7 +93,8 @@ def training_config(args: argparse.Namespace, loss: LossConfig, device: torch.de
     destinations = _destinations(args.report_to)
     derived = {"name": folder.name, **folder.openclip_paths("tensorboard" in destinations)}
     flags = {**vars(args), **derived, "aug_cfg": dict(args.aug_cfg)}
-    _refuse_other_flags(settings(flags, loss.options))
+    stored = without_secrets(flags)
+    _refuse_other_flags(settings(stored, loss.options))
     return from_flags(
         TrainingConfig,
         flags,
@@ -123,9 +125,9 @@ def training_config(args: argparse.Namespace, loss: LossConfig, device: torch.de
             destinations=destinations,
             name=folder.name,
             resumes=args.resume is not None,
-            flags=flags,
+            flags=stored,
         ),
-        flags=flags,
+        flags=stored,
     )
 
 

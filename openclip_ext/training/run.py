@@ -14,6 +14,7 @@ from openclip_ext.data.build import build_train_loader
 from openclip_ext.data.source import BadDataError
 from openclip_ext.data.workers import WorkerError
 from openclip_ext.losses.heads import read_heads, with_heads
+from openclip_ext.messages import say
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training import heartbeat, parallel, resume, run_folder, signals
@@ -206,6 +207,7 @@ def _log_failure(error: Exception, keep: list[logging.Handler]) -> None:
     """Write into the run's log why it ended; the terminal gets it from whoever catches the error."""
     trace = None if isinstance(error, ValueError) else (type(error), error, error.__traceback__)
     record = logging.LogRecord("root", logging.ERROR, __file__, 0, f"The run ended: {error}", None, trace)
+    logging.root.filter(record)
     for handler in logging.root.handlers:
         if handler not in keep and isinstance(handler, logging.FileHandler):
             handler.handle(record)
@@ -223,7 +225,7 @@ def program(argv: list[str]) -> None:
     try:
         run(argv)
     except (BadDataError, WorkerError, TrainingDiverged, SaveFailed) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         raise SystemExit(1) from error
     except RuntimeError as error:
         if not distributed.is_lost_peer(error) or "--debug" in argv:
@@ -236,5 +238,5 @@ def program(argv: list[str]) -> None:
     except (ValueError, FileNotFoundError) as error:
         if not isinstance(error, UsageError) and "--debug" in argv:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         raise SystemExit(2) from error

@@ -13,6 +13,7 @@ import pytest
 from openclip_ext.data import scan
 from openclip_ext.data.manifest import Manifest, ManifestError, find_or_create_manifest, main
 from openclip_ext.data.shardlist import expand_components, expand_shards, shard_name, sibling
+from openclip_ext.data.source import BadDataError
 from openclip_ext.data.spec import Key, parse_keys
 from tests.data.shards import image_bytes, sample_members, sample_starts, write_shards, write_sizes, write_tar
 
@@ -37,12 +38,14 @@ def test_specifications_expand_as_in_openclip(shards: list[str], tmp_path: Path,
     monkeypatch.chdir(data)
     assert expand_shards("{00000..00002}.tar") == shards
     assert expand_components(f"{shards[0]}::{data}/{{00001,00002}}.tar") == [shards[:1], shards[1:]]
-    pipes = expand_shards("pipe:cat a/{0..1}.tar::https://x.org/*.tar")
-    assert pipes == ["pipe:cat a/0.tar", "pipe:cat a/1.tar", "https://x.org/*.tar"]
+    pipes = expand_shards("pipe:cat a/{0..1}.tar*::https://x.org/get?[1].tar*")
+    assert pipes == ["pipe:cat a/0.tar*", "pipe:cat a/1.tar*", "https://x.org/get?[1].tar*"]
     os.link(shards[0], data / "again.tar")
     for wrong, message in (
         ([], "no shards"),
         (str(data / "*.nothing"), "no file matches"),
+        ("memory://nothing/*.tar", r"no file matches 'memory://nothing/\*.tar'"),
+        ("https://x.org/*.tar", "a web server does not list its files: name them with braces"),
         ([*shards, str(data / "again.tar")], r"again.tar is given twice \(also as .*00000.tar\)"),
         ("s3://b/{0..99999999999}.tar", "names more than 1,000,000 shards: is a digit"),
     ):
@@ -147,6 +150,37 @@ def test_what_would_train_wrongly_is_refused_with_its_cause(shards: list[str], t
     with pytest.raises(ValueError, match="the data set is empty"):
         Manifest.scan(empty)
     assert Manifest.scan([*shards, empty[0]]).num_samples == 10
+
+
+def test_entries_that_captions_are_not_in(tmp_path: Path):
+    """The JSON of the first samples is read, and that of others as long as none has a caption."""
+    other = b'{"text": "a", "texts": ["a", "b"], "caption": " ", "number": 1}'
+    replaced = {number: [*sample_members(number, ["jpg"]), (f"{number:06d}.json", other)] for number in (0, 2, 30)}
+    (shard,) = write_shards(tmp_path, [40], replaced)
+    for path in (shard, f"pipe:gzip -c {shard}"):
+        counted = Manifest.scan([path], caption_key="json:caption", journal=tmp_path / "journal").shards[0]
+        assert counted.problems == {"bad": 2, "bad_positions": [0, 2], "without_caption": 2}
+        assert counted.num_samples == 40
+        other_keys = Manifest.scan([path], caption_key="txt;json:x", journal=tmp_path / "journal")
+        assert other_keys.shards[0].problems["bad_positions"] == [0, 2, 30]
+    with pytest.raises(
+        ManifestError, match=r"a caption \(json:captions\).*json:caption \(37\), json:text \(3\), json:texts \(3\)"
+    ):
+        Manifest.scan([shard], caption_key="json:captions")
+    late = replaced | dict.fromkeys(range(39), replaced[0])
+    assert Manifest.scan(write_shards(tmp_path, [40], late), caption_key="json:caption").num_bad == 39
+
+
+def test_names_of_files_give_a_terminal_nothing_to_obey(tmp_path: Path, caplog, capsys):
+    hostile = str(write_tar(tmp_path / "a\x1b]0;pwned\x07.tar", [*sample_members(1, ["jpg"]), *sample_members(2)]))
+    assert main([hostile]) == 0
+    find_or_create_manifest(hostile)
+    with pytest.raises(ManifestError, match=r"a\\x1b]0;pwned\\x07\.tar"):
+        Manifest.scan([hostile], caption_key="json:none")
+    assert str(BadDataError("\x1b")) == r"\x1b"
+    assert main([hostile, hostile]) == 1
+    shown = "".join([*capsys.readouterr(), caplog.text])
+    assert shown.count(r"a\x1b]0;pwned\x07.tar") >= 3 and "\x1b" not in shown and "\x07" not in shown
 
 
 def test_a_run_makes_its_manifest_and_finds_it_again(

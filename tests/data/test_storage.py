@@ -3,8 +3,10 @@
 A transfer that breaks off, stalls or comes too short is repeated, and never trained on.
 """
 
+import contextlib
 import hashlib
 import multiprocessing
+import random
 import re
 import shutil
 import sys
@@ -19,14 +21,16 @@ from typing import Any
 import fsspec
 import pytest
 
-from openclip_ext.data import manifest, scan, storage
-from openclip_ext.data.build import build_source
+from openclip_ext.data import manifest, scan, storage, tar
+from openclip_ext.data.build import build_eval_loader, build_source
 from openclip_ext.data.eval_loader import EvalLoader
 from openclip_ext.data.shardlist import expand_shards
 from openclip_ext.data.spec import DataSpec
 from openclip_ext.data.storage import Storage
+from openclip_ext.diagnostics.finished_run import load_run
 from tests.data.loading import assert_equal, build, indices, preprocess, tokenize
 from tests.data.shards import write_shards, write_sizes
+from tests.training import runs
 from tests.training.programs import wait_until
 
 COUNTS = [20, 12, 9, 3]
@@ -38,6 +42,9 @@ class Server(ThreadingHTTPServer):
 
     Attributes:
         has_ranges: Whether it answers requests for a range, and says how long a file is.
+        has_version: Whether it sends an ETag.
+        trickles: Whether a content comes byte by byte.
+        never_ends: Whether zeros follow a content, without a length.
         breaks: How many of the next answers break off in their middle.
         stalls: How many of the next answers never come.
         away_until: It answers nobody before this time, as time.monotonic counts.
@@ -47,7 +54,8 @@ class Server(ThreadingHTTPServer):
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder = folder
-        self.has_ranges = True
+        self.has_ranges = self.has_version = True
+        self.trickles = self.never_ends = False
         self.breaks = self.stalls = 0
         self.away_until = 0.0
         self.requests: list[tuple[str, str, str | None]] = []
@@ -74,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, with_content: bool) -> None:
         server, wanted = self.server, self.headers.get("Range")
         server.requests.append((self.command, self.path, wanted))
-        file = server.folder / self.path.lstrip("/")
+        file = server.folder / self.path.partition("?")[0].lstrip("/")
         if not file.is_file():
             self.send_error(404)
             return
@@ -94,7 +102,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         if server.has_ranges:
             self.send_header("Accept-Ranges", "bytes")
-            self.send_header("ETag", f'"{version}"')
+            if server.has_version:
+                self.send_header("ETag", f'"{version}"')
             self.send_header("Content-Length", str(len(content)))
             if status == 206:
                 self.send_header("Content-Range", f"bytes {begin}-{end}/{total}")
@@ -103,7 +112,13 @@ class _Handler(BaseHTTPRequestHandler):
             if server.breaks:
                 server.breaks -= 1
                 content = content[: len(content) // 2]
-            self.wfile.write(content)
+            with contextlib.suppress(ConnectionError):
+                for byte in content if server.trickles else ():
+                    self.wfile.write(bytes([byte]))
+                    time.sleep(0.01)
+                self.wfile.write(content)
+                while server.never_ends:
+                    self.wfile.write(bytes(1 << 16))
 
     def log_message(self, *args: object) -> None:
         pass
@@ -185,6 +200,31 @@ def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
             expand_shards(url)
 
 
+# ------------------------------------------------------------------ secrets
+
+
+def test_a_password_is_in_no_file_of_a_run(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+):
+    """A later start finds the manifest again, with another password, too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shards = runs.make_shards(tmp_path / "data")
+    for number, password in enumerate(("s3cret", "0ther-s3cret")):
+        url = server.url.replace("//", f"//user:{password}@") + f"/data/{Path(shards).name}?token={password}"
+        logs = tmp_path / "logs"
+        assert (
+            runs.run(runs.command(url, logs, f"run{number}", "neuclip", "--cache-dir", str(tmp_path / "copies"))) == 0
+        )
+    files = [path for name in ("logs", "cache", "copies") for path in (tmp_path / name).rglob("*") if path.is_file()]
+    assert len(files) > 10 and [path for path in files if b"s3cret" in path.read_bytes() or "s3cret" in str(path)] == []
+    assert len(list((tmp_path / "cache").rglob("manifest-*.json"))) == 1
+    assert len(list((tmp_path / "copies").glob("*.tar*[!k]"))) == 7
+    shown = capfd.readouterr()
+    assert "Using the manifest" in shown.err and "s3cret" not in shown.out + shown.err
+    with pytest.raises(ValueError, match=r"does not keep the secrets in .*: give it again with --train-data"):
+        load_run(logs / "run0")
+
+
 # ------------------------------------------------------------------ training
 
 
@@ -198,6 +238,13 @@ def test_shards_on_a_server_train_as_local_ones(folder: Path, server: Server, wo
     server.breaks = 1
     assert_equal(list(loader.iterate(1)), expected)
     assert loader.bad.by_shard() == {} and server.breaks == 0
+
+
+def test_a_pattern_names_the_shards_in_a_bucket(bucket: Any):
+    assert expand_shards("s3://bucket/0000[0-2].tar") == [f"s3://bucket/0000{number}.tar" for number in range(3)]
+    assert expand_shards("s3://bucket/*.tar") == expand_shards(f"s3://bucket/{SHARDS}")
+    with pytest.raises(ValueError, match=r"no file matches 's3://bucket/\*.tgz'"):
+        expand_shards("s3://bucket/*.tgz")
 
 
 def test_shards_in_a_bucket_train_as_local_ones(bucket: Any, folder: Path, tmp_path: Path):
@@ -241,6 +288,84 @@ def test_a_connection_that_stalls_has_a_time_limit(folder: Path, server: Server,
         Storage(patience=1.0).read(f"{server.url}/data/00000.tar")
     with pytest.raises(OSError, match=r"wrote nothing for 0\.3 s"):
         Storage(patience=0).read("pipe:sleep 5")
+
+
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_an_answer_that_trickles_has_a_time_limit(
+    has_ranges: bool, folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(storage, "_STALL", 0.5)
+    server.has_ranges, server.trickles = has_ranges, True
+    with pytest.raises(
+        OSError, match=r"00000.tar: \w*Timeout\w*:" + ("" if has_ranges else r" only \d+ bytes came in")
+    ):
+        Storage(patience=0).read(f"{server.url}/data/00000.tar")
+    with pytest.raises(OSError, match=r"TimeoutError: only 2[0-9] bytes came in 1 s"):
+        Storage(patience=0).read("pipe:for i in $(seq 100); do echo; sleep 0.02; done")
+
+
+def test_a_whole_stream_may_take_longer_than_a_request(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
+    """What the reader does between two reads does not count, nor how long the whole takes."""
+    monkeypatch.setattr(storage, "_STALL", 0.5)
+    monkeypatch.setattr(storage, "_BUFFER", 1 << 16)
+    server.has_ranges = False
+    (folder / "large").write_bytes(content := bytes(range(256)) * (1 << 15))
+    with Storage(patience=0).open(f"{server.url}/data/large") as file:
+        parts, requests = [file.read(1 << 21)], len(server.requests)
+        while parts[-1]:
+            time.sleep(0.7)
+            parts.append(file.read(1 << 21))
+    assert b"".join(parts) == content and len(server.requests) == requests
+
+
+def test_a_stream_that_always_breaks_off_is_not_read_for_ever(
+    folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(storage, "_FIRST_WAIT", 0.001)
+    with pytest.raises(OSError, match="it broke off 11 times; the last: the command failed with exit status 1"):
+        Storage().read(f"pipe:head -c 10000 {folder}/00000.tar; exit 1")
+
+
+def test_a_content_without_end(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(tar, "_MAX_SEARCH", 1 << 20)
+    monkeypatch.setattr(storage, "_MAX_FILE", 1 << 16)
+    server.has_ranges, server.never_ends = False, True
+    with pytest.raises(OSError, match=r"sizes.json: expected at most 65,536 bytes, found more"):
+        Storage().read(f"{server.url}/data/sizes.json")
+    shard = scan.scan_shard(f"{server.url}/data/00000.tar")
+    assert shard.num_samples == COUNTS[0] and "no tar header in the 1,048,576 bytes" in shard.problems["error"]
+    counts = tmp_path / "sizes.json"
+    shutil.copy(folder / "sizes.json", counts)
+    assert manifest.main([f"{server.url}/data/{SHARDS}", "--sizes", str(counts), "--output", str(tmp_path / "m")]) == 0
+    loader = build(f"{server.url}/data/{SHARDS}", manifest=str(tmp_path / "m"), max_bad_fraction=1.0)
+    assert len(list(loader.iterate(0))) == 10 and set(loader.bad.by_shard().values()) == {1}, "the last of each shard"
+
+
+def test_a_wrong_address_is_refused_at_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """But a place that was reached before may come back."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    fsspec.filesystem("s3").clear_instance_cache()
+    counts = str(tmp_path / "m.json")
+    for url in (f"s3://nowhere/{SHARDS}", f"http://127.0.0.1:9/{SHARDS}", f"http://no.such.host.invalid/{SHARDS}",
+                f"pipe:no-such-program {SHARDS}"):  # fmt: skip
+        for start in (
+            lambda url=url: build(url),
+            lambda url=url: build(url, manifest=counts),
+            lambda url=url: build_eval_loader(DataSpec(url), preprocess=preprocess, tokenizer=tokenize, batch_size=1),
+        ):
+            found = manifest.Manifest([scan.Shard(shard, 9) for shard in expand_shards(url)])
+            found.save(counts)
+            with pytest.raises(ValueError, match="cannot read shards: "):
+                start()
+    with pytest.raises(ValueError, match=r"s3://nowhere/\*.tar: .*[Cc]redentials"):
+        expand_shards("s3://nowhere/*.tar")
+    assert not re.search("(nowhere|:9/|invalid|program).*again in", caplog.text)
 
 
 def test_a_file_that_is_replaced_while_it_is_read(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
@@ -307,7 +432,79 @@ def test_copies_that_were_not_used_for_longest_are_removed(folder: Path, server:
         assert file.read() == b"other" * 1000
 
 
+def read_at_random(seed: int, url: str, folder: str, size: float) -> int:
+    kept, generator = Storage(5.0, folder, size), random.Random(seed)
+    for _ in range(100):
+        with kept.open(f"{url}/data/0000{generator.randrange(4)}.tar") as file:
+            assert len(file.read()) > 1000
+    return seed
+
+
+def test_processes_leave_each_others_unfinished_copies_alone(
+    folder: Path, server: Server, tmp_path: Path, capfd: pytest.CaptureFixture
+):
+    """The cache has room for half a shard."""
+    copies, size = tmp_path / "copies", (folder / "00003.tar").stat().st_size / 2**31
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        read = partial(read_at_random, url=server.url, folder=str(copies), size=size)
+        assert pool.map(read, range(4), chunksize=1) == [0, 1, 2, 3]
+    assert list(copies.glob("*.partial")) == [] and "fails" not in capfd.readouterr().err
+
+
+def test_a_copy_that_cannot_be_written_is_done_without(
+    folder: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(
+        storage.os, "utime", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError(2, "it vanished"))
+    )
+    with Storage(cache_dir=str(tmp_path / "copies")).open(f"{server.url}/data/00000.tar") as file:
+        assert file.read() == (folder / "00000.tar").read_bytes()
+    assert re.search("--cache-dir .* fails .*it vanished.*00000.tar is read without a copy", caplog.text)
+
+
+def test_what_has_no_version_is_not_kept(
+    folder: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Its copy would be read after the file was replaced."""
+    server.has_version = False
+    kept = Storage(cache_dir=str(tmp_path / "copies"))
+    for url in (f"{server.url}/data/00000.tar", f"pipe:cat {folder}/00000.tar"):
+        for content in (b"a" * 2000, b"b" * 2000):
+            (folder / "00000.tar").write_bytes(content)
+            with kept.open(url) as file:
+                assert file.read() == content
+    assert not (tmp_path / "copies").exists()
+    build(f"{server.url}/data/{SHARDS}", cache_dir=str(tmp_path / "copies"))
+    assert "--cache-dir keeps no copy of http" in caplog.text
+
+
+def test_a_cache_without_room_for_what_is_in_use_is_refused(folder: Path, server: Server, tmp_path: Path):
+    size = (folder / "00000.tar").stat().st_size / 2**30
+    options = {"cache_dir": str(tmp_path / "copies"), "workers": 2}
+    expected = r"--cache-size \S+ GiB is too small for the .* GiB of 4 shards in use \(1 ranks of the node x 2 workers"
+    with pytest.raises(ValueError, match=expected):
+        build(f"{server.url}/data/{SHARDS}", cache_size=2 * size, **options)
+    assert len(list(build(f"{server.url}/data/{SHARDS}", cache_size=2.3 * size, **options).iterate(0))) == 11
+
+
 # ------------------------------------------------------------------ counts
+
+
+def test_a_journal_is_not_believed_about_a_shard_that_was_replaced(
+    folder: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    journal, urls = tmp_path / "journal", expand_shards(f"{server.url}/data/{SHARDS}")
+
+    def counts() -> list[int]:
+        server.requests.clear()
+        return [shard.num_samples for shard in scan.scan_remote(urls, "jpg", "txt", Storage(), journal).values()]
+
+    assert counts() == COUNTS and server.fetched()
+    assert counts() == COUNTS and not server.fetched()
+    write_shards(folder, [18])
+    assert counts() == [18, *COUNTS[1:]] and set(server.fetched()) == {"/data/00000.tar"}
+    server.has_version = False
+    assert counts() == [18, *COUNTS[1:]] and len(set(server.fetched())) == 4, "nothing tells whether they were replaced"
 
 
 def test_a_scan_that_was_killed_goes_on(

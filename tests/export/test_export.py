@@ -104,9 +104,18 @@ def test_a_card_tells_of_the_run_and_of_no_path(tmp_path):
     (run / "datacomp" / "epoch_2").mkdir(parents=True)
     line = {"key": "cifar10", "dataset": "CIFAR-10", "metrics": {"main_metric": 0.5}}
     (run / "datacomp" / "epoch_2" / "eval_results.jsonl").write_text(json.dumps(line) + "\n")
+    config = json.loads((run / "config.json").read_text())
+    config["flags"]["pretrained"] = str(checkpoint)
+    (run / "config.json").write_text(json.dumps(config))
     export(checkpoint, "safetensors", tmp_path / "exported")
     card = (tmp_path / "exported" / "README.md").read_text()
-    rows = ["| architecture | demo-vit |", "| loss | neuclip |", "| loss: prototypes | 96 |", "| CIFAR-10 | 0.5 |"]
+    rows = [
+        "| pretrained | epoch_2.pt |",
+        "| architecture | demo-vit |",
+        "| loss | neuclip |",
+        "| loss: prototypes | 96 |",
+        "| CIFAR-10 | 0.5 |",
+    ]
     assert [row for row in [*rows, "| image_to_text_R@1 | 0.25 |"] if row not in card] == []
     assert str(tmp_path) not in card
 

@@ -35,6 +35,7 @@ from openclip_ext.experiments.results import ResultsFile
 from openclip_ext.experiments.runs import Contest, Results, Run, score
 from openclip_ext.experiments.statistics import group_numbers, half_width
 from openclip_ext.files import write_atomically
+from openclip_ext.messages import for_people, without_secrets
 from openclip_ext.options import option_as_words
 from openclip_ext.training.config import TrainingConfig
 
@@ -237,7 +238,7 @@ class Comparison:
                 self.results.keep(name, row, failure)
                 bar.set_postfix_str(f"{len(rows)} runs finished", refresh=False)
                 if row is None:
-                    tqdm.write(f"a run failed: {failure.strip().splitlines()[-1]}")
+                    tqdm.write(for_people(f"a run failed: {failure.strip().splitlines()[-1]}"))
 
             def tasks() -> dict[str, Any]:
                 return {run.id: partial(self.pilot.run, run) for run in contest.pending(self.results.known)}
@@ -254,7 +255,7 @@ class Comparison:
             results=self.results.known,
             judged=self.plan["judged"],
             about=report.About(
-                data=self.config.shards,
+                data=without_secrets(self.config.shards),
                 model=self.pilot.config.model.name,
                 batch=self.pilot.batch,
                 num_samples=self.pilot.data.num_samples,
@@ -290,7 +291,7 @@ class Comparison:
         epochs, samples = row["epochs"], row["epoch_samples"]
         warmup = warmup_steps(self.pilot.config.schedule.warmup, epochs * (samples // self.pilot.batch))
         words += ["--lr", f"{row['lr']:g}", "--warmup", str(warmup), "--epochs", str(epochs)]
-        return shlex.join([*words, "--train-num-samples", str(samples)])
+        return shlex.join(without_secrets([*words, "--train-num-samples", str(samples)]))
 
 
 def read_plan(config: CompareConfig, training: TrainingConfig) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from openclip_ext.data.spec import DataSpec
 from openclip_ext.diagnostics import command_line
 from openclip_ext.experiments.cache import Cache, DoesNotFit, PilotData, Tokens, digest, write_cache
 from openclip_ext.experiments.compare.config import CompareConfig
+from openclip_ext.messages import without_secrets
 from openclip_ext.training.config import TrainingConfig
 
 _HELD_OUT, _MOST_VALIDATION, _FEWEST_VALIDATION = 0.1, 5_000, 20
@@ -64,8 +65,8 @@ def _decode(
             raise ValueError(f"{error}; give more, or validation data with --val") from None
         held, rest = divide(len(whole.rows), _HELD_OUT)
         notes.append(
-            f"{len(held):,} samples drawn from {config.shards} and not trained on; with near-duplicates among the "
-            "training samples the scores are too high for all losses"
+            f"{len(held):,} samples drawn from {without_secrets(config.shards)} and not trained on; with near-duplicates "
+            "among the training samples the scores are too high for all losses"
         )
         return whole.part(rest), whole.part(held)
     train: Cache | DataSpec = spec
@@ -75,7 +76,7 @@ def _decode(
     held_out = held_out.part(divide(len(held_out.rows), 1.0)[0])
     different = len(set(held_out.captions()))
     with_captions = "" if different == len(held_out.rows) else f" with {different:,} different captions"
-    notes.append(f"{len(held_out.rows):,} validation samples of {config.val}{with_captions}")
+    notes.append(f"{len(held_out.rows):,} validation samples of {without_secrets(config.val)}{with_captions}")
     return train, held_out
 
 

@@ -1,0 +1,58 @@
+"""Messages and files name no secret, obey the umask, and give a terminal nothing to obey."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from openclip_ext import messages
+from openclip_ext.files import write_atomically
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("https://user:s3@cret@host/{0..1}.tar::http://s3cret@host/2.tar", "https://***@host/{0..1}.tar::http://***@host/2.tar"),
+        ("s3://key:s3cret@bucket/0.tar", "s3://***@bucket/0.tar"),
+        ("https://h/0.tar?X-Amz-Signature=s3cret&X-Amz-Date=1&sig=s3%2Fcret", "https://h/0.tar?X-Amz-Signature=***&X-Amz-Date=1&sig=***"),
+        ("https://h/0.tar?AWSAccessKeyId=s3cret&access_token=s3cret#a", "https://h/0.tar?AWSAccessKeyId=***&access_token=***#a"),
+        ("pipe:curl -s -u me:s3cret https://h/0.tar", "pipe:curl -s -u *** https://h/0.tar"),
+        ("pipe:curl -H 'Authorization: Bearer s3cret' https://h/0.tar", "pipe:curl -H 'Authorization: Bearer ***' https://h/0.tar"),
+        ("pipe:AWS_SECRET_ACCESS_KEY=s3cret aws s3 cp s3://b/0.tar", "pipe:AWS_SECRET_ACCESS_KEY=*** aws s3 cp s3://b/0.tar"),
+        ("pipe:wget --password='s3 cret' -O- http://h", "pipe:wget --password=*** -O- http://h"),
+        *((text, text) for text in (
+            "hf://datasets/a@main/0.tar", "abfs://container@account.dfs/0.tar", "s3://bucket/token=1/0.tar",
+            "http://h/get?key=0.tar&size=2", "pipe:cat tokenizer=5 --image-key=jpg 'me@host:0.tar'", "/data/token=1/0.tar",
+        )),
+    ],
+)  # fmt: skip
+def test_secrets_in_urls_and_commands_are_masked(text: str, masked: str):
+    assert messages.without_secrets({"a": [text, 1]}) == {"a": [masked, 1]}
+    assert messages.without_secrets(masked) == masked
+
+
+def test_a_terminal_gets_nothing_to_obey(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture):
+    hostile = "a\x1b]0;pwned\x07\u202e\udcff\tb https://user:s3cret@host"
+    shown = r"a\x1b]0;pwned\x07\u202e\udcff" + "\tb https://***@host"
+    messages.say(hostile)
+    assert capsys.readouterr().out == shown + "\n"
+    record = logging.LogRecord("root", logging.INFO, messages.__file__, 1, "%s", (hostile,), None)
+    logging.root.handle(record)
+    theirs = "\x1b[1mbold"  # no lone surrogate: pytest sends what is logged to another process
+    others = logging.LogRecord("root", logging.INFO, "/elsewhere.py", 1, theirs, None, None)
+    logging.root.handle(others)
+    assert record.getMessage() == shown and others.getMessage() == theirs, "other programs' messages stay"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_files_have_the_mode_that_the_umask_says(umask: int, tmp_path: Path):
+    before = os.umask(umask)
+    try:
+        write_atomically(tmp_path / "a", lambda file: file.write(b"content"))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o666 & ~umask
+    with pytest.raises(ZeroDivisionError):
+        write_atomically(tmp_path / "a", lambda file: 1 / 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_bytes() == b"content"
