@@ -113,7 +113,7 @@ def load_model(
             # Stock configurations lack the sigmoid loss's bias, so strict loading would refuse the checkpoint.
             options.setdefault("init_logit_bias", 0.0)
     try:
-        model, _, preprocess = open_clip.create_model_and_transforms(name, pretrained=source, device="cpu", **options)
+        model, _, preprocess = _create(name, source, options)
         tokenizer = open_clip.get_tokenizer(name, context_length=options.get("force_context_length"))
     except Exception as error:
         raise ModelError(_why_not(name, source, error)) from error
@@ -126,9 +126,27 @@ def load_model(
     return LoadedModel(model, preprocess, tokenizer, name, str(source or name), config, digest)
 
 
+def _create(name: str, source: str | None, options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Build a model with the weights of a source.
+
+    OpenCLIP ignores a file beside a ``hf-hub:`` or ``local-dir:`` name, and resizes a timm tower only after it has loaded
+    the file. A run's checkpoint has the run's sizes already, so it is loaded last.
+    """
+    is_late = source is not None and Path(source).is_file() and (_is_folder(name) or bool(_options_of_run(source)))
+    if not is_late:
+        return open_clip.create_model_and_transforms(name, pretrained=source, device="cpu", **options)
+    built = open_clip.create_model_and_transforms(name, device="cpu", pretrained_text=False, **options)
+    open_clip.load_checkpoint(built[0], source)
+    return built
+
+
+def _is_folder(name: str) -> bool:
+    return name.startswith(("hf-hub:", "local-dir:"))
+
+
 def _config(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return configuration and options of the architecture, which tell models of the same name apart."""
-    if name.startswith(("hf-hub:", "local-dir:")):
+    if _is_folder(name):
         return {"options": options}
     config = open_clip.get_model_config(name.replace("/", "-"))
     if config is None:
@@ -143,10 +161,10 @@ def _config(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def _source(name: str, checkpoint: str | Path | None) -> str | None:
     """Return the checkpoint in the form that ``pretrained`` takes."""
-    if name.startswith(("hf-hub:", "local-dir:")):
-        if checkpoint is not None:
-            raise ModelError(f"{name} brings its own weights: leave out --checkpoint {checkpoint}.")
-        return None
+    if _is_folder(name):
+        if checkpoint is not None and not Path(checkpoint).is_file():
+            raise ModelError(f"{name} brings its own weights: leave out --checkpoint {checkpoint}, which is no file.")
+        return None if checkpoint is None else str(checkpoint)
     tags = open_clip.list_pretrained_tags_by_model(name.replace("/", "-"))
     known = f"the pretrained tags of {name}: {', '.join(tags) or 'none'}"
     if checkpoint is None:

@@ -15,6 +15,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -156,11 +157,54 @@ def create_model(
     )
 
 
+def architecture(name: str, cache_dir: str | None) -> dict[str, Any] | None:
+    """Return the configuration of a model, as in OpenCLIP's JSON files; None if OpenCLIP has none."""
+    from open_clip import factory
+
+    schema, identifier = factory.parse_model_name(name)
+    if schema == "hf-hub":
+        return factory._get_hf_config(identifier, cache_dir=cache_dir)["model_cfg"]
+    return factory.get_model_config(name if schema else name.replace("/", "-"))
+
+
+def hub_weights(name: str, cache_dir: str | None) -> str | None:
+    """Return the file of weights that a model named ``local-dir:`` or ``hf-hub:`` starts from, or None."""
+    from open_clip import factory
+
+    schema, identifier = factory.parse_model_name(name)
+    if schema == "local-dir":
+        return factory._find_checkpoint_in_dir(Path(identifier))
+    if schema == "hf-hub":
+        try:
+            return factory.download_pretrained_from_hf(identifier, cache_dir=cache_dir)
+        except Exception:  # as OpenCLIP does, whatever the hub's client raises
+            return None
+    return None
+
+
+def changed_preprocessing(model: Any) -> dict[str, Any]:
+    """Return the arguments of ``create_model_and_transforms`` for what differs from OpenCLIP's own preprocessing."""
+    from dataclasses import asdict
+
+    from open_clip.transform import PreprocessCfg
+
+    own, default = model.visual.preprocess_cfg, asdict(PreprocessCfg())
+    names = ("mean", "std", "interpolation", "resize_mode")
+    return {f"image_{name}": own[name] for name in names if own[name] not in (default[name], list(default[name]))}
+
+
 def converts_to_rgb(step: Any) -> bool:
     """Return whether a step of OpenCLIP's transforms only brings an image to RGB."""
     from open_clip.transform import MaybeConvertMode
 
     return isinstance(step, MaybeConvertMode)
+
+
+def is_timm(model: Any) -> bool:
+    """Return whether the image tower is one of timm's."""
+    from open_clip.timm_model import TimmModel
+
+    return isinstance(model.visual, TimmModel)
 
 
 def is_captioner(model: nn.Module) -> bool:

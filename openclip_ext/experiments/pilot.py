@@ -70,7 +70,7 @@ class PilotRun:
         self.texts = KnownTexts(data.tokens, self.built.tokenizer, self.model)
         options = run.setting.get("options", {})
         asked = LossConfig(run.setting["loss"], self.shared_options() | options, frozenset(options))
-        chosen = for_training(asked, self.steps, bool(config.model.pretrained))
+        chosen = for_training(asked, self.steps, bool(config.model.weights))
         self.loss = build_loss(chosen, config.model.name, self.model, data.num_samples, device)
         self.prepare()
         rate = self.logit_scale_lr()
@@ -92,11 +92,11 @@ class PilotRun:
 
     def prepare(self) -> None:
         """Set the starting state of model and loss."""
-        pretrained = self.config.model.pretrained
-        if pretrained:
-            load_pretrained_heads(self.loss, pretrained)
+        weights = self.config.model.weights
+        if weights:
+            load_pretrained_heads(self.loss, weights)
         is_given = "temperature" in self.run.setting.get("options", {})
-        keeps_own = bool(pretrained) and not is_given and self.loss.learns_logit_scale
+        keeps_own = bool(weights) and not is_given and self.loss.learns_logit_scale
         prepare_for(self.loss, self.model, set_logit_scale=not keeps_own)
 
     def logit_scale_lr(self) -> float | None:

@@ -2,16 +2,16 @@
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import open_clip
 import torch
 from open_clip.constants import HF_CONFIG_NAME, HF_SAFE_WEIGHTS_NAME
 from open_clip.push_to_hf_hub import save_config_for_hf
 from safetensors.torch import save_file
 
-from openclip_ext import json_lines
+from openclip_ext import compat, json_lines
 from openclip_ext.diagnostics import command_line
 from openclip_ext.diagnostics.curves import plot
 from openclip_ext.diagnostics.finished_run import checkpoint_of, model_settings, read_config
@@ -22,7 +22,7 @@ from openclip_ext.losses.heads import read_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training.errors import UsageError
-from openclip_ext.training.model import MODEL_CONFIG
+from openclip_ext.training.model import MODEL_CONFIG, ModelConfig
 
 FORMATS = {"safetensors": "for OpenCLIP", "hf": "for OpenCLIP and transformers"}
 
@@ -55,11 +55,11 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
     with command_line.without_warnings():
         model, *_ = settings.create(torch.device("cpu"))
         tokenizer: Any = settings.tokenizer()
+    _check_loadable(model, settings)
     ckpt.load_model(model, loaded.model_file["state_dict"])
     model = model.float().eval()
     # With the run's flags.
-    kept = run / MODEL_CONFIG / f"{settings.file_name}.json"
-    model_config = json.loads(kept.read_text()) if kept.is_file() else open_clip.get_model_config(settings.name)
+    model_config = json.loads((run / MODEL_CONFIG / f"{settings.file_name}.json").read_text())
     output.mkdir(parents=True, exist_ok=True)
     if to == "hf":
         write_clip_model(model, model_config, tokenizer, output)
@@ -75,6 +75,19 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
         plot({config["flags"]["name"]: lines}, output / CURVES)
     card = model_card(config, loaded, lines[-1] if lines else None, evaluations(run, loaded), to == "hf")
     (output / "README.md").write_text(card, encoding="utf-8")
+
+
+def _check_loadable(model: Any, settings: ModelConfig) -> None:
+    """Raise UsageError for a timm tower whose weights have other sizes at the run's --force-image-size."""
+    if settings.force_image_size is None or not compat.is_timm(model):
+        return
+    with command_line.without_warnings():
+        plain, *_ = replace(settings, force_image_size=None, pretrained=None).create(torch.device("cpu"))
+    if any(value.shape != model.state_dict()[name].shape for name, value in plain.state_dict().items()):
+        raise UsageError(
+            f"--force-image-size {settings.force_image_size}: stock OpenCLIP cannot load a folder with a timm tower of "
+            "another size. Use the loading line that the run printed"
+        )
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from openclip_ext import json_lines
 from openclip_ext.losses.options import PLACEMENT_OPTIONS
 from openclip_ext.training.checkpoint import Checkpoint
+from openclip_ext.training.config import model_config
 
 CURVES = "curves.png"
 _LOGGED = ("loss", "infonce", "chance", "temperature")
@@ -30,11 +31,10 @@ def model_card(
         with_transformers: the folder holds a ``CLIPModel``.
     """
     flags, loss = config["flags"], config["loss"]
-    model = _without_folder(flags["model"])
     identity = {} if checkpoint.shared is None else checkpoint.shared["identity"]
     options = {name: value for name, value in sorted(loss["options"].items()) if name not in PLACEMENT_OPTIONS}
     facts: dict[str, Any] = {
-        "architecture": model,
+        "architecture": model_config(flags).file_name,
         "checkpoint": checkpoint.path.name,
         "training samples": identity.get("num_samples"),
         "global batch": identity.get("global_batch"),
@@ -50,7 +50,7 @@ def model_card(
     tags = "".join(f"\n- {tag}" for tag in ("clip", "open_clip", "openclip_ext"))
     sections = [
         f"---\nlibrary_name: {library}\npipeline_tag: zero-shot-image-classification\ntags:{tags}\n---",
-        f"# {model} trained with {loss['name']}",
+        f"# {facts['architecture']} trained with {loss['name']}",
         "Trained with openclip_ext. The training data, intended use and license are for you to describe.",
         "## Use\n\n```python\n" + _usage(with_transformers) + "```",
         "## Training\n\n" + _table(facts.items()),

@@ -87,17 +87,20 @@ def check_combination(config: TrainingConfig, loss: ContrastiveLoss, world_size:
 
 
 def _check_model(config: ModelConfig) -> None:
-    if ":" in config.name:  # hf-hub:, local-dir: and so on; OpenCLIP looks for them
-        return
-    known = open_clip.list_models()
-    name = config.file_name
-    if name not in known:
-        raise UsageError(f"unknown model --model {config.name}{nearest(name, known)}; known: open_clip.list_models()")
     try:
         compat.check_augmentation(config.aug_cfg)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    tag = config.pretrained
+    name, tag = config.file_name, config.pretrained
+    if config.is_folder:  # OpenCLIP looks for it
+        if tag:
+            raise UsageError(
+                f"--pretrained {tag}: --model {config.name} brings its own weights. Leave out --pretrained"
+            )
+        return
+    known = open_clip.list_models()
+    if name not in known:
+        raise UsageError(f"unknown model --model {config.name}{nearest(name, known)}; known: open_clip.list_models()")
     if not tag or os.path.exists(tag) or open_clip.is_pretrained_cfg(name, tag):
         return
     tags = open_clip.list_pretrained_tags_by_model(name)

@@ -5,6 +5,7 @@ import logging
 import os
 import pickle
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -80,8 +81,20 @@ class ModelConfig:
 
     @property
     def file_name(self) -> str:
-        """OpenCLIP's name of the configuration: ``ViT-B-32`` also for ``ViT-B/32``."""
-        return self.name.replace("/", "-")
+        """Name of the configuration: ``ViT-B-32`` also for ``ViT-B/32``, and ``m`` for ``local-dir:models/m``."""
+        if not self.is_folder:
+            return self.name.replace("/", "-")
+        return re.sub(r"[^\w.-]", "-", os.path.basename(os.path.abspath(self.name.partition(":")[2])))
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the model is a folder with configuration and weights, ``local-dir:`` or ``hf-hub:``."""
+        return ":" in self.name
+
+    @property
+    def weights(self) -> str | None:
+        """Tag or file of the weights that the model starts from; None: it is untrained."""
+        return self.pretrained or compat.hub_weights(self.name, self.cache_dir)
 
     def create(self, device: torch.device) -> tuple[Any, Callable, Callable]:
         """Return the bare model, the training transform and the evaluation transform."""
@@ -101,13 +114,9 @@ class ModelConfig:
 
 
 def write_model_config(config: ModelConfig, folder: Path) -> None:
-    """Write the configuration from which stock OpenCLIP builds this model, flags included, into the run's folder.
-
-    Nothing is written for models that OpenCLIP finds elsewhere (``hf-hub:``, ``local-dir:``).
-    """
-    content = open_clip.get_model_config(config.file_name) if ":" not in config.name else None
-    if content is None:
-        return
+    """Write the configuration from which stock OpenCLIP builds this model, flags included, into the run's folder."""
+    content = compat.architecture(config.name, config.cache_dir)
+    assert content is not None, "the model was built from it"
     if config.force_quick_gelu:
         content["quick_gelu"] = True
     if config.force_custom_text:
@@ -124,22 +133,25 @@ def write_model_config(config: ModelConfig, folder: Path) -> None:
     (folder / MODEL_CONFIG / f"{config.file_name}.json").write_text(json.dumps(content, indent=4) + "\n")
 
 
-def loading_lines(config: ModelConfig, folder: Path, checkpoint: Path) -> list[str]:
-    """Return the lines that load a checkpoint of the run after ``import open_clip``, without this package."""
-    overrides = {
-        "image_mean": config.image_mean,
-        "image_std": config.image_std,
-        "image_interpolation": config.image_interpolation,
-        "image_resize_mode": config.image_resize_mode,
-    }
-    given = "".join(f", {name}={value!r}" for name, value in overrides.items() if value is not None)
-    name = config.file_name if ":" not in config.name else config.name
-    load = (
-        f"model, _, preprocess = open_clip.create_model_and_transforms({name!r}, pretrained={str(checkpoint)!r}{given})"
-    )
-    if ":" in config.name:
-        return [load]
-    return [f"open_clip.add_model_config({str(folder / MODEL_CONFIG)!r})", load]
+def loading_line(config: ModelConfig, model: Any, folder: Path, checkpoint: Path) -> str:
+    """Return the line that loads a checkpoint of the run after ``import open_clip``, without this package.
+
+    Args:
+        config: the model's settings.
+        model: the model, unwrapped.
+        folder: the run's folder.
+        checkpoint: the file.
+    """
+    arguments = {"pretrained": str(checkpoint), **compat.changed_preprocessing(model)}
+    lines = [f"open_clip.add_model_config({str(folder / MODEL_CONFIG)!r})"]
+    if sized := compat.is_timm(model) and config.force_image_size is not None:
+        # OpenCLIP would load the weights before it gives the tower this size.
+        arguments |= {"pretrained": None, "pretrained_text": False, "force_image_size": config.force_image_size}
+    given = "".join(f", {name}={value!r}" for name, value in arguments.items())
+    lines.append(f"model, _, preprocess = open_clip.create_model_and_transforms({config.file_name!r}{given})")
+    if sized:
+        lines.append(f"open_clip.load_checkpoint(model, {str(checkpoint)!r})")
+    return "; ".join(lines)
 
 
 @dataclass(frozen=True)

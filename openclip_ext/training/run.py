@@ -30,7 +30,7 @@ from openclip_ext.training.model import (
     build_model,
     for_training,
     load_pretrained_heads,
-    loading_lines,
+    loading_line,
     prepare_for,
     write_model_config,
 )
@@ -87,7 +87,7 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
     )
     steps_per_epoch = loader.batches_per_epoch // config.length.accum_freq
     steps = steps_per_epoch * config.length.epochs
-    loss_config = for_training(config.loss, steps, bool(config.model.pretrained))
+    loss_config = for_training(config.loss, steps, bool(config.model.weights))
     suited = dict(loss_config.options.items() - config.loss.options.items())
     if suited and distributed.is_master():
         logging.info(f"Defaults of the loss in this training: {suited}.")
@@ -141,17 +141,17 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
         trainer.reporter.close()
     if folder is not None and distributed.is_master() and steps_left > 0:
         last = folder / "checkpoints" / f"epoch_{config.length.epochs}.pt"
-        lines = "\n".join(f"  {line}" for line in loading_lines(config.model, folder, last))
+        line = loading_line(config.model, built.model, folder, last)
         with contextlib.suppress(OSError):  # the run is saved, even if nobody reads this any more
-            print(f"To load the model in stock OpenCLIP:\n{lines}", flush=True)  # the log's last words are of the run
+            print(f"To load the model in stock OpenCLIP:\n  {line}", flush=True)  # the log's last words are of the run
 
 
 def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveLoss, is_fresh: bool) -> nn.Module:
     """Prepare the model for the loss, and wrap it for the processes."""
-    pretrained = config.model.pretrained
-    if is_fresh and pretrained:
-        load_pretrained_heads(loss, pretrained)
-    keeps_own = bool(pretrained) and "temperature" not in config.loss.given and loss.learns_logit_scale
+    weights = config.model.weights
+    if is_fresh and weights:
+        load_pretrained_heads(loss, weights)
+    keeps_own = bool(weights) and "temperature" not in config.loss.given and loss.learns_logit_scale
     prepare_for(loss, built.model, set_logit_scale=is_fresh and not keeps_own)
     return parallel.distribute(built.model, config.parallel, built.device, keep_whole=config.evaluation.is_wanted)
 
@@ -188,7 +188,7 @@ def _evaluate_only(
     """Measure the model (``--pretrained`` or ``--resume``) and end, as OpenCLIP does without training data."""
     evaluators = [item.evaluator for item in build_evaluators(config.evaluation, built, config.step)]
     position = Position()
-    weights: str | Path | None = config.model.pretrained
+    weights: str | Path | None = config.model.weights
     if checkpoint is not None:
         ckpt.load_model(built.model, checkpoint.model_file["state_dict"], checkpoint.path)
         position, weights = checkpoint.position, checkpoint.path

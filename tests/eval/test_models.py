@@ -52,6 +52,9 @@ def test_local_dir_models_bring_their_weights(tiny, tiny_folder, tmp_path):
     (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
     torch.save(tiny.model.state_dict(), tmp_path / "open_clip_pytorch_model.bin")
     assert load_model(f"local-dir:{tmp_path}", None).weights_sha256 == tiny.weights_sha256
+    trained = load_model(TINY_MODEL, tiny_checkpoint(tmp_path, seed=5, file_name="run/epoch_1.pt"))
+    loaded = load_model(f"local-dir:{tmp_path}", trained.checkpoint)
+    assert loaded.weights_sha256 == trained.weights_sha256 != tiny.weights_sha256
     with pytest.raises(ModelError, match="brings its own weights"):
         load_model(f"local-dir:{tmp_path}", "epoch_1.pt")
 

@@ -48,6 +48,11 @@ def make_run(folder: Path, model: str, *flags: str) -> Path:
     return checkpoint
 
 
+def make_model(model: str, *flags: str):
+    args, choice = parse(["--train-data", "x", "--model", model, *flags])
+    return training_config(args, choice, torch.device("cpu")).model.create(torch.device("cpu"))[0]
+
+
 def embeddings(model, images, texts):
     model.eval()
     with torch.no_grad():
@@ -56,6 +61,44 @@ def embeddings(model, images, texts):
 
 def picture() -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8))
+
+
+VISION = {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8}
+
+
+def timm_tower(name: str) -> dict:
+    return {"timm_model_name": name, "timm_model_pretrained": False, "timm_pool": "avg", "timm_proj": "linear"}
+
+
+@pytest.mark.parametrize(
+    ("vision", "flags"),
+    [
+        (VISION, "--force-image-size 64 --force-quick-gelu --force-context-length 8 --force-custom-text"),
+        (timm_tower("test_resnet"), "--force-image-size 64"),
+        (timm_tower("test_vit"), "--force-patch-dropout 0.5"),
+        (timm_tower("test_vit"), "--force-image-size 64"),
+    ],
+    ids=["flags", "timm", "timm's patch dropout", "timm's positions"],
+)
+def test_a_run_of_a_model_folder_is_exported_with_its_flags(vision, flags, tmp_path):
+    text = {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
+    config = {"model_cfg": {"embed_dim": 32, "vision_cfg": vision, "text_cfg": text}, "preprocess_cfg": {}}
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "open_clip_config.json").write_text(json.dumps(config))
+    checkpoint = make_run(tmp_path, f"local-dir:{tmp_path / 'hub'}", *flags.split())
+    if vision == timm_tower("test_vit") and "size" in flags:
+        with pytest.raises(UsageError, match="stock OpenCLIP cannot load a folder with a timm tower of another size"):
+            export(checkpoint, "safetensors", tmp_path / "exported")
+        return
+    export(checkpoint, "safetensors", tmp_path / "exported")
+    source = f"local-dir:{tmp_path / 'exported'}"
+    model, _, preprocess = open_clip.create_model_and_transforms(source)
+    original = make_model(f"local-dir:{tmp_path / 'hub'}", *flags.split())
+    original.load_state_dict(torch.load(checkpoint, weights_only=True)["state_dict"])
+    images, texts = preprocess(picture())[None], open_clip.get_tokenizer(source)(CAPTIONS)
+    assert torch.equal(embeddings(model, images, texts), embeddings(original, images, texts))
+    assert images.shape[-1] == 64 or "size" not in flags
+    assert str(tmp_path) not in (tmp_path / "exported" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Models that have more than a contrastive loss trains, and how a run's model comes back in stock OpenCLIP."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.model import MODEL_CONFIG
 from tests.distributed.pool import two_ranks
-from tests.training.runs import command, losses_of, metrics_of, run
+from tests.training.runs import command, evaluation, losses_of, metrics_of, run
 
 VISION = {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8}
 TEXT = {"context_length": 20, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
@@ -71,9 +72,39 @@ def test_a_captioner_trains_with_openclips_loss(shards, configs, tmp_path):
     assert set(metrics_of(tmp_path / "run")[0]["terms"]) == {"contrastive_loss", "caption_loss"}
 
 
+TIMM = {"timm_model_name": "test_vit", "timm_model_pretrained": False, "timm_pool": "avg", "timm_proj": "linear"}
+
+
+def model_folder(path: Path, vision: dict, temperature: float = 0.01) -> str:
+    """Write a model as the Hugging Face hub has it; returns its name."""
+    path.mkdir()
+    config = {"embed_dim": 32, "custom_text": True, "vision_cfg": vision, "text_cfg": TEXT}
+    content = {"model_cfg": config, "preprocess_cfg": {"mean": [0.5] * 3, "resize_mode": "squash"}}
+    (path / "open_clip_config.json").write_text(json.dumps(content))
+    name = f"local-dir:{path}"
+    state = open_clip.create_model(name, load_weights=False).state_dict()
+    state["logit_scale"].fill_(-math.log(temperature))
+    torch.save(state, path / "open_clip_pytorch_model.bin")
+    return name
+
+
+def test_a_model_folder_is_pretrained(shards, tmp_path, caplog):
+    """Its own temperature is the run's, as with --pretrained; --pretrained beside it would be ignored by OpenCLIP."""
+    name = model_folder(tmp_path / "plain", VISION)
+    argv = command(shards, tmp_path, "run", "neuclip", *of_model(name), "--force-image-size", "64", "--lr", "1e-5")
+    assert run(argv) == 0
+    assert metrics_of(tmp_path / "run")[0]["temperature_median"] == pytest.approx(0.01, rel=1e-3)
+    with pytest.raises(UsageError, match=r"--pretrained /no/such: --model local-dir:.* brings its own weights"):
+        run([*argv, "--pretrained", "/no/such"])
+    assert run(evaluation(tmp_path, "measured", "--model", name, "--val-data", shards)) == 0
+    assert "untrained" not in caplog.text + (tmp_path / "measured" / "out.log").read_text()
+
+
 # A loss, the model, and flags that change it or its transform.
 PRINTED = [
     ("neuclip", "demo-resnet", ""),
+    ("fastclip", "plain", "--force-image-size 64 --force-quick-gelu --force-context-length 8"),
+    ("openclip", "timm", "--force-image-size 64 --force-patch-dropout 0.5"),
     (
         "siglip",
         "demo-vit",
@@ -86,21 +117,23 @@ PRINTED = [
 def test_the_printed_lines_load_the_model_in_stock_openclip(shards, tmp_path, capsys):
     """In a process that never imports this package."""
     program = ["import sys, torch, open_clip"]
-    for loss, model, flags in PRINTED:
+    folders = {"plain": model_folder(tmp_path / "plain", VISION), "timm": model_folder(tmp_path / "timm", TIMM)}
+    for loss, name, flags in PRINTED:
+        model = folders.get(name, name)
         assert run(command(shards, tmp_path, loss, loss, *of_model(model), *flags.split())) == 0
-        lines = capsys.readouterr().out.split("To load the model in stock OpenCLIP:\n")[1].splitlines()[:2]
+        line = capsys.readouterr().out.split("To load the model in stock OpenCLIP:\n")[1].strip()
         assert "stock OpenCLIP" not in (tmp_path / loss / "out.log").read_text()
-        assert [path.name for path in (tmp_path / loss / MODEL_CONFIG).iterdir()] == [f"{model}.json"]
+        assert [path.name for path in (tmp_path / loss / MODEL_CONFIG).iterdir()] == [f"{name}.json"]
         program += [
-            *(line.strip() for line in lines),
+            line,
             f"saved = torch.load({str(tmp_path / loss / 'checkpoints' / 'epoch_1.pt')!r}, weights_only=True)['state_dict']",
             "state = model.state_dict()",
             "assert saved.keys() == state.keys()",
             "assert all(torch.equal(saved[name], state[name]) for name in saved)",
-            "print(preprocess, 'openclip_ext' in sys.modules)",
+            "images = model.visual.preprocess_cfg",
+            f"assert (images['resize_mode'] == 'squash' and images['mean'][0] == 0.5) is {name != 'demo-resnet'}",
+            "assert 'openclip_ext' not in sys.modules",
         ]
     started = [sys.executable, "-c", "\n".join(program)]
     result = subprocess.run(started, capture_output=True, text=True, cwd=Path.home())
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip().endswith("False")
-    assert result.stdout.count("0.5, 0.5, 0.5") >= 1
