@@ -7,10 +7,12 @@ import difflib
 import json
 import runpy
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from openclip_ext.messages import until_pipe_breaks
 from openclip_ext.version import __version__
 
 
@@ -61,7 +63,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: with the command's exit status; 2 for a command that does not exist.
     """
-    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    with until_pipe_breaks():
+        _run(*((sys.argv[1:] if argv is None else argv) or ["--help"]))
+
+
+def _run(name: str, *rest: str) -> None:
     if name in ("-h", "--help"):
         print(_help())
     elif name == "--version":
@@ -75,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.loads(HELP_FILE.read_text(encoding="utf-8"))[name], end="")
     elif name in COMMANDS:
         sys.argv[1:] = rest
+        # It may have been imported already, as its own program.
+        warnings.filterwarnings("ignore", message=".*found in sys.modules after import", category=RuntimeWarning)
         runpy.run_module(COMMANDS[name].module, run_name="__main__", alter_sys=True)
     else:
         print(f"openclip-ext: {_unknown(name)}", file=sys.stderr)

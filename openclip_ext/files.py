@@ -4,7 +4,8 @@ import argparse
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -47,3 +48,22 @@ def output_path(text: str) -> Path:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return Path(text)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Make a folder and keep other processes out of it until the end of the context.
+
+    Raises:
+        ValueError: Another process holds it.
+    """
+    from filelock import FileLock, Timeout
+
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            yield
+    except Timeout:
+        raise ValueError(
+            f"another process writes into {folder}: wait until it ends, or give another --output"
+        ) from None

@@ -1,8 +1,12 @@
 """Text for people: messages and stored settings without secrets, and without what a terminal would obey."""
 
+import contextlib
 import logging
+import os
 import re
+import select
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -51,6 +55,22 @@ def _masked(text: str) -> str:
 def for_people(text: str) -> str:
     """Return a text without secrets, in which what a terminal obeys is written as Python writes it."""
     return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), _masked(text))
+
+
+@contextlib.contextmanager
+def until_pipe_breaks() -> Iterator[None]:
+    """End quietly when the reader of the output has gone, as after ``| head``."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)
+        if not output.poll(0):
+            raise  # of another pipe
+        # Python flushes standard output once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
 
 
 def say(text: str, file: TextIO | None = None) -> None:

@@ -60,6 +60,18 @@ def test_an_unknown_command_names_the_nearest(capsys):
     assert "Did you mean estimation-error?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["train --help", "train --help-all", "losses"])
+def test_a_reader_that_goes_is_no_error(command):
+    piped = f"{shlex.quote(sys.executable)} -c '{_PROGRAM}' {command} | head -1"
+    result = subprocess.run(["bash", "-c", piped], capture_output=True, text=True)
+    assert result.stdout and result.stderr == ""
+
+
+def test_a_command_runs_its_module_once(tmp_path):
+    told = python("-W", "always", "-c", _PROGRAM, "manifest", str(tmp_path / "none.tar")).stderr
+    assert "RuntimeWarning" not in told and told.startswith("error: ")
+
+
 def test_output_and_exit_status_are_the_commands(tmp_path):
     shown = python("-c", _PROGRAM, "manifest", "--workers")
     assert shown.returncode == 2 and shown.stderr.startswith("usage: openclip-ext manifest")

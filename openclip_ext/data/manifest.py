@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -499,7 +500,9 @@ def _places(urls: Sequence[str], image_key: str, caption_key: str) -> list[Path]
     """Return the paths that a manifest of these shards may have, in order of preference; the last is in the user's cache."""
     identity = "\n".join([image_key, caption_key, *sorted(map(without_secrets, urls))])
     named = f"manifest-{hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()}.json"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "openclip_ext" / named
+    home = os.path.expanduser("~")  # "~" for a user without one, as in some containers
+    kept = os.path.join(home, ".cache") if home != "~" else tempfile.gettempdir()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or kept) / "openclip_ext" / named
     if not all(map(is_local, urls)):
         return [cache]
     folder = Path(os.path.commonpath([os.path.dirname(url) for url in urls]))

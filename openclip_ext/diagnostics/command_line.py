@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from openclip_ext.messages import say
+from openclip_ext.messages import say, until_pipe_breaks
 
 
 def run(main: Callable[[list[str]], None]) -> None:
@@ -19,7 +19,8 @@ def run(main: Callable[[list[str]], None]) -> None:
     ValueErrors and OSErrors of ``main`` count as the user's mistakes.
     """
     try:
-        main(sys.argv[1:])
+        with until_pipe_breaks():
+            main(sys.argv[1:])
     except (ValueError, OSError) as error:
         say(f"error: {error}", sys.stderr)
         raise SystemExit(2) from error

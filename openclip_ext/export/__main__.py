@@ -1,7 +1,9 @@
 """Export a checkpoint: ``openclip-ext export RUN/checkpoints/epoch_K.pt --to hf --output DIR``."""
 
 import argparse
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,21 +62,38 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
     model = model.float().eval()
     # With the run's flags.
     model_config = json.loads((run / MODEL_CONFIG / f"{settings.file_name}.json").read_text())
+    with _claimed(output):
+        if to == "hf":
+            write_clip_model(model, model_config, tokenizer, output)
+        save_file(
+            {name: value.contiguous() for name, value in model.state_dict().items()}, output / HF_SAFE_WEIGHTS_NAME
+        )
+        save_config_for_hf(model, output / HF_CONFIG_NAME, model_config)
+        if "hf_tokenizer_name" in model_config["text_cfg"]:
+            tokenizer.save_pretrained(output)  # OpenCLIP looks for it here
+        # A file of the model alone, such as best.pt, knows its epoch and no step.
+        unit = "epoch" if loaded.shared is None else "step"
+        taken = getattr(loaded.position, unit)
+        lines = [line for line in json_lines.read(run / "metrics.jsonl") if "loss" in line and line[unit] < taken]
+        if lines:
+            plot({config["flags"]["name"]: lines}, output / CURVES)
+        card = model_card(config, loaded, lines[-1] if lines else None, evaluations(run, loaded), to == "hf")
+        (output / "README.md").write_text(card, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _claimed(output: Path) -> Iterator[None]:
+    """Make a folder that no other export writes into until the end of the context."""
     output.mkdir(parents=True, exist_ok=True)
-    if to == "hf":
-        write_clip_model(model, model_config, tokenizer, output)
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, output / HF_SAFE_WEIGHTS_NAME)
-    save_config_for_hf(model, output / HF_CONFIG_NAME, model_config)
-    if "hf_tokenizer_name" in model_config["text_cfg"]:
-        tokenizer.save_pretrained(output)  # OpenCLIP looks for it here
-    # A file of the model alone, such as best.pt, knows its epoch and no step.
-    unit = "epoch" if loaded.shared is None else "step"
-    taken = getattr(loaded.position, unit)
-    lines = [line for line in json_lines.read(run / "metrics.jsonl") if "loss" in line and line[unit] < taken]
-    if lines:
-        plot({config["flags"]["name"]: lines}, output / CURVES)
-    card = model_card(config, loaded, lines[-1] if lines else None, evaluations(run, loaded), to == "hf")
-    (output / "README.md").write_text(card, encoding="utf-8")
+    unfinished = output / ".unfinished"
+    try:
+        unfinished.touch(exist_ok=False)
+    except FileExistsError:
+        raise UsageError(f"another export writes into {output}: give another --output") from None
+    try:
+        yield
+    finally:
+        unfinished.unlink()
 
 
 def _check_loadable(model: Any, settings: ModelConfig) -> None:

@@ -7,6 +7,7 @@ says that it waits for them.
 import signal
 import sys
 
+from openclip_ext.messages import until_pipe_breaks
 from openclip_ext.training.help import (
     NOTHING_TO_DO,
     asks_for_help,
@@ -34,7 +35,8 @@ def main(argv: list[str]) -> None:
 def cli() -> None:
     """Run the process's own command line."""
     if asks_for_help(sys.argv[1:]):
-        print_help(sys.argv[1:])
+        with until_pipe_breaks():
+            print_help(sys.argv[1:])
         return
     try:
         refuse_slips(sys.argv[1:], known_flags())

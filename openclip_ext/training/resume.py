@@ -95,6 +95,11 @@ def restore(
         return Position()
     ckpt.check_identity(checkpoint, identity, keeps_samples=loss.needs_index)
     content = checkpoint.model_file
+    if "optimizer" not in content:
+        raise UsageError(
+            f"{checkpoint.path} has the model alone, as best.pt does: to continue the run give --resume latest, to start "
+            f"another one from this model --pretrained {checkpoint.path}"
+        )
     ckpt.load_model(model, content.get(TRAINED_KEY, content["state_dict"]), checkpoint.path)
     _load_optimizer(model, optimizer, content.get("optimizer"), checkpoint.path)
     if scaler is not None and "scaler" in content:

@@ -108,10 +108,10 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
         data=loader.source.index_digest,
         settings=run_folder.settings(config.flags, config.loss.options),
     )
-    if distributed.is_master() and (changed := ckpt.changed_settings(start.checkpoint, identity)):
-        logging.warning(f"The run goes on with other settings: {'; '.join(changed)}.")
     position = resume.restore(start.checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
     loader.check_progress(position.progress)
+    if distributed.is_master() and (changed := ckpt.changed_settings(start.checkpoint, identity)):
+        logging.warning(f"The run goes on with other settings: {'; '.join(changed)}.")
     steps_left = steps_per_epoch * (config.length.epochs - position.epoch) - position.step_in_epoch
     if steps_left <= 0 and distributed.is_master():
         logging.info(f"Nothing is left to train: the checkpoint is the end of epoch {position.epoch}, see --epochs.")

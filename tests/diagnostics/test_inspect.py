@@ -19,6 +19,7 @@ from openclip_ext.diagnostics.finished_run import Embeddings, embed_training_set
 from openclip_ext.diagnostics.inspect import __main__ as inspect
 from openclip_ext.diagnostics.inspect import findings
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
+from openclip_ext.files import held
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.training.errors import UsageError
 from tests.references import normalizers as reference
@@ -244,3 +245,12 @@ def test_wrong_arguments_are_refused(trained, shards, tmp_path, capsys):
     with pytest.raises(SystemExit):
         inspect.main([str(trained), "--leave-out", "dups"])
     assert "--leave-out: " in (error := capsys.readouterr().err) and "expected some of duplicates" in error
+
+
+def test_two_inspections_do_not_share_a_folder(trained, tmp_path, capsys):
+    """Another one would write into the same memory maps; the default is a folder for each checkpoint."""
+    with held(tmp_path / "both"), pytest.raises(ValueError, match=r"another process writes into .*both"):
+        inspect.main([str(trained), "--device", "cpu", "--workers", "0", "--output", str(tmp_path / "both")])
+    inspect.main([str(trained), "--device", "cpu", "--workers", "0"])
+    assert [folder.name for folder in (trained / "inspect").iterdir()] == ["epoch_2"]
+    shutil.rmtree(trained / "inspect")

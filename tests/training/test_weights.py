@@ -11,6 +11,7 @@ from torch import nn
 
 from openclip_ext import model_configs
 from openclip_ext.training.ema import TRAINED_KEY, ModelEma
+from openclip_ext.training.errors import UsageError
 from openclip_ext.training.evaluation import is_best
 from openclip_ext.training.lr_scales import depths, lr_scales
 from openclip_ext.training.optimizer import (
@@ -211,6 +212,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(shards, tmp_path):
         assert content.keys() == {"epoch", "name", "state_dict"}
         assert content["epoch"] == best["epoch"]
         stock_model(tmp_path / name / "checkpoints" / "best.pt", SMALL_MODEL)
+    best = str(tmp_path / "whole" / "checkpoints" / "best.pt")
+    with pytest.raises(UsageError, match=r"best.pt has the model alone.*--pretrained"):
+        run([*small_command(shards, tmp_path, "other", "neuclip", *rates), "--resume", best])
 
 
 def test_two_ranks_resume_and_stock_openclip_loads_the_average(shards, tmp_path):

@@ -22,7 +22,7 @@ from openclip_ext.diagnostics.finished_run import (
 from openclip_ext.diagnostics.inspect import outputs
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
 from openclip_ext.diagnostics.inspect.outputs import Inspection
-from openclip_ext.files import output_path
+from openclip_ext.files import held, output_path
 from openclip_ext.options import flag, from_flags, own_options
 from openclip_ext.training.errors import UsageError
 from openclip_ext.training.parser import add_flag
@@ -51,8 +51,14 @@ def main(argv: list[str]) -> None:
     if run.loss.views > 1:
         raise UsageError(f"{run.loss_name} was trained on images alone, so there are no captions to inspect")
     manifest = _manifest_to_change(run.source, args.write_manifest) if args.leave_out else None
-    folder = args.output or run.folder / "inspect"
+    folder = args.output or run.folder / "inspect" / run.checkpoint.stem
+    with held(folder):
+        _inspect(run, args, thresholds, manifest, folder)
 
+
+def _inspect(
+    run: FinishedRun, args: argparse.Namespace, thresholds: Thresholds, manifest: Manifest | None, folder: Path
+) -> None:
     embeddings = embed_training_set(run, folder)
     order = torch.randperm(len(embeddings.index), generator=torch.Generator().manual_seed(args.seed))
     anchors = order[: args.anchors].sort().values
@@ -158,7 +164,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_run_arguments(parser)
     parser.add_argument(
-        "--output", type=output_path, metavar="FOLDER", help="folder for the results (default: RUN_FOLDER/inspect)"
+        "--output",
+        type=output_path,
+        metavar="FOLDER",
+        help="folder for the results (default: RUN_FOLDER/inspect/CHECKPOINT)",
     )
     parser.add_argument(
         "--leave-out",
