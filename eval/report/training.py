@@ -71,13 +71,15 @@ def read_log(folder: Path) -> TrainingLog | None:
     if (folder / "config.json").is_file():
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         loss = config.get("loss", {})
-        settings = {"loss": loss.get("name"), **config.get("flags", {}), **loss.get("options", {})}
+        flags = config.get("flags", {})
+        options = {f"loss: {name}" if name in flags else name: value for name, value in loss.get("options", {}).items()}
+        settings = {"loss": loss.get("name"), **flags, **options}
     validation = []
     for line in lines:
         found = {
             name: value
             for name, value in line.get("evaluation", {}).items()
-            if isinstance(value, int | float) and not name.startswith(SUITE_PREFIX)
+            if isinstance(value, int | float) and not name.startswith(SUITE_PREFIX) and name != "num_samples"
         }
         if found:
             validation.append(
@@ -87,13 +89,14 @@ def read_log(folder: Path) -> TrainingLog | None:
 
 
 def differing_settings(runs: Sequence[TrainedRun]) -> Table:
-    """Return a row for each setting that differs between runs, with its values."""
-    names = dict.fromkeys(name for run in runs for log in run.logs for name in log.settings)
+    """Return a row for each setting that differs between runs, with its values; options of one loss alone say nothing."""
+    logs = [log for run in runs for log in run.logs]
+    names = [name for name in (logs[0].settings if logs else ()) if all(name in log.settings for log in logs)]
     rows = []
     for name in names:
         values = [", ".join(dict.fromkeys(str(log.settings.get(name, "")) for log in run.logs)) for run in runs]
         if name not in _NOT_COMPARED and len(set(values)) > 1:
-            rows.append(["loss" if name == "loss" else f"--{name.replace('_', '-')}", *values])
+            rows.append([name if name.startswith("loss") else f"--{name.replace('_', '-')}", *values])
     return rows
 
 
@@ -171,9 +174,8 @@ def curves(runs: Sequence[TrainedRun]) -> list[Markup]:
     for key, title in (("infonce", "InfoNCE of the batch"), ("temperature", "temperature τ")):
         drawn = [Curve(run.name, _smoothed(log, key), color) for color, run in enumerate(runs) for log in run.logs]
         charts.append((title, drawn))
-    for name in dict.fromkeys(
-        name for run in runs for log in run.logs for _, found in log.validation for name in found
-    ):
+    metrics = dict.fromkeys(name for run in runs for log in run.logs for _, found in log.validation for name in found)
+    for name in (name for name in metrics if not name.endswith(("_rank", "R@5", "R@10", "top5"))):
         drawn = [
             Curve(run.name, [(samples, found[name]) for samples, found in log.validation if name in found], color)
             for color, run in enumerate(runs)

@@ -122,8 +122,11 @@ def test_two_runs_in_all_three_forms(tmp_path: Path) -> None:
 def write_run(folder: Path, loss: str, seed: int, recall: float) -> str:
     """A run folder as the trainer leaves it after two epochs with validation."""
     write_training(folder, 2, {epoch: {"image_to_text_R@1": recall * epoch / 2} for epoch in (1, 2)})
-    flags = {"lr": 1e-3, "seed": seed, "name": folder.name, "batch_size": 64}
-    config = {"flags": flags, "loss": {"name": loss, "options": {"rho": 4.0} if loss == "queueclip" else {}}}
+    flags = {"lr": 1e-3, "eps": 1e-8, "seed": seed, "name": folder.name, "batch_size": 64}
+    config = {
+        "flags": flags,
+        "loss": {"name": loss, "options": {"eps": 0.0, "rho": 4.0} if loss == "queueclip" else {}},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
@@ -135,7 +138,7 @@ def test_two_ordinary_runs_are_shown_side_by_side(tmp_path: Path, capsys: pytest
     )
     tables, text = report(tmp_path, first, second)
     settings, course, validation = tables
-    assert settings == [["setting", "openclip", "queueclip"], ["loss", "openclip", "queueclip"], ["--rho", "", "4.0"]]
+    assert settings == [["setting", "openclip", "queueclip"], ["loss", "openclip", "queueclip"]]
     assert ["samples seen", "1.28k", "1.28k"] in course
     assert validation[1] == ["image_to_text_R@1", "0.3", "0.4, +0.1"]
     assert {"InfoNCE of the batch over samples seen", "image_to_text_R@1 over samples seen"} <= charts_of(text).keys()

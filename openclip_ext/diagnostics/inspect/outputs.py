@@ -100,8 +100,6 @@ def _entries(found: Found) -> Iterable[tuple[Any, ...]]:
 _NOTES = {
     "misfit-captions": "Left: the caption with its own image. Right: the image that fits it best, with its caption.",
     "misfit-images": "Left: the image with its own caption. Right: the pair of the caption that fits it best.",
-    "hardest": "The number is the log-normalizer.",
-    "easiest": "The number is the log-normalizer.",
 }
 
 
@@ -114,6 +112,7 @@ def write_page(path: Path, inspection: Inspection, thumbnails: Mapping[int, str]
             "definition": inspection.thresholds.definition(name),
             "note": _NOTES.get(name, ""),
             "is_pair": found.partner is not None,
+            "value": "log-normalizer" if found.partner is None else "cosine similarity",
             "shown": [
                 ([inspection.samples[index] for index in members], value)
                 for *members, value in list(_entries(found))[:show]
