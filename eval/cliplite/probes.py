@@ -10,7 +10,6 @@ Source: CLIP-Lite, section 4.3, which follows VirTex (Desai and Johnson, 2021).
 """
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from sklearn.svm import LinearSVC
 from torch import Tensor
 from torchvision.datasets import ImageFolder
 
+from openclip_ext import json_lines
 from openclip_ext.diagnostics import command_line
 
 from ..command_line import add_model_arguments, load_encoder
@@ -261,7 +261,7 @@ def main(argv: list[str]) -> None:
         "test_images": len(test.labels),
         "skipped_images": train.skipped + test.skipped,
     }
-    text = json.dumps(report, indent=2)
+    text = json_lines.dumps(report, indent=2)
     print(text)
     if args.output:
         args.output.write_text(text + "\n", encoding="utf-8")

@@ -67,6 +67,7 @@ class OpenClipLoss(ContrastiveLoss):
             caption_loss_weight=coca_caption_loss_weight, clip_loss_weight=coca_contrastive_loss_weight, **common
         )
         self.distill = DistillClipLoss(**common)
+        self.trains_captions_only = coca_contrastive_loss_weight == 0
 
     def _used_outputs(self, outputs: dict[str, Any]) -> set[str]:
         if self.needs_positives:

@@ -27,6 +27,8 @@ def check(config: TrainingConfig) -> None:
     if config.data is None and not config.evaluation.is_asked_for:
         raise UsageError(NOTHING_TO_DO)
     _check_model(config.model)
+    if config.data is not None and config.model.torchscript:
+        raise UsageError("--torchscript cannot train: leave it out. --torchcompile makes training faster")
     _check_pixels(config.model)
     check_optimizer(config.optimizer)
     _check_evaluation(config.evaluation)
