@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from openclip_ext import json_lines
 from openclip_ext.data.shapes.scene import (
     BACKGROUNDS,
     COLORS,
@@ -227,7 +228,9 @@ def main(argv: list[str]) -> None:
     print(format_table(columns))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"model": args.model, "checkpoint": args.checkpoint, **columns}, indent=1))
+        args.json.write_text(
+            json_lines.dumps({"model": args.model, "checkpoint": args.checkpoint, **columns}, indent=1)
+        )
 
 
 if __name__ == "__main__":

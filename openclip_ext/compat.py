@@ -149,12 +149,19 @@ def create_model(
         The model (``output_dict=True``), the training transform and the evaluation transform.
     """
     import open_clip
+    import torch
 
     if siglip_start:
         options |= SIGLIP_START
-    return open_clip.create_model_and_transforms(
+    built = open_clip.create_model_and_transforms(
         name, pretrained, precision=precision, device=device, output_dict=True, **options
     )
+    decoder = getattr(built[0], "text_decoder", None)
+    if decoder is not None and not (pretrained or hub_weights(name, options.get("cache_dir"))):
+        # OpenCLIP 3.3 leaves it as the memory was, and has this in a function that it does not call.
+        torch.nn.init.normal_(decoder.text_projection, std=decoder.width**-0.5)
+        logging.info("OpenCLIP leaves text_decoder.text_projection uninitialized: initialized with its own formula.")
+    return built
 
 
 def architecture(name: str, cache_dir: str | None) -> dict[str, Any] | None:
@@ -200,6 +207,27 @@ def converts_to_rgb(step: Any) -> bool:
     return isinstance(step, MaybeConvertMode)
 
 
+def drops_patches(model: Any) -> bool:
+    """Return whether the image tower has a patch dropout."""
+    return any("patch_drop" in name for name, _ in model.visual.named_modules())
+
+
+def lock_text_tower(model: Any, unlocked_layers: int, freeze_layer_norm: bool) -> None:
+    """Freeze a text tower, also that of a captioner, for which OpenCLIP has no function.
+
+    Raises:
+        UsageError: one of OpenCLIP's own towers, whose LayerNorm cannot be left out.
+    """
+    from open_clip.hf_model import HFTextEncoder
+
+    from openclip_ext.training.errors import UsageError
+
+    if not freeze_layer_norm and not isinstance(getattr(model, "text", None), HFTextEncoder):
+        raise UsageError("--lock-text needs --lock-text-freeze-layer-norm for this model")
+    lock = model.text.lock if is_captioner(model) else model.lock_text_tower
+    lock(unlocked_layers, freeze_layer_norm)
+
+
 def is_timm(model: Any) -> bool:
     """Return whether the image tower is one of timm's."""
     from open_clip.timm_model import TimmModel
@@ -210,6 +238,20 @@ def is_timm(model: Any) -> bool:
 def is_captioner(model: nn.Module) -> bool:
     """Return whether the model has a text decoder (CoCa), which only ``CoCaLoss`` trains."""
     return hasattr(model, "text_decoder")
+
+
+def unused_by_captions(model: Any) -> list[nn.Parameter]:
+    """Return the trainable parameters of a captioner on which its captions do not depend."""
+    import torch
+
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    size = model.visual.image_size
+    image = parameters[0].new_zeros(1, 3, *(size if isinstance(size, tuple) else (size, size)))
+    was_training = model.training
+    captions = model.eval()(image, torch.ones(1, 4, dtype=torch.int64, device=image.device))["logits"]
+    model.train(was_training)
+    gradients = torch.autograd.grad(captions.float().sum(), parameters, allow_unused=True)
+    return [parameter for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is None]
 
 
 def embedding_dim(model_name: str, model: nn.Module | None = None) -> int:

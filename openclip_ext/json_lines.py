@@ -1,13 +1,27 @@
-"""Logs of JSON lines, which a killed process may leave with an unfinished last line."""
+"""JSON without NaN, and logs of JSON lines, which a killed process may leave with an unfinished last line."""
 
 import contextlib
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from openclip_ext.files import write_atomically
+
+
+def dumps(content: Any, **options: Any) -> str:
+    """Return content as JSON, with ``null`` for numbers that are not finite, which JSON does not have."""
+    return json.dumps(_finite(content), allow_nan=False, **options)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def read(path: Path) -> list[dict[str, Any]]:

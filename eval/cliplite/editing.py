@@ -8,7 +8,6 @@ images of two groups answer queries of either side, before and after. Equal valu
 
 import argparse
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from openclip_ext import json_lines
 from openclip_ext.diagnostics import command_line
 from openclip_ext.files import output_path
 from openclip_ext.pages.rendering import render_page, thumbnail
@@ -203,7 +203,7 @@ def main(argv: list[str]) -> None:
     found = {prompt: nearest_images(query, groups, basis) for prompt, query in asked}
     page = render_page("nearest.html", "Nearest images", queries=found, picture=_picture)
     (args.output_dir / "nearest.html").write_text(page, encoding="utf-8")
-    (args.output_dir / "editing.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (args.output_dir / "editing.json").write_text(json_lines.dumps(report, indent=2) + "\n", encoding="utf-8")
     (args.output_dir / "editing.md").write_text(text + "\n", encoding="utf-8")
     np.save(args.output_dir / "subspace.npy", basis.numpy())
     shares = ", ".join(f"{share:.1%}" for share in explained.tolist())

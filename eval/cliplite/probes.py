@@ -10,7 +10,6 @@ Source: CLIP-Lite, section 4.3, which follows VirTex (Desai and Johnson, 2021).
 """
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from sklearn.preprocessing import StandardScaler, normalize
 from sklearn.svm import LinearSVC
 from torch import Tensor
 
+from openclip_ext import json_lines
 from openclip_ext.diagnostics import command_line
 from openclip_ext.files import output_path
 from openclip_ext.training.imagenet import ClassFolders
@@ -262,7 +262,7 @@ def main(argv: list[str]) -> None:
         "test_images": len(test.labels),
         "skipped_images": train.skipped + test.skipped,
     }
-    text = json.dumps(report, indent=2)
+    text = json_lines.dumps(report, indent=2)
     print(text)
     if args.output:
         args.output.write_text(text + "\n", encoding="utf-8")

@@ -120,6 +120,11 @@ def can_read_values(tensor: Tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+def is_in_backward() -> bool:
+    """Return whether a backward pass calls this, which recomputes what ``torch.utils.checkpoint`` has not kept."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 class LoopChecks:
     """Watches the loop that calls a loss. It is not part of the loss's state.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from openclip_ext import distributed
 from openclip_ext.contrastive import checks
@@ -55,6 +55,7 @@ class ContrastiveLoss(nn.Module):
         initial_logit_scale: start value of OpenCLIP's parameter ``log(1/τ)``; None: leave the model's.
         initial_logit_bias: start value of OpenCLIP's ``logit_bias``; None: the model needs none.
         uses_logit_bias: whether the model's ``logit_bias`` gets a gradient; if not, freeze it.
+        trains_captions_only: whether a captioner's embeddings get no gradient.
         views: 2 for a loss of two views of each image, passed as ``image_features`` and ``text_features``.
         logit_scale_lr: constant learning rate of that parameter; None: that of the encoders, with its schedule.
         follows_autocast: whether it computes under the caller's autocast, instead of in the precision of the features.
@@ -75,6 +76,7 @@ class ContrastiveLoss(nn.Module):
     initial_logit_scale: float | None = None
     initial_logit_bias: float | None = None
     uses_logit_bias = False
+    trains_captions_only = False
     logit_scale_lr: float | None = None
     follows_autocast = False
     normalizers_include_positive = False
@@ -119,11 +121,24 @@ class ContrastiveLoss(nn.Module):
             ValueError: wrong shapes or types; too few samples to contrast; an index (or labels) missing, or (at once on the
                 CPU, at the next :meth:`metrics` or :meth:`pop_nonfinite` on other devices) outside of ``[0, num_samples)``;
                 in the first two calls in training mode, a scale that is not finite and positive.
+            RuntimeError: a loss that keeps state is called again in the backward pass (``torch.utils.checkpoint``).
 
         Warns:
             UserWarning: in training mode, of what is probably a mistake of the loop (``contrastive/checks.py``). The first two
                 calls wait for the device for it.
         """
+        if self.training and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            # Losses may train networks of their own, which inference mode forbids, also with its tensors.
+            with torch.inference_mode(False), torch.no_grad():
+                inputs = (image_features, text_features, logit_scale, logit_bias, index, output_dict, outputs)
+                *inputs, named = tree_map(_usual, inputs)
+                return self.forward(*inputs, **named)
+        recomputes = checks.is_in_backward()
+        if recomputes and self.training and self.keeps_state:
+            raise RuntimeError(
+                "the loss was called in a backward pass, as by torch.utils.checkpoint, which would update its state twice. "
+                "Checkpoint the model only, and call the loss outside"
+            )
         with contextlib.nullcontext() if self.follows_autocast else checks.without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index, learning=self.training)
             watched = self.training and not (torch.compiler.is_compiling() or image_features.is_meta)
@@ -138,7 +153,7 @@ class ContrastiveLoss(nn.Module):
             if names is None and isinstance(index, Tensor) and index.shape == (size,):
                 names = None if index.is_floating_point() else index
             self.nonfinite.add(self.calls, names, batch.finite[:size], batch.scale_ok)
-        self.calls += self.training
+        self.calls += self.training and not recomputes
         return terms if output_dict else functools.reduce(torch.add, terms.values())
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -348,3 +363,8 @@ class ContrastiveLoss(nn.Module):
         if self.keeps_state:
             self._checks.begin_call(batch.image, batch.text)
         return self.keeps_state
+
+
+def _usual(value: Any) -> Any:
+    """Return a tensor of inference mode as a usual one, other values as they are."""
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value

@@ -13,7 +13,6 @@ In Python, :func:`measure` takes any loss of :func:`openclip_ext.create_loss` an
 """
 
 import argparse
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openclip_ext import json_lines
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss
@@ -326,7 +326,7 @@ def main(argv: list[str]) -> None:
         about = {"run": str(run.folder), "checkpoint": run.checkpoint.name, "loss": run.loss_name, "step": run.step}
         results.append(about | {"samples_seen": run.step * run.global_batch} | asdict(result))
     if args.json:
-        args.json.write_text(json.dumps(results if len(results) > 1 else results[0], indent=2) + "\n")
+        args.json.write_text(json_lines.dumps(results if len(results) > 1 else results[0], indent=2) + "\n")
     if args.plot:
         plot(results, args.plot)
         print(args.plot)

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from openclip_ext import json_lines
+
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
     """Return the rows of a file by id, without an incomplete last line; no rows if there is no file."""
@@ -52,7 +54,7 @@ class ResultsFile:
             self.failed[name] = {"id": name, "val": {"mean": -1.0}, "failed": failure}
             return self.failed[name]
         self.rows[name] = row
-        self._file.write(json.dumps(row) + "\n")
+        self._file.write(json_lines.dumps(row) + "\n")
         self._file.flush()
         return row
 

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.batch import LocalBatch, finite_samples
+from openclip_ext.contrastive.checks import is_in_backward
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import minibatch_metrics
 from openclip_ext.contrastive.seeding import generator, linear
@@ -149,8 +150,9 @@ class ClipLiteLoss(ContrastiveLoss):
         sums = distributed.all_reduce_sum(torch.cat([(statistics * ok).flatten(), ok[None].to(statistics.dtype)]))
         mean = (sums[:-1] / sums[-1].clamp(min=1)).reshape(statistics.shape)
         share = _BATCH_NORM_MOMENTUM * (sums[-1] > 0).to(sums.dtype)
-        for projection, statistics in zip(sides, mean, strict=True):
-            projection.follow(statistics, share)
+        if not is_in_backward():  # a recomputation has the batch that has counted
+            for projection, statistics in zip(sides, mean, strict=True):
+                projection.follow(statistics, share)
         return [projected for projected, _ in results]
 
     def metrics(self) -> dict[str, float]:

@@ -77,6 +77,7 @@ class Method:
         head: class of its ``model_head()``, with the attribute ``kind``, which names it in checkpoints; None: it has none.
         parts: normalizers and temperature schemes that its file adds.
         options: options that its file adds to those of ``options.json``.
+        summary: a sentence for lists of losses; empty: the first of its file's docstring.
     """
 
     name: str
@@ -93,3 +94,4 @@ class Method:
     head: Any = None
     parts: tuple[NormalizerPart | TemperaturePart, ...] = ()
     options: tuple[Option, ...] = ()
+    summary: str = field(default="", compare=False)

@@ -67,6 +67,7 @@ class OpenClipLoss(ContrastiveLoss):
             caption_loss_weight=coca_caption_loss_weight, clip_loss_weight=coca_contrastive_loss_weight, **common
         )
         self.distill = DistillClipLoss(**common)
+        self.trains_captions_only = coca_contrastive_loss_weight == 0
 
     def _used_outputs(self, outputs: dict[str, Any]) -> set[str]:
         if self.needs_positives:
@@ -182,6 +183,7 @@ class SiglipLoss(ContrastiveLoss):
 METHODS = (
     Method(
         name="openclip",
+        summary="OpenCLIP's ClipLoss, and CoCaLoss for captioners: the softmax over the batch. Its arithmetic is unchanged.",
         whole=WholeLoss(OpenClipLoss),
         normalizer="minibatch",
         temperature_scheme="global",
@@ -189,6 +191,7 @@ METHODS = (
     ),
     Method(
         name="siglip",
+        summary="OpenCLIP's SigLipLoss: a sigmoid for each pair of the batch. Its arithmetic is unchanged.",
         whole=WholeLoss(
             SiglipLoss,
             refused={"equal_captions": "OpenCLIP's SigLIP exchanges features between processes without labels"},

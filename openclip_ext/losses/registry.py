@@ -57,7 +57,7 @@ _SMALL = 8
 # All losses, and the options of all of them, by name. :func:`register_method` adds to both.
 METHODS: dict[str, Method] = {}
 OPTIONS: dict[str, Option] = {}
-# The first sentence of the docstring of each of this package's losses.
+# A sentence on each of this package's losses.
 SUMMARIES: dict[str, str] = {}
 
 
@@ -88,7 +88,7 @@ def _collect_options() -> None:
 
 
 for _method, _summary in sorted(_discover_methods(), key=lambda found: found[0].name):
-    METHODS[_method.name], SUMMARIES[_method.name] = _method, _summary
+    METHODS[_method.name], SUMMARIES[_method.name] = _method, _method.summary or _summary
 _collect_options()
 _BUILT_IN = frozenset(METHODS)
 

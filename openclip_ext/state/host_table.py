@@ -18,7 +18,7 @@ from torch import Tensor
 
 # Rows to convert or copy at a time; 4 to 16 MiB in the losses' tables.
 CHUNK_ROWS = 1 << 19
-_INTEGER_OF = {torch.float32: torch.int32, torch.float64: torch.int64}
+_INTEGER_OF = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def encode(values: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def recode(stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _bits(stored: Tensor) -> Tensor:
-    return stored.contiguous().view(_INTEGER_OF[stored.dtype])
+    return stored.contiguous().view(_INTEGER_OF[stored.itemsize])
 
 
 def chunks(rows: int) -> list[tuple[int, int]]:

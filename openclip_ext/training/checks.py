@@ -34,6 +34,8 @@ def check(config: TrainingConfig) -> None:
             f"open_clip_config.json is a model: --model local-dir:{weights}"
         )
     _check_model(config.model)
+    if config.data is not None and config.model.torchscript:
+        raise UsageError("--torchscript cannot train: leave it out. --torchcompile makes training faster")
     _check_pixels(config.model)
     check_optimizer(config.optimizer)
     _check_evaluation(config.evaluation)

@@ -1,12 +1,13 @@
 """The model of a run, built as OpenCLIP builds it, and the loss that it is prepared for."""
 
+import contextlib
 import json
 import logging
 import os
 import pickle
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,13 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
     _seed(seed)
     try:
         model, preprocess_train, preprocess_val = config.create(device)
+    except TypeError as error:  # timm's towers that take no such argument
+        if config.force_patch_dropout is None or "patch_drop" not in str(error):
+            raise
+        raise UsageError(
+            f"--force-patch-dropout {config.force_patch_dropout}: the image tower of {config.name} has no patches to drop. "
+            "Leave it out"
+        ) from error
     except (RuntimeError, AssertionError, pickle.UnpicklingError) as error:
         if not config.pretrained or not os.path.isfile(config.pretrained):
             raise
@@ -179,6 +187,8 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
     _seed(seed + distributed.rank())
     if config.trace is not None:
         model = open_clip.trace_model(model, batch_size=config.trace, device=device)
+    if config.force_patch_dropout and not compat.drops_patches(model) and distributed.is_master():
+        logging.warning(f"Without effect on --model {config.name}: --force-patch-dropout {config.force_patch_dropout}.")
     _lock(model, config)
     if config.grad_checkpointing:
         model.set_grad_checkpointing()
@@ -187,17 +197,40 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
 
 
 def _lock(model: Any, config: ModelConfig) -> None:
+    """Freeze the towers that the flags name; raise UsageError if OpenCLIP cannot, or if nothing of one would be frozen."""
     groups, layers = config.lock_image_unlocked_groups, config.lock_text_unlocked_layers
-    reason = f"--lock-image-unlocked-groups {groups} is not possible for this model"
+    trainable = _trainable(model)
+    if config.lock_image:
+        asked = f"--lock-image-unlocked-groups {groups}" if groups else "--lock-image"
+        with _refused(f"{asked} is not possible for this model"):
+            model.visual.lock(unlocked_groups=groups, freeze_bn_stats=config.lock_image_freeze_bn_stats)
+        if _trainable(model) == trainable:
+            raise UsageError(
+                f"{asked} leaves nothing of the image tower locked. Give fewer groups, or leave out --lock-image"
+            )
+        trainable = _trainable(model)
+    if config.lock_text:
+        asked = f"--lock-text-unlocked-layers {layers}" if layers else "--lock-text"
+        with _refused(f"{asked} is not possible for this model"):
+            compat.lock_text_tower(model, layers, config.lock_text_freeze_layer_norm)
+        if _trainable(model) == trainable:
+            raise UsageError(
+                f"{asked} leaves nothing of the text tower locked. Give fewer layers, or leave out --lock-text"
+            )
+
+
+@contextlib.contextmanager
+def _refused(reason: str) -> Iterator[None]:
     try:
-        if config.lock_image:
-            model.lock_image_tower(unlocked_groups=groups, freeze_bn_stats=config.lock_image_freeze_bn_stats)
-        # OpenCLIP's own text towers can only be frozen as a whole.
-        reason = "--lock-text needs --lock-text-freeze-layer-norm for this model"
-        if config.lock_text:
-            model.lock_text_tower(unlocked_layers=layers, freeze_layer_norm=config.lock_text_freeze_layer_norm)
-    except AssertionError as error:
-        raise UsageError(f"{reason} ({error})") from error
+        yield
+    except Exception as error:  # OpenCLIP and timm raise what their code happens to meet
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{reason} ({type(error).__name__}: {one_line(error)})") from error
+
+
+def _trainable(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 @dataclass(frozen=True)
@@ -282,6 +315,9 @@ def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) 
     logit_bias = getattr(model, "logit_bias", None)
     if logit_bias is not None and not loss.uses_logit_bias:
         logit_bias.requires_grad_(False)
+    if loss.trains_captions_only and compat.is_captioner(model):
+        for parameter in compat.unused_by_captions(model):
+            parameter.requires_grad_(False)
     if loss.views > 1:  # no image passes through anything else
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name.startswith("visual."))

@@ -1,6 +1,5 @@
 """What a run tells while it trains: a bar, plain lines in the log, ``metrics.jsonl``, TensorBoard, W&B."""
 
-import json
 import logging
 import math
 import os
@@ -17,7 +16,7 @@ from torch import nn
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from openclip_ext import distributed
+from openclip_ext import distributed, json_lines
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.similarities import chunk_bytes
 from openclip_ext.options import flag
@@ -212,7 +211,7 @@ class Reporter:
     def _write(self, file: str, record: dict[str, Any]) -> None:
         if self._folder is None:
             return
-        self._unwritten[file] += json.dumps(record).encode() + b"\n"
+        self._unwritten[file] += json_lines.dumps(record).encode() + b"\n"
         end = None
         try:
             with open(self._folder / file, "ab+") as lines:

@@ -1,7 +1,6 @@
 """The run folder ``LOGS/NAME/``: OpenCLIP's files, our ``config.json`` and ``metrics.jsonl``; and its copy elsewhere."""
 
 import functools
-import json
 import logging
 import os
 import platform
@@ -20,7 +19,7 @@ import torch
 from filelock import FileLock, Timeout
 
 import openclip_ext
-from openclip_ext import compat, distributed
+from openclip_ext import compat, distributed, json_lines
 from openclip_ext.losses.options import PLACEMENT_OPTIONS
 from openclip_ext.options import flag
 from openclip_ext.training.errors import UsageError, on_master
@@ -229,7 +228,7 @@ def write_settings(folder: Path, flags: Mapping[str, Any], loss: str, loss_optio
         "git_commit": _git_commit(),
         "world_size": distributed.world_size(),
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json").write_text(json_lines.dumps(config, indent=2) + "\n")
 
 
 def versions() -> dict[str, str]:

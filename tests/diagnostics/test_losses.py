@@ -10,6 +10,7 @@ def test_all_losses_are_listed_with_a_sentence(capsys):
     main([])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list_losses()
+    assert len({line.split(maxsplit=1)[1] for line in lines}) == len(lines)
     assert all(len(line.split()) > 4 for line in lines)
 
 

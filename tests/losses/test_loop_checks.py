@@ -1,12 +1,14 @@
 """Mistakes of a training loop that raise no error are told, once, in the first calls; a correct loop hears nothing."""
 
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from openclip_ext.contrastive.checks import CHECKED_CALLS
 from openclip_ext.contrastive.loss import ContrastiveLoss
@@ -189,6 +191,31 @@ def test_accumulated_gradients(name: str) -> None:
     loss(**model(*first[:2]), index=first[2]).backward()
     with pytest.warns(UserWarning, match="called twice in training mode without an optimizer step.*all micro-batches"):
         loss(**model(images, texts), index=index)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", [name for name in list_losses() if name not in ("simclr", "sogclr")])
+def test_a_checkpointed_loss(name: str, use_reentrant: bool) -> None:
+    """``torch.utils.checkpoint`` calls the loss a second time in the backward pass."""
+    expected, loss = create_any(name), create_any(name)
+    scale = torch.tensor(20.0)
+    for images, texts, index in _batches(2):
+        features = [side.clone().requires_grad_() for side in (images, texts, images, texts)]
+        options = {"index": index, "logit_bias": torch.tensor(-10.0)}
+
+        def call(image: Tensor, text: Tensor, options: Any = options) -> Tensor:
+            return loss(image, text, scale, **options)
+
+        with warnings.catch_warnings(action="ignore"):
+            if loss.keeps_state:
+                with pytest.raises(RuntimeError, match="would update its state twice"):
+                    checkpoint(call, *features[:2], use_reentrant=use_reentrant).backward()
+                return
+            checkpoint(call, *features[:2], use_reentrant=use_reentrant).backward()
+            expected(*features[2:], scale, **options).backward()
+        for own, other in zip(features[:2], features[2:], strict=True):
+            torch.testing.assert_close(own.grad, other.grad, rtol=0, atol=0)
+    torch.testing.assert_close(loss.state_dict(), expected.state_dict(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", STATEFUL)

@@ -1,5 +1,7 @@
 """Small temperatures, half precision, autocast, and the precision of the state."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -62,6 +64,21 @@ def test_wrong_estimates_saturate_instead_of_overflowing(name: str) -> None:
         assert torch.isfinite(value)
         assert all(torch.isfinite(gradient).all() for gradient in gradients)
     assert not any(torch.isinf(value).any() for value in loss.state_dict().values())
+
+
+@pytest.mark.parametrize("name", kinds())
+def test_a_training_call_in_inference_mode_and_a_state_in_float16(name: str) -> None:
+    """The call moves the state as elsewhere; the state can be stored in half precision and read again."""
+    expected, loss = create_any(name), create_any(name)
+    for step in make_steps(2):
+        run_step(expected, step, torch.float32)
+        with torch.inference_mode(), warnings.catch_warnings(action="ignore"):
+            loss.start_epoch(step.epoch)
+            features = step.images.float(), step.texts.float()
+            positives = {"positives": torch.tensor(step.labels)} if loss.needs_positives else {}
+            loss(*features, torch.tensor(step.logit_scale), index=torch.tensor(step.index), **positives)
+    torch.testing.assert_close(loss.state_dict(), expected.state_dict(), rtol=0, atol=0, equal_nan=True)
+    create_any(name).load_state_dict(loss.half().state_dict())
 
 
 @pytest.mark.parametrize("name", kinds())

@@ -35,6 +35,7 @@ LOCKED = "--lock-image --lock-text --lock-text-freeze-layer-norm --temperature-s
 @pytest.mark.parametrize(
     ("loss", "flags", "message"),
     [
+        ("openclip", "--torchscript", "--torchscript cannot train"),
         ("openclip", "--lock-text", "--lock-text needs --lock-text-freeze-layer-norm"),
         ("openclip", f"{RESNET} --lock-image --lock-image-unlocked-groups 99", "99 is not possible for this model"),
         ("queueclip", f"{RESNET} {LOCKED}", "nothing is left to train"),

@@ -10,9 +10,12 @@ import open_clip
 import pytest
 import torch
 
+from openclip_ext import compat
 from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training.config import model_config
 from openclip_ext.training.errors import UsageError
-from openclip_ext.training.model import MODEL_CONFIG
+from openclip_ext.training.flags import parse
+from openclip_ext.training.model import MODEL_CONFIG, build_model
 from tests.distributed.pool import two_ranks
 from tests.training.runs import command, evaluation, losses_of, metrics_of, run
 
@@ -63,12 +66,7 @@ def test_a_captioner_is_known_by_its_decoder(shards, configs, tmp_path):
 
 
 def test_a_captioner_trains_with_openclips_loss(shards, configs, tmp_path):
-    model = open_clip.create_model("tiny-storyteller")
-    # OpenCLIP 3.3 leaves it as the memory was, now and then NaN.
-    torch.nn.init.normal_(model.text_decoder.text_projection, std=0.02)
-    torch.save(model.state_dict(), tmp_path / "start.pt")
-    start = ["--pretrained", str(tmp_path / "start.pt")]
-    assert run(command(shards, tmp_path, "run", "openclip", *of_model("tiny-storyteller"), *start)) == 0
+    assert run(command(shards, tmp_path, "run", "openclip", *of_model("tiny-storyteller"))) == 0
     assert set(metrics_of(tmp_path / "run")[0]["terms"]) == {"contrastive_loss", "caption_loss"}
 
 
@@ -98,6 +96,61 @@ def test_a_model_folder_is_pretrained(shards, tmp_path, caplog):
         run([*argv, "--pretrained", "/no/such"])
     assert run(evaluation(tmp_path, "measured", "--model", name, "--val-data", shards)) == 0
     assert "untrained" not in caplog.text + (tmp_path / "measured" / "out.log").read_text()
+
+
+@pytest.mark.parametrize("weight", ["contrastive", "caption"])
+def test_a_captioner_trains_in_two_processes_without_one_of_its_losses(shards, configs, tmp_path, weight):
+    """DDP ends at the second step where a parameter got no gradient."""
+    flags = [f"--coca-{weight}-loss-weight", "0", "--batch-size", "8"]
+    argv = [*command(shards, tmp_path, "run", "openclip", *of_model("tiny-storyteller")), *flags]
+    two_ranks().run(run_with_configs, str(configs), argv, group=False)
+    lines = [line for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    assert len(lines) == 5
+    assert not any("NaN" in line for line in lines)
+    assert (json.loads(lines[0])["infonce"] is None) == (weight == "contrastive")
+
+
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_a_captioners_tower_is_locked(configs, tower):
+    flags = ["--lock-image"] if tower == "image" else ["--lock-text", "--lock-text-freeze-layer-norm"]
+    args, _ = parse(["--train-data", "x", *of_model("tiny-storyteller"), *flags])
+    model = build_model(model_config(vars(args)), torch.device("cpu"), 0).model
+    frozen = {name.split(".")[0] for name, value in model.named_parameters() if not value.requires_grad}
+    assert frozen == {"visual" if tower == "image" else "text"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--model demo-vit --lock-image --lock-image-unlocked-groups 100", "100 leaves nothing of the image tower locked"),
+        ("--model demo-vit --lock-text --lock-text-freeze-layer-norm --lock-text-unlocked-layers 100", "text tower locked"),
+        ("--model FOLDER --force-patch-dropout 0.5", "--force-patch-dropout 0.5: the image tower of .* has no patches"),
+        ("--model FOLDER --lock-image --lock-image-unlocked-groups 100", "--lock-image-unlocked-groups 100"),
+    ],
+)  # fmt: skip
+def test_what_a_tower_cannot_do_is_refused(tmp_path, flags, message):
+    add_model_configs()
+    name = model_folder(tmp_path / "folder", {**TIMM, "timm_model_name": "test_resnet"})
+    args, _ = parse(["--train-data", "x", *flags.replace("FOLDER", name).split()])
+    with pytest.raises(UsageError, match=message):
+        build_model(model_config(vars(args)), torch.device("cpu"), 0)
+
+
+def test_a_flag_without_effect_on_the_tower_is_told(caplog):
+    add_model_configs()
+    args, _ = parse(["--train-data", "x", "--model", "demo-resnet", "--force-patch-dropout", "0.5"])
+    build_model(model_config(vars(args)), torch.device("cpu"), 0)
+    assert "Without effect on --model demo-resnet: --force-patch-dropout 0.5" in caplog.text
+
+
+def test_no_parameter_is_memory_as_it_was(configs, monkeypatch):
+    """OpenCLIP 3.3 never initializes the projection of CoCa's decoder."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(1000))
+    options = {"pretrained": None, "precision": "fp32", "siglip_start": False}
+    model, _, _ = compat.create_model("tiny-storyteller", torch.device("cpu"), **options)
+    assert all(parameter.abs().max() < 100 for parameter in model.parameters())
+    assert float(model.text_decoder.text_projection.detach().std()) == pytest.approx(32**-0.5, rel=0.01)
 
 
 # A loss, the model, and flags that change it or its transform.

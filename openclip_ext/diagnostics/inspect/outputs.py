@@ -1,7 +1,6 @@
 """Write what was found as a self-contained HTML page, JSON and CSV."""
 
 import csv
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from openclip_ext import json_lines
 from openclip_ext.data.shardlist import shard_name
 from openclip_ext.data.source import Source, decode_image
 from openclip_ext.diagnostics.inspect.findings import Found, Thresholds
@@ -73,7 +73,7 @@ def write_json(path: Path, inspection: Inspection) -> None:
         "categories": categories,
         "listed": {index: astuple(sample)[1:] for index, sample in inspection.samples.items()},
     }
-    path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json_lines.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_csv(path: Path, inspection: Inspection) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from openclip_ext import json_lines
 from openclip_ext.data.source import BadDataError
 from openclip_ext.diagnostics import command_line
 from openclip_ext.experiments.cache import DoesNotFit, PilotData, digest
@@ -158,7 +159,7 @@ class Comparison:
 
     def _write_plan(self, **content: Any) -> None:
         self.plan = {**self.plan, **content}
-        text = json.dumps(self.plan, indent=2) + "\n"
+        text = json_lines.dumps(self.plan, indent=2) + "\n"
         write_atomically(self.config.folder / "plan.json", lambda file: file.write(text.encode()))
 
     def _make_plan(self) -> None:
@@ -268,7 +269,7 @@ class Comparison:
             command_line=self.command_line,
         )
         for name, text in (
-            ("report.json", json.dumps(asdict(found), indent=2) + "\n"),
+            ("report.json", json_lines.dumps(asdict(found), indent=2) + "\n"),
             ("report.md", report.markdown(found)),
             ("report.html", report.page(found)),
         ):
