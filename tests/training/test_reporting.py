@@ -47,6 +47,11 @@ def test_a_line_that_a_full_disk_has_torn_is_not_glued_to_the_next(tmp_path: Pat
     assert [line["step"] for line in json_lines.read(tmp_path / "metrics.jsonl")] == [0, 1, 2]
 
 
+def test_json_has_no_nan() -> None:
+    content = {"a": [math.nan, {"b": (-math.inf, 1)}], "c": "NaN"}
+    assert json_lines.dumps(content) == '{"a": [null, {"b": [null, 1]}], "c": "NaN"}'
+
+
 def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_folder._failure_told.cache_clear()  # another test may have had it told
     folder = RunFolderConfig(tmp_path, "run")
