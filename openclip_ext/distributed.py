@@ -50,6 +50,20 @@ def unconnected_processes() -> int:
     return launched if launched > 1 and not is_initialized() else 0
 
 
+def check_equal_sizes(batch: Tensor) -> None:
+    """Raise ValueError on all ranks if their batches on the CPU have different sizes: gloo would end the processes.
+
+    On a GPU the sizes are not exchanged, since that takes as long as some steps.
+    """
+    if world_size() > 1 and batch.is_cpu:
+        sizes = all_gather_on_host(torch.tensor([len(batch)])).tolist()
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"the ranks have batches of different sizes: {', '.join(map(str, sizes))}. Expected equal ones: use "
+                "drop_last=True, and a sampler that gives each rank as many samples"
+            )
+
+
 def is_master() -> bool:
     """Return whether this process writes logs and checkpoints."""
     return rank() == 0

@@ -118,9 +118,10 @@ class ContrastiveLoss(nn.Module):
             The terms by name, ``contrastive_loss`` among them, or their sum.
 
         Raises:
-            ValueError: wrong shapes or types; too few samples to contrast; an index (or labels) missing, or (at once on the
-                CPU, at the next :meth:`metrics` or :meth:`pop_nonfinite` on other devices) outside of ``[0, num_samples)``;
-                in the first two calls in training mode, a scale that is not finite and positive.
+            ValueError: wrong shapes or types; too few samples to contrast; on the CPU, ranks with batches of different
+                sizes; an index (or labels) missing, or (at once on the CPU, at the next :meth:`metrics` or
+                :meth:`pop_nonfinite` on other devices) outside of ``[0, num_samples)``; in the first two calls in training
+                mode, a scale that is not finite and positive.
             RuntimeError: a loss that keeps state is called again in the backward pass (``torch.utils.checkpoint``).
 
         Warns:
@@ -142,6 +143,8 @@ class ContrastiveLoss(nn.Module):
         with contextlib.nullcontext() if self.follows_autocast else checks.without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index, learning=self.training)
             watched = self.training and not (torch.compiler.is_compiling() or image_features.is_meta)
+            if self.training:
+                distributed.check_equal_sizes(image_features)
             if watched:
                 self._check_outputs(outputs)
                 watched = self._check_loop(batch)

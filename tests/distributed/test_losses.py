@@ -128,6 +128,23 @@ def test_each_process_reports_its_own_samples(name: str) -> None:
     assert two_processes(name)[1]["nonfinite"] == [(2, [steps[2].index[5]])]
 
 
+def _uneven(name: str) -> str:
+    """The message of a step whose ranks have 4 and 3 samples, as the last batch of a loader without drop_last."""
+    loss = _case(name).create()
+    features = torch.nn.functional.normalize(torch.randn(4 - dist.get_rank(), 8), dim=1)
+    try:
+        loss(features, features, torch.tensor(10.0), index=torch.arange(len(features)))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["openclip", "fastclip", "queueclip"])
+def test_batches_of_different_sizes_are_an_error_on_all_ranks(name: str) -> None:
+    for message in two_ranks().run(_uneven, name):
+        assert message.startswith("the ranks have batches of different sizes: 4, 3. Expected equal ones")
+
+
 def test_amorlip_stays_in_its_process_by_default() -> None:
     ranks = two_processes(LOCAL_AMORLIP)
     case = _case(LOCAL_AMORLIP)
