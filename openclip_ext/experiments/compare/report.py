@@ -370,7 +370,7 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
     """Return the tables by title; the first row of each is its head."""
     metrics = [name for name in _METRIC_WORDS if report.results and name in report.results[0].scores]
     words = [_METRIC_WORDS[name] for name in metrics]
-    result = [["loss", "epochs", "R@1", f"minus {BASELINE}", *words, "setting", "lr", "each seed"]]
+    result = [["loss", f"minus {BASELINE}", "R@1", "epochs", *words, "setting", "lr", "each seed"]]
     cost = [["loss", "ms a step", "memory, MiB", "state of the loss, MiB", "τ at the end"]]
     gains = [["loss", "epochs", f"minus {BASELINE}, R@1", "seeds"]]
     errors = [["model trained with", "τ", "batch misjudges by (90 %)", "error of the batch", "error of the loss"]]
@@ -378,7 +378,8 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
         scores = [_plain(one.scores[name]) for name in metrics]
         if metrics and one.zero_shot_difference is not None:
             scores[-1] += f", {points(one.zero_shot_difference)}"
-        head = [one.loss, f"{one.epochs:.1f}", _plain(one.scores["R@1"]), _shown_difference(one)]
+        # The interval comes early, where the screen of a telephone shows it.
+        head = [one.loss, _shown_difference(one), _plain(one.scores["R@1"]), f"{one.epochs:.1f}"]
         result.append([*head, *scores, one.setting, f"{one.lr:g}", " ".join(map(_plain, one.each_seed))])
         mib = [f"{value / 2**20:.1f}" for value in (one.memory_bytes, one.state_bytes)]
         cost.append([one.loss, f"{1000 * one.step_seconds:.1f}", *mib, f"{one.temperature:.3f}"])
