@@ -49,8 +49,8 @@ class CsvSource(Source):
         for column in (image_column, caption_column):
             if column not in table.columns:
                 raise ValueError(
-                    f"{path} has no column {column!r} but {list(table.columns)}; name the columns with --csv-img-key "
-                    f"and --csv-caption-key, and the separator (now {separator!r}) with --csv-separator"
+                    f"{path} has no column {column!r} but {list(table.columns)}; {_other_separator(table)}name the "
+                    f"columns with --csv-img-key and --csv-caption-key (--csv-separator is {separator!r})"
                 )
         if table.empty:
             raise ValueError(f"the data set is empty: {path} has no rows")
@@ -93,6 +93,14 @@ class CsvSource(Source):
     def known_bad(self) -> tuple[int, str]:
         rows = self._missing[:5].tolist()
         return len(self._missing), f"{self._path}, among them rows {rows}" if rows else ""
+
+
+def _other_separator(table: pd.DataFrame) -> str:
+    """Return the advice to give another separator, if the only column's name holds one."""
+    name = table.columns[0]
+    found = [separator for separator in (",", ";", "|", "\t") if separator in name]
+    typed = "\\t" if found == ["\t"] else "".join(found[:1])
+    return f"add --csv-separator '{typed}', or " if found and len(table.columns) == 1 else ""
 
 
 def _refuse_swallowed_rows(path: str, table: pd.DataFrame, image_column: str, separator: str) -> None:

@@ -17,6 +17,8 @@ import torch
 from openclip_ext.machine import available_cores
 
 _POLL_SECONDS = 0.3
+# The failure of a task that a signal ended begins so.
+KILLED = "killed"
 # A process runs ``task(device, seen)``. ``seen`` takes the number of samples of each step, or a dictionary with the task's
 # intermediate result.
 Task = Callable[[torch.device, Callable[[Any], None]], dict[str, Any]]
@@ -81,7 +83,7 @@ class ProcessPool:
 
         def ended(name: str, result: dict[str, Any] | None, failure: str) -> None:
             if result is None:
-                raise ValueError(failure)
+                raise ValueError(failure_words(failure))
             results[name] = result
 
         named = {str(number): task for number, task in enumerate(tasks)}
@@ -121,10 +123,23 @@ class ProcessPool:
                     return message
                 elif stopped := self._judge(name, message):
                     return stopped, ""
-        except EOFError:
+        except (EOFError, OSError):  # an OSError if it ended within a message
             entry.process.join()
-            return None, f"its process ended with exit status {entry.process.exitcode}"
+            return None, _end_of_process(entry.process.exitcode)
         return None
+
+
+def _end_of_process(status: int) -> str:
+    if status >= 0:
+        return f"its process ended with exit status {status}"
+    name = signal.Signals(-status).name
+    reason = " (is memory full? Give fewer --processes or a smaller --batch-size)" if name == "SIGKILL" else ""
+    return f"{KILLED} by {name}{reason}"
+
+
+def failure_words(failure: str) -> str:
+    """Return the sentence about a run that failed or was killed."""
+    return f"a run was {failure}" if failure.startswith(KILLED) else f"a run failed: {failure}"
 
 
 def default_processes() -> int:

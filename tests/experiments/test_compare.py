@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import shlex
+import signal
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +28,7 @@ from openclip_ext.experiments.compare.plan import SEEDS, Costs, Stage, equal_epo
 from openclip_ext.experiments.compare.report import About, chance, conclude
 from openclip_ext.experiments.compare.space import BASELINE, DEFAULT_LOSSES, candidates
 from openclip_ext.experiments.pilot import PilotRun
-from openclip_ext.experiments.process_pool import ProcessPool
+from openclip_ext.experiments.process_pool import ProcessPool, failure_words
 from openclip_ext.experiments.results import ResultsFile
 from openclip_ext.experiments.runs import Contest, Run
 from openclip_ext.experiments.statistics import Difference
@@ -450,3 +452,22 @@ def test_training_images_beyond_the_cache_are_read_from_their_shards(data):
     argv = with_val(data, "--cache", str(50_000 / 2**30))
     assert "decoded again for each run" in prepare(*parse(argv))[1][-1]
     assert execute(prepared(argv), make_run("queueclip", 48))["steps"] == 6
+
+
+def test_runs_that_were_killed_are_called_so_and_no_result_is_no_success():
+    killed = "killed by SIGKILL (is memory full? Give fewer --processes or a smaller --batch-size)"
+    sentence, taken = conclude([], ABOUT, {}, [killed, killed, "ValueError: no"])
+    assert (
+        sentence.startswith("No result: 2 runs were killed and 1 runs failed, for the reasons below") and taken is None
+    )
+    assert failure_words(killed).startswith("a run was killed by SIGKILL (is memory full?")
+    assert failure_words("ValueError: no") == "a run failed: ValueError: no"
+
+
+def _killed(device, seen):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_pool_says_which_signal_ended_a_run():
+    with pytest.raises(ValueError, match="a run was killed by SIGKILL"):
+        ProcessPool(1, "openclip_ext.experiments.process_pool").run([_killed])

@@ -31,7 +31,7 @@ from openclip_ext.experiments.compare.plan import (
     plan_tuning,
 )
 from openclip_ext.experiments.pilot import versions, warmup_steps
-from openclip_ext.experiments.process_pool import ProcessPool
+from openclip_ext.experiments.process_pool import ProcessPool, failure_words
 from openclip_ext.experiments.results import ResultsFile
 from openclip_ext.experiments.runs import Contest, Results, Run, score
 from openclip_ext.experiments.statistics import group_numbers, half_width
@@ -55,7 +55,10 @@ _OTHER = "the folder {} holds a comparison with other {}: choose another --outpu
 
 
 def main(argv: list[str]) -> None:
-    """Compare losses and write the report; after a signal, report the finished runs and exit with status 130."""
+    """Compare losses and write the report; after a signal, report the finished runs and exit with status 130.
+
+    The exit status is 1 if there is no result, because runs failed or the time was over.
+    """
     started = time.monotonic() - time.process_time()  # includes the imports
     config, training = parse(argv)
     results = ResultsFile(config.folder / "runs.jsonl")  # first, because its lock also protects the cache
@@ -64,7 +67,7 @@ def main(argv: list[str]) -> None:
         data, notes = prepare(config, training)
         comparison = Comparison(config, training, data, results, started + 60 * config.minutes)
         stopped = comparison.run()
-        comparison.write_report(notes)
+        has_result = comparison.write_report(notes)
     except (BadDataError, DoesNotFit) as error:
         raise ValueError(str(error)) from error
     finally:
@@ -72,6 +75,8 @@ def main(argv: list[str]) -> None:
     if stopped:
         print("stopped; the same command continues from here")
         raise SystemExit(130)
+    if not has_result:
+        raise SystemExit(1)
 
 
 class Comparison:
@@ -239,18 +244,18 @@ class Comparison:
                 self.results.keep(name, row, failure)
                 bar.set_postfix_str(f"{len(rows)} runs finished", refresh=False)
                 if row is None:
-                    tqdm.write(for_people(f"a run failed: {failure.strip().splitlines()[-1]}"))
+                    tqdm.write(for_people(failure_words(failure.strip().splitlines()[-1])))
 
             def tasks() -> dict[str, Any]:
                 return {run.id: partial(self.pilot.run, run) for run in contest.pending(self.results.known)}
 
             return self.workers.work_off(tasks, ended, goes_on)
 
-    def write_report(self, notes: list[str]) -> None:
-        """Write the report of the finished runs, and print where it is."""
+    def write_report(self, notes: list[str]) -> bool:
+        """Write the report of the finished runs, and print where it is; return whether it recommends a loss."""
         if not self.plan:
             print("no run is finished yet, so there is no report")
-            return
+            return False
         found = report.make_report(
             contests=self.contests(),
             results=self.results.known,
@@ -277,6 +282,7 @@ class Comparison:
         print(found.text_of_judgement)
         print(found.sentence)
         print(f"report: {self.config.folder / 'report.html'}, report.md, report.json")
+        return found.recommended is not None
 
     def command_line(self, row: Mapping[str, Any]) -> str:
         """Return the training command line of a run."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from openclip_ext.experiments.compare.pilot import IMAGE_TO_TEXT, RETRIEVAL, TEXT_TO_IMAGE, ZERO_SHOT, unpack
 from openclip_ext.experiments.compare.space import BASELINE, setting_words
+from openclip_ext.experiments.process_pool import KILLED, failure_words
 from openclip_ext.experiments.runs import Contest, Results, Run, score
 from openclip_ext.experiments.statistics import Difference, group_numbers, paired_difference
 from openclip_ext.experiments.tables import markdown_table
@@ -141,7 +142,7 @@ def make_report(
     best = chosen[_leader(longest).loss][0] if found else {}
     to_best = {result.loss: _difference(best, chosen[result.loss][0], groups) for result in longest}
     failures = [row["failed"].strip() for row in results.values() if "failed" in row]
-    sentence, recommended = conclude(found, about, to_best, len(failures))
+    sentence, recommended = conclude(found, about, to_best, failures)
     runs = {}
     for contest in contests:
         for setting in itertools.chain.from_iterable(contest.by_setting(loss, results) for loss in contest.families):
@@ -157,7 +158,7 @@ def make_report(
         runs=tuple(runs.values()),
         stopped=sum("stopped" in row for row in decided.values()),
         unfinished=sum(not row or "failed" in row for row in decided.values()),
-        failures=tuple(sorted(set(failures))),
+        failures=tuple(sorted(set(map(failure_words, failures)))),
         left_behind=tuple(loss for loss in contests[0].families if loss not in contests[-1].families),
         chance=chance(groups),
     )
@@ -265,15 +266,21 @@ def _gain(result: LossResult) -> float:
 
 
 def conclude(
-    found: Sequence[LossResult], about: About, to_best: Mapping[str, Difference | None], failures: int = 0
+    found: Sequence[LossResult],
+    about: About,
+    to_best: Mapping[str, Difference | None],
+    failures: Sequence[str] = (),
 ) -> tuple[str, str | None]:
     """Return the result in a sentence, with what longer runs may bring, and the loss to take.
 
-    ``to_best`` holds the difference of the best loss to each, in runs of the same length.
+    ``to_best`` holds the difference of the best loss to each, in runs of the same length, ``failures`` why runs ended.
     """
     others = [result for result in found if result.difference is not None]
     if not any(result.loss == BASELINE for result in found) or not others:
-        why = f": {failures} runs failed, for the reasons below, and" if failures else " yet:"
+        killed = sum(failure.startswith(KILLED) for failure in failures)
+        counts = {"were killed": killed, "failed": len(failures) - killed}
+        ends = " and ".join(f"{count} runs {end}" for end, count in counts.items() if count)
+        why = f": {ends}, for the reasons below, and" if failures else " yet:"
         goes_on = "runs them again" if failures else "goes on from here"
         return f"No result{why} there are fewer than two paired runs; the same command {goes_on}.", None
     best = _leader(others)
