@@ -174,8 +174,6 @@ class Storage:
             ValueError: It has no room for them.
             OSError: The shard cannot be read.
         """
-        if self.cache_dir is None:
-            return
         with _RemoteFile(url, self.patience, _HEADER_BLOCK) as file:
             if not file.can_be_kept:
                 logging.warning(

@@ -50,6 +50,8 @@ def refuse_slips(argv: Sequence[str], known: Collection[str]) -> None:
         argv: The command line.
         known: All flags of the program.
     """
+    if argv[:1] == ["help"]:
+        raise ValueError("help: --help lists the flags")
     for word in argv:
         for problem in _slips(word, known):
             raise ValueError(problem)
@@ -60,7 +62,7 @@ def _slips(word: str, known: Collection[str]) -> Iterator[str]:
         yield f"{word}: this dash is not the minus sign of a keyboard, as after copying from a document; type --"
     if word[:1] in tuple(_QUOTES) or word[-1:] in tuple(_QUOTES):
         yield f"{word}: these quotes are not those of a keyboard, as after copying from a document; type ' or \""
-    if word in ("help", "-help", "/?", "-?"):
+    if word in ("-help", "-?"):
         yield f"{word}: --help lists the flags"
     if not word.startswith("--"):
         return

@@ -5,6 +5,7 @@ import torch
 
 from openclip_ext.training import run as program
 from openclip_ext.training.model import ModelConfig
+from openclip_ext.training.slips import refuse_slips
 
 WORKS = "--model demo-vit --precision fp32 --device cpu --logs none --dataset-type synthetic --train-num-samples 64"
 
@@ -107,7 +108,6 @@ MISTAKES = [
     ("--lr_tau_scheduler step_thresh", "--lr_tau_scheduler is a flag of fast_clip; here: nothing: the loss decides"),
     ("--lambda-lr 1e-3", "--lambda-lr is a flag of AmorLIP; here: --normalizer-lr"),
     ("--norm_gradient_clip 1", "--norm_gradient_clip is a flag of OpenCLIP 2; here: --grad-clip-norm"),
-    ("help", "help: --help lists the flags"),
     ("-help", "-help: --help lists the flags"),
     ("--train-data d/0.tar d/1.tar d/2.tar", "d/1.tar and 1 more words belong to no flag: the shell has expanded"),
     ("--resume last --name x", "did you mean --resume latest?"),
@@ -142,6 +142,12 @@ def test_a_mistake_is_one_line_and_status_2(flags, message, monkeypatch, capsys)
     told = capsys.readouterr().err.strip()
     assert told.splitlines()[-1].startswith("error: ") and message in told.splitlines()[-1]
     assert "usage:" not in told
+
+
+def test_help_is_a_slip_as_a_command_and_not_as_a_name():
+    with pytest.raises(ValueError, match="help: --help lists the flags"):
+        refuse_slips(["help"], [])
+    refuse_slips(["--name", "help"], ["--name"])
 
 
 @pytest.mark.parametrize("flag", ["--pretrained", "--resume"])
