@@ -4,6 +4,7 @@ import contextlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from tests.distributed.pool import free_port
 from tests.training.runs import metrics_of
 
 ROOT = Path(__file__).parents[2]
+PACED = ROOT / "tests" / "training" / "paced.py"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 # Addresses as names: they need no name service, and all of 127.0.0.0/8 is this machine.
 NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
@@ -65,7 +67,7 @@ class Cluster:
             **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC_"))},
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PYTHONPATH": str(ROOT),
-            "PYTHON": f"{sys.executable} {ROOT / 'tests' / 'training' / 'paced.py'}",
+            "PYTHON": str(_interpreter(folder)),
             "OMP_NUM_THREADS": "1",
         }
 
@@ -113,6 +115,14 @@ class Cluster:
             lambda: (job := self.job(number))["JobState"] in states and job,
             lambda: f"job {number} is not {states}: {self.job(number)}\n{self.output(number)}",
         )
+
+
+def _interpreter(folder: Path) -> Path:
+    """Write a command without spaces, as ``PYTHON`` wants one, that runs the trainer at a pace."""
+    command = folder / "python"
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(PACED))} "$@"\n')
+    command.chmod(0o755)
+    return command
 
 
 def wait_until(condition: Callable, otherwise: Callable[[], str], seconds: float = 240):
