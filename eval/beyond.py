@@ -1,53 +1,6 @@
-"""Run clip-benchmark's command line with our models, for data sets beyond DataComp's: ``python -m eval.beyond eval ...``.
+"""``python -m eval.beyond``: see :mod:`openclip_ext.evaluation.beyond`."""
 
-The arguments are clip-benchmark's (``clip_benchmark eval --help``). This module replaces what fails in clip-benchmark 1.6.2:
-its accuracy, which numpy 2.4 breaks; its loading, which knows neither the demo models nor checkpoints with heads; mixed
-precision on the CPU; and the download of missing data sets, which nobody asked for.
-"""
-
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-
-import torch
-from clip_benchmark import cli
-from clip_benchmark.metrics import linear_probe, zeroshot_classification
-from torch import Tensor
-
-from .metrics import target_ranks
-from .models import ImageTextModel, load_model
-
-
-def accuracy(logits: Tensor, targets: Tensor, topk: Sequence[int] = (1,)) -> list[float]:
-    """Return for each ``k`` the share of samples whose class is among the first ``k``."""
-    ranks = target_ranks(logits.float(), targets.long())
-    return [float((ranks < k).double().mean()) for k in topk]
-
-
-def load_clip(
-    model_type: str, model_name: str, pretrained: str, cache_dir: str | None = None, device: str = "cpu"
-) -> tuple[ImageTextModel, Callable[[Any], Tensor], Callable[[list[str]], Tensor]]:
-    """Load model, transform and tokenizer, in place of clip-benchmark's function."""
-    loaded = load_model(model_name, pretrained, device)
-    return loaded.model, loaded.preprocess, loaded.tokenizer
-
-
-def build_dataset(*args: Any, root: str, build: Callable = cli.build_dataset, **options: Any) -> Any:
-    """Build a data set whose folder exists; clip-benchmark would download it otherwise."""
-    if not Path(root).exists():
-        raise FileNotFoundError(f"there is no {root}: set --dataset_root, or make the folder for it to be fetched into")
-    return build(*args, root=root, **options)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run clip-benchmark's command line."""
-    zeroshot_classification.accuracy = linear_probe.accuracy = accuracy
-    cli.load_clip, cli.build_dataset = load_clip, build_dataset
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    sys.argv = ["eval.beyond", *arguments, *([] if torch.cuda.is_available() else ["--no_amp"])]
-    cli.main()
-
+from openclip_ext.evaluation.beyond import main
 
 if __name__ == "__main__":
     main()

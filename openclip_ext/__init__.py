@@ -8,13 +8,14 @@ import importlib
 import logging
 from typing import Any
 
-from openclip_ext.messages import LogFilter
-from openclip_ext.version import __version__
+from openclip_ext.cli.messages import LogFilter
+
+__version__ = "1.0.0"
 
 _HOMES = {
     "ContrastiveLoss": "openclip_ext.contrastive.loss",
     "ModelLoss": "openclip_ext.integrations.model_loss",
-    "OptionError": "openclip_ext.options",
+    "OptionError": "openclip_ext.cli.options",
     "create_loss": "openclip_ext.losses.registry",
     "list_losses": "openclip_ext.losses.registry",
     "measure": "openclip_ext.diagnostics.estimation_error",

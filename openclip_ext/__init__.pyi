@@ -1,6 +1,7 @@
 # Written by python -m tests.losses.option_tables.
 from typing import Any, Literal
 
+from openclip_ext.cli.options import OptionError as OptionError
 from openclip_ext.contrastive.loss import ContrastiveLoss as ContrastiveLoss
 from openclip_ext.data import with_index as with_index
 from openclip_ext.diagnostics.estimation_error import measure as measure
@@ -8,7 +9,6 @@ from openclip_ext.integrations.model_loss import ModelLoss as ModelLoss
 from openclip_ext.integrations.openclip_script import register as register
 from openclip_ext.losses.registry import list_losses as list_losses
 from openclip_ext.losses.registry import register_method as register_method
-from openclip_ext.options import OptionError as OptionError
 
 __version__: str
 

@@ -220,7 +220,7 @@ def lock_text_tower(model: Any, unlocked_layers: int, freeze_layer_norm: bool) -
     """
     from open_clip.hf_model import HFTextEncoder
 
-    from openclip_ext.training.errors import UsageError
+    from openclip_ext.cli.errors import UsageError
 
     if not freeze_layer_norm and not isinstance(getattr(model, "text", None), HFTextEncoder):
         raise UsageError("--lock-text needs --lock-text-freeze-layer-norm for this model")

@@ -8,7 +8,7 @@
 # TEST_PROCESSES (default: one per core, at most 4) sets how many processes run the tests.
 set -euo pipefail
 # shellcheck disable=SC2034  # for the script that is sourced
-extras=eval,plot,integrations,test
+extras=eval,plot,integrations,test,release
 # shellcheck source-path=SCRIPTDIR source=_environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/_environment.sh"
 

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from openclip_ext import cli
-from openclip_ext.version import __version__
+from openclip_ext import __version__
+from openclip_ext.cli import program as cli
 
-_PROGRAM = "from openclip_ext.cli import main; main()"
+_PROGRAM = "from openclip_ext.cli.program import main; main()"
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess:
@@ -21,7 +21,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess:
 def test_every_help_loads_nothing_heavy():
     code = """
 import contextlib, sys
-from openclip_ext.cli import COMMANDS, main
+from openclip_ext.cli.program import COMMANDS, main
 main(["--help"])
 for name in COMMANDS:
     with contextlib.suppress(SystemExit):
@@ -84,15 +84,15 @@ def test_output_and_exit_status_are_the_commands(tmp_path):
 @pytest.mark.parametrize(
     ("module", "argv"),
     [
-        ("openclip_ext.data.manifest", "x.tar --output gs://b/m.json"),
-        ("openclip_ext.data.shapes.__main__", "--output s3://b/shapes --num-samples 4"),
+        ("openclip_ext.data.manifest.__main__", "x.tar --output gs://b/m.json"),
+        ("openclip_ext.data.demo.__main__", "--output s3://b/shapes --num-samples 4"),
         ("openclip_ext.diagnostics.curves", "run --output s3://b/curves.png"),
         ("openclip_ext.diagnostics.estimation_error", "run --json s3://b/error.json"),
         ("openclip_ext.diagnostics.estimation_error", "run --plot file:///b/error.png"),
         ("openclip_ext.diagnostics.inspect.__main__", "run --output s3://b/inspect"),
-        ("openclip_ext.experiments.compare.comparison", "x.tar --output s3://b/compare --model demo-vit"),
+        ("openclip_ext.compare.comparison", "x.tar --output s3://b/compare --model demo-vit"),
         ("openclip_ext.export.__main__", "x.pt --output s3://b/exported"),
-        ("eval.report.__main__", "run --output s3://b/report"),
+        ("openclip_ext.evaluation.report.__main__", "run --output s3://b/report"),
         ("eval.datacomp", "--model demo-vit --data-dir d --output-dir s3://b/results"),
         ("eval.download", "--data-dir s3://b/data"),
     ],

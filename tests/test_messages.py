@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from openclip_ext import messages
-from openclip_ext.files import write_atomically
+from openclip_ext.cli import messages
+from openclip_ext.files.writing import write_atomically
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from openclip_ext import retrieval
-from openclip_ext.retrieval import ranks_of_best_match
+from openclip_ext.evaluation import ranks as retrieval
+from openclip_ext.evaluation.ranks import ranks_of_best_match
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 2**24])

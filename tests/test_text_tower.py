@@ -6,8 +6,8 @@ import open_clip
 import pytest
 import torch
 
+from openclip_ext.evaluation.text_tower import find_causal_tower, shrink
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.text_tower import find_causal_tower, shrink
 
 TEXTS = ["red over blue", "a long caption of a black square", "red"]
 

@@ -1,4 +1,4 @@
-"""The built package: every command works, far from the clone; and the evaluation has one identity, built or not."""
+"""The built package: every command works, far from the clone."""
 
 import os
 import shutil
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from openclip_ext.data.shapes.write import ShapesConfig, write_shards
-from openclip_ext.version import __version__
+from openclip_ext import __version__
+from openclip_ext.data.demo.write import ShapesConfig, write_shards
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("pyproject.toml", "setup.py", "requirements.txt", "README.md", "LICENSE", "openclip_ext", "eval")
+SOURCES = ("pyproject.toml", "requirements.txt", "README.md", "LICENSE", "openclip_ext", "eval")
 ADDRESS = "https://example.org/owner/name"
 
 
@@ -39,10 +39,14 @@ def clone(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def wheel(clone, tmp_path_factory):
+def wheel(tmp_path_factory):
+    """What a release publishes; building it checks it, too."""
+    pytest.importorskip("build")
+    pytest.importorskip("twine")
     output = tmp_path_factory.mktemp("wheel")
-    options = ("--no-deps", "--no-build-isolation", "--no-index", "-w", output)
-    sh(sys.executable, "-m", "pip", "wheel", clone, *options, cwd=output, REPOSITORY_URL=ADDRESS)
+    script = ROOT / "scripts" / "release.py"
+    shown = sh(sys.executable, script, output, "--repository", ADDRESS, "--no-isolation", cwd=output)
+    assert shown.count("PASSED") == 2
     (path,) = output.glob("*.whl")
     return path
 
@@ -64,35 +68,18 @@ def program(wheel, tmp_path_factory):
     """``openclip-ext`` in an environment with the wheel."""
     environment = tmp_path_factory.mktemp("environment")
     program = environment_with(wheel, environment) / "openclip-ext"
-    code = "import importlib.util as u; print(u.find_spec('openclip_ext.eval.suite').origin)"
+    code = "import importlib.util as u; print(u.find_spec('openclip_ext.evaluation.suite').origin)"
     assert sh(program.with_name("python"), "-c", code, cwd=environment).startswith(str(environment / "lib"))
     return program
 
 
-ONE_IDENTITY = """
-import importlib, multiprocessing, sys
-first, second = (importlib.import_module(f"{package}.tasks") for package in sys.argv[1:])
-assert first is second and first.__spec__.name == first.__name__ == "openclip_ext.eval.tasks", first
-assert importlib.import_module(sys.argv[1]) is importlib.import_module(sys.argv[2])
-with multiprocessing.get_context("spawn").Pool(1) as pool:  # pickled there and back
-    (task,) = pool.apply(first.select_tasks, (["cifar10"],))
-assert task == second.TASKS["cifar10"]
-"""
-NAMES = ("eval", "openclip_ext.eval")
+def test_a_clone_has_the_commands_of_the_evaluation(clone):
+    for command in ("datacomp", "download", "report", "shapes", "cliplite.probes"):
+        assert "usage: " in sh(sys.executable, "-W", "error", "-m", f"eval.{command}", "--help", cwd=clone)
 
 
-def test_a_clone_has_the_evaluation_under_two_names_and_once(clone):
-    assert not any(path.is_symlink() for path in clone.rglob("*"))
-    for names in (NAMES, NAMES[::-1]):
-        sh(sys.executable, "-c", ONE_IDENTITY, *names, cwd=clone)
-        assert sh(sys.executable, "-W", "error", "-m", f"{names[0]}.tasks", cwd=clone) == ""
-    assert "usage: " in sh(sys.executable, "-m", "eval.download", "--help", cwd=clone)
-
-
-def test_a_clone_installed_in_place_has_it_once(clone, tmp_path):
+def test_a_clone_installed_in_place_adds_no_name_to_the_packages(clone, tmp_path):
     python = environment_with(clone, tmp_path, "--editable") / "python"
-    sh(python, "-c", ONE_IDENTITY, *NAMES, cwd=clone)
-    sh(python, "-c", ONE_IDENTITY, "openclip_ext.eval", "openclip_ext.eval", cwd=tmp_path)
     shown = sh(python, "-c", "import importlib.util as u; print(u.find_spec('eval'))", cwd=tmp_path)
     assert shown == "None\n", "nobody wants a package of this name everywhere"
 
@@ -102,7 +89,7 @@ def test_it_adds_one_name_to_the_installed_packages_and_its_readme_has_whole_add
     names = archive.namelist()
     assert {name.split("/")[0] for name in names} == {"openclip_ext", f"openclip_ext-{__version__}.dist-info"}
     packaged = {name.removeprefix("openclip_ext/") for name in names}
-    source = {str(path.relative_to(ROOT)) for path in (ROOT / "eval").rglob("*.py")}
+    source = {str(path.relative_to(ROOT / "openclip_ext")) for path in (ROOT / "openclip_ext").rglob("*.py")}
     assert source <= packaged and "model_configs/demo-vit.json" in packaged and "py.typed" in packaged
     readme = archive.read(f"openclip_ext-{__version__}.dist-info/METADATA").decode()
     assert f"]({ADDRESS}/raw/HEAD/docs/images/demo-set.png)" in readme

@@ -1,5 +1,5 @@
 """Reading training and evaluation data."""
 
-from openclip_ext.data.indexing import unique_index, with_index
+from openclip_ext.data.indexed import unique_index, with_index
 
 __all__ = ["unique_index", "with_index"]

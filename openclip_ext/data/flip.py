@@ -6,7 +6,7 @@ import re
 from PIL import ImageOps
 from torch import Tensor
 
-from openclip_ext.data.source import DecodedImage
+from openclip_ext.data.sources.source import DecodedImage
 
 _SIDES = re.compile(r"\b(left|right)\b", flags=re.IGNORECASE)
 _OPPOSITE = {"left": "right", "right": "left"}

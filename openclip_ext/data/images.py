@@ -20,7 +20,7 @@ from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 from torchvision.transforms.v2.functional import resized_crop
 
 from openclip_ext import compat
-from openclip_ext.data.source import MAX_ASPECT, DecodedImage, decode_image
+from openclip_ext.data.sources.source import MAX_ASPECT, DecodedImage, decode_image
 
 IMAGE_BACKENDS = ("pil", "torchvision")
 

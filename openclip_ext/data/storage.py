@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlparse
 
-from openclip_ext.files import write_atomically
-from openclip_ext.messages import for_people, without_secrets
+from openclip_ext.cli.messages import for_people, without_secrets
+from openclip_ext.files.writing import write_atomically
 
 T = TypeVar("T")
 

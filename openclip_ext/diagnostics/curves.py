@@ -11,9 +11,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from openclip_ext import json_lines
-from openclip_ext.diagnostics import command_line
-from openclip_ext.files import output_path
+from openclip_ext.cli import command_line
+from openclip_ext.files import json_lines
+from openclip_ext.files.writing import output_path
 from openclip_ext.pages.charts import short_number
 
 Records = list[dict[str, Any]]

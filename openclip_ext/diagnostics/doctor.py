@@ -19,19 +19,19 @@ import open_clip
 import torch
 
 from openclip_ext import compat
-from openclip_ext.data.build import build_train_loader
-from openclip_ext.data.source import BadDataError, BadSampleError, decode_image
-from openclip_ext.diagnostics import command_line
+from openclip_ext.cli import command_line
+from openclip_ext.cli.messages import say
+from openclip_ext.data.loader.build import build_train_loader
+from openclip_ext.data.sources.source import BadDataError, BadSampleError, decode_image
 from openclip_ext.diagnostics.dry_run import PRECISIONS
 from openclip_ext.diagnostics.plan import Memory, Plan, Training, memory_here
-from openclip_ext.messages import say
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training import run_folder
 from openclip_ext.training.checks import check, check_combination, other_batch
 from openclip_ext.training.config import TrainingConfig, training_config
 from openclip_ext.training.flags import parse
 from openclip_ext.training.model import build_loss, build_model, for_training, prepare_for
 from openclip_ext.training.optimizer import create_optimizer, create_schedule
+from openclip_ext.training.runtime import run_folder
 
 _GIB = 2**30
 # A checkpoint holds each parameter and AdamW's two moments in float32.

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from openclip_ext import compat, distributed
+from openclip_ext.cli import command_line
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.diagnostics import command_line
 from openclip_ext.training.guard import StepGuard
 
 ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND = "all-gather", "all-reduce", "reduce-scatter", "send"

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openclip_ext import json_lines
+from openclip_ext.cli import command_line
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.diagnostics import command_line
-from openclip_ext.files import output_path
+from openclip_ext.files import json_lines
+from openclip_ext.files.writing import output_path
 from openclip_ext.losses.openclip import OpenClipLoss
-from openclip_ext.training.errors import UsageError
 
 DEFAULT_ANCHORS = 10_000
 _CHUNK = 1024

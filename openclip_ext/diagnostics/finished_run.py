@@ -13,22 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext import compat
+from openclip_ext.cli import command_line
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.messages import MASK
+from openclip_ext.cli.options import from_flags
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.data.build import build_source
-from openclip_ext.data.eval_loader import EvalLoader
-from openclip_ext.data.source import Source
-from openclip_ext.data.spec import DataSpec
-from openclip_ext.diagnostics import command_line
+from openclip_ext.data.loader.build import build_source
+from openclip_ext.data.loader.eval_loader import EvalLoader
+from openclip_ext.data.sources.source import Source
+from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.losses import registry
 from openclip_ext.losses.options import PLACEMENT_OPTIONS
-from openclip_ext.messages import MASK
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.options import from_flags
-from openclip_ext.schema import read_as
-from openclip_ext.training import checkpoint as ckpt
-from openclip_ext.training.checkpoint import Checkpoint
+from openclip_ext.training.checkpoint import checkpoint as ckpt
+from openclip_ext.training.checkpoint.checkpoint import Checkpoint
 from openclip_ext.training.config import model_config
-from openclip_ext.training.errors import UsageError
 from openclip_ext.training.model import ModelConfig
 
 
@@ -240,32 +240,6 @@ def _tables(folder: Path | None, rows: int, width: int) -> tuple[Tensor, ...]:
 
     image, text = (table(side, rows * width, torch.float32).view(rows, width) for side in ("image", "text"))
     return image, text, table("index", rows, torch.int64)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return a run's ``config.json``; UsageError if there is none."""
-    path = folder / "config.json"
-    try:
-        config = read_as(dict[str, Any], json.loads(path.read_text()), "it")
-        for name in ("flags", "loss"):
-            read_as(dict[str, Any], config.get(name), name)
-        return config
-    except FileNotFoundError:
-        raise UsageError(f"no run in {folder}: it has no config.json; expected LOGS/NAME of a training") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not as a training writes it: {error}") from error
-
-
-def checkpoint_of(path: Path) -> Path:
-    """Return a checkpoint file as it is, and of a run folder the newest one; UsageError if there is none."""
-    if path.is_file():
-        return path
-    newest = ckpt.scan(path / "checkpoints").newest if path.is_dir() else None
-    if newest is None:
-        raise UsageError(
-            f"no checkpoint in {path}: expected a run folder LOGS/NAME, or LOGS/NAME/checkpoints/epoch_K.pt"
-        )
-    return newest
 
 
 def _read_checkpoint(folder: Path, name: str) -> Checkpoint:

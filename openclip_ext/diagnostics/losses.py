@@ -6,7 +6,7 @@ Every option can be given as ``--loss-option NAME=VALUE``, most of them also as 
 import argparse
 from collections.abc import Iterator
 
-from openclip_ext.diagnostics import command_line
+from openclip_ext.cli import command_line
 from openclip_ext.losses.registry import OPTIONS, SUMMARIES, check_options, find_method, list_losses, training_defaults
 
 _PARTS = ("normalizer", "temperature_scheme")

@@ -17,9 +17,9 @@ import open_clip
 import torch
 
 from openclip_ext import compat
+from openclip_ext.cli import command_line
+from openclip_ext.cli.command_line import count
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.diagnostics import command_line
-from openclip_ext.diagnostics.command_line import count
 from openclip_ext.diagnostics.dry_run import (
     ALL_GATHER,
     ALL_REDUCE,

@@ -13,17 +13,19 @@ from open_clip.constants import HF_CONFIG_NAME, HF_SAFE_WEIGHTS_NAME
 from open_clip.push_to_hf_hub import save_config_for_hf
 from safetensors.torch import save_file
 
-from openclip_ext import compat, json_lines
-from openclip_ext.diagnostics import command_line
+from openclip_ext import compat
+from openclip_ext.cli import command_line
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.diagnostics.curves import plot
-from openclip_ext.diagnostics.finished_run import checkpoint_of, model_settings, read_config
+from openclip_ext.diagnostics.finished_run import model_settings
+from openclip_ext.evaluation.run_folder import newest_checkpoint, read_config
 from openclip_ext.export.card import CURVES, evaluations, model_card
 from openclip_ext.export.clip_model import write_clip_model
-from openclip_ext.files import output_path
+from openclip_ext.files import json_lines
+from openclip_ext.files.writing import output_path
 from openclip_ext.losses.heads import read_heads
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training import checkpoint as ckpt
-from openclip_ext.training.errors import UsageError
+from openclip_ext.training.checkpoint import checkpoint as ckpt
 from openclip_ext.training.model import MODEL_CONFIG, ModelConfig
 
 FORMATS = {"safetensors": "for OpenCLIP", "hf": "for OpenCLIP and transformers"}
@@ -40,7 +42,7 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
     Raises:
         UsageError: there is no such checkpoint or run, the folder is in use, or the format cannot hold the model.
     """
-    checkpoint = checkpoint_of(checkpoint)
+    checkpoint = newest_checkpoint(checkpoint)
     if output.exists() and any(output.iterdir()):
         raise UsageError(f"{output} is not empty: give another --output")
     run = checkpoint.absolute().parent.parent

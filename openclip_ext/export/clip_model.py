@@ -9,7 +9,7 @@ import open_clip
 import torch
 from torch import Tensor
 
-from openclip_ext.training.errors import UsageError
+from openclip_ext.cli.errors import UsageError
 
 # Largest difference of unit embeddings between the two implementations.
 TOLERANCE = 1e-5

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from openclip_ext import compat
+from openclip_ext.cli.options import OptionError
 from openclip_ext.losses import registry
 from openclip_ext.losses.registry import OPTIONS
-from openclip_ext.options import OptionError
 from openclip_ext.training import flag_table, flags
 from openclip_ext.training.parser import add_loss_flags
 

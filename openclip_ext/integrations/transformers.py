@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.files import write_atomically
+from openclip_ext.files.writing import write_atomically
 from openclip_ext.integrations.model_loss import ModelLoss, split_batch
 
 LOSS_FILE = "contrastive_loss.pt"

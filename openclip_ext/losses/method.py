@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from openclip_ext.cli.options import Option
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import Normalizer
 from openclip_ext.contrastive.objectives import Objective
 from openclip_ext.contrastive.temperature import TemperatureScheme
-from openclip_ext.options import Option
 
 
 @dataclass(frozen=True)

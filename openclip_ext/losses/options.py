@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from openclip_ext.options import Option
+from openclip_ext.cli.options import Option
 
 _TYPES = {known.__name__: known for known in (bool, int, float, str)}
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from openclip_ext import losses
+from openclip_ext.cli.options import Option, OptionError
 from openclip_ext.contrastive.equal_captions import NEGATIVE
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss, incompatibility
 from openclip_ext.contrastive.loss import ContrastiveLoss
@@ -27,7 +28,6 @@ from openclip_ext.contrastive.temperature import (
 )
 from openclip_ext.losses.method import Method, NormalizerPart, TemperaturePart
 from openclip_ext.losses.options import HARD_SHARE, PACKAGE_OPTIONS, PLACEMENT_OPTIONS, rho_of
-from openclip_ext.options import Option, OptionError
 
 Part = TypeVar("Part", NormalizerPart, TemperaturePart)
 

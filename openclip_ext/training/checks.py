@@ -9,18 +9,18 @@ import open_clip
 import torch
 
 from openclip_ext import compat
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.options import nearest
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.data.shardlist import expand_shards
-from openclip_ext.data.spec import DataSpec, parse_keys
+from openclip_ext.data.shards.shardlist import expand_shards
+from openclip_ext.data.sources.spec import DataSpec, parse_keys
 from openclip_ext.data.storage import is_local, local_path
-from openclip_ext.options import nearest
 from openclip_ext.training import parallel, recipes
 from openclip_ext.training.config import TrainingConfig
-from openclip_ext.training.errors import UsageError
-from openclip_ext.training.evaluation import EvaluationConfig
 from openclip_ext.training.help import NOTHING_TO_DO
 from openclip_ext.training.model import ModelConfig
 from openclip_ext.training.optimizer import check_optimizer, full_name
+from openclip_ext.training.validation import EvaluationConfig
 
 
 def check(config: TrainingConfig) -> None:

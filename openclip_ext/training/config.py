@@ -1,6 +1,6 @@
 """From the command line's flags to the configurations of the parts.
 
-A field of a configuration is a flag (``openclip_ext/options.py``), and each configuration stands beside the part that it
+A field of a configuration is a flag (``openclip_ext/cli/options.py``), and each configuration stands beside the part that it
 builds. Here ``argparse.Namespace`` ends: no part sees another part's flags.
 """
 
@@ -14,19 +14,19 @@ from typing import Any
 import torch
 
 from openclip_ext import distributed
-from openclip_ext.data.spec import DataSpec
-from openclip_ext.data.train_loader import TrainLoaderConfig
-from openclip_ext.messages import without_secrets
-from openclip_ext.options import flag, from_flags
-from openclip_ext.training.errors import UsageError
-from openclip_ext.training.evaluation import EvaluationConfig
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.messages import without_secrets
+from openclip_ext.cli.options import flag, from_flags
+from openclip_ext.data.loader.train_loader import TrainLoaderConfig
+from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.training.model import LossConfig, ModelConfig
 from openclip_ext.training.optimizer import OptimizerConfig, ScheduleConfig
 from openclip_ext.training.parallel import ParallelConfig
-from openclip_ext.training.reporting import ReportingConfig
-from openclip_ext.training.run_folder import RunFolderConfig, default_name, settings
+from openclip_ext.training.runtime.reporting import ReportingConfig
+from openclip_ext.training.runtime.run_folder import RunFolderConfig, default_name, settings
 from openclip_ext.training.step import StepConfig
 from openclip_ext.training.trainer import RunLength, SavePolicy
+from openclip_ext.training.validation import EvaluationConfig
 
 _DESTINATIONS = frozenset({"wandb", "tensorboard"})
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from openclip_ext.cli.options import Option
 from openclip_ext.losses.options import option_from
-from openclip_ext.options import Option
 
 FILE = Path(__file__).with_name("flags.json")
 
@@ -44,7 +44,7 @@ def of_losses() -> FlagTable:
 
 def of_training() -> FlagTable:
     """Return all flags as the code has them; imports torch."""
-    from openclip_ext.options import own_options
+    from openclip_ext.cli.options import own_options
     from openclip_ext.training.config import FLAG_GROUPS
 
     groups = {title: tuple(own_options(configs)) for title, configs in FLAG_GROUPS.items()}

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from openclip_ext import compat
-from openclip_ext.files import refuse_url
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.options import OptionError, as_words, check_flags, nearest
+from openclip_ext.files.writing import refuse_url
 from openclip_ext.losses import registry
 from openclip_ext.losses.registry import OPTIONS
-from openclip_ext.options import OptionError, as_words, check_flags, nearest
 from openclip_ext.training import flag_table, recipes
 from openclip_ext.training.config import FLAG_GROUPS, writes_nothing
-from openclip_ext.training.errors import UsageError
 from openclip_ext.training.help import (
     asks_for_help,
     chosen_loss,

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from openclip_ext import compat
-from openclip_ext.options import Option, option_as_words
+from openclip_ext.cli.options import Option, option_as_words
 from openclip_ext.training import flag_table
 from openclip_ext.training.flag_table import FlagTable
 from openclip_ext.training.parser import build_parser

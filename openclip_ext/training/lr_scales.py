@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from openclip_ext.training.errors import UsageError
+from openclip_ext.cli.errors import UsageError
 
 _LAYER = re.compile(r"(?:^|\.)(?:resblocks|blocks|layers?|stages?)\.?(\d+)\.")
 _AFTER = re.compile(r"attn_?pool|(?:^|\.)head")

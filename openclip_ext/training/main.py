@@ -7,7 +7,8 @@ says that it waits for them.
 import signal
 import sys
 
-from openclip_ext.messages import until_pipe_breaks
+from openclip_ext import __version__
+from openclip_ext.cli.messages import until_pipe_breaks
 from openclip_ext.training.help import (
     NOTHING_TO_DO,
     asks_for_help,
@@ -17,7 +18,6 @@ from openclip_ext.training.help import (
     print_help,
 )
 from openclip_ext.training.slips import refuse_slips
-from openclip_ext.version import __version__
 
 
 def main(argv: list[str]) -> None:

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from openclip_ext import compat, distributed
+from openclip_ext.cli.errors import UsageError, one_line
+from openclip_ext.cli.options import flag
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.images import IMAGE_BACKENDS, ImagePipeline, image_pipeline
 from openclip_ext.losses import registry
 from openclip_ext.losses.heads import read_heads
-from openclip_ext.options import flag
-from openclip_ext.training.errors import UsageError, one_line
 
 # Folder of a run in which its model's configuration is.
 MODEL_CONFIG = "model_config"

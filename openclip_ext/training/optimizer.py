@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from openclip_ext import compat, distributed
-from openclip_ext.options import flag, nearest
-from openclip_ext.training.errors import UsageError
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.options import flag, nearest
 from openclip_ext.training.lr_scales import lr_scales
 
 LOGIT_SCALE = "logit_scale"

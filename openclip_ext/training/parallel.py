@@ -17,8 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from openclip_ext import compat, distributed
-from openclip_ext.options import flag
-from openclip_ext.training.errors import UsageError
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.options import flag
 
 # Optimizers whose step of a number depends on no other number, so that parts of parameters can be stepped.
 SHARDABLE_OPTIMIZERS = ("adamw", "timm/adamw", "timm/sgd", "timm/momentum", "timm/lion")

@@ -1,14 +1,14 @@
 """Our own flags. Nothing heavy is imported here, so that ``--help`` answers at once.
 
-The flags of a run come from its configurations (``openclip_ext/options.py``), the flags of the losses from their options.
+The flags of a run come from its configurations (``openclip_ext/cli/options.py``), the flags of the losses from their options.
 """
 
 import argparse
 from collections.abc import Callable, Collection
 from typing import Any
 
+from openclip_ext.cli.options import Option, OptionError, nearest
 from openclip_ext.losses.options import HARD_SHARE, rho_of
-from openclip_ext.options import Option, OptionError, nearest
 from openclip_ext.training import recipes
 from openclip_ext.training.flag_table import FlagTable
 

@@ -9,20 +9,21 @@ from pathlib import Path
 from torch import nn
 
 from openclip_ext import compat, distributed
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.messages import say
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.data.build import build_train_loader
-from openclip_ext.data.source import BadDataError
-from openclip_ext.data.workers import WorkerError
+from openclip_ext.data.loader.build import build_train_loader
+from openclip_ext.data.loader.workers import WorkerError
+from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.losses.heads import read_heads, with_heads
-from openclip_ext.messages import say
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training import checkpoint as ckpt
-from openclip_ext.training import heartbeat, parallel, resume, run_folder, signals
-from openclip_ext.training.checkpoint import Checkpoint, Position, RunIdentity
+from openclip_ext.training import parallel
+from openclip_ext.training.checkpoint import checkpoint as ckpt
+from openclip_ext.training.checkpoint import resume
+from openclip_ext.training.checkpoint.checkpoint import Checkpoint, Position, RunIdentity
+from openclip_ext.training.checkpoint.resume import Start
 from openclip_ext.training.checks import check, check_combination, check_device, other_batch
 from openclip_ext.training.config import TrainingConfig, training_config
-from openclip_ext.training.errors import UsageError
-from openclip_ext.training.evaluation import build_evaluators, run_evaluators
 from openclip_ext.training.flags import parse
 from openclip_ext.training.model import (
     BuiltModel,
@@ -35,10 +36,11 @@ from openclip_ext.training.model import (
     write_model_config,
 )
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, full_name, logit_scale_lr
-from openclip_ext.training.reporting import Reporter, announce
-from openclip_ext.training.resume import Start
+from openclip_ext.training.runtime import heartbeat, run_folder, signals
+from openclip_ext.training.runtime.reporting import Reporter, announce
 from openclip_ext.training.step import TrainStep
 from openclip_ext.training.trainer import SaveFailed, Trainer, TrainingDiverged
+from openclip_ext.training.validation import build_evaluators, run_evaluators
 
 
 def run(argv: list[str]) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import open_clip
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from openclip_ext import compat, distributed
+from openclip_ext.cli.options import flag
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.copies import to_device
-from openclip_ext.options import flag
 from openclip_ext.training import parallel
 from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.guard import StepGuard, StepOutcome
@@ -135,7 +135,8 @@ class TrainStep:
         return {name: value.detach() for name, value in terms.items()}
 
     def _to_device(self, batch: Batch) -> Batch:
-        batch = to_device(batch, self.settings.device)
+        device = self.settings.device
+        batch = tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
         image = batch["image"]
         if self.settings.normalize is not None:
             image = self.settings.normalize(image)

@@ -13,24 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext import distributed
+from openclip_ext.cli.options import flag
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.data.source import BadDataError
-from openclip_ext.data.train_loader import Interrupted, TrainLoader
-from openclip_ext.data.workers import WorkerError
+from openclip_ext.data.loader.train_loader import Interrupted, TrainLoader
+from openclip_ext.data.loader.workers import WorkerError
+from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.losses.heads import HEADS_KEY, heads_entry, with_heads
-from openclip_ext.options import flag
-from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training import parallel
-from openclip_ext.training.checkpoint import Position, RunIdentity
+from openclip_ext.training.checkpoint import checkpoint as ckpt
+from openclip_ext.training.checkpoint.checkpoint import Position, RunIdentity
 from openclip_ext.training.ema import TRAINED_KEY
-from openclip_ext.training.evaluation import ScheduledEvaluator, is_best, run_evaluators
 from openclip_ext.training.guard import SkippedStep
 from openclip_ext.training.optimizer import schedule_rate
-from openclip_ext.training.profiling import profiled
-from openclip_ext.training.reporting import Reporter, Stopwatch
-from openclip_ext.training.run_folder import SAVED
-from openclip_ext.training.signals import Request, SignalRequests, say_after_torchrun
+from openclip_ext.training.runtime.profiling import profiled
+from openclip_ext.training.runtime.reporting import Reporter, Stopwatch
+from openclip_ext.training.runtime.run_folder import SAVED
+from openclip_ext.training.runtime.signals import Request, SignalRequests, say_after_torchrun
 from openclip_ext.training.step import Batch, TrainStep
+from openclip_ext.training.validation import ScheduledEvaluator, is_best, run_evaluators
 
 # Entries of a checkpoint that are the model and no state of the training.
 _MODEL_ENTRIES = ("epoch", "name", "state_dict", HEADS_KEY)

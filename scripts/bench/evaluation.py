@@ -34,11 +34,11 @@ from clip_benchmark.metrics.zeroshot_classification import run_classification, z
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from eval.data import read_classes
-from eval.features import Encoder, resolve_precision
-from eval.models import load_model
-from eval.runner import evaluate_task
-from eval.tasks import GROUPS, TASKS, Task
+from openclip_ext.evaluation.data import read_classes
+from openclip_ext.evaluation.features import Encoder, resolve_precision
+from openclip_ext.evaluation.models import load_model
+from openclip_ext.evaluation.runner import evaluate_task
+from openclip_ext.evaluation.tasks import GROUPS, TASKS, Task
 
 # Names of the parts of the work.
 MODEL, PROMPTS, IMAGES = "model", "texts", "images"

@@ -18,10 +18,10 @@ import webdataset
 from PIL import Image
 
 from openclip_ext import compat
-from openclip_ext.experiments.grid import environment
-from openclip_ext.files import output_path
+from openclip_ext.files.writing import output_path
 from openclip_ext.losses import registry
-from openclip_ext.training.run_folder import versions
+from openclip_ext.training.runtime.run_folder import versions
+from scripts.experiments.grid import environment
 
 Action = Callable[[], object]
 Row = dict[str, float]

@@ -76,10 +76,10 @@ def measure_side(side: str, shards: str, num_samples: int, batch_size: int, work
         data = get_wds_dataset(settings, preprocess, is_train=True, tokenizer=tokenizer)
         epochs, key = [data.dataloader, data.dataloader], 0
     else:
-        from openclip_ext.data.build import build_train_loader
         from openclip_ext.data.images import image_pipeline
-        from openclip_ext.data.spec import DataSpec
-        from openclip_ext.data.train_loader import TrainLoaderConfig
+        from openclip_ext.data.loader.build import build_train_loader
+        from openclip_ext.data.loader.train_loader import TrainLoaderConfig
+        from openclip_ext.data.sources.spec import DataSpec
 
         config = TrainLoaderConfig(batch_size=batch_size, workers=workers)
         images = image_pipeline(preprocess, side)

@@ -24,8 +24,8 @@ import harness
 import numpy as np
 import webdataset
 
-from openclip_ext.data.manifest import Manifest
-from openclip_ext.data.shards import ShardSource
+from openclip_ext.data.manifest.manifest import Manifest
+from openclip_ext.data.shards.shard_source import ShardSource
 from openclip_ext.data.storage import Storage
 
 BASELINE = "pipe:curl"

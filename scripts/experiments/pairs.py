@@ -1,6 +1,6 @@
 """What the makers of image-text shards have in common: a seeded order, whole folders only, and the shards themselves.
 
-A folder of theirs holds what :mod:`openclip_ext.experiments.grid` and ``openclip-ext compare`` read::
+A folder of theirs holds what :mod:`scripts.experiments.grid` and ``openclip-ext compare`` read::
 
     train/, val/, test/   WebDataset shards (png, txt, json, cls)
     names.txt             the canonical names, one a line; ``cls`` is the line number, from 0
@@ -21,7 +21,7 @@ from typing import Any
 import webdataset
 from PIL import Image
 
-from openclip_ext.options import flag_of
+from openclip_ext.cli.options import flag_of
 
 SPLITS = ("train", "val", "test")
 SAMPLES_PER_SHARD = 1000

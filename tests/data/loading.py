@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from openclip_ext.data.build import build_train_loader
-from openclip_ext.data.spec import DataSpec
-from openclip_ext.data.train_loader import Progress, TrainLoader, TrainLoaderConfig
+from openclip_ext.data.loader.build import build_train_loader
+from openclip_ext.data.loader.train_loader import Progress, TrainLoader, TrainLoaderConfig
+from openclip_ext.data.sources.spec import DataSpec
 
 
 def tokenize(text: str) -> Tensor:

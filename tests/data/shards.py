@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from openclip_ext.data.tar import TarArchive
+from openclip_ext.data.shards.tar import TarArchive
 
 Members = Sequence[tuple[str, bytes]]
 

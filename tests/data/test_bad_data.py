@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from openclip_ext.data.source import BadDataError
-from openclip_ext.data.train_loader import TrainLoader
+from openclip_ext.data.loader.train_loader import TrainLoader
+from openclip_ext.data.sources.source import BadDataError
 from tests.data.loading import assert_equal, build, indices
 from tests.data.shards import sample_members, sample_starts, undecodable, write_shards, write_tar
 

@@ -10,7 +10,7 @@ from PIL import Image, ImageOps
 
 from openclip_ext.data.flip import exchange_sides
 from openclip_ext.data.hashing import hash_text
-from openclip_ext.data.source import BadSampleError, RawSample, SampleKeys, decode_image
+from openclip_ext.data.sources.source import BadSampleError, RawSample, SampleKeys, decode_image
 from tests.data.loading import build, progress_after
 from tests.data.shards import image_bytes, sample_members, write_shards
 

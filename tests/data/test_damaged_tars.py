@@ -20,12 +20,12 @@ import pytest
 import torch
 from PIL import Image
 
-from openclip_ext.data import tar
-from openclip_ext.data.build import build_eval_loader, build_train_loader
-from openclip_ext.data.manifest import Manifest, ManifestError
-from openclip_ext.data.source import BadDataError
-from openclip_ext.data.spec import DataSpec
-from openclip_ext.data.train_loader import TrainLoaderConfig
+from openclip_ext.data.loader.build import build_eval_loader, build_train_loader
+from openclip_ext.data.loader.train_loader import TrainLoaderConfig
+from openclip_ext.data.manifest.manifest import Manifest, ManifestError
+from openclip_ext.data.shards import tar
+from openclip_ext.data.sources.source import BadDataError
+from openclip_ext.data.sources.spec import DataSpec
 from tests.data.shards import image_bytes, write_tar
 from tests.data.test_tar import HOSTILE_SIZES
 from tests.soak import SoakCase

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from openclip_ext.data.build import build_eval_loader, build_source
-from openclip_ext.data.eval_loader import EvalLoader
-from openclip_ext.data.source import BadDataError
-from openclip_ext.data.spec import DataSpec
+from openclip_ext.data.loader.build import build_eval_loader, build_source
+from openclip_ext.data.loader.eval_loader import EvalLoader
+from openclip_ext.data.sources.source import BadDataError
+from openclip_ext.data.sources.spec import DataSpec
 from tests.data.loading import build as build_training
 from tests.data.loading import indices, preprocess, tokenize
 from tests.data.shards import sample_members, undecodable, write_csv, write_shards

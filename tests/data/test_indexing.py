@@ -10,7 +10,7 @@ import webdataset
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from openclip_ext.data import unique_index, with_index
-from openclip_ext.data.manifest import Manifest
+from openclip_ext.data.manifest.manifest import Manifest
 from tests.data.shards import write_shards, write_sizes, write_tar
 
 

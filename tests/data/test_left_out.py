@@ -8,10 +8,10 @@ import torch
 import webdataset
 
 from openclip_ext.data import with_index
-from openclip_ext.data.build import build_source
-from openclip_ext.data.eval_loader import EvalLoader
-from openclip_ext.data.manifest import Manifest, ManifestError
-from openclip_ext.data.spec import DataSpec
+from openclip_ext.data.loader.build import build_source
+from openclip_ext.data.loader.eval_loader import EvalLoader
+from openclip_ext.data.manifest.manifest import Manifest, ManifestError
+from openclip_ext.data.sources.spec import DataSpec
 from tests.data.loading import assert_equal, build, by_index, indices, preprocess, progress_after, tokenize
 from tests.data.shards import undecodable, write_shards
 

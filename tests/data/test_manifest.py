@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from openclip_ext.data import scan
-from openclip_ext.data.manifest import Manifest, ManifestError, find_or_create_manifest, main
-from openclip_ext.data.shardlist import expand_components, expand_shards, shard_name, sibling
-from openclip_ext.data.source import BadDataError
-from openclip_ext.data.spec import Key, parse_keys
+from openclip_ext.data.manifest import scan
+from openclip_ext.data.manifest.manifest import Manifest, ManifestError, find_or_create_manifest, main
+from openclip_ext.data.shards.shardlist import expand_components, expand_shards, shard_name, sibling
+from openclip_ext.data.sources.source import BadDataError
+from openclip_ext.data.sources.spec import Key, parse_keys
 from tests.data.shards import image_bytes, sample_members, sample_starts, write_shards, write_sizes, write_tar
 
 COUNTS = [3, 5, 2]
@@ -257,7 +257,7 @@ def test_command_line(shards: list[str], tmp_path: Path, capsys: pytest.CaptureF
 
 def test_command_line_needs_no_torch(shards: list[str]):
     """It starts in a fraction of a second, also on a machine for the data only."""
-    code = "import sys; from openclip_ext.data.manifest import main; main(sys.argv[1:]); "
+    code = "import sys; from openclip_ext.data.manifest.manifest import main; main(sys.argv[1:]); "
     code += "assert not {'torch', 'webdataset', 'pandas'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code, *shards], check=True, capture_output=True)
 

@@ -17,8 +17,8 @@ VERSION = "0.2.86"
 PROGRAM = """
 import sys, webdataset
 assert webdataset.__version__ == sys.argv[2], webdataset.__version__
-from openclip_ext.data.build import build_eval_loader
-from openclip_ext.data.spec import DataSpec
+from openclip_ext.data.loader.build import build_eval_loader
+from openclip_ext.data.sources.spec import DataSpec
 from tests.data.loading import build, indices, preprocess, tokenize
 folder = sys.argv[1]
 piped = f"pipe:cat {folder}/{{00000..00001}}.tar"

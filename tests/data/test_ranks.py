@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from openclip_ext.data import train_loader
-from openclip_ext.data.manifest import Manifest, ManifestError, find_or_create_manifest
-from openclip_ext.data.source import BadDataError
-from openclip_ext.data.workers import leave_process_group
+from openclip_ext.data.loader import train_loader
+from openclip_ext.data.loader.workers import leave_process_group
+from openclip_ext.data.manifest.manifest import Manifest, ManifestError, find_or_create_manifest
+from openclip_ext.data.sources.source import BadDataError
 from tests.data.loading import build, indices
 from tests.data.shards import undecodable, write_shards
 from tests.distributed.pool import two_ranks

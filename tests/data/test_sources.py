@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from openclip_ext.data.source import BadDataError, decode_image
-from openclip_ext.data.synthetic import CAPTION
+from openclip_ext.data.sources.source import BadDataError, decode_image
+from openclip_ext.data.sources.synthetic import CAPTION
 from tests.data.loading import assert_equal, build, by_index, indices, progress_after
 from tests.data.shards import sample_members, write_csv, write_shards, write_sizes, write_tar
 
@@ -81,7 +81,7 @@ def test_rows_of_a_csv_file(tmp_path: Path, workers: int):
 
 def test_csv_captions_are_text(tmp_path: Path):
     """pandas would read these as missing values and numbers."""
-    from openclip_ext.data.csv import CsvSource
+    from openclip_ext.data.sources.csv import CsvSource
 
     path = write_csv(tmp_path, rows=4)
     captions = ["NA", "None", "17", "naïve 日本"]

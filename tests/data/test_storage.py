@@ -21,11 +21,13 @@ from typing import Any
 import fsspec
 import pytest
 
-from openclip_ext.data import manifest, scan, storage, tar
-from openclip_ext.data.build import build_eval_loader, build_source
-from openclip_ext.data.eval_loader import EvalLoader
-from openclip_ext.data.shardlist import expand_shards
-from openclip_ext.data.spec import DataSpec
+from openclip_ext.data import storage
+from openclip_ext.data.loader.build import build_eval_loader, build_source
+from openclip_ext.data.loader.eval_loader import EvalLoader
+from openclip_ext.data.manifest import manifest, scan
+from openclip_ext.data.shards import tar
+from openclip_ext.data.shards.shardlist import expand_shards
+from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.storage import Storage
 from openclip_ext.diagnostics.finished_run import load_run
 from tests.data.loading import assert_equal, build, indices, preprocess, tokenize

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import webdataset
 
-from openclip_ext.data import tar
-from openclip_ext.data.scan import scan_shard
+from openclip_ext.data.manifest.scan import scan_shard
+from openclip_ext.data.shards import tar
 from tests.data.shards import sample_members, write_tar
 
 ALL_FIELDS = frozenset({"jpg", "png", "txt", "json", "seg.png", "cls"})

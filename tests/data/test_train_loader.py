@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from openclip_ext.data.shards import ShardSource
+from openclip_ext.data.shards.shard_source import ShardSource
 from tests.data.loading import assert_equal, build, by_index, indices, progress_after
 from tests.data.shards import write_shards
 

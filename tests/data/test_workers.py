@@ -12,8 +12,8 @@ import pytest
 import torch
 from open_clip import get_tokenizer
 
-from openclip_ext.data import train_loader
-from openclip_ext.data.workers import WorkerError
+from openclip_ext.data.loader import train_loader
+from openclip_ext.data.loader.workers import WorkerError
 from tests.data.loading import build, indices, preprocess, tokenize
 from tests.data.shards import sample_members, write_shards
 from tests.training.programs import is_alive, wait_until

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.diagnostics import estimation_error
 from openclip_ext.diagnostics.estimation_error import exact_log_normalizers, measure
 from openclip_ext.diagnostics.finished_run import embed_training_set, load_run
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.state.host_table import decode
-from openclip_ext.training.errors import UsageError
 from tests.references import normalizers as reference
 from tests.training.runs import NUM_SAMPLES, command, make_shards, run, run_on_two_ranks
 

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from openclip_ext import distributed
+from openclip_ext.cli import command_line
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.diagnostics import command_line, plan
+from openclip_ext.diagnostics import plan
 from openclip_ext.diagnostics.dry_run import (
     ALL_GATHER,
     ALL_REDUCE,

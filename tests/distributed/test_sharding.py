@@ -15,8 +15,8 @@ import torch
 from open_clip.model import convert_weights_to_lp
 from torch import Tensor, nn
 
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.training import parallel
-from openclip_ext.training.errors import UsageError
 from tests.distributed.pool import two_ranks
 from tests.training import tiny
 from tests.training.runs import (

@@ -8,9 +8,9 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import openclip_ext
-from eval import download
-from eval.cliplite import editing, grounding, probes
-from eval.report import __main__ as report
+from openclip_ext.evaluation import download
+from openclip_ext.evaluation.cliplite import editing, grounding, probes
+from openclip_ext.evaluation.report import __main__ as report
 from openclip_ext.training.flags import parse
 
 ROOT = Path(__file__).parents[2]

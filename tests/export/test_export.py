@@ -10,17 +10,17 @@ import pytest
 import torch
 from PIL import Image
 
-from eval.command_line import load_encoder
-from eval.datacomp import parse_args
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.evaluation.command_line import load_encoder
+from openclip_ext.evaluation.datacomp import parse_args
 from openclip_ext.export.__main__ import export, main
 from openclip_ext.export.clip_model import TOLERANCE
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training import checkpoint as ckpt
+from openclip_ext.training.checkpoint import checkpoint as ckpt
 from openclip_ext.training.config import training_config
-from openclip_ext.training.errors import UsageError
 from openclip_ext.training.flags import parse
 from openclip_ext.training.model import write_model_config
-from openclip_ext.training.run_folder import write_settings
+from openclip_ext.training.runtime.run_folder import write_settings
 
 CAPTIONS = ["a red circle left of a blue square", "The  Cat's toys, 2 of them!", "naïve café"]
 

@@ -22,10 +22,10 @@ from typing import Any
 from unittest import mock
 
 import openclip_ext
-from openclip_ext import cli
+from openclip_ext.cli import program as cli
+from openclip_ext.cli.options import Option
 from openclip_ext.losses.options import HARD_SHARE
 from openclip_ext.losses.registry import OPTIONS, list_losses, options_used_by
-from openclip_ext.options import Option
 from openclip_ext.training import flag_table
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "methods").glob("*.md"))

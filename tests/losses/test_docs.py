@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from openclip_ext.cli import HELP_FILE
+from openclip_ext.cli.program import HELP_FILE
 from openclip_ext.losses.registry import OPTIONS, list_losses
 from tests.losses.option_tables import ELSEWHERE, PAGES, STUB, helps, losses_on, stub, updated
 

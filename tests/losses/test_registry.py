@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import openclip_ext
+from openclip_ext.cli.options import Option, OptionError
 from openclip_ext.losses import registry
 from openclip_ext.losses.method import Method
 from openclip_ext.losses.registry import (
@@ -20,7 +21,6 @@ from openclip_ext.losses.registry import (
     options_used_by,
     register_method,
 )
-from openclip_ext.options import Option, OptionError
 from tests.losses.cases import SAMPLES, WIDTH, make_steps, run_step
 
 COMPOSED = [name for name in list_losses() if "normalizer" in options_used_by(name)]

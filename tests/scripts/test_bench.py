@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.eval import datasets
+from tests.evaluation import datasets
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 CASES = {

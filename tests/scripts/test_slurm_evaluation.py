@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from eval.datacomp import parse_args
-from eval.report.__main__ import build_parser
+from openclip_ext.evaluation.datacomp import parse_args
+from openclip_ext.evaluation.report.__main__ import build_parser
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "datacomp_eval.sh"
 

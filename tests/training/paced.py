@@ -32,7 +32,8 @@ def read_notes(folder: Path) -> list[dict]:
 
 
 def slow_down() -> None:
-    from openclip_ext.training import signals, trainer
+    from openclip_ext.training import trainer
+    from openclip_ext.training.runtime import signals
 
     class PacedRequests(signals.SignalRequests):
         steps = 0

@@ -22,7 +22,7 @@ import open_clip
 import open_clip_train.main  # noqa: F401 - as the two below: each fork would import it
 import torch
 
-import openclip_ext.experiments.compare.pilot
+import openclip_ext.compare.pilot
 import openclip_ext.training.run  # noqa: F401
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.help import openclip_flags

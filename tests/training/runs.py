@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from openclip_ext import model_configs
-from openclip_ext.data.shapes.write import ShapesConfig, write_shards
+from openclip_ext.data.demo.write import ShapesConfig, write_shards
 from openclip_ext.losses.registry import list_losses
-from openclip_ext.training import signals, trainer
+from openclip_ext.training import trainer
 from openclip_ext.training.main import main
+from openclip_ext.training.runtime import signals
 from tests.distributed.pool import two_ranks
 
 NUM_SAMPLES, SAMPLES_PER_SHARD = 84, 12

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.state.sharded_table import ShardedTable
-from openclip_ext.training import checkpoint as ckpt
-from openclip_ext.training.checkpoint import Position, RunIdentity
-from openclip_ext.training.errors import UsageError
+from openclip_ext.training.checkpoint import checkpoint as ckpt
+from openclip_ext.training.checkpoint.checkpoint import Position, RunIdentity
 from tests.training.runs import contents
 
 IDENTITY = RunIdentity(model="demo-vit", loss="neuclip", optimizer="adamw", num_samples=100, global_batch=8, seed=0)

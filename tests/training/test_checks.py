@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.training.checks import other_batch
 from openclip_ext.training.config import training_config
-from openclip_ext.training.errors import UsageError
 from openclip_ext.training.flags import parse
 from tests.training.runs import run, small_command
 

@@ -6,12 +6,12 @@ import open_clip
 import pytest
 import torch
 
-from eval.models import load_model
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.options import from_flags
+from openclip_ext.evaluation.models import load_model
 from openclip_ext.losses.heads import ProjectedModel, read_heads
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.options import from_flags
-from openclip_ext.training.errors import UsageError
 from openclip_ext.training.flags import parse
 from openclip_ext.training.model import load_pretrained_heads
 from openclip_ext.training.optimizer import OptimizerConfig, create_optimizer

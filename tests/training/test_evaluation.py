@@ -13,10 +13,9 @@ from sklearn.metrics import top_k_accuracy_score
 from timm.data import ImageNetInfo
 from torch import nn
 
+from openclip_ext.evaluation import imagenet
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training import imagenet
-from openclip_ext.training.evaluation import Validation, retrieval_metrics
-from openclip_ext.training.step import StepSettings
+from openclip_ext.training.validation import Validation, retrieval_metrics
 from tests.training.runs import evaluation, results_of, run
 
 
@@ -61,7 +60,7 @@ class ToyModel(nn.Module):
 def test_validation_averages_the_loss_over_samples_of_unequal_batches():
     images, texts = unit_rows(10, 4, seed=2), unit_rows(10, 4, seed=3)
     batches = [{"image": images[:8], "text": texts[:8]}, {"image": images[8:], "text": texts[8:]}]
-    metrics = Validation(batches, StepSettings(torch.device("cpu"))).run(ToyModel().eval())
+    metrics = Validation(batches, torch.device("cpu")).run(ToyModel().eval())
     expected = 0.0
     for rows in (slice(0, 8), slice(8, 10)):
         logits = torch.exp(torch.tensor(2.0)) * images[rows] @ texts[rows].T

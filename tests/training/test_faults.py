@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from openclip_ext import distributed
-from openclip_ext.data.manifest import Manifest
-from openclip_ext.training import checkpoint, heartbeat, run_folder, signals
-from openclip_ext.training.errors import UsageError
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.data.manifest.manifest import Manifest
+from openclip_ext.training.checkpoint import checkpoint
+from openclip_ext.training.runtime import heartbeat, run_folder, signals
 from openclip_ext.training.step import TrainStep
 from openclip_ext.training.trainer import SaveFailed
 from tests.distributed.pool import two_ranks

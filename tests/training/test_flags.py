@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from openclip_ext import training
-from openclip_ext.options import flag_fields, python_name
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.options import flag_fields, python_name
 from openclip_ext.training import flag_table
 from openclip_ext.training.config import FLAG_GROUPS, TrainingConfig, training_config
-from openclip_ext.training.errors import UsageError
 from openclip_ext.training.flags import parse
 
 

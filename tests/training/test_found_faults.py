@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from openclip_ext import create_loss, distributed
-from openclip_ext.data.manifest import FORMAT, Manifest
-from openclip_ext.diagnostics.finished_run import read_config
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.data.manifest.manifest import FORMAT, Manifest
+from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.integrations.model_loss import ModelLoss
-from openclip_ext.training import checkpoint as ckpt
-from openclip_ext.training.errors import UsageError
-from openclip_ext.training.reporting import Reporter, ReportingConfig
-from openclip_ext.training.run_folder import RunFolderConfig, opened
+from openclip_ext.training.checkpoint import checkpoint as ckpt
+from openclip_ext.training.runtime.reporting import Reporter, ReportingConfig
+from openclip_ext.training.runtime.run_folder import RunFolderConfig, opened
 from tests.data.loading import build, indices, preprocess, train_with_a_fork_server
 from tests.data.shards import undecodable, write_shards
 from tests.distributed.pool import two_ranks

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from openclip_ext import distributed
-from openclip_ext.data.shapes.write import ShapesConfig, write_shards
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.data.demo.write import ShapesConfig, write_shards
 from openclip_ext.diagnostics.finished_run import load_run
 from openclip_ext.training import trainer
-from openclip_ext.training.errors import UsageError
-from openclip_ext.training.evaluation import Validation
 from openclip_ext.training.trainer import SaveFailed, TrainingDiverged
+from openclip_ext.training.validation import Validation
 from tests.training.runs import (
     EXIT_AFTER_SIGTERM,
     NUM_SAMPLES,
@@ -224,8 +224,8 @@ def test_a_failing_evaluation_costs_nothing_and_is_made_up_for(shards, tmp_path,
 
 
 def test_datacomp_joins_the_metrics_after_the_checkpoint_is_safe(shards, tmp_path, monkeypatch):
-    from openclip_ext.eval import suite
-    from tests.eval import datasets
+    from openclip_ext.evaluation import suite
+    from tests.evaluation import datasets
 
     datasets.make_task(tmp_path / "data", "cifar10", count=12)
     monkeypatch.setattr(suite, "build_suite", functools.partial(suite.build_suite, any_size=True))

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from openclip_ext import compat
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.config import model_config
-from openclip_ext.training.errors import UsageError
 from openclip_ext.training.flags import parse
 from openclip_ext.training.model import MODEL_CONFIG, build_model
 from tests.distributed.pool import two_ranks

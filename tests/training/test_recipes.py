@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.losses.registry import OPTIONS, options_used_by
 from openclip_ext.training import recipes
-from openclip_ext.training.errors import UsageError
 from openclip_ext.training.flags import parse
 from openclip_ext.training.model import for_training
 from openclip_ext.training.recipes.__main__ import main as list_recipes

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from openclip_ext import json_lines
-from openclip_ext.training import run_folder
-from openclip_ext.training.reporting import Reporter, ReportingConfig, Stopwatch
-from openclip_ext.training.run_folder import RunFolderConfig
+from openclip_ext.files import json_lines
+from openclip_ext.training.runtime import run_folder
+from openclip_ext.training.runtime.reporting import Reporter, ReportingConfig, Stopwatch
+from openclip_ext.training.runtime.run_folder import RunFolderConfig
 
 _CHANCE = math.log(64)
 

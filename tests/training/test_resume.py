@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from openclip_ext.data.source import BadDataError
-from openclip_ext.data.tar import TarArchive
+from openclip_ext.data.shards.tar import TarArchive
+from openclip_ext.data.sources.source import BadDataError
 from tests.training.runs import (
     EXIT_AFTER_SIGTERM,
     LOSS_FLAGS,

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from openclip_ext import distributed
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.state import host_table
 from openclip_ext.state.host_table import decode, encode
 from openclip_ext.state.sharded_table import ShardedTable, shard_bounds
-from openclip_ext.training.errors import UsageError
-from openclip_ext.training.table_files import open_table, restore_table, write_table
+from openclip_ext.training.checkpoint.table_files import open_table, restore_table, write_table
 
 SAMPLES = 103
 

@@ -7,10 +7,10 @@ import open_clip
 import pytest
 import torch
 
-from eval.models import load_model
-from openclip_ext.data.build import build_train_loader
-from openclip_ext.data.spec import DataSpec
-from openclip_ext.data.train_loader import TrainLoaderConfig
+from openclip_ext.data.loader.build import build_train_loader
+from openclip_ext.data.loader.train_loader import TrainLoaderConfig
+from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.evaluation.models import load_model
 from openclip_ext.losses.heads import HEADS_KEY, read_heads, with_heads
 from openclip_ext.losses.registry import create_loss
 from tests.training.runs import command, metrics_of, run, stock_model

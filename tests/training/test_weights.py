@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from openclip_ext import model_configs
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.training.checkpoint.resume import _load_optimizer
 from openclip_ext.training.ema import TRAINED_KEY, ModelEma
-from openclip_ext.training.errors import UsageError
-from openclip_ext.training.evaluation import is_best
 from openclip_ext.training.lr_scales import depths, lr_scales
 from openclip_ext.training.optimizer import (
     SCALE,
@@ -22,7 +22,7 @@ from openclip_ext.training.optimizer import (
     create_schedule,
     logit_scale_lr,
 )
-from openclip_ext.training.resume import _load_optimizer
+from openclip_ext.training.validation import is_best
 from tests.training.runs import (
     EXIT_AFTER_SIGTERM,
     SMALL_MODEL,

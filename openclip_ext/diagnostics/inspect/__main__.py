@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from openclip_ext.data.manifest import Manifest
-from openclip_ext.data.shards import ShardSource
-from openclip_ext.data.source import Source
-from openclip_ext.diagnostics import command_line
+from openclip_ext.cli import command_line
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.options import flag, from_flags, own_options
+from openclip_ext.data.manifest.manifest import Manifest
+from openclip_ext.data.shards.shard_source import ShardSource
+from openclip_ext.data.sources.source import Source
 from openclip_ext.diagnostics.finished_run import (
     Embeddings,
     FinishedRun,
@@ -22,9 +24,7 @@ from openclip_ext.diagnostics.finished_run import (
 from openclip_ext.diagnostics.inspect import outputs
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
 from openclip_ext.diagnostics.inspect.outputs import Inspection
-from openclip_ext.files import held, output_path
-from openclip_ext.options import flag, from_flags, own_options
-from openclip_ext.training.errors import UsageError
+from openclip_ext.files.writing import held, output_path
 from openclip_ext.training.parser import add_flag
 
 _MISFITS = ("misfit-captions", "misfit-images")

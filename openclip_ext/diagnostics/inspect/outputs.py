@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from openclip_ext import json_lines
-from openclip_ext.data.shardlist import shard_name
-from openclip_ext.data.source import Source, decode_image
+from openclip_ext.data.shards.shardlist import shard_name
+from openclip_ext.data.sources.source import Source, decode_image
 from openclip_ext.diagnostics.inspect.findings import Found, Thresholds
+from openclip_ext.files import json_lines
 from openclip_ext.pages.rendering import render_page, thumbnail
 
 _THUMBNAIL = 112  # pixels

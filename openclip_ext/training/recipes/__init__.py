@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from openclip_ext.options import as_words, nearest, option_as_words
+from openclip_ext.cli.options import as_words, nearest, option_as_words
 
 Value = int | float | str | bool | list[float] | dict[str, Any] | None
 

@@ -1,1 +1,0 @@
-"""Comparing evaluated runs in tables and charts: ``python -m eval.report``."""

@@ -1,0 +1,1 @@
+"""What all commands share: the console program, options and flags, errors, messages."""

@@ -1,0 +1,63 @@
+"""Share code among the command lines: exit statuses, types of arguments, progress bars."""
+
+import argparse
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from openclip_ext.cli.messages import say, until_pipe_breaks
+
+
+def run(main: Callable[[list[str]], None]) -> None:
+    """Run a program; report a user's mistake in one line with exit status 2, and end with status 130 after Ctrl-C.
+
+    ValueErrors and OSErrors of ``main`` count as the user's mistakes.
+    """
+    try:
+        with until_pipe_breaks():
+            main(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        say(f"error: {error}", sys.stderr)
+        raise SystemExit(2) from error
+    except KeyboardInterrupt as error:
+        print("stopped", file=sys.stderr)
+        raise SystemExit(130) from error
+
+
+def progress_bar(items: Iterable[Any] | None = None, **arguments: Any) -> tqdm:
+    """Return tqdm's bar, which is updated rarely if the output is a log file, where each update is a line."""
+    return tqdm(items, mininterval=0.1 if sys.stderr.isatty() else 30, **arguments)
+
+
+def device(name: str) -> str:
+    """Parse an argument that names a device of this machine."""
+    try:
+        is_cuda = torch.device(name).type == "cuda"
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"{name} is no device of PyTorch: expected cpu, cuda or cuda:N") from error
+    if is_cuda and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError(f"{name}: PyTorch finds no GPU here; give cpu")
+    return name
+
+
+def count(text: str) -> int:
+    """Parse an argument that is a positive whole number, such as 1000 or 1e9."""
+    value = float(text)
+    if value < 1 or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text}: expected a positive whole number")
+    return int(value)
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Silence OpenCLIP's messages about a model without weights."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)

@@ -1,0 +1,90 @@
+"""Text for people: messages and stored settings without secrets, and without what a terminal would obey."""
+
+import contextlib
+import logging
+import os
+import re
+import select
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+MASK = "***"
+
+_WORD = (
+    r"(?:token(?!i|s\b)|signature|secret|passw(?:or)?d|pwd|credential|(?:api|access|private)[-_]?key|auth(?!or)|jwt)"
+)
+_HEADER = r"\b(?:(?:proxy-)?authorization|x-[\w-]*(?:token|key)|private-token|cookie)"
+_VALUE = r"""(?:'[^']*'|"[^"]*"|[^\s&#;|<>'"]+)"""
+# What stands before a secret, and the secret.
+_SECRETS = [
+    re.compile(f"(?i)({before}){secret}")
+    for before, secret in (
+        # https://USER:PASSWORD@host, https://TOKEN@host; but not abfs://container@account
+        (r"\b(?:https?|ftps?)://", r"[^\s/'\"]+(?=@)"),
+        (r"\b[a-z][\w+.-]*://", r"[^\s/'\":@]*:[^\s/'\"]*(?=@)"),
+        # ?X-Amz-Signature=..., AWS_SECRET_ACCESS_KEY=..., --password=...; not s3://bucket/token=1/..., nor ?key=00000.tar
+        (rf"(?<![\w/.%-])(?:[\w.%-]*?{_WORD}[\w.%-]*|sig)=|[?&]key=(?![^\s&]*\.tar)", _VALUE),
+        # curl --oauth2-bearer ..., --http-password ..., -u USER:PASSWORD, -H 'Authorization: Bearer ...'
+        (rf"(?<!\S)--(?:[\w-]*?{_WORD}[\w-]*|oauth2-bearer)\s+", _VALUE),
+        (r"(?<!\S)(?:-u\s*|--(?:proxy-)?user[\s=]+)", r"(?:'[^']*:[^']*'|\"[^\"]*:[^\"]*\"|[^\s:'\"]+:[^\s'\"]*)"),
+        (rf"{_HEADER}\s*:\s*(?:(?:bearer|basic|token)\s)?", r"[^\s'\"]+"),
+    )
+]  # fmt: skip
+# Control characters except for tabs and ends of lines, signs that turn the direction of text, bytes that are no UTF-8.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def without_secrets(value: Any) -> Any:
+    """Mask passwords and tokens if a text has URLs or a ``pipe:`` command; do so in the texts of lists and dictionaries."""
+    if isinstance(value, dict):
+        return {name: without_secrets(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(without_secrets, value))
+    return _masked(value) if isinstance(value, str) and ("://" in value or "pipe:" in value) else value
+
+
+def _masked(text: str) -> str:
+    for pattern in _SECRETS:
+        text = pattern.sub(rf"\g<1>{MASK}", text)
+    return text
+
+
+def for_people(text: str) -> str:
+    """Return a text without secrets, in which what a terminal obeys is written as Python writes it."""
+    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), _masked(text))
+
+
+@contextlib.contextmanager
+def until_pipe_breaks() -> Iterator[None]:
+    """End quietly when the reader of the output has gone, as after ``| head``."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)
+        if not output.poll(0):
+            raise  # of another pipe
+        # Python flushes standard output once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print a text that names data; to ``file`` (default: standard output)."""
+    print(for_people(text), file=file or sys.stdout, flush=True)
+
+
+class LogFilter(logging.Filter):
+    """A filter of the root logger that makes this package's messages :func:`for_people`, whatever handles them."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Change the record; always True."""
+        if record.pathname.startswith(_PACKAGE):
+            record.msg, record.args = for_people(record.getMessage()), None
+            if record.exc_info:
+                record.exc_text = for_people(logging.Formatter().formatException(record.exc_info))
+        return True

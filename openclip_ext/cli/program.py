@@ -1,0 +1,110 @@
+"""The console program ``openclip-ext``: ``openclip-ext COMMAND ...`` runs ``python -m MODULE ...``.
+
+Nothing heavy is imported before a command is chosen, so that ``openclip-ext --help`` answers at once.
+"""
+
+import difflib
+import importlib
+import json
+import runpy
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from openclip_ext import __version__
+from openclip_ext.cli.messages import until_pipe_breaks
+
+
+class Command(NamedTuple):
+    """A module that ``python -m`` runs, and the line about it in ``--help``."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "train": Command("openclip_ext.training.main", "train CLIP: OpenCLIP's flags and ours"),
+    "doctor": Command("openclip_ext.diagnostics.doctor", "check the flags of a training before it is submitted"),
+    "losses": Command("openclip_ext.diagnostics.losses", "list the losses, or describe one: parts, cost, options"),
+    "manifest": Command("openclip_ext.data.manifest", "count the samples of shards and fix their indices"),
+    "plan": Command("openclip_ext.diagnostics.plan", "memory and communication of a training before it starts"),
+    "compare": Command("openclip_ext.compare", "find the loss that brings the most on your data"),
+    "estimation-error": Command(
+        "openclip_ext.diagnostics.estimation_error", "compare a run's normalizers with the exact ones"
+    ),
+    "inspect": Command(
+        "openclip_ext.diagnostics.inspect", "find duplicates, misfits and false negatives in a run's data"
+    ),
+    "plot": Command("openclip_ext.diagnostics.curves", "draw the curves of one or more runs"),
+    "export": Command("openclip_ext.export", "a folder that OpenCLIP and transformers load, from a checkpoint"),
+    "download": Command("openclip_ext.evaluation.download", "fetch DataComp's evaluation sets, and check them"),
+    "evaluate": Command("openclip_ext.evaluation.datacomp", "evaluate a checkpoint on DataComp's tasks"),
+    "report": Command("openclip_ext.evaluation.report", "compare evaluated runs in tables and charts"),
+}
+
+# What the commands answer to --help, whose modules take seconds to import. ``python -m tests.losses.option_tables`` writes it.
+HELP_FILE = Path(__file__).with_name("help.json")
+_COMPLETION = """\
+_openclip_ext() {{
+  local words="{commands}"
+  if ((COMP_CWORD > 1)); then words=$(openclip-ext "${{COMP_WORDS[1]}}" --help | grep -oE -e '--[a-z][a-z0-9-]+' | sort -u); fi
+  if [[ "${{COMP_WORDS[COMP_CWORD - 1]}}" == @(--loss|losses) ]]; then words="{losses}"; fi
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _openclip_ext openclip-ext"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command line.
+
+    Args:
+        argv: the arguments after the program's name (default: the process's own).
+
+    Raises:
+        SystemExit: with the command's exit status; 2 for a command that does not exist.
+    """
+    with until_pipe_breaks():
+        _run(*((sys.argv[1:] if argv is None else argv) or ["--help"]))
+
+
+def _run(name: str, *rest: str) -> None:
+    if name in ("-h", "--help"):
+        print(_help())
+    elif name == "--version":
+        print(f"openclip-ext {__version__}")
+    elif name == "--completion":
+        losses = importlib.import_module("openclip_ext.training.flag_table").from_file().defaults
+        print(_COMPLETION.format(commands=" ".join(COMMANDS), losses=" ".join(losses)))
+    elif name != "train" and name in COMMANDS and {"-h", "--help"} & set(rest):
+        print(json.loads(HELP_FILE.read_text(encoding="utf-8"))[name], end="")
+    elif name in COMMANDS:
+        sys.argv[1:] = rest
+        # It may have been imported already, as its own program.
+        warnings.filterwarnings("ignore", message=".*found in sys.modules after import", category=RuntimeWarning)
+        runpy.run_module(COMMANDS[name].module, run_name="__main__", alter_sys=True)
+    else:
+        print(f"openclip-ext: {_unknown(name)}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    commands = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: openclip-ext [--help] [--version] [--completion] COMMAND ...",
+            "",
+            "commands (openclip-ext COMMAND --help describes one):",
+            *commands,
+            "",
+            'eval "$(openclip-ext --completion)" lets bash, and zsh with bashcompinit, complete commands, flags and losses.',
+        ]
+    )
+
+
+def _unknown(name: str) -> str:
+    nearest = difflib.get_close_matches(name, COMMANDS, n=1)
+    suggestion = f" Did you mean {nearest[0]}?" if nearest else ""
+    return f"there is no command {name!r}.{suggestion} Commands: {', '.join(COMMANDS)}."

@@ -1,0 +1,146 @@
+"""Read the command line of ``openclip-ext compare``."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.options import flag, from_flags, own_options
+from openclip_ext.compare import space
+from openclip_ext.compare.process_pool import default_processes
+from openclip_ext.compare.space import BASELINE
+from openclip_ext.files.writing import refuse_url
+from openclip_ext.losses import registry
+from openclip_ext.losses.registry import OPTIONS
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training import flag_table, flags
+from openclip_ext.training.checks import check, check_device
+from openclip_ext.training.config import TrainingConfig, training_config
+from openclip_ext.training.parser import add_flag, add_loss_flags
+
+# Python names of the training flags that have the same meaning here; others are refused.
+_USED_FLAGS = """
+    train_data model pretrained pretrained_image precision force_quick_gelu force_custom_text force_patch_dropout
+    force_image_size force_context_length image_mean image_std image_interpolation image_resize_mode aug_cfg cache_dir
+    lock_image lock_image_unlocked_groups lock_image_freeze_bn_stats lock_text lock_text_unlocked_layers
+    lock_text_freeze_layer_norm grad_checkpointing dataset_type csv_separator csv_img_key csv_caption_key
+    image_key caption_key manifest max_bad_fraction caption_aware_flip batch_size accum_freq workers epochs opt lr wd beta1
+    beta2 eps momentum lookahead_steps lr_scheduler lr_min warmup epochs_cooldown lr_cooldown_power lr_cooldown_end
+    grad_clip_norm max_skipped_steps device
+"""
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """Holds the arguments of ``openclip-ext compare``; ``training`` are the training flags as given."""
+
+    shards: str
+    losses: tuple[str, ...]
+    loss_options: Mapping[str, Any]
+    training: tuple[str, ...]
+    val: str | None = flag(None, "validation data in the form of SHARDS (default: a tenth of SHARDS is held out)")
+    classes: str | None = flag(
+        None, "file with one class name per line; each sample's member cls holds a line number, from 0"
+    )
+    minutes: float = flag(30.0, "time for this call", exclusive_minimum=0)
+    output: str = flag("compare", "folder of the results")
+    processes: int = flag(0, "number of runs at a time; 0: one for each GPU, or each core", minimum=0)
+    cache: float = flag(8.0, "GiB of decoded images, on disk", exclusive_minimum=0)
+    anchors: int = flag(1000, "number of samples whose normalizers are compared with the exact ones", minimum=1)
+    population: int = flag(10_000, "number of training samples that the exact normalizers are over", minimum=2)
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the results."""
+        return Path(self.output)
+
+
+def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
+    """Return the configurations of the comparison and of the training."""
+    add_model_configs()
+    parser = _parser()
+    args, training = parser.parse_known_args(argv)
+    # Of ``--model ViT-B-32 SHARDS`` the parser, which does not know ``--model``, takes the model for SHARDS.
+    _, unknown = parser.parse_known_args([*argv[: argv.index(args.shards)], args.shards])
+    if unknown:
+        raise UsageError(f"{unknown[0]} stands before SHARDS: give SHARDS first, then the flags of training")
+    if args.loss is not None:
+        raise UsageError("--loss chooses one loss; --losses says which to compare")
+    refuse_url(args.output)
+    options = {name: value for name, value in vars(args).items() if name in OPTIONS}
+    losses = sorted((loss.strip() for loss in args.losses.split(",")), key=lambda loss: loss != BASELINE)
+    config = from_flags(
+        CompareConfig,
+        vars(args),
+        shards=args.shards,
+        losses=tuple(dict.fromkeys(losses)),
+        loss_options=options,
+        training=tuple(training),
+        processes=args.processes or default_processes(),
+    )
+    _check(config.losses, options)
+    return config, _training_config(args.shards, training)
+
+
+def _training_config(shards: str, argv: Sequence[str]) -> TrainingConfig:
+    """Return the training's configuration; refuse flags that have another meaning here or none."""
+    if any(word.split("=")[0] == "--recipe" for word in argv):
+        raise UsageError("--recipe has the settings of one loss at the length of a paper's runs; leave it out")
+    namespace, choice = flags.parse(["--train-data", shards, *argv])
+    defaults, _ = flags.parse(["--train-data", shards])
+    for name, value in vars(namespace).items():
+        if name not in _USED_FLAGS.split() and value != getattr(defaults, name, None):
+            raise UsageError(f"--{name.replace('_', '-')} has no effect on compare; leave it out")
+    if namespace.batch_size < 2:
+        raise UsageError(f"--batch-size is {namespace.batch_size}, must be at least 2")
+    is_given = any(word.partition("=")[0] == "--device" for word in argv)
+    check_device(namespace.device, is_given)
+    device = torch.device(namespace.device if is_given else "cuda" if torch.cuda.is_available() else "cpu")
+    training = training_config(namespace, choice, device)
+    check(training)
+    if device.type == "cpu":
+        training = replace(training, loading=replace(training.loading, workers=0))
+    return training
+
+
+def _check(losses: Sequence[str], options: Mapping[str, Any]) -> None:
+    if BASELINE not in losses or len(losses) < 2:
+        raise UsageError(
+            f"--losses {','.join(losses)}: expected {BASELINE} and at least one other, separated by commas"
+        )
+    for name in options:
+        if name == "normalizer":
+            raise UsageError("--normalizer makes one loss of those that are compared; leave it out")
+        if name in space.SEARCHED_OPTIONS:
+            raise UsageError(f"{OPTIONS[name].flag} has no effect on compare, which searches over it; leave it out")
+    used: set[str] = set()
+    refusals: list[str] = []
+    for name in losses:
+        settings, refused = space.settings(name, options)
+        used |= {option for setting in settings for option in setting}
+        refusals += refused
+        if registry.check_options(name, **settings[0]).views > 1:
+            raise UsageError(f"--losses: {name} compares two views of an image, and cannot be scored by retrieval")
+    unused = [OPTIONS[name].flag for name in options if name not in used]
+    if unused:
+        raise UsageError(f"{unused[0]}: {[*refusals, 'not used by any of --losses ' + ','.join(losses)][0]}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="openclip-ext compare",
+        allow_abbrev=False,
+        description="Which loss brings the most on your data, model and batch size? Takes the flags of training, too.",
+    )
+    parser.add_argument("shards", metavar="SHARDS", help="training data, as --train-data takes them")
+    default = ",".join(space.DEFAULT_LOSSES)
+    parser.add_argument("--losses", default=default, help=f"separated by commas (default: {default})")
+    for option in own_options([CompareConfig]):
+        add_flag(parser, option, default=option.default)
+    group = parser.add_argument_group("options of the losses, for all that use them")
+    add_loss_flags(group, flag_table.of_losses(), hidden={"loss", "normalizer", "views", *space.SEARCHED_OPTIONS})
+    return parser

@@ -1,0 +1,140 @@
+"""Decode, divide and check the data of a comparison."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openclip_ext.cli import command_line
+from openclip_ext.cli.messages import without_secrets
+from openclip_ext.compare.config import CompareConfig
+from openclip_ext.compare.decoded_data import Cache, DoesNotFit, PilotData, Tokens, digest, write_cache
+from openclip_ext.data.loader.build import build_source, build_train_loader
+from openclip_ext.data.shards.shardlist import expand_shards
+from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.training.config import TrainingConfig
+
+_HELD_OUT, _MOST_VALIDATION, _FEWEST_VALIDATION = 0.1, 5_000, 20
+
+
+def prepare(config: CompareConfig, training: TrainingConfig) -> tuple[PilotData, list[str]]:
+    """Return the data, and notes about them for the report."""
+    notes: list[str] = []
+    names = _class_names(config.classes)
+    train, held_out = _decode(config, training, len(names) or None, notes)
+    val, test = (held_out.part(part) for part in divide(len(held_out.rows), 0.5))
+    if len(set(test.captions())) < 2:
+        raise ValueError(
+            "the validation samples have one caption only, so that nothing can be retrieved: give others with --val"
+        )
+    tokens = None
+    if isinstance(train, Cache):
+        num_samples, identity = len(train.rows), train.digest
+        tokens = Tokens.of([*train.captions(), *held_out.captions(), *names], training.model.tokenizer())
+    else:
+        num_samples, identity = _streamed(train, config, training)
+        notes.append("the training images are larger than --cache and are decoded again for each run")
+    batch = training.loading.batch_size * training.loading.accum_freq
+    if num_samples < 2 * batch:
+        raise ValueError(f"{num_samples:,} training samples are too few for batches of {batch}: lower --batch-size")
+    identity = digest([identity, held_out.digest, names])
+    return PilotData(train, num_samples, val, test, tuple(names), tokens, identity), notes
+
+
+def _decode(
+    config: CompareConfig, training: TrainingConfig, classes: int | None, notes: list[str]
+) -> tuple[Cache | DataSpec, Cache]:
+    """Return the training samples, or where to read them if they are too large, and the validation samples."""
+    spec = training.data
+    assert spec is not None, "the command line gives the shards"
+    image_size = _image_size(training)
+
+    def decoded(spec: DataSpec, classes: int | None) -> Cache:
+        folder = config.folder / "cache" / digest([asdict(spec), _files(spec), image_size, classes])
+        progress = partial(command_line.progress_bar, desc="decoding", unit="sample", leave=False)
+        return write_cache(spec, folder, image_size, config.cache * 2**30, classes, progress)
+
+    if config.val is None:
+        try:
+            whole = decoded(spec, classes)
+        except DoesNotFit as error:
+            raise ValueError(f"{error}; give more, or validation data with --val") from None
+        held, rest = divide(len(whole.rows), _HELD_OUT)
+        notes.append(
+            f"{len(held):,} samples drawn from {without_secrets(config.shards)} and not trained on; with near-duplicates "
+            "among the training samples the scores are too high for all losses"
+        )
+        return whole.part(rest), whole.part(held)
+    train: Cache | DataSpec = spec
+    with contextlib.suppress(DoesNotFit):
+        train = decoded(spec, None)
+    held_out = decoded(replace(spec, source=config.val, manifest=None, num_samples=None), classes)
+    held_out = held_out.part(divide(len(held_out.rows), 1.0)[0])
+    different = len(set(held_out.captions()))
+    with_captions = "" if different == len(held_out.rows) else f" with {different:,} different captions"
+    notes.append(f"{len(held_out.rows):,} validation samples of {without_secrets(config.val)}{with_captions}")
+    return train, held_out
+
+
+def _streamed(spec: DataSpec, config: CompareConfig, training: TrainingConfig) -> tuple[int, str]:
+    """Return number and digest of training samples that each run reads from their files."""
+    loader = build_train_loader(spec, training.loading, preprocess=str, tokenizer=str)  # type: ignore[arg-type]
+    if loader.source.num_kept < loader.num_samples:
+        raise ValueError(
+            f"the manifest leaves samples out, and the others do not fit into --cache {config.cache:g}: give more"
+        )
+    return loader.num_samples, loader.source.digest
+
+
+def divide(count: int, share: float) -> tuple[list[int], list[int]]:
+    """Draw a seeded share of ``count`` samples; return its positions and those of the rest, both in order."""
+    size = min(round(count * share), _MOST_VALIDATION)
+    if size < _FEWEST_VALIDATION:
+        raise ValueError(
+            f"{size} of {count} samples are too few to score with, at least {_FEWEST_VALIDATION} are needed, and validation "
+            "samples are halved: give at least 40 with --val, or at least 400 training samples without it"
+        )
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+    return sorted(order[:size]), sorted(order[size:])
+
+
+def _files(spec: DataSpec) -> list[Sequence[Any]]:
+    """Return the names of a data set's files, with size and time of change if they are local."""
+    files = [spec.manifest] if spec.manifest else []
+    if spec.resolved_type == "webdataset":
+        assert spec.source is not None
+        files += expand_shards(spec.source)
+    elif spec.resolved_type == "csv":
+        source: Any = build_source(spec, preprocess=str)  # type: ignore[arg-type]
+        files += source.files()
+    found: list[Sequence[Any]] = []
+    for file in files:
+        try:
+            status = Path(file).stat()
+            found.append((file, status.st_size, status.st_mtime_ns))
+        except (OSError, ValueError):  # not a local file, or no file at all
+            found.append((file,))
+    return found
+
+
+def _class_names(path: str | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        names = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--classes {path} cannot be read: {error}") from error
+    if len(names) < 2:
+        raise ValueError(f"--classes {path} has {len(names)} lines: expected the name of a class on each of at least 2")
+    return names
+
+
+def _image_size(training: TrainingConfig) -> int:
+    with command_line.without_warnings():
+        model, _, _ = replace(training.model, pretrained=None, pretrained_image=False).create(torch.device("cpu"))
+    size = model.visual.image_size
+    return max(size) if isinstance(size, tuple | list) else size

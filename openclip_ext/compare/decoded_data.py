@@ -1,0 +1,293 @@
+"""Decode the data of many short runs once: images into a memory-mapped file, texts into tokens.
+
+Training uses the ordinary loader, so the order of samples and the augmentation depend only on the seed. A training set that
+does not fit into the cache is read from its files.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from openclip_ext.data.loader.build import build_source, build_train_loader
+from openclip_ext.data.loader.train_loader import TrainLoader, TrainLoaderConfig
+from openclip_ext.data.sources.source import BadDataError, BadSampleError, ImageDecoder, RawSample, Source, decode_image
+from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.evaluation.text_tower import find_causal_tower, shrink
+from openclip_ext.files.writing import write_atomically
+
+# Stored images are at most this many times as large as the model's input, so random crops lose nothing visible.
+_LARGEST = 2
+_PIXELS, _TABLE = "pixels.bin", "samples.json"
+# The size of all images is estimated from this many.
+_PROBE = 100
+
+
+class DoesNotFit(Exception):
+    """Says that the decoded images are larger than the cache may be."""
+
+
+def digest(content: Any) -> str:
+    """Return a short digest of any content that JSON can hold."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Gives access to decoded samples in a folder; ``rows`` selects and orders them."""
+
+    folder: Path
+    rows: tuple[int, ...]
+
+    @classmethod
+    def open(cls, folder: Path) -> "Cache":
+        """Return a cache of all samples in a folder."""
+        return cls(folder, tuple(range(len(_read_table(folder)["captions"]))))
+
+    def part(self, positions: Sequence[int]) -> "Cache":
+        """Return a cache of some of these samples."""
+        return replace(self, rows=tuple(self.rows[position] for position in positions))
+
+    @cached_property
+    def _table(self) -> dict[str, Any]:
+        return _read_table(self.folder)
+
+    @cached_property
+    def _pixels(self) -> np.ndarray:
+        return np.memmap(self.folder / _PIXELS, np.uint8, "r")
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of the samples and their order."""
+        return digest([self._table["digest"], self.rows])
+
+    def captions(self) -> list[str]:
+        """Return the samples' captions."""
+        return [self._table["captions"][row] for row in self.rows]
+
+    def classes(self) -> list[int] | None:
+        """Return the samples' classes, or None if they have none."""
+        classes = self._table["classes"]
+        return None if classes is None else [classes[row] for row in self.rows]
+
+    def pixels(self, position: int) -> np.ndarray:
+        """Return a sample's image: ``(H, W, 3)`` uint8."""
+        row = self.rows[position]
+        height, width = self._table["shapes"][row]
+        end = self._table["ends"][row]
+        return self._pixels[end - 3 * height * width : end].reshape(height, width, 3)
+
+    def image(self, position: int) -> Image.Image:
+        """Return a sample's image."""
+        return Image.fromarray(self.pixels(position))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self.folder, "rows": self.rows}
+
+
+def _read_table(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / _TABLE).read_text())
+
+
+def write_cache(
+    spec: DataSpec,
+    folder: Path,
+    image_size: int,
+    limit: float = float("inf"),
+    classes: int | None = None,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> Cache:
+    """Decode a data set into a folder, or open the folder if it is complete already.
+
+    Args:
+        image_size: side of the model's images.
+        limit: bytes that the decoded images may take.
+        classes: number of classes; each sample's class is read from its member ``cls``. None: no classes are read.
+        progress: wraps the samples to show the progress.
+
+    Raises:
+        DoesNotFit: the images are larger than the limit.
+        BadDataError: more samples are unreadable than ``--max-bad-fraction`` allows.
+        ValueError: a class is missing or out of range.
+    """
+    if (folder / _TABLE).exists():
+        return Cache.open(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    source = build_source(spec, str)  # type: ignore[arg-type]
+    expected = source.num_kept  # a manifest may leave samples out
+    indices: list[int] = []
+    captions: list[str] = []
+    shapes: list[tuple[int, ...]] = []
+    content = hashlib.blake2b(digest_size=8)
+    with (folder / _PIXELS).open("wb") as file:
+        for index, image, caption in _decoded(source, progress):
+            pixels = _shrunk(image, _LARGEST * image_size)
+            file.write(pixels.data)
+            content.update(pixels.data)
+            captions.append(caption)
+            shapes.append(pixels.shape[:2])
+            indices.append(index)
+            if len(indices) in (_PROBE, expected) and (size := file.tell() / len(indices) * expected) > limit:
+                raise DoesNotFit(
+                    f"the decoded images of {spec.source} would take {size / 2**30:.2g} GiB, --cache allows "
+                    f"{limit / 2**30:.2g}"
+                )
+    bad = expected - len(captions)
+    if bad > spec.max_bad_fraction * expected:
+        raise BadDataError(
+            f"{bad:,} of the {expected:,} samples of {spec.source} have no readable image or caption, "
+            f"more than the allowed {spec.max_bad_fraction:.1%} (--max-bad-fraction)"
+        )
+    labels = None if classes is None else _read_classes(spec, classes, indices)
+    table = {"captions": captions, "shapes": shapes, "classes": labels}
+    table["ends"] = np.cumsum([3 * height * width for height, width in shapes]).tolist()
+    table["digest"] = digest([content.hexdigest(), captions, labels])
+    write_atomically(folder / _TABLE, lambda file: file.write(json.dumps(table).encode()))
+    return Cache.open(folder)
+
+
+def _decoded(
+    source: Source, progress: Callable[[Iterable[int]], Iterable[int]]
+) -> Iterator[tuple[int, Image.Image, str]]:
+    """Yield index, image and caption of every readable sample."""
+    read = source.reader()
+    for index in progress(range(source.num_samples)):
+        if not source.is_left_out(index):
+            try:
+                image, caption = source.decode(read(index), decode_image)
+            except BadSampleError:
+                continue
+            assert isinstance(image, Image.Image)
+            yield index, image, caption
+
+
+def _shrunk(image: Image.Image, side: int) -> np.ndarray:
+    """Return pixels ``(H, W, 3)`` uint8; shrink the image if its shorter side is longer than ``side``."""
+    if (shorter := min(image.size)) > side:
+        width, height = (max(1, round(length * side / shorter)) for length in image.size)
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+    return np.ascontiguousarray(image)
+
+
+def _read_classes(spec: DataSpec, count: int, indices: Sequence[int]) -> list[int]:
+    if spec.resolved_type != "webdataset":
+        raise ValueError("--classes needs shards with a member cls for each sample: CSV has none")
+    read = build_source(replace(spec, caption_key="cls"), str).reader()  # type: ignore[arg-type]
+    classes = []
+    for index in indices:
+        text = read(index).fields.get("cls", b"").decode().strip()
+        if not text.isdigit() or int(text) >= count:
+            raise ValueError(
+                f"sample {index} of {spec.source} has the class {text!r}: its member cls should hold a line number of the "
+                f"--classes file, from 0 to {count - 1}"
+            )
+        classes.append(int(text))
+    return classes
+
+
+class _CachedSource(Source):
+    """Serves a cache to the training loader; a sample's index is its position."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._captions = cache.captions()
+        super().__init__(len(self._captions), cache.digest)
+
+    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[Image.Image, str]:
+        return self._cache.image(raw.index), self._captions[raw.index]
+
+    def group_of(self, index: int) -> tuple[str, int, int]:
+        return str(self._cache.folder), 0, self.num_samples
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Holds the tokens of every text that a run can meet.
+
+    Attributes:
+        texts: the distinct texts.
+        numbers: ``(len(texts), L)`` indices into ``vocabulary``.
+        vocabulary: the tokens that occur, in ascending order.
+        length: number of positions that the longest text takes.
+    """
+
+    texts: tuple[str, ...]
+    numbers: np.ndarray
+    vocabulary: np.ndarray
+    length: int
+
+    @classmethod
+    def of(cls, texts: Iterable[str], tokenizer: Callable) -> "Tokens":
+        """Tokenize texts."""
+        unique = tuple(dict.fromkeys(texts))
+        tokens = tokenizer(list(unique)).numpy()
+        # The text ends at its last token that is not 0; before that, 0 is a token, too ("!").
+        length = int(np.nonzero(tokens)[1].max(initial=0)) + 1
+        vocabulary, numbers = np.unique(tokens, return_inverse=True)
+        return cls(unique, numbers.reshape(tokens.shape).astype(np.int32), vocabulary, length)
+
+
+class KnownTexts:
+    """Looks up the tokens of known texts, and shrinks the model's text tower to their length and vocabulary.
+
+    The model changes in place if its text tower is causal and trained as a whole, see :func:`shrink`. If the texts are not
+    known beforehand, the tokenizer and the model stay as they are.
+    """
+
+    def __init__(self, tokens: Tokens | None, tokenizer: Callable, model: nn.Module) -> None:
+        self._tokenizer = tokenizer
+        self._place: dict[str, int] = {}
+        if tokens is None:
+            return
+        self._place = {text: place for place, text in enumerate(tokens.texts)}
+        self._rows = torch.from_numpy(tokens.numbers.astype(np.int64))
+        tower = find_causal_tower(model)
+        if tower is not None and all(parameter.requires_grad for parameter in model.parameters()):
+            self._rows = self._rows[:, : tokens.length].contiguous()
+            shrink(tower[1], torch.from_numpy(tokens.vocabulary), tokens.length)
+        else:
+            self._rows = torch.from_numpy(tokens.vocabulary)[self._rows]
+
+    def __call__(self, texts: str | Sequence[str]) -> Tensor:
+        """Return the tokens ``(N, L)``."""
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        return self._rows[[self._place[text] for text in texts]] if self._place else self._tokenizer(texts)
+
+
+@dataclass(frozen=True)
+class PilotData:
+    """Holds the data that runs train on and are scored on.
+
+    Attributes:
+        train: the decoded training samples, or where to read them from.
+        num_samples: number of training samples, and of indices.
+        val: samples that choose among settings.
+        test: samples that give the reported numbers.
+        tokens: tokens of all texts; None if the training texts are not in memory.
+    """
+
+    train: Cache | DataSpec
+    num_samples: int
+    val: Cache
+    test: Cache
+    names: tuple[str, ...]
+    tokens: Tokens | None
+    digest: str
+
+    def loader(
+        self, config: TrainLoaderConfig, preprocess: Callable, tokenizer: Callable, epoch_samples: int
+    ) -> TrainLoader:
+        """Return the ordinary training loader over these samples."""
+        if isinstance(self.train, DataSpec):
+            spec = replace(self.train, num_samples=epoch_samples)
+            return build_train_loader(spec, config, preprocess=preprocess, tokenizer=tokenizer)
+        source = _CachedSource(self.train)
+        return TrainLoader(source, config, preprocess=preprocess, tokenizer=tokenizer, epoch_samples=epoch_samples)

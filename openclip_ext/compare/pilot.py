@@ -1,0 +1,202 @@
+"""Perform the runs of a comparison: train as the training program does, score by retrieval, and measure normalizers."""
+
+import base64
+import resource
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openclip_ext.compare.decoded_data import Cache, PilotData
+from openclip_ext.compare.plan import SEEDS
+from openclip_ext.compare.runs import Run
+from openclip_ext.compare.short_run import CURVE_POINTS, PilotRun
+from openclip_ext.compare.space import BASELINE
+from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
+from openclip_ext.diagnostics import estimation_error
+from openclip_ext.diagnostics.finished_run import embed
+from openclip_ext.evaluation.ranks import ranks_of_best_match
+from openclip_ext.evaluation.statistics import group_numbers
+from openclip_ext.losses import registry
+from openclip_ext.training.config import TrainingConfig
+
+IMAGE_TO_TEXT, TEXT_TO_IMAGE, ZERO_SHOT = "image_to_text_R@1", "text_to_image_R@1", "zero_shot"
+RETRIEVAL = (IMAGE_TO_TEXT, TEXT_TO_IMAGE)
+# Exact normalizers are over at least so many batches.
+_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class ComparePilot:
+    """Performs the runs of a comparison in the worker processes.
+
+    The normalizers of ``anchors`` samples are compared with exact ones over ``population`` training samples.
+    """
+
+    config: TrainingConfig
+    data: PilotData
+    population: int
+    anchors: int
+
+    @property
+    def batch(self) -> int:
+        """Return the samples of an optimizer step."""
+        return self.config.loading.batch_size * self.config.loading.accum_freq
+
+    def run(self, run: Run, device: torch.device, seen: Callable[[Any], None]) -> dict[str, Any]:
+        """Train and score a run.
+
+        ``seen`` gets the samples of each step, and at some points the row so far. ``points`` of a row holds reciprocal ranks
+        of the choosing half by the number of samples seen; they decide whether a setting is stopped.
+        """
+        start = time.perf_counter()
+        training = PilotRun(self.config, self.data, run, device)
+        points: dict[str, str] = {}
+
+        def score(samples: int) -> float:
+            reciprocal = reciprocal_ranks(ranks(training, self.data.val))
+            points[str(samples)] = pack_floats(reciprocal)
+            stand = {"id": run.id, **asdict(run), "samples": samples, "val": {"mean": float(reciprocal.mean())}}
+            seen({**stand, "points": dict(points), "all_seconds": time.perf_counter() - start})
+            return recall(ranks(training, self.data.test))
+
+        curve = training.train(seen, score)
+        row = {
+            "id": run.id,
+            **asdict(run),
+            "steps": training.steps,
+            "seconds": training.seconds,
+            "temperature": training.temperature(),
+            "state_bytes": sum(asdict(training.loss.state_size()).values()),
+            "memory_bytes": _peak_memory(device),
+            "val": {"mean": float(reciprocal_ranks(ranks(training, self.data.val)).mean())},
+            "curve": curve,
+            "points": points,
+            "hits": {name: pack(of) for name, of in ranks(training, self.data.test, self.data.names).items()},
+        }
+        # This takes as long as a short run, so only the second seed does it, which only the best setting of a loss runs.
+        normalizers = self.normalizer_errors(training) if run.seed == SEEDS[1] else None
+        row |= {} if normalizers is None else {"normalizers": normalizers}
+        return row | {"all_seconds": time.perf_counter() - start}
+
+    def probe(self, run: Run, seconds: float, device: torch.device, seen: Callable[[Any], None]) -> dict[str, Any]:
+        """Return how wrong a batch is about its normalizers before training, and what runs cost.
+
+        ``per_sample`` is the seconds of training for a sample, measured for ``seconds``; ``per_run`` is the seconds of
+        everything else in a run.
+        """
+        found = self.normalizer_errors(PilotRun(self.config, self.data, run, device))
+        if found is None:
+            raise ValueError("the model's embeddings are not finite before the first step")
+        start = time.perf_counter()
+        training = PilotRun(self.config, self.data, run, device)  # the first one is in evaluation mode now
+        rest = time.perf_counter() - start
+        first, now, step = 0.0, 0.0, 1
+        for step in training.run_steps():
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            now = time.perf_counter()
+            if step == 1:  # it is slower than the rest
+                first = now
+            elif now - first > seconds:
+                break
+        per_sample = (now - first) / max(1, step - 1) / self.batch
+        scoring = time.perf_counter()
+        ranks(training, self.data.val)
+        rest += 2 * (1 + CURVE_POINTS) * (time.perf_counter() - scoring)
+        return found | {"per_sample": per_sample, "per_run": rest}
+
+    def normalizer_errors(self, training: PilotRun) -> dict[str, Any] | None:
+        """Compare the log-normalizers of the loss and of the batch with those over many training samples.
+
+        Returns None if the model has diverged. Model and loss stay in evaluation mode.
+        """
+        # A batch has no error against itself, so the population must be larger.
+        most = min(max(self.population, _BATCHES * self.batch), self.data.num_samples)
+        samples = most // self.batch * self.batch
+        training.model.eval()
+        training.loss.eval()
+        loading = replace(self.config.loading, seed=0, caption_hash=training.loss.needs_positives)
+        loader = self.data.loader(loading, training.built.preprocess_val, training.texts, samples)
+        found = embed(training.model, loader.iterate(0), self.config.step.precision, training.device, samples)
+        if not all(bool(side.isfinite().all()) for side in (found.image, found.text)):
+            return None
+        of_run = partial(estimation_error.measure, batch_size=self.batch, anchors=self.anchors, device=training.device)
+        measure = partial(of_run, **vars(found))
+        own = measure(training.loss) if isinstance(training.loss, GlobalContrastiveLoss) else None
+        # The loss's own temperatures are better, as they may differ by sample. But a normalizer that contains the positive
+        # pair is another quantity.
+        comparable = own is not None and not training.loss.normalizers_include_positive
+        of_batch = own if own is not None and comparable else measure(registry.create_loss(BASELINE))
+        errors = {"batch": asdict(of_batch.minibatch), "samples": of_batch.samples}
+        errors["temperature"] = training.temperature()
+        if own is not None and own.estimator is not None:
+            errors |= {"own": asdict(own.estimator), "own_batch": asdict(own.minibatch)}
+        return errors
+
+
+def ranks(training: PilotRun, samples: Cache, names: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """Rank retrieval in both directions, and zero-shot classification if there are class names; ranks ``(N,)`` are from 0.
+
+    In retrieval, any sample of the same caption is right.
+    """
+    captions, classes = samples.captions(), samples.classes()
+    with training.evaluating() as model:
+
+        def pixels(rows: Any) -> Tensor:
+            return torch.stack([training.built.preprocess_val(samples.image(row)) for row in rows])
+
+        image = training.encode_images(model, pixels, len(captions))
+        text = training.encode_texts(model, list(dict.fromkeys(captions)))
+        prompts = training.encode_texts(model, names) if names and classes is not None else None
+    same = torch.tensor(group_numbers(captions), device=image.device)
+    numbers = torch.arange(len(text), device=image.device)
+    found = {
+        IMAGE_TO_TEXT: ranks_of_best_match(image, text, same, numbers),
+        TEXT_TO_IMAGE: ranks_of_best_match(text, image, numbers, same)[same],
+    }
+    if prompts is not None:
+        right, every = torch.tensor(classes, device=image.device), torch.arange(len(names), device=image.device)
+        found[ZERO_SHOT] = ranks_of_best_match(image, prompts, right, every)
+    return {name: of.cpu() for name, of in found.items()}
+
+
+def recall(found: Mapping[str, Tensor]) -> float:
+    """Return R@1, the mean of both directions."""
+    return float(sum((found[name] == 0).double().mean() for name in RETRIEVAL) / 2)
+
+
+def reciprocal_ranks(found: Mapping[str, Tensor]) -> Tensor:
+    """Return reciprocal ranks ``(N,)``, the mean of both directions. They tell models apart with fewer samples than R@1."""
+    return torch.stack([(1 + found[name]).reciprocal() for name in RETRIEVAL]).mean(dim=0)
+
+
+def pack(of: Tensor) -> str:
+    """Return a digit for each sample, 1 if the right answer comes first."""
+    return "".join("1" if value == 0 else "0" for value in of.tolist())
+
+
+def unpack(digits: str) -> Tensor:
+    """Undo :func:`pack`; return ``(N,)`` float64 of 0 and 1."""
+    return torch.tensor([float(digit) for digit in digits], dtype=torch.float64)
+
+
+def pack_floats(values: Tensor) -> str:
+    """Encode values between 0 and 1 as text, to three digits."""
+    return base64.b64encode(values.half().numpy().tobytes()).decode()
+
+
+def unpack_floats(packed: str) -> Tensor:
+    """Undo :func:`pack_floats`."""
+    return torch.frombuffer(bytearray(base64.b64decode(packed)), dtype=torch.float16).double()
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Return the peak bytes of tensors on the GPU, or of the process's resident memory if there is no GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,165 @@
+"""Execute several runs at a time, each in its own process, one for each GPU or core.
+
+A process is a fork of a server that has imported everything, so it starts at once. A run that fails or is killed affects no
+other run.
+"""
+
+import contextlib
+import multiprocessing
+import signal
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+import torch
+
+from openclip_ext.data.processes import available_cores
+
+_POLL_SECONDS = 0.3
+# The failure of a task that a signal ended begins so.
+KILLED = "killed"
+# A process runs ``task(device, seen)``. ``seen`` takes the number of samples of each step, or a dictionary with the task's
+# intermediate result.
+Task = Callable[[torch.device, Callable[[Any], None]], dict[str, Any]]
+Ended = Callable[[str, dict[str, Any] | None, str], None]
+# Takes a task's name and intermediate result; returns a final result if the task should be stopped there, else None.
+Judge = Callable[[str, dict[str, Any]], dict[str, Any] | None]
+
+
+class _UnderWay(NamedTuple):
+    process: Any
+    connection: Connection
+    slot: int
+
+
+class ProcessPool:
+    """Runs tasks in processes.
+
+    Args:
+        preload: module that the server imports.
+        judge: called with every intermediate result; decides whether to stop the task.
+
+    Attributes:
+        samples: number of samples that all tasks have seen so far.
+    """
+
+    def __init__(self, processes: int, preload: str, judge: Judge = lambda name, stand: None) -> None:
+        self.processes, self._judge = processes, judge
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([preload])
+        self.samples = 0
+        self._under_way: dict[str, _UnderWay] = {}
+
+    def work_off(
+        self, pending: Callable[[], Mapping[str, Task]], ended: Ended, goes_on: Callable[[], bool] = lambda: True
+    ) -> bool:
+        """Run tasks until none is left; return False if ``goes_on`` said to stop before, which kills the running tasks.
+
+        Args:
+            pending: returns the tasks that have not ended and can start, by name, the most urgent first.
+            ended: called with name, result and failure of each task; the result is None after a failure.
+            goes_on: called several times a second; says whether to continue.
+        """
+        try:
+            while goes_on():
+                for name, task in pending().items():
+                    if len(self._under_way) < self.processes and name not in self._under_way:
+                        self._start(name, task)
+                if not self._under_way:
+                    return True
+                for found in self.finished():
+                    ended(*found)
+            return False
+        finally:
+            for entry in self._under_way.values():
+                entry.process.kill()
+                entry.process.join()
+            self._under_way.clear()
+
+    def run(self, tasks: Sequence[Task]) -> list[dict[str, Any]]:
+        """Run tasks and return their results, in order."""
+        results: dict[str, dict[str, Any]] = {}
+
+        def ended(name: str, result: dict[str, Any] | None, failure: str) -> None:
+            if result is None:
+                raise ValueError(failure_words(failure))
+            results[name] = result
+
+        named = {str(number): task for number, task in enumerate(tasks)}
+        self.work_off(lambda: {name: task for name, task in named.items() if name not in results}, ended)
+        return [results[name] for name in named]
+
+    def finished(self) -> list[tuple[str, dict[str, Any] | None, str]]:
+        """Wait briefly for tasks to end; return name, result and failure of those that have."""
+        wait([entry.connection for entry in self._under_way.values()], _POLL_SECONDS)
+        found = []
+        for name, entry in list(self._under_way.items()):
+            ended = self._read(name, entry)
+            if ended is not None:
+                entry.process.kill()
+                entry.process.join()
+                del self._under_way[name]
+                found.append((name, *ended))
+        return found
+
+    def _start(self, name: str, task: Task) -> None:
+        taken = {entry.slot for entry in self._under_way.values()}
+        slot = next(slot for slot in range(self.processes) if slot not in taken)
+        receiver, sender = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_work, args=(sender, slot, self.processes, task))
+        process.start()
+        sender.close()
+        self._under_way[name] = _UnderWay(process, receiver, slot)
+
+    def _read(self, name: str, entry: _UnderWay) -> tuple[dict[str, Any] | None, str] | None:
+        """Read a task's messages; return its result and failure if it has ended or should be stopped."""
+        try:
+            while entry.connection.poll():
+                message = entry.connection.recv()
+                if isinstance(message, int):
+                    self.samples += message
+                elif isinstance(message, tuple):
+                    return message
+                elif stopped := self._judge(name, message):
+                    return stopped, ""
+        except (EOFError, OSError):  # an OSError if it ended within a message
+            entry.process.join()
+            return None, _end_of_process(entry.process.exitcode)
+        return None
+
+
+def _end_of_process(status: int) -> str:
+    if status >= 0:
+        return f"its process ended with exit status {status}"
+    name = signal.Signals(-status).name
+    reason = " (is memory full? Give fewer --processes or a smaller --batch-size)" if name == "SIGKILL" else ""
+    return f"{KILLED} by {name}{reason}"
+
+
+def failure_words(failure: str) -> str:
+    """Return the sentence about a run that failed or was killed."""
+    return f"a run was {failure}" if failure.startswith(KILLED) else f"a run failed: {failure}"
+
+
+def default_processes() -> int:
+    """Return the number of GPUs, or of cores if there is no GPU."""
+    return torch.cuda.device_count() or available_cores()
+
+
+def _work(sender: Connection, slot: int, processes: int, task: Task) -> None:
+    """Run a task in its process and send the result."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main program handles Ctrl-C
+    if torch.cuda.is_available():
+        device = torch.device("cuda", slot % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(max(1, available_cores() // processes))
+    try:
+        # Sending fails, and ends this process, if the main program is gone.
+        sender.send((task(device, sender.send), ""))
+    except Exception as error:
+        known = isinstance(error, ValueError | FileNotFoundError)
+        with contextlib.suppress(OSError):  # the main program is gone
+            sender.send((None, str(error) if known else traceback.format_exc()))

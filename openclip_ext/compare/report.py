@@ -1,0 +1,453 @@
+"""Report finished runs in numbers and words, as Markdown and as one HTML page without external resources."""
+
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openclip_ext.compare.pilot import IMAGE_TO_TEXT, RETRIEVAL, TEXT_TO_IMAGE, ZERO_SHOT, unpack
+from openclip_ext.compare.process_pool import KILLED, failure_words
+from openclip_ext.compare.runs import Contest, Results, Run, score
+from openclip_ext.compare.space import BASELINE, setting_words
+from openclip_ext.evaluation.statistics import Difference, group_numbers, paired_difference
+from openclip_ext.pages.charts import Curve, color, line_chart
+from openclip_ext.pages.rendering import render_lines, render_page
+from scripts.experiments.tables import markdown_table
+
+# A gain in R@1 that is too small to matter.
+_NEGLIGIBLE = 0.01
+_METRIC_WORDS = {IMAGE_TO_TEXT: "image to text", TEXT_TO_IMAGE: "text to image", ZERO_SHOT: "zero-shot"}
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class About:
+    """Describes what was compared: the training, the data, and the limits of time.
+
+    No run is longer than ``most_epochs``, which is less than --epochs if a remainder fills no batch.
+    """
+
+    data: str
+    model: str
+    batch: int
+    num_samples: int
+    notes: tuple[str, ...]
+    processes: int
+    minutes: float
+    most_epochs: float
+
+
+@dataclass(frozen=True)
+class LossResult:
+    """Holds the results of a loss with its best setting.
+
+    Attributes:
+        epochs: length of the runs.
+        scores: mean over seeds by metric; ``R@1`` is the mean of both directions.
+        each_seed: R@1 of each seed.
+        gain: R@1 minus that of ``openclip`` in runs of this length, averaged over the seeds that both have, or None.
+        difference: ``gain`` with its interval; None if there are fewer than two such seeds.
+        zero_shot_difference: the same for zero-shot accuracy.
+        gains: epochs, gain and number of seeds for all lengths, the shortest first.
+        curves: ``(samples, seconds, R@1)`` for each seed.
+        normalizers: errors of the log-normalizers of the loss and of the batch, at the end of the second seed.
+        command: the training command line.
+    """
+
+    loss: str
+    setting: str
+    lr: float
+    epochs: float
+    scores: Mapping[str, float]
+    each_seed: tuple[float, ...]
+    gain: float | None
+    difference: Difference | None
+    zero_shot_difference: Difference | None
+    gains: Sequence[tuple[float, float, int]]
+    temperature: float
+    step_seconds: float
+    memory_bytes: int
+    state_bytes: int
+    curves: Sequence[Sequence[tuple[float, float, float]]]
+    normalizers: Mapping[str, Any] | None
+    command: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Holds the content of the report.
+
+    Attributes:
+        recommended: the loss to use.
+        text_of_judgement: a sentence on how wrong a batch is before training.
+        results: results of the losses, the best first.
+        runs: means of each setting over its seeds: ``(loss, setting, lr, epochs, seeds, mean reciprocal rank, R@1)``.
+        stopped: number of runs that were stopped because another setting of their loss was clearly ahead.
+        left_behind: losses that did not reach the last stage.
+        chance: R@1 of guessing.
+    """
+
+    about: About
+    sentence: str
+    recommended: str | None
+    text_of_judgement: str
+    results: tuple[LossResult, ...]
+    runs: tuple[tuple[str, str, float, float, int, float, float], ...]
+    stopped: int
+    unfinished: int
+    failures: tuple[str, ...]
+    left_behind: tuple[str, ...]
+    chance: float
+
+
+def make_report(
+    about: About,
+    contests: Sequence[Contest],
+    results: Results,
+    judged: Mapping[str, Any],
+    captions: Sequence[str],
+    command_line: Callable[[Row], str],
+) -> Report:
+    """Return the report of the finished runs.
+
+    Args:
+        contests: the runs of each stage.
+        results: rows of finished, stopped and failed runs.
+        judged: how wrong a batch was about its normalizers before the first run.
+        captions: captions of the samples that give the numbers.
+        command_line: returns the training command line of a run.
+    """
+    groups = group_numbers(captions)
+    stages = [
+        {loss: _finished(contest.best(loss, results), results) for loss in contest.families} for contest in contests
+    ]
+    found, chosen = [], {}
+    for loss in contests[0].families:
+        own = [(stage[loss], stage[BASELINE]) for stage in stages if stage.get(loss)]
+        if own:
+            # The last stage in which the loss has an interval, or else the last in which it has a pair.
+            chosen[loss] = max(reversed(own), key=lambda rows: min(2, len(rows[0].keys() & rows[1].keys())))
+            gains = {gain[0]: gain for rows in own if loss != BASELINE and (gain := _gain_at(*rows, about))}
+            found.append(_loss_result(*chosen[loss], about, groups, tuple(gains.values()), command_line))
+    # The runs of the losses that were left behind are shorter.
+    found.sort(key=lambda result: (-result.epochs, -_gain(result)))
+    longest = [result for result in found if result.epochs == found[0].epochs]
+    best = chosen[_leader(longest).loss][0] if found else {}
+    to_best = {result.loss: _difference(best, chosen[result.loss][0], groups) for result in longest}
+    failures = [row["failed"].strip() for row in results.values() if "failed" in row]
+    sentence, recommended = conclude(found, about, to_best, failures)
+    runs = {}
+    for contest in contests:
+        for setting in itertools.chain.from_iterable(contest.by_setting(loss, results) for loss in contest.families):
+            if rows := list(_finished(setting, results).values()):
+                runs[setting[0].id] = _setting_row(rows, about)
+    decided = {run.id: results.get(run.id, {}) for contest in contests for run in contest.decided(results)}
+    return Report(
+        about=about,
+        sentence=sentence,
+        recommended=recommended,
+        text_of_judgement=judgement(judged, about.batch),
+        results=tuple(found),
+        runs=tuple(runs.values()),
+        stopped=sum("stopped" in row for row in decided.values()),
+        unfinished=sum(not row or "failed" in row for row in decided.values()),
+        failures=tuple(sorted(set(map(failure_words, failures)))),
+        left_behind=tuple(loss for loss in contests[0].families if loss not in contests[-1].families),
+        chance=chance(groups),
+    )
+
+
+def chance(groups: Sequence[int]) -> float:
+    """Return R@1 of guessing, the mean of both directions; samples of one group have equal captions.
+
+    Each distinct caption is ranked once, and any image with that caption is right.
+    """
+    counts = Counter(groups).values()
+    return (1 / len(counts) + sum(count**2 for count in counts) / len(groups) ** 2) / 2
+
+
+def _finished(runs: Sequence[Run], results: Results) -> dict[int, Row]:
+    """Return the rows of finished runs by seed."""
+    return {run.seed: results[run.id] for run in runs if "hits" in results.get(run.id, {})}
+
+
+def _epochs(row: Row, about: About) -> float:
+    return row["epochs"] * (row["epoch_samples"] or about.num_samples) / about.num_samples
+
+
+def _gain_at(rows: Mapping[int, Row], baseline: Mapping[int, Row], about: About) -> tuple[float, float, int] | None:
+    """Return epochs, mean gain over the baseline and number of common seeds; None if there is no common seed."""
+    gains = [_recall(rows[seed]) - _recall(baseline[seed]) for seed in rows if seed in baseline]
+    return (_epochs(next(iter(rows.values())), about), statistics.fmean(gains), len(gains)) if gains else None
+
+
+def _setting_row(rows: Sequence[Row], about: About) -> tuple[str, str, float, float, int, float, float]:
+    recall = statistics.fmean(_recall(row) for row in rows)
+    first = rows[0]
+    words = setting_words(first["family"], first["setting"]["options"])
+    choice = statistics.fmean(map(score, rows))
+    return first["family"], words, first["lr"], _epochs(first, about), len(rows), choice, recall
+
+
+def _loss_result(
+    rows: Mapping[int, Row],
+    baseline: Mapping[int, Row],
+    about: About,
+    groups: Sequence[int],
+    gains: Sequence[tuple[float, float, int]],
+    command_line: Callable[[Row], str],
+) -> LossResult:
+    every = list(rows.values())
+    loss, setting, lr, epochs, *_ = _setting_row(every, about)
+    scores = {
+        name: float(torch.stack([unpack(row["hits"][name]) for row in every]).mean()) for name in every[0]["hits"]
+    }
+    each_seed = tuple(_recall(row) for row in every)
+    gain = _gain_at(rows, baseline, about)
+    paired = {} if loss == BASELINE else rows
+    return LossResult(
+        loss=loss,
+        setting=setting,
+        lr=lr,
+        epochs=epochs,
+        scores={"R@1": statistics.fmean(each_seed)} | scores,
+        each_seed=each_seed,
+        gain=gain and gain[1],
+        difference=_difference(paired, baseline, groups),
+        zero_shot_difference=_difference(paired, baseline, groups, (ZERO_SHOT,)) if ZERO_SHOT in scores else None,
+        gains=gains,
+        temperature=statistics.fmean(row["temperature"] for row in every),
+        step_seconds=sum(row["seconds"] for row in every) / sum(row["steps"] for row in every),
+        memory_bytes=max(row["memory_bytes"] for row in every),
+        state_bytes=every[0]["state_bytes"],
+        curves=[row["curve"] for row in every],
+        normalizers=next((row["normalizers"] for row in every if "normalizers" in row), None),
+        command=command_line(every[0]),
+    )
+
+
+def _hits(row: Row, metrics: Sequence[str]) -> Tensor:
+    """Return each sample's hits ``(N,)``, averaged over some metrics."""
+    return torch.stack([unpack(row["hits"][name]) for name in metrics]).mean(dim=0)
+
+
+def _recall(row: Row) -> float:
+    return float(_hits(row, RETRIEVAL).mean())
+
+
+def _difference(
+    first: Mapping[int, Row], second: Mapping[int, Row], groups: Sequence[int], metrics: Sequence[str] = RETRIEVAL
+) -> Difference | None:
+    seeds = [seed for seed in first if seed in second]
+    if not seeds:
+        return None
+    stacked = [torch.stack([_hits(rows[seed], metrics) for seed in seeds]) for rows in (first, second)]
+    return paired_difference(stacked[0], stacked[1], groups)
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def _leader(found: Sequence[LossResult]) -> LossResult:
+    """Return the best loss that beats the baseline with confidence, or the best of all if none does."""
+    sure = [result for result in found if result.difference is not None and result.difference.low > 0]
+    return max(sure or found, key=_gain)
+
+
+def _gain(result: LossResult) -> float:
+    return -math.inf if result.gain is None else result.gain
+
+
+def conclude(
+    found: Sequence[LossResult],
+    about: About,
+    to_best: Mapping[str, Difference | None],
+    failures: Sequence[str] = (),
+) -> tuple[str, str | None]:
+    """Return the result in a sentence, with what longer runs may bring, and the loss to take.
+
+    ``to_best`` holds the difference of the best loss to each, in runs of the same length, ``failures`` why runs ended.
+    """
+    others = [result for result in found if result.difference is not None]
+    if not any(result.loss == BASELINE for result in found) or not others:
+        killed = sum(failure.startswith(KILLED) for failure in failures)
+        counts = {"were killed": killed, "failed": len(failures) - killed}
+        ends = " and ".join(f"{count} runs {end}" for end, count in counts.items() if count)
+        why = f": {ends}, for the reasons below, and" if failures else " yet:"
+        goes_on = "runs them again" if failures else "goes on from here"
+        return f"No result{why} there are fewer than two paired runs; the same command {goes_on}.", None
+    best = _leader(others)
+    assert best.difference is not None
+    difference = f"{points(best.difference)} R@1"
+    if best.difference.low > 0:
+        sentence = f"{best.loss}, {difference} over {BASELINE} at batch {about.batch}"
+        gaps = {loss: gap for loss, gap in to_best.items() if gap is not None and loss not in (best.loss, BASELINE)}
+        equal = [loss for loss, gap in gaps.items() if gap.low <= 0 <= gap.high]
+        sentence += f"; no difference between {best.loss} and {', '.join(equal)}" if equal else ""
+        return " ".join([f"{sentence}.", *outlook(best, about)]), best.loss
+    sentence = (
+        f"Nothing beats {BASELINE} with confidence at batch {about.batch}: {best.loss} comes nearest, {difference}"
+    )
+    worse = [result.loss for result in others if result.difference and result.difference.high < 0]
+    sentence += f"; worse: {', '.join(worse)}" if worse else ""
+    return " ".join([f"{sentence}.", *outlook(best, about), f"Take {BASELINE} with its best setting."]), BASELINE
+
+
+def outlook(best: LossResult, about: About) -> list[str]:
+    """Return sentences on how a loss's gain grew with the length of the runs, and which length may decide.
+
+    The growth with each doubling is taken from the shortest and the longest runs, which may have other settings and few
+    seeds. So it is a guess, not a measurement.
+    """
+    gap = best.difference
+    # Runs end with a whole batch, so a little before --epochs.
+    if gap is None or best.epochs >= 0.9 * about.most_epochs or gap.high <= _NEGLIGIBLE:
+        return []
+    shortest, early, _ = min(best.gains, default=(best.epochs, 0.0, 0))
+    if shortest < best.epochs:
+        growth = (gap.mean - early) / math.log2(best.epochs / shortest)
+        planned = gap.mean + growth * math.log2(about.most_epochs / best.epochs)
+        said = (
+            f"{best.loss} gained {_signed(early)} in {shortest:.1f} epochs and {_signed(gap.mean)} in {best.epochs:.1f}: if "
+            f"this goes on, {_signed(planned)} in {about.most_epochs:.0f} (--epochs)."
+        )
+        # The length at which an interval of the present width excludes 0.
+        doublings = min(-gap.low / growth, 20.0) if growth > 0 else math.inf
+    else:
+        said = f"Runs of {best.epochs:.1f} epochs leave open what longer ones bring."
+        doublings = min(1.0, math.log2(about.most_epochs / best.epochs))
+    if gap.low > 0:
+        return [said]
+    epochs = best.epochs * 2**doublings
+    if epochs > 1.01 * about.most_epochs:
+        return [f"{said} No length up to --epochs is likely to tell; more seeds may, which the same command adds."]
+    minutes = math.ceil(2**doublings * about.minutes)
+    return [f"{said} About {epochs:.0f} epochs may tell: the same command with --minutes {minutes} goes on to them."]
+
+
+def points(difference: Difference) -> str:
+    """Format a difference in points with its interval, such as ``+4.1 (3.2 to 5.0)``."""
+    return f"{_signed(difference.mean)} ({_plain(difference.low)} to {_plain(difference.high)})"
+
+
+def _plain(value: float, form: str = ".1f") -> str:
+    return f"{100 * value:{form}}".replace("-", "−")
+
+
+def _signed(value: float) -> str:
+    return _plain(value, "+.1f")
+
+
+def _factor(error: Mapping[str, float]) -> list[str]:
+    """Format the factor and its 90 % range to two digits, without exponents."""
+    return [f"{float(f'{error[name]:.2g}'):,g}" for name in ("factor", "factor_low", "factor_high")]
+
+
+def judgement(measured: Mapping[str, Any], batch: int) -> str:
+    """Describe how wrong a batch is about its normalizers."""
+    median, low, high = _factor(measured["batch"])
+    return (
+        f"Before training, at temperature {measured['temperature']:.3f}: your batch of {batch} misjudges its normalizer by a "
+        f"factor of {median} (90 %: {low} to {high}), against {measured['samples']:,} training samples."
+    )
+
+
+# --- the whole report ------------------------------------------------------------------------------------------------
+
+
+def lines(report: Report) -> list[str]:
+    """Return the paragraphs that explain the numbers."""
+    return render_lines("compare.txt", report=report, on_gpu=torch.cuda.is_available())
+
+
+def _shown_difference(result: LossResult) -> str:
+    if result.difference is not None:
+        return points(result.difference)
+    return "" if result.loss == BASELINE or result.gain is None else f"{_signed(result.gain)}, one seed"
+
+
+def tables(report: Report) -> dict[str, list[list[str]]]:
+    """Return the tables by title; the first row of each is its head."""
+    metrics = [name for name in _METRIC_WORDS if report.results and name in report.results[0].scores]
+    words = [_METRIC_WORDS[name] for name in metrics]
+    result = [["loss", f"minus {BASELINE}", "R@1", "epochs", *words, "setting", "lr", "each seed"]]
+    cost = [["loss", "ms a step", "memory, MiB", "state of the loss, MiB", "τ at the end"]]
+    gains = [["loss", "epochs", f"minus {BASELINE}, R@1", "seeds"]]
+    errors = [["model trained with", "τ", "batch misjudges by (90 %)", "error of the batch", "error of the loss"]]
+    for one in report.results:
+        scores = [_plain(one.scores[name]) for name in metrics]
+        if metrics and one.zero_shot_difference is not None:
+            scores[-1] += f", {points(one.zero_shot_difference)}"
+        # The interval comes early, where the screen of a telephone shows it.
+        head = [one.loss, _shown_difference(one), _plain(one.scores["R@1"]), f"{one.epochs:.1f}"]
+        result.append([*head, *scores, one.setting, f"{one.lr:g}", " ".join(map(_plain, one.each_seed))])
+        mib = [f"{value / 2**20:.1f}" for value in (one.memory_bytes, one.state_bytes)]
+        cost.append([one.loss, f"{1000 * one.step_seconds:.1f}", *mib, f"{one.temperature:.3f}"])
+        if one.normalizers is not None:
+            batch = one.normalizers["batch"]
+            median, low, high = _factor(batch)
+            pair = [f"{one.normalizers.get(name, batch)['mean']:.3f}" for name in ("own_batch", "own")]
+            temperature = f"{one.normalizers['temperature']:.3f}"
+            errors.append([one.loss, temperature, f"{median} ({low} to {high})", *pair])
+        gains += [[one.loss, f"{epochs:.1f}", _signed(gain), str(seeds)] for epochs, gain, seeds in one.gains]
+    runs = [["loss", "setting", "lr", "epochs", "seeds", "MRR, choosing half", "R@1"]]
+    for loss, setting, lr, epochs, count, choice, recall in report.runs:
+        runs.append([loss, setting, f"{lr:g}", f"{epochs:.1f}", str(count), _plain(choice), _plain(recall)])
+    found = {"Result": result, "Gain by length": gains, "Normalizers of the trained models": errors, "Cost": cost}
+    found["All runs"] = runs
+    return {title: rows for title, rows in found.items() if len(rows) > 1}
+
+
+def _command(report: Report) -> str | None:
+    return next((one.command for one in report.results if one.loss == report.recommended), None)
+
+
+def markdown(report: Report) -> str:
+    """Return the report as Markdown."""
+    parts = ["# Which loss?", f"**{report.sentence}**", report.text_of_judgement]
+    if command := _command(report):
+        parts += ["Train the recommended configuration, at the pilot's length:", f"```bash\n{command}\n```"]
+    for title, (head, *rows) in tables(report).items():
+        parts += [f"## {title}", markdown_table(head, rows)]
+    return "\n\n".join([*parts, "## Reading it", *lines(report)]) + "\n"
+
+
+def page(report: Report) -> str:
+    """Return the report as an HTML page with learning curves as inline SVG."""
+    # The curves leave out the shorter runs of losses that were left behind.
+    drawn = [one for one in report.results if one.epochs == report.results[0].epochs]
+    curves = [
+        line_chart(_curves(drawn, column), label, "R@1", from_zero=True, size=(520, 300))
+        for column, label in enumerate(("samples seen", "seconds of training"))
+        if drawn
+    ]
+    return render_page(
+        "compare.html",
+        "Which loss?",
+        report=report,
+        command=_command(report),
+        curves=curves,
+        legend=[(color(number), one.loss) for number, one in enumerate(drawn)],
+        tables=tables(report),
+        lines=lines(report),
+    )
+
+
+def _curves(results: Sequence[LossResult], column: int) -> list[Curve]:
+    """Return each loss's R@1 in percent over samples (column 0) or seconds, averaged over the seeds that all losses have."""
+    common = min(len(one.curves) for one in results)
+    found = []
+    for number, one in enumerate(results):
+        # All seeds have the same points in samples, so times and scores can be averaged.
+        points = [
+            tuple(map(statistics.fmean, zip(*seeds, strict=True))) for seeds in zip(*one.curves[:common], strict=False)
+        ]
+        found.append(Curve(one.loss, [(point[column], 100 * point[2]) for point in points], number))
+    return found

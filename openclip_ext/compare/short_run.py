@@ -1,0 +1,185 @@
+"""Perform one run on decoded data with the trainer's parts, without checkpoints, logs or other processes."""
+
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import open_clip
+import torch
+from torch import Tensor
+
+from openclip_ext import __version__
+from openclip_ext.cli.command_line import without_warnings
+from openclip_ext.compare.decoded_data import KnownTexts, PilotData
+from openclip_ext.compare.runs import Run
+from openclip_ext.losses.heads import with_heads
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training.config import TrainingConfig
+from openclip_ext.training.model import (
+    LossConfig,
+    build_loss,
+    build_model,
+    for_training,
+    load_pretrained_heads,
+    prepare_for,
+)
+from openclip_ext.training.optimizer import create_optimizer, create_schedule, logit_scale_lr
+from openclip_ext.training.step import TrainStep
+
+_CHUNK = 256
+_CURVE = (0.125, 0.25, 0.5)  # shares of a run at which it is scored, besides its end
+CURVE_POINTS = len(_CURVE) + 1
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that the numbers may depend on."""
+    return {"torch": torch.__version__, "open_clip": open_clip.__version__, "openclip_ext": __version__}
+
+
+def warmup_steps(asked: int, steps: int) -> int:
+    """Return the warm-up of a run of ``steps`` steps: what was asked for, but at most a tenth of the run."""
+    return min(asked, steps // 10)
+
+
+class PilotRun:
+    """Trains one run as the training program does. Subclasses override what their kind of experiment does differently.
+
+    Args:
+        config: configuration of the training; the run overrules its loss, rates and lengths.
+
+    Attributes:
+        batch: samples of an optimizer step.
+        steps: optimizer steps of the whole run; samples that fill no batch are left out.
+        seconds: time spent in training steps so far.
+        diverged: whether the run ended early because too many steps in a row were not finite.
+    """
+
+    def __init__(self, config: TrainingConfig, data: PilotData, run: Run, device: torch.device) -> None:
+        add_model_configs()
+        self.config, self.data, self.run, self.device = config, data, run, device
+        self.batch = config.loading.batch_size * config.loading.accum_freq
+        self.steps_per_epoch = (run.epoch_samples or data.num_samples) // self.batch
+        self.steps = self.steps_per_epoch * run.epochs
+        with without_warnings():
+            self.built = build_model(config.model, device, run.seed)
+        self.model: Any = self.built.model
+        self.texts = KnownTexts(data.tokens, self.built.tokenizer, self.model)
+        options = run.setting.get("options", {})
+        asked = LossConfig(run.setting["loss"], self.shared_options() | options, frozenset(options))
+        chosen = for_training(asked, self.steps, bool(config.model.weights))
+        self.loss = build_loss(chosen, config.model.name, self.model, data.num_samples, device)
+        self.prepare()
+        rate = self.logit_scale_lr()
+        optimizer = create_optimizer(self.model, replace(config.optimizer, lr=run.lr), rate, self.loss.model_head())
+        warmup = warmup_steps(config.schedule.warmup, self.steps)
+        schedule = replace(config.schedule, lr=run.lr, epochs=run.epochs, warmup=warmup)
+        self._set_rates = create_schedule(schedule, optimizer, self.steps_per_epoch, rate)
+        self.settings = config.step.settings(device, self.normalize())
+        self._step = TrainStep(self.model, self.loss, optimizer, self.settings, config.step.scaler(device))
+        self.loader = self.build_loader()
+        self.seconds = 0.0
+        self.diverged = False
+
+    # --- what subclasses override --------------------------------------------------------------------------------------
+
+    def shared_options(self) -> dict[str, Any]:
+        """Return options that a loss gets if it uses them and its setting does not name them."""
+        return {"seed": self.run.seed, "epochs": self.run.epochs}
+
+    def prepare(self) -> None:
+        """Set the starting state of model and loss."""
+        weights = self.config.model.weights
+        if weights:
+            load_pretrained_heads(self.loss, weights)
+        is_given = "temperature" in self.run.setting.get("options", {})
+        keeps_own = bool(weights) and not is_given and self.loss.learns_logit_scale
+        prepare_for(self.loss, self.model, set_logit_scale=not keeps_own)
+
+    def logit_scale_lr(self) -> float | None:
+        """Return the learning rate of the model's logit scale; None means that of the encoders."""
+        return logit_scale_lr(self.loss.logit_scale_lr, self.steps)
+
+    def normalize(self) -> Callable[[Tensor], Tensor] | None:
+        """Return the function from a batch of images to the model's input; None if batches are that already."""
+        return self.built.images.normalize
+
+    def build_loader(self) -> Any:
+        """Return the loader of the training data; its ``iterate(epoch)`` yields the micro-batches of an epoch."""
+        loading = replace(self.config.loading, seed=self.run.seed, caption_hash=self.loss.needs_positives)
+        return self.data.loader(loading, self.built.images.transform, self.texts, self.steps_per_epoch * self.batch)
+
+    # --- training and scoring ------------------------------------------------------------------------------------------
+
+    def run_steps(self) -> Iterator[int]:
+        """Train step by step; yield the number of steps so far."""
+        length = self.config.length
+        number = 0
+        self.model.train()
+        for epoch in range(self.run.epochs):
+            self.loss.start_epoch(epoch)
+            batches = self.loader.iterate(epoch)
+            while True:
+                start = time.perf_counter()
+                group = list(itertools.islice(batches, length.accum_freq))
+                if len(group) < length.accum_freq:
+                    break
+                self._set_rates(number)
+                self._step(group, number)
+                number += 1
+                self._step.guard.learn()
+                self.diverged = self._step.guard.in_a_row >= length.max_skipped_steps
+                self.seconds += time.perf_counter() - start
+                if self.diverged:
+                    return
+                yield number
+
+    def train(
+        self, seen: Callable[[Any], None], score: Callable[[int], float], each_epoch: bool = False
+    ) -> list[list[float]]:
+        """Train to the end; return the curve: samples, seconds of training and score at some points of the run and at its end.
+
+        ``seen`` is called with the number of samples of each step, ``score`` with the number of samples so far. The points
+        are the ends of the epochs with ``each_epoch``.
+        """
+        points = {max(1, round(share * self.steps)) for share in (*_CURVE, 1.0)}
+        if each_epoch:
+            points = {self.steps_per_epoch * epoch for epoch in range(1, self.run.epochs + 1)}
+        curve = []
+        for step in self.run_steps():
+            seen(self.batch)
+            if step in points:
+                curve.append([step * self.batch, self.seconds, score(step * self.batch)])
+        return curve
+
+    def temperature(self) -> float:
+        """Return the median temperature of the last step's anchors, or the model's temperature."""
+        return self.loss.metrics().get("temperature_median", math.exp(-self.model.logit_scale.item()))
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[Any]:
+        """Yield the model with the loss's heads, in evaluation mode."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad(), self.settings.autocast():
+                yield with_heads(self.model, self.loss.model_head())
+        finally:
+            self.model.train(was_training)
+
+    def encode_images(self, model: Any, pixels: Callable[[Sequence[int]], Tensor], count: int) -> Tensor:
+        """Return embeddings ``(count, d)`` of images in float32; ``pixels`` returns the model's input for some of them."""
+        inputs = (pixels(rows).to(self.device, self.settings.input_dtype) for rows in _chunks(range(count)))
+        return torch.cat([model.encode_image(batch, normalize=True).float() for batch in inputs])
+
+    def encode_texts(self, model: Any, texts: Sequence[str]) -> Tensor:
+        """Return embeddings ``(len(texts), d)`` of texts in float32."""
+        tokens = [self.texts(part).to(self.device) for part in _chunks(texts)]
+        return torch.cat([model.encode_text(part, normalize=True).float() for part in tokens])
+
+
+def _chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    return (items[first : first + _CHUNK] for first in range(0, len(items), _CHUNK))

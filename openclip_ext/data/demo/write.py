@@ -1,0 +1,161 @@
+"""Write the demo set as WebDataset shards, in parallel, shard by shard into place."""
+
+import io
+import json
+import multiprocessing
+import tarfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from tqdm import tqdm
+
+from openclip_ext.data.demo.render import render
+from openclip_ext.data.demo.scene import (generator_of, sample_caption, sample_scene)
+from openclip_ext.files.writing import write_atomically
+from openclip_ext.data.processes import available_cores
+
+# Counts up when a sample of the same (seed, split, index) would look or read differently.
+GENERATOR_VERSION = 1
+# What the shards were made from; written before the first shard.
+RECIPE_FILE = "shapes.json"
+# OpenCLIP's file of samples per shard; written after the last shard, so that it marks a complete set.
+SIZES_FILE = "sizes.json"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The three members of a sample as they stand in the tar."""
+
+    key: str
+    png: bytes
+    txt: bytes
+    json: bytes
+
+
+@dataclass(frozen=True)
+class ShapesConfig:
+    """What determines the bytes of a set of shards."""
+
+    num_samples: int
+    seed: int = 0
+    split: str = "train"
+    samples_per_shard: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1 or self.samples_per_shard < 1:
+            raise ValueError(
+                "num_samples and samples_per_shard must be at least 1, "
+                f"got {self.num_samples} and {self.samples_per_shard}"
+            )
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+
+    def shards(self) -> dict[str, range]:
+        """Return the indices of the samples of each shard, by its name."""
+        firsts = range(0, self.num_samples, self.samples_per_shard)
+        ranges = (range(first, min(first + self.samples_per_shard, self.num_samples)) for first in firsts)
+        return {f"{number:05d}.tar": indices for number, indices in enumerate(ranges)}
+
+
+def make_sample(seed: int, split: str, index: int) -> Sample:
+    """Return sample ``index`` of a split, encoded: nothing but the three arguments decides its bytes.
+
+    The ``json`` member holds the scene (see :class:`~openclip_ext.data.demo.scene.Scene`), the caption with no word left
+    out as ``complete_caption``, and where the sample comes from.
+    """
+    scene = sample_scene(seed, split, index)
+    buffer = io.BytesIO()
+    Image.fromarray(render(scene, generator_of("pixels", seed, split, index))).save(buffer, format="PNG")
+    attributes = {
+        **scene.attributes(),
+        "complete_caption": sample_caption(scene, generator_of("caption", seed, split, index), complete=True),
+        "seed": seed,
+        "split": split,
+        "index": index,
+    }
+    return Sample(
+        key=f"{index:08d}",
+        png=buffer.getvalue(),
+        txt=sample_caption(scene, generator_of("caption", seed, split, index)).encode(),
+        json=json.dumps(attributes).encode(),
+    )
+
+
+def write_shards(output: str | Path, config: ShapesConfig, workers: int | None = None) -> bool:
+    """Write all shards that are missing, then ``sizes.json``.
+
+    A shard appears under its name only when it is complete, so a run that was killed is continued by running it again.
+    One process at a time may write a folder.
+
+    Args:
+        output: folder, made if needed.
+        config: which samples, and how they are cut into shards.
+        workers: processes that draw; as many as there are cores by default.
+
+    Returns:
+        Whether there was anything to do.
+
+    Raises:
+        ValueError: the folder holds shards that were made with other arguments, or shards of another origin.
+    """
+    folder = Path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    _claim(folder, config)
+    shards = config.shards()
+    missing = [(folder / name, span) for name, span in shards.items() if not (folder / name).exists()]
+    if not missing and (folder / SIZES_FILE).exists():
+        return False
+    done = config.num_samples - sum(len(span) for _, span in missing)
+    with tqdm(total=config.num_samples, initial=done, unit="img", desc=str(folder), disable=None) as bar:
+        for count in _write_all(missing, config, workers or available_cores()):
+            bar.update(count)
+    _write_json(folder / SIZES_FILE, {name: len(span) for name, span in shards.items()})
+    return True
+
+
+def _claim(folder: Path, config: ShapesConfig) -> None:
+    """Note in the folder what it is going to hold, or check that it is the same as what it holds."""
+    wanted: dict[str, Any] = {**asdict(config), "generator_version": GENERATOR_VERSION}
+    recipe = folder / RECIPE_FILE
+    if recipe.exists():
+        found = json.loads(recipe.read_text())
+        if found != wanted:
+            raise ValueError(f"{folder} holds a set made from {found}, asked for {wanted}: choose another folder")
+    elif any(folder.glob("*.tar")):
+        raise ValueError(f"{folder} holds shards, but no {RECIPE_FILE}: not a demo set; choose another folder")
+    else:
+        _write_json(recipe, wanted)
+
+
+def _write_all(shards: list[tuple[Path, range]], config: ShapesConfig, workers: int) -> Iterator[int]:
+    """Write the shards and yield the number of samples of each as it is finished."""
+    write = partial(_write_shard, config)
+    if workers == 1 or len(shards) < 2:
+        yield from map(write, shards)
+        return
+    # Not forked: the progress bar has a thread, and the caller may have more.
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(min(workers, len(shards))) as pool:
+        yield from pool.imap_unordered(write, shards)
+
+
+def _write_shard(config: ShapesConfig, shard: tuple[Path, range]) -> int:
+    path, span = shard
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for index in span:
+            sample = make_sample(config.seed, config.split, index)
+            for extension, content in (("png", sample.png), ("txt", sample.txt), ("json", sample.json)):
+                member = tarfile.TarInfo(f"{sample.key}.{extension}")  # owner and time are zero: equal bytes every time
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    write_atomically(path, lambda file: file.write(buffer.getvalue()))
+    return len(span)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    write_atomically(path, lambda file: file.write(json.dumps(content, indent=1).encode()))

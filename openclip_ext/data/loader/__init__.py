@@ -1,0 +1,1 @@
+"""Loaders: batches of samples with their indices."""

@@ -1,0 +1,126 @@
+"""The bad samples of a run: counted over all ranks, remembered from epoch to epoch, and part of a checkpoint."""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from openclip_ext import distributed
+from openclip_ext.data.sources.source import BadDataError, Source
+
+_MAX_LOGGED = 20
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """A bad sample. One that could not be read is tried again in the next epoch."""
+
+    index: int
+    reason: str
+    is_read: bool
+
+
+class BadSamples:
+    """The bad samples that all ranks know, and those that this rank has met since :meth:`share`.
+
+    Args:
+        source: The data set.
+        max_fraction: Largest fraction of the data, and of an epoch's samples, that may be bad.
+        epoch_samples: Samples of an epoch.
+    """
+
+    def __init__(self, source: Source, max_fraction: float, epoch_samples: int) -> None:
+        self._source = source
+        self._max_fraction = max_fraction
+        self._epoch_samples = epoch_samples
+        self._epoch = 0
+        self._found: dict[int, int] = {}  # the epoch in which each was met
+        self._unread: set[int] = set()  # of the epoch under way
+        self._new: dict[int, BadSample] = {}
+        self._num_logged = 0
+        self._has_refused = False
+
+    def state(self) -> dict[str, Any]:
+        """Return what all ranks know, as plain types for a checkpoint."""
+        return {"data": self._source.digest, "found": dict(self._found), "unread": sorted(self._unread)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state`, unless it belongs to other data."""
+        if state.get("data") == self._source.digest:
+            self._found, self._unread = dict(state["found"]), set(state["unread"])
+
+    def begin(self, epoch: int, is_fresh: bool) -> np.ndarray:
+        """Begin or continue an epoch; return ``(k,)`` int64, the ascending indices that it leaves out."""
+        self._epoch = epoch
+        if is_fresh:
+            self._unread = set()
+        return np.array(sorted(index for index, met in self._found.items() if met < epoch), dtype=np.int64)
+
+    def add(self, sample: BadSample) -> None:
+        """Note a sample that this rank has met; a single rank raises BadDataError if there are too many."""
+        if sample.index in self._unread or self._found.get(sample.index, self._epoch + 1) <= self._epoch:
+            return
+        if sample.index not in self._new and distributed.is_master():
+            self._log(sample)
+        self._new[sample.index] = sample
+        if distributed.world_size() == 1:  # several ranks have to end together
+            self._refuse_too_many()
+
+    def share(self) -> None:
+        """Tell all ranks what each has met; all must call it, and all raise BadDataError if there are too many."""
+        for rank, samples in enumerate(distributed.all_gather_object(list(self._new.values()))):
+            for sample in samples:
+                if rank and distributed.is_master():
+                    self._log(sample)
+                if sample.is_read:
+                    self._found[sample.index] = min(self._epoch, self._found.get(sample.index, self._epoch))
+                else:
+                    self._unread.add(sample.index)
+                self._new.setdefault(sample.index, sample)
+        self._refuse_too_many()
+        self._new = {}
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many samples this epoch leaves out: those that all ranks know, and those that only this one knows."""
+        return sum(met <= self._epoch for met in self._found.values()) + len(self._unread), len(self._new)
+
+    def by_shard(self) -> Counter[str]:
+        """Return the number of known bad samples by shard."""
+        indices = {*self._found, *self._unread, *self._new}
+        return Counter(self._source.group_of(index)[0] for index in indices)
+
+    def log_epoch(self) -> None:
+        """Log how many bad samples the epoch that ends has met."""
+        met = sum(epoch == self._epoch for epoch in self._found.values())
+        if (met or self._unread) and distributed.is_master():
+            shards = ", ".join(f"{name} {count}" for name, count in self.by_shard().most_common(5))
+            logging.warning(
+                f"Epoch {self._epoch} met {met:,} bad samples, which later epochs leave out, and {len(self._unread):,} that "
+                f"could not be read, which the next one tries again. Known by now: {shards}"
+            )
+
+    def _log(self, sample: BadSample) -> None:
+        self._num_logged += 1
+        if self._num_logged <= _MAX_LOGGED:
+            name = self._source.group_of(sample.index)[0]
+            logging.warning(f"Bad sample {sample.index} in {name} is left out: {sample.reason}")
+
+    def _refuse_too_many(self) -> None:
+        if self._has_refused:  # what follows is the run's last save
+            return
+        known = {*self._found, *self._unread, *self._new}
+        met = len(known) - sum(met < self._epoch for met in self._found.values())
+        for bad, total, where in (
+            (met, self._epoch_samples, "this epoch"),
+            (len(known), self._source.num_samples, "the data set"),
+        ):
+            if bad > self._max_fraction * total:
+                self._has_refused = True
+                examples = "; ".join(f"sample {s.index}: {s.reason}" for s in list(self._new.values())[:3])
+                raise BadDataError(
+                    f"{bad:,} bad samples in {where} of {total:,}, more than the allowed {self._max_fraction:.1%} "
+                    f"(--max-bad-fraction). By shard: {dict(self.by_shard().most_common(5))}. {examples}"
+                )

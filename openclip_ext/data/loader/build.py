@@ -1,0 +1,192 @@
+"""Build loaders from a :class:`~openclip_ext.data.sources.spec.DataSpec`."""
+
+import contextlib
+import itertools
+import logging
+import math
+import platform
+from collections.abc import Callable, Sequence
+
+from PIL import Image
+
+from openclip_ext import distributed
+from openclip_ext.data.loader.eval_loader import EvalLoader, ShardStreams, read_shard
+from openclip_ext.data.loader.train_loader import Tokenizer, TrainLoader, TrainLoaderConfig, Transform
+from openclip_ext.data.manifest.manifest import find_or_create_manifest
+from openclip_ext.data.shards.diagnosis import explain
+from openclip_ext.data.shards.shard_source import SHARDS_IN_USE, ShardSource
+from openclip_ext.data.shards.shardlist import expand_components, expand_shards
+from openclip_ext.data.sources.source import (
+    BadDataError,
+    BadSampleError,
+    ImageDecoder,
+    SampleKeys,
+    Source,
+    decode_image,
+)
+from openclip_ext.data.sources.spec import DataSpec, parse_keys
+from openclip_ext.data.sources.synthetic import SyntheticSource
+from openclip_ext.data.storage import Storage
+
+# So many samples without image or caption are no accident.
+_FIRST_SAMPLES = 100
+_SYNTHETIC_SAMPLES = 100  # OpenCLIP's default
+
+
+def build_train_loader(
+    spec: DataSpec,
+    config: TrainLoaderConfig,
+    *,
+    preprocess: Transform,
+    tokenizer: Tokenizer,
+    decoder: ImageDecoder = decode_image,
+) -> TrainLoader:
+    """Build the training loader; every rank must call this. See :class:`TrainLoader`.
+
+    Raises:
+        ValueError: The arguments or the data are wrong; the message says what to do.
+        BadDataError: Too many samples are known to be bad.
+    """
+    kind = spec.resolved_type
+    if (spec.resampled or spec.upsampling_factors is not None) and kind != "webdataset":
+        raise ValueError(f"--dataset-resampled and --train-data-upsampling-factors need webdataset shards, not {kind}")
+    source = build_source(spec, preprocess)
+    if isinstance(source, ShardSource):
+        _check_cache(source, spec.storage, max(1, config.workers))
+    epoch_samples = spec.num_samples
+    if epoch_samples is not None and epoch_samples > source.num_kept and not spec.resampled:
+        # Commands often name a round number, or the size of another download.
+        logging.warning(
+            f"--train-num-samples {epoch_samples:,} is more than the {source.num_kept:,} samples of the data set: an "
+            "epoch is the data set"
+        )
+        epoch_samples = source.num_kept
+    return TrainLoader(
+        source,
+        config,
+        preprocess=preprocess,
+        tokenizer=tokenizer,
+        decoder=decoder,
+        epoch_samples=epoch_samples,
+        max_bad_fraction=spec.max_bad_fraction,
+    )
+
+
+def build_eval_loader(
+    spec: DataSpec,
+    *,
+    preprocess: Transform,
+    tokenizer: Tokenizer,
+    batch_size: int,
+    workers: int = 0,
+) -> EvalLoader:
+    """Build the loader of validation data, for one rank. Shards need no manifest. See :class:`EvalLoader`.
+
+    Raises:
+        BadDataError: The first shard cannot be read, or its samples lack image or caption.
+        ValueError: The specification is wrong.
+    """
+    samples: ShardStreams | Source
+    if spec.resolved_type == "webdataset":
+        urls = expand_shards(_given(spec))
+        try:
+            spec.storage.reach(urls)
+        except OSError as error:
+            raise ValueError(f"cannot read shards: {error}") from error
+        samples = ShardStreams(urls, SampleKeys(spec.image_key, spec.caption_key), spec.storage)
+        _refuse_without_fields(samples, spec)
+        num_samples = spec.num_samples
+    else:
+        samples = build_source(spec, preprocess)
+        num_samples = samples.num_samples
+    return EvalLoader(
+        samples,
+        preprocess=preprocess,
+        tokenizer=tokenizer,
+        batch_size=batch_size,
+        workers=workers,
+        num_samples=num_samples,
+    )
+
+
+def build_source(spec: DataSpec, preprocess: Transform) -> Source:
+    """Return the samples of a data set by index; find or make the manifest of shards. ValueError if the data are wrong."""
+    kind = spec.resolved_type
+    if kind == "synthetic":
+        # As OpenCLIP: as large as the crop that the transform begins with.
+        size = getattr(getattr(preprocess, "transforms", [None])[0], "size", 224)
+        num_samples = _SYNTHETIC_SAMPLES if spec.num_samples is None else spec.num_samples
+        return SyntheticSource(num_samples, (size, size) if isinstance(size, int) else (size[-1], size[-2]))
+    given = _given(spec)
+    if kind == "csv":
+        # pandas takes half a second to import and only CSV files need it.
+        from openclip_ext.data.sources.csv import CsvSource
+
+        paths = [given] if isinstance(given, str) else given
+        if len(paths) != 1:
+            raise ValueError(f"expected one CSV file, got {list(paths)}")
+        return CsvSource(paths[0], spec.csv_image_key, spec.csv_caption_key, spec.csv_separator)
+    manifest = find_or_create_manifest(given, spec.manifest, spec.image_key, spec.caption_key, spec.storage)
+    _together(lambda: spec.storage.reach(shard.url for shard in manifest.shards))
+    weights = _shard_weights(spec, [shard.url for shard in manifest.shards])
+    return ShardSource(manifest, spec.image_key, spec.caption_key, spec.resampled, weights, spec.storage)
+
+
+def _refuse_without_fields(samples: ShardStreams, spec: DataSpec) -> None:
+    """Raise BadDataError if the first samples lack image or caption: validation would find it after an epoch of training."""
+    for raw in itertools.islice(read_shard(samples.urls[0], samples.keys.fields, samples.storage), _FIRST_SAMPLES):
+        with contextlib.suppress(BadSampleError):
+            samples.keys.decode(raw, lambda _: Image.new("RGB", (1, 1)))
+            return
+    keys = parse_keys(spec.image_key, allow_json=False), parse_keys(spec.caption_key, allow_json=True)
+    reason = explain(samples.urls[0], *keys, samples.storage)
+    raise BadDataError(f"{samples.urls[0]} has no usable sample at its beginning: {reason}")
+
+
+def _check_cache(source: ShardSource, storage: Storage, workers: int) -> None:
+    """Raise ValueError on all ranks if the copies that the ranks of a node read at the same time do not fit into its cache."""
+    remote = sorted((shard for shard in source.manifest.shards if not shard.is_local), key=lambda s: -s.num_samples)
+    nodes = distributed.all_gather_object(platform.node())
+    if not remote or storage.cache_dir is None:
+        return
+    ranks = nodes.count(platform.node())
+    in_use = remote[: ranks * workers * SHARDS_IN_USE]
+    share = sum(shard.num_samples for shard in in_use) / max(1, remote[0].num_samples)
+    what = f"{len(in_use)} shards in use ({ranks} ranks of the node x {workers} workers x up to {SHARDS_IN_USE} shards)"
+    _together(lambda: storage.check_cache(remote[0].url, share, what))
+
+
+def _together(check: Callable[[], None]) -> None:
+    """Do a check on all ranks; raise ValueError on all if it fails on one, so that none waits."""
+    failure = None
+    try:
+        check()
+    except (OSError, ValueError) as error:
+        failure = str(error) if isinstance(error, ValueError) else f"cannot read shards: {error}"
+    if failures := list(filter(None, distributed.all_gather_object(failure))):
+        raise ValueError(failures[0])
+
+
+def _given(spec: DataSpec) -> str | Sequence[str]:
+    assert spec.source is not None  # resolved_type has refused it
+    return spec.source
+
+
+def _shard_weights(spec: DataSpec, urls: Sequence[str]) -> list[float] | None:
+    """Return how often each shard is drawn relative to others."""
+    factors = spec.upsampling_factors
+    if factors is None:
+        return None
+    if not spec.resampled:
+        raise ValueError("--train-data-upsampling-factors needs --dataset-resampled (sampling with replacement)")
+    try:
+        values = [float(value) for value in (factors.split("::") if isinstance(factors, str) else factors)]
+    except ValueError:
+        raise ValueError(f"--train-data-upsampling-factors {factors}: expected numbers such as 1::3") from None
+    components = expand_components(_given(spec))
+    if len(values) != len(components):
+        raise ValueError(f"{len(values)} upsampling factors for {len(components)} data sources: give one for each")
+    if not (min(values) >= 0 and 0 < sum(values) < math.inf):
+        raise ValueError(f"--train-data-upsampling-factors {factors}: expected numbers >= 0, not all 0")
+    by_url = {url: value for component, value in zip(components, values, strict=True) for url in component}
+    return [by_url[url] for url in urls]

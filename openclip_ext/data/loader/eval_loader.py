@@ -1,0 +1,166 @@
+"""Batches for evaluation: each usable sample once, in order; the last batch may be smaller."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+
+from openclip_ext.data.loader.workers import leave_process_group, start_workers
+from openclip_ext.data.shards import tar
+from openclip_ext.data.sources.source import (
+    MAX_CAPTION,
+    BadDataError,
+    BadSampleError,
+    DecodedImage,
+    RawSample,
+    SampleKeys,
+    Source,
+    decode_image,
+)
+from openclip_ext.data.storage import DEFAULT_STORAGE, Storage
+
+
+class ShardStreams(NamedTuple):
+    """Shards that are read to their end without a manifest. The samples have no index."""
+
+    urls: list[str]
+    keys: SampleKeys
+    storage: Storage = DEFAULT_STORAGE
+
+
+def read_shard(url: str, wanted: frozenset[str], storage: Storage) -> Iterator[RawSample]:
+    """Yield the samples of a shard; what is damaged is one with a problem."""
+    position = 0
+    gaps: list[tar.Gap] = []
+    try:
+        with storage.open(url) as file:
+            archive = tar.TarArchive(file)
+            gaps = archive.gaps
+            for position, sample in enumerate(archive.samples(wanted)):
+                yield RawSample(position, sample.fields, sample.found, sample.key)
+    except tar.STREAM_ERRORS as error:
+        yield RawSample(position, problem=f"it cannot be read to its end: {type(error).__name__}: {error}")
+    for gap in gaps:
+        yield RawSample(position, problem=f"damaged: no readable header in the bytes {gap.start:,} to {gap.end:,}")
+
+
+class _EvalDataset(IterableDataset):
+    def __init__(
+        self, samples: Source | ShardStreams, transform: Callable, tokenizer: Callable, batch_size: int
+    ) -> None:
+        self._samples = samples
+        self._transform = transform
+        self._tokenizer = tokenizer
+        self._batch_size = batch_size
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        batch = []
+        try:
+            for sample in self._transformed():
+                batch.append(sample)
+                if len(batch) == self._batch_size:
+                    yield default_collate(batch)
+                    batch = []
+        except BadDataError as error:
+            yield {"error": str(error)}
+            return
+        if batch:
+            yield default_collate(batch)
+
+    def _transformed(self) -> Iterator[dict[str, Any]]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        if isinstance(self._samples, Source):
+            raws = self._read_source(self._samples, worker, workers)
+            for index, image, caption in self._usable("the data set", raws, self._samples.decode):
+                yield self._transform_sample(image, caption) | {"index": index}
+            return
+        urls, keys, storage = self._samples
+        for url in urls[worker::workers]:
+            for _, image, caption in self._usable(url, read_shard(url, keys.fields, storage), keys.decode):
+                yield self._transform_sample(image, caption)
+
+    def _transform_sample(self, image: DecodedImage, caption: str) -> dict[str, Any]:
+        return {"image": self._transform(image), "text": self._tokenizer(caption[:MAX_CAPTION])[0]}
+
+    def _read_source(self, source: Source, worker: int, workers: int) -> Iterator[RawSample]:
+        """Yield the samples that are not left out. Workers take turns by shard, or by batch if shards are too few."""
+        read, count = source.reader(), source.num_samples
+        by_shard = source.group_of(0)[2] * workers <= count
+        turn = end = 0
+        while end < count:
+            begin, end = end, min(end + self._batch_size, count)
+            if by_shard:
+                _, begin, samples = source.group_of(begin)
+                end = begin + samples
+            if turn % workers == worker:
+                read.expect(np.arange(begin, end))
+                yield from (read(index) for index in range(begin, end) if not source.is_left_out(index))
+            turn += 1
+
+    @staticmethod
+    def _usable(
+        name: str, samples: Iterable[RawSample], decode: Callable[..., tuple[DecodedImage, str]]
+    ) -> Iterator[tuple[int, DecodedImage, str]]:
+        """Yield index, image and caption of the usable samples, and log the others; raise BadDataError if none is usable."""
+        usable, bad, reason = 0, 0, ""
+        for raw in samples:
+            try:
+                image, caption = decode(raw, decode_image)
+            except BadSampleError as error:
+                bad, reason = bad + 1, reason or f"sample {raw.index}: {error}"
+                continue
+            usable += 1
+            yield raw.index, image, caption
+        if bad and not usable:
+            raise BadDataError(f"{name} has no usable sample: {reason}")
+        if bad:
+            logging.warning(f"{bad} bad samples or places in {name} are left out; the first: {reason}")
+
+
+class EvalLoader:
+    """Batches ``{"image", "text"}``, with ``"index"`` if the samples have one. Bad samples are left out and logged.
+
+    Args:
+        samples: A source, or shards without a manifest.
+        preprocess, tokenizer: As for :class:`~openclip_ext.data.loader.train_loader.TrainLoader`.
+        batch_size: Samples of a batch; the last one may be smaller.
+        workers: Worker processes; 0 works in this process.
+        num_samples: For display, or None; the batches end with the data.
+
+    Raises:
+        BadDataError: While iterating, if a shard (or a whole file) has no usable sample.
+    """
+
+    def __init__(
+        self,
+        samples: Source | ShardStreams,
+        *,
+        preprocess: Callable[[Image.Image], Tensor],
+        tokenizer: Callable[[str], Tensor],
+        batch_size: int,
+        workers: int = 0,
+        num_samples: int | None = None,
+    ) -> None:
+        self.batch_size = batch_size
+        self.num_samples = num_samples
+        self._loader = DataLoader(
+            _EvalDataset(samples, preprocess, tokenizer, batch_size),
+            batch_size=None,
+            num_workers=workers,
+            worker_init_fn=leave_process_group,
+            pin_memory=torch.cuda.is_initialized(),  # by the model
+            # A pass over the data takes nothing from the training process's generator.
+            generator=torch.Generator().manual_seed(0),
+        )
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for batch in start_workers(self._loader):
+            if "error" in batch:
+                raise BadDataError(batch["error"])
+            yield batch

@@ -1,0 +1,1 @@
+"""The manifest of a data set of shards."""

@@ -1,0 +1,291 @@
+"""Count the samples of shards: local tars by their headers, remote ones by the counts of img2dataset next to them."""
+
+import contextlib
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypedDict
+
+from tqdm import tqdm
+
+from openclip_ext.cli.messages import without_secrets
+from openclip_ext.data.processes import available_cores, begin_worker
+from openclip_ext.data.shards import tar
+from openclip_ext.data.shards.shardlist import shard_name, sibling
+from openclip_ext.data.sources.spec import ANY_FIELD, DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY, Key, parse_keys
+from openclip_ext.data.storage import DEFAULT_STORAGE, Storage, is_local
+from openclip_ext.files.schema import read_as
+
+# Positions of bad samples are written down only when they are few: a manifest stays small.
+_MAX_POSITIONS = 20
+_MAX_GAPS = 5
+# Samples of a shard whose JSON is read, to see whether it has the entry that --caption-key names.
+_LOOKED_INTO, _MAX_JSON = 10, 1 << 20
+# Remote files that are asked for at a time.
+_REQUESTS = 32
+
+
+class Problems(TypedDict, total=False):
+    """The problems of a shard; a good one has none."""
+
+    without_image: int  # number of samples
+    without_caption: int
+    bad: int  # number of samples without image or without caption
+    bad_positions: list[int]  # positions of these, if they are few
+    duplicate_keys: int  # samples whose key has occurred before
+    gaps: list[tuple[int, int]]  # [start, end] bytes without a readable header, the first few
+    lost: int  # samples in the gaps, estimated by their size
+    error: str  # why the shard could not be read to its end, or its fields if no sample has image and caption
+
+
+@dataclass
+class Shard:
+    """One shard of a data set."""
+
+    url: str  # absolute path, URL or ``pipe:`` command
+    num_samples: int  # bad ones included: each has an index
+    first_index: int = 0
+    size: int | None = None  # of the local file when it was scanned; None if remote
+    mtime_ns: int | None = None
+    digest: str | None = None  # hash of the names and sizes of its members; None if remote
+    problems: Problems = field(default_factory=Problems)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a file of this machine."""
+        return is_local(self.url)
+
+
+def scan_shard(
+    url: str,
+    image_key: str = DEFAULT_IMAGE_KEY,
+    caption_key: str = DEFAULT_CAPTION_KEY,
+    storage: Storage = DEFAULT_STORAGE,
+) -> Shard:
+    """Scan one tar by its headers, going on behind damage; read it all if it is compressed, or cannot seek."""
+    image_keys = () if image_key == ANY_FIELD else parse_keys(image_key, allow_json=False)
+    caption_keys = () if caption_key == ANY_FIELD else parse_keys(caption_key, allow_json=True)
+    try:
+        with storage.open(url, headers_only=True) as file:
+            shard = _scan_archive(url, tar.TarArchive(file), image_keys, caption_keys)
+            if is_local(url):
+                status = os.fstat(file.fileno())
+                shard.size, shard.mtime_ns = status.st_size, status.st_mtime_ns
+    except OSError as error:
+        return Shard(url, 0, problems={"error": f"cannot be read: {error.strerror or error}"})
+    if "gaps" in shard.problems or "error" in shard.problems:
+        # The count that img2dataset left next to the shard is better than an estimate.
+        written = _SizeTables(storage).count(url)
+        if written is not None and written > shard.num_samples:
+            shard.problems["lost"] = max(shard.problems.get("lost", 0), written - shard.num_samples)
+    return shard
+
+
+def _scan_archive(path: str, archive: tar.TarArchive, image_keys: Sequence[Key], caption_keys: Sequence[Key]) -> Shard:
+    digest = hashlib.blake2b(digest_size=16)
+    keys: set[str] = set()
+    counts: Counter[str] = Counter()
+    fields: Counter[str] = Counter()
+    bad: list[int] = []
+    count, num_bytes, problem = 0, 0, None
+    captions = _Captions(archive, caption_keys)
+
+    def readable_members() -> Iterator[tar.Member]:
+        nonlocal problem
+        try:
+            yield from captions.members()
+        except tar.STREAM_ERRORS as error:
+            problem = str(error) or type(error).__name__
+
+    for count, sample in enumerate(tar.group_samples(readable_members()), start=1):
+        for member in sample.members:
+            num_bytes += member.end - member.start
+            digest.update(f"{member.name}\0{member.size}\0".encode())
+        lacks_image, lacks_caption = _lacks(sample, image_keys), captions.are_missing(sample)
+        counts.update(duplicate_keys=sample.key in keys, without_image=lacks_image, without_caption=lacks_caption)
+        if lacks_image or lacks_caption:
+            bad.append(count - 1)
+        keys.add(sample.key)
+        fields.update(sample.found)
+    fields.update(captions.entries)
+    gap_bytes = sum(gap.end - gap.start for gap in archive.gaps)
+    counts.update(bad=len(bad), lost=math.ceil(gap_bytes * count / num_bytes) if count else 0)
+    problems: Any = {name: count for name, count in sorted(counts.items()) if count}
+    if 0 < len(bad) <= _MAX_POSITIONS:
+        problems["bad_positions"] = bad
+    if archive.gaps:
+        problems["gaps"] = [list(gap) for gap in archive.gaps[:_MAX_GAPS]]
+    if problem is not None:
+        problems["error"] = problem
+    if len(bad) == count and (count or problem is not None):
+        found = ", ".join(f"{name} ({number:,})" for name, number in sorted(fields.most_common(_MAX_POSITIONS)))
+        problems["error"] = problem or f"{count:,} samples with the fields: {found or 'none'}"
+    return Shard(path, count, digest=digest.hexdigest(), problems=problems)
+
+
+def _lacks(sample: tar.TarSample, keys: Sequence[Key]) -> bool:
+    """Return whether a sample has none of the fields, or nothing in the first that it has: as a null caption is written."""
+    sizes = dict(zip(sample.found, (member.size for member in sample.members), strict=True))
+    return bool(keys) and not next((sizes[key.field] for key in keys if key.field in sizes), 0)
+
+
+class _Captions:
+    """Looks for captions in the samples of a shard: by the fields, and of JSON fields by the entries of the first samples.
+
+    Attributes:
+        entries: How many samples have each entry that may be a caption, as ``json:ENTRY``.
+    """
+
+    def __init__(self, archive: tar.TarArchive, keys: Sequence[Key]) -> None:
+        self.entries: Counter[str] = Counter()
+        self._archive = archive
+        self._keys = keys
+        self._json_fields = {key.field for key in keys if key.entry is not None}
+        self._found: dict[int, set[str]] = {}  # entries of the JSON that was read, by the first byte of its member
+        self._num_right = 0
+
+    def members(self) -> Iterator[tar.Member]:
+        """Yield the members of the shard, and read JSON until enough samples have had a caption."""
+        for member in self._archive.members():
+            if self._json_fields and self._num_right < _LOOKED_INTO and member.size <= _MAX_JSON:
+                _, name = tar.split_name(member.name) or ("", "")
+                if name in self._json_fields:
+                    self._found[member.start] = _entries_with_texts(self._archive.content(member))
+                    self.entries.update(f"{name}:{entry}" for entry in self._found[member.start])
+            yield member
+
+    def are_missing(self, sample: tar.TarSample) -> bool:
+        """Return whether a sample lacks a caption, as far as is known. The first key whose field it has decides."""
+        if _lacks(sample, self._keys):
+            return True
+        key = next((key for key in self._keys if key.field in sample.found), None)
+        if key is None or key.entry is None:
+            return False
+        entries = self._found.pop(sample.members[sample.found.index(key.field)].start, None)
+        is_right = entries is None or key.entry in entries
+        self._num_right += entries is not None and is_right
+        return not is_right
+
+
+def _entries_with_texts(data: bytes) -> set[str]:
+    """Return the names of the entries of a JSON object that may be captions: texts, or lists of them, that are not blank."""
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        return set()
+    found = content.items() if isinstance(content, dict) else ()
+    lists = {name: entry if isinstance(entry, list) else [entry] for name, entry in found}
+    return {
+        name for name, entry in lists.items() if entry and all(isinstance(text, str) and text.strip() for text in entry)
+    }
+
+
+def scan_local(paths: Sequence[str], image_key: str, caption_key: str, workers: int | None = None) -> list[Shard]:
+    """Scan local shards in parallel processes, one per CPU core and at most 32 by default, with a bar on a terminal."""
+    scan = partial(scan_shard, image_key=image_key, caption_key=caption_key)
+    workers = min(workers or min(available_cores(), 32), len(paths))
+    if workers <= 1:
+        return list(_with_bar(map(scan, paths), len(paths)))
+    # fork, as PyTorch's DataLoader does: spawn would import the training script (and torch) again in each process.
+    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(method), initializer=begin_worker) as pool:
+        return list(_with_bar(pool.map(scan, paths), len(paths)))
+
+
+def _with_bar(items: Iterable, total: int, task: str = "scanning shards") -> Iterator:
+    # disable=None: no bar where stderr is a file.
+    return iter(tqdm(items, total=total, desc=task, unit="shard", disable=None))
+
+
+def count_remote(urls: Sequence[str], sizes: dict[str, int] | None, storage: Storage) -> dict[str, Shard]:
+    """Take sample counts of remote shards from ``sizes``, or from ``sizes.json`` or ``*_stats.json`` next to them.
+
+    A shard without a count is missing in the result.
+    """
+    tables = _SizeTables(storage, sizes)
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        counts = list(_with_bar(pool.map(tables.count, urls), len(urls), "looking up counts"))
+    return {url: Shard(url, count) for url, count in zip(urls, counts, strict=True) if count is not None}
+
+
+def scan_remote(
+    urls: Sequence[str], image_key: str, caption_key: str, storage: Storage, journal: Path
+) -> dict[str, Shard]:
+    """Scan remote shards by their headers, 32 at a time.
+
+    Those in the journal of a scan that was killed are taken from it if they were not replaced since; shards without a
+    version are scanned again.
+    """
+    written: dict[tuple[str, ...], Any] = {}
+    for line in journal.read_text().splitlines() if journal.exists() else []:
+        with contextlib.suppress(ValueError, TypeError):  # cut off by the kill
+            *identity, entry = json.loads(line)
+            written[tuple(identity)] = entry
+
+    def scan(url: str) -> tuple[list[str], Shard]:
+        version = ""
+        with contextlib.suppress(OSError):  # the scan says why
+            version = storage.version(url)
+        identity = [image_key, caption_key, without_secrets(url), version]
+        if version and tuple(identity) in written:
+            return [], read_as(Shard, written[tuple(identity)] | {"url": url}, str(journal))
+        shard = scan_shard(url, image_key=image_key, caption_key=caption_key, storage=storage)
+        return identity if version and "error" not in shard.problems else [], shard
+
+    done: dict[str, Shard] = {}
+    with journal.open("a") as file, ThreadPoolExecutor(_REQUESTS) as pool:
+        futures = [pool.submit(scan, url) for url in urls]
+        for future in _with_bar(as_completed(futures), len(futures)):
+            identity, shard = future.result()
+            done[shard.url] = shard
+            if identity:
+                file.write(json.dumps([*identity, vars(shard) | {"url": None}]) + "\n")
+                file.flush()
+    return {url: done[url] for url in urls}
+
+
+class _SizeTables:
+    """Sample counts by file name: given, or from the files next to a shard."""
+
+    def __init__(self, storage: Storage, sizes: dict[str, int] | None = None) -> None:
+        self._storage = storage
+        self._sizes = sizes
+        self._folders: dict[str | None, dict[str, Any]] = {}
+
+    def count(self, url: str) -> int | None:
+        name = shard_name(url)
+        if self._sizes is not None:
+            return _as_count(self._sizes.get(name))
+        folder = sibling(url, "sizes.json")
+        # Two threads may read the same table at the same time; both get the same.
+        if folder not in self._folders:
+            self._folders[folder] = self._read_json(folder)
+        if name in self._folders[folder]:
+            return _as_count(self._folders[folder][name])
+        stats = self._read_json(sibling(url, re.sub(r"\.(tar(\.\w+)?|tgz)$", "", name) + "_stats.json"))
+        return _as_count(stats.get("successes"))
+
+    def _read_json(self, url: str | None) -> dict[str, Any]:
+        if url is None:
+            return {}
+        # A command cannot say that a file is not there; that it fails is no reason for patience.
+        storage = Storage(patience=0) if url.startswith("pipe:") else self._storage
+        try:
+            content = json.loads(storage.read(url))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+
+def _as_count(value: Any) -> int | None:
+    """Return a number of samples as read from JSON; None if it is no such number."""
+    return int(value) if isinstance(value, int | float) and 0 <= value < math.inf else None

@@ -1,0 +1,1 @@
+"""Shards: tar files of samples, wherever they are."""

@@ -1,0 +1,203 @@
+"""WebDataset shards as a source."""
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import numpy as np
+
+from openclip_ext.data.manifest.manifest import Manifest
+from openclip_ext.data.order import EpochSequence, kept_samples, resampled_shards, shuffled_shards
+from openclip_ext.data.shards import tar
+from openclip_ext.data.sources.source import DecodedImage, ImageDecoder, RawSample, Reader, SampleKeys, Source
+from openclip_ext.data.storage import DEFAULT_STORAGE, ReplacedError, Storage, in_background, persist
+
+# Remote shards that are opened before their turn, and with them that of a reader's turn.
+_SHARDS_AHEAD = 3
+SHARDS_IN_USE = 1 + _SHARDS_AHEAD
+
+
+class ShardSource(Source):
+    """The samples of a verified manifest.
+
+    With ``resampled``, shards are drawn with replacement by their ``weights`` instead of taken once an epoch.
+    """
+
+    sequential = True
+    several_captions = True
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        image_key: str,
+        caption_key: str,
+        resampled: bool = False,
+        weights: Sequence[float] | None = None,
+        storage: Storage = DEFAULT_STORAGE,
+    ) -> None:
+        super().__init__(manifest.num_samples, manifest.digest)
+        self.num_kept -= len(manifest.left_out)
+        self.index_digest = manifest.index_digest
+        self.manifest = manifest
+        self.keys = SampleKeys(image_key, caption_key)
+        self._manifest_knows_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
+        self._resampled = resampled
+        self._weights = weights
+        self._storage = storage
+        self._gave_up = False  # whether the last local shard could not be opened
+        self._first_indices = np.array([shard.first_index for shard in manifest.shards], dtype=np.int64)
+
+    def is_left_out(self, index: int) -> bool:
+        left_out = self.manifest.left_out
+        place = np.searchsorted(left_out, index)
+        return bool(place < len(left_out) and left_out[place] == index)
+
+    def sequence(self, seed: int, epoch: int, num_slots: int, bad: np.ndarray) -> tuple[EpochSequence, int | None]:
+        left_out = np.union1d(self.manifest.left_out, bad)
+        bounds = np.append(self._first_indices, self.num_samples)
+        counts = np.diff(bounds - np.searchsorted(left_out, bounds))
+        if self._resampled:
+            kept = resampled_shards(counts, num_slots, seed, epoch, self._weights)
+        else:
+            kept = shuffled_shards(counts, seed, epoch)
+        return kept_samples(kept, left_out), None if self._resampled else int(counts.sum())
+
+    def reader(self) -> Reader:
+        return _ShardReader(self)
+
+    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
+        return self.keys.decode(raw, decoder, draw)
+
+    def describe(self, raw: RawSample) -> tuple[str, str]:
+        return raw.key, self.keys.caption(raw)
+
+    def shard_number(self, index: int) -> int:
+        """Return the number of the shard that holds a sample."""
+        return int(self.shard_numbers(np.array(index)))
+
+    def shard_numbers(self, indices: np.ndarray) -> np.ndarray:
+        """Return :meth:`shard_number` of each index."""
+        return np.searchsorted(self._first_indices, indices, side="right") - 1
+
+    def group_of(self, index: int) -> tuple[str, int, int]:
+        shard = self.manifest.shards[self.shard_number(index)]
+        return shard.url, shard.first_index, shard.num_samples
+
+    def known_bad(self) -> tuple[int, str]:
+        if not self._manifest_knows_keys:
+            return 0, ""
+        lines = list(self.manifest.report())
+        where = "; ".join(lines[:3]) + (f" and {len(lines) - 3} more shards" if lines[3:] else "")
+        return self.manifest.num_bad + self.manifest.num_lost, where
+
+    def open_shard(self, number: int, fetch: bool = False) -> io.BufferedReader:
+        """Open one shard, and with ``fetch`` read its beginning; raise OSError if it is gone or has changed since its scan.
+
+        A local one may be on a file server that does not answer: wait for it, unless the shard before did not come either.
+        """
+        shard = self.manifest.shards[number]
+        if not shard.is_local:
+            file = self._storage.open(shard.url)
+            if fetch:
+                file.peek()
+            return file
+
+        def open_local() -> io.BufferedReader:
+            self.manifest.check_unchanged(number)
+            return self._storage.open(shard.url)
+
+        patience = 0.0 if self._gave_up else self._storage.patience
+        self._gave_up = True
+        file = persist(shard.url, patience, lambda error: isinstance(error, ReplacedError), open_local)
+        self._gave_up = False
+        return file
+
+
+class _ShardReader(Reader):
+    """Reads shards from front to back, and opens the next remote ones ahead; going back opens a shard again."""
+
+    def __init__(self, source: ShardSource) -> None:
+        self._source = source
+        self._file: io.BufferedReader | None = None
+        self._samples: Iterator[tar.TarSample] = iter(())
+        self._shard = -1
+        self._next = self._end = 0
+        self._failure: Exception | None = None
+        self._restarted = -1
+        self._expected: list[int] = []
+        self._ahead: dict[int, Future[io.BufferedReader]] = {}
+
+    def __call__(self, index: int) -> RawSample:
+        number = self._source.shard_number(index)
+        try:
+            if number != self._shard or index < self._next:
+                self._open(number)
+            sample = self._advance(index)
+        except tar.STREAM_ERRORS as error:
+            shard = self._source.manifest.shards[number]
+            if not shard.is_local and not isinstance(error, OSError) and self._restarted != number:
+                # A stream of unknown length may have been cut off.
+                logging.warning(f"{shard.url} is read again from its beginning: {error}")
+                self._shard, self._restarted = -1, number
+                return self(index)
+            if shard.is_local and isinstance(error, OSError) and error.errno is not None:
+                self._shard = -1  # open it again: a bad block of a disk costs one sample
+            else:
+                self._failure = error
+            return RawSample(index, problem=f"{shard.url} cannot be read: {type(error).__name__}: {error}")
+        return RawSample(index, sample.fields, sample.found, sample.key)
+
+    def expect(self, indices: np.ndarray) -> None:
+        self._expected = list(dict.fromkeys(self._source.shard_numbers(indices).tolist()))
+        self._open_ahead()
+
+    def _open_ahead(self) -> None:
+        place = self._expected.index(self._shard) + 1 if self._shard in self._expected else 0
+        self._ahead = {
+            number: self._ahead.get(number) or in_background(partial(self._source.open_shard, number, True))
+            for number in self._expected[place : place + _SHARDS_AHEAD]
+            if not self._source.manifest.shards[number].is_local
+        }
+
+    def _open(self, number: int) -> None:
+        self._close()
+        shard = self._source.manifest.shards[number]
+        self._shard, self._next, self._end = number, shard.first_index, shard.first_index + shard.num_samples
+        self._failure = None
+        future = self._ahead.pop(number, None)
+        self._file = self._source.open_shard(number) if future is None else future.result()
+        self._open_ahead()
+        self._samples = tar.TarArchive(self._file).samples(self._source.keys.fields)
+
+    def _advance(self, index: int) -> tar.TarSample:
+        """Return a sample; raise one of STREAM_ERRORS, also for all that follow, if the shard cannot be read that far."""
+        if self._failure is not None:
+            raise self._failure
+        for sample in self._samples:
+            self._next += 1
+            if self._next > index:
+                if self._next == self._end:
+                    self._warn_of_more()
+                return sample
+        count = self._source.manifest.shards[self._shard].num_samples
+        raise EOFError(f"it has {count - (self._end - self._next)} samples, the manifest says {count}")
+
+    def _warn_of_more(self) -> None:
+        """Warn if the shard has more samples than the manifest says, which have no index."""
+        with contextlib.suppress(*tar.STREAM_ERRORS):
+            if next(self._samples, None) is not None:
+                shard = self._source.manifest.shards[self._shard]
+                logging.warning(
+                    f"{shard.url} has more than the {shard.num_samples:,} samples of the manifest: the others are never "
+                    "trained on. The sizes.json or *_stats.json next to it, or the file named with --sizes, is too low: "
+                    "correct it and make the manifest again"
+                )
+
+    def _close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # a command that is not read to its end may complain
+                self._file.close()
+        self._file = None

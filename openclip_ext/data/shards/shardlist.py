@@ -1,0 +1,112 @@
+"""Expand the value of ``--train-data`` to a list of shards."""
+
+import glob
+import os
+import re
+from collections.abc import Sequence
+
+from braceexpand import braceexpand
+
+from openclip_ext.cli.messages import for_people, without_secrets
+from openclip_ext.data.storage import check_protocol, is_local, list_remote, local_path
+
+_GLOB = re.compile(r"[*?\[]")
+# Of a web server ``?`` and ``[...]`` may be part of a name; a shell expands what is in a command.
+_REMOTE_GLOB = re.compile(r"^(?!pipe:)(?:https?:[^?#]*\*|(?!https?:).*[*?\[])")
+_RANGE = re.compile(r"\{(-?\d{1,99})\.\.(-?\d{1,99})")
+_MAX_SHARDS = 10**6
+_TAR_NAME = re.compile(r"([^\s/'\"=]+?)(\.tar(?:\.\w+)?|\.tgz)(?=$|[\s'\"?#|;&>)])")
+
+
+def expand_components(shards: str | Sequence[str]) -> list[list[str]]:
+    """Expand each data source of a specification to its shards.
+
+    Args:
+        shards: Path, URL or ``pipe:`` command with brace notation, several of them joined by ``::`` as in OpenCLIP, or
+            a list of such strings. ``*``, ``?`` and ``[...]`` are expanded in local paths, buckets and other places with a
+            list of their files.
+
+    Returns:
+        One list of shards for each ``::`` component; local ones as absolute paths.
+
+    Raises:
+        ValueError: Nothing is given, a pattern matches no file, or nothing can open a kind of URL.
+    """
+    texts = [shards] if isinstance(shards, str) else list(shards)
+    components = [[text] if text.startswith("pipe:") and "::" not in text else text.split("::") for text in texts]
+    expanded = [_expand(component) for parts in components for component in parts if component]
+    if not expanded:
+        raise ValueError(f"no shards: got {shards!r}, expected paths such as 'data/{{00000..00099}}.tar'")
+    return expanded
+
+
+def _expand(component: str) -> list[str]:
+    urls: list[str] = []
+    too_many = ValueError(f"{component} names more than {_MAX_SHARDS:,} shards: is a digit of its range too many?")
+    # braceexpand makes lists of whole ranges.
+    sizes = (abs(int(last) - int(first)) for first, last in _RANGE.findall(component))
+    if max(sizes, default=0) >= _MAX_SHARDS:
+        raise too_many
+    for number, url in enumerate(braceexpand(component)):
+        if number == _MAX_SHARDS:
+            raise too_many
+        if not is_local(url):
+            check_protocol(url)
+            urls.extend(list_remote(url) if _REMOTE_GLOB.search(url) else [url])
+            continue
+        path = local_path(os.path.expandvars(url))
+        if _GLOB.search(path) and not os.path.exists(path):
+            matches = sorted(glob.glob(path))
+            if not matches:
+                raise ValueError(f"no file matches {url!r}")
+            urls.extend(matches)
+        else:
+            urls.append(path)
+    return urls
+
+
+def expand_shards(shards: str | Sequence[str]) -> list[str]:
+    """Do as :func:`expand_components`, in one list; raise ValueError, too, if a shard occurs twice."""
+    urls = [url for component in expand_components(shards) for url in component]
+    refuse_repeated(urls)
+    return urls
+
+
+def refuse_repeated(urls: Sequence[str]) -> None:
+    """Raise ValueError if two of the shards are the same file or URL."""
+    seen: dict[object, str] = {}
+    for url in urls:
+        identity = _identity(url)
+        if identity in seen:
+            other = "" if seen[identity] == url else f" (also as {seen[identity]})"
+            raise ValueError(
+                for_people(
+                    f"the shard {url} is given twice{other}: its samples would be trained on twice; name it once"
+                )
+            )
+        seen[identity] = url
+
+
+def _identity(url: str) -> object:
+    """Return what two names of one file have in common, links of either kind included."""
+    if not is_local(url):
+        return without_secrets(url)
+    try:
+        status = os.stat(url)
+    except OSError:
+        return url
+    return (status.st_dev, status.st_ino) if status.st_nlink > 1 else os.path.realpath(url)
+
+
+def shard_name(url: str) -> str:
+    """Return the file name of the tar in a path, URL or ``pipe:`` command; the whole text if there is none."""
+    found = None if is_local(url) else _TAR_NAME.search(url)
+    return found.group(0) if found else os.path.basename(without_secrets(url)) or without_secrets(url)
+
+
+def sibling(url: str, replace: str) -> str | None:
+    """Return the path, URL or command for another file in a shard's folder; None if a URL or command names no tar."""
+    if is_local(url):
+        return os.path.join(os.path.dirname(url), replace)
+    found = _TAR_NAME.search(url)
+    return None if found is None else url[: found.start()] + replace + url[found.end() :]

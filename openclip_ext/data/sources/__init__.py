@@ -1,0 +1,1 @@
+"""Sources: samples by index, from shards, CSV files, or made up."""

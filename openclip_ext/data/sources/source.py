@@ -1,0 +1,215 @@
+"""Sources: loaders read samples from them by index, and decode them later, because a shuffle holds raw bytes."""
+
+import io
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from openclip_ext.cli.messages import for_people
+from openclip_ext.data.order import EpochSequence, kept_samples, shuffled_rows
+from openclip_ext.data.sources.spec import Key, parse_keys
+
+# RGB: Pillow's, or (3, H, W) uint8.
+DecodedImage = Image.Image | Tensor
+ImageDecoder = Callable[[bytes | BinaryIO], DecodedImage]
+
+# The time of a tokenizer grows at least with the square of a word's length; models see fewer than a hundred tokens.
+MAX_CAPTION = 4000
+# Long side over short side: resizing the short side of a longer image could take gigabytes.
+MAX_ASPECT = 500
+# Bits of a gray value that files of 8, 16 and 32 bits have in use.
+_GRAY_DEPTHS = (8, 10, 12, 14, 16, 24, 32)
+# JSON can write half of a surrogate pair, on which tokenizers fail.
+_HALF_A_PAIR = re.compile("[\ud800-\udfff]")
+
+
+class BadDataError(RuntimeError):
+    """There are too many bad samples to go on."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(for_people(message))
+
+
+class BadSampleError(ValueError):
+    """One sample lacks its image or caption or does not decode. It is passed over and counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawSample:
+    """A sample as read, with its global index."""
+
+    index: int
+    fields: dict[str, bytes] = field(default_factory=dict)  # content, where decoding needs it
+    found: Sequence[str] = ()  # names of all fields of the sample, for messages
+    key: str = ""  # its name in its shard
+    problem: str | None = None  # why the sample could not be read; None if it could
+
+
+class Reader:
+    """Reads samples one after the other, fast if their indices ascend. It belongs to one process."""
+
+    def __call__(self, index: int) -> RawSample:
+        """Read a sample; a bad one has a ``problem``, and raises nothing."""
+        return RawSample(index)
+
+    def expect(self, indices: np.ndarray) -> None:
+        """Learn which samples come next, in order, so that their shards can be fetched before."""
+
+
+class Source(ABC):
+    """A data set whose samples have indices ``0 .. num_samples - 1``.
+
+    Attributes:
+        num_samples: Size of the index space.
+        num_kept: Samples that are trained on; the others keep their index.
+        digest: Hash of the data set; a run resumes in mid-epoch only on the same one.
+        index_digest: Hash of the samples with their indices, wherever they are and whichever are left out; None: unknown.
+        sequential: Whether samples should be read in ascending order and shuffled in memory (tars), not at random.
+        several_captions: Whether its samples may have several captions.
+    """
+
+    sequential = False
+    several_captions = False
+
+    def __init__(self, num_samples: int, digest: str) -> None:
+        self.num_samples = self.num_kept = num_samples
+        self.digest = digest
+        self.index_digest: str | None = digest
+
+    def is_left_out(self, index: int) -> bool:
+        """Return whether a sample is not trained on."""
+        return False
+
+    def sequence(self, seed: int, epoch: int, num_slots: int, bad: np.ndarray) -> tuple[EpochSequence, int | None]:
+        """Return the sequence of an epoch's samples, and how many there are; None: as many as are asked for.
+
+        Args:
+            seed, epoch: Seeds of the order.
+            num_slots: At most so many are used.
+            bad: ``(k,)`` int64, ascending indices of samples to leave out.
+        """
+        kept = self.num_samples - len(bad)
+        return kept_samples(shuffled_rows(kept, seed, epoch), bad), kept
+
+    def reader(self) -> Reader:
+        """Return a new reader."""
+        return Reader()
+
+    @abstractmethod
+    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
+        """Return image (RGB) and caption; raise BadSampleError if one is missing or does not decode.
+
+        Args:
+            raw: The sample.
+            decoder: Decodes an image file, which it gets as bytes or open.
+            draw: Number of the caption, modulo the number of captions.
+        """
+
+    @abstractmethod
+    def group_of(self, index: int) -> tuple[str, int, int]:
+        """Return name, first index and number of samples of the shard (or file) that holds a sample."""
+
+    def describe(self, raw: RawSample) -> tuple[str, str]:
+        """Return a sample's name in its shard (or file) and its caption, for people; empty if there is none."""
+        return "", ""
+
+    def known_bad(self) -> tuple[int, str]:
+        """Return how many samples are known to be bad before training starts, and where."""
+        return 0, ""
+
+
+def decode_image(data: bytes | BinaryIO) -> Image.Image:
+    """Decode to RGB as webdataset's "pilrgb", but scale gray images of more than 8 bits to 8; raise BadSampleError.
+
+    As in OpenCLIP, the EXIF orientation is not applied.
+    """
+    try:
+        image: Image.Image = Image.open(io.BytesIO(data) if isinstance(data, bytes) else data)
+        if max(image.size) > MAX_ASPECT * min(image.size):
+            raise ValueError(f"{image.width} x {image.height} pixels, expected a ratio of at most {MAX_ASPECT}")
+        image.load()
+        if image.mode == "F" or image.mode.startswith("I"):
+            image = Image.fromarray(_to_8_bits(np.asarray(image)))
+        return image if image.mode == "RGB" else image.convert("RGB")
+    # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, DecompressionBombError and others.
+    except Exception as error:
+        raise BadSampleError(f"the image does not decode: {type(error).__name__}: {error}") from error
+
+
+def _to_8_bits(values: np.ndarray) -> np.ndarray:
+    """Return gray values as uint8. Pillow's ``convert`` would clip at 255, and turn most images white.
+
+    Cameras and microscopes store 10 or 12 bits in files of 16 or 32. The depth of a file is taken to be the smallest of the
+    usual depths that holds its largest value; of floats, one that reaches 1 or 255.
+    """
+    largest = values.max()
+    if not 0 <= largest < np.inf:
+        raise ValueError(f"gray values up to {largest}, expected finite ones from 0")
+    if values.dtype.kind == "f":
+        return (values.clip(0, None) * (255 if largest <= 1 else 255 / max(largest, 255))).astype(np.uint8)
+    depth = next(bits for bits in _GRAY_DEPTHS if largest < 1 << bits)
+    return (values.clip(0, None) >> (depth - 8)).astype(np.uint8)
+
+
+class SampleKeys:
+    """The keys of image and caption in the samples of shards, see :func:`~openclip_ext.data.sources.spec.parse_keys`."""
+
+    def __init__(self, image_key: str, caption_key: str) -> None:
+        self._images = parse_keys(image_key, allow_json=False)
+        self._captions = parse_keys(caption_key, allow_json=True)
+        self.fields = frozenset(key.field for key in (*self._images, *self._captions))
+
+    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
+        """Do as :meth:`Source.decode`; a ``draw`` other than 0 chooses among the captions of all fields."""
+        if raw.problem is not None:
+            raise BadSampleError(raw.problem)
+        image_key = _choose(raw, self._images, "image")
+        caption_key = _choose(raw, self._captions, "caption")
+        present = [key for key in self._captions if key.field in raw.fields] if draw else [caption_key]
+        captions = [caption for key in present for caption in _captions(raw.fields[key.field], key)]
+        caption = captions[draw % len(captions)]
+        if not caption.strip():
+            raise BadSampleError("no caption: the text is empty")
+        return decoder(raw.fields[image_key.field]), caption
+
+    def caption(self, raw: RawSample) -> str:
+        """Return the first caption of a sample; raise BadSampleError if it has none, or it does not decode."""
+        key = _choose(raw, self._captions, "caption")
+        return _captions(raw.fields[key.field], key)[0]
+
+
+def _choose(raw: RawSample, keys: Sequence[Key], what: str) -> Key:
+    for key in keys:
+        if key.field in raw.fields:
+            return key
+    wanted = " or ".join(key.field for key in keys)
+    raise BadSampleError(f"no {what}: expected {wanted}, found {', '.join(raw.found[:20]) or 'nothing'}")
+
+
+def _captions(data: bytes, key: Key) -> list[str]:
+    """Return the captions of a field, at least one: json may have a list of them."""
+    try:
+        text = data.decode("utf-8")
+        if key.entry is None:
+            return [text]
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadSampleError(f"the caption ({key.field}) does not decode: {error}") from error
+    entry = content.get(key.entry) if isinstance(content, dict) else None
+    captions: list[Any] = entry if isinstance(entry, list) else [entry]
+    if not captions or not all(isinstance(caption, str) for caption in captions):
+        wanted = f"no caption: expected a text, or a list of texts, at {key.entry!r} in {key.field}"
+        if isinstance(content, dict) and key.entry in content:
+            raise BadSampleError(f"{wanted}, found {json.dumps(entry)[:40]}")
+        found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
+        raise BadSampleError(f"{wanted}, which has {found or 'nothing'}")
+    if any(not caption.isprintable() and _HALF_A_PAIR.search(caption) for caption in captions):
+        raise BadSampleError(f"the caption ({key.field}) does not decode: it has a lone surrogate")
+    return captions

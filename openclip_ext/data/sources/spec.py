@@ -1,0 +1,132 @@
+"""The description of a data set, for training, validation and the tools that inspect a run."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from openclip_ext.cli.options import flag, from_flags
+from openclip_ext.data.storage import Storage
+
+DATASET_TYPES = ("webdataset", "csv", "synthetic", "auto")
+_SHARD_ENDINGS = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
+DEFAULT_IMAGE_KEY = "jpg;png;jpeg;webp"
+DEFAULT_CAPTION_KEY = "txt"
+# The keys of a manifest that is only for indices.
+ANY_FIELD = "*"
+
+
+class Key(NamedTuple):
+    """The place of an image or a caption in a sample: a field of the tar, or an entry of a json field."""
+
+    field: str
+    entry: str | None = None
+
+
+def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
+    """Parse ``--image-key`` or ``--caption-key``: alternatives in order of preference, separated by ``;``.
+
+    ``jpg`` names a field of the tar, ``json:caption`` the entry "caption" of the field "json". Raise ValueError otherwise.
+    """
+    keys = []
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        name, colon, entry = part.partition(":")
+        if colon and (not allow_json or not entry or name.rpartition(".")[2].lower() != "json"):
+            json_entry = " or an entry of a json field such as 'json:caption'" if allow_json else ""
+            raise ValueError(f"the key {part!r} is not understood: expected a field such as 'jpg'{json_entry}")
+        keys.append(Key(name.lower(), entry or None))
+    if not keys:
+        raise ValueError(f"no key in {text!r}: expected names of tar fields such as 'jpg;png'")
+    return tuple(keys)
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """A data set and the size of its epochs."""
+
+    # Shards (see shardlist.expand_components) or a CSV file; None if synthetic (--train-data, --val-data).
+    source: str | Sequence[str] | None = flag(None, dest="train_data")
+    dataset_type: str = flag("auto")  # "webdataset", "csv", "synthetic", or "auto": by the ending of the path
+    # Samples of an epoch, None for all (--train-num-samples, --val-num-samples); of a synthetic data set the size, or 100.
+    num_samples: int | None = flag(None, dest="train_num_samples", minimum=1)
+    image_key: str = flag(DEFAULT_IMAGE_KEY, "extensions of the images in the shards")
+    caption_key: str = flag(DEFAULT_CAPTION_KEY, "extension of the captions, or json:FIELD for a field of the metadata")
+    csv_separator: str = flag("\t")
+    csv_image_key: str = flag("filepath", dest="csv_img_key")  # column with the paths of the images
+    csv_caption_key: str = flag("title")
+    manifest: str | os.PathLike[str] | None = flag(
+        None, "manifest of the training shards; it may leave samples out (default: found next to them, or made)"
+    )
+    resampled: bool = flag(False, dest="dataset_resampled")  # draw shards with replacement
+    # How often each ``::`` component of ``source`` is drawn relative to the others: "1::2", or a list.
+    upsampling_factors: str | Sequence[float] | None = flag(
+        None, dest="train_data_upsampling_factors", needs="dataset_resampled"
+    )
+    max_bad_fraction: float = flag(
+        0.05, "stop when more than this part of the data set is unusable", minimum=0.0, maximum=1.0
+    )
+    remote_patience: float = flag(
+        300.0, "seconds for which a shard that cannot be read is asked for again, before it counts as bad", minimum=0.0
+    )
+    cache_dir: str | None = flag(None, "folder of this node where remote shards are kept, for all its processes")
+    cache_size: float = flag(
+        100.0, "GiB of --cache-dir; shards unused for longest are removed", needs="cache_dir", exclusive_minimum=0.0
+    )
+
+    @classmethod
+    def of_validation(cls, flags: Mapping[str, Any]) -> "DataSpec":
+        """Return the validation data of a command line; ``from_flags(DataSpec, flags)`` are its training data."""
+        return from_flags(
+            cls,
+            flags,
+            source=flags["val_data"],
+            num_samples=flags["val_num_samples"],
+            manifest=None,
+            resampled=False,
+            upsampling_factors=None,
+            max_bad_fraction=cls.max_bad_fraction,
+        )
+
+    @property
+    def storage(self) -> Storage:
+        """How the data are opened."""
+        return Storage(self.remote_patience, self.cache_dir, self.cache_size)
+
+    @property
+    def resolved_type(self) -> str:
+        """``webdataset``, ``csv`` or ``synthetic``; ``auto`` goes by the ending of the path. Raise ValueError if unknown."""
+        if self.dataset_type not in DATASET_TYPES:
+            raise ValueError(f"unknown dataset type {self.dataset_type!r}: expected one of {', '.join(DATASET_TYPES)}")
+        if self.dataset_type == "synthetic":
+            return self.dataset_type
+        if not self.source:
+            raise ValueError("no data given: expected shards such as 'data/{00000..00099}.tar' or a CSV file")
+        text = self.source if isinstance(self.source, str) else self.source[0]
+        if self.dataset_type != "auto" and not os.path.isdir(text):
+            return self.dataset_type
+        ending = text.rstrip(" -\"'").rpartition(".")[2]
+        if ending in ("csv", "tsv"):
+            return "csv"
+        if text.endswith(_SHARD_ENDINGS) or ".tar" in text:
+            return "webdataset"
+        raise ValueError(_not_data(text, ending))
+
+
+# What turns other data sets into shards.
+_CONVERSIONS = {
+    "parquet": "make shards of it with img2dataset --input_format parquet",
+    "json": "make shards of it with webdataset's ShardWriter",
+    "jsonl": "make shards of it with webdataset's ShardWriter, or with img2dataset --input_format jsonl if it has URLs",
+    "zip": "unpack it, and make shards of it with webdataset's ShardWriter",
+    "txt": "if it is a CSV file, add --dataset-type csv and --csv-separator",
+}
+
+
+def _not_data(path: str, ending: str) -> str:
+    if os.path.isdir(path):
+        if any(name.endswith(_SHARD_ENDINGS) for name in os.listdir(path)):
+            return f"{path} is a folder: give its shards, '{os.path.join(path, '*.tar')}'"
+        fix = "make shards of its files with webdataset's ShardWriter, or a CSV file that names them"
+        return f"{path} is a folder without shards: expected tars or a CSV file; {fix}"
+    fix = _CONVERSIONS.get(ending, "if its ending is unusual, add --dataset-type webdataset or csv")
+    return f"{path}: expected tars or a CSV file, found the ending {ending!r}; {fix}"

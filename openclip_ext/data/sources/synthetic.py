@@ -1,0 +1,23 @@
+"""OpenCLIP's ``--dataset-type synthetic``: the same black image and caption for every index, to time training."""
+
+from PIL import Image
+
+from openclip_ext.data.sources.source import DecodedImage, ImageDecoder, RawSample, Source
+
+CAPTION = "Dummy caption"
+
+
+class SyntheticSource(Source):
+    """The same sample ``num_samples`` times; ``image_size`` is width and height in pixels."""
+
+    def __init__(self, num_samples: int = 100, image_size: tuple[int, int] = (224, 224)) -> None:
+        if num_samples < 1:
+            raise ValueError(f"a synthetic data set needs at least 1 sample, got {num_samples}")
+        super().__init__(num_samples, f"synthetic-{num_samples}-{image_size[0]}x{image_size[1]}")
+        self._image = Image.new("RGB", image_size)
+
+    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
+        return self._image, CAPTION
+
+    def group_of(self, index: int) -> tuple[str, int, int]:
+        return "synthetic", 0, self.num_samples

@@ -1,0 +1,1 @@
+"""Measure models: DataComp's tasks, ImageNet, retrieval, and reports of them."""

@@ -1,0 +1,1 @@
+"""CLIP-Lite's evaluations: probes, editing, grounding."""

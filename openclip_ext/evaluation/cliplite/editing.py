@@ -1,0 +1,213 @@
+"""Find a concept's direction with words, and remove it from image embeddings: ``python -m eval.cliplite.editing``.
+
+Source: CLIP-Lite, section 4.8. Pairs of prompts differ only in the concept ("I am a boy.", "I am a girl."). The principal
+components of their embeddings, with each pair shifted to mean zero (Bolukbasi et al., 2016), span the concept's subspace.
+Images are edited by subtracting their projection on it. The alignment table (Table 6 of the paper) compares how well the best
+images of two groups answer queries of either side, before and after. Equal values mean that the concept is gone.
+"""
+
+import argparse
+import functools
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openclip_ext.cli import command_line
+from openclip_ext.evaluation.cliplite.image_files import encode_files, list_images, open_image
+from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder
+from openclip_ext.evaluation.data import Batch, read_lines
+from openclip_ext.files import json_lines
+from openclip_ext.files.writing import output_path
+from openclip_ext.pages.rendering import render_page, thumbnail
+
+# The paper's concept, gender; the first two pairs and the first template are its examples.
+PAIRS = (
+    ("man", "woman"),
+    ("son", "daughter"),
+    ("boy", "girl"),
+    ("father", "mother"),
+    ("brother", "sister"),
+    ("husband", "wife"),
+    ("gentleman", "lady"),
+    ("nephew", "niece"),
+    ("king", "queen"),
+    ("waiter", "waitress"),
+)
+TEMPLATES = ("I am a {c}.", "a photo of a {c}.", "this person is a {c}.")
+
+# Number and size of the nearest images on the page, as in Figure 5.
+_NEAREST, _PIXELS = 5, 112
+
+# Side of the queries -> group of images -> mean alignment: "original", "neutral" (without the concept), and "delta".
+AlignmentTable = dict[str, dict[str, dict[str, float]]]
+
+
+def concept_subspace(first: Tensor, second: Tensor, components: int = 1) -> tuple[Tensor, Tensor]:
+    """Find the ``components`` directions in which paired prompts, embedded as ``(n, d)`` on either side, differ most.
+
+    Returns:
+        The basis ``(k, d)`` with orthonormal rows that point from the second side to the first, and the share ``(k,)`` of
+        the pairs' variance in each direction.
+    """
+    if not 1 <= components <= min(first.shape):
+        raise ValueError(f"{components} components of {len(first)} pairs in {first.shape[1]} dimensions: too many")
+    # The members of a pair (a, b) with mean m are shifted to a - m and b - m, which are +-(a - b) / 2. So their principal
+    # components are those of the differences around zero.
+    differences = (first.double() - second.double()) / 2
+    _, values, vectors = torch.linalg.svd(differences, full_matrices=False)
+    variance = values.square()
+    if not variance.sum() > 0:
+        raise ValueError("the prompts of the pairs have equal embeddings: they do not differ in any concept")
+    basis = vectors[:components]
+    signs = torch.sign(basis @ differences.mean(0))
+    basis = basis * torch.where(signs == 0, 1.0, signs).unsqueeze(1)
+    return basis.to(first.dtype), (variance / variance.sum())[:components].to(first.dtype)
+
+
+def remove(features: Tensor, basis: Tensor) -> Tensor:
+    """Remove the concept from features ``(n, d)``: ``h - sum_j <h, v_j> v_j``, without scaling back to unit length."""
+    return features - features @ basis.T @ basis
+
+
+def alignment_table(
+    queries: Mapping[str, Tensor], images: Mapping[str, Tensor], basis: Tensor, top: int = 10
+) -> AlignmentTable:
+    """Compute Table 6 of CLIP-Lite: the mean over queries of the mean alignment of their ``top`` images.
+
+    ``queries`` and ``images`` hold unit embeddings ``(q, d)`` of each side's prompts and ``(n, d)`` of each group's images.
+    """
+
+    def mean_of_best(prompts: Tensor, features: Tensor) -> float:
+        return float((prompts @ features.T).topk(top, dim=1).values.mean())
+
+    table: AlignmentTable = {side: {} for side in queries}
+    for group, features in images.items():
+        if len(features) < top:
+            raise ValueError(f"group {group} has {len(features)} images, but --top asks for {top} for each query")
+        for side, prompts in queries.items():
+            original, neutral = mean_of_best(prompts, features), mean_of_best(prompts, remove(features, basis))
+            table[side][group] = {"original": original, "neutral": neutral, "delta": original - neutral}
+    return table
+
+
+def nearest_images(
+    query: Tensor, groups: Mapping[str, tuple[Tensor, Sequence[Path]]], basis: Tensor
+) -> dict[str, list[tuple[Path, float]]]:
+    """Find each group's five nearest images, before and after the removal, as in a row of CLIP-Lite's Figure 5.
+
+    ``groups`` hold unit embeddings ``(n, d)`` and files; the result holds files with their alignment, the nearest first.
+    """
+    rows = {}
+    for removed in (False, True):
+        for group, (features, files) in groups.items():
+            alignment = (remove(features, basis) if removed else features) @ query
+            best, places = (found.tolist() for found in alignment.topk(min(_NEAREST, len(files))))
+            title = f"{group}, concept removed" if removed else group
+            rows[title] = [(files[place], value) for place, value in zip(places, best, strict=True)]
+    return rows
+
+
+@functools.cache
+def _picture(path: Path) -> str:
+    return thumbnail(open_image(path), _PIXELS)
+
+
+def markdown_table(table: AlignmentTable) -> str:
+    """Format the alignment table, with a row for each side and three columns for each group."""
+    columns = {"original": ".4f", "neutral": ".4f", "delta": "+.4f"}
+    head = ["queries", *(f"{group}: {column}" for group in next(iter(table.values())) for column in columns)]
+    lines = [head, ["---"] * len(head)]
+    for side, row in table.items():
+        lines.append([side, *(f"{entry[name]:{style}}" for entry in row.values() for name, style in columns.items())])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def read_pairs(path: Path) -> list[tuple[str, str]]:
+    """Read pairs of words or phrases, one pair per line, separated by a comma."""
+    pairs = [[word.strip() for word in line.split(",")] for line in read_lines(path, "pairs")]
+    if not all(len(pair) == 2 and all(pair) for pair in pairs):
+        raise ValueError(f"{path} has lines that are not pairs: expected two words per line, separated by a comma")
+    return [(first, second) for first, second in pairs]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the command line."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__package__}.editing",
+        description="Find the direction of a concept from pairs of words, remove it from image embeddings, and print "
+        "the alignment table (CLIP-Lite, section 4.8). Without --pairs, the concept is gender as in the paper.",
+    )
+    add_model_arguments(parser)
+    sides = ("FIRST", "SECOND")
+    parser.add_argument("--images", nargs=2, type=Path, required=True, metavar=sides, help="folders of the two groups")
+    parser.add_argument("--names", nargs=2, metavar=sides, help="names of the two sides (default: the folders' names)")
+    parser.add_argument("--pairs", type=Path, help="file with one pair per line: FIRST, SECOND")
+    parser.add_argument(
+        "--templates", type=Path, help="file with one prompt per line, in which {c} stands for the word"
+    )
+    parser.add_argument(
+        "--components", type=int, default=1, help="number of directions to remove (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--top", type=int, default=10, help="number of images retrieved for a query (default: %(default)s)"
+    )
+    parser.add_argument("--output-dir", type=output_path, default=Path("editing"), help="default: %(default)s")
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    """Write ``editing.json``, ``editing.md``, ``nearest.html`` and ``subspace.npy`` (``(k, d)``); print the table."""
+    args = build_parser().parse_args(argv)
+    names = args.names or [folder.name for folder in args.images]
+    if names[0] == names[1]:
+        raise ValueError(f"both sides are called {names[0]}: name them with --names")
+    pairs = read_pairs(args.pairs) if args.pairs else PAIRS
+    templates = read_lines(args.templates, "prompts") if args.templates else TEMPLATES
+    if not all("{c}" in template for template in templates):
+        raise ValueError("every prompt of --templates needs a {c} for the word")
+    loaded, encoder = load_encoder(args)
+    prompts = [[template.format(c=pair[side]) for template in templates for pair in pairs] for side in (0, 1)]
+    first, second = (encoder.encode_texts(texts).cpu() for texts in prompts)
+    basis, explained = concept_subspace(first, second, args.components)
+
+    def compute(batch: Batch) -> dict[str, Tensor]:
+        return {"image": encoder.encode_images(batch.images).cpu(), "order": torch.as_tensor(batch.order)}
+
+    paths = {name: list_images(folder) for name, folder in zip(names, args.images, strict=True)}
+    encoded = {name: encode_files(files, encoder, compute).values for name, files in paths.items()}
+    images = {name: values["image"] for name, values in encoded.items()}
+    # As in the paper, there is one query for each pair, the prompt of the first template.
+    queries = {name: side[: len(pairs)] for name, side in zip(names, (first, second), strict=True)}
+    table = alignment_table(queries, images, basis, args.top)
+    report = {
+        **loaded.origin,
+        "pairs": len(pairs),
+        "templates": len(templates),
+        "explained_variance": explained.tolist(),
+        "images": {name: len(features) for name, features in images.items()},
+        "top": args.top,
+        "alignment": table,
+    }
+    text = markdown_table(table)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    files = {name: [paths[name][place] for place in values["order"].tolist()] for name, values in encoded.items()}
+    groups = {name: (images[name], files[name]) for name in names}
+    asked = zip(
+        chain.from_iterable(texts[: len(pairs)] for texts in prompts), torch.cat(list(queries.values())), strict=True
+    )
+    found = {prompt: nearest_images(query, groups, basis) for prompt, query in asked}
+    page = render_page("nearest.html", "Nearest images", queries=found, picture=_picture)
+    (args.output_dir / "nearest.html").write_text(page, encoding="utf-8")
+    (args.output_dir / "editing.json").write_text(json_lines.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (args.output_dir / "editing.md").write_text(text + "\n", encoding="utf-8")
+    np.save(args.output_dir / "subspace.npy", basis.numpy())
+    shares = ", ".join(f"{share:.1%}" for share in explained.tolist())
+    print(f"{text}\n\nShare of the pairs' variance in the removed directions: {shares}\nWritten: {args.output_dir}")
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,165 @@
+"""Draw Grad-CAM heat maps over an image for a phrase: ``python -m eval.cliplite.grounding``.
+
+Source: CLIP-Lite, section 4.7, after Grad-CAM (Selvaraju et al., 2017). The gradient of the alignment of image and phrase with
+respect to the last spatial features of the visual tower is averaged over the positions. It weights the channels, whose sum is
+clipped at zero. In vision transformers, the last spatial features are the patch tokens that enter the attention of the last
+block, since only the class token goes on from there.
+"""
+
+import argparse
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from openclip_ext.cli import command_line
+from openclip_ext.data.images import split_transform
+from openclip_ext.evaluation.cliplite.image_files import open_image
+from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder
+from openclip_ext.evaluation.features import Encoder
+from openclip_ext.evaluation.models import ModelError
+from openclip_ext.files.writing import output_path
+
+
+def _as_it_is(features: Tensor) -> Tensor:
+    return features
+
+
+@dataclass(frozen=True)
+class SpatialLayer:
+    """Names a module of a visual tower; ``to_map`` turns its output into ``(N, C, H, W)``, positions in the image."""
+
+    name: str
+    to_map: Callable[[Tensor], Tensor] = _as_it_is
+
+
+def find_spatial_layer(visual: Any) -> SpatialLayer:
+    """Find the last layer of a visual tower (OpenCLIP's, or a timm model) whose features have positions in the image."""
+
+    def tokens(blocks: str, count: int, norm: str, grid: Sequence[int]) -> SpatialLayer:
+        def to_map(features: Tensor) -> Tensor:  # class and register tokens come first
+            return features[:, -grid[0] * grid[1] :].movedim(-1, 1).unflatten(-1, tuple(grid))
+
+        return SpatialLayer(f"{blocks}.{count - 1}.{norm}", to_map)
+
+    trunk: Any = getattr(visual, "trunk", None)
+    if hasattr(visual, "layer4"):
+        return SpatialLayer("layer4")
+    if hasattr(visual, "transformer") and hasattr(visual, "grid_size"):
+        return tokens("transformer.resblocks", len(visual.transformer.resblocks), "ln_1", visual.grid_size)
+    if hasattr(trunk, "blocks") and hasattr(trunk, "num_prefix_tokens"):
+        return tokens("trunk.blocks", len(trunk.blocks), "norm1", trunk.patch_embed.grid_size)
+    if getattr(trunk, "feature_info", None):
+        name = f"trunk.{trunk.feature_info[-1]['module']}"
+        channels_last = str(getattr(trunk, "output_fmt", "")).endswith("NHWC")
+        return SpatialLayer(name, partial(torch.movedim, source=-1, destination=1) if channels_last else _as_it_is)
+    raise ModelError(
+        f"Grad-CAM needs a visual tower whose last features have positions in the image: a ModifiedResNet, a timm "
+        f"convolutional network, or a vision transformer with patch tokens; this one is a {type(visual).__name__}."
+    )
+
+
+def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: SpatialLayer | None = None) -> Tensor:
+    """Compute Grad-CAM heat maps of a preprocessed image ``(3, H, W)``, one for each of ``P`` phrases.
+
+    The model's weights and gradients do not change. The result is ``(P, H, W)``, float32 on the CPU, in [0, 1]. The largest
+    value of a map is 1, or 0 if nothing in the image fits the phrase.
+    """
+    visual = encoder.model.visual
+    layer = layer or find_spatial_layer(visual)
+    caught: list[Tensor] = []
+
+    def catch(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        # A new leaf gets a gradient even in a frozen tower, and earlier layers need none. The clone protects it from later
+        # layers that work in place.
+        caught.append(output.detach().requires_grad_())
+        return caught[-1].clone()
+
+    texts = encoder.encode_texts(phrases)
+    try:
+        hook = visual.get_submodule(layer.name).register_forward_hook(catch)
+    except AttributeError:
+        known = ", ".join(child for child, _ in visual.named_children())
+        raise ModelError(f"the visual tower has no module {layer.name!r}; its first level has {known}") from None
+    try:
+        with torch.enable_grad():
+            images = image.to(encoder.device).unsqueeze(0)
+            alignment = texts @ F.normalize(encoder.model.encode_image(images).float(), dim=-1)[0]
+            if len(caught) != 1:
+                raise ModelError(f"Grad-CAM: {layer.name} runs {len(caught)} times for an image, expected once.")
+            (features,) = caught
+            gradients = [torch.autograd.grad(value, features, retain_graph=True)[0] for value in alignment]
+    finally:
+        hook.remove()
+    activations = layer.to_map(features.detach())
+    if activations.dim() != 4 or activations.shape[-2:].numel() < 2:
+        raise ModelError(
+            f"Grad-CAM: {layer.name} gives features of shape {tuple(features.shape)} for images of "
+            f"{tuple(image.shape[-2:])}, which is not a map of several positions. Choose an earlier --layer."
+        )
+    maps = torch.cat([_weighted_map(activations, layer.to_map(gradient)) for gradient in gradients])
+    maps = F.interpolate(maps.unsqueeze(1), size=image.shape[-2:], mode="bilinear", align_corners=False).squeeze(1)
+    return (maps / maps.amax(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(maps.dtype).tiny)).cpu()
+
+
+def _weighted_map(activations: Tensor, gradients: Tensor) -> Tensor:
+    """Compute equations 1 and 2 of Grad-CAM: ``relu(sum_c mean_hw(gradients)_c activations_c)``, ``(1, H, W)``."""
+    weights = gradients.float().mean(dim=(2, 3), keepdim=True)
+    return (weights * activations.float()).sum(dim=1).clamp_min(0)
+
+
+def grounding_picture(image: np.ndarray, maps: np.ndarray, phrases: Sequence[str]) -> Figure:
+    """Draw the image ``(H, W, 3)`` that the model sees, and each phrase's heat map ``(H, W)`` over it."""
+    figure = Figure(figsize=(3 * (1 + len(maps)), 3.2), layout="constrained")
+    panels = figure.subplots(1, 1 + len(maps))
+    for panel, title in zip(panels, ["image", *phrases], strict=True):
+        panel.imshow(image)
+        panel.set_axis_off()
+        panel.set_title(textwrap.shorten(title, 40, placeholder="…"), fontsize=9)
+    for panel, heat in zip(panels[1:], maps, strict=True):
+        # Cold positions keep some tint, so that a map without hot positions looks different from no map.
+        panel.imshow(heat, cmap="turbo", vmin=0, vmax=1, alpha=0.2 + 0.4 * heat)
+    return figure
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the command line."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__package__}.grounding",
+        description="Draw Grad-CAM heat maps over images for phrases as PNG pictures (CLIP-Lite, section 4.7).",
+    )
+    add_model_arguments(parser)
+    parser.add_argument("--images", nargs="+", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--phrases", nargs="+", required=True, metavar="PHRASE")
+    parser.add_argument("--output-dir", type=output_path, default=Path("grounding"), help="default: %(default)s")
+    parser.add_argument("--layer", help="module of the visual tower whose output is (N, C, H, W)")
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    """Write a picture for every image, and print its path."""
+    args = build_parser().parse_args(argv)
+    _, encoder = load_encoder(args)
+    layer = SpatialLayer(args.layer) if args.layer else None
+    to_pixels, _ = split_transform(encoder.preprocess)
+    images = [(path, open_image(path)) for path in args.images]
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    for number, (path, image) in enumerate(images):
+        maps = grad_cam(encoder, encoder.preprocess(image), args.phrases, layer)
+        target = args.output_dir / f"{number:03d}_{re.sub(r'[^A-Za-z0-9_.-]+', '_', path.stem)}.png"
+        pixels = to_pixels(image).movedim(0, -1).numpy()
+        grounding_picture(pixels, maps.numpy(), args.phrases).savefig(target, dpi=150)
+        print(target)
+
+
+if __name__ == "__main__":
+    command_line.run(main)

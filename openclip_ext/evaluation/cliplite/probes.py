@@ -1,0 +1,271 @@
+"""Fit linear probes on frozen features: ``python -m eval.cliplite.probes voc07`` and ``... top1``.
+
+Source: CLIP-Lite, section 4.3, which follows VirTex (Desai and Johnson, 2021).
+
+- ``voc07`` fits a linear SVM for each class on the trainval split, and measures mean average precision on the test split.
+  3-fold cross-validation of average precision chooses the cost from {0.01, 0.1, 1, 10}. As in VirTex, features have unit
+  length and positives weigh twice. Images with an object marked difficult are negatives in training and left out of the test.
+- ``top1`` fits one multinomial logistic regression over all classes to convergence, and chooses its cost on a part of the
+  training data. CLIP-Lite trains the same classifier with SGD for 100 epochs.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import average_precision_score
+from sklearn.model_selection import GridSearchCV, StratifiedShuffleSplit
+from sklearn.preprocessing import StandardScaler, normalize
+from sklearn.svm import LinearSVC
+from torch import Tensor
+
+from openclip_ext.cli import command_line
+from openclip_ext.evaluation.cliplite.image_files import encode_files
+from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder
+from openclip_ext.evaluation.data import CLASSNAMES_FILE, Batch, SampleFormat, find_shards, read_lines
+from openclip_ext.evaluation.features import Encoder
+from openclip_ext.evaluation.imagenet import ClassFolders
+from openclip_ext.evaluation.models import ImageTextModel, ModelError
+from openclip_ext.files import json_lines
+from openclip_ext.files.writing import output_path
+
+SVM_COSTS = (0.01, 0.1, 1.0, 10.0)
+LOGISTIC_COSTS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+FOLDS = 3
+PRESENT, DIFFICULT, ABSENT = 1, 0, -1
+
+
+@dataclass(frozen=True)
+class Split:
+    """Holds the features of one split.
+
+    Attributes:
+        features: ``(n, d)`` float32.
+        labels: ``(n,)`` class numbers for top-1; ``(n, classes)`` of `PRESENT`, `DIFFICULT` and `ABSENT` for VOC07.
+        skipped: number of images that were left out because they do not decode.
+    """
+
+    features: np.ndarray
+    labels: np.ndarray
+    classes: tuple[str, ...]
+    skipped: int = 0
+
+
+# The metrics by name, ``costs`` (the chosen costs, by class for VOC07), and for VOC07 ``per_class``, the average precisions.
+Result = dict[str, Any]
+
+
+def feature_function(model: ImageTextModel, kind: str) -> Callable[[Tensor], Tensor]:
+    """Return the function from images ``(B, 3, H, W)`` to the features ``(B, d)`` to probe.
+
+    ``backbone`` features are the pooled ones before the projection (for ModifiedResNet the global average of its last map,
+    as in the papers), and an ``embedding`` is what is compared with texts.
+    """
+    visual: Any = model.visual  # one of several classes without a common interface
+
+    def last_map(images: Tensor) -> Tensor:
+        found = visual.forward_intermediates(images, indices=1, intermediates_only=True)
+        return found["image_intermediates"][-1].mean(dim=(2, 3))
+
+    def pooled(images: Tensor) -> Tensor:
+        features = visual.trunk(images)  # pooled, unless OpenCLIP added an attention pool
+        return features.mean(dim=(2, 3)) if features.dim() == 4 else features
+
+    def without_projection(images: Tensor) -> Tensor:
+        projection, visual.proj = visual.proj, None
+        try:
+            features = visual(images)
+        finally:
+            visual.proj = projection
+        return features[0] if isinstance(features, tuple) else features
+
+    if kind == "embedding":
+        return model.encode_image
+    for attribute, function in {"layer4": last_map, "trunk": pooled, "proj": without_projection}.items():
+        if hasattr(visual, attribute):
+            return function
+    raise ModelError(
+        f"The backbone's features of a {type(visual).__name__} are not known; --features embedding works with any tower."
+    )
+
+
+def _feature_batches(encoder: Encoder, kind: str) -> Callable[[Batch], dict[str, Tensor]]:
+    """Return the function from a batch to its ``features`` ``(B, d)``, float32 on the CPU, ``order`` and ``label``."""
+    function = feature_function(encoder.model, kind)
+
+    @torch.no_grad()
+    def compute(batch: Batch) -> dict[str, Tensor]:
+        features = function(encoder.model_input(batch.images)).float().cpu()
+        if not features.isfinite().all():
+            raise ValueError("the model gives features that are not finite: its weights are broken or overflow")
+        return {"features": features, "order": batch.order, **({} if batch.labels is None else {"label": batch.labels})}
+
+    return compute
+
+
+def _read_files(
+    paths: Sequence[Path], labels: np.ndarray, classes: Sequence[str], encoder: Encoder, kind: str
+) -> Split:
+    found = encode_files(paths, encoder, _feature_batches(encoder, kind))
+    rows = found.values["order"].numpy()
+    return Split(found.values["features"].numpy(), labels[rows], tuple(classes), len(found.skipped))
+
+
+def read_voc(devkit: Path, split: str, encoder: Encoder, kind: str) -> Split:
+    """Read features and labels of a split of Pascal VOC 2007.
+
+    ``devkit`` is ``VOCdevkit/VOC2007`` or the folder above it, with ``JPEGImages`` and ``ImageSets/Main/CLASS_SPLIT.txt``,
+    whose lines hold an image's name and 1, 0 (difficult) or -1.
+    """
+    devkit = devkit / "VOC2007" if (devkit / "VOC2007").is_dir() else devkit
+    files = sorted((devkit / "ImageSets" / "Main").glob(f"*_{split}.txt"))
+    if not files:
+        raise ValueError(f"{devkit} has no ImageSets/Main/*_{split}.txt: expected the folder VOCdevkit/VOC2007.")
+    columns = [np.loadtxt(file, dtype=str, ndmin=2) for file in files]
+    names = columns[0][:, 0]
+    if any(column.shape[1] != 2 or not np.array_equal(column[:, 0], names) for column in columns):
+        raise ValueError(f"the class files of {split} in {devkit} do not list the same images, with a label each")
+    labels = np.stack([column[:, 1].astype(np.int8) for column in columns], axis=1)
+    paths = [devkit / "JPEGImages" / f"{name}.jpg" for name in names]
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise ValueError(f"{devkit / 'JPEGImages'} lacks {len(missing)} images of {split}, among them {missing[0]}")
+    return _read_files(paths, labels, [file.stem.removesuffix(f"_{split}") for file in files], encoder, kind)
+
+
+def read_labelled(path: Path, encoder: Encoder, kind: str) -> Split:
+    """Read features and labels of a folder of class folders, or of a set in DataComp's format."""
+    if (path / CLASSNAMES_FILE).is_file():
+        classes = read_lines(path / CLASSNAMES_FILE, "class names")
+        batches = encoder.batches(find_shards(path), SampleFormat(len(classes)))
+        found = encoder.collect(batches, _feature_batches(encoder, kind), path.name, None)
+        features, labels = (found.values[name].numpy() for name in ("features", "label"))
+        return Split(features, labels, tuple(classes), len(found.skipped))
+    folder = ClassFolders(path)
+    paths = [Path(name) for name, _ in folder.samples]
+    return _read_files(paths, np.array(folder.targets), folder.classes, encoder, kind)
+
+
+def probe_voc07(train: Split, test: Split, costs: Sequence[float] = SVM_COSTS) -> Result:
+    """Train a linear SVM for each class, and compute their mean average precision.
+
+    Returns:
+        ``map`` (the mean area under the precision-recall curves, as VirTex reports), ``per_class`` and ``costs``.
+    """
+    train_features, test_features = normalize(train.features), normalize(test.features)
+    per_class, chosen = {}, {}
+    svm = LinearSVC(class_weight={True: 2, False: 1}, max_iter=2000, dual="auto", random_state=0)
+    for number, name in enumerate(train.classes):
+        search = GridSearchCV(svm, {"C": list(costs)}, scoring="average_precision", cv=FOLDS)
+        search.fit(train_features, train.labels[:, number] == PRESENT)
+        counted = test.labels[:, number] != DIFFICULT
+        targets = test.labels[counted, number] == PRESENT
+        scores = search.decision_function(test_features[counted])
+        chosen[name] = search.best_params_["C"]
+        per_class[name] = float(average_precision_score(targets, scores))
+    return {
+        "map": float(np.mean(list(per_class.values()))),
+        "per_class": per_class,
+        "costs": chosen,
+    }
+
+
+def probe_top1(
+    train: Split,
+    test: Split,
+    costs: Sequence[float] = LOGISTIC_COSTS,
+    samples_per_class: int | None = None,
+    max_iterations: int = 1000,
+) -> Result:
+    """Train a multinomial logistic regression on standardized features, at most ``samples_per_class`` of each class.
+
+    ``costs`` are values of scikit-learn's C, the inverse of the weight decay; the best on a tenth of the training data is
+    used.
+    """
+    features, labels = train.features, train.labels
+    if samples_per_class is not None:
+        order = np.random.default_rng(0).permutation(len(labels))
+        kept = [order[labels[order] == label][:samples_per_class] for label in np.unique(labels)]
+        rows = np.sort(np.concatenate(kept))
+        features, labels = features[rows], labels[rows]
+    scaler = StandardScaler().fit(features)
+    features, test_features = scaler.transform(features), scaler.transform(test.features)
+
+    # The costs are compared on a held-out tenth that contains every class; the best one is then fitted to all data.
+    held_out = StratifiedShuffleSplit(1, test_size=max(len(train.classes), len(labels) // 10), random_state=0)
+    search = GridSearchCV(LogisticRegression(max_iter=max_iterations), {"C": list(costs)}, cv=held_out)
+    search.fit(features, labels)
+    return {
+        "acc1": float(search.score(test_features, test.labels)),
+        "train_acc1": float(search.score(features, labels)),
+        "costs": {"all": search.best_params_["C"]},
+    }
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the command line."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__package__}.probes",
+        description="Fit linear probes on frozen features, as in CLIP-Lite and VirTex.",
+    )
+    probes = parser.add_subparsers(dest="probe", required=True)
+    voc07 = probes.add_parser("voc07", help="Pascal VOC 2007: an SVM for each class, mean average precision")
+    voc07.add_argument("--devkit", type=Path, required=True, help="folder VOCdevkit/VOC2007")
+    top1 = probes.add_parser("top1", help="ImageNet and the like: logistic regression, top-1 accuracy")
+    top1.add_argument("--train", type=Path, required=True, help="data to train on: class folders, or DataComp's format")
+    top1.add_argument("--test", type=Path, required=True, help="data to test on: class folders, or DataComp's format")
+    top1.add_argument("--samples-per-class", type=int, help="largest number of training samples in a class")
+    top1.add_argument("--max-iterations", type=int, default=1000, help="iterations of L-BFGS (default: %(default)s)")
+    for probe, costs in ((voc07, SVM_COSTS), (top1, LOGISTIC_COSTS)):
+        add_model_arguments(probe)
+        kinds = ("backbone", "embedding")
+        probe.add_argument(
+            "--features",
+            choices=kinds,
+            default="backbone",
+            help="features to probe (default: those before the projection)",
+        )
+        probe.add_argument("--costs", type=float, nargs="+", default=costs, help=f"default: {costs}")
+        probe.add_argument("--output", type=output_path, help="JSON file to write")
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    """Compute the features, fit a probe on them, and print and write the report."""
+    args = build_parser().parse_args(argv)
+    loaded, encoder = load_encoder(args)
+    is_voc = args.probe == "voc07"
+    if is_voc:
+        train, test = (read_voc(args.devkit, split, encoder, args.features) for split in ("trainval", "test"))
+    else:
+        train, test = (read_labelled(path, encoder, args.features) for path in (args.train, args.test))
+    if train.classes != test.classes:
+        different = sorted(set(train.classes) ^ set(test.classes))[:5] or "the same names in another order"
+        raise ValueError(f"training and test data should have the same classes; they differ in {different}")
+    if is_voc:
+        result = probe_voc07(train, test, args.costs)
+    else:
+        result = probe_top1(train, test, args.costs, args.samples_per_class, args.max_iterations)
+    report = {
+        "probe": args.probe,
+        **result,
+        **loaded.origin,
+        "features": args.features,
+        "dimensions": train.features.shape[1],
+        "train_images": len(train.labels),
+        "test_images": len(test.labels),
+        "skipped_images": train.skipped + test.skipped,
+    }
+    text = json_lines.dumps(report, indent=2)
+    print(text)
+    if args.output:
+        args.output.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    command_line.run(main)

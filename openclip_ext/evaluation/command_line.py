@@ -1,0 +1,76 @@
+"""Share the arguments of all evaluations: the model, and how to run it."""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+
+from openclip_ext.cli.command_line import count
+from openclip_ext.cli.command_line import device as device_name
+from openclip_ext.data.processes import available_cores
+from openclip_ext.evaluation.features import PRECISIONS, Encoder, resolve_precision
+from openclip_ext.evaluation.models import MODEL_OPTIONS, LoadedModel, load_model
+from openclip_ext.evaluation.run_folder import newest_checkpoint, read_config
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, takes_run: bool = False) -> None:
+    """Add the arguments that `load_encoder` reads; with ``takes_run`` a run folder says model and checkpoint."""
+    if takes_run:
+        parser.add_argument("run", nargs="?", type=Path, help="run folder LOGS/NAME: its model and newest checkpoint")
+    parser.add_argument(
+        "--model", required=not takes_run, help="OpenCLIP's name of the model, also hf-hub: or local-dir: names"
+    )
+    parser.add_argument("--checkpoint", help="checkpoint file, or a pretrained tag of the model")
+    parser.add_argument("--batch-size", type=count, default=256, help="number of images, or of texts, in a batch")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        # The processes of torchrun on one machine share its cores.
+        default=max(1, min(16, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))),
+        help="number of images decoded in parallel (default: one per core, at most 16)",
+    )
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument(
+        "--device", type=device_name, default=default, help="cpu, cuda or cuda:N (default: cuda if there is a GPU)"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default="datacomp",
+        help="datacomp: as DataComp's harness on CUDA (texts, and in retrieval images too, in autocast), float32 on "
+        "CPU; fp32: float32 everywhere; amp: autocast everywhere (CUDA)",
+    )
+    group = parser.add_argument_group(
+        "model options", "as in training with OpenCLIP; the defaults are those of the checkpoint's run"
+    )
+    group.add_argument("--model-config", help="JSON of a model that OpenCLIP does not ship")
+    group.add_argument("--force-quick-gelu", action="store_true", default=None)
+    group.add_argument("--force-custom-text", action="store_true", default=None)
+    group.add_argument("--force-image-size", type=int)
+    group.add_argument("--force-context-length", type=int)
+    group.add_argument("--image-mean", type=float, nargs=3)
+    group.add_argument("--image-std", type=float, nargs=3)
+    group.add_argument("--image-interpolation", choices=("bicubic", "bilinear", "random"))
+    group.add_argument("--image-resize-mode", choices=("shortest", "longest", "squash"))
+
+
+def load_encoder(args: argparse.Namespace, show_progress: bool = True) -> tuple[LoadedModel, Encoder]:
+    """Load the model that the arguments of `add_model_arguments` name, and prepare to encode with it."""
+    if getattr(args, "run", None) is not None:
+        if args.model or args.checkpoint:
+            raise ValueError("a run folder says its model and checkpoint: leave out --model and --checkpoint")
+        args.model, args.checkpoint = read_config(args.run)["flags"]["model"], str(newest_checkpoint(args.run))
+    if args.model is None:
+        raise ValueError("no model given: expected a run folder LOGS/NAME, or --model and --checkpoint")
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        if device.index is None:  # under torchrun each process takes its own GPU
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    precision = resolve_precision(args.precision, device)
+    options = {name: getattr(args, name) for name in MODEL_OPTIONS}
+    loaded = load_model(args.model, args.checkpoint, device, args.model_config, **options)
+    model, preprocess, tokenizer = loaded.model, loaded.preprocess, loaded.tokenizer
+    batches = (args.batch_size, args.workers)
+    return loaded, Encoder(model, preprocess, tokenizer, device, precision, *batches, show_progress=show_progress)

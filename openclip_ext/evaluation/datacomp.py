@@ -1,0 +1,178 @@
+"""Evaluate a checkpoint on DataComp's 40 tasks: ``python -m eval.datacomp``.
+
+The exit status is 0 if all tasks have a result (without ``--tasks``, missing data sets are reported and do not count), 1 if a
+task failed or a task named with ``--tasks`` is missing, and 2 if nothing could be evaluated.
+"""
+
+import argparse
+import datetime
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from openclip_ext import distributed
+from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder
+from openclip_ext.evaluation.data import DataError, task_folder
+from openclip_ext.evaluation.features import Encoder
+from openclip_ext.evaluation.models import LoadedModel
+from openclip_ext.evaluation.results import EvaluationIdentity, ResultFile
+from openclip_ext.evaluation.runner import evaluate_task
+from openclip_ext.evaluation.summary import summary, summary_text
+from openclip_ext.evaluation.tasks import SUITES, Task, select_tasks
+from openclip_ext.files.writing import output_path, write_atomically
+
+SUMMARY_FILE = "eval_summary.json"
+logger = logging.getLogger("eval.datacomp")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="openclip-ext evaluate",
+        description="Evaluate a checkpoint on DataComp's 40 tasks (the average is over 38). Several processes under "
+        "torchrun share the tasks. A second run continues where the first stopped.",
+        epilog="Exit status: 0 all done; 1 a task failed, or one named with --tasks is missing; 2 nothing evaluated.",
+    )
+    add_model_arguments(parser, takes_run=True)
+    parser.add_argument(
+        "--data-dir", type=Path, required=True, help="folder with the wds_*_test folders (see eval.download)"
+    )
+    parser.add_argument(
+        "--tasks", nargs="+", metavar="TASK", help=f"keys such as vtab/pets, or {', '.join(SUITES)}; default: all 40"
+    )
+    parser.add_argument(
+        "--output-dir", type=output_path, help="folder for the results; default: RUN/datacomp/CHECKPOINT"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="also evaluate tasks that have a result")
+    parser.add_argument(
+        "--allow-size-mismatch",
+        action="store_true",
+        help="also score data whose number of samples or classes is not DataComp's; the summary says so",
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return the exit status; report a user's mistake in one line on stderr."""
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    logger.setLevel(logging.INFO)
+    args = parse_args(argv)
+    try:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            # The processes exchange only task lists and failures, so gloo is enough. Waiting for the others may take hours.
+            dist.init_process_group("gloo", timeout=datetime.timedelta(days=7))
+        return evaluate(args)
+    except (ValueError, OSError) as error:
+        logger.error(error)
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Evaluate the tasks and print the summary; return the exit status. ValueError if nothing can be evaluated."""
+    tasks = select_tasks([name for entry in args.tasks or () for name in entry.split(",")])
+    missing = [task.key for task in tasks if not (args.data_dir / task.folder).is_dir()]
+    if len(missing) == len(tasks):
+        raise ValueError(_wrong_folder(tasks, args.data_dir))
+    loaded, encoder = load_encoder(args, show_progress=distributed.is_master())
+    identity = EvaluationIdentity.of(loaded, encoder.precision, args.allow_size_mismatch)
+    results = ResultFile(args.output_dir or default_output_dir(loaded), identity, loaded.checkpoint)
+    todo = [task for task in tasks if task.key not in missing]
+    todo = distributed.broadcast_object(_without_results(todo, results, args) if distributed.is_master() else None)
+    share = share_tasks(todo, distributed.world_size())[distributed.rank()]
+    failed: dict[str, str] = {}
+    for part in distributed.all_gather_object(evaluate_tasks(share, args, encoder, results)):
+        failed.update(part)
+    # A task may have been evaluated before its data was removed.
+    lines = results.lines()
+    evaluated = {line["key"] for line in lines}
+    missing = [key for key in missing if key not in evaluated]
+    if distributed.is_master():
+        content = json.dumps(summary(lines, failed, missing), indent=2, allow_nan=False) + "\n"
+        write_atomically(results.folder / SUMMARY_FILE, lambda stream: stream.write(content.encode()))
+        print(summary_text(lines, failed, missing, args.data_dir), f"Results: {results.path}", sep="\n\n", flush=True)
+    return 1 if failed or (args.tasks and missing) else 0
+
+
+def evaluate_tasks(
+    tasks: Sequence[Task], args: argparse.Namespace, encoder: Encoder, results: ResultFile
+) -> dict[str, str]:
+    """Evaluate tasks one after another, and store each result at once; a task that fails does not stop the others.
+
+    Returns:
+        The reasons of the tasks that failed, by key.
+    """
+    failed = {}
+    bar = tqdm(tasks, desc="tasks", unit="task", position=0, disable=not encoder.show_progress)
+    with logging_redirect_tqdm(), bar:
+        for task in bar:
+            bar.set_postfix_str(task.name)
+            started = time.perf_counter()
+            try:
+                result = evaluate_task(task, args.data_dir, encoder, args.allow_size_mismatch)
+                seconds = time.perf_counter() - started
+                results.add(task, task_folder(task, args.data_dir), result, seconds)
+            except Exception as error:
+                known = isinstance(error, DataError)
+                failed[task.key] = str(error) if known else f"{type(error).__name__}: {error}"
+                logger.error(f"{task.name}: {failed[task.key]}", exc_info=not known)
+                continue
+            score = result.metrics["main_metric"]
+            shown = "no main metric" if score is None else f"{task.main_metric} {score:.4f}"
+            logger.info(f"{task.name}: {shown} ({result.samples} samples in {seconds:.1f} s)")
+            if result.skipped:
+                logger.warning(f"{task.name}: {len(result.skipped)} images do not decode, {result.skipped[0]}")
+    return failed
+
+
+def share_tasks(tasks: Sequence[Task], processes: int) -> list[list[Task]]:
+    """Split tasks among processes: the largest first, each to the process that has the least to do.
+
+    Each share begins with its smallest tasks, so that errors appear early.
+    """
+    shares: list[list[Task]] = [[] for _ in range(processes)]
+    for task in sorted(tasks, key=lambda task: task.size, reverse=True):
+        min(shares, key=lambda share: sum(other.size for other in share)).append(task)
+    return [share[::-1] for share in shares]
+
+
+def default_output_dir(loaded: LoadedModel) -> Path:
+    """Return ``RUN/datacomp/epoch_K`` for ``RUN/checkpoints/epoch_K.pt``, or a folder named after model and tag."""
+    checkpoint = Path(loaded.checkpoint)
+    if not checkpoint.is_file():
+        return Path("datacomp") / f"{loaded.name}-{loaded.checkpoint}".replace("/", "-").replace(":", "-")
+    folder = checkpoint.parent
+    return (folder.parent if folder.name == "checkpoints" else folder) / "datacomp" / checkpoint.stem
+
+
+def _wrong_folder(tasks: Sequence[Task], data_dir: Path) -> str:
+    if not data_dir.is_dir():
+        return f"--data-dir {data_dir} is not a folder."
+    found = sorted(path.name for path in data_dir.iterdir())
+    shown = ", ".join(found[:5]) or "nothing"
+    return f"--data-dir {data_dir} has none of the {len(tasks)} tasks, such as {tasks[0].folder}; in it: {shown}."
+
+
+def _without_results(tasks: Sequence[Task], results: ResultFile, args: argparse.Namespace) -> list[Task]:
+    results.open()
+    done = set() if args.overwrite else results.completed(tasks, args.data_dir)
+    if done:
+        logger.info(f"{len(done)} of {len(tasks)} tasks have results of this model already: {results.path}")
+    todo = [task for task in tasks if task.key not in done]
+    # If an evaluation fails, no older number may stand in for it.
+    results.discard(task.key for task in todo)
+    return todo
+
+
+if __name__ == "__main__":
+    sys.exit(main())

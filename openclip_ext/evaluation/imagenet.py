@@ -1,0 +1,124 @@
+"""Zero-shot classification of ImageNet and ImageNet-V2 (``--imagenet-val``, ``--imagenet-v2``).
+
+The classifier, the arithmetic and the names of the metrics are OpenCLIP's. Its own script stops with numpy 2.4 and later
+(``TypeError: only 0-dimensional arrays``), and needs a package that is not on PyPI to read ImageNet-V2.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import open_clip
+import torch
+from timm.data import ImageNetInfo
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from openclip_ext import compat
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.data.processes import begin_worker
+
+TOP_K = (1, 5)
+# Where the images are in the folder of --imagenet-v2: moved there by OpenCLIP's reader, or as unpacked from the archive.
+_V2_FOLDERS = ("ImageNetV2-matched-frequency", "imagenetv2-matched-frequency-format-val")
+
+
+class ClassFolders(ImageFolder):
+    """Images in one folder for each class. Names that begin with a dot are skipped, at any depth."""
+
+    def __init__(self, root: str | Path, transform: Callable | None = None) -> None:
+        super().__init__(root, transform, is_valid_file=lambda path: self._is_image(Path(path)))
+
+    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+        names = [name for name in super().find_classes(directory)[0] if not name.startswith(".")]
+        return names, self.number(names)
+
+    def number(self, names: list[str]) -> dict[str, int]:
+        """Return the classes' numbers by the sorted names of their folders; raise ValueError for other classes."""
+        return {name: number for number, name in enumerate(names)}
+
+    def _is_image(self, path: Path) -> bool:
+        inside = path.relative_to(self.root).parts
+        return path.suffix.lower() in IMG_EXTENSIONS and not any(part.startswith(".") for part in inside)
+
+
+class ImageNetFolders(ClassFolders):
+    """Images of ImageNet's 1000 classes, in folders named by WordNet (``n01440764``) or by number (``0`` to ``999``)."""
+
+    def number(self, names: list[str]) -> dict[str, int]:
+        synsets = {name: number for number, name in enumerate(ImageNetInfo().label_names())}
+        numbers = {name: int(name) if name.isdecimal() else synsets.get(name, -1) for name in names}
+        if len(names) != len(synsets) or set(numbers.values()) != set(synsets.values()):
+            others = [name for name, number in numbers.items() if number not in synsets.values()]
+            raise ValueError(
+                f"found {len(names)} class folders, {others[0] if others else names[0]} among them; expected ImageNet's 1000: "
+                "n01440764, ... or 0 to 999"
+            )
+        return numbers
+
+
+def imagenet_loader(
+    flag: str, folder: str, preprocess: Callable, batch_size: int, workers: int
+) -> DataLoader[tuple[Tensor, Tensor]]:
+    """Return batches of images and the numbers of their classes; ``flag`` names the folder's flag."""
+    root = Path(folder)
+    if flag == "--imagenet-v2":
+        root = next((root / name for name in _V2_FOLDERS if (root / name).is_dir()), root)
+    try:
+        images = ImageNetFolders(root, preprocess)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{flag} {folder}: expected a folder of images for each class ({error})") from error
+    pin_memory = torch.cuda.is_initialized()
+    return DataLoader(images, batch_size, num_workers=workers, worker_init_fn=begin_worker, pin_memory=pin_memory)
+
+
+@dataclass(frozen=True)
+class ImageNetZeroShot:
+    """Zero-shot accuracy on ImageNet and ImageNet-V2, under OpenCLIP's names.
+
+    Attributes:
+        loaders: by the name in the metrics, ``imagenet`` or ``imagenetv2``.
+    """
+
+    loaders: Mapping[str, Iterable[tuple[Tensor, Tensor]]]
+    tokenizer: Callable
+    device: torch.device
+    precision: str = "fp32"
+    name: str = "imagenet-zero-shot"
+
+    @torch.no_grad()
+    def run(self, model: nn.Module) -> dict[str, float]:
+        """Measure the model, which is in evaluation mode."""
+        with self._autocast():
+            classifier = open_clip.build_zero_shot_classifier(
+                model,
+                tokenizer=self.tokenizer,
+                classnames=open_clip.IMAGENET_CLASSNAMES,
+                templates=open_clip.OPENAI_IMAGENET_TEMPLATES,
+                num_classes_per_batch=10,
+                device=self.device,
+            )
+        metrics: dict[str, float] = {}
+        for name, loader in self.loaders.items():
+            correct, count = torch.zeros(len(TOP_K), dtype=torch.int64, device=self.device), 0
+            for images, labels in loader:
+                correct += self._correct(model, classifier, *(part.to(self.device) for part in (images, labels)))
+                count += len(images)
+            shares = (correct.double() / count).tolist()
+            metrics |= {f"{name}-zeroshot-val-top{k}": share for k, share in zip(TOP_K, shares, strict=True)}
+        return metrics
+
+    def _autocast(self) -> AbstractContextManager:
+        return compat.autocast_context(self.precision, self.device)()
+
+    def _correct(self, model: nn.Module, classifier: Tensor, images: Tensor, labels: Tensor) -> Tensor:
+        """Count the images whose class is among the first ``k``, for each of :data:`TOP_K`."""
+        with self._autocast():
+            logits = (
+                100.0 * model(image=images.to(open_clip.get_input_dtype(self.precision)))["image_features"] @ classifier
+            )
+        found = logits.topk(max(TOP_K), dim=1).indices == labels[:, None]
+        return torch.stack([found[:, :k].sum() for k in TOP_K])

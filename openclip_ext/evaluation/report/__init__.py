@@ -1,0 +1,1 @@
+"""Compare runs in tables and charts."""

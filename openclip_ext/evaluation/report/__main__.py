@@ -1,0 +1,70 @@
+"""Compare runs in tables and on one HTML page: ``openclip-ext report RUN RUN ... --output FOLDER``."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from openclip_ext.cli import command_line
+from openclip_ext.evaluation.report.page import build_page
+from openclip_ext.evaluation.report.runs import EvaluatedRun, read_runs
+from openclip_ext.evaluation.report.tables import build_rows, comma_separated, markdown
+from openclip_ext.evaluation.report.training import differing_settings, markdown_table, overview, validation
+from openclip_ext.files.writing import output_path
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the command line."""
+    parser = argparse.ArgumentParser(
+        prog="openclip-ext report",
+        description="Compare runs side by side: settings that differ, time, curves, validation, and DataComp's tasks if they "
+        "were evaluated. The report is report.md, report.csv and report.html (one file that needs no network). The first "
+        "run is the baseline of the others.",
+    )
+    parser.add_argument(
+        "results",
+        nargs="+",
+        metavar="[NAME=]PATH",
+        help="a run folder (LOGS/NAME), eval_results.jsonl, or a folder with one. Several paths with the same NAME are "
+        "repeats of one run, shown as mean and standard deviation; differences have intervals if the seeds are the same",
+    )
+    parser.add_argument(
+        "--output", type=output_path, default=Path("report"), help="folder of the report (default: %(default)s)"
+    )
+    parser.add_argument("--title", default="Evaluation report", help="title of the page (default: %(default)s)")
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    """Write the tables and the page, and print what training logged and the averages."""
+    args = build_parser().parse_args(argv)
+    runs = read_runs(args.results)
+    evaluated = [run for run in runs if run.checkpoints]
+    rows = build_rows(evaluated) if evaluated else []
+    args.output.mkdir(parents=True, exist_ok=True)
+    tables = training_tables([run for run in runs if run.logs])
+    files = {"report.html": build_page(runs, rows, args.title)}
+    if evaluated:
+        tables.append(markdown(evaluated, rows))
+        files["report.csv"] = comma_separated(evaluated)
+    files["report.md"] = "\n".join(tables)
+    for name, content in files.items():
+        (args.output / name).write_text(content, encoding="utf-8")
+    if evaluated:
+        tables[-1] = markdown(evaluated, [row for row in rows if row.is_group])
+    print("\n".join(tables))
+    print(f"Written: {', '.join(str(args.output / name) for name in sorted(files))}")
+
+
+def training_tables(runs: Sequence[EvaluatedRun]) -> list[str]:
+    """Return the tables of what training logged that have rows."""
+    names = [run.name for run in runs]
+    tables = (
+        ("settings that differ", differing_settings(runs)),
+        ("training", overview(runs) if runs else []),
+        ("last validation", validation(runs)),
+    )
+    return [markdown_table(title, names, rows) for title, rows in tables if rows]
+
+
+if __name__ == "__main__":
+    command_line.run(main)

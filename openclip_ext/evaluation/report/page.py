@@ -1,0 +1,145 @@
+"""Make one HTML page of the comparison that fetches nothing: tables, differences by task, and learning curves."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from openclip_ext.evaluation.report import training
+from openclip_ext.evaluation.report.runs import Checkpoint, EvaluatedRun, Value
+from openclip_ext.evaluation.report.tables import (
+    Row,
+    cell_table,
+    describe_run,
+    format_difference,
+    format_value,
+    size_note,
+)
+from openclip_ext.evaluation.tasks import GROUPS, TASKS
+from openclip_ext.pages import charts
+from openclip_ext.pages.charts import Bar, Curve, bar_chart, line_chart
+from openclip_ext.pages.rendering import render_page
+
+# A difference of so many standard errors is called better or worse.
+_CLEAR = 2.0
+# The three panels of NeuCLIP's Figure 1 come first; the other groups and the tasks are folded away.
+_MAIN_GROUPS = (
+    "DataComp average (38)",
+    "ImageNet & variants (7)",
+    "Retrieval, NeuCLIP and AmorLIP (Flickr, MSCOCO)",
+)
+
+
+def build_page(runs: Sequence[EvaluatedRun], rows: Sequence[Row], title: str) -> str:
+    """Build the page; ``rows`` are of the runs with checkpoints."""
+    trained, evaluated = [run for run in runs if run.logs], [run for run in runs if run.checkpoints]
+    named = [(charts.color(number), run.name) for number, run in enumerate(runs)]
+    return render_page(
+        "report.html",
+        title,
+        runs=[describe_run(run) if run.checkpoints else run.name for run in runs],
+        protocols_differ=_protocols_differ(evaluated),
+        training=_training(trained),
+        training_curves=training.curves(trained),
+        averages=cell_table(evaluated, [row for row in rows if row.is_group]) if evaluated else [],
+        tasks=cell_table(evaluated, [row for row in rows if not row.is_group]) if evaluated else [],
+        note=size_note(rows),
+        repeated=any(len(run.final.repeats) > 1 for run in evaluated),
+        baseline=evaluated[0].name if evaluated else "",
+        differences=[found for index in range(1, len(evaluated)) if (found := _differences(evaluated, rows, index))],
+        curves=_learning_curves(evaluated),
+        legend=[entry for entry, run in zip(named, runs, strict=True) if run.checkpoints],
+        trained_legend=[(charts.color(number), run.name) for number, run in enumerate(trained)],
+    )
+
+
+def _training(runs: Sequence[EvaluatedRun]) -> list[list[list[str]]]:
+    """Return the tables of what training logged, each with its head."""
+    names = [run.name for run in runs]
+    found = (
+        ("setting", training.differing_settings(runs)),
+        ("training", training.overview(runs) if runs else []),
+        ("last validation", training.validation(runs)),
+    )
+    return [[[title, *names], *rows] for title, rows in found if rows]
+
+
+def _protocols_differ(runs: Sequence[EvaluatedRun]) -> bool:
+    """Return whether precision or protocol differ; the model's name, which is a protocol's first word, may differ."""
+    found = {
+        frozenset(name if name.startswith("evaluation") else name.partition(" ")[2] for name in run.final.protocols)
+        for run in runs
+    }
+    return len(found) > 1
+
+
+def _differences(runs: Sequence[EvaluatedRun], rows: Sequence[Row], index: int) -> dict[str, Any] | None:
+    """Return a run's differences to the baseline, or None if they have no task in common.
+
+    There are those of the averages (AmorLIP's Figure 1) and those of the tasks, sorted (its Figure 2).
+    """
+    averages = _bars((row for row in rows if row.is_group), index, runs)
+    bars = sorted(
+        _bars((row for row in rows if row.key in TASKS), index, runs), key=lambda bar: bar.value, reverse=True
+    )
+    if not bars:
+        return None
+    title = f"{runs[index].name} − {runs[0].name}, percentage points"
+    return {
+        "name": runs[index].name,
+        "tasks": len(bars),
+        "better": sum(bar.value > _CLEAR * bar.error for bar in bars),
+        "worse": sum(bar.value < -_CLEAR * bar.error for bar in bars),
+        "charts": [bar_chart(drawn, title) for drawn in (averages, bars) if drawn],
+    }
+
+
+def _bars(rows: Iterable[Row], index: int, runs: Sequence[EvaluatedRun]) -> list[Bar]:
+    bars = []
+    for row in rows:
+        difference = row.differences()[index]
+        if difference is not None:
+            before, after = format_value(row.cells[0]), format_value(row.cells[index])
+            errors = [] if row.is_group else [run.final.standard_error(row.key) for run in (runs[0], runs[index])]
+            error = 100 * math.hypot(*(value or 0.0 for value in errors))
+            spread = f", standard error {error:.2f}" if error else ""
+            hint = f"{row.title} ({row.metric}): {before} → {after}{spread}"
+            text = format_difference(difference) + (f" ± {error:.2f}" if error else "")
+            bars.append(Bar(row.title, 100 * difference, text, hint, error))
+    return bars
+
+
+def _learning_curves(runs: Sequence[EvaluatedRun]) -> dict[str, list[Markup]]:
+    """Draw charts over the checkpoints: those of NeuCLIP's Figure 1, then all other groups and tasks."""
+    x_title, x_of = _horizontal(runs)
+
+    def charts_of(titles: Mapping[str, str], score: Callable[[Checkpoint, str], Value | None]) -> list[Markup]:
+        found = []
+        for key, title in titles.items():
+            curves = []
+            for number, run in enumerate(runs):
+                scored = [(x_of(run, entry), score(entry, key)) for entry in run.checkpoints]
+                points = [(x, 100 * value.mean) for x, value in scored if x is not None and value is not None]
+                curves.append(Curve(run.name, points, number))
+            curves = [curve for curve in curves if curve.points]
+            if any(len(curve.points) > 1 for curve in curves):
+                found.append(line_chart(curves, x_title, title))
+        return found
+
+    others = {title: title for title in GROUPS if title not in _MAIN_GROUPS}
+    return {
+        "main": charts_of({title: title for title in _MAIN_GROUPS}, Checkpoint.average),
+        "groups": charts_of(others, Checkpoint.average),
+        "tasks": charts_of({key: task.name for key, task in TASKS.items()}, Checkpoint.score),
+    }
+
+
+def _horizontal(runs: Sequence[EvaluatedRun]) -> tuple[str, Callable[[EvaluatedRun, Checkpoint], float | None]]:
+    """Return the horizontal axis: samples if all checkpoints have them, else epochs, else the order of checkpoints."""
+    checkpoints = [checkpoint for run in runs for checkpoint in run.checkpoints]
+    if all(checkpoint.samples is not None for checkpoint in checkpoints):
+        return "samples seen", lambda run, checkpoint: checkpoint.samples
+    if all(checkpoint.epoch is not None for checkpoint in checkpoints):
+        return "epochs", lambda run, checkpoint: checkpoint.epoch
+    return "checkpoint", lambda run, checkpoint: run.checkpoints.index(checkpoint) + 1

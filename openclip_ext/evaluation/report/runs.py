@@ -1,0 +1,232 @@
+"""Read the runs to compare: result files, run folders, and repeats of a run with other seeds."""
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from openclip_ext.evaluation.report.training import METRICS_FILE, SUITE_PREFIX, TrainingLog, read_log
+from openclip_ext.evaluation.results import RESULTS_FILE, read_results
+from openclip_ext.evaluation.summary import has_other_size, main_metrics
+from openclip_ext.evaluation.tasks import GROUPS, TASKS
+from openclip_ext.files import json_lines
+
+_CHECKPOINT_NAME = re.compile(r"epoch_(\d+)(?:_step_(\d+))?$")
+
+
+@dataclass(frozen=True)
+class Value:
+    """Holds a number of a checkpoint: the mean over repeats of the run, and their sample standard deviation."""
+
+    mean: float
+    deviation: float | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Holds the results of one checkpoint.
+
+    Attributes:
+        label: ``epoch_3``, or the name of the folder or file that holds the results.
+        repeats: for each repeat of the run, the main metrics by key of the task.
+        epoch: number of completed epochs; None if unknown.
+        samples: number of training samples seen; None if unknown.
+        protocols: model, precision and protocol of the numbers.
+        other_sizes: keys of tasks whose data does not have DataComp's size.
+        samples_of: number of evaluated samples of each task, by key.
+    """
+
+    label: str
+    repeats: tuple[Mapping[str, float], ...]
+    epoch: int | None = None
+    samples: int | None = None
+    protocols: frozenset[str] = frozenset()
+    other_sizes: frozenset[str] = frozenset()
+    samples_of: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def tasks(self) -> list[str]:
+        """Return the keys that every repeat has a number for, in DataComp's order; unknown keys come last."""
+        common = set.intersection(*(set(scores) for scores in self.repeats))
+        return [key for key in TASKS if key in common] + sorted(common - set(TASKS))
+
+    def score(self, key: str) -> Value | None:
+        """Return the main metric of a task, or None unless every repeat has it."""
+        return self._mean([key])
+
+    def average(self, title: str) -> Value | None:
+        """Return the mean over a group of `eval.tasks.GROUPS`, or None unless every repeat has all of the group."""
+        return self._mean(GROUPS[title])
+
+    def _mean(self, keys: Sequence[str]) -> Value | None:
+        if not all(key in scores for scores in self.repeats for key in keys):
+            return None
+        means = [sum(scores[key] for key in keys) / len(keys) for scores in self.repeats]
+        return Value(statistics.fmean(means), statistics.stdev(means) if len(means) > 1 else None)
+
+    def standard_error(self, key: str) -> float | None:
+        """Return the standard error of a task's metric as a share of its samples; None if their number is unknown."""
+        score = self.score(key)
+        count = self.samples_of.get(key) or (TASKS[key].size if key in TASKS and key not in self.other_sizes else 0)
+        return None if score is None or not count else math.sqrt(max(score.mean * (1 - score.mean), 0) / count)
+
+    def missing(self, title: str) -> list[str]:
+        """Return the keys of a group that some repeat lacks."""
+        return [key for key in GROUPS[title] if any(key not in scores for scores in self.repeats)]
+
+
+@dataclass(frozen=True)
+class EvaluatedRun:
+    """A run of the comparison.
+
+    Attributes:
+        checkpoints: those with results of DataComp's tasks, in the order of training; none if nothing was evaluated.
+        logs: the training logs of the run and its repeats; none if only result files were given.
+    """
+
+    name: str
+    checkpoints: tuple[Checkpoint, ...]
+    logs: tuple[TrainingLog, ...] = ()
+
+    @property
+    def final(self) -> Checkpoint:
+        """Return the last of the checkpoints with the most tasks."""
+        return max(reversed(self.checkpoints), key=lambda checkpoint: len(checkpoint.tasks))
+
+
+def read_runs(arguments: Iterable[str]) -> list[EvaluatedRun]:
+    """Read the runs that a user named by ``PATH`` or ``NAME=PATH``; paths with the same NAME are repeats of one run.
+
+    A path is a result file, a folder with one, or a run folder, which has results in ``datacomp/CHECKPOINT/`` and those of
+    evaluation during training in ``metrics.jsonl``.
+    """
+    given = [_name_and_path(argument) for argument in arguments]
+    places = [path.resolve() for _, path in given]
+    for (_, path), place in zip(given, places, strict=True):
+        if places.count(place) > 1:
+            raise ValueError(f"{path} is given twice: give each run once.")
+    runs = [_read_run(path) for _, path in given]
+    names = [name or run.name for (name, _), run in zip(given, runs, strict=True)]
+    named: dict[str, list[EvaluatedRun]] = {}
+    for (name, path), place, run in zip(given, places, runs, strict=True):
+        if not name:  # folders with equal names are different runs, since only the user knows what is a repeat
+            name = run.name if names.count(run.name) == 1 else str(place if str(path) in names else path)
+        named.setdefault(name, []).append(run)
+    return [_merge(name, repeats) for name, repeats in named.items()]
+
+
+def _name_and_path(argument: str) -> tuple[str, Path]:
+    """Split ``NAME=PATH``; the name is empty if there is none."""
+    name, separator, path = argument.partition("=")
+    return (name, Path(path)) if separator and not Path(argument).exists() else ("", Path(argument))
+
+
+def _read_run(path: Path) -> EvaluatedRun:
+    if path.is_file():
+        return EvaluatedRun(_name(path.parent), (_from_file(path, path.stem),))
+    if not path.is_dir():
+        raise ValueError(f"{path} does not exist: expected a result file ({RESULTS_FILE}) or a run folder.")
+    if (path / RESULTS_FILE).is_file():
+        return EvaluatedRun(_name(path), (_from_file(path / RESULTS_FILE, path.name),))
+    records = [line for line in json_lines.read(path / METRICS_FILE) if "step" in line and "epoch" in line]
+    found = {}
+    for record in records:
+        scores = {key: record.get("evaluation", {}).get(f"{SUITE_PREFIX}{key}") for key in TASKS}
+        scores = {key: score for key, score in scores.items() if score is not None}
+        if scores:
+            label = f"epoch_{record['epoch']}"
+            found[label] = Checkpoint(label, (scores,), protocols=frozenset({"evaluation during training"}))
+    for file in sorted([*path.glob(f"datacomp/*/{RESULTS_FILE}"), *path.glob(f"*/{RESULTS_FILE}")]):
+        label = file.parent.name
+        from_file = _from_file(file, label)
+        # A full evaluation of the checkpoint replaces that during training.
+        if label not in found or len(from_file.tasks) >= len(found[label].tasks):
+            found[label] = from_file
+    log = read_log(path)
+    if not found and log is None:
+        content = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        raise ValueError(
+            f"{path} is no run folder and has no results: expected {METRICS_FILE}, {RESULTS_FILE} or "
+            f"datacomp/CHECKPOINT/{RESULTS_FILE}, found {content}."
+        )
+    training = [record for record in records if "loss" in record]
+    placed = [_place(entry, training) for entry in found.values()]
+    checkpoints = sorted(
+        placed, key=lambda one: (math.inf if one.epoch is None else one.epoch, one.samples or 0, one.label)
+    )
+    return EvaluatedRun(path.resolve().name, tuple(checkpoints), () if log is None else (log,))
+
+
+def _name(folder: Path) -> str:
+    """Return ``RUN/epoch_3`` for ``RUN/datacomp/epoch_3``."""
+    parts = [part for part in folder.resolve().parts[-3:] if part != "datacomp"]
+    return "/".join(parts[-2:])
+
+
+def _from_file(path: Path, label: str) -> Checkpoint:
+    lines = read_results(path)
+    if not lines:
+        raise ValueError(f"{path} holds no results.")
+    runs = {
+        " ".join(str(line["run"][name]) for name in ("model", "precision", "protocol") if name in line["run"])
+        for line in lines
+        if isinstance(line.get("run"), dict)
+    }
+    other_sizes = frozenset(line["key"] for line in lines if has_other_size(line))
+    samples_of = {line["key"]: line["found"] for line in lines if isinstance(line.get("found"), int)}
+    return Checkpoint(
+        label, (main_metrics(lines),), protocols=frozenset(runs), other_sizes=other_sizes, samples_of=samples_of
+    )
+
+
+def _place(checkpoint: Checkpoint, training: Sequence[Mapping[str, Any]]) -> Checkpoint:
+    """Add epoch and samples of a checkpoint. The trainer logs the last step of every epoch, so the samples are exact."""
+    match = _CHECKPOINT_NAME.match(checkpoint.label)
+    if match is None:
+        return checkpoint
+    epoch, step = int(match[1]), match[2]
+    if step is not None:
+        samples = _samples_after(int(step), training)
+    else:
+        samples = max((record["samples"] for record in training if record["epoch"] < epoch), default=None)
+    return replace(checkpoint, epoch=epoch, samples=samples)
+
+
+def _samples_after(step: int, training: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the samples of so many steps: as logged, and from there on with the batch of the next logged step."""
+    before = [record for record in training if record["step"] < step]
+    after = next((record for record in training if record["step"] >= step - 1), before[-1] if before else None)
+    if after is None:
+        return None
+    steps, samples = (before[-1]["step"] + 1, before[-1]["samples"]) if before else (0, 0)
+    return samples + (step - steps) * after["global_batch"]
+
+
+def _merge(name: str, repeats: Sequence[EvaluatedRun]) -> EvaluatedRun:
+    """Merge repeats of a run: the checkpoints that all of them have, or the only checkpoint of each."""
+    logs = tuple(log for run in repeats for log in run.logs)
+    if len(repeats) == 1 or not any(run.checkpoints for run in repeats):
+        return EvaluatedRun(name, repeats[0].checkpoints, logs)
+    by_label = [{checkpoint.label: checkpoint for checkpoint in run.checkpoints} for run in repeats]
+    common = [label for label in by_label[0] if all(label in other for other in by_label)]
+    if all(len(run.checkpoints) == 1 for run in repeats):
+        checkpoints = [_merge_checkpoints([run.checkpoints[0] for run in repeats])]
+    elif common:
+        checkpoints = [_merge_checkpoints([found[label] for found in by_label]) for label in common]
+    else:
+        labels = "; ".join(", ".join(found) or "none" for found in by_label)
+        raise ValueError(f"the {len(repeats)} repeats of {name} have no checkpoint in common, they have: {labels}")
+    return EvaluatedRun(name, tuple(checkpoints), logs)
+
+
+def _merge_checkpoints(parts: Sequence[Checkpoint]) -> Checkpoint:
+    return replace(
+        parts[0],
+        label=", ".join(dict.fromkeys(part.label for part in parts)),
+        repeats=tuple(scores for part in parts for scores in part.repeats),
+        protocols=frozenset().union(*(part.protocols for part in parts)),
+        other_sizes=frozenset().union(*(part.other_sizes for part in parts)),
+    )

@@ -1,0 +1,182 @@
+"""Make tables of the comparison: Markdown for people, CSV for programs."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from openclip_ext.evaluation.report.runs import Checkpoint, EvaluatedRun, Value
+from openclip_ext.evaluation.tasks import AVERAGED, GROUPS, TASKS
+
+# OpenCLIP's title of the average over 38 tasks.
+OPENCLIP_AVERAGE = "Average perf. on 38 datasets"
+_AVERAGE, _IMAGENET = "DataComp average (38)", "ImageNet 1k"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Holds the numbers of a task or of a group average.
+
+    Attributes:
+        key: key of the task, or title of the group.
+        metric: the task's main metric; ``average`` for a group.
+        cells: for each run its number, or a text in its place (``partial 12/38``, ``-``).
+        notes: for each run a remark on the number, mostly empty.
+    """
+
+    title: str
+    key: str
+    metric: str
+    cells: tuple[Value | str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def is_group(self) -> bool:
+        """Return whether this is a group, not a task."""
+        return self.metric == "average"
+
+    def differences(self) -> list[float | None]:
+        """Return every run's number minus the first run's; None if either is missing."""
+        first = self.cells[0]
+        return [
+            cell.mean - first.mean if isinstance(cell, Value) and isinstance(first, Value) else None
+            for cell in self.cells
+        ]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Holds the text of a cell, and its style on the page: ``metric``, ``best``, ``up``, ``down``, ``faint`` or none."""
+
+    text: str
+    style: str = ""
+
+
+def build_rows(runs: Sequence[EvaluatedRun]) -> list[Row]:
+    """Build the rows from the runs' final checkpoints: group averages, then every task that any run has."""
+    finals = [run.final for run in runs]
+
+    def row(title: str, key: str, metric: str, cells: Iterable[Value | str], keys: Iterable[str]) -> Row:
+        notes = tuple("not DataComp's data" if final.other_sizes & set(keys) else "" for final in finals)
+        return Row(title, key, metric, tuple(cells), notes)
+
+    rows = [
+        row(title, title, "average", (_average_cell(final, title) for final in finals), keys)
+        for title, keys in GROUPS.items()
+    ]
+    present = {key for final in finals for key in final.tasks}
+    for key in [*(key for key in TASKS if key in present), *sorted(present - set(TASKS))]:
+        metric = (key in TASKS and TASKS[key].main_metric) or "main metric"
+        rows.append(row(_name(key), key, metric, (final.score(key) or "-" for final in finals), (key,)))
+    return rows
+
+
+def _average_cell(final: Checkpoint, title: str) -> Value | str:
+    total = len(GROUPS[title])
+    done = total - len(final.missing(title))
+    return final.average(title) or (f"partial {done}/{total}" if done else "-")
+
+
+def size_note(rows: Sequence[Row]) -> str:
+    """Return the meaning of a †; it is empty if no number has one."""
+    is_needed = any(note for row in rows for note in row.notes)
+    return "† scored on data of another size than DataComp's, so not DataComp's number." if is_needed else ""
+
+
+def format_value(cell: Value | str) -> str:
+    """Format a number in percent, with the standard deviation over repeats."""
+    if isinstance(cell, str):
+        return cell
+    deviation = "" if cell.deviation is None else f" ± {100 * cell.deviation:.2f}"
+    return f"{100 * cell.mean:.2f}{deviation}"
+
+
+def format_difference(difference: float | None) -> str:
+    """Format percentage points with their sign."""
+    return "-" if difference is None else f"{100 * difference:+.2f}".replace("-", "−")
+
+
+def cell_table(runs: Sequence[EvaluatedRun], rows: Sequence[Row]) -> list[list[Cell]]:
+    """Return the cells of rows that are all groups or all tasks; the head comes first."""
+    is_group = all(row.is_group for row in rows)
+    head = ["group"] if is_group else ["task", "metric"]
+    titles = [*head, *(run.name for run in runs), *(f"{run.name} − {runs[0].name}" for run in runs[1:])]
+    return [[Cell(title, "metric" if title == "metric" else "") for title in titles], *map(_cells, rows)]
+
+
+def _cells(row: Row) -> list[Cell]:
+    numbers = [cell.mean for cell in row.cells if isinstance(cell, Value)]
+    best = max(numbers) if len(numbers) > 1 else None
+    found = [Cell(row.title)] if row.is_group else [Cell(row.title), Cell(row.metric, "metric")]
+    for cell, note in zip(row.cells, row.notes, strict=True):
+        style = "faint" if isinstance(cell, str) else "best" if cell.mean == best else ""
+        found.append(Cell(format_value(cell) + (" †" if note else ""), style))
+    for difference in row.differences()[1:]:
+        style = "up" if (difference or 0) > 0 else "down" if (difference or 0) < 0 else "faint"
+        found.append(Cell(format_difference(difference), style))
+    return found
+
+
+def markdown(runs: Sequence[EvaluatedRun], rows: Sequence[Row]) -> str:
+    """Format a table of groups and a table of tasks, in percent, with differences to the first run in points."""
+    lines = ["Main metrics in percent, differences to the first run in percentage points.", ""]
+    lines += [f"- {describe_run(run)}" for run in runs]
+    for is_group in (True, False):
+        part = [row for row in rows if row.is_group == is_group]
+        if part:
+            head, *body = (" | ".join(_escape(cell.text) for cell in cells) for cells in cell_table(runs, part))
+            rule = "---|" * (head.count(" | ") + 1)
+            lines += ["", f"| {head} |", f"|{rule}", *(f"| {cells} |" for cells in body)]
+    note = size_note(rows)
+    return "\n".join([*lines, *(["", note] if note else [])]) + "\n"
+
+
+def describe_run(run: EvaluatedRun) -> str:
+    """Describe a run by its name, checkpoint, samples seen, repeats and protocol."""
+    final = run.final
+    count = len(final.repeats)
+    repeats = f", mean ± standard deviation of {count} repeats" if count > 1 else ""
+    samples = f", {final.samples:,} samples seen" if final.samples else ""
+    protocol = f" ({'; '.join(sorted(final.protocols))})" if final.protocols else ""
+    return f"{run.name}: {final.label}{samples}{repeats}{protocol}"
+
+
+def comma_separated(runs: Sequence[EvaluatedRun]) -> str:
+    """Format a CSV table with a row for each run, in the layout of OpenCLIP's published results.
+
+    Numbers are fractions at full precision; incomplete averages are empty. The columns are ``name``, ``pretrained`` (the
+    checkpoint), the average over 38 and the 38 tasks under OpenCLIP's titles, other tasks, and the other averages. If a run
+    has repeats, there are also ``repeats`` and standard deviations (``TITLE sd``). If the size of some data is not
+    DataComp's, ``other_sizes`` has the keys of those tasks.
+    """
+    finals = [run.final for run in runs]
+    others = sorted({key for final in finals for key in final.tasks} - set(AVERAGED))
+    tasks = [*sorted(AVERAGED, key=lambda key: key != "imagenet1k"), *others]
+    repeated = any(len(final.repeats) > 1 for final in finals)
+    sized = any(final.other_sizes for final in finals)
+    rows = []
+    for run, final in zip(runs, finals, strict=True):
+        values = {OPENCLIP_AVERAGE: final.average(_AVERAGE)}
+        values |= {_name(key): final.score(key) for key in tasks}
+        values |= {title: final.average(title) for title in GROUPS if title not in (_AVERAGE, _IMAGENET)}
+        row = {"name": run.name, "pretrained": final.label}
+        row |= {title: _exact(value.mean if value else None) for title, value in values.items()}
+        if repeated:
+            row["repeats"] = str(len(final.repeats))
+            row |= {f"{title} sd": _exact(value.deviation if value else None) for title, value in values.items()}
+        if sized:
+            row["other_sizes"] = " ".join(sorted(final.other_sizes))
+        rows.append(row)
+    return pd.DataFrame(rows).to_csv(index=False, lineterminator="\n")
+
+
+def _exact(number: float | None) -> str:
+    return "" if number is None else repr(number)
+
+
+def _name(key: str) -> str:
+    return TASKS[key].name if key in TASKS else key
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

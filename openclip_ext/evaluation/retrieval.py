@@ -1,0 +1,111 @@
+"""Score image-text retrieval, and WinoGAViL's choice of images for a cue."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openclip_ext.evaluation.classification import TaskResult
+from openclip_ext.evaluation.data import INSTANCES_FILE, Batch, DataError, SampleFormat, find_shards, read_instances
+from openclip_ext.evaluation.features import Collected, Encoder
+from openclip_ext.evaluation.metrics import Metrics
+from openclip_ext.evaluation.ranks import ranks_of_best_match
+from openclip_ext.evaluation.tasks import Task
+
+RECALL_AT = (1, 5, 10)
+# DataComp reads these sets with the `datasets` library, which passes the stored image to OpenCLIP's transform. Its
+# classification sets come through webdataset, which converts to RGB first.
+_FORMAT = SampleFormat(convert_first=False)
+_FORMAT_WITH_CAPTIONS = SampleFormat(captions=True, convert_first=False)
+
+
+def evaluate_retrieval(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
+    """Compute recall at 1, 5 and 10 of images for captions, and of captions for images.
+
+    Raises:
+        DataError: if the data must not be scored.
+    """
+    found = _encode_images(task, folder, encoder, _FORMAT_WITH_CAPTIONS, task.size)
+    metrics = score_captions(encoder, found.values["image"], found.captions)
+    return TaskResult(metrics, len(found.keys), len(found.keys) + len(found.skipped), found.skipped)
+
+
+def score_captions(encoder: Encoder, images: Tensor, captions: Sequence[Sequence[str]]) -> Metrics:
+    """Compute `retrieval_metrics` from embeddings ``(N, d)`` of images and the captions of each."""
+    texts = encoder.encode_texts([caption for own in captions for caption in own])
+    owners = torch.repeat_interleave(torch.tensor([len(own) for own in captions])).to(texts.device)
+    return retrieval_metrics(images, texts, owners)
+
+
+def _encode_images(task: Task, folder: Path, encoder: Encoder, spec: SampleFormat, total: int | None) -> Collected:
+    """Compute the ``image`` embeddings ``(N, d)`` of a data set."""
+    batches = encoder.batches(find_shards(folder), spec)
+
+    def compute(batch: Batch) -> dict[str, Tensor]:
+        return {"image": encoder.encode_images(batch.images, autocast=True)}
+
+    return encoder.collect(batches, compute, task.folder, total)
+
+
+def retrieval_metrics(images: Tensor, texts: Tensor, owners: Tensor) -> Metrics:
+    """Compute ``{image,text}_retrieval_recall@{1,5,10}`` and ``mean_recall@1`` of unit embeddings ``(N, d)`` and ``(M, d)``.
+
+    ``owners`` ``(M,)`` is the image that each caption belongs to. In text retrieval, any caption of the image counts.
+    """
+    numbers = torch.arange(len(images), device=owners.device)
+    ranks = {
+        "image": ranks_of_best_match(texts, images, owners, numbers, ties_by_index=True),
+        "text": ranks_of_best_match(images, texts, numbers, owners, ties_by_index=True),
+    }
+    recalls = {
+        f"{what}_retrieval_recall@{k}": float((ranks[what] < k).double().mean()) for k in RECALL_AT for what in ranks
+    }
+    return {
+        **recalls,
+        "mean_recall@1": 0.5 * (recalls["image_retrieval_recall@1"] + recalls["text_retrieval_recall@1"]),
+    }
+
+
+def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
+    """Compute the Jaccard index of the k images nearest to the cue, where k is the number of associations.
+
+    Every distinct image and cue is encoded once, though most occur in many instances. An instance is skipped if one of its
+    images does not decode.
+    """
+    instances = read_instances(folder)
+    found = _encode_images(task, folder, encoder, _FORMAT, total=None)
+    images, rows = found.values["image"], {key: row for row, key in enumerate(found.keys)}
+    undecoded = {entry.key for entry in found.skipped}
+    usable = []
+    for number, instance in enumerate(instances, start=1):
+        lacking = [key for key in instance.candidates if key not in rows]
+        unknown = [key for key in lacking if key not in undecoded]
+        if unknown:
+            raise DataError(f"{folder / INSTANCES_FILE}, line {number}: no image {', '.join(unknown)} in the shards.")
+        if not lacking:
+            usable.append(instance)
+    if not usable:
+        raise DataError(f"No instance in {task.folder} has all its images; {found.skipped[0]}.")
+    cues = encoder.encode_texts([instance.prompt for instance in usable])
+    scores = []
+    for instance, cue in zip(usable, cues, strict=True):
+        similarities = (images[[rows[key] for key in instance.candidates]] @ cue).cpu().numpy()
+        nearest = np.argsort(-similarities, kind="stable")[: len(instance.associations)]
+        chosen, right = {instance.candidates[place] for place in nearest}, instance.associations
+        scores.append(len(chosen & right) / len(chosen | right))
+    metrics = winogavil_metrics(scores, [len(instance.candidates) for instance in usable])
+    return TaskResult(metrics, len(usable), len(instances), found.skipped)
+
+
+def winogavil_metrics(scores: Sequence[float], candidates: Sequence[int]) -> Metrics:
+    """Average the Jaccard index overall and by number of candidates; the average is None if there are no such instances."""
+    values, counts = np.asarray(scores), np.asarray(candidates)
+    chosen: dict[str, np.ndarray] = {
+        "avg_jaccard_score": np.full(len(values), True),
+        **{f"jaccard_score_{count}": np.equal(counts, count) for count in (5, 6, 10, 12)},
+        "jaccard_score_5-6": np.less_equal(counts, 6),
+        "jaccard_score_10-12": np.greater_equal(counts, 10),
+    }
+    return {name: float(values[which].mean()) if which.any() else None for name, which in chosen.items()}

@@ -1,0 +1,43 @@
+"""Read a run folder ``LOGS/NAME/`` without the training program: its ``config.json`` and its newest checkpoint."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.files.schema import read_as
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a run's ``config.json``; UsageError if there is none."""
+    path = folder / "config.json"
+    try:
+        config = read_as(dict[str, Any], json.loads(path.read_text()), "it")
+        for name in ("flags", "loss"):
+            read_as(dict[str, Any], config.get(name), name)
+        return config
+    except FileNotFoundError:
+        raise UsageError(f"no run in {folder}: it has no config.json; expected LOGS/NAME of a training") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not as a training writes it: {error}") from error
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """Return a checkpoint file as it is, and of a run folder the newest one that opens; UsageError if there is none."""
+    if path.is_file():
+        return path
+    found: list[tuple[int, int, Path]] = []
+    for file in sorted((path / "checkpoints").glob("epoch_*.pt")):
+        try:
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            found.append((content["epoch"], content.get("step", 0), file))
+        except Exception as error:  # torch.load raises many kinds for a damaged file
+            logging.warning(f"Passing over a checkpoint: {file} cannot be read ({type(error).__name__})")
+    if not found:
+        raise UsageError(
+            f"no checkpoint in {path}: expected a run folder LOGS/NAME, or LOGS/NAME/checkpoints/epoch_K.pt"
+        )
+    return max(found)[-1]

@@ -1,0 +1,85 @@
+"""Evaluate DataComp's tasks during training (``--eval-suite quick|full``)."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from openclip_ext.evaluation.features import Encoder, resolve_precision
+from openclip_ext.evaluation.runner import evaluate_task
+from openclip_ext.evaluation.summary import averages
+from openclip_ext.evaluation.tasks import SUITES, Task, select_tasks
+
+
+@dataclass
+class DataCompSuite:
+    """Measures the main metrics of the tasks whose data are there, and the averages over their complete groups."""
+
+    name: ClassVar[str] = "datacomp"
+    tasks: list[Task]
+    data_dir: Path
+    any_size: bool
+    make_encoder: Callable[[Any], Encoder]
+
+    def run(self, model: nn.Module) -> dict[str, float]:
+        """Measure an OpenCLIP model, not wrapped in DDP, whose mode is restored; a task that fails is logged and left out.
+
+        Returns the main metrics as ``datacomp/KEY``, and averages of complete groups as ``datacomp/average/TITLE``.
+        """
+        was_training = model.training
+        model.eval()
+        # Each call needs a new encoder, because the cached class embeddings belong to other weights.
+        encoder = self.make_encoder(model)
+        scores = {}
+        try:
+            for task in self.tasks:
+                try:
+                    value = evaluate_task(task, self.data_dir, encoder, self.any_size).metrics["main_metric"]
+                except Exception as error:
+                    logging.error(f"{task.name} could not be evaluated and is left out: {error}")
+                    continue
+                if value is not None:  # it is None if there is no group to take it over
+                    scores[task.key] = value
+        finally:
+            model.train(was_training)
+        complete = {f"average/{average.title}": average.value for average in averages(scores)}
+        found = {**scores, **{title: value for title, value in complete.items() if value is not None}}
+        return {f"{self.name}/{key}": value for key, value in found.items()}
+
+
+def build_suite(
+    suite: str,
+    data_dir: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    any_size: bool = False,
+    **encoding: Any,
+) -> list[DataCompSuite]:
+    """Build the evaluators of a training, each with ``name`` and ``run(model) -> dict[str, float]``.
+
+    Args:
+        suite: ``quick`` (six tasks, 40,754 images), ``full`` (the 38 with a main metric), or another name of
+            ``eval.tasks.SUITES``.
+        data_dir: folder with the ``wds_*_test`` folders. The log names tasks of the suite that are missing.
+        any_size: whether to score data whose size is not DataComp's.
+        **encoding: ``preprocess``, ``tokenizer`` and other arguments of `eval.features.Encoder`.
+
+    Raises:
+        ValueError: if there is no such suite, or none of its data. This is raised before training begins.
+    """
+    if suite not in SUITES:
+        raise ValueError(f"There is no suite {suite!r}; --eval-suite takes {', '.join(SUITES)}.")
+    wanted = [task for task in select_tasks([suite]) if task.main_metric is not None]
+    tasks = [task for task in wanted if (Path(data_dir) / task.folder).is_dir()]
+    missing = ", ".join(task.name for task in wanted if task not in tasks)
+    if not tasks:
+        raise ValueError(f"{data_dir} holds no data set of the suite {suite!r}: none of {missing}.")
+    if missing:
+        logging.warning(f"The suite {suite!r} is incomplete in {data_dir}; missing: {missing}.")
+    encoding |= {"device": torch.device(device), "precision": resolve_precision("datacomp", device)}
+    return [DataCompSuite(tasks, Path(data_dir), any_size, partial(Encoder, **encoding))]

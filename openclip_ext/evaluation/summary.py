@@ -1,0 +1,94 @@
+"""Average results over complete groups of tasks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openclip_ext.evaluation.tasks import GROUPS, TASKS
+
+
+@dataclass(frozen=True)
+class Average:
+    """Holds the mean of the main metrics of ``total`` tasks, which is None if results of some tasks are ``missing``."""
+
+    title: str
+    value: float | None
+    missing: tuple[str, ...]
+    total: int
+
+    def __str__(self) -> str:
+        if self.value is not None:
+            return f"{self.value:.4f}"
+        return f"partial, {self.total - len(self.missing)}/{self.total}; missing: {_names(self.missing)}"
+
+
+def _names(keys: Sequence[str], most: int = 5) -> str:
+    """Name the first few tasks, and say how many more there are."""
+    names = ", ".join(TASKS[key].name for key in keys[:most])
+    return f"{names} and {len(keys) - most} more" if len(keys) > most else names
+
+
+def main_metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the main metrics by key, for the lines of a result file that have one."""
+    scores = {line["key"]: line["metrics"].get("main_metric") for line in lines}
+    return {key: value for key, value in scores.items() if value is not None}
+
+
+def averages(scores: Mapping[str, float]) -> list[Average]:
+    """Average main metrics by key over every group of tasks."""
+    found = []
+    for title, keys in GROUPS.items():
+        missing = tuple(key for key in keys if key not in scores)
+        value = None if missing else sum(scores[key] for key in keys) / len(keys)
+        found.append(Average(title, value, missing, len(keys)))
+    return found
+
+
+def summary(lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missing: Sequence[str]) -> dict[str, Any]:
+    """Return the content of ``eval_summary.json``."""
+    return {
+        "averages": {
+            average.title: {"value": average.value, "tasks": average.total, "missing": list(average.missing)}
+            for average in averages(main_metrics(lines))
+        },
+        "main_metrics": {line["key"]: line["metrics"].get("main_metric") for line in lines},
+        "problems": dict(failed),
+        "missing": list(missing),
+        "other_sizes": [line["key"] for line in lines if has_other_size(line)],
+        "skipped_images": {line["key"]: line["skipped"] for line in lines if line.get("skipped")},
+    }
+
+
+def has_other_size(line: Mapping[str, Any]) -> bool:
+    """Return whether the size of a result's data is not DataComp's (``--allow-size-mismatch``)."""
+    task = TASKS.get(line["key"])
+    return task is not None and line.get("found", task.size) != task.size
+
+
+def summary_text(
+    lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missing: Sequence[str], data_dir: Path
+) -> str:
+    """Return the final text: the main metric of every task, the averages, and what was not evaluated."""
+    by_key = {line["key"]: line for line in lines}
+    text = ["", f"{'task':26} {'main metric':22} {'value':>8}"]
+    for task in (task for key, task in TASKS.items() if key in by_key):
+        value = by_key[task.key]["metrics"].get("main_metric")
+        text.append(f"{task.name:26} {task.main_metric or 'none':22} {'-' if value is None else f'{value:.4f}':>8}")
+    text += ["", *(f"{average.title}: {average}" for average in averages(main_metrics(lines)))]
+    other = [line["key"] for line in lines if has_other_size(line)]
+    if other:
+        size = "other sizes), so not DataComp's numbers"
+        text.append(f"\nNot DataComp's data ({size}: {len(other)} tasks, {_names(other)}")
+    for line in lines:
+        if skipped := line.get("skipped"):
+            text.append(f"\n{line['dataset']}: {len(skipped)} images do not decode and are left out:")
+            text += [f"  {entry}" for entry in skipped[:10]]
+    if failed:
+        text.append("\nNot evaluated:")
+        text += [f"  {TASKS[key].name}: {reason}" for key, reason in failed.items()]
+    if missing:
+        command = f"python -m {__package__}.download --data-dir {data_dir}"
+        tasks = f" --tasks {' '.join(missing)}" if len(missing) <= 5 else ""
+        text.append(f"\nNot in {data_dir} ({len(missing)}): {_names(missing)}; fetch with `{command}{tasks}`.")
+    return "\n".join(text)

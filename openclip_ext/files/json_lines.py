@@ -1,0 +1,56 @@
+"""JSON without NaN, and logs of JSON lines, which a killed process may leave with an unfinished last line."""
+
+import contextlib
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from openclip_ext.files.writing import write_atomically
+
+
+def dumps(content: Any, **options: Any) -> str:
+    """Return content as JSON, with ``null`` for numbers that are not finite, which JSON does not have."""
+    return json.dumps(_finite(content), allow_nan=False, **options)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Read the lines of a log; none if there is no file. What a killed process left unfinished is passed over."""
+    return [content for _, content in _lines(path) if content is not None]
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Yield each line and its content; None where that is no dictionary."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+        content = None
+        with contextlib.suppress(ValueError, RecursionError):
+            content = json.loads(line)
+        yield line, content if isinstance(content, dict) else None
+
+
+def truncate(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Cut the lines that lie beyond a checkpoint out of a log; and broken ones, with a warning."""
+    if not path.is_file():
+        return
+    kept, broken = [], 0
+    for line, content in _lines(path):
+        try:
+            if content is None:
+                broken += 1
+            elif keep(content):
+                kept.append(line + "\n")
+        except TypeError:  # a step that is no number
+            broken += 1
+    if broken:
+        logging.warning(f"{path}: removed {broken} broken line(s), as a killed run leaves them.")
+    write_atomically(path, lambda file: file.write("".join(kept).encode()))

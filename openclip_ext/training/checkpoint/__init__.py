@@ -1,0 +1,1 @@
+"""Checkpoints: their format, saving, finding and restoring."""

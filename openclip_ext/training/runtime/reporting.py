@@ -1,0 +1,293 @@
+"""What a run tells while it trains: a bar, plain lines in the log, ``metrics.jsonl``, TensorBoard, W&B."""
+
+import logging
+import math
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from openclip_ext import distributed
+from openclip_ext.cli.options import flag
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.similarities import chunk_bytes
+from openclip_ext.files import json_lines
+from openclip_ext.training.checkpoint.checkpoint import RunIdentity
+
+# So many logged steps in a row at chance are a collapse, or a start that never was.
+_CHANCE_REPORTS = 5
+# Random embeddings are well above chance, embeddings that are all alike at it.
+_CHANCE_SHARE = 0.999
+
+
+class Stopwatch:
+    """Seconds spent waiting for data and in whole steps, since the last report and since the start."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._earlier_steps, self._earlier_seconds = 0, 0.0
+        self.steps, self.data_seconds, self.seconds = 0, 0.0, 0.0
+
+    def reset(self) -> None:
+        """Begin a new report."""
+        self._earlier_steps += self.steps
+        self._earlier_seconds += self.seconds
+        self.steps, self.data_seconds, self.seconds = 0, 0.0, 0.0
+
+    def data_arrived(self) -> None:
+        """Call when the step's batches are there."""
+        self.data_seconds += time.perf_counter() - self._last
+
+    def step_done(self) -> None:
+        """Call at the end of the step."""
+        now = time.perf_counter()
+        self.seconds += now - self._last
+        self._last = now
+        self.steps += 1
+
+    def restart(self) -> None:
+        """Forget the time since the last step: a checkpoint or an evaluation was in between."""
+        self._last = time.perf_counter()
+
+    def seconds_for(self, steps: int) -> float:
+        """Return how long so many steps take, at the average pace since the start."""
+        return steps * (self._earlier_seconds + self.seconds) / max(self._earlier_steps + self.steps, 1)
+
+
+@dataclass(frozen=True)
+class ReportingConfig:
+    """Where numbers go beside the log and ``metrics.jsonl``.
+
+    Attributes:
+        destinations: of ``wandb`` and ``tensorboard``.
+        warmup: optimizer steps until the learning rate is there.
+        resumes: let W&B continue the run of this name.
+        flags: what W&B stores as the run's configuration.
+    """
+
+    destinations: frozenset[str] = frozenset()
+    epochs: int = flag(1)
+    warmup: int = flag(0)
+    name: str = ""
+    wandb_project: str = flag("open-clip", dest="wandb_project_name")
+    wandb_notes: str = flag("")
+    resumes: bool = False
+    flags: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Reporter:
+    """Writes the run's numbers everywhere they belong. Only the master's reporter does anything.
+
+    A destination that fails (a full disk, say) is named once in the log and costs the run nothing. Without a folder no files
+    are written.
+    """
+
+    def __init__(self, folder: Path | None, config: ReportingConfig, total_steps: int, steps_per_epoch: int) -> None:
+        self.active = distributed.is_master()
+        self.total_steps = total_steps
+        self.steps_per_epoch = steps_per_epoch
+        self.epochs, self.warmup = config.epochs, config.warmup
+        self._folder = folder if self.active else None
+        self._failed: set[str] = set()
+        self._unwritten: defaultdict[str, bytes] = defaultdict(bytes)  # lines of each file
+        self._reports_at_chance = 0
+        self._bar: tqdm | None = None
+        self._tensorboard: Any = None
+        if self._folder and "tensorboard" in config.destinations:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(self._folder / "tensorboard")
+        self._wandb = _start_wandb(config, folder) if self.active and "wandb" in config.destinations else None
+
+    @contextmanager
+    def epoch(self, epoch: int, first_step: int) -> Iterator[None]:
+        """Show a bar for an epoch on a terminal; log lines are printed above it."""
+        if not (self.active and sys.stderr.isatty()):
+            yield
+            return
+        description = f"epoch {epoch + 1}/{self.epochs}"
+        with (
+            logging_redirect_tqdm(),
+            tqdm(
+                total=self.steps_per_epoch, initial=first_step, desc=description, unit="step", dynamic_ncols=True
+            ) as bar,
+        ):
+            self._bar = bar
+            try:
+                yield
+            finally:
+                self._bar = None
+
+    def advance(self) -> None:
+        """Count one more optimizer step."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def train_step(self, record: dict[str, Any], stopwatch: Stopwatch) -> None:
+        """Report a logged step: ``step``, ``epoch``, ``samples``, ``loss``, and whatever else is known, as plain numbers."""
+        if not self.active:
+            return
+        steps = max(stopwatch.steps, 1)
+        seconds = stopwatch.seconds / steps
+        timing = {
+            "samples_per_second": record["global_batch"] / max(seconds, 1e-9),
+            "batch_time": seconds,
+            "data_time": stopwatch.data_seconds / steps,
+        }
+        record = {**record, **timing}
+        left = stopwatch.seconds_for(self.total_steps - record["step"] - 1)
+        self._log_line(record, left)
+        self._warn_at_chance(record)
+        self._write("metrics.jsonl", record)
+        self._scalars("train", record, record["step"])
+        if self._bar is not None:
+            shown = {"loss": f"{record['loss']:.4g}", "infonce": f"{record.get('infonce', float('nan')):.4g}"}
+            self._bar.set_postfix({**shown, "left": tqdm.format_interval(left)}, refresh=False)
+
+    def _log_line(self, record: dict[str, Any], left: float) -> None:
+        terms = " ".join(f"{name} {value:.5g}" for name, value in record["terms"].items())
+        parts = [
+            f"epoch {record['epoch'] + 1}/{self.epochs} step {record['step'] + 1}/{self.total_steps}",
+            f"loss {record['loss']:.5g}" + (f" ({terms})" if len(record["terms"]) > 1 else ""),
+            f"infonce {record.get('infonce', float('nan')):.4f} (chance {record['chance']:.4f})",
+            f"temperature {record['temperature']:.4g}",
+            f"lr {record['lr']:.3g}",
+            f"{record['samples_per_second']:.0f} samples/s, step {1000 * record['batch_time']:.0f} ms",
+            f"data wait {100 * record['data_time'] / max(record['batch_time'], 1e-9):.0f} %",
+            f"left {tqdm.format_interval(left)}",
+            *([f"bad samples {record['bad_samples']}"] if record.get("bad_samples") else []),
+        ]
+        logging.info(" | ".join(parts))
+
+    def _warn_at_chance(self, record: dict[str, Any]) -> None:
+        """Say it once when a run no longer tells pairs apart: all its other numbers can look healthy.
+
+        In the warm-up a healthy run need not have begun to.
+        """
+        at_chance = (
+            record["step"] >= self.warmup and record.get("infonce", -math.inf) >= _CHANCE_SHARE * record["chance"]
+        )
+        self._reports_at_chance = self._reports_at_chance + 1 if at_chance else 0
+        if self._reports_at_chance == _CHANCE_REPORTS:
+            logging.warning(
+                f"InfoNCE was at chance ({record['chance']:.4f}) or above in the last {_CHANCE_REPORTS} logged steps: the "
+                "embeddings do not tell the samples apart, and the warm-up is over. They have collapsed, or training has not "
+                "begun. Try a smaller --lr or a longer --warmup"
+            )
+
+    def epoch_end(self, position: dict[str, int], bad_samples: int) -> None:
+        """Write how many samples an epoch went without, if any; ``position`` has its last ``step`` and ``epoch``."""
+        if self.active and bad_samples:
+            self._write("metrics.jsonl", {**position, "bad_samples": bad_samples})
+
+    def evaluation(self, metrics: dict[str, float], position: dict[str, int]) -> None:
+        """Report an evaluation: OpenCLIP's ``results.jsonl``, a line in ``metrics.jsonl``, TensorBoard, W&B.
+
+        ``position`` is the ``step`` and ``epoch`` (completed epochs) at which the model stood.
+        """
+        if not self.active or not metrics:
+            return
+        shown = "\t".join(f"{name}: {value:.4f}" for name, value in metrics.items() if isinstance(value, float))
+        logging.info(f"Eval Epoch: {position['epoch']} {shown}")
+        self._write("checkpoints/results.jsonl", {**metrics, "epoch": position["epoch"]})
+        self._write("metrics.jsonl", {**position, "evaluation": metrics})
+        self._scalars("val", metrics, position["epoch"], wandb_step=position["step"])
+
+    def close(self) -> None:
+        """Flush and end what was opened."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def _write(self, file: str, record: dict[str, Any]) -> None:
+        if self._folder is None:
+            return
+        self._unwritten[file] += json_lines.dumps(record).encode() + b"\n"
+        end = None
+        try:
+            with open(self._folder / file, "ab+") as lines:
+                end = lines.tell()
+                lines.seek(max(0, end - 1))
+                torn = lines.read(1) not in (b"", b"\n")  # by a kill
+                lines.write(b"\n" * torn + self._unwritten[file])
+            del self._unwritten[file]
+        except OSError as error:  # the next record takes along what a full disk has not taken
+            if end is not None:
+                with suppress(OSError):
+                    os.truncate(self._folder / file, end)
+            self._warn_once(file, error)
+
+    def _scalars(self, group: str, values: dict[str, Any], step: int, wandb_step: int | None = None) -> None:
+        numbers = {f"{group}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
+        try:
+            if self._tensorboard is not None:
+                for name, value in numbers.items():
+                    self._tensorboard.add_scalar(name, value, step)
+            if self._wandb is not None:
+                self._wandb.log(numbers, step=step if wandb_step is None else wandb_step)
+        except OSError as error:
+            self._warn_once("the TensorBoard or W&B log", error)
+
+    def _warn_once(self, destination: str, error: OSError) -> None:
+        if destination not in self._failed:
+            self._failed.add(destination)
+            logging.warning(f"Cannot write {destination} ({error}); training goes on.")
+
+
+def announce(
+    identity: RunIdentity,
+    loss_options: Mapping[str, Any],
+    model: nn.Module,
+    loss: ContrastiveLoss,
+    steps_per_epoch: int,
+    epochs: int,
+) -> None:
+    """Say what will be trained, on how much, and what the loss will take."""
+    if not distributed.is_master():
+        return
+    global_batch = identity.global_batch
+    local_batch = global_batch // distributed.world_size()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    state = loss.state_size()
+    similarities = chunk_bytes(loss.views * local_batch, loss.views * global_batch)
+    candidates = loss.views * (global_batch - 1) + 1
+    logging.debug(f"Model:\n{model}")
+    logging.info(f"Model {identity.model}: {parameters / 1e6:.1f} M parameters")
+    logging.info(
+        f"Data: {identity.num_samples} samples, {steps_per_epoch} steps of {global_batch} an epoch, {epochs} epochs"
+    )
+    logging.info(
+        f"Loss {identity.loss}: state {(state.replicated + state.with_model) / 2**20:.1f} MiB on this rank, "
+        f"similarities {similarities / 2**20:.1f} MiB a step"
+    )
+    if state.on_host:
+        folder = loss_options.get("state_dir")
+        place = f"a file in {folder}" if folder else "the host's memory"
+        logging.info(f"State of each sample: {state.on_host / 2**20:.1f} MiB of this rank, in {place}")
+    logging.info(f"InfoNCE at chance is ln {candidates} = {math.log(candidates):.4f}")
+
+
+def _start_wandb(config: ReportingConfig, folder: Path | None) -> Any:
+    import wandb
+
+    wandb.init(
+        project=config.wandb_project,
+        name=config.name,
+        id=config.name,
+        notes=config.wandb_notes,
+        resume="auto" if config.resumes else None,
+        config={name: value for name, value in config.flags.items() if isinstance(value, str | int | float | bool)},
+    )
+    if folder is not None:
+        wandb.save(str(folder / "params.txt"))
+    return wandb

@@ -1,0 +1,275 @@
+"""The run folder ``LOGS/NAME/``: OpenCLIP's files, our ``config.json`` and ``metrics.jsonl``; and its copy elsewhere."""
+
+import functools
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+import openclip_ext
+from openclip_ext import compat, distributed
+from openclip_ext.cli.errors import UsageError, on_master
+from openclip_ext.cli.options import flag
+from openclip_ext.files import json_lines
+from openclip_ext.losses.options import PLACEMENT_OPTIONS
+
+# Flags and options that say how a run is started and not what it does.
+_NOT_COMPARED = {
+    "resume", "logs", "name", "log_path", "checkpoint_path", "tensorboard_path", "device", "distributed", "rank", "local_rank",
+    "world_size", "workers", "log_every_n_steps", "debug", *PLACEMENT_OPTIONS,
+}  # fmt: skip
+# Says in the run's folder, beside ``checkpoints/``, that the run has saved one.
+SAVED = ".saved"
+_WRITTEN = ("config.json", "params.txt", "metrics.jsonl", "out.log")
+# Seconds to wait for another process to leave the run folder.
+LOCK_PATIENCE = 10
+
+
+@dataclass(frozen=True)
+class RunFolderConfig:
+    """Where the run's files go and what is logged.
+
+    Attributes:
+        logs: ``--logs``; None to write nothing.
+        resume_latest: the folder may hold a run, which goes on.
+        log_local_rank: with ``--log-local``, this process's rank on its node, where the first one logs; None: the master logs.
+        remote_sync: place that the folder is copied to, with a folder for each run; None: nowhere.
+        remote_every: seconds between two copies.
+        remote_protocol: ``s3`` or ``fsspec``.
+    """
+
+    logs: Path | None
+    name: str
+    resume_latest: bool = False
+    log_local_rank: int | None = None
+    debug: bool = flag(False)
+    remote_sync: str | None = flag(None)
+    remote_every: int = flag(300, dest="remote_sync_frequency")
+    remote_protocol: str = flag("s3", dest="remote_sync_protocol")
+
+    @property
+    def remote(self) -> str | None:
+        """The place of this run's copy."""
+        return None if self.remote_sync is None else f"{self.remote_sync.rstrip('/')}/{self.name}"
+
+    @property
+    def folder(self) -> Path | None:
+        """``LOGS/NAME``, or None."""
+        return None if self.logs is None else self.logs / self.name
+
+    def openclip_paths(self, tensorboard: bool) -> dict[str, str | None]:
+        """Return the paths that OpenCLIP's own ``params.txt`` has."""
+        folder = self.folder
+        if folder is None:
+            return {"log_path": None, "checkpoint_path": None, "tensorboard_path": ""}
+        return {
+            "log_path": str(folder / self.log_file),
+            "checkpoint_path": str(folder / "checkpoints"),
+            "tensorboard_path": str(folder / "tensorboard") if tensorboard else "",
+        }
+
+    @property
+    def log_file(self) -> str:
+        """``out.log``, or with ``--log-local`` one for each node."""
+        return "out.log" if self.log_local_rank is None else f"out-{distributed.rank()}"
+
+
+def default_name(model: str, lr: float, batch_size: int, workers: int, precision: str) -> str:
+    """Return OpenCLIP's name for a run without ``--name``, the same on all ranks."""
+    date = distributed.broadcast_object(datetime.now().strftime("%Y_%m_%d-%H_%M_%S"))
+    return f"{date}-model_{model.replace('/', '-')}-lr_{lr}-b_{batch_size}-j_{workers}-p_{precision}"
+
+
+@contextmanager
+def opened(config: RunFolderConfig) -> Iterator[Path | None]:
+    """Make the run folder, lock it for this run, and start logging. A start that fails leaves no folder behind.
+
+    The context has the folder, or None with ``--logs none`` (nothing is written then).
+
+    Raises:
+        UsageError: the folder holds a run already, and this is not ``--resume latest``; another process is at work in it; or
+            it cannot be written to.
+    """
+    level = logging.DEBUG if config.debug else logging.INFO
+    folder = config.folder
+    if folder is None:
+        compat.setup_logging(None, level if distributed.is_master() else logging.WARNING)
+        yield None
+        return
+    with ExitStack() as stack:
+        on_master(lambda: stack.enter_context(_claimed(folder, config.resume_latest)) and None)
+        writes_log = distributed.is_master() if config.log_local_rank is None else config.log_local_rank == 0
+        if writes_log:
+            folder.mkdir(parents=True, exist_ok=True)
+            compat.setup_logging(str(folder / config.log_file), level)
+            for handler in logging.root.handlers:
+                handler.handleError = functools.partial(_write_failed, handler)  # type: ignore[method-assign]
+        else:
+            compat.setup_logging(None, logging.WARNING)
+        yield folder
+
+
+@functools.cache
+def _failure_told() -> None:
+    with suppress(OSError):  # the terminal may be gone, too
+        print("error: the log file cannot be written; is the disk full? Training goes on.", file=sys.stderr)
+
+
+def _write_failed(handler: logging.Handler, record: logging.LogRecord) -> None:
+    """Say once that the log cannot be written, instead of a traceback for each line; other failures are mistakes."""
+    if isinstance(sys.exc_info()[1], OSError):
+        _failure_told()
+        if isinstance(handler, logging.FileHandler):
+            handler.stream = None  # what is left in it would fail again at the end
+    else:
+        traceback.print_exc()
+
+
+@contextmanager
+def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
+    """Make the folder, which no other process may train in until the end of the context, however that comes."""
+    new = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
+    if not resume_latest and has_begun(folder):
+        raise UsageError(f"run folder {folder} exists; continue it with --resume latest, or give another --name")
+    owner = folder / ".owner"
+    try:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        # The lock goes with the process. A killed run's last workers may have it for some seconds more.
+        lock = FileLock(folder / ".lock")
+        lock.acquire(timeout=LOCK_PATIENCE)
+        for file in (folder / name for name in _WRITTEN):
+            if file.exists():
+                file.open("ab").close()  # raises for a folder, or another user's file
+        owner.write_text(f"process {os.getpid()} on {platform.node()}")
+    except Timeout as error:
+        holder = owner.read_text() if owner.is_file() else "another process"
+        raise UsageError(
+            f"run folder {folder} is in use by {holder}: wait until it ends, stop it, or give another --name"
+        ) from error
+    except OSError as error:
+        raise UsageError(f"cannot write to the run folder {folder} ({error}): give another --logs") from error
+    try:
+        yield
+    except BaseException:
+        if new and not has_begun(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # something else has been put there
+                for place in new[1:]:
+                    place.rmdir()
+        raise
+    finally:
+        lock.release()
+
+
+def has_begun(folder: Path) -> bool:
+    """Return whether a run has got to its first step, or OpenCLIP has begun one."""
+    checkpoints, settings = folder / "checkpoints", folder / "params.txt"
+    is_openclips = settings.exists() and not (folder / "config.json").exists()
+    return is_openclips or (folder / "metrics.jsonl").exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+
+
+@contextmanager
+def synchronised(config: RunFolderConfig) -> Iterator[None]:
+    """Copy the run folder again and again, and once more at the end.
+
+    Raises:
+        UsageError: the first copy failed; better now than after a week.
+    """
+    if config.remote is None or not distributed.is_master():
+        yield
+        return
+    copy = str(config.folder), config.remote, config.remote_protocol
+    if not compat.remote_sync(*copy):
+        raise UsageError(f"the first copy to --remote-sync {config.remote} failed; see the log above")
+    process = compat.start_remote_sync(config.remote_every, *copy)
+    try:
+        yield
+    finally:
+        process.terminate()
+        if not compat.remote_sync(*copy):
+            logging.error("The final copy of the run folder to --remote-sync failed.")
+
+
+def fetch_checkpoints(config: RunFolderConfig) -> None:
+    """Bring checkpoints that only the remote place has: a requeued job can land on another node.
+
+    Raises:
+        UsageError: the protocol cannot be read from (only s3 can, as in OpenCLIP), or the copy failed.
+    """
+    if config.remote is None or config.folder is None:
+        return
+    if config.remote_protocol != "s3":
+        raise UsageError("--resume latest with --remote-sync works with --remote-sync-protocol s3 only")
+    source = f"{config.remote}/checkpoints"
+    command = ["aws", "s3", "sync", source, str(config.folder / "checkpoints")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise UsageError(f"cannot fetch checkpoints from {source}: {result.stderr.strip()}")
+
+
+def write_settings(folder: Path, flags: Mapping[str, Any], loss: str, loss_options: dict[str, Any]) -> None:
+    """Write OpenCLIP's ``params.txt`` and our ``config.json``: resolved flags, versions, git commit."""
+    (folder / "params.txt").write_text("".join(f"{name}: {value}\n" for name, value in sorted(flags.items())))
+    config = {
+        "flags": _plain(flags),
+        "loss": {"name": loss, "options": loss_options},
+        "versions": versions(),
+        "git_commit": _git_commit(),
+        "world_size": distributed.world_size(),
+    }
+    (folder / "config.json").write_text(json_lines.dumps(config, indent=2) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what a run's numbers depend on."""
+    import open_clip
+    import torchvision
+
+    return {
+        "openclip_ext": openclip_ext.__version__,
+        "open_clip_torch": open_clip.__version__,
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def settings(flags: Mapping[str, Any], loss_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what decides a run's numbers and files, by name: to compare runs."""
+    return {name: value for name, value in _plain({**flags, **loss_options}).items() if name not in _NOT_COMPARED}
+
+
+def _plain(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags that JSON can hold, by name."""
+    kinds = str | int | float | bool | list | tuple | dict | None
+    return {name: value for name, value in sorted(flags.items()) if isinstance(value, kinds)}
+
+
+def _git_commit() -> str | None:
+    """Return the commit of this package's source, where it runs from a clone."""
+    command = ["git", "-C", str(Path(openclip_ext.__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def copy_codebase(folder: Path) -> None:
+    """Copy this package's source into the run's folder."""
+    target = folder / "code" / "openclip_ext"
+    if target.exists():
+        logging.info(f"The code is in {target} already.")
+        return
+    shutil.copytree(Path(openclip_ext.__file__).parent, target, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,0 +1,221 @@
+"""Evaluation during training: the evaluator protocol, what the flags ask for, and OpenCLIP's validation."""
+
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import open_clip
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from openclip_ext import compat, distributed
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.options import flag
+from openclip_ext.data.loader.build import build_eval_loader
+from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.evaluation.imagenet import ImageNetZeroShot, imagenet_loader
+from openclip_ext.evaluation.ranks import ranks_of_best_match
+from openclip_ext.files import json_lines
+from openclip_ext.training.model import BuiltModel
+from openclip_ext.training.step import StepConfig
+
+RECALL_AT = (1, 5, 10)
+# Metrics of which the least is the best.
+_LESS_IS_BETTER = ("loss", "rank")
+
+
+class Evaluator(Protocol):
+    """Anything that measures a model. The trainer knows evaluators only as this."""
+
+    @property
+    def name(self) -> str:
+        """What to call it in messages."""
+        ...
+
+    def run(self, model: nn.Module) -> dict[str, float]:
+        """Measure the model, which is in evaluation mode and outside DDP; only the master calls it."""
+        ...
+
+
+@dataclass(frozen=True)
+class ScheduledEvaluator:
+    """An evaluator and how often it runs: every ``every`` epochs and after the last one; never with 0."""
+
+    evaluator: Evaluator
+    every: int
+
+    def is_due(self, completed_epochs: int, epochs: int) -> bool:
+        """Return whether it runs after so many epochs of a run of ``epochs``."""
+        return self.every > 0 and (completed_epochs % self.every == 0 or completed_epochs == epochs)
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """What is measured during training; each kind every so many epochs (0: never) and after the last one."""
+
+    val_data: DataSpec | None = None
+    val_every: int = flag(1, dest="val_frequency", minimum=0)
+    imagenet_val: str | None = flag(None)
+    imagenet_v2: str | None = flag(None)
+    imagenet_every: int = flag(2, dest="zeroshot_frequency", minimum=0)
+    suite: str | None = flag(
+        None,
+        "DataComp tasks to run during training",
+        dest="eval_suite",
+        needs="eval_data_dir",
+        choices=("quick", "full"),
+    )
+    suite_data: str | None = flag(
+        None, "folder with the evaluation data sets", dest="eval_data_dir", needs="eval_suite"
+    )
+    suite_every: int = flag(1, "run the suite every N epochs and at the end", dest="eval_frequency")
+    batch_size: int = flag(64)
+    workers: int = flag(0)
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether there is anything to measure."""
+        return any(asked is not None for asked in (self.val_data, self.imagenet_val, self.imagenet_v2, self.suite))
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anything is to be measured during training."""
+        imagenet = self.imagenet_val or self.imagenet_v2
+        kinds = ((self.val_data, self.val_every), (imagenet, self.imagenet_every), (self.suite, self.suite_every))
+        return any(asked is not None and every > 0 for asked, every in kinds)
+
+
+def build_evaluators(config: EvaluationConfig, built: BuiltModel, step: StepConfig) -> list[ScheduledEvaluator]:
+    """Build what is asked for, in OpenCLIP's order; only the master builds (and runs) any."""
+    if not distributed.is_master():
+        return []
+    evaluators: list[ScheduledEvaluator] = []
+    folders = (
+        ("imagenet", "--imagenet-val", config.imagenet_val),
+        ("imagenetv2", "--imagenet-v2", config.imagenet_v2),
+    )
+    imagenet = {
+        name: imagenet_loader(flag, folder, built.preprocess_val, config.batch_size, config.workers)
+        for name, flag, folder in folders
+        if folder is not None
+    }
+    if imagenet:
+        zero_shot = ImageNetZeroShot(imagenet, built.tokenizer, built.device, step.precision)
+        evaluators.append(ScheduledEvaluator(zero_shot, config.imagenet_every))
+    loading: dict[str, Any] = {"preprocess": built.preprocess_val, "tokenizer": built.tokenizer}
+    loading |= {"batch_size": config.batch_size, "workers": config.workers}
+    if config.val_data is not None:
+        validation = Validation(build_eval_loader(config.val_data, **loading), built.device, step.precision)
+        evaluators.append(ScheduledEvaluator(validation, config.val_every))
+    if config.suite is not None and config.suite_data is not None:
+        try:
+            from openclip_ext.evaluation.suite import build_suite
+        except ImportError as error:
+            raise UsageError(
+                f"--eval-suite needs the package {error.name}: pip install 'openclip_ext[eval]'"
+            ) from error
+        suite = build_suite(config.suite, config.suite_data, device=built.device, **loading)
+        evaluators += [ScheduledEvaluator(item, config.suite_every) for item in suite]
+    return evaluators
+
+
+def run_evaluators(evaluators: Iterable[Evaluator], model: nn.Module, must_succeed: bool = False) -> dict[str, float]:
+    """Run evaluators one after another; one that fails is logged and costs nothing but its own numbers.
+
+    With ``must_succeed`` a failure ends the program, as nothing else is to be done.
+    """
+    model = compat.unwrap(model)
+    was_training = model.training
+    model.eval()
+    metrics: dict[str, float] = {}
+    try:
+        for evaluator in evaluators:
+            try:
+                metrics.update(evaluator.run(model))
+            except Exception:
+                if must_succeed:
+                    raise
+                logging.exception(f"The evaluation {evaluator.name} failed; training goes on without it.")
+    finally:
+        model.train(was_training)
+    return metrics
+
+
+@dataclass(frozen=True)
+class Validation:
+    """OpenCLIP's validation on ``--val-data``: loss, ranks and recall, under OpenCLIP's names."""
+
+    loader: Iterable[dict[str, Tensor]]
+    device: torch.device
+    precision: str = "fp32"
+    name: str = "validation"
+
+    @torch.no_grad()
+    def run(self, model: nn.Module) -> dict[str, float]:
+        images, texts, losses, caption_losses, count = [], [], 0.0, 0.0, 0
+        autocast = compat.autocast_context(self.precision, self.device)
+        input_dtype = open_clip.get_input_dtype(self.precision)
+        for batch in self.loader:
+            size = len(batch["text"])
+            batch = {name: values.to(self.device, non_blocking=True) for name, values in batch.items()}
+            with autocast():
+                output = model(batch["image"].to(input_dtype), batch["text"])
+            image, text = output["image_features"].float(), output["text_features"].float()
+            logits = output["logit_scale"].float() * image @ text.T
+            losses += float(symmetric_cross_entropy(logits)) * size
+            if "logits" in output and "labels" in output:  # CoCa's captions
+                caption_losses += float(F.cross_entropy(output["logits"].permute(0, 2, 1), output["labels"])) * size
+            count += size
+            # On the host: the features of a large validation set do not fit beside the model.
+            images.append(image.cpu())
+            texts.append(text.cpu())
+        if count == 0:
+            raise ValueError("the validation data is empty")
+        metrics = retrieval_metrics(torch.cat(images), torch.cat(texts))
+        metrics |= {"clip_val_loss": losses / count, "num_samples": count}
+        return metrics | ({"val_generative_loss": caption_losses / count} if caption_losses else {})
+
+
+def symmetric_cross_entropy(logits: Tensor) -> Tensor:
+    """Return OpenCLIP's contrastive loss of a square matrix of logits."""
+    labels = torch.arange(len(logits), device=logits.device)
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def retrieval_metrics(image_features: Tensor, text_features: Tensor) -> dict[str, float]:
+    """Compute the rank (from 1) and recall of the paired item, both ways, under OpenCLIP's names: ``image_to_text_R@1`` ...
+
+    Row ``i`` of the texts belongs to image ``i``; :func:`ranks_of_best_match` says how ties count.
+    """
+    metrics = {}
+    directions = {"image_to_text": (image_features, text_features), "text_to_image": (text_features, image_features)}
+    pairs = torch.arange(len(image_features), device=image_features.device)
+    for name, (queries, items) in directions.items():
+        ranks = ranks_of_best_match(queries, items, pairs, pairs)
+        metrics[f"{name}_mean_rank"] = float(ranks.mean()) + 1
+        metrics[f"{name}_median_rank"] = math.floor(float(ranks.quantile(0.5))) + 1
+        for k in RECALL_AT:
+            metrics[f"{name}_R@{k}"] = float((ranks < k).double().mean())
+    return metrics
+
+
+def is_best(metrics: dict[str, float], metric: str, folder: Path, epoch: int) -> bool:
+    """Return whether an evaluation is better than all earlier ones of the run, or the first; without metrics it is not.
+
+    It reads what the evaluations wrote down in ``checkpoints/``, so that a resume needs no state. Of losses and ranks the
+    least is the best, of others the largest.
+    """
+    if not metrics:
+        return False
+    if metric not in metrics:
+        logging.warning(f"--keep-best {metric}: this evaluation has no such metric, but {', '.join(metrics)}")
+        return False
+    sign = -1 if any(word in metric for word in _LESS_IS_BETTER) else 1
+    lines = [line for line in json_lines.read(folder / "results.jsonl") if line.get("epoch", epoch) < epoch]
+    earlier = [sign * line[metric] for line in lines if isinstance(line.get(metric), int | float)]
+    value = sign * metrics[metric]
+    return not math.isnan(value) and all(value > other or math.isnan(other) for other in earlier)

@@ -1,0 +1,329 @@
+"""Train a grid of losses on icons or clip arts, equally tuned, and append one JSON line for each finished run.
+
+    python -m scripts.experiments.grid GRID.json --data icons-11k --results runs.jsonl [--workers 2]
+
+``scripts.experiments.pairs`` describes the data folder. For each schedule and family of losses, every setting of the family
+runs with the first seed, then the best setting runs with the other seeds. The best setting has the highest score on ``val/``;
+``test/`` decides nothing. All families must have equally many settings. Runs of equal seeds have the same start weights, order
+and augmentation. Finished runs are skipped, and a killed call loses only the runs in progress: call it again.
+
+A setting holds ``loss`` and ``options`` for ``create_loss``, and optionally
+``temperature`` and ``lr_tau``: start and learning rate (0: constant) of the model's logit scale, for OpenCLIP's own loss;
+``captions``: ``name`` to train on the canonical names, which are often equal, instead of the captions.
+
+With ``"estimation_error": N`` the curve has each epoch, and the estimation error on N training samples, see
+:func:`estimation_errors`.
+"""
+
+import argparse
+import hashlib
+import itertools
+import json
+import math
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import torch
+from torch import Tensor, nn
+
+from openclip_ext.cli import command_line
+from openclip_ext.compare import decoded_data as cache
+from openclip_ext.compare.decoded_data import Cache, PilotData, Tokens
+from openclip_ext.compare.process_pool import ProcessPool
+from openclip_ext.compare.results import ResultsFile
+from openclip_ext.compare.runs import Contest, Results, Run
+from openclip_ext.compare.short_run import PilotRun, versions
+from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.diagnostics.estimation_error import measure
+from openclip_ext.evaluation.ranks import ranks_of_best_match
+from openclip_ext.files.writing import output_path
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training import flags
+from openclip_ext.training.config import training_config
+from openclip_ext.training.step import Batch
+
+METRICS = ("name", "image-to-text", "text-to-image")
+_GRID_KEYS = {"model", "schedules", "families", "seeds", "estimation_error"}
+_SETTING_KEYS = {"loss", "options", "temperature", "lr_tau", "captions"}
+_SHIFT = 2  # largest random shift of a stored image, in pixels
+_IMAGE_SIZE = 32  # the demo models' image size; stored images may be twice as large
+# Flags of all runs; the grid gives the learning rate and the length.
+_FLAGS = "--precision fp32 --wd 0.2 --beta1 0.9 --beta2 0.999 --eps 1e-8 --warmup 100 --workers 0 --logs none"
+
+
+def contests(grid: Mapping[str, Any], data: str) -> dict[str, Contest]:
+    """Return the contest of each schedule of a grid file."""
+    for what, content, known in (
+        ("a grid", grid, _GRID_KEYS),
+        *(("a setting", setting, _SETTING_KEYS) for tried in grid["families"].values() for setting in tried),
+    ):
+        if unknown := sorted(content.keys() - known):
+            raise ValueError(f"{what} has no {', '.join(unknown)}: expected {', '.join(sorted(known))}")
+    sizes = {family: len(settings) for family, settings in grid["families"].items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"families must have equally many settings, so that all are tuned equally: found {sizes}")
+    return {
+        schedule: Contest(
+            {
+                family: [
+                    Run(data, grid["model"], schedule, **length, seed=grid["seeds"][0], family=family, setting=setting)
+                    for setting in settings
+                ]
+                for family, settings in grid["families"].items()
+            },
+            grid["seeds"],
+        )
+        for schedule, length in grid["schedules"].items()
+    }
+
+
+def pending(grid: Mapping[str, Any], data: str, results: Results) -> list[Run]:
+    """Return the runs that can start now, schedule by schedule."""
+    return [run for contest in contests(grid, data).values() for run in contest.pending(results)]
+
+
+def data_digest(data: Path) -> str:
+    """Return a digest of the recipe that the data were made from."""
+    return hashlib.sha256((data / "recipe.json").read_bytes()).hexdigest()[:12]
+
+
+def load_data(data: Path, model: str) -> PilotData:
+    """Decode the splits into ``data/cache``, once, and tokenize their texts and names."""
+    names = tuple((data / "names.txt").read_text().splitlines())
+    train, val, test = (
+        cache.write_cache(DataSpec(f"{data}/{split}/*.tar"), data / "cache" / split, _IMAGE_SIZE, classes=len(names))
+        for split in ("train", "val", "test")
+    )
+    texts = itertools.chain(names, train.captions(), val.captions(), test.captions())
+    tokens = Tokens.of(texts, open_clip.get_tokenizer(model))
+    return PilotData(train, len(train.rows), val, test, names, tokens, data_digest(data))
+
+
+def classes_of(samples: Cache) -> Tensor:
+    """Return the numbers ``(N,)`` of the samples' names."""
+    classes = samples.classes()
+    assert classes is not None, "load_data reads them"
+    return torch.tensor(classes)
+
+
+class GridRun(PilotRun):
+    """Performs a run of a grid: a loss keeps its default seed, and a learned temperature its rate, unlike in training."""
+
+    def shared_options(self) -> dict[str, Any]:
+        return {"epochs": self.run.epochs}
+
+    def prepare(self) -> None:
+        super().prepare()
+        if "temperature" in self.run.setting:
+            nn.init.constant_(self.model.logit_scale, -math.log(self.run.setting["temperature"]))
+        if self.logit_scale_lr() == 0:
+            self.model.logit_scale.requires_grad_(False)
+
+    def logit_scale_lr(self) -> float | None:
+        return self.run.setting.get("lr_tau", self.loss.logit_scale_lr)
+
+    def normalize(self) -> Callable[[Tensor], Tensor]:
+        return partial(averaged, visual=self.model.visual)
+
+    def build_loader(self) -> "ShiftedImages":
+        train = self.data.train
+        assert isinstance(train, Cache)
+        texts = train.captions()
+        if self.run.setting.get("captions") == "name":
+            texts = [self.data.names[number] for number in classes_of(train)]
+        return ShiftedImages(train, self.texts(texts), self.run.seed, self.batch)
+
+
+class ShiftedImages:
+    """Yields training batches of images of one size, shifted at random over white, with their tokens ``(N, L)``.
+
+    ``seed`` decides the order and the shifts. The last, incomplete batch of an epoch is left out.
+    """
+
+    def __init__(self, samples: Cache, texts: Tensor, seed: int, batch_size: int) -> None:
+        self._samples, self._texts, self._batch_size = samples, texts, batch_size
+        self._labels = texts.unique(dim=0, return_inverse=True)[1]
+        self._random = torch.Generator().manual_seed(seed)
+
+    def iterate(self, epoch: int) -> Iterator[Batch]:
+        """Yield batches; epochs must come in order."""
+        order = torch.randperm(len(self._labels), generator=self._random)
+        for rows in order.split(self._batch_size)[: len(order) // self._batch_size]:
+            shifts = torch.randint(-_SHIFT, _SHIFT + 1, (len(rows), 2), generator=self._random)
+            yield {
+                "image": shifted(stored_images(self._samples, rows.tolist()), shifts),
+                "text": self._texts[rows],
+                "index": rows,
+                "caption_hash": self._labels[rows],
+            }
+
+
+def stored_images(samples: Cache, rows: Sequence[int]) -> Tensor:
+    """Return stored images ``(B, 3, S, S)`` uint8."""
+    return torch.from_numpy(np.stack([samples.pixels(row) for row in rows])).permute(0, 3, 1, 2).contiguous()
+
+
+def shifted(images: Tensor, shifts: Tensor) -> Tensor:
+    """Shift images by ``(B, 2)`` pixels, at most two in each direction."""
+    size = images.shape[-1]
+    padded = nn.functional.pad(images, [_SHIFT] * 4, value=255)
+    places = (_SHIFT + shifts).tolist()
+    return torch.stack([one[:, y : y + size, x : x + size] for (y, x), one in zip(places, padded, strict=True)])
+
+
+def averaged(images: Tensor, visual: Any) -> Tensor:
+    """Return the model's input: shrink stored images ``(B, 3, S, S)`` by averaging, and normalize them."""
+    wanted = max(visual.image_size) if isinstance(visual.image_size, tuple) else visual.image_size
+    factor, rest = divmod(images.shape[-1], wanted)
+    if rest:
+        raise ValueError(f"images of {images.shape[-1]} pixels: expected a multiple of {wanted}")
+    mean, std = (
+        images.new_tensor(value, dtype=torch.float32).view(3, 1, 1) for value in (visual.image_mean, visual.image_std)
+    )
+    return (nn.functional.avg_pool2d(images.float(), factor) / 255 - mean) / std
+
+
+def score(training: PilotRun, samples: Cache, names: Sequence[str]) -> dict[str, float]:
+    """Return top-1 accuracy among the split's names, R@1 in both directions, and their mean.
+
+    In retrieval, any sample of the same name is right.
+    """
+    present, labels = classes_of(samples).unique(return_inverse=True)
+    with training.evaluating() as model:
+        images = training.encode_images(
+            model, lambda rows: averaged(stored_images(samples, rows), training.model.visual), len(labels)
+        )
+        texts = training.encode_texts(model, samples.captions())
+        prompts = training.encode_texts(model, [names[number] for number in present])
+    labels = labels.to(images.device)
+    ranks = {
+        "name": ranks_of_best_match(images, prompts, labels, torch.arange(len(prompts), device=images.device), True),
+        "image-to-text": ranks_of_best_match(images, texts, labels, labels, True),
+        "text-to-image": ranks_of_best_match(texts, images, labels, labels, True),
+    }
+    values = {metric: float((ranks[metric] < 1).double().mean()) for metric in METRICS}
+    return values | {"mean": statistics.fmean(values.values())}
+
+
+def estimation_errors(training: PilotRun, samples: Cache, count: int) -> dict[str, Any]:
+    """Return the errors of the log-normalizers against the exact ones over ``count`` training samples, see ``measure``."""
+    rows = torch.randperm(len(samples.rows), generator=torch.Generator().manual_seed(0))[:count].tolist()
+    part = samples.part(rows)
+    with training.evaluating() as model:
+        images = training.encode_images(
+            model, lambda some: averaged(stored_images(part, some), training.model.visual), len(rows)
+        )
+        texts = training.encode_texts(model, part.captions())
+    scale = training.model.logit_scale.exp()
+    found = measure(training.loss, images, texts, scale, batch_size=training.batch, index=rows, anchors=2000)
+    return {
+        "minibatch": found.minibatch.mean,
+        "estimator": None if found.estimator is None else found.estimator.mean,
+        "temperature": found.temperature,
+    }
+
+
+def train(
+    data: PilotData, run: Run, device: torch.device, seen: Callable[[int], None], measured: int = 0
+) -> dict[str, Any]:
+    """Train and score one run; return its row.
+
+    Args:
+        measured: training samples to measure the estimation error on after each epoch; 0 measures none.
+    """
+    torch.set_num_threads(1)
+    start, start_cpu = time.perf_counter(), time.process_time()
+    argv = ["--train-data", "unused.tar", "--model", run.model, "--batch-size", str(run.batch_size)]
+    config = training_config(*flags.parse([*argv, *_FLAGS.split()]), device)
+    training = GridRun(config, data, run, device)
+    errors = []
+
+    def validate(_: int) -> float:
+        if measured:
+            assert isinstance(data.train, Cache)
+            errors.append(estimation_errors(training, data.train, measured))
+        return score(training, data.val, data.names)["mean"]
+
+    curve = training.train(seen, validate, each_epoch=bool(measured))
+    return {
+        "id": run.id,
+        **asdict(run),
+        "val": score(training, data.val, data.names),
+        "test": score(training, data.test, data.names),
+        "curve": curve,
+        **({"estimation_errors": errors} if measured else {}),
+        "temperature": math.exp(-training.model.logit_scale.item()),
+        "seconds": round(time.perf_counter() - start, 1),
+        "cpu_seconds": round(time.process_time() - start_cpu, 1),
+        "environment": environment(),
+    }
+
+
+def environment() -> dict[str, str]:
+    """Return processor and versions, on which the numbers may depend."""
+    info = Path("/proc/cpuinfo")
+    models = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    return {"cpu": (models or [platform.processor()])[0], "python": platform.python_version(), **versions()}
+
+
+def run_all(grid: Mapping[str, Any], data: Path, path: Path, workers: int) -> list[str]:
+    """Execute all runs; return the reasons of those that failed."""
+    add_model_configs()
+    results = ResultsFile(path)
+
+    def pending_tasks() -> dict[str, Any]:
+        measured = grid.get("estimation_error", 0)
+        runs = pending(grid, loaded.digest, results.known)
+        return {run.id: partial(train, loaded, run, measured=measured) for run in runs}
+
+    def keep(name: str, row: dict[str, Any] | None, failure: str) -> None:
+        print(f"{describe(results.keep(name, row, failure))}; {len(results.rows)} runs finished", flush=True)
+
+    try:
+        loaded = load_data(data, grid["model"])
+        ProcessPool(workers, "openclip_ext.compare.short_run").work_off(pending_tasks, keep)
+    finally:
+        results.close()
+    return [row["failed"] for row in results.failed.values()]
+
+
+def describe(row: Mapping[str, Any]) -> str:
+    """Describe a row in one line."""
+    if "failed" in row:
+        return f"run {row['id']} failed: {row['failed'].strip()}"
+    setting = {key: value for key, value in row["setting"].items() if key != "loss"}
+    return (
+        f"{row['schedule']}, {row['family']} {json.dumps(setting)}, lr {row['lr']:g}, seed {row['seed']}: "
+        f"val {row['val']['mean']:.4f}, test {row['test']['mean']:.4f}, τ {row['temperature']:.3f}, {row['seconds']:.0f} s"
+    )
+
+
+def main(argv: list[str]) -> None:
+    """Run the program."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.experiments.grid", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument("grid", type=Path, help="JSON: model, schedules, families, seeds")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder that scripts.experiments.icons or .clip_arts made"
+    )
+    parser.add_argument("--results", type=output_path, required=True, help="file of finished runs; lines are appended")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time, each on one core or GPU")
+    args = parser.parse_args(argv)
+    failures = run_all(json.loads(args.grid.read_text()), args.data, args.results, args.workers)
+    if failures:
+        sys.exit(f"{len(failures)} runs failed; the same command tries them again")
+
+
+if __name__ == "__main__":
+    command_line.run(main)

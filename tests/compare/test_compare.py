@@ -1,0 +1,473 @@
+"""``compare``: what is tried, plans that fit the time, the sentence, and whole comparisons on a tiny set."""
+
+import io
+import json
+import os
+import shlex
+import signal
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from PIL import Image
+
+from openclip_ext.compare import comparison, plan
+from openclip_ext.compare.comparison import Comparison, main, winners
+from openclip_ext.compare.config import parse
+from openclip_ext.compare.data import prepare
+from openclip_ext.compare.decoded_data import KnownTexts, Tokens
+from openclip_ext.compare.pilot import RETRIEVAL, ComparePilot, pack_floats, recall
+from openclip_ext.compare.plan import SEEDS, Costs, Stage, equal_epochs, plan_next, plan_tuning
+from openclip_ext.compare.process_pool import ProcessPool, failure_words
+from openclip_ext.compare.report import About, chance, conclude
+from openclip_ext.compare.results import ResultsFile
+from openclip_ext.compare.runs import Contest, Run
+from openclip_ext.compare.short_run import PilotRun
+from openclip_ext.compare.space import BASELINE, DEFAULT_LOSSES, candidates
+from openclip_ext.data.manifest.manifest import Manifest
+from openclip_ext.evaluation.ranks import ranks_of_best_match
+from openclip_ext.evaluation.statistics import Difference
+from openclip_ext.losses import registry
+from openclip_ext.training import flags
+from tests.data.shards import image_bytes, write_csv, write_tar
+
+COSTS = Costs(per_sample={BASELINE: 1e-3, "neuclip": 2e-3}, per_run=3.0)
+CPU = torch.device("cpu")
+
+
+# --- what is tried ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", DEFAULT_LOSSES)
+def test_candidates_differ_and_can_be_built(loss):
+    found = candidates(loss, {})
+    for options, _ in found:
+        registry.create_loss(loss, embed_dim=8, num_samples=100, **options)
+    assert len({json.dumps(one) for one in found}) == len(found) >= 9
+    assert {factor for _, factor in found} == {0.5, 1.0, 2.0}
+
+
+def test_settings_keep_the_users_options_and_a_losss_own_temperature_scheme():
+    assert all(options["gamma"] == 0.5 for options, _ in candidates("fastclip", {"gamma": 0.5}))
+    for loss, scheme in {"sogclr": "constant", "isogclr": "per-sample", "tempnet": "predicted"}.items():
+        assert {options.get("temperature_scheme", scheme) for options, _ in candidates(loss, {})} == {scheme}
+
+
+# --- the plan --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("minutes", "processes"), [(2, 8), (30, 2), (300, 1)])
+def test_the_stages_fit_the_time_and_use_it(minutes, processes):
+    costs = Costs(dict.fromkeys(DEFAULT_LOSSES, 1e-3), 1.0)
+    seconds = 60 * minutes * processes
+    tried, first = plan_tuning(costs, 60 * minutes, processes, batch=16, most_samples=10**9, most_tried=18)
+    assert first.seeds == SEEDS[:1] and first.samples % 16 == 0 and first.samples >= 20 * 16
+    spent = tried * 5 * (1 + first.samples * 1e-3)
+    going_on = Costs(dict.fromkeys(DEFAULT_LOSSES[:3], 1e-3), 1.0)
+    second = plan_next(first, going_on, (seconds - spent) / processes, processes, 16, 10**9)
+    assert second is not None and second.seeds == SEEDS and second.samples > 2.4 * first.samples
+    spent += 4 * 3 * (1 + second.samples * 1e-3)
+    assert 0.95 * seconds < spent <= seconds
+
+
+def test_a_stage_is_followed_by_longer_runs_then_by_more_seeds():
+    tuned, whole = Stage(320, SEEDS[:1]), Stage(640, SEEDS)
+    assert plan_next(tuned, COSTS, 10.0, 2, 16, most_samples=10**9) == Stage(320, SEEDS)  # too little for longer ones
+    assert plan_next(tuned, COSTS, 1000.0, 2, 16, most_samples=640) == whole
+    seconds = COSTS.per_run + 640 * 2e-3
+    assert plan_next(whole, COSTS, seconds - 0.1, 2, 16, most_samples=640) is None
+    assert plan_next(whole, COSTS, seconds, 2, 16, most_samples=640) == Stage(640, (0, 1, 2, 3))
+    # More minutes for a finished comparison: longer runs.
+    assert plan_next(whole, COSTS, 1e4, 2, 16, most_samples=10**6).samples > 640
+    with pytest.raises(ValueError, match=r"too short: 0\.1 minutes, .* more --minutes, fewer --losses"):
+        plan_tuning(COSTS, 6, 2, 16, 10**9, 18)
+
+
+def test_the_best_losses_and_settings_go_on():
+    lrs = {"openclip": (1, 2, 3), "a": (1, 2), "b": (1,), "c": (1,)}
+    families = {loss: [Run("", "", "", 8, 1, lr, 0, loss, {"loss": loss}) for lr in of] for loss, of in lrs.items()}
+    contest = Contest(families, SEEDS[:1])
+    scores = {"openclip": 0.1, "a": 0.3, "b": 0.2, "c": 0.4}
+    rows = {run.id: {"family": run.family, "val": {"mean": scores[run.family]}} for run in contest.decided({})}
+    rows[families["a"][1].id]["val"]["mean"] -= 1  # it was stopped
+    going_on = winners(contest, rows)
+    assert {loss: [run.lr for run in runs] for loss, runs in going_on.items()} == {
+        "openclip": [1, 2],
+        "c": [1],
+        "a": [1],
+    }
+
+
+def test_a_run_is_cut_into_equal_epochs():
+    assert equal_epochs(1000, 10, 400) == (3, 330)
+    assert equal_epochs(100, 10, 405) == (1, 100)
+    assert equal_epochs(19_660, 256, 1000) == (25, 768)  # 26 would have 2 steps each
+    assert equal_epochs(32 * 768, 256, 1000) == (32, 768)  # as it was asked
+
+
+# --- the sentence ----------------------------------------------------------------------------------------------------
+
+
+def gap(mean: float, half: float) -> Difference:
+    return Difference(mean, mean - half, mean + half, 3)
+
+
+def result(loss: str, gain: float, half: float | None = None, epochs: float = 32.0, gains: tuple = ()) -> Any:
+    """A loss that gains so much on ``openclip``; ``half`` is half the width of the interval, None with one seed."""
+    difference = None if half is None else gap(gain, half)
+    return SimpleNamespace(loss=loss, gain=gain, difference=difference, epochs=epochs, gains=gains)
+
+
+ABOUT = About("", "", 64, 1, (), 1, minutes=30.0, most_epochs=32)
+BASE = result(BASELINE, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("found", "to_best", "words", "recommended"),
+    [
+        (
+            [result("queueclip", 0.041, 0.009), result("neuclip", 0.039, 0.009), BASE],
+            {"neuclip": gap(0.002, 0.01), "openclip": gap(0.041, 0.009)},
+            ["queueclip, +4.1 (3.2 to 5.0) R@1 over openclip", "no difference between queueclip and neuclip"],
+            "queueclip",
+        ),
+        ([result("neuclip", 0.002, 0.007), BASE], {}, ["Nothing beats openclip", "neuclip comes nearest"], "openclip"),
+        (  # a sure gain comes before a larger unsure one
+            [result("amorlip", 0.06, 0.08), result("neuclip", 0.04, 0.01), BASE],
+            {"neuclip": gap(0, 0), "amorlip": gap(-0.02, 0.08)},
+            ["neuclip, +4.0 (3.0 to 5.0) R@1", "no difference between neuclip and amorlip"],
+            "neuclip",
+        ),
+        ([result("neuclip", 0.1, 0.1)], {}, ["No result yet"], None),
+    ],
+)
+def test_the_sentence_names_what_to_take(found, to_best, words, recommended):
+    sentence, taken = conclude(found, ABOUT, to_best)
+    assert taken == recommended and all(word in sentence for word in words), sentence
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (result("neuclip", 0.005, 0.02, 20.0), ["About 32 epochs", "--minutes 48"]),  # no longer than --epochs
+        (result("neuclip", -0.01, 0.015, 4.0), []),  # too small a gain to look for
+        # Half a point with each doubling: three are needed.
+        (
+            result("neuclip", 0.01, 0.025, 4.0, ((2.0, 0.005, 1), (4.0, 0.01, 3))),
+            ["+0.5 in 2.0 epochs and +1.0 in 4.0", "+2.5 in 32", "About 32 epochs", "--minutes 240"],
+        ),
+        (result("neuclip", 0.01, 0.025, 4.0, ((2.0, 0.02, 1), (4.0, 0.01, 3))), ["−2.0 in 32", "No length"]),
+    ],
+)
+def test_the_sentence_says_what_longer_runs_may_bring(found, words):
+    sentence, _ = conclude([found, BASE], ABOUT, {})
+    assert all(word in sentence for word in words), sentence
+    assert ("epochs" in sentence) == bool(words)
+
+
+@pytest.mark.parametrize("groups", [[0, 1, 2, 3], [0, 0, 1, 2], [0, 0, 0, 0]])
+def test_guessing_finds_any_sample_of_an_equal_caption(groups):
+    random = torch.Generator().manual_seed(0)
+    captions = torch.tensor(groups)
+    numbers = captions.unique()
+    found = []
+    for _ in range(1500):  # as runs are scored
+        image, text = (torch.randn(count, 3, generator=random) for count in (len(groups), len(numbers)))
+        image, text = (torch.nn.functional.normalize(part, dim=1) for part in (image, text))
+        ranks = {
+            RETRIEVAL[0]: ranks_of_best_match(image, text, captions, numbers),
+            RETRIEVAL[1]: ranks_of_best_match(text, image, numbers, captions)[captions],
+        }
+        found.append(recall(ranks))
+    assert chance(groups) == pytest.approx(statistics.fmean(found), abs=0.03)
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_texts_are_those_of_the_tokenizer():
+    tokenizer = open_clip.get_tokenizer("demo-vit")
+    captions = ["see a !~ b and c", "red"]
+    tokens = Tokens.of(captions, tokenizer)
+    # Token 0 is OpenCLIP's padding, and also "!" inside of a text.
+    assert (tokenizer(captions)[0] == 0).nonzero()[0] < tokenizer(captions)[0].argmax()
+    assert tokens.length == int(tokenizer(captions)[0].argmax()) + 1
+    other = torch.nn.Linear(1, 1)  # no text tower of OpenCLIP's kind
+    assert torch.equal(KnownTexts(tokens, tokenizer, other)(captions), tokenizer(captions))
+    assert torch.equal(KnownTexts(None, tokenizer, other)("red"), tokenizer(["red"]))
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "black": (0, 0, 0), "white": (255, 255, 255)}
+
+
+def two_colors(number: int) -> list[tuple[str, bytes]]:
+    names = list(COLORS)
+    upper, lower = number * 7 % 5, number * 3 // 5 % 5
+    pixels = np.zeros((16, 16, 3), np.uint8)
+    pixels[:8], pixels[8:] = COLORS[names[upper]], COLORS[names[lower]]
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    content = {
+        "png": buffer.getvalue(),
+        "txt": f"{names[upper]} over {names[lower]}".encode(),
+        "cls": str(upper).encode(),
+    }
+    return [(f"{number:06d}.{field}", data) for field, data in content.items()]
+
+
+MEMBERS = [member for number in range(300) for member in two_colors(number)]
+
+
+def write_data(folder: Path) -> Path:
+    for split, count in {"train": 80, "val": 60}.items():
+        write_tar(folder / split / "00000.tar", MEMBERS[: 3 * count])
+    (folder / "names.txt").write_text("".join(f"{name}\n" for name in COLORS))
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_data(tmp_path)
+
+
+def arguments(data: Path, *more: str) -> list[str]:
+    shards = str(data / "train" / "00000.tar")
+    flags = "--model demo-vit --batch-size 8 --precision fp32 --lr 1e-3 --epochs 1 --minutes 10 --processes 2"
+    sizes = "--population 32 --anchors 16 --losses openclip,queueclip"
+    return [shards, *flags.split(), *sizes.split(), "--output", str(data / "out"), *more]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--losses", "neuclip,fastclip"], "expected openclip and at least one other"),
+        (["--losses", "openclip,neuclipp"], "unknown loss 'neuclipp'.*neuclip"),
+        (["--rho", "5"], "--rho has no effect on compare, which searches over it"),
+        (["--fit-every", "5"], "--fit-every: not used by any of"),
+    ],
+)
+def test_flags_that_mean_nothing_are_refused(data, more, message):
+    with pytest.raises(ValueError, match=message):
+        parse(arguments(data, *more))
+
+
+def with_val(data: Path, *more: str) -> list[str]:
+    return arguments(data, "--val", str(data / "val" / "00000.tar"), *more)
+
+
+def prepared(argv: list[str]) -> ComparePilot:
+    config, training = parse(argv)
+    return ComparePilot(training, prepare(config, training)[0], config.population, config.anchors)
+
+
+def make_run(loss: str, samples: int = 80, lr: float = 1e-3, seed: int = 0, candidate: int = 0) -> Run:
+    setting = {"loss": loss, "options": candidates(loss, {})[candidate][0]}
+    return Run("", "demo-vit", "", 8, 1, lr, seed, loss, setting, samples)
+
+
+def execute(pilot: ComparePilot, run: Run) -> dict[str, Any]:
+    return pilot.run(run, CPU, lambda samples: None)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comparison]:
+    """A comparison that has not begun."""
+    data = write_data(tmp_path_factory.mktemp("compared"))
+    config, training = parse(with_val(data, "--warmup", "3", "--wd", "0.1"))
+    results = ResultsFile(data / "runs.jsonl")
+    yield Comparison(config, training, prepare(config, training)[0], results, 0.0)
+    results.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--val", "{val}", "--batch-size", "50"], "80 training samples are too few for batches of 50"),
+        ([], "8 of 80 samples are too few to score with"),
+        (["--val", "{bad}"], r"8 of the 80 samples .* allowed 5\.0% \(--max-bad-fraction\)"),
+    ],
+)
+def test_data_that_do_not_fit_are_refused(data, more, message):
+    places = {"val": data / "val" / "00000.tar", "bad": data / "bad.tar"}
+    write_tar(places["bad"], [member for member in MEMBERS[:240] if not member[0].endswith("7.txt")])
+    with pytest.raises(ValueError, match=message):
+        main(arguments(data, *(word.format(**places) for word in more)))
+
+
+def test_a_manifest_may_leave_samples_out(data):
+    """Those are not bad samples; read from the shards again and again, they would shorten the runs unseen."""
+    Manifest.scan(str(data / "train" / "00000.tar")).without(range(0, 80, 16)).save(data / "fewer.json")
+    argv = with_val(data, "--manifest", str(data / "fewer.json"))
+    assert prepared(argv).data.num_samples == 75
+    with pytest.raises(ValueError, match="leaves samples out"):
+        prepared([*argv, "--cache", str(50_000 / 2**30), "--output", str(data / "other")])
+
+
+def test_a_run_that_diverged_is_scored(compared):
+    row = execute(compared.pilot, make_run(BASELINE, lr=1e12, seed=1))
+    assert "normalizers" not in row
+    assert row["val"]["mean"] < 0.1  # everything comes last
+    assert set(row["hits"][RETRIEVAL[0]]) == {"0"}
+
+
+def test_images_of_a_csv_file_that_have_changed_are_decoded_again(data):
+    table = str(write_csv(data, rows=60))
+    argv = [table, *arguments(data)[1:], "--val", table, "--dataset-type", "csv"]
+    before = prepared(argv).data.digest
+    assert prepared(argv).data.digest == before
+    (data / "7.jpg").write_bytes(image_bytes(8))
+    assert prepared(argv).data.digest != before
+
+
+TIMES = {"step_seconds", "memory_bytes", "curves", "command"}
+
+
+def lasting(path: Path) -> dict[str, Any]:
+    """A report without what differs between two measurements."""
+    content = json.loads(path.read_text())
+    content["results"] = [{key: one[key] for key in one.keys() - TIMES} for one in content["results"]]
+    return content
+
+
+def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
+    """Interrupted, gone on with, repeated, and extended by a loss."""
+    monkeypatch.setattr(plan, "_TRIED", ((3, 0),))
+    monkeypatch.setattr(plan, "MOST_SEEDS", 3)
+    monkeypatch.setattr(comparison, "_PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(comparison, "_CLEARLY", 100.0)
+    more = ["--val", str(data / "val" / "00000.tar"), "--classes", str(data / "names.txt")]
+    argv, out = arguments(data, *more), data / "out"
+
+    with monkeypatch.context() as patch:
+        ended = ProcessPool.finished
+
+        def stop_after_two(workers: ProcessPool) -> Any:
+            if (out / "runs.jsonl").read_bytes().count(b"\n") >= 2:
+                raise KeyboardInterrupt
+            return ended(workers)
+
+        patch.setattr(ProcessPool, "finished", stop_after_two)
+        with pytest.raises(SystemExit, match="130"):
+            main(argv)
+    assert "No result yet" in capsys.readouterr().out
+    assert json.loads((out / "report.json").read_text())["unfinished"] == 4
+    first = (out / "runs.jsonl").read_text().splitlines()
+
+    main(argv)
+    printed, lines = capsys.readouterr().out, (out / "runs.jsonl").read_text().splitlines()
+    assert lines[: len(first)] == first
+    assert len(lines) == 2 * (3 + 2)  # the second stage is as long as --epochs, too: its first seed has run
+    written = lasting(out / "report.json")
+    assert "your batch of 8 misjudges its normalizer by a factor of" in printed
+    assert written["sentence"] in printed
+    assert (written["unfinished"], written["stopped"]) == (0, 0)
+    assert sorted(one["loss"] for one in written["results"]) == ["openclip", "queueclip"]
+    assert all(len(one["each_seed"]) == 3 and "zero_shot" in one["scores"] for one in written["results"])
+    assert (out / "report.html").read_text().count("<svg") == 2
+    assert "| loss | minus openclip |" in (out / "report.md").read_text()  # a narrow screen shows the first columns
+
+    (out / "runs.jsonl").write_text("".join(f"{line}\n" for line in lines[:-2]) + lines[-2][:50])
+    main(argv)
+    assert lasting(out / "report.json") == written
+    assert len((out / "runs.jsonl").read_text().splitlines()) == len(lines)
+
+    # The runs of the other losses serve again, and settings that are behind are stopped.
+    monkeypatch.setattr(comparison, "_CLEARLY", -1e6)
+    main([*argv, "--losses", "openclip,queueclip,sogclr"])
+    rows = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()[len(lines) :]]
+    assert {row["family"] for row in rows} == {"sogclr"}
+    # Of two runs side by side, a fast one may end before the other tells.
+    stopped = [row for row in rows if "stopped" in row]
+    assert stopped and all(row["stopped"] == 16 and row["val"]["mean"] < 0 for row in stopped)
+    assert len(stopped) == json.loads((out / "report.json").read_text())["stopped"]
+
+    # A refused command removes nothing.
+    caches = set((out / "cache").iterdir())
+    with pytest.raises(ValueError, match="comparison with other flags or versions"):
+        main([*argv, "--wd", "0.1"])
+    assert set((out / "cache").iterdir()) == caches
+    write_tar(data / "train" / "00000.tar", MEMBERS[: 3 * 90])
+    (data / "train" / "manifest.json").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match="comparison with other data"):
+        main(argv)
+    assert set((out / "cache").iterdir()) > caches
+
+
+def test_a_setting_is_stopped_where_another_is_ahead_beyond_the_interval(compared):
+    good = torch.rand(30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def stand(name: str, scores: torch.Tensor, **changes: Any) -> dict[str, Any]:
+        row = {**vars(make_run(BASELINE)), "id": name, "data": compared.context, "samples": 40, **changes}
+        return {**row, "val": {"mean": float(scores.mean())}, "points": {"40": pack_floats(scores)}}
+
+    noise = torch.linspace(-0.1, 0.1, 30)
+    assert compared._stop("good", stand("good", good)) is None
+    assert compared._stop("equal", stand("equal", (good - 0.001 + noise).clamp(0, 1))) is None
+    for other in ({"seed": 1}, {"family": "queueclip"}, {"epochs": 7}):
+        assert compared._stop("other", stand("other", good * 0.1, **other)) is None
+    assert compared._stop("bad", stand("bad", good * 0.1, epoch_samples=320)) is None  # too early to tell
+    stopped = compared._stop("bad", stand("bad", good * 0.1))
+    assert stopped is not None and stopped["stopped"] == 40 and stopped["val"]["mean"] < 0
+
+
+def test_the_recommended_command_line_trains_that_configuration(compared):
+    solved = next(place for place, (options, _) in enumerate(candidates(BASELINE, {})) if "rho" in options)
+    run = make_run(BASELINE, 48, candidate=solved, seed=1)
+    row = execute(compared.pilot, run)
+    words = shlex.split(compared.command_line(row))
+    assert words[:2] == ["openclip-ext", "train"]
+    args, choice = flags.parse(words[2:])
+    assert (choice.name, choice.options["temperature_scheme"]) == ("openclip", "solved")
+    assert (args.lr, args.wd, args.warmup, args.epochs, args.train_num_samples) == (1e-3, 0.1, 0, 1, 48)
+    assert args.model == "demo-vit"
+    for loss in DEFAULT_LOSSES:
+        setting = make_run(loss).setting
+        words = shlex.split(compared.command_line({**row, "family": loss, "setting": setting}))
+        assert flags.parse(words[2:])[1].options.items() >= setting["options"].items()
+    again = execute(compared.pilot, run)
+    assert all(again[key] == row[key] for key in ("hits", "temperature", "normalizers"))
+
+
+def test_losses_see_the_same_samples_from_the_same_start(compared):
+    pilot = compared.pilot
+    seen: dict[str, list[Any]] = {}
+    for loss in ("openclip", "queueclip"):
+        training = PilotRun(pilot.config, pilot.data, make_run(loss, 48, seed=1), CPU)
+        seen[loss] = [training.model.text_projection.sum().item()]
+        for batch in training.loader.iterate(0):
+            seen[loss] += [batch["index"].tolist(), batch["image"].sum().item()]
+    assert seen["openclip"] == seen["queueclip"]
+    assert len(seen["openclip"]) == 1 + 2 * 6
+
+
+def test_training_images_beyond_the_cache_are_read_from_their_shards(data):
+    argv = with_val(data, "--cache", str(50_000 / 2**30))
+    assert "decoded again for each run" in prepare(*parse(argv))[1][-1]
+    assert execute(prepared(argv), make_run("queueclip", 48))["steps"] == 6
+
+
+def test_runs_that_were_killed_are_called_so_and_no_result_is_no_success():
+    killed = "killed by SIGKILL (is memory full? Give fewer --processes or a smaller --batch-size)"
+    sentence, taken = conclude([], ABOUT, {}, [killed, killed, "ValueError: no"])
+    assert (
+        sentence.startswith("No result: 2 runs were killed and 1 runs failed, for the reasons below") and taken is None
+    )
+    assert failure_words(killed).startswith("a run was killed by SIGKILL (is memory full?")
+    assert failure_words("ValueError: no") == "a run failed: ValueError: no"
+
+
+def _killed(device, seen):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_pool_says_which_signal_ended_a_run():
+    with pytest.raises(ValueError, match="a run was killed by SIGKILL"):
+        ProcessPool(1, "openclip_ext.compare.process_pool").run([_killed])

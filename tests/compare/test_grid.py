@@ -1,0 +1,152 @@
+"""The grids' runs on icons: the augmentation, the scores, and that a run is a function of its description."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from PIL import Image
+
+from openclip_ext.compare.decoded_data import PilotData
+from openclip_ext.compare.results import read_results
+from openclip_ext.model_configs import add_model_configs
+from scripts.experiments import grid as grids
+from scripts.experiments.grid import averaged, contests, load_data, pending, shifted
+from scripts.experiments.tables import format_tables
+from tests.data.shards import write_tar
+
+SETTING = {"loss": "openclip"}
+OTHER = {"loss": "openclip", "temperature": 0.03}
+GRID = {
+    "model": "demo-resnet",
+    "schedules": {"short": {"batch_size": 4, "epochs": 1, "lr": 1e-3}},
+    "seeds": [0, 1, 2],
+    "families": {"one": [SETTING, OTHER]},
+}
+
+
+def test_grids_that_mean_something_else_are_refused():
+    for changes, message in (
+        ({"families": {"one": [SETTING, OTHER], "two": [SETTING]}}, "equally many settings"),
+        ({"seed": [0]}, "a grid has no seed: expected estimation_error, families"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            contests(GRID | changes, "data")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three splits as ``scripts.experiments.icons`` writes them, of random pixels."""
+    folder = tmp_path_factory.mktemp("icons")
+    names = ["arrow left", "bell", "home"]
+    (folder / "names.txt").write_text("".join(f"{name}\n" for name in names))
+    (folder / "recipe.json").write_text("{}")
+    random = np.random.default_rng(0)
+    for split, number in {"train": 12, "val": 6, "test": 6}.items():
+        members = []
+        for index in range(number):
+            buffer = io.BytesIO()
+            Image.fromarray(random.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(buffer, "PNG")
+            content = {"png": buffer.getvalue(), "txt": f"{names[index % 3]} outline".encode()}
+            content["cls"] = str(index % 3).encode()
+            members += [(f"{index:08d}.{extension}", data) for extension, data in content.items()]
+        write_tar(folder / split / "00000.tar", members)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(folder: Path) -> PilotData:
+    add_model_configs()
+    return load_data(folder, "demo-resnet")
+
+
+@pytest.mark.parametrize("name", ["demo-resnet", "demo-vit"])  # an image size that is a number, and one that is a pair
+def test_images_are_halved_and_shifted(name: str):
+    add_model_configs()
+    visual = open_clip.create_model(name).visual
+    stored = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
+    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (visual.image_mean, visual.image_std))
+
+    def pixels(shifts: list[list[int]]) -> torch.Tensor:
+        return (averaged(shifted(stored, torch.tensor(shifts)), visual) * std + mean) * 255
+
+    halved = stored.float().view(2, 3, 32, 2, 32, 2).mean(dim=(3, 5))
+    torch.testing.assert_close(pixels([[0, 0], [0, 0]]), halved, rtol=1e-4, atol=1e-3)
+    moved = pixels([[2, 0], [0, -2]])  # 2 stored pixels are 1 of the model's
+    torch.testing.assert_close(moved[0, :, :-1], halved[0, :, 1:], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(moved[0, :, -1], torch.full((3, 32), 255.0))
+    torch.testing.assert_close(moved[1, :, :, 1:], halved[1, :, :, :-1], rtol=1e-4, atol=1e-3)
+    with pytest.raises(ValueError, match="images of 50 pixels: expected a multiple of 32"):
+        averaged(stored[:, :, :50, :50], visual)
+
+
+def train(data: PilotData, setting: dict, seed: int = 0) -> dict:
+    run = replace(pending(GRID, "data", {})[0], setting=setting, epochs=2, seed=seed)
+    result = grids.train(data, run, torch.device("cpu"), lambda samples: None)
+    result["curve"] = [[samples, score] for samples, _, score in result["curve"]]
+    return {name: value for name, value in result.items() if name not in ("seconds", "cpu_seconds")}
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"loss": "openclip"},
+        {"loss": "fastclip", "options": {"rho": 5.0}},
+        {"loss": "queueclip", "options": {"prototypes": 8, "temperature_scheme": "solved", "rho": 1.0}},
+        {"loss": "openclip", "options": {"equal_captions": "mask"}, "captions": "name"},
+    ],
+)
+def test_a_run_is_a_function_of_its_description(setting: dict, data: PilotData):
+    first, again = (train(data, setting) for _ in range(2))
+    assert first == again
+    assert first["curve"][-1] == [24, first["val"]["mean"]]
+    other = train(data, setting, seed=1)
+    assert other["temperature"] != first["temperature"] or other["val"] != first["val"]
+
+
+@pytest.mark.parametrize("loss", ["openclip", "fastclip", "queueclip"])
+def test_the_estimation_error_is_measured_after_each_epoch_and_changes_nothing(loss: str, data: PilotData):
+    run = replace(pending(GRID, "data", {})[0], setting={"loss": loss}, epochs=2)
+    rows = [grids.train(data, run, torch.device("cpu"), lambda samples: None, measured) for measured in (0, 8)]
+    assert rows[0]["test"] == rows[1]["test"] and [point[0] for point in rows[1]["curve"]] == [12, 24]
+    for error in rows[1]["estimation_errors"]:
+        assert error["minibatch"] > 0 and (error["estimator"] is None) == (loss == "openclip")
+
+
+def test_finished_runs_are_skipped(folder: Path, tmp_path: Path):
+    grid, results = tmp_path / "grid.json", tmp_path / "runs.jsonl"
+    grid.write_text(json.dumps(GRID | {"seeds": [0, 1], "families": {"one": [SETTING]}}))
+    argv = [str(grid), "--data", str(folder), "--results", str(results), "--workers", "1"]
+    grids.main(argv)
+    lines = results.read_text().splitlines()
+    assert [json.loads(line)["seed"] for line in lines] == [0, 1]
+    results.write_text(lines[0] + "\n" + lines[1][:40])  # killed while it wrote
+    grids.main(argv)
+    assert len(read_results(results)) == 2
+    again = results.read_text()
+    grids.main(argv)
+    assert results.read_text() == again
+
+
+def test_the_tables_say_what_is_chosen_and_what_is_not_finished():
+    grid = GRID | {"families": {"base": [SETTING], "better": [OTHER], "late": [SETTING | {"lr_tau": 1e-3}]}}
+    results: dict[str, dict] = {}
+    for _ in range(3):
+        for run in pending(grid, "data", results):
+            if run.family != "late":
+                mean = 0.1 + 0.01 * run.seed + (0.05 + 0.001 * run.seed if run.family == "better" else 0)
+                scores = dict.fromkeys((*grids.METRICS, "mean"), mean)
+                results[run.id] = {**vars(run), "val": scores, "test": scores, "temperature": 0.04, "cpu_seconds": 99.6}
+    best, _, tuning = format_tables(grid, "data", results).partition("validation sets")
+    # Paired differences 5.0, 5.1, 5.2 percent: 4.303 * 0.1 / sqrt(3) on either side.
+    difference = "16.1, +5.1 (4.9 to 5.3)"
+    assert (
+        f"| better | temperature 0.03, lr 0.001 | {difference} | {difference} | 15.0 16.1 17.2 | 0.040 | 100 |" in best
+    )
+    assert "| base | defaults, lr 0.001 | 11.0 | 11.0 | 10.0 11.0 12.0 | 0.040 | 100 |" in best
+    assert "| late | not tuned yet |" in best
+    assert "| base | defaults | 0.001 | 0.100 | 0.100 | 0.040 |" in tuning and "late" not in tuning

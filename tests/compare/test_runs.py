@@ -1,0 +1,104 @@
+"""Which runs come next, the file of their results, and the processes that execute them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from openclip_ext.compare.process_pool import ProcessPool
+from openclip_ext.compare.results import ResultsFile, read_results
+from openclip_ext.compare.runs import Contest, Run
+
+RUN = Run("data", "model", "short", 4, 1, 1e-3, 0, "base", {"loss": "openclip"})
+
+
+def contest(families: int = 2, settings: int = 3, **options: object) -> Contest:
+    names = ["base", "a", "b", "c"][:families]
+    tried = {
+        name: [replace(RUN, family=name, setting={"loss": name, "setting": number}) for number in range(settings)]
+        for name in names
+    }
+    return Contest(tried, (0, 1, 2), **options)
+
+
+def finish(runs: list[Run], **scores: float) -> dict[str, dict]:
+    """Return rows of runs, all equally good but where a family and setting, such as ``base1``, is said to be better."""
+    names = [f"{run.family}{run.setting['setting']}" for run in runs]
+    return {
+        run.id: {"id": run.id, "val": {"mean": scores.get(name, 0.1)}} for run, name in zip(runs, names, strict=True)
+    }
+
+
+def names(runs: list[Run]) -> list[tuple[str, int, int]]:
+    return [(run.family, run.setting["setting"], run.seed) for run in runs]
+
+
+def test_a_run_is_named_by_what_it_does():
+    assert replace(RUN, family="other", schedule="other").id == RUN.id
+    changes = [{"seed": 1}, {"data": "more"}, {"lr": 1.0}, {"epochs": 2}, {"epoch_samples": 8}, {"setting": {}}]
+    assert len({RUN.id, *(replace(RUN, **change).id for change in changes)}) == 7
+
+
+def test_the_rows_of_the_docs_have_the_names_of_their_runs():
+    """Old rows stay valid: the tables program finds them by id."""
+    path = Path(__file__).parents[2] / "docs" / "benchmarks" / "icons" / "icons-30-epochs.jsonl"
+    rows = read_results(path)
+    assert len(rows) > 10
+    for name, row in rows.items():
+        assert Run(**{field: row[field] for field in vars(RUN) if field in row}).id == name
+
+
+def test_all_settings_run_the_first_seed_and_the_best_the_others():
+    plan, results = contest(), {}
+    first = plan.pending(results)
+    assert names(first) == [(family, setting, 0) for setting in range(3) for family in ("base", "a")]
+    results |= finish(first[:-1])
+    assert plan.pending(results) == [*first[-1:], *plan.pending(results)[1:]]
+    assert plan.best("a", results) == []  # not chosen yet
+    results |= finish(first[-1:], a2=0.2)
+    others = plan.pending(results)
+    assert names(others) == [("base", 0, 1), ("a", 2, 1), ("base", 0, 2), ("a", 2, 2)]
+    results |= finish(others)
+    assert plan.pending(results) == []
+    assert names(plan.best("a", results)) == [("a", 2, 0), ("a", 2, 1), ("a", 2, 2)]
+
+
+def test_results_survive_a_cut_line_and_refuse_another_writer(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    assert read_results(path) == {}
+    path.write_text('{"id": "a"}\n{"id": "b", "x')
+    assert list(read_results(path)) == ["a"]
+    first = ResultsFile(path)
+    first.keep("c", {"id": "c"})
+    with pytest.raises(ValueError, match="another process is writing"):
+        ResultsFile(path)
+    first.close()
+    assert path.read_text() == '{"id": "a"}\n{"id": "c"}\n'
+    path.write_text('{"id": "a"}\nrubbish\n')
+    with pytest.raises(ValueError, match="line 2: not the result of a run"):
+        ResultsFile(path)
+
+
+class Task:
+    """Ends as the run's setting says; picklable."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __call__(self, device: torch.device, seen) -> dict:
+        seen(3)
+        if self.run.setting["setting"] == "fails":
+            raise ValueError("too bad")
+        return {"id": self.run.id, "val": {"mean": 0.5}}
+
+
+def test_a_run_that_fails_costs_nothing_but_itself(tmp_path):
+    results, workers = ResultsFile(tmp_path / "runs.jsonl"), ProcessPool(2, __name__)
+    runs = [replace(RUN, setting={"setting": word}, seed=seed) for seed in (0, 1) for word in ("works", "fails")]
+    assert workers.work_off(lambda: {run.id: Task(run) for run in runs if run.id not in results.known}, results.keep)
+    assert sorted(row["val"]["mean"] for row in results.known.values()) == [-1, -1, 0.5, 0.5]
+    assert {row["failed"] for row in results.failed.values()} == {"too bad"}
+    assert workers.samples == 4 * 3
+    results.close()
+    assert len(read_results(tmp_path / "runs.jsonl")) == 2

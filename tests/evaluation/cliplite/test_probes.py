@@ -1,0 +1,179 @@
+"""Linear probes: the features, the protocol against independent definitions, and the command on all data formats."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import GridSearchCV, StratifiedKFold
+from sklearn.svm import LinearSVC
+
+from openclip_ext.evaluation.cliplite.probes import (
+    ABSENT,
+    DIFFICULT,
+    PRESENT,
+    SVM_COSTS,
+    Split,
+    feature_function,
+    main,
+    probe_top1,
+    probe_voc07,
+)
+from openclip_ext.evaluation.models import ModelError
+from tests.evaluation import datasets
+
+CLASSES = ("cat", "dog", "owl")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return datasets.tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def run(checkpoint: Path, *arguments: str) -> None:
+    model = ["--model", datasets.TINY_MODEL, "--checkpoint", str(checkpoint), "--device", "cpu", "--workers", "0"]
+    main([arguments[0], *model, *arguments[1:]])
+
+
+def build(folder: Path, name: str, **vision: object) -> torch.nn.Module:
+    open_clip.add_model_config(datasets.tiny_model_config(folder, name, **vision))
+    torch.manual_seed(0)
+    return open_clip.create_model(name).eval()
+
+
+@torch.no_grad()
+def test_backbone_features_are_those_in_front_of_the_projection(tmp_path: Path) -> None:
+    images = torch.randn(3, 3, 64, 64)
+    resnet = build(tmp_path, "probe-resnet", layers=[1, 1, 1, 1], width=8, patch_size=None, image_size=64)
+    maps = resnet.visual.layer4(
+        resnet.visual.layer3(resnet.visual.layer2(resnet.visual.layer1(resnet.visual.stem(images))))
+    )
+    features = feature_function(resnet, "backbone")(images)
+    torch.testing.assert_close(features, maps.mean(dim=(2, 3)))
+    assert features.shape == (3, 256)
+
+    vit = build(tmp_path, "probe-vit")
+    small = images[:, :, :32, :32]
+    features = feature_function(vit, "backbone")(small)
+    assert features.shape == (3, 32)
+    torch.testing.assert_close(features @ vit.visual.proj, vit.encode_image(small))
+    torch.testing.assert_close(feature_function(vit, "embedding")(small), vit.encode_image(small))
+
+    vit.visual = torch.nn.Identity()
+    with pytest.raises(ModelError, match="--features embedding works"):
+        feature_function(vit, "backbone")
+
+
+def voc_splits(seed: int = 0, size: int = 90) -> tuple[Split, Split]:
+    """Three classes that overlap, each visible in a few of twelve dimensions, behind noise."""
+    generator = np.random.default_rng(seed)
+    directions = generator.standard_normal((3, 12))
+    splits = []
+    for _ in range(2):
+        present = generator.random((size, 3)) < 0.35
+        features = present @ directions + 1.5 * generator.standard_normal((size, 12))
+        labels = np.where(present, PRESENT, ABSENT).astype(np.int8)
+        splits.append(Split(features.astype(np.float32), labels, CLASSES))
+    return splits[0], splits[1]
+
+
+def test_voc_protocol_against_scikit_learn() -> None:
+    train, test = voc_splits()
+    result = probe_voc07(train, test)
+    unit = [split.features / np.linalg.norm(split.features, axis=1, keepdims=True) for split in (train, test)]
+    precisions = []
+    for number, name in enumerate(CLASSES):
+        search = GridSearchCV(
+            LinearSVC(class_weight={0: 1, 1: 2}, max_iter=2000, random_state=0),
+            {"C": list(SVM_COSTS)},
+            scoring="average_precision",
+            cv=StratifiedKFold(3),
+        )
+        search.fit(unit[0], (train.labels[:, number] == PRESENT).astype(int))
+        assert result["costs"][name] == search.best_params_["C"]
+        precisions.append(search.score(unit[1], (test.labels[:, number] == PRESENT).astype(int)))
+        assert result["per_class"][name] == pytest.approx(precisions[-1], abs=1e-12)
+    assert result["map"] == pytest.approx(np.mean(precisions), abs=1e-12)
+    assert 0.4 < result["map"] < 1
+    assert len(set(result["costs"].values())) > 1  # the choice matters here
+
+
+def test_difficult_images_are_negatives_in_training_and_left_out_of_the_test() -> None:
+    train, test = voc_splits()
+    base = probe_voc07(train, test)
+    difficult = train.labels.copy()
+    difficult[train.labels == ABSENT] = DIFFICULT
+    assert probe_voc07(Split(train.features, difficult, CLASSES), test) == base
+    # A wrong answer that the test leaves out cannot cost anything.
+    labels, features = test.labels.copy(), test.features.copy()
+    labels[0, :], features[0] = DIFFICULT, 100.0
+    ignored = probe_voc07(train, Split(features, labels, CLASSES))
+    assert ignored == probe_voc07(train, Split(test.features[1:], test.labels[1:], CLASSES))
+
+
+def test_top1_probe_learns_digits() -> None:
+    digits = load_digits()
+    images, labels = digits.data.astype(np.float32), digits.target
+    names = tuple(map(str, range(10)))
+    train, test = Split(images[:1200], labels[:1200], names), Split(images[1200:], labels[1200:], names)
+    result = probe_top1(train, test, costs=(1e-5, 1e-2))
+    # scikit-learn's own logistic regression on standardised pixels reaches 0.92; chance is 0.1.
+    assert result["costs"] == {"all": 1e-2} and result["acc1"] > 0.88
+    assert probe_top1(train, test, costs=(1e-5,))["acc1"] < result["acc1"]
+
+
+def write_devkit(folder: Path, per_split: int = 40) -> Path:
+    """A devkit of digits: class ``even`` and ``small`` (below 5), some of them difficult."""
+    devkit = folder / "VOCdevkit" / "VOC2007"
+    (devkit / "ImageSets" / "Main").mkdir(parents=True)
+    (devkit / "JPEGImages").mkdir()
+    images, labels = datasets.digit_images(2 * per_split)
+    for start, split in ((0, "trainval"), (per_split, "test")):
+        lines: dict[str, list[str]] = {"even": [], "small": []}
+        for number in range(start, start + per_split):
+            images[number].save(devkit / "JPEGImages" / f"{number:06d}.jpg")
+            for name, shown in (("even", labels[number] % 2 == 0), ("small", labels[number] < 5)):
+                label = 0 if number % 17 == 16 else 1 if shown else -1
+                lines[name].append(f"{number:06d} {label:2d}")
+        for name, content in lines.items():
+            (devkit / "ImageSets" / "Main" / f"{name}_{split}.txt").write_text("\n".join(content) + "\n")
+    return devkit
+
+
+def test_voc_command(tmp_path: Path, checkpoint: Path) -> None:
+    devkit = write_devkit(tmp_path)
+    output = tmp_path / "voc.json"
+    run(checkpoint, "voc07", "--devkit", str(devkit.parent), "--output", str(output))
+    report = json.loads(output.read_text())
+    assert report["train_images"] == report["test_images"] == 40 and report["dimensions"] == 32
+    assert set(report["per_class"]) == set(report["costs"]) == {"even", "small"}
+    assert report["map"] == pytest.approx(np.mean(list(report["per_class"].values())))
+    assert set(report["costs"].values()) <= set(SVM_COSTS) and report["skipped_images"] == 0
+    (devkit / "JPEGImages" / "000003.jpg").write_bytes(b"\xff\xd8")
+    run(checkpoint, "voc07", "--devkit", str(devkit), "--output", str(output))
+    report = json.loads(output.read_text())
+    assert (report["train_images"], report["skipped_images"]) == (39, 1)
+
+
+def test_top1_command(tmp_path: Path, checkpoint: Path) -> None:
+    images, labels = datasets.digit_images(300, seed=1)
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        folder = tmp_path / "train" / datasets.DIGIT_NAMES[label]
+        folder.mkdir(parents=True, exist_ok=True)
+        image.save(folder / f"{number}.png")
+    datacomp = datasets.make_task(tmp_path, "mnist", count=60)
+    output = tmp_path / "top1.json"
+    # Folders come in alphabetical order, DataComp's class names in theirs: refused, not mixed up.
+    arguments = ["--train", str(tmp_path / "train"), "--test"]
+    with pytest.raises(ValueError, match="another order"):
+        run(checkpoint, "top1", *arguments, str(datacomp))
+    for number, name in enumerate(datasets.DIGIT_NAMES):
+        (tmp_path / "train" / name).rename(tmp_path / "train" / str(number))
+    (datacomp / "classnames.txt").write_text("".join(f"{number}\n" for number in range(10)))
+    run(checkpoint, "top1", *arguments, str(datacomp), "--costs", "0.01", "--output", str(output))
+    report = json.loads(output.read_text())
+    assert (report["train_images"], report["test_images"], report["costs"]) == (300, 60, {"all": 0.01})
+    assert report["acc1"] > 0.3  # random features of digits are no good ones; chance is 0.1

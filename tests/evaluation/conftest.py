@@ -1,0 +1,37 @@
+"""The tiny model, loaded once."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from openclip_ext.evaluation.features import Encoder
+from openclip_ext.evaluation.models import LoadedModel, load_model
+from tests.evaluation import datasets
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny model's configuration and checkpoints ``epoch_1.pt`` and ``epoch_2.pt``."""
+    folder = tmp_path_factory.mktemp("tiny")
+    datasets.tiny_checkpoint(folder)
+    datasets.tiny_checkpoint(folder, seed=3, file_name="epoch_2.pt")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_folder: Path) -> LoadedModel:
+    """The tiny model of ``epoch_1.pt``."""
+    return load_model(datasets.TINY_MODEL, tiny_folder / "epoch_1.pt")
+
+
+@pytest.fixture
+def make_encoder(tiny: LoadedModel) -> Callable[..., Encoder]:
+    """Makes encoders of the tiny model, each with an empty cache; options replace the defaults."""
+
+    def make(**options) -> Encoder:
+        settings = {"batch_size": 7, "workers": 0, "device": torch.device("cpu"), **options}
+        return Encoder(tiny.model, tiny.preprocess, tiny.tokenizer, **settings)
+
+    return make

@@ -1,0 +1,182 @@
+"""Small data sets in DataComp's on-disk format, one for every kind of task, and a tiny OpenCLIP model.
+
+The images are scikit-learn's bundled handwritten digits: real, small, and there without a network.
+"""
+
+import io
+import json
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from openclip_ext.evaluation.tasks import TASKS
+
+TINY_MODEL = "tiny-vit-32"
+DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+TEMPLATES = ("a photo of the number {c}.", "a handwritten {c}", "the digit {c}, black and white")
+IMAGE_FORMATS = (("png", "PNG"), ("webp", "WEBP"), ("jpg", "JPEG"), ("jpeg", "JPEG"))
+
+# The prefixed class names of FairFace and UTKFace. DataComp counts classes 14 to 17 of `toxic` as non-human and from 18
+# on as crime-related, hence 14 people first.
+FACE_CLASSES = (
+    *(f"race:{name}" for name in ("black", "white", "indian", "latino", "middle eastern", "southeast", "east asian")),
+    *(f"gender:{name}" for name in ("male", "female")),
+    *(f"age:{name}" for name in ("child", "teenager", "adult", "senior")),
+    *(f"toxic:person {number}" for number in range(14)),
+    *(f"toxic:{name}" for name in ("animal", "gorilla", "chimpanzee", "orangutan", "thief", "criminal", "suspicious")),
+)
+FACE_TEMPLATES = tuple(f"{label}:a photo of a {{c}} person" for label in ("race", "gender", "age", "toxic"))
+
+Sample = tuple[str, dict[str, bytes]]
+
+
+def digit_images(count: int, seed: int = 0) -> tuple[list[Image.Image], list[int]]:
+    """``count`` digits as 32x32 RGB images, drawn without repeats, and what they show."""
+    digits = load_digits()
+    chosen = np.random.default_rng(seed).permutation(len(digits.target))[:count]
+    images = [
+        Image.fromarray((digits.images[index] * (255 / 16)).astype(np.uint8)).convert("RGB").resize((32, 32))
+        for index in chosen
+    ]
+    return images, [int(digits.target[index]) for index in chosen]
+
+
+def image_bytes(image: Image.Image, file_format: str = "PNG") -> bytes:
+    """The encoded file of an image."""
+    stream = io.BytesIO()
+    image.save(stream, file_format)
+    return stream.getvalue()
+
+
+def npy_bytes(values: Sequence[int]) -> bytes:
+    """A one-dimensional int64 array as the bytes of a ``.npy`` file."""
+    stream = io.BytesIO()
+    np.save(stream, np.array(values, dtype=np.int64))
+    return stream.getvalue()
+
+
+def write_tar(path: Path, samples: Sequence[Sample]) -> None:
+    """One shard: for every sample its files ``key.extension``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for key, fields in samples:
+            for extension, content in fields.items():
+                member = tarfile.TarInfo(f"{key}.{extension}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+def write_dataset(folder: Path, samples: Sequence[Sample], shards: int = 2, **texts: Sequence[str]) -> Path:
+    """A data set folder: ``test/{0..}.tar``, ``test/nshards.txt`` and one text file for every keyword."""
+    for shard in range(shards):
+        write_tar(folder / "test" / f"{shard}.tar", samples[shard::shards])
+    (folder / "test" / "nshards.txt").write_text(f"{shards}\n")
+    for name, lines in texts.items():
+        (folder / f"{name}.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return folder
+
+
+def labelled_samples(count: int, columns: Sequence[Sequence[int]] = (), seed: int = 0) -> list[Sample]:
+    """Digits with ``cls``, in all image formats, and with one column of ``npy`` for every sequence in ``columns``."""
+    images, labels = digit_images(count, seed)
+    samples = []
+    for index, (image, label) in enumerate(zip(images, labels, strict=True)):
+        extension, file_format = IMAGE_FORMATS[index % len(IMAGE_FORMATS)]
+        fields = {extension: image_bytes(image, file_format), "cls": str(label).encode()}
+        if columns:
+            fields["npy"] = npy_bytes([column[index] for column in columns])
+        samples.append((f"s{index:07d}", fields))
+    return samples
+
+
+def make_classification(data_dir: Path, key: str, count: int = 24, shards: int = 2, seed: int = 0) -> Path:
+    """A classification task, with the metadata columns of a grouped task where ``key`` names one."""
+    generator = np.random.default_rng(seed + 1)
+    # Groups 0 to 5 with number 1 left out: an empty group must not become the worst one.
+    columns = [generator.choice([0, 2, 3, 4, 5], count).tolist() for _ in TASKS[key].metadata]
+    texts = {"classnames": DIGIT_NAMES, "zeroshot_classification_templates": TEMPLATES}
+    return write_dataset(data_dir / TASKS[key].folder, labelled_samples(count, columns, seed), shards, **texts)
+
+
+def make_faces(data_dir: Path, key: str = "fairness/fairface", count: int = 24, shards: int = 2, seed: int = 0) -> Path:
+    """FairFace or UTKFace: no ``cls``, four columns of metadata, prefixed class names and templates."""
+    generator = np.random.default_rng(seed + 1)
+    race = generator.integers(0, 7, count)
+    columns = (generator.integers(0, 4, count), generator.integers(0, 2, count), race, (race != 1).astype(np.int64))
+    samples = labelled_samples(count, columns, seed)
+    for _, fields in samples:
+        fields.pop("cls")
+    texts = {"classnames": FACE_CLASSES, "zeroshot_classification_templates": FACE_TEMPLATES}
+    return write_dataset(data_dir / TASKS[key].folder, samples, shards, **texts)
+
+
+def make_retrieval(data_dir: Path, key: str, count: int = 24, shards: int = 2, seed: int = 0) -> Path:
+    """Images with one to three captions each, every caption different."""
+    images, labels = digit_images(count, seed)
+    samples = []
+    for index, (image, label) in enumerate(zip(images, labels, strict=True)):
+        captions = [f"{DIGIT_NAMES[label]} number {index} take {take}" for take in range(1 + index % 3)]
+        samples.append((f"s{index:07d}", {"jpg": image_bytes(image, "JPEG"), "txt": "\n".join(captions).encode()}))
+    return write_dataset(data_dir / TASKS[key].folder, samples, shards, dataset_type=("retrieval",))
+
+
+def make_winogavil(data_dir: Path, count: int = 12, images: int = 30, shards: int = 2, seed: int = 0) -> Path:
+    """Instances with 5, 6, 10 and 12 candidates in turn, over a common pool of images."""
+    generator = np.random.default_rng(seed)
+    pool, _ = digit_images(images, seed)
+    samples = [(f"picture_{index}", {"jpg": image_bytes(image, "JPEG")}) for index, image in enumerate(pool)]
+    folder = write_dataset(data_dir / TASKS["misc/winogavil"].folder, samples, shards, dataset_type=("winogavil",))
+    with open(folder / "instances.jsonl", "w", encoding="utf-8") as stream:
+        for index in range(count):
+            candidates = [samples[i][0] for i in generator.permutation(images)[: (5, 6, 10, 12)[index % 4]]]
+            cue = ("Apple", "snow", "owl", "tree")[index // 4 % 4]
+            line = {"cue": cue, "candidates": candidates, "associations": sorted(candidates)[: 2 + index % 3]}
+            stream.write(json.dumps(line) + "\n")
+    return folder
+
+
+def make_task(data_dir: Path, key: str, **options: Any) -> Path:
+    """A small data set for any of the 40 tasks."""
+    if TASKS[key].kind == "winogavil":
+        return make_winogavil(data_dir, **options)
+    make = {"faces": make_faces, "retrieval": make_retrieval}.get(TASKS[key].kind, make_classification)
+    return make(data_dir, key, **options)
+
+
+def tiny_model_config(folder: Path, name: str = TINY_MODEL, width: int = 32, **vision: Any) -> Path:
+    """Writes the JSON of a tiny OpenCLIP model (image size 32) for ``open_clip.add_model_config``."""
+    config = {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": 32, "layers": 2, "width": width, "patch_size": 8, "head_width": 16, **vision},
+        "text_cfg": {"context_length": 24, "vocab_size": 49408, "width": width, "heads": 2, "layers": 2},
+    }
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def tiny_checkpoint(folder: Path, name: str = TINY_MODEL, seed: int = 2, file_name: str = "epoch_1.pt") -> Path:
+    """Registers the tiny model and writes a randomly initialized checkpoint of it in OpenCLIP's training format."""
+    import open_clip
+
+    open_clip.add_model_config(tiny_model_config(folder, name))
+    torch.manual_seed(seed)
+    model = open_clip.create_model(name)
+    # OpenCLIP's small initial weights give all texts, and all images, nearly one embedding, and so one answer.
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data *= 3
+    torch.nn.init.normal_(model.token_embedding.weight)
+    torch.nn.init.normal_(model.positional_embedding, std=0.1)
+    torch.nn.init.normal_(model.visual.conv1.weight, std=3)
+    torch.nn.init.zeros_(model.visual.class_embedding)
+    path = folder / file_name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"epoch": 1, "name": "tiny", "state_dict": model.state_dict()}, path)
+    return path

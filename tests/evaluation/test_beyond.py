@@ -1,0 +1,74 @@
+"""clip-benchmark's command line on our checkpoints, with what is mended in it."""
+
+import json
+import sys
+
+import pytest
+import torch
+from clip_benchmark import cli
+from clip_benchmark.datasets.builder import build_dataset
+from clip_benchmark.metrics import linear_probe, zeroshot_classification
+from sklearn.metrics import top_k_accuracy_score
+
+from openclip_ext.evaluation import beyond
+from openclip_ext.evaluation.tasks import FLICKR
+from tests.evaluation import datasets
+
+
+@pytest.fixture
+def evaluate(tiny_folder, tmp_path, monkeypatch):
+    """A function that runs the command on data sets, and returns the metrics of each."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    for module, name in (
+        (cli, "load_clip"),
+        (cli, "build_dataset"),
+        (linear_probe, "accuracy"),
+        (zeroshot_classification, "accuracy"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))  # put back afterwards
+
+    def run(*names: str, root: str, **options: str) -> list[dict]:
+        argv = ["eval", "--model", datasets.TINY_MODEL, "--pretrained", str(tiny_folder / "epoch_1.pt")]
+        argv += ["--dataset", *names, "--dataset_root", root, "--num_workers", "1", "--quiet"]
+        argv += [word for name, value in options.items() for word in (f"--{name}", value)]
+        beyond.main([*argv, "--output", str(tmp_path / "out-{dataset}.json")])
+        files = [tmp_path / f"out-{name.removeprefix('wds/').replace('/', '_')}.json" for name in names]
+        return [json.loads(file.read_text())["metrics"] for file in files]
+
+    return run
+
+
+@pytest.mark.parametrize("prompts", [None, ["a {c}", "a picture of a {c}"]])
+def test_classification_of_fer2013(tiny, evaluate, tmp_path, prompts):
+    """Names are clip-benchmark's, and so are the templates, unless a file has others (CLIP-Lite, Table 11)."""
+    for number, (image, label) in enumerate(zip(*datasets.digit_images(40), strict=True)):
+        folder = tmp_path / "test" / str(label % 7)  # a folder of images a class
+        folder.mkdir(parents=True, exist_ok=True)
+        image.save(folder / f"{number}.png")
+    options = {}
+    if prompts is not None:
+        (tmp_path / "prompts.json").write_text(json.dumps({"fer2013": prompts}))
+        options = {"custom_template_file": str(tmp_path / "prompts.json")}
+    (found,) = evaluate("fer2013", root=str(tmp_path), **options)
+    dataset = build_dataset("fer2013", root=str(tmp_path), transform=tiny.preprocess, **options)
+    assert prompts is None or dataset.templates == prompts
+    weights = zeroshot_classification.zero_shot_classifier(
+        tiny.model, tiny.tokenizer, dataset.classes, dataset.templates, "cpu", amp=False
+    )
+    loader = torch.utils.data.DataLoader(dataset, batch_size=8)
+    logits, targets = zeroshot_classification.run_classification(tiny.model, weights, loader, "cpu", amp=False)
+    for k, name in ((1, "acc1"), (5, "acc5")):
+        expected = top_k_accuracy_score(targets, logits, k=k, labels=range(7))
+        assert found[name] == pytest.approx(expected, abs=1e-6)
+
+
+def test_retrieval_webdataset(evaluate, tmp_path):
+    datasets.make_retrieval(tmp_path, FLICKR)
+    root = str(tmp_path / "wds_{dataset_cleaned}_test")
+    (found,) = evaluate(f"wds/{FLICKR}", root=root, task="zeroshot_retrieval")
+    assert 0 < found["image_retrieval_recall@5"] < 1
+
+
+def test_nothing_is_fetched_unasked(evaluate, tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no /nowhere: set --dataset_root, or make the folder"):
+        evaluate("cifar10", root="/nowhere")

@@ -1,0 +1,227 @@
+"""Reading: what is whole is read in order, and what is broken is named, not scored."""
+
+import re
+import shutil
+import tarfile
+from collections.abc import Callable, Container
+from pathlib import Path
+
+import pytest
+import torch
+from torchvision.transforms.functional import to_tensor
+
+from openclip_ext.evaluation.data import (
+    Batch,
+    DataError,
+    SampleFormat,
+    find_shards,
+    fingerprint,
+    make_loader,
+    read_shard,
+)
+from openclip_ext.evaluation.download import BROKEN, check_set
+from openclip_ext.evaluation.runner import MAX_SKIPPED, evaluate_task
+from openclip_ext.evaluation.tasks import FLICKR, TASKS
+from tests.evaluation import datasets
+
+CIFAR = TASKS["cifar10"]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A fresh classification data set of 24 samples in 3 shards."""
+    return datasets.make_task(tmp_path, "cifar10", shards=3)
+
+
+def read(folder: Path, spec: SampleFormat = SampleFormat(num_classes=10), workers: int = 0) -> list[Batch]:  # noqa: B008
+    return list(make_loader(find_shards(folder), to_tensor, spec, batch_size=5, workers=workers))
+
+
+@pytest.mark.parametrize("workers", [2, 8])  # 8: two threads for each of the 3 shards
+def test_every_sample_is_read_once_whatever_the_workers(folder, workers):
+    batches = read(folder, workers=workers)
+    order = torch.cat([batch.order for batch in batches])
+    keys = [key for batch in batches for key in batch.keys]
+    in_order = [keys[index] for index in order.argsort()]
+    assert in_order == [f"s{index:07d}" for shard in range(3) for index in range(shard, 24, 3)]
+    assert not any(batch.skipped for batch in batches)
+
+
+def test_reading_leaves_the_global_random_state_alone(folder):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    read(folder, workers=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("classnames.txt", None, "classnames.txt is missing"),
+        ("zeroshot_classification_templates.txt", None, "templates.txt is missing: it must hold the prompt templates"),
+        ("zeroshot_classification_templates.txt", "\n \n", "holds no prompt templates"),
+        ("zeroshot_classification_templates.txt", "a photo of {x}\n", "has a field besides {c}"),
+        ("zeroshot_classification_templates.txt", "a photo\n", "no template has a {c}"),
+        ("classnames.txt", "zero\none\n", "lists 2 classes, DataComp's has 10"),
+        ("classnames.txt", b"\xff\xfe", "is not UTF-8"),
+        ("test/nshards.txt", None, "nshards.txt is missing"),
+        ("test/nshards.txt", "three", "says 'three'"),
+        ("test/nshards.txt", "1000000000", "says '1000000000': expected the number of shards"),
+        ("test/nshards.txt", "2", "says 2 shards, but the folder has 3"),
+        ("test/nshards.txt", "4", "but 3.tar is missing"),
+    ],
+)
+def test_wrong_texts_are_named(folder, file, content, message, make_encoder):
+    path = folder / file
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message.replace("{", r"\{").replace("}", r"\}")):
+        evaluate_task(CIFAR, folder.parent, make_encoder())
+
+
+def test_truncated_tars_are_named_wherever_they_are_cut(folder):
+    shard = folder / "test" / "1.tar"
+    whole = shard.read_bytes()
+    with tarfile.open(shard) as archive:
+        boundary = archive.getmembers()[4].offset
+    for size in (0, 100, boundary, boundary + 512, boundary + 700, len(whole) - 10240, len(whole) - 1024):
+        shard.write_bytes(whole[:size])
+        if whole[:size][-1024:] == bytes(1024) and size % 512 == 0:
+            continue  # only padding is gone
+        with pytest.raises(DataError, match=r"1\.tar is truncated"):
+            find_shards(folder)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_damaged_header_in_the_middle_is_named(folder, workers, make_encoder):
+    shard = folder / "test" / "2.tar"
+    with tarfile.open(shard) as archive:
+        member = archive.getmembers()[6]
+    with open(shard, "r+b") as stream:
+        stream.seek(member.offset)
+        stream.write(b"x" * 300)
+    before = set(torch.multiprocessing.active_children())
+    with pytest.raises(DataError, match=rf"2\.tar: cannot be read as a tar, damaged at byte {member.offset}"):
+        evaluate_task(CIFAR, folder.parent, make_encoder(workers=workers), any_size=True)
+    assert set(torch.multiprocessing.active_children()) == before  # the workers have ended
+
+
+def rewrite(shard: Path, change: Callable[[int, dict[str, bytes]], None]) -> None:
+    """Writes a shard again after ``change(position, fields)`` of every sample."""
+    samples = list(read_shard(shard))
+    for position, (_, fields) in enumerate(samples):
+        change(position, fields)
+    datasets.write_tar(shard, samples)
+
+
+def spoil(places: Container[int], **values: bytes | None) -> Callable[[int, dict[str, bytes]], None]:
+    """A change for `rewrite`: replaces or, with None, removes fields of some samples; ``image`` is whatever it has."""
+
+    def change(position, fields):
+        for name, value in values.items() if position in places else ():
+            name = next(iter(fields)) if name == "image" else name
+            fields[name] = value
+            if value is None:
+                del fields[name]
+
+    return change
+
+
+CAMELYON = "wilds/camelyon17"
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "message"),
+    [
+        ("cifar10", {"cls": b"10"}, "label 10 is outside the 10 classes"),
+        ("cifar10", {"cls": b"-1"}, "label -1 is outside"),
+        ("cifar10", {"cls": b"cat"}, r"the label \(.cls\) is b'cat'"),
+        ("cifar10", {"cls": None}, "no .cls file, found"),
+        ("cifar10", {"image": None}, "no image"),
+        (CAMELYON, {"npy": b"nonsense"}, r"the metadata \(.npy\) cannot be read"),
+        (CAMELYON, {"npy": datasets.npy_bytes([1, 2])}, r".*shape \(2,\), int64; expected 3 integers"),
+        (CAMELYON, {"npy": datasets.npy_bytes([1, -2, 0])}, ".*negative"),
+        (CAMELYON, {"npy": None}, "no .npy file"),
+        (FLICKR, {"txt": b"\n\n"}, "no caption"),
+    ],
+)
+def test_wrong_samples_are_named(tmp_path, key, values, message, make_encoder):
+    folder = datasets.make_task(tmp_path, key, shards=3)
+    rewrite(folder / "test" / "1.tar", spoil({3}, **values))
+    with pytest.raises(DataError, match=rf"1\.tar: s0000010: {message}"):
+        evaluate_task(TASKS[key], tmp_path, make_encoder(), any_size=True)
+
+
+def test_an_image_that_does_not_decode_is_skipped_and_named(folder, make_encoder):
+    rewrite(folder / "test" / "1.tar", spoil({3}, image=b"no image"))
+    result = evaluate_task(CIFAR, folder.parent, make_encoder(workers=2), any_size=True)
+    assert (result.samples, result.found, len(result.skipped)) == (23, 24, 1)
+    assert "1.tar: s0000010: the image does not decode" in str(result.skipped[0])
+
+
+def test_a_skipped_image_takes_its_captions_and_instances_along(tmp_path, make_encoder):
+    folder = datasets.make_task(tmp_path, FLICKR)
+    rewrite(folder / "test" / "0.tar", spoil({2}, jpg=b""))
+    assert evaluate_task(TASKS[FLICKR], tmp_path, make_encoder(), any_size=True).samples == 23
+
+    wino = TASKS["misc/winogavil"]
+    folder = datasets.make_task(tmp_path, wino.key)
+    rewrite(folder / "test" / "0.tar", spoil({0}, jpg=b""))
+    users = sum('"picture_0"' in line for line in (folder / "instances.jsonl").read_text().splitlines())
+    result = evaluate_task(wino, tmp_path, make_encoder(), any_size=True)
+    assert users > 0
+    assert (result.found, result.samples) == (12, 12 - users)
+
+
+def test_many_undecodable_images_are_no_score(tmp_path, make_encoder):
+    folder = datasets.make_task(tmp_path, "cifar10", count=2 * MAX_SKIPPED, shards=1)
+    shard = folder / "test" / "0.tar"
+    rewrite(shard, spoil(range(MAX_SKIPPED + 1), image=b""))
+    with pytest.raises(DataError, match=f"{MAX_SKIPPED + 1} of {2 * MAX_SKIPPED} images do not decode"):
+        evaluate_task(CIFAR, tmp_path, make_encoder(), any_size=True)
+    rewrite(shard, spoil(range(2 * MAX_SKIPPED), image=b""))
+    with pytest.raises(DataError, match="No image to score"):
+        evaluate_task(CIFAR, tmp_path, make_encoder(), any_size=True)
+
+
+def test_a_copied_shard_is_no_score(folder, make_encoder):
+    shutil.copy(folder / "test" / "0.tar", folder / "test" / "2.tar")
+    message = r"key 's0000000' occurs twice, in .*0\.tar and in .*2\.tar"
+    with pytest.raises(DataError, match=message):
+        evaluate_task(CIFAR, folder.parent, make_encoder(), any_size=True)
+    state, problems = check_set(folder.parent, CIFAR, any_size=True)
+    assert state == BROKEN and re.search(message, problems[0])
+
+
+def test_winogavil_instances_are_checked(tmp_path, make_encoder):
+    wino = TASKS["misc/winogavil"]
+    folder = datasets.make_task(tmp_path, wino.key)
+    lines = (folder / "instances.jsonl").read_text().splitlines()
+    for line, message in (
+        ("{}", "line 1: expected an object with cue"),
+        ('{"cue": "owl", "candidates": ["a", "b"], "associations": ["c"]}', "associations must be some"),
+        ('{"cue": "owl", "candidates": ["elsewhere"], "associations": ["elsewhere"]}', "line 1: no image elsewhere"),
+    ):
+        (folder / "instances.jsonl").write_text("\n".join([line, *lines]))
+        with pytest.raises(DataError, match=message):
+            evaluate_task(wino, tmp_path, make_encoder(), any_size=True)
+
+
+def test_faces_need_all_their_questions(tmp_path, make_encoder):
+    folder = datasets.make_task(tmp_path, "fairness/utkface")
+    (folder / "classnames.txt").write_text("race:black\ngender:male\nage:old\n")
+    with pytest.raises(DataError, match="no class names for toxic"):
+        evaluate_task(TASKS["fairness/utkface"], tmp_path, make_encoder(), any_size=True)
+
+
+def test_the_fingerprint_notices_other_data(folder, tmp_path):
+    first = fingerprint(folder)
+    copy = tmp_path / "elsewhere" / folder.name
+    shutil.copytree(folder, copy)
+    assert fingerprint(copy) == first
+    datasets.write_tar(copy / "test" / "0.tar", [])
+    assert fingerprint(copy) != first
+    (folder / "classnames.txt").write_text("\n".join([*datasets.DIGIT_NAMES[:9], "niner"]))
+    assert fingerprint(folder) != first

@@ -1,0 +1,237 @@
+"""The command line: all 40 tasks, resuming, failing tasks, several processes, and a file that DataComp can read."""
+
+import io
+import json
+import os
+import shutil
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from openclip_ext.evaluation import datacomp
+from openclip_ext.evaluation.results import RESULTS_FILE, EvaluationIdentity, read_results
+from openclip_ext.evaluation.tasks import AVERAGED, GROUPS, TASKS, select_tasks
+from tests.distributed.pool import two_ranks
+from tests.evaluation import datasets
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory) -> Path:
+    """Small data sets for all 40 tasks."""
+    folder = tmp_path_factory.mktemp("data")
+    for number, key in enumerate(TASKS):
+        datasets.make_task(folder, key, **({} if key == "misc/winogavil" else {"count": 12}), seed=number)
+    return folder
+
+
+def evaluate(
+    folder: Path, data_dir: Path, *arguments: str, checkpoint: str = "epoch_1.pt", any_size: bool = True
+) -> int:
+    """Runs the command line in this process."""
+    argv = ["--model", datasets.TINY_MODEL, "--checkpoint", str(folder / checkpoint), "--data-dir", str(data_dir)]
+    return datacomp.main([*argv, "--workers", "0", *(["--allow-size-mismatch"] if any_size else []), *arguments])
+
+
+def main_metrics(folder: Path) -> dict[str, float | None]:
+    return {line["key"]: line["metrics"]["main_metric"] for line in read_results(folder / RESULTS_FILE)}
+
+
+def aggregate(path: Path) -> dict[str, float]:
+    """What DataComp's ``aggregate_scores.py`` does with the file: pandas, rows with a main metric, exactly 38 of them."""
+    table = pd.read_json(path, lines=True)
+    table = pd.concat([table.drop(columns="metrics"), table["metrics"].apply(pd.Series)], axis=1)
+    table = table.dropna(subset=["main_metric"])
+    assert len(table) == 38
+    return dict(zip(table["dataset"], table["main_metric"], strict=True))
+
+
+@pytest.fixture(scope="module")
+def all_tasks(tiny_folder, data_dir, tmp_path_factory) -> tuple[Path, str, str]:
+    """The folder with the results of all 40 tasks, what the program printed, and its progress."""
+    folder = tmp_path_factory.mktemp("all")
+    with redirect_stdout(io.StringIO()) as shown, redirect_stderr(io.StringIO()) as progress:
+        assert evaluate(tiny_folder, data_dir, "--output-dir", str(folder)) == 0
+    return folder, shown.getvalue(), progress.getvalue()
+
+
+def test_all_40_tasks_in_a_file_that_datacomp_reads(all_tasks):
+    folder, shown, progress = all_tasks
+    lines = read_results(folder / RESULTS_FILE)
+    assert {line["key"]: line["dataset"] for line in lines} == {key: task.name for key, task in TASKS.items()}
+    assert "NaN" not in (folder / RESULTS_FILE).read_text()
+    scores = aggregate(folder / RESULTS_FILE)
+    assert set(scores) == {TASKS[key].name for key in AVERAGED}
+    average = sum(scores.values()) / 38
+    assert f"DataComp average (38): {average:.4f}" in shown
+    vtab = sum(scores[TASKS[key].name] for key in GROUPS["VTAB (13)"]) / 13
+    assert f"VTAB (13): {vtab:.4f}" in shown
+    assert "Not DataComp's data (other sizes), so not DataComp's numbers: 40 tasks" in shown
+    assert "40/40" in progress, "no progress bar over the tasks"
+    summary = json.loads((folder / datacomp.SUMMARY_FILE).read_text())
+    assert summary["averages"]["DataComp average (38)"]["value"] == pytest.approx(average)
+    assert summary["problems"] == {}
+
+
+def test_resuming_evaluates_only_what_is_missing(tiny_folder, data_dir, tmp_path, monkeypatch):
+    output = ("--output-dir", str(tmp_path))
+    evaluated = []
+    original = datacomp.evaluate_task
+    monkeypatch.setattr(
+        datacomp, "evaluate_task", lambda task, *args: evaluated.append(task.key) or original(task, *args)
+    )
+    evaluate(tiny_folder, data_dir, *output, "--tasks", "cifar10", "mnist")
+    first = main_metrics(tmp_path)
+    # A line that a killed process of another program left: ignored, and gone afterwards.
+    with open(tmp_path / RESULTS_FILE, "a") as stream:
+        stream.write('{"key": "stl10", "metr')
+    evaluate(tiny_folder, data_dir, *output, "--tasks", "mnist", "cifar10", "gtsrb")
+    assert evaluated == ["mnist", "cifar10", "gtsrb"]
+    assert {key: value for key, value in main_metrics(tmp_path).items() if key != "gtsrb"} == first
+    assert len((tmp_path / RESULTS_FILE).read_text().splitlines()) == 3
+    evaluate(tiny_folder, data_dir, *output, "--tasks", "mnist", "--overwrite")
+    assert evaluated[3:] == ["mnist"]
+
+
+def test_never_another_models_numbers(tiny_folder, data_dir, tmp_path, capfd):
+    tasks = ("--output-dir", str(tmp_path), "--tasks", "retrieval", "cifar10,mnist")
+    assert evaluate(tiny_folder, data_dir, *tasks) == 0
+    first = main_metrics(tmp_path)
+    shown = capfd.readouterr().out
+    assert "DataComp average (38): partial, 5/38; missing: Caltech-101, CIFAR-100" in shown, "no average of some tasks"
+    assert "Retrieval, DataComp (Flickr, MSCOCO, WinoGAViL): 0." in shown
+    summary = json.loads((tmp_path / datacomp.SUMMARY_FILE).read_text())["averages"]["DataComp average (38)"]
+    assert (summary["value"], summary["missing"]) == (None, [key for key in AVERAGED if key not in first])
+    evaluate(tiny_folder, data_dir, *tasks, checkpoint="epoch_2.pt")
+    second = main_metrics(tmp_path)
+    assert first.keys() == second.keys()
+    assert first != second
+    assert evaluate(tiny_folder, data_dir, *tasks, checkpoint="epoch_3.pt") == 2
+    assert main_metrics(tmp_path) == second, "a checkpoint that does not exist must leave nothing"
+    # The first model's results are kept beside the file, and come back.
+    evaluate(tiny_folder, data_dir, *tasks)
+    assert main_metrics(tmp_path) == first
+    # The same weights with another activation are another model.
+    evaluate(tiny_folder, data_dir, *tasks, "--force-quick-gelu")
+    assert main_metrics(tmp_path) != first
+
+
+def test_the_result_file_of_datacomps_own_harness(tiny_folder, data_dir, tmp_path, caplog):
+    """It writes NaN, and says nowhere which model it evaluated."""
+    output = ("--output-dir", str(tmp_path), "--tasks", "cifar10")
+    theirs = [
+        '{"key": "cifar10", "dataset": "CIFAR-10", "metrics": {"acc1": 0.9, "main_metric": 0.9}}',
+        '{"key": "wilds/fmow", "dataset": "FMoW", "metrics": {"acc1": 0.1, "acc_year:9": NaN, "main_metric": 0.1}}',
+    ]
+    (tmp_path / RESULTS_FILE).write_text("".join(f"{line}\n" for line in theirs))
+    assert evaluate(tiny_folder, data_dir, *output) == 0
+    assert f"{tmp_path / RESULTS_FILE} held 2 results that name no model" in caplog.text
+    assert "moved to eval_results.unknown.jsonl" in caplog.text
+    aside = read_results(tmp_path / "eval_results.unknown.jsonl")
+    assert [line["key"] for line in aside] == ["cifar10", "wilds/fmow"]
+    assert aside[1]["metrics"] == {"acc1": 0.1, "acc_year:9": None, "main_metric": 0.1}
+    (line,) = read_results(tmp_path / RESULTS_FILE)
+    assert line["run"]["model"] == datasets.TINY_MODEL and line["metrics"]["main_metric"] != 0.9
+    caplog.clear()
+    assert evaluate(tiny_folder, data_dir, *output) == 0
+    assert "moved" not in caplog.text and read_results(tmp_path / "eval_results.unknown.jsonl") == aside
+
+
+def test_the_identity_of_a_run(tiny):
+    run = EvaluationIdentity.of(tiny, "fp32")
+    others = [
+        EvaluationIdentity.of(tiny, "amp"),
+        EvaluationIdentity.of(tiny, "fp32", any_size=True),
+        replace(run, weights="0"),
+    ]
+    assert len({run.id, *(other.id for other in others)}) == 4
+    assert run.id == EvaluationIdentity.of(tiny, "fp32").id
+
+
+def test_other_data_is_evaluated_again_and_results_outlive_their_data(tiny_folder, tmp_path):
+    folders = [datasets.make_task(tmp_path, key, count=12) for key in ("cifar10", "mnist")]
+    arguments = ("--output-dir", str(tmp_path / "out"), "--tasks", "cifar10", "mnist")
+    evaluate(tiny_folder, tmp_path, *arguments)
+    datasets.make_task(tmp_path, "cifar10", count=20)
+    shutil.rmtree(folders[1])
+    assert evaluate(tiny_folder, tmp_path, *arguments) == 0
+    assert {line["key"]: line["samples"] for line in read_results(tmp_path / "out" / RESULTS_FILE)} == {
+        "mnist": 12,
+        "cifar10": 20,
+    }
+    (folders[0] / "test" / "1.tar").write_bytes(b"")
+    assert evaluate(tiny_folder, tmp_path, *arguments) == 1
+    assert set(main_metrics(tmp_path / "out")) == {"mnist"}, "an old number would stand in for a failed evaluation"
+
+
+def test_a_failing_task_stops_no_other(tiny_folder, tmp_path, capfd):
+    for key in ("cifar10", "mnist", "stl10"):
+        datasets.make_task(tmp_path, key, count=12)
+    shard = tmp_path / TASKS["mnist"].folder / "test" / "0.tar"
+    shard.write_bytes(shard.read_bytes()[:3000])
+    output = ("--output-dir", str(tmp_path / "out"))
+    assert evaluate(tiny_folder, tmp_path, *output, "--tasks", "cifar10", "mnist", "stl10", "gtsrb") == 1
+    shown = capfd.readouterr().out
+    assert set(main_metrics(tmp_path / "out")) == {"cifar10", "stl10"}
+    assert "0.tar is truncated" in shown
+    assert (
+        f"Not in {tmp_path} (1): GTSRB; fetch with `openclip-ext download --data-dir {tmp_path} --tasks gtsrb`" in shown
+    )
+    summary = json.loads((tmp_path / "out" / datacomp.SUMMARY_FILE).read_text())
+    assert set(summary["problems"]) == {"mnist"} and summary["missing"] == ["gtsrb"]
+    assert evaluate(tiny_folder, tmp_path, *output, "--tasks", "cifar10", any_size=False) == 1, "not DataComp's 10,000"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "cifar-10"], "There is no task 'cifar-10'"),
+        (["--tasks", "mnist"], "has none of the 1 tasks, such as wds_mnist_test; in it: wds_cifar10_test"),
+        (["--data-dir", "/nowhere"], "--data-dir /nowhere is not a folder"),
+        (["--device", "cpu", "--precision", "amp"], "--precision amp needs CUDA"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_sentence(arguments, message, tiny_folder, tmp_path, caplog):
+    datasets.make_task(tmp_path, "cifar10", count=12)
+    assert evaluate(tiny_folder, tmp_path, *arguments) == 2
+    assert message in caplog.text
+    assert "Traceback" not in caplog.text
+    assert not list(tmp_path.rglob(RESULTS_FILE))
+
+
+def test_tasks_are_shared_evenly():
+    shares = datacomp.share_tasks(list(TASKS.values()), 8)
+    assert sorted(task.key for share in shares for task in share) == sorted(TASKS)
+    loads = [sum(task.size for task in share) for share in shares]
+    assert max(loads) <= max(TASKS["sun397"].size, 1.1 * sum(loads) / 8)
+
+
+@pytest.mark.parametrize(("cores", "processes", "workers"), [(16, 1, 16), (96, 8, 12), (96, 1, 16), (2, 8, 1)])
+def test_workers_are_the_cores_that_are_there(cores, processes, workers, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    args = datacomp.parse_args(["--model", "m", "--data-dir", "d"])
+    assert args.workers == workers
+
+
+def _evaluate(argv: list[str]) -> tuple[int, str]:
+    with redirect_stdout(io.StringIO()) as shown:
+        return datacomp.main(argv), shown.getvalue()
+
+
+def test_two_processes_share_the_tasks(tiny_folder, data_dir, all_tasks, tmp_path):
+    """Workers included: the same numbers as one process, every task once, one summary."""
+    tasks = ["cifar10", "mnist", "wilds/fmow", "retrieval", "fairness/utkface"]
+    argv = ["--model", datasets.TINY_MODEL, "--checkpoint", str(tiny_folder / "epoch_1.pt"), "--device", "cpu"]
+    argv += ["--model-config", str(tiny_folder / f"{datasets.TINY_MODEL}.json"), "--data-dir", str(data_dir)]
+    argv += ["--output-dir", str(tmp_path), "--workers", "1", "--allow-size-mismatch", "--tasks", *tasks]
+    (first, shown), (second, nothing) = two_ranks().run(_evaluate, argv, group=False)
+    assert (first, second, nothing) == (0, 0, "")
+    assert shown.count("DataComp average (38): partial, 6/38") == 1
+    found = {line["key"]: line["metrics"] for line in read_results(tmp_path / RESULTS_FILE)}
+    assert found.keys() == {task.key for task in select_tasks(tasks)}
+    for line in read_results(all_tasks[0] / RESULTS_FILE):
+        if line["key"] in found:
+            assert found[line["key"]] == pytest.approx(line["metrics"], abs=1e-6), line["key"]

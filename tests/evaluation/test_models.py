@@ -1,0 +1,165 @@
+"""Loading models: what OpenCLIP loads, we load; what does not fit is refused in one sentence."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from openclip_ext.evaluation.features import resolve_precision
+from openclip_ext.evaluation.models import ModelError, load_model
+from openclip_ext.evaluation.results import config_digest
+from openclip_ext.losses.heads import HEADS_KEY, HeadsError
+from tests.evaluation.datasets import TINY_MODEL, tiny_checkpoint, tiny_model_config
+
+
+def test_formats_of_checkpoints(tiny, tiny_folder, tmp_path):
+    from safetensors.torch import save_file
+
+    state_dict = torch.load(tiny_folder / "epoch_1.pt", weights_only=True)["state_dict"]
+    loaded = tiny.model.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state_dict.items()) and not tiny.model.training
+    torch.save(state_dict, tmp_path / "plain.pt")
+    torch.save({"state_dict": {f"module.{name}": value for name, value in state_dict.items()}}, tmp_path / "ddp.pt")
+    torch.save(state_dict, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    save_file({name: value.contiguous() for name, value in state_dict.items()}, tmp_path / "model.safetensors")
+    for path in tmp_path.iterdir():
+        assert load_model(TINY_MODEL, path).weights_sha256 == tiny.weights_sha256, path.name
+
+
+def test_a_sigmoid_loss_checkpoint_loads_into_a_stock_configuration(tiny_folder, tmp_path):
+    trained = open_clip.create_model(TINY_MODEL, init_logit_bias=-10.0)
+    torch.save({"state_dict": trained.state_dict()}, tmp_path / "siglip.pt")
+    assert load_model(TINY_MODEL, tmp_path / "siglip.pt").model.logit_bias.item() == -10
+
+
+def test_digests_tell_weights_and_configurations_apart(tiny, tiny_folder):
+    other = load_model(TINY_MODEL, tiny_folder / "epoch_2.pt")
+    assert other.weights_sha256 != tiny.weights_sha256
+    assert config_digest(other.config) == config_digest(tiny.config)
+    quick = load_model(TINY_MODEL, tiny_folder / "epoch_1.pt", force_quick_gelu=True)
+    assert config_digest(quick.config) != config_digest(tiny.config)
+    assert quick.weights_sha256 == tiny.weights_sha256
+
+
+def test_local_dir_models_bring_their_weights(tiny, tiny_folder, tmp_path):
+    config = {"model_cfg": json.loads((tiny_folder / f"{TINY_MODEL}.json").read_text())}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    torch.save(tiny.model.state_dict(), tmp_path / "open_clip_pytorch_model.bin")
+    assert load_model(f"local-dir:{tmp_path}", None).weights_sha256 == tiny.weights_sha256
+    trained = load_model(TINY_MODEL, tiny_checkpoint(tmp_path, seed=5, file_name="run/epoch_1.pt"))
+    loaded = load_model(f"local-dir:{tmp_path}", trained.checkpoint)
+    assert loaded.weights_sha256 == trained.weights_sha256 != tiny.weights_sha256
+    with pytest.raises(ModelError, match="brings its own weights"):
+        load_model(f"local-dir:{tmp_path}", "epoch_1.pt")
+
+
+def test_what_is_not_there_is_refused(tiny_folder, tmp_path):
+    (tmp_path / "text.pt").write_text("not a checkpoint")
+    for name, checkpoint, message in (
+        ("ViT-B-32", "opena", "There is no checkpoint opena: .*the pretrained tags of ViT-B-32: openai, "),
+        (TINY_MODEL, None, "--checkpoint is missing"),
+        (TINY_MODEL, tiny_folder, r"neither a file nor a pretrained tag; in it: epoch_1\.pt, epoch_2\.pt"),
+        ("ViT-B32", tiny_folder / "epoch_1.pt", r"no OpenCLIP model 'ViT-B32': did you mean .*ViT-B-32"),
+        (TINY_MODEL, tmp_path / "text.pt", r"text\.pt cannot be loaded"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            load_model(name, checkpoint)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tiny_folder, tmp_path):
+    open_clip.add_model_config(tiny_model_config(tmp_path, "tiny-wide", width=48))
+    open_clip.add_model_config(tiny_model_config(tmp_path, "tiny-deep", layers=3))
+    for name in ("tiny-wide", "tiny-deep"):
+        with pytest.raises(ModelError, match=rf"epoch_1\.pt does not fit {name}: it is not a checkpoint of"):
+            load_model(name, tiny_folder / "epoch_1.pt")
+    run = tmp_path / "run"
+    checkpoint = tiny_checkpoint(tmp_path, file_name="run/checkpoints/epoch_1.pt")
+    (run / "params.txt").write_text(f"lr: 0.001\nmodel: {TINY_MODEL}\n")
+    with pytest.raises(ModelError, match=f"its run was trained with --model {TINY_MODEL}, not tiny-deep"):
+        load_model("tiny-deep", checkpoint)
+
+
+def test_heads_of_an_unknown_kind_are_refused(tiny, tmp_path):
+    """tests/training/test_cliplite.py encodes with the heads of a known kind."""
+    entry = {"kind": "test", "config": {}, "state_dict": {}}
+    torch.save({"state_dict": tiny.model.state_dict(), HEADS_KEY: entry}, tmp_path / "heads.pt")
+    with pytest.raises(HeadsError, match="heads of the kind 'test', without which its embeddings mean nothing"):
+        load_model(TINY_MODEL, tmp_path / "heads.pt")
+
+
+def test_precisions():
+    assert [resolve_precision("datacomp", device) for device in ("cpu", "cuda")] == ["fp32", "datacomp"]
+    with pytest.raises(ValueError, match="no precision 'bf16'"):
+        resolve_precision("bf16", "cpu")
+
+
+def test_a_broken_model_is_no_score(tiny_folder, make_encoder):
+    broken = load_model(TINY_MODEL, tiny_folder / "epoch_1.pt").model
+    nn.init.constant_(broken.visual.proj, torch.nan)
+    nn.init.constant_(broken.text_projection, torch.inf)
+    encoder = replace(make_encoder(), model=broken)
+    with pytest.raises(ValueError, match="image embeddings that are not finite"):
+        encoder.encode_images(torch.randn(2, 3, 32, 32))
+    with pytest.raises(ValueError, match="text embeddings that are not finite"):
+        encoder.encode_texts(["a", "b"])
+
+
+def test_shared_classes_are_encoded_once(make_encoder):
+    encoded = []
+    encoder = make_encoder()
+    tokenizer = encoder.tokenizer
+    encoder.tokenizer = lambda texts: encoded.extend(texts) or tokenizer(texts)
+    first = encoder.class_embeddings(["cat", "dog", "cat"], ["a {c}", "the {c}"])
+    assert sorted(encoded) == ["a cat", "a dog", "the cat", "the dog"] and torch.equal(first[0], first[2])
+    encoded.clear()
+    second = encoder.class_embeddings(["owl", "dog"], ["a {c}", "the {c}"])
+    assert sorted(encoded) == ["a owl", "the owl"] and torch.equal(first[1], second[1])
+    encoder.class_embeddings(["dog"], ["a {c}"])
+    assert encoded[2:] == ["a dog"], "other templates are another embedding"
+
+
+@pytest.fixture
+def run_folder(tmp_path, caplog) -> Path:
+    """A run folder with the tiny model's checkpoint; its ``params.txt`` is for the test to write."""
+    caplog.set_level(logging.WARNING)  # whatever a program that ran before has set
+    tiny_checkpoint(tmp_path, file_name="run/checkpoints/epoch_1.pt")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "options", "expected"),
+    [
+        ({"force_quick_gelu": True}, {}, {"force_quick_gelu": True}),
+        ({"force_custom_text": False, "image_mean": None, "lr": 0.1}, {}, {}),
+        ({"force_image_size": [64]}, {}, {"force_image_size": 64}),
+        ({"force_image_size": [64]}, {"force_image_size": 32}, {"force_image_size": 32}),
+        ({"image_mean": [0.5, 0.5, 0.5]}, {}, {"image_mean": [0.5, 0.5, 0.5]}),
+        ({"image_resize_mode": "squash"}, {"force_image_size": None}, {"image_resize_mode": "squash"}),
+    ],
+)
+def test_the_models_options_are_those_of_its_run(parameters, options, expected, run_folder):
+    lines = {"model": TINY_MODEL, **parameters}
+    (run_folder / "params.txt").write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
+    loaded = load_model(TINY_MODEL, run_folder / "checkpoints" / "epoch_1.pt", **options)
+    assert loaded.config["options"] == expected
+    size = expected.get("force_image_size", 32)
+    assert loaded.preprocess(Image.new("RGB", (80, 80))).shape == (3, size, size)
+
+
+def test_another_architecture_whose_weights_fit_is_named(run_folder, caplog, tmp_path):
+    """The same tensors with another activation: loading cannot notice, and the numbers are another model's."""
+    config = json.loads((tmp_path / f"{TINY_MODEL}.json").read_text())
+    (tmp_path / "tiny-quick.json").write_text(json.dumps({**config, "quick_gelu": True}))
+    (run_folder / "params.txt").write_text("model: tiny-quick\n")
+    checkpoint = run_folder / "checkpoints" / "epoch_1.pt"
+    load_model(TINY_MODEL, checkpoint)
+    assert f"was trained with --model tiny-quick and is evaluated with --model {TINY_MODEL}" in caplog.text
+    caplog.clear()
+    load_model("tiny-quick", checkpoint, model_config=tmp_path / "tiny-quick.json")
+    assert "trained with" not in caplog.text

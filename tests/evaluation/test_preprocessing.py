@@ -1,0 +1,75 @@
+"""The two parts of a transform are, bit for bit, the transform."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from clip_benchmark.datasets.builder import build_dataset
+from open_clip.transform import image_transform
+from PIL import Image
+
+from openclip_ext.data.images import split_transform
+from openclip_ext.evaluation.data import SampleFormat, find_shards
+from openclip_ext.evaluation.runner import evaluate_task
+from openclip_ext.evaluation.tasks import FLICKR, TASKS, WINOGAVIL
+from tests.evaluation import datasets
+
+
+def pictures() -> list[Image.Image]:
+    generator = np.random.default_rng(0)
+    shapes = [(40, 61, 3), (64, 32, 3), (17, 23, 3)]
+    return [Image.fromarray(generator.integers(0, 256, shape, dtype=np.uint8)) for shape in shapes]
+
+
+@pytest.mark.parametrize("resize_mode", ["shortest", "longest", "squash"])
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("mean", [None, (0.5, 0.5, 0.5)])
+def test_the_parts_together_are_openclips_transform(resize_mode, interpolation, mean):
+    options = {"resize_mode": resize_mode, "interpolation": interpolation}
+    transform = image_transform(32, is_train=False, mean=mean, **options)
+    on_images, on_batches = split_transform(transform)
+    batch = torch.stack([on_images(image) for image in pictures()])
+    assert batch.dtype == torch.uint8
+    assert torch.equal(on_batches(batch), torch.stack([transform(image) for image in pictures()]))
+
+
+def stored_image(mode: str) -> bytes:
+    """A PNG of colorful noise, larger than the model's input, stored in a mode."""
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 61, 4), dtype=np.uint8)
+    image = Image.fromarray(pixels, "RGBA")
+    image = image if mode in ("RGBA", "LA") else image.convert("RGB")
+    return datasets.image_bytes(image.quantize(16) if mode == "P" else image.convert(mode))
+
+
+@pytest.mark.parametrize("mode", ["P", "1", "L", "LA", "RGBA", "RGB"])
+def test_images_of_other_modes_become_rgb_as_upstream(mode, tmp_path, tiny, make_encoder):
+    """Classification: webdataset converts first. Retrieval and WinoGAViL: OpenCLIP's transform converts, after resizing."""
+    content = stored_image(mode)
+    folder = datasets.write_dataset(
+        tmp_path,
+        [("s0", {"png": content, "cls": b"0"})],
+        1,
+        classnames=("a",),
+        zeroshot_classification_templates=("{c}",),
+    )
+    encoder = make_encoder()
+    converted_first = build_dataset("wds/one", root=str(folder), transform=tiny.preprocess)
+    resized_first = tiny.preprocess(Image.open(io.BytesIO(content)))
+    ((expected, _),) = converted_first
+    (batch,) = encoder.batches(find_shards(folder), SampleFormat(num_classes=1))
+    assert torch.equal(encoder.model_input(batch.images)[0], expected)
+    assert torch.equal(expected, resized_first) == (mode in ("L", "RGB")), "the order matters for the other modes"
+
+    for key, captions, texts in ((FLICKR, b"a", {"dataset_type": ["retrieval"]}), (WINOGAVIL, b"", {})):
+        fields = {"png": content, **({"txt": captions} if captions else {})}
+        folder = datasets.write_dataset(tmp_path / TASKS[key].folder, [("s0", fields)], 1, **texts)
+        instance = {"cue": "a", "candidates": ["s0"], "associations": ["s0"]}
+        (folder / "instances.jsonl").write_text(json.dumps(instance))
+        encoder, seen = make_encoder(), []
+        encoder.encode_images = lambda images, autocast, encoder=encoder, seen=seen: (
+            seen.append(encoder.model_input(images)) or torch.ones(1, 16)
+        )
+        evaluate_task(TASKS[key], tmp_path, encoder, any_size=True)
+        assert torch.equal(seen[0][0], resized_first), key

@@ -1,0 +1,245 @@
+"""``python -m eval.report``: the right numbers in the right places, on pages that need nothing from outside."""
+
+import csv
+import html
+import json
+import re
+import statistics
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from openclip_ext.evaluation.report.__main__ import main
+from openclip_ext.evaluation.report.runs import Value, read_runs
+from openclip_ext.evaluation.tasks import AVERAGED, FLICKR, GROUPS, MSCOCO, TASKS
+
+AVERAGE, RETRIEVAL = "DataComp average (38)", "Retrieval, NeuCLIP and AmorLIP (Flickr, MSCOCO)"
+# The header of docs/openclip_results.csv in OpenCLIP's repository.
+OPENCLIP_HEADER = (
+    "name,pretrained,Average perf. on 38 datasets,ImageNet 1k,Caltech-101,CIFAR-10,CIFAR-100,CLEVR Counts,"
+    "CLEVR Distance,Country211,Describable Textures,EuroSAT,FGVC Aircraft,Food-101,GTSRB,ImageNet Sketch,ImageNet v2,"
+    "ImageNet-A,ImageNet-O,ImageNet-R,KITTI Vehicle Distance,MNIST,ObjectNet,Oxford Flowers-102,Oxford-IIIT Pet,"
+    "Pascal VOC 2007,PatchCamelyon,Rendered SST2,RESISC45,Stanford Cars,STL-10,SUN397,SVHN,Flickr,MSCOCO,WinoGAViL,"
+    "iWildCam,Camelyon17,FMoW,Dollar Street,GeoDE"
+)
+RUN = {"model": "ViT-B-32", "weights": "w", "config": "c", "precision": "datacomp", "protocol": "datacomp-1"}
+
+
+def write_results(folder: Path, scores: Mapping[str, float | None], **extra: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "eval_results.jsonl", "w", encoding="utf-8") as stream:
+        for key, score in scores.items():
+            line = {"key": key, "dataset": TASKS[key].name, "metrics": {"acc1": 0.5, "main_metric": score}}
+            stream.write(json.dumps({**line, "run": RUN, "found": TASKS[key].size, **extra}) + "\n")
+    return folder / "eval_results.jsonl"
+
+
+def all_scores(offset: float, keys: Iterable[str] = AVERAGED) -> dict[str, float]:
+    return {key: offset + 0.01 * number for number, key in enumerate(keys)}
+
+
+def write_training(folder: Path, epochs: int, evaluations: Mapping[int, Mapping[str, float]] | None = None) -> None:
+    """``metrics.jsonl`` as the trainer writes it: ten steps of 64 samples an epoch, every fifth and the last logged."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "metrics.jsonl", "w", encoding="utf-8") as stream:
+        for step in range(10 * epochs):
+            if step % 10 in (0, 5, 9):
+                record = {"step": step, "epoch": step // 10, "samples": 64 * (step + 1), "global_batch": 64}
+                record |= {"loss": 4.0 - step / 10, "infonce": 3.0 - step / 20, "temperature": float("nan")}
+                stream.write(json.dumps(record) + "\n")
+            completed = (step + 1) // 10
+            if step % 10 == 9 and evaluations and completed in evaluations:
+                evaluation = {"step": step + 1, "epoch": completed, "evaluation": evaluations[completed]}
+                stream.write(json.dumps(evaluation) + "\n")
+        stream.write('{"step": 99, "epo')  # a run killed while writing
+
+
+def tables_of(text: str) -> list[list[list[str]]]:
+    """Return the tables of a page as rows of texts."""
+
+    def parts(tags: str, inside: str) -> list[str]:
+        return re.findall(rf"<(?:{tags})\b[^>]*>(.*?)</(?:{tags})>", inside, re.DOTALL)
+
+    tables = parts("table", text)
+    return [[[html.unescape(cell) for cell in parts("td|th", row)] for row in parts("tr", table)] for table in tables]
+
+
+def charts_of(text: str) -> dict[str, ElementTree.Element]:
+    found = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
+    return {chart.attrib["aria-label"]: chart for chart in found}
+
+
+def hints_of(chart: ElementTree.Element) -> list[str]:
+    """Return the texts shown on hovering, in the order they were drawn in."""
+    return [title.text or "" for title in chart.iter("{http://www.w3.org/2000/svg}title")]
+
+
+def csv_rows(tmp_path: Path) -> list[dict[str, str]]:
+    with open(tmp_path / "report" / "report.csv", newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
+
+
+def report(tmp_path: Path, *arguments: str) -> tuple[list[list[list[str]]], str]:
+    """Return tables and text of a report's page, which refers to its own parts only."""
+    main([*arguments, "--output", str(tmp_path / "report")])
+    text = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+    assert "@import" not in text and " src=" not in text
+    assert {reference[0] for reference in re.findall(r"(?:url\(|href=.)([^)\"]+)", text)} <= {"#"}
+    return tables_of(text), text
+
+
+def test_two_runs_in_all_three_forms(tmp_path: Path) -> None:
+    first, second = all_scores(0.1), all_scores(0.15)
+    second["cifar10"] = 0.05  # the one task that gets worse
+    write_results(tmp_path / "first", {**first, "fairness/fairface": float("nan")})  # as DataComp's own harness
+    write_results(tmp_path / "second", {**second, "fairness/fairface": None})
+    tables, text = report(tmp_path, f"A={tmp_path / 'first'}", f"B={tmp_path / 'second'}")
+
+    averages, tasks = ({row[0]: row[1:] for row in table} for table in tables)
+    mean = [100 * statistics.fmean(scores.values()) for scores in (first, second)]
+    assert averages[AVERAGE] == [f"{mean[0]:.2f}", f"{mean[1]:.2f}", f"+{mean[1] - mean[0]:.2f}"]
+    assert len(averages) == 1 + len(GROUPS)
+    assert tasks["CIFAR-10"] == ["acc1", "11.00", "5.00", "−6.00"]
+    assert tasks["Flickr"][0] == "mean_recall@1" and len(tasks) == 1 + 38 and "FairFace" not in tasks
+
+    # A row a model, the columns of OpenCLIP's published results first.
+    a, b = csv_rows(tmp_path)
+    assert ",".join(list(a)[:41]) == OPENCLIP_HEADER
+    assert (a["name"], a["pretrained"], b["name"]) == ("A", "first", "B")
+    assert float(a["Average perf. on 38 datasets"]) == pytest.approx(statistics.fmean(first.values()), abs=1e-15)
+    assert float(a["ImageNet 1k"]) == first["imagenet1k"] and float(b["CIFAR-10"]) == 0.05
+    assert float(b["VTAB (13)"]) == pytest.approx(statistics.fmean(second[key] for key in GROUPS["VTAB (13)"]))
+    lines = (tmp_path / "report" / "report.md").read_text(encoding="utf-8").splitlines()
+    assert "| CIFAR-10 | acc1 | 11.00 | 5.00 | −6.00 |" in lines
+
+    chart = charts_of(text)["B − A, percentage points: 38 bars"]
+    assert len(hints_of(chart)) == 38 and hints_of(chart)[-1] == "CIFAR-10 (acc1): 11.00 → 5.00, standard error 0.38"
+    assert re.search(r"B is better on \d\d of 38 tasks and worse on 1 by more than two standard errors", text)
+
+
+def write_run(folder: Path, loss: str, seed: int, recall: float) -> str:
+    """A run folder as the trainer leaves it after two epochs with validation."""
+    write_training(folder, 2, {epoch: {"image_to_text_R@1": recall * epoch / 2} for epoch in (1, 2)})
+    flags = {"lr": 1e-3, "eps": 1e-8, "seed": seed, "name": folder.name, "batch_size": 64}
+    config = {
+        "flags": flags,
+        "loss": {"name": loss, "options": {"eps": 0.0, "rho": 4.0} if loss == "queueclip" else {}},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_two_ordinary_runs_are_shown_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """No task of DataComp was evaluated: the settings, the course and the validation of the trainings are compared."""
+    first, second = (
+        write_run(tmp_path / loss, loss, 0, 0.3 + 0.1 * place) for place, loss in enumerate(("openclip", "queueclip"))
+    )
+    tables, text = report(tmp_path, first, second)
+    settings, course, validation = tables
+    assert settings == [["setting", "openclip", "queueclip"], ["loss", "openclip", "queueclip"]]
+    assert ["samples seen", "1.28k", "1.28k"] in course
+    assert validation[1] == ["image_to_text_R@1", "0.3", "0.4, +0.1"]
+    assert {"InfoNCE of the batch over samples seen", "image_to_text_R@1 over samples seen"} <= charts_of(text).keys()
+    assert "| image_to_text_R@1 | 0.3 | 0.4, +0.1 |" in capsys.readouterr().out
+    assert not (tmp_path / "report" / "report.csv").exists()
+
+
+def test_repeats_of_trainings_have_intervals(tmp_path: Path) -> None:
+    names = {"A": (0.30, 0.32, 0.34), "B": (0.35, 0.38, 0.41)}
+    arguments = [
+        f"{name}={write_run(tmp_path / f'{name}{seed}', 'openclip', seed, value)}"
+        for name, values in names.items()
+        for seed, value in enumerate(values)
+    ]
+    tables, _ = report(tmp_path, *arguments)
+    # Paired differences 5, 6, 7 points: 4.303 * 1 / sqrt(3) on either side.
+    assert tables[-1][1] == ["image_to_text_R@1", "0.32 ± 0.02", "0.38 ± 0.03, +0.06 (0.0352 to 0.0848)"]
+
+
+def test_averages_only_over_complete_sets(tmp_path: Path) -> None:
+    scores = all_scores(0.1)
+    del scores[MSCOCO], scores["mnist"]
+    write_results(tmp_path / "partial", scores)
+    write_results(tmp_path / "few", {"mnist": 0.5})
+    tables, text = report(tmp_path, str(tmp_path / "partial"), f"<script>|&={tmp_path / 'few'}")
+    assert text.count("<script>") == 1 and tables[0][0][2] == "<script>|&"
+    averages = {row[0]: row[1:] for row in tables[0]}
+    assert averages[AVERAGE] == ["partial 36/38", "partial 1/38", "-"]
+    assert averages[RETRIEVAL] == ["partial 1/2", "-", "-"]
+    assert re.fullmatch(r"\d\d\.\d\d", averages["ImageNet & variants (7)"][0])
+    partial, few = csv_rows(tmp_path)
+    assert partial["Average perf. on 38 datasets"] == few["Caltech-101"] == "" and float(few["MNIST"]) == 0.5
+
+
+def test_repeats_of_one_name_are_averaged(tmp_path: Path) -> None:
+    offsets = (0.10, 0.12, 0.17)
+    for number, offset in enumerate(offsets):
+        write_results(tmp_path / f"seed{number}", all_scores(offset))
+    write_results(tmp_path / "base", all_scores(0.1))
+    tables, text = report(tmp_path, f"base={tmp_path / 'base'}", *(f"ours={tmp_path / f'seed{n}'}" for n in range(3)))
+    mean, deviation = statistics.fmean(offsets), statistics.stdev(offsets)
+    averages = {row[0]: row[1:] for row in tables[0]}
+    base = 100 * (0.1 + 0.01 * 37 / 2)
+    expected = f"{base + 100 * (mean - 0.1):.2f} ± {100 * deviation:.2f}"
+    assert averages[AVERAGE] == [f"{base:.2f}", expected, f"+{100 * (mean - 0.1):.2f}"]
+    assert "mean ± standard deviation of 3 repeats" in text
+    _, row = csv_rows(tmp_path)
+    assert float(row["Average perf. on 38 datasets sd"]) == pytest.approx(deviation) and row["repeats"] == "3"
+
+    # A repeat without a task: no number for that task, rather than the mean of two.
+    write_results(tmp_path / "seed1", {key: 0.5 for key in AVERAGED if key != "mnist"})
+    (run,) = read_runs([f"ours={tmp_path / 'seed0'}", f"ours={tmp_path / 'seed1'}"])
+    assert run.final.score("mnist") is None and run.final.average(AVERAGE) is None
+
+
+def test_run_folder_becomes_learning_curves(tmp_path: Path) -> None:
+    run = tmp_path / "logs" / "neuclip"
+    for epoch in (2, 10):
+        write_results(run / "datacomp" / f"epoch_{epoch}", all_scores(0.01 * epoch))
+    write_results(run / "datacomp" / "epoch_10_step_105", all_scores(0.2))
+    suite = {f"datacomp/{key}": 0.3 for key in (FLICKR, MSCOCO)}
+    during = {**suite, f"datacomp/average/{RETRIEVAL}": 0.3, "clip_val_loss": 1.5}
+    write_training(run, epochs=11, evaluations={2: {**during, "datacomp/mnist": 0.9}, 4: during})
+    (found,) = read_runs([str(run)])
+    assert found.name == "neuclip"
+    assert [(entry.label, entry.epoch, entry.samples) for entry in found.checkpoints] == [
+        ("epoch_2", 2, 1280),
+        ("epoch_4", 4, 2560),
+        ("epoch_10", 10, 6400),
+        ("epoch_10_step_105", 10, 6720),
+    ]
+    # The full evaluation of epoch 2 stands, not that during training; epoch 4 has only the latter.
+    assert found.checkpoints[0].score("mnist").mean == pytest.approx(all_scores(0.02)["mnist"])
+    assert found.checkpoints[1].average(RETRIEVAL) == Value(0.3)
+    assert found.checkpoints[1].average(AVERAGE) is None
+    assert found.final.label == "epoch_10_step_105"
+    charts = charts_of(report(tmp_path, str(run))[1])
+    scores = {"1.28k": 0.02, "6.4k": 0.1, "6.72k": 0.2}
+    assert hints_of(charts[f"{AVERAGE} over samples seen"]) == [
+        f"neuclip: {100 * (score + 0.185):.4g} at {samples} samples seen" for samples, score in scores.items()
+    ]
+    assert len(hints_of(charts[f"{RETRIEVAL} over samples seen"])) == 4
+
+
+def test_what_makes_numbers_incomparable_is_said(tmp_path: Path) -> None:
+    write_results(tmp_path / "one", all_scores(0.1))
+    write_results(tmp_path / "two", all_scores(0.1), run={**RUN, "model": "RN50"})
+    _, text = report(tmp_path, str(tmp_path / "one"), str(tmp_path / "two"))
+    assert "not evaluated in the same way" not in text and "†" not in text
+    write_results(tmp_path / "two", all_scores(0.1), run={**RUN, "precision": "fp32"}, found=24)
+    _, text = report(tmp_path, str(tmp_path / "one"), str(tmp_path / "two"))
+    assert "not evaluated in the same way" in text and "ViT-B-32 fp32 datacomp-1" in text
+    assert [row["other_sizes"] for row in csv_rows(tmp_path)] == ["", " ".join(sorted(AVERAGED))]
+    assert "not DataComp's number" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+
+
+def test_wrong_input(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.txt").touch()
+    (tmp_path / "broken.jsonl").write_text("not json\n")
+    for path, expected in (("none", "does not exist"), ("empty", "notes.txt"), ("broken.jsonl", "holds no results")):
+        with pytest.raises(ValueError, match=expected):
+            main([str(tmp_path / path), "--output", str(tmp_path / "report")])
+    assert not (tmp_path / "report").exists()

@@ -1,0 +1,61 @@
+"""DataComp's tasks as an evaluator during training."""
+
+import pytest
+import torch
+
+from openclip_ext.evaluation.suite import build_suite
+from openclip_ext.evaluation.tasks import FLICKR, SUITES, TASKS
+from tests.evaluation import datasets
+
+
+@pytest.fixture
+def options(tiny) -> dict:
+    return {"preprocess": tiny.preprocess, "tokenizer": tiny.tokenizer, "workers": 0, "batch_size": 8}
+
+
+@pytest.mark.parametrize("suite", ["quick", "retrieval"])
+def test_a_suite_measures_its_tasks_and_averages_complete_groups(suite, tiny, options, tmp_path):
+    for key in SUITES[suite]:
+        datasets.make_task(tmp_path, key, count=12)
+    [evaluator] = build_suite(suite, tmp_path, any_size=True, **options)
+    tiny.model.train()
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    metrics = evaluator.run(tiny.model)
+    assert tiny.model.training, "the model's mode must be put back"
+    tiny.model.eval()
+    assert torch.equal(torch.get_rng_state(), before), "an evaluation must not change what training draws"
+    assert evaluator.name == "datacomp"
+    values = {f"datacomp/{key}": metrics.pop(f"datacomp/{key}") for key in SUITES[suite]}
+    title = "datacomp/average/Retrieval, DataComp (Flickr, MSCOCO, WinoGAViL)"
+    assert metrics.pop(title, None) == (pytest.approx(sum(values.values()) / 3) if suite == "retrieval" else None)
+    assert "datacomp/average/DataComp average (38)" not in metrics
+
+
+def test_the_classifier_follows_the_weights(tiny, options, tmp_path):
+    datasets.make_task(tmp_path, "cifar10", count=60)
+    [evaluator] = build_suite("quick", tmp_path, any_size=True, **options)
+    first = evaluator.run(tiny.model)
+    with torch.no_grad():
+        projection = tiny.model.text_projection.clone()
+        tiny.model.text_projection.neg_()
+    second = evaluator.run(tiny.model)
+    tiny.model.text_projection.data.copy_(projection)
+    assert first != second
+    assert evaluator.run(tiny.model) == first
+
+
+def test_a_failing_task_is_left_out_and_named(tiny, options, tmp_path, caplog):
+    datasets.make_task(tmp_path, "cifar10", count=12)
+    datasets.make_task(tmp_path, FLICKR)
+    (tmp_path / TASKS[FLICKR].folder / "test" / "1.tar").unlink()
+    [evaluator] = build_suite("quick", tmp_path, any_size=True, **options)
+    assert set(evaluator.run(tiny.model)) == {"datacomp/cifar10"}
+    assert "Flickr could not be evaluated" in caplog.text
+
+
+def test_a_suite_without_data_is_refused_before_training(options, tmp_path):
+    with pytest.raises(ValueError, match=r"holds no data set of the suite 'quick': none of Caltech-101, CIFAR-10, "):
+        build_suite("quick", tmp_path, **options)
+    with pytest.raises(ValueError, match="no suite 'fast'"):
+        build_suite("fast", tmp_path, **options)

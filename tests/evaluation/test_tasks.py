@@ -1,0 +1,56 @@
+"""The task list, held against what DataComp publishes."""
+
+from openclip_ext.evaluation.tasks import AVERAGED, GROUPS, TASKS, select_tasks
+
+
+def test_main_metrics_other_than_accuracy():
+    special = {key: task.main_metric for key, task in TASKS.items() if task.main_metric not in ("acc1", None)}
+    assert set(TASKS) - set(AVERAGED) == {"fairness/fairface", "fairness/utkface"}
+    assert special == {
+        "vtab/caltech101": "mean_per_class_recall",
+        "fgvc_aircraft": "mean_per_class_recall",
+        "vtab/flowers": "mean_per_class_recall",
+        "vtab/pets": "mean_per_class_recall",
+        "retrieval/flickr_1k_test_image_text_retrieval": "mean_recall@1",
+        "retrieval/mscoco_2014_5k_test_image_text_retrieval": "mean_recall@1",
+        "misc/winogavil": "jaccard_score_10-12",
+        "wilds/iwildcam": "F1-macro_all",
+        "wilds/fmow": "acc_worst_region",
+        "fairness/dollar_street": "acc_top5_wg",
+        "fairness/geode": "acc_wg",
+    }
+
+
+def test_folders_drop_only_the_fairness_prefix():
+    assert TASKS["fairness/geode"].folder == "wds_geode_test"
+    assert TASKS["vtab/caltech101"].folder == "wds_vtab-caltech101_test"
+    assert TASKS["wilds/fmow"].folder == "wds_wilds-fmow_test"
+    assert TASKS["imagenet-a"].folder == "wds_imagenet-a_test"
+    assert len({task.folder for task in TASKS.values()}) == 40
+
+
+def test_groups_have_the_sizes_their_names_say():
+    assert {title: len(keys) for title, keys in GROUPS.items()} == {
+        "DataComp average (38)": 38,
+        "ImageNet 1k": 1,
+        "ImageNet & variants (7)": 7,
+        "ImageNet dist. shifts (6)": 6,
+        "VTAB (13)": 13,
+        "Retrieval, DataComp (Flickr, MSCOCO, WinoGAViL)": 3,
+        "Retrieval, NeuCLIP and AmorLIP (Flickr, MSCOCO)": 2,
+        "WILDS (3)": 3,
+        "Fairness (Dollar Street, GeoDE)": 2,
+    }
+    assert all(key in TASKS for keys in GROUPS.values() for key in keys)
+
+
+def test_selection_takes_keys_names_folders_and_suites():
+    assert len(select_tasks(None)) == 40
+    chosen = select_tasks(["wilds", "Oxford-IIIT Pet", "vtab/pets", "wds_geode_test"])
+    assert [task.key for task in chosen] == [
+        "vtab/pets",
+        "wilds/iwildcam",
+        "wilds/camelyon17",
+        "wilds/fmow",
+        "fairness/geode",
+    ]

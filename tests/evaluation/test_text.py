@@ -1,0 +1,68 @@
+"""Texts without their padding have the embeddings of texts with it."""
+
+import json
+import logging
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from openclip_ext.evaluation.text import TextEncoder
+from tests.evaluation.datasets import tiny_model_config
+
+TEXTS = ["a photo of a cat", "owl", "a photo of the very large and rather unusual number seven on a wall"]
+
+
+def build(folder: Path, name: str, custom_text: bool = False, **text: bool) -> tuple[nn.Module, Tensor, Tensor]:
+    """A tiny model whose text tower has other options, the tokens of the texts, and their padded embeddings."""
+    path = tiny_model_config(folder, name)
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "text_cfg": {**config["text_cfg"], **text}}))
+    open_clip.add_model_config(path)
+    torch.manual_seed(0)
+    model = open_clip.create_model(name, force_custom_text=custom_text).eval()
+    tokens = open_clip.get_tokenizer(name)(TEXTS)
+    return model, tokens, model.encode_text(tokens)
+
+
+def encode(model: nn.Module, tokens: Tensor, monkeypatch) -> tuple[Tensor, list[int]]:
+    """The texts one by one after a first one, which is the check; and the lengths that reached the model."""
+    encoder, seen, original = TextEncoder(model), [], model.encode_text
+    monkeypatch.setattr(model, "encode_text", lambda tokens: seen.append(tokens.shape[1]) or original(tokens))
+    encoder(tokens[:1])
+    seen.clear()
+    return torch.cat([encoder(text[None]) for text in tokens]), seen
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("custom_text", "options", "expected_lengths"),
+    [
+        (False, {}, [8, 8, 16]),
+        (True, {}, [8, 8, 16]),
+        (True, {"no_causal_mask": True}, [24, 24, 24]),  # it sees its padding and is not cut
+    ],
+)
+def test_embeddings_are_those_of_the_padded_texts(custom_text, options, expected_lengths, tmp_path, monkeypatch):
+    model, tokens, expected = build(tmp_path, "tiny-text", custom_text, **options)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found, lengths = encode(model, tokens, monkeypatch)
+    assert lengths == expected_lengths
+    torch.testing.assert_close(normalize(found), normalize(expected), atol=1e-6, rtol=1e-6)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@torch.no_grad()
+def test_a_tower_that_only_looks_causal_is_found_out(tmp_path, monkeypatch, caplog):
+    """A tower whose answer depends on the padding is noticed at the first batch, and encoded whole from then on."""
+    model, tokens, _ = build(tmp_path, "tiny-odd")
+    original = model.encode_text
+    monkeypatch.setattr(model, "encode_text", lambda tokens: original(tokens) * torch.linspace(-1, tokens.shape[1], 16))
+    with caplog.at_level(logging.WARNING):
+        found, lengths = encode(model, tokens, monkeypatch)
+    assert set(lengths) == {24}
+    assert "other embeddings without padding" in caplog.text
+    torch.testing.assert_close(found, model.encode_text(tokens), atol=1e-5, rtol=1e-5)
