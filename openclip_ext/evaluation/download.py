@@ -172,7 +172,7 @@ def count_items(folder: Path, task: Task, any_size: bool = False) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Build the command line."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {__package__}.download",
+        prog="openclip-ext download",
         description="Fetch DataComp's evaluation sets from the Hugging Face hub; everything else works offline. "
         "Run the same command again to continue after an interruption.",
     )

@@ -185,7 +185,7 @@ def format_table(columns: dict[str, dict[str, float]]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {__package__}.shapes",
+        prog="python -m openclip_ext.evaluation.shapes",
         description="Score zero-shot classification and retrieval on the demo set's test split.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
