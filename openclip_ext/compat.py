@@ -9,10 +9,10 @@ is a change of one file. ``check_version`` names what was tried. torch and OpenC
 from __future__ import annotations
 
 import argparse
-import contextlib
 import inspect
 import logging
 import sys
+import types
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -56,22 +56,37 @@ def check_version() -> str:
 # --- command line ----------------------------------------------------------------------------------------------------
 
 
-def parse_openclip_args(argv: list[str]) -> argparse.Namespace:
-    """Parse OpenCLIP's own training flags; exits with its message on an unknown one."""
-    check_version()
-    return _openclip_parser()(argv)
+def openclip_parser(kind: type[argparse.ArgumentParser]) -> Any:
+    """Return a parser, of a given class, that has OpenCLIP's training flags, without importing ``open_clip``.
+
+    ``open_clip_train.params.parse_args`` makes the parser and parses with it in one function: it is called without arguments,
+    and the parser that it makes is kept.
+    """
+    from open_clip_train import params
+
+    made: list[argparse.ArgumentParser] = []
+
+    def make(*args: Any, **options: Any) -> argparse.ArgumentParser:
+        made.append(kind(*args, **options))
+        return made[0]
+
+    script: Any = params
+    script.argparse = types.SimpleNamespace(**{**vars(argparse), "ArgumentParser": make})
+    try:
+        inspect.unwrap(params.parse_args)([])  # not register()'s, which knows our flags, too
+    finally:
+        script.argparse = argparse
+    return made[0]
 
 
-def print_openclip_help() -> None:
-    """Print OpenCLIP's own training flags; the version is not checked, since ``open_clip`` takes seconds to import."""
-    with contextlib.suppress(SystemExit):
-        _openclip_parser()(["--help"])
+def set_openclip_defaults(args: argparse.Namespace) -> None:
+    """Set the defaults of the optimizer that depend on the model, where no value was given, as OpenCLIP does after parsing."""
+    from open_clip_train.params import get_default_params
 
-
-def _openclip_parser() -> Callable[[list[str]], argparse.Namespace]:
-    from open_clip_train.params import parse_args
-
-    return inspect.unwrap(parse_args)  # not register()'s, which knows our flags, too
+    if "timm" not in args.opt:
+        for name, value in get_default_params(args.model).items():
+            if getattr(args, name) is None:
+                setattr(args, name, value)
 
 
 # --- set-up: device, logging, seeds ----------------------------------------------------------------------------------

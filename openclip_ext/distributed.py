@@ -8,11 +8,15 @@ import functools
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from openclip_ext.cli.errors import UsageError
+
+T = TypeVar("T")
 
 # One rank may evaluate or save for hours. A rank that has stopped is noticed by ``training/heartbeat.py``.
 _PATIENCE = timedelta(hours=48)
@@ -158,6 +162,24 @@ def all_gather_object(value: Any) -> list[Any]:
     return values
 
 
+def on_master(action: Callable[[], T]) -> T:
+    """Return on all ranks what an action gives on the master; its UsageError is raised on all of them, so that none waits.
+
+    Raises:
+        UsageError: the master's.
+    """
+    outcome: tuple[Any, str | None] = (None, None)
+    if is_master():
+        try:
+            outcome = (action(), None)
+        except UsageError as error:
+            outcome = (None, str(error))
+    result, failure = broadcast_object(outcome)
+    if failure is not None:
+        raise UsageError(failure)
+    return result
+
+
 def any_rank(flag: int) -> int:
     """Return the largest of all ranks' small non-negative numbers; does not wait for the GPU."""
     return any_rank_soon(flag)()
@@ -186,7 +208,8 @@ def set_patience(patience: timedelta) -> None:
         barrier()
         torch.cuda.synchronize()
         # PyTorch 2.14 made it public.
-        getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)(patience, dist.group.WORLD)
+        set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
+        set_timeout(patience, dist.group.WORLD)
 
 
 def barrier() -> None:

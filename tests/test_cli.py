@@ -18,21 +18,31 @@ def python(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
 
 
-def test_every_help_loads_nothing_heavy():
+def test_the_help_of_the_program_and_of_training_load_nothing_heavy():
     code = """
-import contextlib, sys
-from openclip_ext.cli.program import COMMANDS, main
+import sys
+from openclip_ext.cli.program import main
 main(["--help"])
-for name in COMMANDS:
-    with contextlib.suppress(SystemExit):
-        main([name, "--help"])
-assert not sys.modules.keys() & {"torch", "open_clip", "webdataset", "pandas", "numpy"}
+main(["train", "--help"])
+try:
+    main(["train", "--train-data", "x.tar", "--loss", "nonsense"])
+finally:
+    assert not sys.modules.keys() & {"torch", "open_clip", "webdataset", "pandas", "numpy"}
 """
     result = python("-c", code)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 2 and result.stderr.startswith("error: unknown loss 'nonsense'"), result.stderr
+    assert "usage: openclip-ext train" in result.stdout
     for name, command in cli.COMMANDS.items():
         assert f"  {name} " in result.stdout and command.summary in result.stdout
-        assert f"\nusage: openclip-ext {name} " in result.stdout
+
+
+@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "train"])
+def test_every_command_has_its_help(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([name, "--help"])
+    assert stopped.value.code == 0
+    assert f"usage: openclip-ext {name} " in capsys.readouterr().out
 
 
 def test_the_shell_completes_commands_flags_and_losses():

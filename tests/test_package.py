@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = Path(openclip_ext.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Each folder (or file) imports from itself and from those before it.
-LAYERS = ("distributed", "files", "cli", "compat", "pages", "model_configs", "state", "contrastive", "losses", "data")
+LAYERS = ("files", "cli", "distributed", "compat", "pages", "model_configs", "state", "contrastive", "losses", "data")
 LAYERS += ("evaluation", "training", "diagnostics", "compare", "export", "integrations")
 # Files in losses/ that are no method's.
 NO_METHOD = {"__init__", "heads", "method", "options", "registry"}

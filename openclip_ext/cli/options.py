@@ -23,7 +23,7 @@ _METADATA = "flag"
 class OptionError(ValueError):
     """An option that is not taken, or not with this value.
 
-    The message writes options as Python does (``gamma=0.5``); :meth:`with_flags` writes them as a command line does.
+    The message writes options as Python does (``gamma=0.5``); :func:`with_flags` writes them as a command line does.
 
     Attributes:
         option: name of the (first) option that is wrong.
@@ -32,10 +32,6 @@ class OptionError(ValueError):
     def __init__(self, option: str, message: str) -> None:
         super().__init__(message)
         self.option = option
-
-    def with_flags(self) -> str:
-        """Return the message for a command line: with ``--gamma 0.5`` for ``gamma=0.5``."""
-        return _ASSIGNMENT.sub(_as_flag, str(self))
 
 
 def nearest(word: str, known: Collection[str]) -> str:
@@ -48,15 +44,25 @@ def nearest(word: str, known: Collection[str]) -> str:
 _ASSIGNMENT = re.compile(r"\b([a-z]\w*)=([^\s:,;)]*)")
 
 
-def _as_flag(assignment: re.Match[str]) -> str:
-    name, value = assignment[1], assignment[2]
-    if value.startswith("'"):
-        value = value.strip("'")
-    if name in _ABLATIONS:
-        return f"--loss-option {name}={value}".removesuffix("=")
-    if value in ("True", "False"):
-        return as_words(flag_of(name), value == "True")[0]
-    return f"{flag_of(name)} {value}".rstrip()
+def with_flags(message: str, options: "Mapping[str, Option]") -> str:
+    """Return a message as a command line writes it: with ``--gamma 0.5`` for ``gamma=0.5``.
+
+    Args:
+        message: of an :class:`OptionError`.
+        options: options whose flags are not their names with hyphens, by name.
+    """
+
+    def as_flag(assignment: re.Match[str]) -> str:
+        name, value = assignment[1], assignment[2].strip("'")
+        option = options.get(name)
+        if option is not None and option.ablation:
+            return f"--loss-option {name}={value}".removesuffix("=")
+        flag = "--" + name.replace("_", "-") if option is None else option.flag
+        if value in ("True", "False"):
+            return as_words(flag, value == "True")[0]
+        return f"{flag} {value}".rstrip()
+
+    return _ASSIGNMENT.sub(as_flag, message)
 
 
 @dataclass(frozen=True)
@@ -75,8 +81,8 @@ class Option:
         flag: the command-line flag, unless it is the name with hyphens.
         nullable: None ("none" on the command line) is a value; ``help`` says what it means.
         openclip_flag: OpenCLIP's command line has this flag already.
-        ablation: only ablations set it, by ``--loss-option NAME=VALUE``; the flag is an old spelling, and hidden.
-        cure: what to do instead of giving a value that is refused.
+        ablation: only ablations set it, by ``--loss-option NAME=VALUE``; it has no flag.
+        hint: what to do instead of giving a value that is refused.
     """
 
     name: str
@@ -93,15 +99,10 @@ class Option:
     nullable: bool = False
     openclip_flag: bool = False
     ablation: bool = False
-    cure: str = ""
+    hint: str = ""
 
     def __post_init__(self) -> None:
-        if self.flag:
-            _OTHER_FLAGS[self.name] = self.flag
-        else:
-            object.__setattr__(self, "flag", flag_of(self.name))
-        if self.ablation:
-            _ABLATIONS.add(self.name)
+        object.__setattr__(self, "flag", self.flag or "--" + self.name.replace("_", "-"))
 
     def check(self, value: Any) -> Any:
         """Return ``value`` as the option's type.
@@ -156,12 +157,7 @@ class Option:
     def accepted(self) -> str:
         """Return the accepted values in words."""
         text = _TYPE_NAMES[self.type] + "".join(text.format(bound) for bound, text, _ in self._bounds())
-        return f"{text}; {self.cure}" if self.cure else text
-
-
-def flag_of(name: str) -> str:
-    """Return the command-line flag of an option, by its name alone."""
-    return _OTHER_FLAGS.get(name, "--" + name.replace("_", "-"))
+        return f"{text}; {self.hint}" if self.hint else text
 
 
 def as_words(flag: str, value: Any) -> list[str]:
@@ -176,17 +172,13 @@ def as_words(flag: str, value: Any) -> list[str]:
     return [f"{flag}={'none' if value is None else value}"]
 
 
-def option_as_words(name: str, value: Any) -> list[str]:
+def option_as_words(option: Option, value: Any) -> list[str]:
     """Return a loss's option with its value as words of a command line."""
-    if name in _ABLATIONS:
-        return [f"--loss-option={name}={'none' if value is None else str(value).lower()}"]
-    return as_words(flag_of(name), value)
+    if option.ablation:
+        return [f"--loss-option={option.name}={'none' if value is None else str(value).lower()}"]
+    return as_words(option.flag, value)
 
 
-# Options that have no flag of their own, but for the old spelling.
-_ABLATIONS: set[str] = set()
-# Flags that are not the option's name with hyphens.
-_OTHER_FLAGS: dict[str, str] = {}
 _BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
     "minimum": (" >= {:g}", operator.ge),
     "exclusive_minimum": (" > {:g}", operator.gt),
@@ -249,7 +241,7 @@ def from_flags(config: type[T], flags: Mapping[str, Any], /, **others: Any) -> T
         others: fields that are no flags, or whose values are not those of their flags.
     """
     fields = (field for field in flag_fields(config) if field.name not in others)
-    # A run of an earlier version lacks newer flags.
+    # The configuration of an unfinished test or another program may lack flags.
     return config(**{field.name: flags.get(python_name(field), field.default) for field in fields}, **others)
 
 

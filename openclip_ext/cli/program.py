@@ -5,12 +5,10 @@ Nothing heavy is imported before a command is chosen, so that ``openclip-ext --h
 
 import difflib
 import importlib
-import json
 import runpy
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from openclip_ext import __version__
@@ -44,8 +42,6 @@ COMMANDS = {
     "report": Command("openclip_ext.evaluation.report", "compare evaluated runs in tables and charts"),
 }
 
-# What the commands answer to --help, whose modules take seconds to import. ``python -m tests.losses.option_tables`` writes it.
-HELP_FILE = Path(__file__).with_name("help.json")
 _COMPLETION = """\
 _openclip_ext() {{
   local words="{commands}"
@@ -75,10 +71,8 @@ def _run(name: str, *rest: str) -> None:
     elif name == "--version":
         print(f"openclip-ext {__version__}")
     elif name == "--completion":
-        losses = importlib.import_module("openclip_ext.training.flag_table").from_file().defaults
+        losses = importlib.import_module("openclip_ext.losses.options").SUMMARIES
         print(_COMPLETION.format(commands=" ".join(COMMANDS), losses=" ".join(losses)))
-    elif name != "train" and name in COMMANDS and {"-h", "--help"} & set(rest):
-        print(json.loads(HELP_FILE.read_text(encoding="utf-8"))[name], end="")
     elif name in COMMANDS:
         sys.argv[1:] = rest
         # It may have been imported already, as its own program.

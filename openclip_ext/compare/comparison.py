@@ -29,6 +29,7 @@ from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.evaluation.statistics import group_numbers, half_width
 from openclip_ext.files import json_lines
 from openclip_ext.files.writing import write_atomically
+from openclip_ext.losses.options import OPTIONS
 from openclip_ext.training.config import TrainingConfig
 
 # Share of --minutes that is reserved for runs that turn out slower than planned, and share that measuring the pace takes, at
@@ -285,7 +286,7 @@ class Comparison:
         words += ["--val-data", self.config.val] if self.config.val else []
         words += [*kept, "--loss", row["family"]]
         for name, value in row["setting"]["options"].items():
-            words += option_as_words(name, value)
+            words += option_as_words(OPTIONS[name], value)
         epochs, samples = row["epochs"], row["epoch_samples"]
         warmup = warmup_steps(self.pilot.config.schedule.warmup, epochs * (samples // self.pilot.batch))
         words += ["--lr", f"{row['lr']:g}", "--warmup", str(warmup), "--epochs", str(epochs)]

@@ -15,12 +15,13 @@ from openclip_ext.compare.process_pool import default_processes
 from openclip_ext.compare.space import BASELINE
 from openclip_ext.files.writing import refuse_url
 from openclip_ext.losses import registry
-from openclip_ext.losses.registry import OPTIONS
+from openclip_ext.losses.options import OPTIONS
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training import flag_table, flags
+from openclip_ext.training import flags
 from openclip_ext.training.checks import check, check_device
-from openclip_ext.training.config import TrainingConfig, training_config
-from openclip_ext.training.parser import add_flag, add_loss_flags
+from openclip_ext.training.config import TrainingConfig
+from openclip_ext.training.model import with_loss_options
+from openclip_ext.training.parser import add_flag, add_loss_flags, take_loss_options
 
 # Python names of the training flags that have the same meaning here; others are refused.
 _USED_FLAGS = """
@@ -71,7 +72,7 @@ def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
     if args.loss is not None:
         raise UsageError("--loss chooses one loss; --losses says which to compare")
     refuse_url(args.output)
-    options = {name: value for name, value in vars(args).items() if name in OPTIONS}
+    options = take_loss_options(vars(args))
     losses = sorted((loss.strip() for loss in args.losses.split(",")), key=lambda loss: loss != BASELINE)
     config = from_flags(
         CompareConfig,
@@ -90,17 +91,15 @@ def _training_config(shards: str, argv: Sequence[str]) -> TrainingConfig:
     """Return the training's configuration; refuse flags that have another meaning here or none."""
     if any(word.split("=")[0] == "--recipe" for word in argv):
         raise UsageError("--recipe has the settings of one loss at the length of a paper's runs; leave it out")
-    namespace, choice = flags.parse(["--train-data", shards, *argv])
-    defaults, _ = flags.parse(["--train-data", shards])
-    for name, value in vars(namespace).items():
-        if name not in _USED_FLAGS.split() and value != getattr(defaults, name, None):
+    training, defaults = (flags.parse(["--train-data", shards, *given]) for given in (argv, ()))
+    for name, value in training.flags.items():
+        if name not in _USED_FLAGS.split() and value != defaults.flags[name]:
             raise UsageError(f"--{name.replace('_', '-')} has no effect on compare; leave it out")
-    if namespace.batch_size < 2:
-        raise UsageError(f"--batch-size is {namespace.batch_size}, must be at least 2")
-    is_given = any(word.partition("=")[0] == "--device" for word in argv)
-    check_device(namespace.device, is_given)
-    device = torch.device(namespace.device if is_given else "cuda" if torch.cuda.is_available() else "cpu")
-    training = training_config(namespace, choice, device)
+    if training.loading.batch_size < 2:
+        raise UsageError(f"--batch-size is {training.loading.batch_size}, must be at least 2")
+    check_device(training.device)
+    device = torch.device(training.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    training = replace(with_loss_options(training), device=str(device))
     check(training)
     if device.type == "cpu":
         training = replace(training, loading=replace(training.loading, workers=0))
@@ -142,5 +141,5 @@ def _parser() -> argparse.ArgumentParser:
     for option in own_options([CompareConfig]):
         add_flag(parser, option, default=option.default)
     group = parser.add_argument_group("options of the losses, for all that use them")
-    add_loss_flags(group, flag_table.of_losses(), hidden={"loss", "normalizer", "views", *space.SEARCHED_OPTIONS})
+    add_loss_flags(group, hidden={"loss", "normalizer", "views", *space.SEARCHED_OPTIONS})
     return parser

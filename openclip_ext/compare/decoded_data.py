@@ -18,7 +18,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from openclip_ext.data.loader.build import build_source, build_train_loader
-from openclip_ext.data.loader.train_loader import TrainLoader, TrainLoaderConfig
+from openclip_ext.data.loader.config import TrainLoaderConfig
+from openclip_ext.data.loader.train_loader import TrainLoader
 from openclip_ext.data.sources.source import BadDataError, BadSampleError, ImageDecoder, RawSample, Source, decode_image
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.text_tower import find_causal_tower, shrink

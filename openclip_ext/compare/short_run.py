@@ -18,17 +18,10 @@ from openclip_ext.compare.decoded_data import KnownTexts, PilotData
 from openclip_ext.compare.runs import Run
 from openclip_ext.losses.heads import with_heads
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training.config import TrainingConfig
-from openclip_ext.training.model import (
-    LossConfig,
-    build_loss,
-    build_model,
-    for_training,
-    load_pretrained_heads,
-    prepare_for,
-)
+from openclip_ext.training.config import LossConfig, TrainingConfig
+from openclip_ext.training.model import build_loss, build_model, for_training, load_pretrained_heads, prepare_for
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, logit_scale_lr
-from openclip_ext.training.step import TrainStep
+from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
 
 _CHUNK = 256
 _CURVE = (0.125, 0.25, 0.5)  # shares of a run at which it is scored, besides its end
@@ -69,7 +62,7 @@ class PilotRun:
         self.model: Any = self.built.model
         self.texts = KnownTexts(data.tokens, self.built.tokenizer, self.model)
         options = run.setting.get("options", {})
-        asked = LossConfig(run.setting["loss"], self.shared_options() | options, frozenset(options))
+        asked = LossConfig(run.setting["loss"], options, self.shared_options() | options)
         chosen = for_training(asked, self.steps, bool(config.model.weights))
         self.loss = build_loss(chosen, config.model.name, self.model, data.num_samples, device)
         self.prepare()
@@ -78,8 +71,10 @@ class PilotRun:
         warmup = warmup_steps(config.schedule.warmup, self.steps)
         schedule = replace(config.schedule, lr=run.lr, epochs=run.epochs, warmup=warmup)
         self._set_rates = create_schedule(schedule, optimizer, self.steps_per_epoch, rate)
-        self.settings = config.step.settings(device, self.normalize())
-        self._step = TrainStep(self.model, self.loss, optimizer, self.settings, config.step.scaler(device))
+        self.settings = StepSettings.of(config.step, device, self.normalize())
+        self._step = TrainStep(
+            self.model, self.loss, optimizer, self.settings, gradient_scaler(config.step.precision, device)
+        )
         self.loader = self.build_loader()
         self.seconds = 0.0
         self.diverged = False

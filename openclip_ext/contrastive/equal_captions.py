@@ -20,7 +20,8 @@ from torch import Tensor
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.batch import LocalBatch
-from openclip_ext.contrastive.checks import CHECKED_CALLS, can_read_values
+from openclip_ext.contrastive.checks import can_read_values
+from openclip_ext.contrastive.loop_checks import CHECKED_CALLS
 
 NEGATIVE, POSITIVE = "negative", "positive"
 

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast, LocalBatch, gather_batch
-from openclip_ext.contrastive.checks import can_read_values, without_autocast
+from openclip_ext.contrastive.checks import without_autocast
 from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, labels_of
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
@@ -92,7 +93,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             names = ", ".join(type(part).__name__ for part in (objective, normalizer, temperature))
             raise ValueError(f"{names}: {reason}")
         if reason := _refusal_of_labels(equal_captions, type(objective), type(normalizer)):
-            raise ValueError(f"equal_captions={equal_captions}: {reason}")
+            raise OptionError("equal_captions", f"equal_captions={equal_captions}: {reason}")
         self.equal_captions = equal_captions
         self.needs_positives = equal_captions != NEGATIVE
         self.views = views
@@ -113,17 +114,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self.normalizers_include_positive = objective.estimand.includes_positive
         self._last: _Report | None = None
 
-    def _check_loop(self, batch: LocalBatch) -> bool:
-        backward_counts = super()._check_loop(batch)
-        start = self.initial_logit_scale
-        if self.calls == 0 and start is not None and self.learns_logit_scale and can_read_values(batch.logit_scale):
-            self._checks.check_start(batch.logit_scale.item(), math.exp(start))
-        return backward_counts
-
     # --- one step ----------------------------------------------------------------------------------------------------
-
-    def _used_outputs(self, outputs: dict[str, Any]) -> set[str]:
-        return {"positives"} if self.needs_positives else set()
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
         if self.needs_positives:

@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from openclip_ext import distributed
 from openclip_ext.contrastive import checks
 from openclip_ext.contrastive.batch import LocalBatch, finite_samples, is_in_range
+from openclip_ext.contrastive.loop_checks import CHECKED_CALLS, LoopChecks
+from openclip_ext.contrastive.nonfinite import NonfiniteLog
 from openclip_ext.state.sharded_table import ShardedTable, kept_apart
 
 # OpenCLIP keeps the temperature in [0.01, 1].
@@ -86,8 +88,8 @@ class ContrastiveLoss(nn.Module):
         super().__init__()
         self.epoch = 0
         self.calls = 0
-        self.nonfinite = checks.NonfiniteLog()
-        self._checks = checks.LoopChecks()
+        self.nonfinite = NonfiniteLog()
+        self._checks = LoopChecks()
         self.register_buffer("indices_in_range", torch.ones((), dtype=torch.bool), persistent=False)
 
     def forward(
@@ -125,8 +127,8 @@ class ContrastiveLoss(nn.Module):
             RuntimeError: a loss that keeps state is called again in the backward pass (``torch.utils.checkpoint``).
 
         Warns:
-            UserWarning: in training mode, of what is probably a mistake of the loop (``contrastive/checks.py``). The first two
-                calls wait for the device for it.
+            UserWarning: in training mode, of what is probably a mistake of the loop (``contrastive/loop_checks.py``). The
+                first two calls wait for the device for it.
         """
         if self.training and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             # Losses may train networks of their own, which inference mode forbids, also with its tensors.
@@ -146,7 +148,6 @@ class ContrastiveLoss(nn.Module):
             if self.training:
                 distributed.check_equal_sizes(image_features)
             if watched:
-                self._check_outputs(outputs)
                 watched = self._check_loop(batch)
             terms = self._terms(batch, {"logit_bias": logit_bias, **outputs})
             if watched:
@@ -340,31 +341,18 @@ class ContrastiveLoss(nn.Module):
                 "or the index is of another data set"
             )
 
-    def _used_outputs(self, outputs: dict[str, Any]) -> set[str]:
-        """Return which of the model's other outputs the loss uses."""
-        return set()
-
-    def _check_outputs(self, outputs: dict[str, Any]) -> None:
-        """Warn of outputs of the model that the loss does not use."""
-        given = {name for name, value in outputs.items() if value is not None}
-        if unused := ", ".join(f"{name}=" for name in sorted(given - self._used_outputs(outputs))):
-            self._checks.warn("outputs", loss=type(self).__name__, names=unused)
-
     def _check_loop(self, batch: LocalBatch) -> bool:
         """Look for mistakes of the training loop; return whether the call's backward pass is to be noticed, too."""
-        if self.depends_on_epoch:
-            samples = len(batch.image) // batch.views * distributed.world_size()
-            self._checks.check_epoch(self.epoch, samples, self.num_samples)
+        if self.depends_on_epoch and not self._checks.epoch_is_known:
+            self._checks.warn("no epoch")
         if self.keeps_state and not torch.is_grad_enabled():
             self._checks.warn("no gradient")
-        if self.calls >= checks.CHECKED_CALLS or not checks.can_read_values(batch.image):
+        if self.calls >= CHECKED_CALLS or not checks.can_read_values(batch.image):
             return False
         self._checks.check_processes()
         self._checks.check_values(batch, self.expects_unit_norm, self.uses_logit_scale, self.initial_logit_scale)
-        if batch.index is not None:
-            self._checks.check_index(batch.index)
         if self.keeps_state:
-            self._checks.begin_call(batch.image, batch.text)
+            self._checks.begin_call()
         return self.keeps_state
 
 

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast, GatheredBatch
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue
@@ -64,7 +65,9 @@ class SolvedTemperature(TemperatureScheme):
         super().__init__()
         check_bounds(temperature_min, temperature_max)
         if rho < 0:
-            raise ValueError(f"rho={rho:g}: a solved temperature has a divergence of rho, which is never negative")
+            raise OptionError(
+                "rho", f"rho={rho:g}: a solved temperature has a divergence of rho, which is never negative"
+            )
         if rho >= math.log(temperature_queue):
             warnings.warn(
                 f"rho={rho:g}: no temperature has this divergence over {temperature_queue} embeddings, at most "

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive.batch import Contrast, GatheredBatch
 from openclip_ext.contrastive.inner_optimizers import InnerAdam
 
@@ -78,14 +79,14 @@ def log_inverse(temperature: float | None) -> float | None:
 def check_bounds(lower: float, upper: float) -> None:
     """Raise ValueError unless ``lower ≤ upper``."""
     if lower > upper:
-        raise ValueError(f"temperature_min={lower} is larger than temperature_max={upper}")
+        raise OptionError("temperature_min", f"temperature_min={lower} is larger than temperature_max={upper}")
 
 
 def own_start(temperature: float | None, lr_tau: float | None, whose: str) -> tuple[float, float]:
     """Return start and learning rate of temperatures outside of the model; raise ValueError if one is missing."""
     if temperature is None or lr_tau is None:
         missing = "temperature" if temperature is None else "lr_tau"
-        raise ValueError(f"{missing}=None: {whose} need a value, as the model has none for them")
+        raise OptionError(missing, f"{missing}=None: {whose} need a value, as the model has none for them")
     return temperature, lr_tau
 
 

@@ -27,9 +27,9 @@ from openclip_ext.diagnostics.dry_run import PRECISIONS
 from openclip_ext.diagnostics.plan import Memory, Plan, Training, memory_here
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.checks import check, check_combination, other_batch
-from openclip_ext.training.config import TrainingConfig, training_config
+from openclip_ext.training.config import TrainingConfig, for_processes
 from openclip_ext.training.flags import parse
-from openclip_ext.training.model import build_loss, build_model, for_training, prepare_for
+from openclip_ext.training.model import build_loss, build_model, for_training, prepare_for, with_loss_options
 from openclip_ext.training.optimizer import create_optimizer, create_schedule
 from openclip_ext.training.runtime import run_folder
 
@@ -219,9 +219,8 @@ def main(argv: list[str]) -> None:
     )
     own, flags = parser.parse_known_args(argv)
     add_model_configs()
-    args, choice = parse(flags)
-    vars(args).update(rank=0, local_rank=0, world_size=own.world_size, distributed=own.world_size > 1)
-    config = training_config(args, choice, torch.device("cpu"))
+    processes = {"rank": 0, "local_rank": 0, "world_size": own.world_size, "distributed": own.world_size > 1}
+    config = with_loss_options(for_processes(parse(flags), "now", **processes))
     check(config)
     status = 0
     for verdict, text in Doctor(config, own.world_size, here._replace(gpu=own.gpu_memory * 1e9)).findings():

@@ -28,8 +28,7 @@ from openclip_ext.losses.options import PLACEMENT_OPTIONS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.checkpoint import checkpoint as ckpt
 from openclip_ext.training.checkpoint.checkpoint import Checkpoint
-from openclip_ext.training.config import model_config
-from openclip_ext.training.model import ModelConfig
+from openclip_ext.training.config import ModelConfig, model_config
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import argparse
 from collections.abc import Iterator
 
 from openclip_ext.cli import command_line
-from openclip_ext.losses.registry import OPTIONS, SUMMARIES, check_options, find_method, list_losses, training_defaults
+from openclip_ext.losses.options import OPTIONS, SUMMARIES
+from openclip_ext.losses.registry import check_options, find_method, list_losses, training_defaults
 
 _PARTS = ("normalizer", "temperature_scheme")
 

@@ -31,11 +31,9 @@ from openclip_ext.diagnostics.dry_run import (
 )
 from openclip_ext.losses import registry
 from openclip_ext.losses.options import PLACEMENT_OPTIONS
-from openclip_ext.losses.registry import OPTIONS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.state.sharded_table import goes_to_host, shard_bounds
-from openclip_ext.training import flag_table
-from openclip_ext.training.parser import add_loss_flags
+from openclip_ext.training.parser import add_loss_flags, take_loss_options
 
 LARGEST_WORLD = 1024
 _GIB, _MIB = 2**30, 2**20
@@ -280,7 +278,7 @@ def main(argv: list[str]) -> None:
     args = vars(_parser().parse_args(argv))
     memory = Memory(args.pop("gpu_memory"), args.pop("host_memory"))
     world_size, loss = args.pop("world_size"), args.pop("loss") or "openclip"
-    options = {name: args.pop(name) for name in OPTIONS if name in args}
+    options = take_loss_options(args)
     add_model_configs()
     for line in Plan(Training(loss=loss, options=options, **args), world_size, memory).report():
         print(line)
@@ -305,7 +303,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, what, size, default in zip(("gpu", "host"), ("a GPU", "a node"), (80, 512), memory_here(), strict=True):
         text = f"memory of {what} in GB (default: this machine's if it has a GPU, else {size})"
         parser.add_argument(f"--{name}-memory", type=_gigabytes, default=default, metavar="GB", help=text)
-    add_loss_flags(parser.add_argument_group("loss"), flag_table.of_losses())
+    add_loss_flags(parser.add_argument_group("loss"))
     return parser
 
 

@@ -88,7 +88,7 @@ def summary_text(
         text.append("\nNot evaluated:")
         text += [f"  {TASKS[key].name}: {reason}" for key, reason in failed.items()]
     if missing:
-        command = f"python -m {__package__}.download --data-dir {data_dir}"
+        command = f"openclip-ext download --data-dir {data_dir}"
         tasks = f" --tasks {' '.join(missing)}" if len(missing) <= 5 else ""
         text.append(f"\nNot in {data_dir} ({len(missing)}): {_names(missing)}; fetch with `{command}{tasks}`.")
     return "\n".join(text)

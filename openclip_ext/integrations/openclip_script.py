@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from openclip_ext import compat
-from openclip_ext.cli.options import OptionError
+from openclip_ext.cli.options import OptionError, with_flags
 from openclip_ext.losses import registry
-from openclip_ext.losses.registry import OPTIONS
-from openclip_ext.training import flag_table, flags
-from openclip_ext.training.parser import add_loss_flags
+from openclip_ext.losses.options import OPTIONS
+from openclip_ext.training import flags
+from openclip_ext.training.parser import Parser, add_loss_flags, take_loss_options
 
 _USE_OURS = "Train with: python -m openclip_ext.training.main"
 # Options of a loss that learns the model's temperature which only our training program heeds.
@@ -43,23 +43,22 @@ def _extended_parse_args(original: Callable) -> Callable:
     @functools.wraps(original)
     def parse_args(argv: list[str]) -> argparse.Namespace:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        add_loss_flags(parser.add_argument_group("losses of openclip_ext"), flag_table.of_losses())
+        add_loss_flags(parser.add_argument_group("losses of openclip_ext"))
         if any(argument in ("-h", "--help") for argument in argv):
             parser.print_help()
         ours, rest = parser.parse_known_args(argv)
         try:
             flags.refuse_contradictions(argv)
-            flags.refuse_shortened(rest, parser)
+            flags.refuse_shortened(rest, compat.openclip_parser(Parser).flags)
         except ValueError as error:
             parser.error(str(error))
         args = original(rest)
-        args.loss_options = vars(ours)
-        args.loss = args.loss_options.pop("loss")
+        args.loss, args.loss_options = ours.loss, take_loss_options(vars(ours))
         try:
             flags.reconcile_siglip(args)
             registry.check_options(args.loss, **args.loss_options)
         except OptionError as error:
-            parser.error(error.with_flags())
+            parser.error(with_flags(str(error), OPTIONS))
         except ValueError as error:
             parser.error(str(error))
         return args
@@ -86,7 +85,7 @@ def _extended_create_loss(original: Callable) -> Callable:
         if name is None:
             return original(args)
         options = _loss_options(name, args)
-        if name in compat.OPENCLIP_LOSSES and all(registry.OPTIONS[option].openclip_flag for option in options):
+        if name in compat.OPENCLIP_LOSSES and all(OPTIONS[option].openclip_flag for option in options):
             # The name decides, and not only the flag --siglip.
             return original(argparse.Namespace(**{**vars(args), "siglip": name == "siglip"}))
         asked, accum_freq = registry.check_options(name, **options), getattr(args, "accum_freq", 1)

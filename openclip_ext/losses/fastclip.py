@@ -108,10 +108,9 @@ class Ratio(Unscaled):
         return log_math.saturating_exp(contrast.log_g - alpha)
 
 
-def _version_3(name: str, summary: str) -> Method:
+def _version_3(name: str) -> Method:
     return Method(
         name=name,
-        summary=summary,
         normalizer="moving-average",
         temperature_scheme="global",
         temperature_defaults={"lr_tau": 2e-4},
@@ -122,7 +121,6 @@ def _version_3(name: str, summary: str) -> Method:
 METHODS = (
     Method(
         name="fastclip-v0",
-        summary="FastCLIP-v0: as fastclip, with a loss that is not multiplied by τ and has no ρ.",
         normalizer="moving-average",
         temperature_scheme="global",
         objective=Ratio,
@@ -130,19 +128,14 @@ METHODS = (
     ),
     Method(
         name="fastclip-v1",
-        summary="FastCLIP-v1: as fastclip, at a constant temperature.",
         normalizer="moving-average",
         temperature_scheme="constant",
     ),
     Method(
         name="fastclip-v2",
-        summary="FastCLIP-v2: as fastclip, with a learned temperature for each sample and side.",
         normalizer="moving-average",
         temperature_scheme="per-sample",
     ),
-    _version_3("fastclip-v3", "FastCLIP-v3: another name of fastclip."),
-    _version_3(
-        "fastclip",
-        "FastCLIP: a moving average for each sample, with a schedule of its weight γ, and one learned temperature.",
-    ),
+    _version_3("fastclip-v3"),
+    _version_3("fastclip"),
 )

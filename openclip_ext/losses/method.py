@@ -76,8 +76,7 @@ class Method:
         two_views: the loss of this name for two views of each image, without texts; None: there is none.
         head: class of its ``model_head()``, with the attribute ``kind``, which names it in checkpoints; None: it has none.
         parts: normalizers and temperature schemes that its file adds.
-        options: options that its file adds to those of ``options.json``.
-        summary: a sentence for lists of losses; empty: the first of its file's docstring.
+        options: options that its file adds to those of ``losses/options.py``.
     """
 
     name: str
@@ -94,4 +93,3 @@ class Method:
     head: Any = None
     parts: tuple[NormalizerPart | TemperaturePart, ...] = ()
     options: tuple[Option, ...] = ()
-    summary: str = field(default="", compare=False)

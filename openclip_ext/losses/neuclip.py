@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad
 
+from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast
 from openclip_ext.contrastive.checks import can_read_values
@@ -185,7 +186,8 @@ class PrototypeNormalizer(Normalizer):
     ) -> None:
         super().__init__()
         if normalizer_objective not in ("unified", "l2-log"):
-            raise ValueError(f"normalizer_objective={normalizer_objective!r}: prototypes take unified or l2-log")
+            reason = f"normalizer_objective={normalizer_objective!r}: prototypes take unified or l2-log"
+            raise OptionError("normalizer_objective", reason)
         self.eps = eps
         self.restart_every = restart_every
         self.updates = normalizer_updates

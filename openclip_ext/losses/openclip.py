@@ -183,7 +183,6 @@ class SiglipLoss(ContrastiveLoss):
 METHODS = (
     Method(
         name="openclip",
-        summary="OpenCLIP's ClipLoss, and CoCaLoss for captioners: the softmax over the batch. Its arithmetic is unchanged.",
         whole=WholeLoss(OpenClipLoss),
         normalizer="minibatch",
         temperature_scheme="global",
@@ -191,7 +190,6 @@ METHODS = (
     ),
     Method(
         name="siglip",
-        summary="OpenCLIP's SigLipLoss: a sigmoid for each pair of the batch. Its arithmetic is unchanged.",
         whole=WholeLoss(
             SiglipLoss,
             refused={"equal_captions": "OpenCLIP's SigLIP exchanges features between processes without labels"},

@@ -1,29 +1,293 @@
-"""The options of this package's losses, which ``options.json`` describes.
+"""The names of this package's losses and their options, as data. Nothing here imports torch.
 
 Flags, tables in the documentation and the checks of :func:`openclip_ext.create_loss` are made from them. A part uses the
 options that are keyword-only arguments of its constructor.
 """
 
-import json
+import difflib
 import math
-from pathlib import Path
-from typing import Any
+import os
+from collections.abc import Collection
 
-from openclip_ext.cli.options import Option
+from openclip_ext.cli.options import Option, OptionError
 
-_TYPES = {known.__name__: known for known in (bool, int, float, str)}
-
-
-def option_from(fields: dict[str, Any]) -> Option:
-    """Return the option that JSON describes by its attributes."""
-    choices = tuple(fields["choices"]) if "choices" in fields else None
-    return Option(**fields | {"type": _TYPES[fields["type"]], "choices": choices})
-
-
-# In the order of the help: what is contrasted, the objective, temperatures, schedules, state of each sample, estimates from
-# embeddings, a loss's own networks; then the options of a single method.
-PACKAGE_OPTIONS = tuple(
-    map(option_from, json.loads(Path(__file__).with_name("options.json").read_text(encoding="utf-8")))
+# In the order of the help: parts, what is contrasted, the objective, temperatures, schedules, estimates from embeddings, a
+# loss's own networks; then the options of a single method.
+PACKAGE_OPTIONS = (
+    Option(
+        "normalizer",
+        str,
+        None,
+        "estimator of the log-normalizers (default: the loss's own)",
+        choices=("minibatch", "mlp", "moving-average", "prototypes", "queue"),
+        nullable=True,
+    ),
+    Option(
+        "temperature_scheme",
+        str,
+        None,
+        "where the temperature comes from (default: the loss's own)",
+        choices=("constant", "global", "two-global", "solved", "per-sample", "predicted"),
+        nullable=True,
+    ),
+    Option(
+        "views",
+        int,
+        1,
+        "1: contrast images with texts; 2: contrast two augmented views of each image, without texts",
+        minimum=1,
+        maximum=2,
+    ),
+    Option(
+        "equal_captions",
+        str,
+        "negative",
+        "what other samples with an anchor's caption are to it: negatives, as in OpenCLIP; left out (mask); or more positives",
+        choices=("negative", "mask", "positive"),
+    ),
+    Option(
+        "eps",
+        float,
+        1e-14,
+        "small constant inside the logarithm of the objective (FastCLIP: 1e-14; 1e-6 on LAION-400M)",
+        symbol="ε",
+        minimum=0.0,
+        flag="--loss-eps",
+    ),
+    Option("rho", float, 6.5, "weight of the temperature regularizer; larger means a smaller temperature", symbol="ρ"),
+    Option(
+        "rho_end",
+        float,
+        None,
+        "value of rho in the last part of the run (see --rho-switch); none: rho stays",
+        symbol="ρ annealing",
+        nullable=True,
+    ),
+    Option(
+        "rho_switch",
+        float,
+        0.75,
+        "fraction of the epochs after which rho becomes rho_end",
+        symbol="ρ annealing",
+        minimum=0.0,
+        maximum=1.0,
+    ),
+    Option(
+        "temperature",
+        float,
+        None,
+        "start value of the temperature, or its value if constant; none: the model's (OpenCLIP: 0.07)",
+        symbol="τ",
+        exclusive_minimum=0.0,
+        nullable=True,
+    ),
+    Option("temperature_min", float, 0.01, "lower bound of learned temperatures", symbol="τ_0", exclusive_minimum=0.0),
+    Option("temperature_max", float, 1.0, "upper bound of learned temperatures", exclusive_minimum=0.0),
+    Option(
+        "lr_tau",
+        float,
+        None,
+        "learning rate of the temperature (constant); none: the encoders' learning rate, with its schedule",
+        minimum=0.0,
+        nullable=True,
+    ),
+    Option(
+        "temperature_queue",
+        int,
+        4096,
+        "recent embeddings that a solved temperature is solved over",
+        symbol="m",
+        minimum=2,
+    ),
+    Option("solve_per_sample", bool, False, "solve for each anchor's own temperature, in every step", ablation=True),
+    Option(
+        "epochs", int, 32, "length of the run, for schedules that span it", symbol="T", minimum=1, openclip_flag=True
+    ),
+    Option(
+        "state_device",
+        str,
+        "auto",
+        "placement of per-sample state; auto: the model's device up to 1 GiB a table and rank, else host memory",
+        choices=("auto", "model", "cpu"),
+    ),
+    Option(
+        "state_dir",
+        str,
+        None,
+        "keep per-sample state in a memory-mapped file in this folder (fast and local, no network); none: in memory",
+        nullable=True,
+    ),
+    Option("prototypes", int, 4096, "number of prototypes", symbol="m", minimum=1),
+    Option(
+        "normalizer_updates",
+        int,
+        10,
+        "updates of the normalizer network per step",
+        symbol="T_u (NeuCLIP), T_λ (AmorLIP)",
+        minimum=0,
+    ),
+    Option("normalizer_lr", float, 1.0, "learning rate of the normalizer network", minimum=0.0),
+    Option(
+        "normalizer_objective",
+        str,
+        "unified",
+        "what the normalizer network minimizes",
+        choices=("unified", "l2-log", "kl", "js", "kl-printed"),
+        ablation=True,
+    ),
+    Option(
+        "l2_log_weight",
+        float,
+        0.1,
+        "weight of l2-log that kl, js and kl-printed have added",
+        minimum=0.0,
+        ablation=True,
+    ),
+    Option(
+        "alpha_gradient",
+        bool,
+        False,
+        "let the gradient of the predicted log-normalizers reach the encoders (NeuCLIP's equation 12, read literally)",
+        ablation=True,
+    ),
+    Option(
+        "positive_in_denominator", bool, True, "whether the positive pair is a term of the denominator", ablation=True
+    ),
+    Option(
+        "projection_dim",
+        int,
+        None,
+        "width of the loss's projection of the embeddings; none: the embeddings' width",
+        minimum=1,
+        nullable=True,
+    ),
+    Option("seed", int, 0, "seed of the loss's own networks", openclip_flag=True),
+    Option(
+        "width_factor",
+        float,
+        0.5,
+        "hidden width of the MLP over the embedding's",
+        symbol="f_d",
+        exclusive_minimum=0.0,
+        ablation=True,
+    ),
+    Option("fit_every", int, 1, "steps between two fits of the MLP", symbol="T_online", minimum=1),
+    Option(
+        "target_every",
+        int,
+        1,
+        "steps between two updates of the target network",
+        symbol="T_target",
+        minimum=1,
+        ablation=True,
+    ),
+    Option("ema_decay", float, 0.0, "decay of the target network", symbol="α", minimum=0.0, maximum=1.0, ablation=True),
+    Option(
+        "previous_weight",
+        float,
+        0.0,
+        "final weight of the previous epoch's target network in the MLP's target",
+        symbol="β_T",
+        minimum=0.0,
+        maximum=1.0,
+        ablation=True,
+    ),
+    Option("reinitialize", bool, False, "re-initialize the MLP at every epoch's start (Algorithm 1, line 4)"),
+    Option(
+        "negatives_only",
+        bool,
+        False,
+        "leave the positive pair out of the partition function that the MLP fits",
+        ablation=True,
+    ),
+    Option(
+        "gather_stage2",
+        bool,
+        False,
+        "contrast the global batch in the second stage, not only each process's local batch",
+        ablation=True,
+    ),
+    Option(
+        "gamma",
+        float,
+        0.2,
+        "weight of the new estimate in the moving average",
+        symbol="γ_min",
+        minimum=0.0,
+        maximum=1.0,
+    ),
+    Option(
+        "gamma_schedule",
+        str,
+        "cosine",
+        "constant, or cosine: from 1 down to gamma over gamma_decay_epochs",
+        choices=("constant", "cosine"),
+    ),
+    Option(
+        "gamma_decay_epochs",
+        int,
+        None,
+        "epochs after which gamma has its final value; none: half of the run",
+        symbol="E",
+        minimum=1,
+        nullable=True,
+    ),
+    Option(
+        "restart_every",
+        int,
+        500,
+        "steps between two restarts of the prototypes; none: never",
+        symbol="T_r",
+        minimum=1,
+        nullable=True,
+    ),
+    Option("normalizer_reset", bool, True, "empty AdaGrad's accumulators when the prototypes restart", ablation=True),
+    Option(
+        "normalizer_weight_decay", float, 0.0, "AdaGrad's weight decay of the prototypes", minimum=0.0, ablation=True
+    ),
+    Option(
+        "simultaneous",
+        bool,
+        False,
+        "predict with the network as it was before this step's updates (Algorithm 3)",
+        ablation=True,
+    ),
+    Option(
+        "verify_fit",
+        bool,
+        False,
+        "use the fitted prototypes only in steps whose batch they predict better than recent embeddings do, "
+        "before they are fitted to it; off: as published",
+    ),
+    Option("local_loss", bool, False, "rows of this process only", openclip_flag=True),
+    Option("gather_with_grad", bool, False, "gather the features with gradient", openclip_flag=True),
+    Option("coca_caption_loss_weight", float, 2.0, "weight of CoCa's caption loss", openclip_flag=True),
+    Option("coca_contrastive_loss_weight", float, 1.0, "weight of CoCa's contrastive loss", openclip_flag=True),
+    Option(
+        "batch_weight",
+        float,
+        0.5,
+        "share of the current batch in the normalizer of the queue; bounds the weights by its inverse",
+        symbol="λ",
+        minimum=0.0,
+        maximum=1.0,
+    ),
+    Option(
+        "leave_own_out",
+        bool,
+        False,
+        "leave the anchor's positive pair out of the queue; lowers the estimation error and unbounds the weights",
+        ablation=True,
+    ),
+    Option(
+        "loss_dist_impl",
+        str,
+        None,
+        "how SigLIP's features travel between processes",
+        choices=("bidir", "shift", "reduce", "gather"),
+        nullable=True,
+        openclip_flag=True,
+    ),
 )
 
 # Sets ρ in another way.
@@ -36,6 +300,40 @@ HARD_SHARE = Option(
     exclusive_minimum=0.0,
     maximum=1.0,
 )
+
+# The options of all losses by name. ``registry.register_method`` adds those of other losses.
+OPTIONS: dict[str, Option] = {option.name: option for option in PACKAGE_OPTIONS}
+
+
+# A sentence on each of this package's losses, by name.
+SUMMARIES = {
+    "amorlip": "AmorLIP: log-normalizers predicted from the embedding by a multi-layer perceptron.",
+    "cliplite": "CLIP-Lite: a Jensen-Shannon bound on the mutual information, one negative per pair, no normalizers.",
+    "fastclip": "FastCLIP: a moving average for each sample, with a schedule of its weight γ, and one learned temperature.",
+    "fastclip-v0": "FastCLIP-v0: as fastclip, with a loss that is not multiplied by τ and has no ρ.",
+    "fastclip-v1": "FastCLIP-v1: as fastclip, at a constant temperature.",
+    "fastclip-v2": "FastCLIP-v2: as fastclip, with a learned temperature for each sample and side.",
+    "fastclip-v3": "FastCLIP-v3: another name of fastclip.",
+    "isogclr": "iSogCLR: SogCLR with a learned temperature for each sample and side. FastCLIP-v2 has the same temperatures.",
+    "neuclip": "NeuCLIP: log-normalizers predicted by prototypes that are trained inside each step.",
+    "openclip": "OpenCLIP's ClipLoss, and CoCaLoss for captioners: the softmax over the batch. Its arithmetic is unchanged.",
+    "queueclip": "queueclip: NeuCLIP's prediction from a queue of recent embeddings, without training. No paper has it.",
+    "siglip": "OpenCLIP's SigLipLoss: a sigmoid for each pair of the batch. Its arithmetic is unchanged.",
+    "simclr": "SimCLR: two augmented views of each image, contrasted with all other views of the batch, without texts.",
+    "sogclr": "SogCLR: a moving average for each sample instead of the batch's normalizer, at a constant temperature.",
+    "tempnet": "TempNet: temperatures predicted from the embeddings by a small network, over FastCLIP's moving averages.",
+}
+
+
+def refuse_unknown_loss(name: str, known: Collection[str]) -> None:
+    """Raise OptionError for a loss that is not known."""
+    if name in known:
+        return
+    close = difflib.get_close_matches(str(name), known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    if str(name).endswith(".py"):
+        hint = f" For a file of your own give {os.path.basename(name).removesuffix('.py')}:METHOD, from its folder."
+    raise OptionError("loss", f"unknown loss {name!r}: expected one of {', '.join(known)}, or my.module:METHOD.{hint}")
 
 
 def rho_of(hard_share: float) -> float:

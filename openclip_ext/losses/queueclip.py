@@ -21,6 +21,7 @@ Example:
 import torch
 from torch import Tensor
 
+from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import Contrast
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_batch
@@ -57,7 +58,7 @@ class QueueNormalizer(Normalizer):
     ) -> None:
         super().__init__()
         if leave_own_out and prototypes < 2:
-            raise ValueError("leave_own_out=True: needs prototypes >= 2, or nothing is left")
+            raise OptionError("leave_own_out", "leave_own_out=True: needs prototypes >= 2, or nothing is left")
         self.eps = eps
         self.batch_weight = batch_weight
         self.leave_own_out = leave_own_out

@@ -1,6 +1,5 @@
 """Create losses by name: collect the METHODs of the files in this folder, and compose their parts."""
 
-import difflib
 import importlib
 import inspect
 import itertools
@@ -9,11 +8,11 @@ import pkgutil
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from openclip_ext import losses
-from openclip_ext.cli.options import Option, OptionError
+from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive.equal_captions import NEGATIVE
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss, incompatibility
 from openclip_ext.contrastive.loss import ContrastiveLoss
@@ -27,7 +26,15 @@ from openclip_ext.contrastive.temperature import (
     UnregularizedTemperature,
 )
 from openclip_ext.losses.method import Method, NormalizerPart, TemperaturePart
-from openclip_ext.losses.options import HARD_SHARE, PACKAGE_OPTIONS, PLACEMENT_OPTIONS, rho_of
+from openclip_ext.losses.options import (
+    HARD_SHARE,
+    OPTIONS,
+    PACKAGE_OPTIONS,
+    PLACEMENT_OPTIONS,
+    SUMMARIES,
+    refuse_unknown_loss,
+    rho_of,
+)
 
 Part = TypeVar("Part", NormalizerPart, TemperaturePart)
 
@@ -54,20 +61,15 @@ _REQUIREMENTS = {
 # Width and number of samples of a loss that is built only to check its options.
 _SMALL = 8
 
-# All losses, and the options of all of them, by name. :func:`register_method` adds to both.
+# All losses by name. :func:`register_method` adds to them, and to :data:`openclip_ext.losses.options.OPTIONS`.
 METHODS: dict[str, Method] = {}
-OPTIONS: dict[str, Option] = {}
-# A sentence on each of this package's losses.
-SUMMARIES: dict[str, str] = {}
 
 
-def _discover_methods() -> Iterator[tuple[Method, str]]:
-    """Return the ``METHOD``, or ``METHODS``, of each file in this folder, with the file's first sentence."""
+def _discover_methods() -> Iterator[Method]:
+    """Yield the ``METHOD``, or ``METHODS``, of each file in this folder."""
     for info in pkgutil.iter_modules(losses.__path__):
-        module = importlib.import_module(f"{losses.__name__}.{info.name}")
-        contents, summary = vars(module), (module.__doc__ or "").partition("\n")[0].replace("``", "")
-        for method in (*contents.get("METHODS", ()), *([contents["METHOD"]] if "METHOD" in contents else [])):
-            yield method, summary
+        contents = vars(importlib.import_module(f"{losses.__name__}.{info.name}"))
+        yield from (*contents.get("METHODS", ()), *([contents["METHOD"]] if "METHOD" in contents else []))
 
 
 def _parts(kind: type[Part], name: str | None = None) -> list[Part]:
@@ -77,20 +79,15 @@ def _parts(kind: type[Part], name: str | None = None) -> list[Part]:
 
 
 def _collect_options() -> None:
-    for name, help_text, parts in (
-        ("normalizer", "estimator of the log-normalizers (default: the loss's own)", _parts(NormalizerPart)),
-        ("temperature_scheme", "where the temperature comes from (default: the loss's own)", _parts(TemperaturePart)),
-    ):
-        choices = tuple(dict.fromkeys(part.name for part in parts))
-        OPTIONS[name] = Option(name, str, None, help_text, choices=choices, nullable=True)
-    of_methods = (option for method in METHODS.values() for option in method.options)
-    OPTIONS.update({option.name: option for option in (*PACKAGE_OPTIONS, *of_methods)})
+    """Bring the options up to date with the methods."""
+    for name, parts in (("normalizer", _parts(NormalizerPart)), ("temperature_scheme", _parts(TemperaturePart))):
+        choices = (*(OPTIONS[name].choices or ()), *(part.name for part in parts))
+        OPTIONS[name] = replace(OPTIONS[name], choices=tuple(dict.fromkeys(choices)))
+    OPTIONS.update({option.name: option for method in METHODS.values() for option in method.options})
 
 
-for _method, _summary in sorted(_discover_methods(), key=lambda found: found[0].name):
-    METHODS[_method.name], SUMMARIES[_method.name] = _method, _method.summary or _summary
+METHODS.update({method.name: method for method in sorted(_discover_methods(), key=lambda method: method.name)})
 _collect_options()
-_BUILT_IN = frozenset(METHODS)
 
 
 def register_method(method: Method) -> None:
@@ -99,7 +96,7 @@ def register_method(method: Method) -> None:
     Raises:
         ValueError: The name is one of this package's losses, or an option is already there with another meaning.
     """
-    if method.name in _BUILT_IN:
+    if method.name in SUMMARIES:
         raise ValueError(f"there is already a loss {method.name!r} in openclip_ext: give yours another name")
     others = {name: other for name, other in METHODS.items() if name != method.name}
     known = {option.name: option for other in others.values() for option in other.options}
@@ -119,17 +116,10 @@ def find_method(name: str) -> Method:
     Raises:
         OptionError: There is no such loss, or no such module.
     """
-    if name in METHODS:
-        return METHODS[name]
     if ":" in str(name):
         return _import_method(name)
-    close = difflib.get_close_matches(str(name), METHODS, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    if str(name).endswith(".py"):
-        hint = f" For a file of your own give {os.path.basename(name).removesuffix('.py')}:METHOD, from its folder."
-    raise OptionError(
-        "loss", f"unknown loss {name!r}: expected one of {', '.join(METHODS)}, or my.module:METHOD.{hint}"
-    )
+    refuse_unknown_loss(name, METHODS)
+    return METHODS[name]
 
 
 def _import_method(name: str) -> Method:
@@ -285,12 +275,8 @@ class _Composition:
         # The loss knows the sizes that its parts need.
         sizes = {name: arguments[name] if name in self.keywords() else None for name in _REQUIREMENTS}
         taken = inspect.signature(self.build).parameters
-        try:
-            parts = [build(part) for part in self.parts]
-            return build(self.build, *parts, **{name: size for name, size in sizes.items() if name in taken})
-        except ValueError as error:
-            option = str(error).partition("=")[0]  # the parts' messages begin with it
-            raise (OptionError(option, str(error)) if option in values else error) from error
+        parts = [build(part) for part in self.parts]
+        return build(self.build, *parts, **{name: size for name, size in sizes.items() if name in taken})
 
 
 def _compose(name: str, options: Mapping[str, Any]) -> _Composition:

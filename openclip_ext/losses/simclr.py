@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive.batch import Contrast, LocalBatch, finite_samples
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer, Normalizer
@@ -81,8 +82,9 @@ class TwoViewLoss(GlobalContrastiveLoss):
         seed: int,
     ) -> None:
         if views != 2:
-            raise ValueError(
-                f"views={views}: this loss compares two views of each image; take openclip for images and texts"
+            raise OptionError(
+                "views",
+                f"views={views}: this loss compares two views of each image; take openclip for images and texts",
             )
         super().__init__(objective, normalizer, scheme, embed_dim, num_samples, views)
         self.projector = Projector(embed_dim, projection_dim or embed_dim, seed)

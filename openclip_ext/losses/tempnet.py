@@ -21,6 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive.batch import Contrast, GatheredBatch
 from openclip_ext.contrastive.inner_optimizers import InnerAdam
 from openclip_ext.contrastive.seeding import generator
@@ -92,9 +93,11 @@ class PredictedTemperature(TemperatureScheme):
         super().__init__()
         check_bounds(temperature_min, temperature_max)
         if rho <= 0:
-            raise ValueError(f"rho={rho}: predicted temperatures are divided by it and need a positive one")
+            raise OptionError("rho", f"rho={rho}: predicted temperatures are divided by it and need a positive one")
         if lr_tau is None:
-            raise ValueError("lr_tau=None: the network that predicts temperatures needs a learning rate of its own")
+            raise OptionError(
+                "lr_tau", "lr_tau=None: the network that predicts temperatures needs a learning rate of its own"
+            )
         self.weight = rho
         self.bounds = (temperature_min, temperature_max)
         self.lr = lr_tau

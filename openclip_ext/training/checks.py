@@ -16,17 +16,12 @@ from openclip_ext.data.shards.shardlist import expand_shards
 from openclip_ext.data.sources.spec import DataSpec, parse_keys
 from openclip_ext.data.storage import is_local, local_path
 from openclip_ext.training import parallel, recipes
-from openclip_ext.training.config import TrainingConfig
-from openclip_ext.training.help import NOTHING_TO_DO
-from openclip_ext.training.model import ModelConfig
+from openclip_ext.training.config import EvaluationConfig, ModelConfig, TrainingConfig
 from openclip_ext.training.optimizer import check_optimizer, full_name
-from openclip_ext.training.validation import EvaluationConfig
 
 
 def check(config: TrainingConfig) -> None:
     """Raise UsageError for the first mistake, with what would be right."""
-    if config.data is None and not config.evaluation.is_asked_for:
-        raise UsageError(NOTHING_TO_DO)
     weights = config.model.pretrained
     if weights and os.path.isdir(weights):
         raise UsageError(
@@ -122,17 +117,15 @@ def _check_pixels(config: ModelConfig) -> None:
         raise UsageError(f"--image-std {deviations}: expected positive numbers")
 
 
-def check_device(name: str, is_given: bool = True) -> None:
-    """Raise UsageError for a device that PyTorch does not know or this machine does not have.
-
-    Args:
-        is_given: the command line names it; OpenCLIP's default, ``cuda``, trains on the CPU where there is no GPU.
-    """
+def check_device(name: str | None) -> None:
+    """Raise UsageError for a device that PyTorch does not know or this machine does not have; None: none was given."""
+    if name is None:
+        return
     try:
         device = torch.device(name)
     except RuntimeError:
         raise UsageError(f"--device {name} is no device of PyTorch: expected cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and is_given and (device.index or 0) >= torch.cuda.device_count():
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(
             f"--device {name}: PyTorch finds {torch.cuda.device_count()} GPUs on this machine; to train without one give "
             "--device cpu"

@@ -1,51 +1,37 @@
-"""The command line: OpenCLIP's training flags, and ours.
-
-Ours are parsed first and without abbreviations (OpenCLIP's parser would take ``--loss`` for ``--loss-dist-impl``); all
-that is left goes to OpenCLIP's own parser.
-"""
+"""From a command line to the configuration of a training. Nothing here imports torch, so a mistake is told at once."""
 
 import argparse
-import contextlib
-import io
+import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from openclip_ext import compat
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.cli.options import OptionError, as_words, check_flags, nearest
+from openclip_ext.cli.options import OptionError, check_flags, nearest, with_flags
 from openclip_ext.files.writing import refuse_url
-from openclip_ext.losses import registry
-from openclip_ext.losses.registry import OPTIONS
-from openclip_ext.training import flag_table, recipes
-from openclip_ext.training.config import FLAG_GROUPS, writes_nothing
-from openclip_ext.training.help import (
-    asks_for_help,
-    chosen_loss,
-    is_first_process,
-    known_flags,
-    openclip_flags,
-    print_help,
-)
-from openclip_ext.training.model import LossConfig
-from openclip_ext.training.parser import build_parser
+from openclip_ext.losses.options import OPTIONS, SUMMARIES, refuse_unknown_loss
+from openclip_ext.training import recipes
+from openclip_ext.training.config import FLAG_GROUPS, LossConfig, TrainingConfig, training_config, writes_nothing
+from openclip_ext.training.help import asks_for_help, chosen_loss, print_help
+from openclip_ext.training.parser import Parser, build_parser, own_flags, take_loss_options
 from openclip_ext.training.slips import refuse_expanded_pattern, refuse_slips
 
-T = TypeVar("T")
 PARTS = ("normalizer", "temperature_scheme", "views")
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)e[+-]?\d+", re.IGNORECASE)
 _NAMES_OF_MAIN = {"--text-key": "--caption-key", "--visual-layer-decay": "--image-layer-decay"}
+_NOTHING_TO_DO = "nothing to do: give --train-data to train, or --val-data, --imagenet-val or --eval-suite to evaluate"
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, LossConfig]:
-    """Parse a training command line: OpenCLIP's and our run flags in one namespace, and the loss with all its options.
+def parse(argv: list[str]) -> TrainingConfig:
+    """Return the configuration that a command line asks for, with OpenCLIP's flags and ours.
 
     Raises:
-        UsageError: flags that nobody knows or that contradict each other, or a flag that the chosen loss does not use.
+        UsageError: flags that nobody knows, that are out of range or contradict each other; or nothing to do.
         SystemExit: ``--help``.
     """
     if argv[:1] == ["--"]:
@@ -54,75 +40,71 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, LossConfig]:
     if asks_for_help(argv):
         print_help(argv)
         raise SystemExit(0)
-    refuse_slips(argv, known_flags())
     for word in argv:
         if not word.isprintable() and (found := word.encode(errors="backslashreplace").decode()) != word:
             raise UsageError(f"{found!r} is not UTF-8, which logs and checkpoints need: rename the file or folder")
     try:
-        return _parse(argv)
+        flags, loss = _parse(argv)
+        for part in itertools.chain(*FLAG_GROUPS.values()):
+            check_flags(part, flags)
     except OptionError as error:
-        raise UsageError(error.with_flags()) from error
+        raise UsageError(with_flags(str(error), OPTIONS)) from error
+    _check_together(argparse.Namespace(**flags))
+    config = training_config(flags, loss)
+    if config.data is None and not config.evaluation.is_asked_for:
+        raise UsageError(_NOTHING_TO_DO)
+    return config
 
 
-def _parse(argv: list[str]) -> tuple[argparse.Namespace, LossConfig]:
+def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
+    """Return OpenCLIP's and our flags of a run by their Python names, and the loss."""
     name = chosen_loss(argv)
-    if name is not None and ":" in name:
-        registry.find_method(name)  # its options are flags then
-    parser = build_parser(flag_table.of_training())
-    _tell_old_spellings(argv)
+    if name is not None:
+        _know_loss(name)
+    parser = build_parser()
+    refuse_slips(argv, {*parser.flags, *own_flags()})
     argv = list(_with_our_names(argv))
     refuse_contradictions(argv)
-    ours, rest = _without_usage(lambda: parser.parse_known_args(argv))
-    if ours.recipe is not None:
+    refuse_shortened(argv, parser.flags)
+    args = _parsed(parser, argv)
+    if args.recipe is not None:
         # In front of the user's flags, of which argparse takes the last.
-        ours, rest = parser.parse_known_args([*_recipe_argv(ours, rest), *argv])
-    refuse_shortened(rest, parser)
-    args = _without_usage(lambda: compat.parse_openclip_args(rest), [*parser._option_string_actions, *openclip_flags()])
-    given = vars(ours)
-    options = {name: given.pop(name) for name in OPTIONS if name in given}
-    vars(args).update(given)
+        args = _parsed(parser, [*_recipe_argv(args), *argv])
+    compat.set_openclip_defaults(args)
     reconcile_siglip(args)
-    loss = _loss_config(args, options)
-    for config in (config for configs in FLAG_GROUPS.values() for config in configs):
-        check_flags(config, vars(args))
-    _check_together(args)
-    return args, loss
+    flags = vars(args)
+    return flags, LossConfig(args.loss, take_loss_options(flags))
 
 
-def _loss_config(args: argparse.Namespace, given: dict[str, Any]) -> LossConfig:
-    """Return the loss with all its options: those given, the run's where OpenCLIP has the flag (``seed``, ...), defaults."""
-    registry.check_options(args.loss, **given)
-    used = registry.options_used_by(args.loss, **given)
-    of_run = {name: getattr(args, name) for name, option in OPTIONS.items() if option.openclip_flag}
-    options = used | {name: value for name, value in of_run.items() if name in used} | given
-    # ``seed`` and ``epochs`` are the run's as well.
-    unused = of_run.keys() - used.keys() - {"seed", "epochs"}
-    without_effect = [OPTIONS[name].flag for name in unused if of_run[name] != OPTIONS[name].default]
-    return LossConfig(args.loss, options, frozenset(given), tuple(sorted(without_effect)))
+def _know_loss(name: str) -> None:
+    """Raise OptionError for an unknown loss; make the options of one's own loss flags."""
+    if ":" in name or (name not in SUMMARIES and "openclip_ext.losses.registry" in sys.modules):
+        from openclip_ext.losses import registry  # imports torch, as one's own loss does
+
+        registry.find_method(name)
+    else:
+        refuse_unknown_loss(name, SUMMARIES)
 
 
-def _without_usage(parse: Callable[[], T], known: Sequence[str] = ()) -> T:
-    """Turn what argparse finds wrong into an error: the usage that it prints before is a page long."""
-    printed = io.StringIO()
+def _parsed(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
+    """Return the parsed flags; raise UsageError, with a known flag that is like an unknown one."""
     try:
-        with contextlib.redirect_stderr(printed):
-            return parse()
+        return parser.parse_args(argv)
+    except UsageError as error:
+        unknown = str(error).partition("unrecognized arguments: ")[2].split()
+        refuse_expanded_pattern(unknown)
+        hint = nearest(unknown[0].partition("=")[0], [*parser.flags, *own_flags()]) if unknown else ""
+        raise UsageError(f"{error}{hint}; --help lists the flags") from None
     except ValueError as error:
         raise UsageError(f"--aug-cfg: expected NAME=VALUE, such as color_jitter_prob=0.8 ({error})") from error
-    except SystemExit:
-        message = printed.getvalue().rpartition(" error: ")[2].strip()
-        unknown = message.partition("unrecognized arguments: ")[2].split()
-        refuse_expanded_pattern(unknown)
-        hint = nearest(unknown[0].partition("=")[0], known) if unknown else ""
-        raise UsageError(f"{message}{hint}; --help lists the flags") from None
 
 
-def refuse_shortened(argv: Sequence[str], ours: argparse.ArgumentParser) -> None:
-    """Raise UsageError for a shortened flag of ours: OpenCLIP's parser would complete ``--los`` to ``--loss-dist-impl``."""
-    theirs = openclip_flags()
+def refuse_shortened(argv: Sequence[str], known: Sequence[str]) -> None:
+    """Raise UsageError for a shortened flag of ours; OpenCLIP's, ``known``, may be shortened as there."""
+    ours = own_flags()
     for flag in (word.partition("=")[0] for word in argv if len(word) > 2 and word.startswith("--")):
-        meant = [other for other in ours._option_string_actions if other.startswith(flag)]
-        if meant and flag not in theirs:
+        meant = [other for other in ours if other.startswith(flag)]
+        if meant and flag not in (*known, *ours):
             raise UsageError(
                 f"{flag} is none of OpenCLIP's flags and the beginning of {', '.join(meant)}: write it out"
             )
@@ -151,18 +133,6 @@ def _with_joined_numbers(argv: Sequence[str]) -> list[str]:
     return joined
 
 
-def _tell_old_spellings(argv: Sequence[str]) -> None:
-    """Say for each flag of an option that only ablations set how it is spelled now."""
-    words = {word.partition("=")[0] for word in argv}
-    for option in (option for option in OPTIONS.values() if option.ablation):
-        if words & {option.flag, *as_words(option.flag, False)} and is_first_process():
-            print(
-                f"note: {option.flag} is spelled --loss-option {option.name}=VALUE now; the old spelling goes with the "
-                "next version",
-                file=sys.stderr,
-            )
-
-
 def refuse_contradictions(argv: Sequence[str]) -> None:
     """Raise UsageError for two flags of one option, of which argparse would take the last."""
     if {"--rho", "--hard-share"} <= {word.partition("=")[0] for word in argv}:
@@ -178,24 +148,27 @@ def reconcile_siglip(args: argparse.Namespace) -> None:
     args.siglip = args.loss == "siglip"
 
 
-def _recipe_argv(ours: argparse.Namespace, rest: list[str]) -> list[str]:
+def _recipe_argv(args: argparse.Namespace) -> list[str]:
     """Return the recipe's flags for the loss that the command line names."""
-    loss = ours.loss or ("siglip" if "--siglip" in rest else "openclip")
+    loss = args.loss or ("siglip" if args.siglip else "openclip")
     try:
-        recipe = recipes.get(ours.recipe, loss)
+        recipe = recipes.get(args.recipe, loss)
     except ValueError as error:
         raise UsageError(str(error)) from error
     views = recipe.loss_options.get("views", 1)
-    if getattr(ours, "views", views) != views:
+    if getattr(args, "views", views) != views:
         kind = "images alone" if views == 2 else "images with texts"
         raise UsageError(
-            f"recipe {ours.recipe} is for {kind}, not for --views {ours.views}; leave out --recipe, or --views"
+            f"recipe {args.recipe} is for {kind}, not for --views {args.views}; leave out --recipe, or --views"
         )
-    # A part given explicitly brings other options: the recipe's for the part it replaces mean nothing then.
-    parts = dict.fromkeys(PARTS) | {"views": recipe.loss_options.get("views")}
-    used = registry.options_used_by(loss, **parts | {part: vars(ours)[part] for part in PARTS if part in ours})
-    options = {name: value for name, value in recipe.loss_options.items() if name in used}
-    return replace(recipe, loss_options=options).argv()
+    if given := {part: vars(args)[part] for part in PARTS if part in args}:
+        # A part given explicitly brings other options: the recipe's for the part it replaces mean nothing then.
+        from openclip_ext.losses import registry  # imports torch
+
+        used = registry.options_used_by(loss, **{"views": recipe.loss_options.get("views")} | given)
+        options = {name: value for name, value in recipe.loss_options.items() if name in used}
+        recipe = replace(recipe, loss_options=options)
+    return recipe.argv()
 
 
 def _check_together(args: argparse.Namespace) -> None:

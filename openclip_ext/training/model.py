@@ -6,9 +6,8 @@ import logging
 import os
 import pickle
 import random
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,99 +18,16 @@ from torch import nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError, one_line
-from openclip_ext.cli.options import flag
+from openclip_ext.cli.options import OptionError, with_flags
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.data.images import IMAGE_BACKENDS, ImagePipeline, image_pipeline
+from openclip_ext.data.images import ImagePipeline, image_pipeline
 from openclip_ext.losses import registry
 from openclip_ext.losses.heads import read_heads
+from openclip_ext.losses.options import OPTIONS
+from openclip_ext.training.config import LossConfig, ModelConfig, TrainingConfig
 
 # Folder of a run in which its model's configuration is.
 MODEL_CONFIG = "model_config"
-# Fields of ModelConfig that ``open_clip.create_model_and_transforms`` takes under these names.
-_FACTORY_OPTIONS = (
-    *("pretrained", "pretrained_image", "precision", "cache_dir"),
-    *("force_quick_gelu", "force_custom_text", "force_patch_dropout", "force_image_size", "force_context_length"),
-    *("image_mean", "image_std", "image_interpolation", "image_resize_mode"),
-)
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """OpenCLIP's flags that say how the model is built; the names are those of ``open_clip``'s factory.
-
-    Attributes:
-        pretrained: tag or file of weights to start from, or empty.
-        siglip_start: start values of ``logit_scale`` and ``logit_bias`` for SigLIP.
-        trace: ``torch.jit.trace`` with this batch size, for evaluation only; None: do not.
-        lock_image, lock_text: freeze a tower, but for ``unlocked`` layer groups, counted from the output; its BatchNorm
-            statistics or LayerNorm parameters only where the flag says so.
-    """
-
-    name: str = flag(dest="model")
-    aug_cfg: Mapping[str, Any] = flag()
-    pretrained: str | None = flag(None)
-    pretrained_image: bool = flag(False)
-    precision: str = flag("fp32")
-    torchscript: bool = flag(False)
-    force_quick_gelu: bool = flag(False)
-    force_custom_text: bool = flag(False)
-    force_patch_dropout: float | None = flag(None, minimum=0.0, exclusive_maximum=1.0)
-    force_image_size: int | tuple[int, ...] | None = flag(None)
-    force_context_length: int | None = flag(None, minimum=1)
-    image_mean: Sequence[float] | None = flag(None)
-    image_std: Sequence[float] | None = flag(None)
-    image_interpolation: str | None = flag(None)
-    image_resize_mode: str | None = flag(None)
-    image_backend: str = flag(
-        "pil",
-        "what decodes, crops and resizes training images; pil: OpenCLIP's pixels, bit for bit; torchvision: in a third of "
-        "the time, pixels differ by a rounding",
-        choices=IMAGE_BACKENDS,
-        needs="train_data",
-    )
-    cache_dir: str | None = flag(None)
-    siglip_start: bool = flag(False, dest="siglip")
-    lock_image: bool = flag(False)
-    lock_image_unlocked_groups: int = flag(0, needs="lock_image", minimum=0)
-    lock_image_freeze_bn_stats: bool = flag(False, needs="lock_image")
-    lock_text: bool = flag(False)
-    lock_text_unlocked_layers: int = flag(0, needs="lock_text", minimum=0)
-    lock_text_freeze_layer_norm: bool = flag(False, needs="lock_text")
-    grad_checkpointing: bool = flag(False)
-    trace: int | None = None
-
-    @property
-    def file_name(self) -> str:
-        """Name of the configuration: ``ViT-B-32`` also for ``ViT-B/32``, and ``m`` for ``local-dir:models/m``."""
-        if not self.is_folder:
-            return self.name.replace("/", "-")
-        return re.sub(r"[^\w.-]", "-", os.path.basename(os.path.abspath(self.name.partition(":")[2])))
-
-    @property
-    def is_folder(self) -> bool:
-        """Whether the model is a folder with configuration and weights, ``local-dir:`` or ``hf-hub:``."""
-        return ":" in self.name
-
-    @property
-    def weights(self) -> str | None:
-        """Tag or file of the weights that the model starts from; None: it is untrained."""
-        return self.pretrained or compat.hub_weights(self.name, self.cache_dir)
-
-    def create(self, device: torch.device) -> tuple[Any, Callable, Callable]:
-        """Return the bare model, the training transform and the evaluation transform."""
-        options = {name: getattr(self, name) for name in _FACTORY_OPTIONS}
-        return compat.create_model(
-            self.name,
-            device,
-            siglip_start=self.siglip_start,
-            jit=self.torchscript,
-            aug_cfg=dict(self.aug_cfg),
-            **options,
-        )
-
-    def tokenizer(self) -> Callable:
-        """Return the model's tokenizer."""
-        return open_clip.get_tokenizer(self.name, cache_dir=self.cache_dir, context_length=self.force_context_length)
 
 
 def write_model_config(config: ModelConfig, folder: Path) -> None:
@@ -233,34 +149,36 @@ def _trainable(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-@dataclass(frozen=True)
-class LossConfig:
-    """The loss and its options.
+def with_loss_options(config: TrainingConfig) -> TrainingConfig:
+    """Return the configuration with all options of its loss: those given, the run's where OpenCLIP has the flag, defaults.
 
-    Attributes:
-        name: ``--loss``.
-        options: for ``create_loss``; of a training all that the loss has.
-        given: the options that the user gave, whose values beat those of a pretrained model.
-        without_effect: flags that the user gave for other losses.
+    Raises:
+        UsageError: an option that the loss does not use, or options that do not fit together.
     """
-
-    name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    given: frozenset[str] = frozenset()
-    without_effect: tuple[str, ...] = ()
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether the user asked for a part by name."""
-        return any(self.options[part] is not None for part in self.given & {"normalizer", "temperature_scheme"})
+    loss, flags = config.loss, config.flags
+    try:
+        registry.check_options(loss.name, **loss.given)
+        used = registry.options_used_by(loss.name, **loss.given)
+    except OptionError as error:
+        raise UsageError(with_flags(str(error), OPTIONS)) from error
+    of_run = {name: flags[name] for name, option in OPTIONS.items() if option.openclip_flag}
+    options = used | {name: value for name, value in of_run.items() if name in used} | dict(loss.given)
+    # ``seed`` and ``epochs`` are the run's as well.
+    unused = of_run.keys() - used.keys() - {"seed", "epochs"}
+    without_effect = sorted(OPTIONS[name].flag for name in unused if of_run[name] != OPTIONS[name].default)
+    caption_hash = options.get("equal_captions", "negative") != "negative"
+    return replace(
+        config,
+        loss=replace(loss, options=options, without_effect=tuple(without_effect)),
+        loading=replace(config.loading, views=options.get("views", 1), caption_hash=caption_hash),
+    )
 
 
 def for_training(config: LossConfig, steps: int, pretrained: bool = False) -> LossConfig:
     """Return the loss with the defaults of a training, as :func:`registry.training_defaults`, for options that nobody gave."""
-    given = {name: config.options[name] for name in config.given}
-    options = registry.training_defaults(config.name, given, steps, pretrained)
-    of_run = {name for name in options.keys() & config.options.keys() if registry.OPTIONS[name].openclip_flag}
-    return replace(config, options=options | {name: config.options[name] for name in of_run} | given)
+    options = registry.training_defaults(config.name, config.given, steps, pretrained)
+    of_run = {name for name in options.keys() & config.options.keys() if OPTIONS[name].openclip_flag}
+    return replace(config, options=options | {name: config.options[name] for name in of_run} | dict(config.given))
 
 
 def build_loss(

@@ -4,7 +4,6 @@ import itertools
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from torch import nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.cli.options import flag, nearest
+from openclip_ext.cli.options import nearest
+from openclip_ext.training.config import OptimizerConfig, ScheduleConfig
 from openclip_ext.training.lr_scales import lr_scales
 
 LOGIT_SCALE = "logit_scale"
@@ -22,83 +22,6 @@ SCALE = "rate_of_schedule"
 HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum", "lookahead_k", SCALE)
 _LOOKAHEAD = "lookahead_"
 LOOKAHEAD = f"timm/{_LOOKAHEAD}"
-
-
-def _tower_lr(tower: str) -> Any:
-    text, cure = (
-        f"learning rate of the {tower} tower (default: --lr)",
-        f"to train no part of this tower use --lock-{tower}",
-    )
-    return flag(None, text, exclusive_minimum=0.0, cure=cure)
-
-
-def _layer_decay(tower: str) -> Any:
-    text = f"learning rate of each layer of the {tower} tower over that of the next one; its head has the full rate"
-    return flag(1.0, text, exclusive_minimum=0.0, maximum=1.0)
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """The optimizer and its settings.
-
-    Attributes:
-        name: ``adamw``, ``lamb`` (timm's), or ``timm/NAME``.
-        weight_decay: of the parameters with more than one dimension.
-        beta1, beta2: Adam's; None: a timm optimizer's own.
-        eps: Adam's ε; None: a timm optimizer's own.
-        momentum: of a timm optimizer; None: its own.
-    """
-
-    name: str = flag("adamw", dest="opt")
-    lr: float = flag(5e-4, exclusive_minimum=0.0, cure="to evaluate only, leave out --train-data")
-    weight_decay: float = flag(0.2, dest="wd", minimum=0.0)
-    beta1: float | None = flag(0.9, minimum=0.0, exclusive_maximum=1.0)
-    beta2: float | None = flag(0.98, minimum=0.0, exclusive_maximum=1.0)
-    eps: float | None = flag(1e-6, exclusive_minimum=0.0)
-    momentum: float | None = flag(None, minimum=0.0, exclusive_maximum=1.0)
-    lookahead_steps: int | None = flag(
-        None,
-        "steps between two of LookAhead, for --opt timm/lookahead_NAME (CLIP-Lite: 5; default: timm's 6)",
-        minimum=1,
-    )
-    lr_image: float | None = _tower_lr("image")
-    image_layer_decay: float = _layer_decay("image")
-    lr_text: float | None = _tower_lr("text")
-    text_layer_decay: float = _layer_decay("text")
-
-    def tower_rates(self) -> dict[str, tuple[float, float]]:
-        """Return, for each tower with rates of its own, its learning rate over the run's and its layer decay."""
-        towers = {"image": (self.lr_image, self.image_layer_decay), "text": (self.lr_text, self.text_layer_decay)}
-        return {
-            tower: (1.0 if lr is None else lr / self.lr, decay)
-            for tower, (lr, decay) in towers.items()
-            if lr is not None or decay != 1
-        }
-
-
-@dataclass(frozen=True)
-class ScheduleConfig:
-    """The learning rate over the run.
-
-    Attributes:
-        lr: after the warm-up.
-        warmup: optimizer steps of linear warm-up.
-        lr_min: where the cosine ends.
-        cooldown_epochs, cooldown_power, cooldown_end: the end of ``const-cooldown``.
-        skip: leave the optimizer's rates alone.
-    """
-
-    name: str = flag("cosine", dest="lr_scheduler", choices=("cosine", "const", "const-cooldown"))
-    lr: float = flag(5e-4)
-    epochs: int = flag(32)
-    warmup: int = flag(10_000, minimum=0)
-    lr_min: float = flag(
-        0.0, "learning rate at the end of --lr-scheduler cosine (FastCLIP on LAION-400M: 4e-5)", minimum=0.0
-    )
-    cooldown_epochs: int | None = flag(None, dest="epochs_cooldown", minimum=0)
-    cooldown_power: float = flag(1.0, dest="lr_cooldown_power", minimum=0.0)
-    cooldown_end: float = flag(0.0, dest="lr_cooldown_end", minimum=0.0)
-    skip: bool = flag(False, dest="skip_scheduler")
 
 
 def create_optimizer(

@@ -7,7 +7,6 @@ a whole model to evaluate.
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,38 +17,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.cli.options import flag
+from openclip_ext.training.config import ParallelConfig
 
 # Optimizers whose step of a number depends on no other number, so that parts of parameters can be stepped.
 SHARDABLE_OPTIMIZERS = ("adamw", "timm/adamw", "timm/sgd", "timm/momentum", "timm/lion")
 _LOOKAHEAD = "lookahead_"
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """How the model is distributed over the processes, and whether it is compiled.
-
-    Attributes:
-        static_graph: DistributedDataParallel's.
-        sync_batchnorm: whether BatchNorm's statistics are those of all processes.
-        compile: whether to use ``torch.compile``.
-        grad_checkpointing: whether the model recomputes activations.
-    """
-
-    fsdp: bool = flag(
-        False,
-        "spread parameters, gradients and optimizer state over the processes (FSDP2) instead of replicating them (DDP)",
-    )
-    keep_gathered: bool = flag(
-        False,
-        "with --fsdp: keep the gathered parameters from forward to backward; less communication, more memory",
-        dest="fsdp_no_reshard_after_forward",
-        needs="fsdp",
-    )
-    static_graph: bool = flag(False, dest="ddp_static_graph")
-    sync_batchnorm: bool = flag(False, dest="use_bn_sync")
-    compile: bool = flag(False, dest="torchcompile")
-    grad_checkpointing: bool = flag(False)
 
 
 def distribute(model: nn.Module, config: ParallelConfig, device: torch.device, keep_whole: bool) -> nn.Module:

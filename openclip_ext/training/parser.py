@@ -1,32 +1,48 @@
-"""Our own flags. Nothing heavy is imported here, so that ``--help`` answers at once.
+"""The parser of a training's command line: OpenCLIP's flags and ours together. Nothing heavy is imported here.
 
 The flags of a run come from its configurations (``openclip_ext/cli/options.py``), the flags of the losses from their options.
 """
 
 import argparse
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NoReturn
 
-from openclip_ext.cli.options import Option, OptionError, nearest
-from openclip_ext.losses.options import HARD_SHARE, rho_of
+from openclip_ext import compat
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.options import Option, OptionError, nearest, own_options
+from openclip_ext.losses.options import HARD_SHARE, OPTIONS, SUMMARIES, rho_of
 from openclip_ext.training import recipes
-from openclip_ext.training.flag_table import FlagTable
+from openclip_ext.training.config import FLAG_GROUPS
 
 
-def build_parser(table: FlagTable) -> argparse.ArgumentParser:
-    """Return the parser of the flags that OpenCLIP does not have."""
-    parser = argparse.ArgumentParser(
-        prog="openclip-ext train",
-        add_help=False,
-        allow_abbrev=False,
-        description="Train CLIP with the losses of openclip_ext. All training flags of OpenCLIP work, too.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_loss_flags(parser.add_argument_group("loss"), table)
-    for title, options in table.run_options.items():
+class Parser(argparse.ArgumentParser):
+    """A parser that raises UsageError for a wrong command line, and knows the flags that were added to it directly."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.flags: list[str] = []
+        super().__init__(*args, **options)
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        """Add an argument, and note its flags."""
+        self.flags += [name for name in names if name.startswith("--")]
+        return super().add_argument(*names, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError: the usage that argparse would print before the message is a page long."""
+        raise UsageError(message)
+
+
+def build_parser() -> Parser:
+    """Return the parser of all flags: first OpenCLIP's (:attr:`Parser.flags`), then ours, in groups."""
+    parser = compat.openclip_parser(Parser)
+    parser.prog = "openclip-ext train"
+    parser.set_defaults(device=None)  # whether it was given makes a difference
+    add_loss_flags(parser.add_argument_group("loss"))
+    for title, options in run_options().items():
         group = parser.add_argument_group(title)
         for option in options:
-            add_flag(group, option, default=option.default)
+            if option.flag not in parser.flags:  # --cache-dir, which OpenCLIP has for models
+                add_flag(group, option, default=option.default)
     group.add_argument(
         "--recipe",
         metavar="NAME",
@@ -35,13 +51,25 @@ def build_parser(table: FlagTable) -> argparse.ArgumentParser:
     return parser
 
 
-def add_loss_flags(group: argparse._ArgumentGroup, table: FlagTable, hidden: Collection[str] = ()) -> None:
+def run_options() -> dict[str, list[Option]]:
+    """Return the flags of a run that OpenCLIP does not have, by their headings in the help."""
+    return {title: own_options(configs) for title, configs in FLAG_GROUPS.items()}
+
+
+def own_flags() -> list[str]:
+    """Return the flags that OpenCLIP does not have, without the opposites of those that are on or off."""
+    of_run = [option.flag for options in run_options().values() for option in options]
+    of_losses = [option.flag for option in OPTIONS.values() if not (option.openclip_flag or option.ablation)]
+    return ["--loss", "--recipe", "--loss-option", HARD_SHARE.flag, *of_losses, *of_run]
+
+
+def add_loss_flags(group: argparse._ArgumentGroup, hidden: Collection[str] = ()) -> None:
     """Add ``--loss`` and the options of all losses; ``hidden`` ones are parsed, and not in the help.
 
     An option that is not given leaves no trace, so that None can be a value.
     """
-    options = {option.name: option for option in table.options if not option.openclip_flag}
-    names = f"one of: {', '.join(table.defaults)}, or my.module:METHOD (default: openclip)"
+    options = {option.name: option for option in OPTIONS.values() if not option.openclip_flag}
+    names = f"one of: {', '.join(SUMMARIES)}, or my.module:METHOD (default: openclip)"
     group.add_argument("--loss", default=None, help=argparse.SUPPRESS if "loss" in hidden else names)
     group.add_argument(
         "--loss-option",
@@ -52,12 +80,23 @@ def add_loss_flags(group: argparse._ArgumentGroup, table: FlagTable, hidden: Col
         help="an option of the loss by its name; openclip-ext losses LOSS lists them",
     )
     for option in (*options.values(), HARD_SHARE):
-        is_share = option is HARD_SHARE
-        name = "rho" if is_share else option.name
-        more: dict[str, Any] = {"help": argparse.SUPPRESS} if name in hidden or option.ablation else {}
-        if is_share:
-            more["type"] = lambda text: rho_of(_parser_of(HARD_SHARE)(text))
-        add_flag(group, option, default=argparse.SUPPRESS, dest=name, **more)
+        if option.ablation:
+            continue
+        more: dict[str, Any] = {"help": argparse.SUPPRESS} if option.name in hidden else {}
+        if option is HARD_SHARE:
+            more = {"type": lambda text: rho_of(_parser_of(HARD_SHARE)(text)), "dest": _dest(OPTIONS["rho"])}
+        add_flag(group, option, default=argparse.SUPPRESS, **{"dest": _dest(option), **more})
+
+
+def take_loss_options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Take the options of losses that were given out of parsed arguments, and return them by name."""
+    own = [option for option in OPTIONS.values() if not option.openclip_flag]
+    return {option.name: arguments.pop(_dest(option)) for option in own if _dest(option) in arguments}
+
+
+def _dest(option: Option) -> str:
+    """Return an option's name among the parsed arguments, where ``eps`` is Adam's."""
+    return option.flag.removeprefix("--").replace("-", "_")
 
 
 class _SetOption(argparse.Action):
@@ -74,7 +113,7 @@ class _SetOption(argparse.Action):
             wrong = f"no loss has {name!r}{nearest(name, self.options)}" if option is None else "expected NAME=VALUE"
             raise argparse.ArgumentError(self, f"{values}: {wrong}; openclip-ext losses LOSS lists the names")
         try:
-            setattr(namespace, option.name, option.parse(value))
+            setattr(namespace, _dest(option), option.parse(value))
         except OptionError as error:
             raise argparse.ArgumentError(self, str(error)) from error
 

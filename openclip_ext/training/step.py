@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from openclip_ext import compat, distributed
-from openclip_ext.cli.options import flag
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training import parallel
+from openclip_ext.training.config import StepConfig
 from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.guard import StepGuard, StepOutcome
 
@@ -42,34 +42,23 @@ class StepSettings:
     grad_clip_norm: float | None = None
     normalize: Callable[[Tensor], Tensor] | None = None
 
-
-@dataclass(frozen=True)
-class StepConfig:
-    """The flags of a step; ``precision`` is OpenCLIP's name of the types."""
-
-    precision: str = flag("fp32")
-    grad_clip_norm: float | None = flag(None, exclusive_minimum=0.0)
-    model_ema_decay: float | None = flag(
-        None,
-        "keep an average of the weights, such as 0.9999: it is evaluated, and what a checkpoint gives to others",
-        exclusive_minimum=0.0,
-        exclusive_maximum=1.0,
-        cure="give one such as 0.9999",
-    )
-
-    def settings(self, device: torch.device, normalize: Callable[[Tensor], Tensor] | None = None) -> StepSettings:
+    @classmethod
+    def of(
+        cls, config: StepConfig, device: torch.device, normalize: Callable[[Tensor], Tensor] | None = None
+    ) -> "StepSettings":
         """Return the settings for a device, and for images that ``normalize`` turns into floats."""
-        return StepSettings(
+        return cls(
             device=device,
-            input_dtype=open_clip.get_input_dtype(self.precision),
-            autocast=compat.autocast_context(self.precision, device),
-            grad_clip_norm=self.grad_clip_norm,
+            input_dtype=open_clip.get_input_dtype(config.precision),
+            autocast=compat.autocast_context(config.precision, device),
+            grad_clip_norm=config.grad_clip_norm,
             normalize=normalize,
         )
 
-    def scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
-        """Return a new gradient scaler if the precision needs one."""
-        return torch.amp.GradScaler(device=device.type) if self.precision == "amp" else None
+
+def gradient_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
+    """Return a new gradient scaler if OpenCLIP's ``--precision`` needs one."""
+    return torch.amp.GradScaler(device=device.type) if precision == "amp" else None
 
 
 class TrainStep:

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext import distributed
-from openclip_ext.cli.options import flag
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.data.loader.train_loader import Interrupted, TrainLoader
+from openclip_ext.data.loader.epoch_pass import Interrupted
+from openclip_ext.data.loader.train_loader import TrainLoader
 from openclip_ext.data.loader.workers import WorkerError
 from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.losses.heads import HEADS_KEY, heads_entry, with_heads
 from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import checkpoint as ckpt
 from openclip_ext.training.checkpoint.checkpoint import Position, RunIdentity
+from openclip_ext.training.config import RunLength, SavePolicy
 from openclip_ext.training.ema import TRAINED_KEY
 from openclip_ext.training.guard import SkippedStep
 from openclip_ext.training.optimizer import schedule_rate
@@ -46,52 +47,6 @@ class TrainingDiverged(RuntimeError):
 
 class SaveFailed(RuntimeError):
     """The run's last checkpoint could not be written."""
-
-
-@dataclass(frozen=True)
-class SavePolicy:
-    """When checkpoints are written and which ones stay.
-
-    Attributes:
-        folder: the run's ``checkpoints/``, or None to save nothing.
-        every_epochs: epochs between two checkpoints; the last epoch is always saved.
-        most_recent: also keep ``epoch_latest.pt``.
-        delete_previous: keep only the newest whole epoch.
-    """
-
-    folder: Path | None
-    name: str
-    every_epochs: int = flag(1, dest="save_frequency", minimum=0)
-    every_steps: int = flag(
-        0, "also save a checkpoint every N optimizer steps (0: never)", dest="save_every_steps", minimum=0
-    )
-    most_recent: bool = flag(False, dest="save_most_recent")
-    delete_previous: bool = flag(False, dest="delete_previous_checkpoint")
-    best_metric: str | None = flag(
-        None,
-        "keep the model with the best value of a metric of results.jsonl as best.pt (of losses and ranks: the least)",
-        dest="keep_best",
-    )
-
-
-@dataclass(frozen=True)
-class RunLength:
-    """How long the run is."""
-
-    epochs: int = flag(minimum=1, cure="to evaluate only, leave out --train-data")
-    accum_freq: int = flag(1)
-    log_every: int = flag(100, dest="log_every_n_steps", minimum=1)
-    max_skipped_steps: int = flag(
-        50,
-        "stop after so many steps in a row whose gradients are not finite; such a step changes nothing",
-        minimum=1,
-    )
-    profile: int = flag(
-        0,
-        "trace so many optimizer steps, after the first 12 of this start: profile/ in the run folder gets a trace and a table "
-        "of where the time goes",
-        minimum=0,
-    )
 
 
 @dataclass(eq=False)

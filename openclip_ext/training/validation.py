@@ -14,14 +14,12 @@ from torch import Tensor, nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.cli.options import flag
 from openclip_ext.data.loader.build import build_eval_loader
-from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.imagenet import ImageNetZeroShot, imagenet_loader
 from openclip_ext.evaluation.ranks import ranks_of_best_match
 from openclip_ext.files import json_lines
+from openclip_ext.training.config import EvaluationConfig, StepConfig
 from openclip_ext.training.model import BuiltModel
-from openclip_ext.training.step import StepConfig
 
 RECALL_AT = (1, 5, 10)
 # Metrics of which the least is the best.
@@ -51,42 +49,6 @@ class ScheduledEvaluator:
     def is_due(self, completed_epochs: int, epochs: int) -> bool:
         """Return whether it runs after so many epochs of a run of ``epochs``."""
         return self.every > 0 and (completed_epochs % self.every == 0 or completed_epochs == epochs)
-
-
-@dataclass(frozen=True)
-class EvaluationConfig:
-    """What is measured during training; each kind every so many epochs (0: never) and after the last one."""
-
-    val_data: DataSpec | None = None
-    val_every: int = flag(1, dest="val_frequency", minimum=0)
-    imagenet_val: str | None = flag(None)
-    imagenet_v2: str | None = flag(None)
-    imagenet_every: int = flag(2, dest="zeroshot_frequency", minimum=0)
-    suite: str | None = flag(
-        None,
-        "DataComp tasks to run during training",
-        dest="eval_suite",
-        needs="eval_data_dir",
-        choices=("quick", "full"),
-    )
-    suite_data: str | None = flag(
-        None, "folder with the evaluation data sets", dest="eval_data_dir", needs="eval_suite"
-    )
-    suite_every: int = flag(1, "run the suite every N epochs and at the end", dest="eval_frequency")
-    batch_size: int = flag(64)
-    workers: int = flag(0)
-
-    @property
-    def is_asked_for(self) -> bool:
-        """Whether there is anything to measure."""
-        return any(asked is not None for asked in (self.val_data, self.imagenet_val, self.imagenet_v2, self.suite))
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether anything is to be measured during training."""
-        imagenet = self.imagenet_val or self.imagenet_v2
-        kinds = ((self.val_data, self.val_every), (imagenet, self.imagenet_every), (self.suite, self.suite_every))
-        return any(asked is not None and every > 0 for asked, every in kinds)
 
 
 def build_evaluators(config: EvaluationConfig, built: BuiltModel, step: StepConfig) -> list[ScheduledEvaluator]:

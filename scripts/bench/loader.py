@@ -78,7 +78,7 @@ def measure_side(side: str, shards: str, num_samples: int, batch_size: int, work
     else:
         from openclip_ext.data.images import image_pipeline
         from openclip_ext.data.loader.build import build_train_loader
-        from openclip_ext.data.loader.train_loader import TrainLoaderConfig
+        from openclip_ext.data.loader.config import TrainLoaderConfig
         from openclip_ext.data.sources.spec import DataSpec
 
         config = TrainLoaderConfig(batch_size=batch_size, workers=workers)

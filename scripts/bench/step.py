@@ -16,7 +16,8 @@ from torch import nn
 
 from openclip_ext import compat
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training.optimizer import OptimizerConfig, create_optimizer
+from openclip_ext.training.config import OptimizerConfig
+from openclip_ext.training.optimizer import create_optimizer
 from openclip_ext.training.step import Batch, StepSettings, TrainStep
 
 BASELINE = "openclip"

@@ -49,7 +49,6 @@ from openclip_ext.evaluation.ranks import ranks_of_best_match
 from openclip_ext.files.writing import output_path
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import flags
-from openclip_ext.training.config import training_config
 from openclip_ext.training.step import Batch
 
 METRICS = ("name", "image-to-text", "text-to-image")
@@ -244,7 +243,7 @@ def train(
     torch.set_num_threads(1)
     start, start_cpu = time.perf_counter(), time.process_time()
     argv = ["--train-data", "unused.tar", "--model", run.model, "--batch-size", str(run.batch_size)]
-    config = training_config(*flags.parse([*argv, *_FLAGS.split()]), device)
+    config = flags.parse([*argv, *_FLAGS.split()])
     training = GridRun(config, data, run, device)
     errors = []
 

@@ -35,6 +35,7 @@ from openclip_ext.evaluation.ranks import ranks_of_best_match
 from openclip_ext.evaluation.statistics import Difference
 from openclip_ext.losses import registry
 from openclip_ext.training import flags
+from openclip_ext.training.model import with_loss_options
 from tests.data.shards import image_bytes, write_csv, write_tar
 
 COSTS = Costs(per_sample={BASELINE: 1e-3, "neuclip": 2e-3}, per_run=3.0)
@@ -424,14 +425,14 @@ def test_the_recommended_command_line_trains_that_configuration(compared):
     row = execute(compared.pilot, run)
     words = shlex.split(compared.command_line(row))
     assert words[:2] == ["openclip-ext", "train"]
-    args, choice = flags.parse(words[2:])
-    assert (choice.name, choice.options["temperature_scheme"]) == ("openclip", "solved")
-    assert (args.lr, args.wd, args.warmup, args.epochs, args.train_num_samples) == (1e-3, 0.1, 0, 1, 48)
-    assert args.model == "demo-vit"
+    config = flags.parse(words[2:])
+    assert (config.loss.name, config.loss.given["temperature_scheme"]) == ("openclip", "solved")
+    assert (config.optimizer.lr, config.optimizer.weight_decay, config.schedule.warmup) == (1e-3, 0.1, 0)
+    assert (config.length.epochs, config.data.num_samples, config.model.name) == (1, 48, "demo-vit")
     for loss in DEFAULT_LOSSES:
         setting = make_run(loss).setting
         words = shlex.split(compared.command_line({**row, "family": loss, "setting": setting}))
-        assert flags.parse(words[2:])[1].options.items() >= setting["options"].items()
+        assert with_loss_options(flags.parse(words[2:])).loss.options.items() >= setting["options"].items()
     again = execute(compared.pilot, run)
     assert all(again[key] == row[key] for key in ("hits", "temperature", "normalizers"))
 

@@ -10,9 +10,9 @@ from openclip_ext.contrastive import solved_temperature
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.solved_temperature import SolvedTemperature
 from openclip_ext.losses.registry import create_loss
-from openclip_ext.training import flags
 from openclip_ext.training.model import for_training
 from tests.losses.cases import WIDTH, unit
+from tests.training.commands import config_of
 
 
 def _loss(**options: object) -> tuple[GlobalContrastiveLoss, SolvedTemperature]:
@@ -104,12 +104,11 @@ def test_hard_share_is_another_way_to_say_rho() -> None:
 
 
 def test_the_flag_says_rho_and_wins_over_a_recipes() -> None:
-    argv = ["--train-data", "x.tar", "--loss", "neuclip", "--hard-share", "0.01"]
-    assert flags.parse(argv)[1].options["rho"] == pytest.approx(-math.log(0.01))
+    argv = ["--loss", "neuclip", "--hard-share", "0.01"]
     with pytest.raises(ValueError, match="say the same"):
-        flags.parse([*argv, "--rho", "7"])
-    recipe = flags.parse([*argv, "--recipe", "cc3m"])
-    assert recipe[1].options["rho"] == pytest.approx(-math.log(0.01))
+        config_of(*argv, "--rho", "7")
+    for recipe in ([], ["--recipe", "cc3m"]):
+        assert config_of(*argv, *recipe).loss.options["rho"] == pytest.approx(-math.log(0.01))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +121,7 @@ def test_the_flag_says_rho_and_wins_over_a_recipes() -> None:
     ],
 )
 def test_the_start_suits_the_runs_length_unless_it_is_given(more: list[str], steps: int, start: float | None) -> None:
-    config = flags.parse(["--train-data", "x.tar", "--loss", "queueclip", *more])[1]
+    config = config_of("--loss", "queueclip", *more).loss
     assert for_training(config, steps).options["temperature"] == start
 
 

@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 
 from openclip_ext.data.loader.build import build_eval_loader, build_train_loader
-from openclip_ext.data.loader.train_loader import TrainLoaderConfig
+from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.manifest.manifest import Manifest, ManifestError
 from openclip_ext.data.shards import tar
 from openclip_ext.data.sources.source import BadDataError

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from openclip_ext.data.images import IMAGE_BACKENDS, decode_with_torchvision, image_pipeline
 from openclip_ext.data.loader.build import build_train_loader
-from openclip_ext.data.loader.train_loader import TrainLoaderConfig
+from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.sources.source import BadSampleError, decode_image
 from openclip_ext.data.sources.spec import DataSpec
 from tests.data.loading import indices, tokenize

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext.losses import registry
-from openclip_ext.training.optimizer import ScheduleConfig, create_optimizer, create_schedule
+from openclip_ext.training.config import ScheduleConfig
+from openclip_ext.training.optimizer import create_optimizer, create_schedule
 from openclip_ext.training.step import StepSettings, TrainStep
 from tests.distributed.pool import two_ranks
 from tests.training import tiny

@@ -216,7 +216,7 @@ def test_winogavil_comes_through_the_conversion(hub: FakeHub, tmp_path: Path, mo
     write_table(origin, "other.csv", [{"a": "1"}])
     contents = write_zip(origin / "winogavil_images.zip", [f"{name}.jpg" for name in [*names, "unused"]])
     hub.repositories[repository_of(TASKS[WINOGAVIL])] = origin
-    monkeypatch.setattr("eval.convert.IMAGES_PER_SHARD", 2)
+    monkeypatch.setattr("openclip_ext.evaluation.convert.IMAGES_PER_SHARD", 2)
     assert download(hub, data_dir, task=WINOGAVIL) == 0
     folder = set_folder(data_dir, WINOGAVIL)
     assert not (folder / "source").exists()

@@ -17,10 +17,9 @@ from openclip_ext.export.__main__ import export, main
 from openclip_ext.export.clip_model import TOLERANCE
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.checkpoint import checkpoint as ckpt
-from openclip_ext.training.config import training_config
-from openclip_ext.training.flags import parse
 from openclip_ext.training.model import write_model_config
 from openclip_ext.training.runtime.run_folder import write_settings
+from tests.training.commands import config_of
 
 CAPTIONS = ["a red circle left of a blue square", "The  Cat's toys, 2 of them!", "naïve café"]
 
@@ -35,13 +34,12 @@ def known_models(monkeypatch):
 def make_run(folder: Path, model: str, *flags: str) -> Path:
     """The run folder of a model with random weights; returns the checkpoint."""
     add_model_configs()
-    args, choice = parse(["--train-data", "x", "--model", model, "--logs", str(folder), "--name", "run", *flags])
-    config = training_config(args, choice, torch.device("cpu"))
+    config = config_of("--model", model, "--logs", str(folder), "--name", "run", *flags)
     torch.manual_seed(0)
     built, *_ = config.model.create(torch.device("cpu"))
     run = folder / "run"
     (run / "checkpoints").mkdir(parents=True)
-    write_settings(run, config.flags, config.loss.name, dict(config.loss.options))
+    write_settings(run, config.stored_flags, config.loss.name, dict(config.loss.options))
     write_model_config(config.model, run)
     checkpoint = run / "checkpoints" / "epoch_2.pt"
     torch.save({"epoch": 2, "name": "run", "state_dict": built.state_dict()}, checkpoint)
@@ -49,8 +47,7 @@ def make_run(folder: Path, model: str, *flags: str) -> Path:
 
 
 def make_model(model: str, *flags: str):
-    args, choice = parse(["--train-data", "x", "--model", model, *flags])
-    return training_config(args, choice, torch.device("cpu")).model.create(torch.device("cpu"))[0]
+    return config_of("--model", model, *flags).model.create(torch.device("cpu"))[0]
 
 
 def embeddings(model, images, texts):

@@ -9,9 +9,10 @@ import torch
 
 from openclip_ext.contrastive import similarities
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.training.config import StepConfig
 from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.optimizer import create_optimizer
-from openclip_ext.training.step import StepConfig, TrainStep
+from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
 from tests.fake_cuda import bounds
 from tests.fake_cuda.bounds import bound
 from tests.fake_cuda.device import CUDA, FakeEvent, fake_cuda, to_fake_cuda
@@ -80,7 +81,8 @@ def run_steps(name: str, way: Way, device: torch.device = CUDA) -> list[int]:
         optimizer = create_optimizer(model, settings, loss.logit_scale_lr, loss.model_head())
         config = StepConfig(way.precision, way.clip)
         ema = ModelEma(model, 0.99) if way.ema else None
-        step = TrainStep(model, loss, optimizer, config.settings(device), config.scaler(device), ema)
+        scaler = gradient_scaler(config.precision, device)
+        step = TrainStep(model, loss, optimizer, StepSettings.of(config, device), scaler, ema)
         for number in range(CALLS):
             go_on(loss, number)
             batch = _batch(number, loss, 32 if way.tower == "resnet" else 16)

@@ -1,4 +1,4 @@
-"""What is made from the code: the tables in ``docs/methods/``, the files of ``--help``, and the package's type stub.
+"""What is made from the code: the tables in ``docs/methods/``, and the package's type stub.
 
 A page says whose options it documents in a comment, and the table between it and the next comment is made from
 ``openclip_ext/losses/options.py`` and the defaults of the registry::
@@ -9,24 +9,14 @@ A page says whose options it documents in a comment, and the table between it an
 ``python -m tests.losses.option_tables`` brings all of them up to date; ``test_docs.py`` says what is not.
 """
 
-import contextlib
-import dataclasses
-import io
-import json
 import re
-import runpy
-import signal
-import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import openclip_ext
-from openclip_ext.cli import program as cli
 from openclip_ext.cli.options import Option
-from openclip_ext.losses.options import HARD_SHARE
-from openclip_ext.losses.registry import OPTIONS, list_losses, options_used_by
-from openclip_ext.training import flag_table
+from openclip_ext.losses.options import HARD_SHARE, OPTIONS
+from openclip_ext.losses.registry import list_losses, options_used_by
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "methods").glob("*.md"))
 _TABLE = re.compile(r"<!-- options of: (?P<losses>.+?) -->\n.*?<!-- end of options -->", flags=re.DOTALL)
@@ -104,43 +94,6 @@ def _cell(used: dict[str, Any], name: str) -> str:
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def help_file() -> str:
-    """The content of the file that ``--help`` reads."""
-    table = flag_table.of_training()
-    content = {
-        "options": [_fields(option) for option in table.options],
-        "run_options": {title: [_fields(option) for option in group] for title, group in table.run_options.items()},
-        "defaults": table.defaults,
-        "summaries": table.summaries,
-    }
-    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-
-
-def _fields(option: Option) -> dict[str, Any]:
-    """What an option says, but for what it leaves at the default."""
-    unsaid = {field.name: field.default for field in dataclasses.fields(option)}
-    said = {name: value for name, value in dataclasses.asdict(option).items() if value != unsaid[name]}
-    return said | {"type": option.type.__name__, "default": option.default}
-
-
-def helps() -> dict[str, str]:
-    """What each command but ``train`` answers to ``--help``."""
-    return {name: _help_of(name, command.module) for name, command in cli.COMMANDS.items() if name != "train"}
-
-
-def _help_of(name: str, module: str) -> str:
-    shown, handler = io.StringIO(), signal.getsignal(signal.SIGTERM)
-    with (
-        mock.patch.object(sys, "argv", [f"openclip-ext {name}", "--help"]),
-        mock.patch.dict("os.environ", COLUMNS="100"),
-        contextlib.redirect_stdout(shown),
-        contextlib.suppress(SystemExit),
-    ):
-        runpy.run_module(module, run_name="__main__")
-    signal.signal(signal.SIGTERM, handler)
-    return shown.getvalue()
-
-
 STUB = Path(openclip_ext.__file__).with_name("__init__.pyi")
 
 
@@ -181,9 +134,7 @@ def _annotation(option: Option) -> str:
 def main() -> None:
     """Rewrite what is out of date."""
     for path, content in (
-        (flag_table.FILE, help_file()),
         (STUB, stub()),
-        (cli.HELP_FILE, json.dumps(helps(), indent=1, ensure_ascii=False) + "\n"),
         *((page, updated(page.read_text(encoding="utf-8"))) for page in PAGES),
     ):
         if not path.exists() or path.read_text(encoding="utf-8") != content:

@@ -13,7 +13,8 @@ from openclip_ext.contrastive.objectives import Estimand, Unscaled
 from openclip_ext.contrastive.temperature import ConstantTemperature
 from openclip_ext.losses import registry
 from openclip_ext.losses.method import Method
-from openclip_ext.losses.registry import OPTIONS, create_loss, options_used_by
+from openclip_ext.losses.options import OPTIONS
+from openclip_ext.losses.registry import create_loss, options_used_by
 from tests.losses.cases import SAMPLES, WIDTH, make_steps, run_step
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from openclip_ext.contrastive.checks import NonfiniteLog
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.nonfinite import NonfiniteLog
 from openclip_ext.losses.registry import create_loss
 from tests.losses.cases import CASES, Step, create_any, kinds, make_steps, run_step
 

@@ -25,7 +25,6 @@ import torch
 import openclip_ext.compare.pilot
 import openclip_ext.training.run  # noqa: F401
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training.help import openclip_flags
 from openclip_ext.training.main import cli
 from tests.distributed.pool import FORKS, free_port
 from tests.training.runs import EXIT_AFTER_SIGTERM, command, differences, final_state, run
@@ -39,7 +38,6 @@ LOGS = ("metrics.jsonl", "checkpoints/results.jsonl")
 # What the start of every program reads, once for all that the server forks.
 add_model_configs()
 open_clip.get_tokenizer("demo-vit")
-openclip_flags()
 _TIMES = ("samples_per_second", "batch_time", "data_time")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

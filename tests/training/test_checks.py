@@ -4,12 +4,10 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.training.checks import other_batch
-from openclip_ext.training.config import training_config
-from openclip_ext.training.flags import parse
+from tests.training.commands import config_of
 from tests.training.runs import run, small_command
 
 
@@ -21,10 +19,8 @@ def test_wandb_that_is_missing_is_told(shards, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("batch_size", "told"), [([], True), (["--batch-size", "1024"], False)])
 def test_a_recipe_on_fewer_gpus_tells_its_batch(batch_size, told):
-    args, loss = parse(["--recipe", "cc3m", "--loss", "neuclip", "--train-data", "x.tar", "--name", "run", *batch_size])
-    args.local_rank = 0
-    config = training_config(args, loss, torch.device("cpu"))
-    message = other_batch(config, config.global_batch, 1) or ""
+    config = config_of("--recipe", "cc3m", "--loss", "neuclip", *batch_size)
+    message = other_batch(config, config.loading.batch_size, 1) or ""
     assert ("for a global batch of 1,024, and this run's is 128: give --batch-size 1024" in message) == told
 
 

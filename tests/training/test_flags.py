@@ -4,50 +4,49 @@ import ast
 from pathlib import Path
 
 import pytest
-import torch
 
 from openclip_ext import training
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import flag_fields, python_name
-from openclip_ext.training import flag_table
-from openclip_ext.training.config import FLAG_GROUPS, TrainingConfig, training_config
+from openclip_ext.losses.options import SUMMARIES
+from openclip_ext.training.config import FLAG_GROUPS
 from openclip_ext.training.flags import parse
+from tests.training.commands import config_of
 
 
 def test_the_loss_is_openclips_or_the_one_that_openclips_flag_says():
-    args, loss = parse(["--siglip"])
-    assert loss.name == args.loss == "siglip"
-    assert parse([])[1].name == "openclip"
+    config = config_of("--siglip")
+    assert config.loss.name == config.flags["loss"] == "siglip"
+    assert config_of().loss.name == "openclip"
 
 
 def test_openclips_defaults_are_openclips():
     from open_clip_train.params import parse_args
 
-    ours, theirs = vars(parse([])[0]), vars(parse_args([]))
-    assert {name: ours[name] for name in theirs} == theirs
+    ours, theirs = parse(["--train-data", "x"]).flags, vars(parse_args(["--train-data", "x"]))
+    assert {name: ours[name] for name in theirs} == {**theirs, "device": None}
 
 
 def test_the_loss_takes_its_options_and_adams_eps_stays_adams():
-    args, loss = parse(["--loss", "fastclip", "--loss-eps", "1e-6", "--eps", "1e-7", "--rho", "8.5", "--epochs", "5"])
-    assert args.eps == 1e-7
-    assert (loss.options["eps"], loss.options["rho"], loss.options["epochs"]) == (1e-6, 8.5, 5)
-    assert loss.given == {"eps", "rho"}
+    config = config_of("--loss", "fastclip", "--loss-eps", "1e-6", "--eps", "1e-7", "--rho", "8.5", "--epochs", "5")
+    assert config.optimizer.eps == 1e-7
+    assert [config.loss.options[name] for name in ("eps", "rho", "epochs")] == [1e-6, 8.5, 5]
+    assert config.loss.given == {"eps": 1e-6, "rho": 8.5}
 
 
 def test_our_flags_are_not_abbreviated():
     """OpenCLIP's parser would take --loss for --loss-dist-impl."""
-    args, _ = parse(["--loss", "neuclip"])
-    assert args.loss_dist_impl is None
+    assert config_of("--loss", "neuclip").flags["loss_dist_impl"] is None
     with pytest.raises(UsageError, match="--prototyp is none of OpenCLIP's flags and the beginning of --prototypes"):
-        parse(["--loss", "neuclip", "--prototyp", "8"])
-    assert parse(["--batch-s", "8"])[0].batch_size == 8  # as OpenCLIP does
+        config_of("--loss", "neuclip", "--prototyp", "8")
+    assert config_of("--batch-s", "8").loading.batch_size == 8  # as OpenCLIP does
 
 
 def test_explicit_flags_win_over_the_recipe():
-    args, loss = parse(["--recipe", "cc3m", "--loss", "neuclip", "--lr", "3e-4", "--rho", "7"])
-    assert (args.model, args.lr, loss.options["rho"]) == ("RN50", 3e-4, 7.0)
-    assert "prototypes" in loss.given
-    _, loss = parse(["--recipe", "cc3m", "--loss", "neuclip", "--normalizer", "mlp"])  # which takes no prototypes
+    config = config_of("--recipe", "cc3m", "--loss", "neuclip", "--lr", "3e-4", "--rho", "7")
+    assert (config.model.name, config.optimizer.lr, config.loss.options["rho"]) == ("RN50", 3e-4, 7.0)
+    assert "prototypes" in config.loss.given
+    loss = config_of("--recipe", "cc3m", "--loss", "neuclip", "--normalizer", "mlp").loss  # which takes no prototypes
     assert loss.options["normalizer"] == "mlp"
     assert "prototypes" not in loss.options
 
@@ -61,11 +60,11 @@ def help_of(capsys, *argv):
 
 def test_the_help_has_every_flag_with_the_losses_defaults(capsys):
     short = help_of(capsys, "--help")
-    assert set(flag_table.from_file().defaults) <= set(short.split())
+    assert set(SUMMARIES) <= set(short.split())
     assert {"--local-loss", "--train-data", "--aug-cfg", "--save-every-steps", "--recipe"} <= set(short.split())
     assert len(short.splitlines()) < 90 and max(map(len, short.splitlines())) <= 125
     whole = " ".join(help_of(capsys, "--help-all").split())
-    for part in ("(default: 4096 with neuclip, queueclip)", "--local-loss calculate loss w/ local", "--fsdp spread"):
+    for part in ("--prototypes INT number of prototypes [m]", "--local-loss calculate loss w/ local", "--fsdp spread"):
         assert part in whole
     assert "main.py" not in whole and "--alpha-gradient" not in short + whole
 
@@ -77,12 +76,8 @@ def test_the_help_of_a_loss_describes_its_flags_only(capsys):
     assert "Flags that everybody needs" in help_of(capsys, "--help", "--loss", "unknown")
 
 
-def test_the_help_knows_the_options_that_the_code_has():
-    assert flag_table.from_file() == flag_table.of_training(), "run: python -m tests.losses.option_tables"
-
-
 def test_every_field_of_a_configuration_names_a_flag_with_its_default():
-    flags = vars(parse(["--train-data", "x"])[0])
+    flags = parse(["--train-data", "x"]).flags
     for config in (config for configs in FLAG_GROUPS.values() for config in configs):
         for field in flag_fields(config):
             assert python_name(field) in flags, f"{config.__name__}.{field.name}"
@@ -92,40 +87,31 @@ def test_every_field_of_a_configuration_names_a_flag_with_its_default():
 def test_an_option_of_the_loss_by_its_name(joined):
     words = ["prototypes=64", "restart_every=none", "normalizer-reset=false", "simultaneous=true"]
     flags = [part for word in words for part in ([f"--loss-option={word}"] if joined else ["--loss-option", word])]
-    _, loss = parse(["--loss", "neuclip", "--train-data", "x.tar", *flags])
+    loss = config_of("--loss", "neuclip", *flags).loss
     wanted = {"prototypes": 64, "restart_every": None, "normalizer_reset": False, "simultaneous": True}
     assert wanted.items() <= loss.options.items()
-    assert loss.given == wanted.keys()
+    assert loss.given == wanted
 
 
-def test_an_old_spelling_works_and_says_the_new_one(capsys):
-    _, loss = parse(["--loss", "neuclip", "--no-alpha-gradient", "--loss-eps=1e-6"])
-    assert (loss.options["alpha_gradient"], loss.options["eps"]) == (False, 1e-6)
-    notes = capsys.readouterr().err
-    assert "note: --loss-eps is spelled --loss-option eps=VALUE now" in notes
-    assert "note: --alpha-gradient is spelled --loss-option alpha_gradient=VALUE now" in notes
-    parse(["--recipe", "cc3m", "--loss", "neuclip", "--loss-option", "eps=1e-6"])
-    assert not capsys.readouterr().err
+def test_what_only_ablations_set_has_no_flag():
+    with pytest.raises(UsageError, match="unrecognized arguments: --no-alpha-gradient"):
+        config_of("--loss", "neuclip", "--no-alpha-gradient")
 
 
-def test_messages_name_the_spelling_of_today():
+def test_messages_spell_options_as_a_command_line_does():
     with pytest.raises(UsageError, match="--loss-option leave_own_out: not used by the loss 'neuclip'"):
-        parse(["--loss", "neuclip", "--loss-option", "leave_own_out=true"])
+        config_of("--loss", "neuclip", "--loss-option", "leave_own_out=true")
     with pytest.raises(UsageError, match="argument --loss-option: eps='-1': expected a number >= 0"):
-        parse(["--loss", "neuclip", "--loss-option", "eps=-1"])
+        config_of("--loss", "neuclip", "--loss-option", "eps=-1")
 
 
 def test_the_names_of_openclips_main_branch_work():
-    args, _ = parse(["--train-data", "x.tar", "--json-text-key", "long;short", "--visual-layer-decay=0.7"])
-    assert (args.caption_key, args.image_layer_decay) == ("json:long;json:short", 0.7)
-    assert parse(["--text-key", "txt;caption"])[0].caption_key == "txt;caption"
+    config = config_of("--json-text-key", "long;short", "--visual-layer-decay=0.7")
+    assert (config.data.caption_key, config.optimizer.image_layer_decay) == ("json:long;json:short", 0.7)
+    assert config_of("--text-key", "txt;caption").data.caption_key == "txt;caption"
 
 
 # --- what becomes of the flags ---------------------------------------------------------------------------------------
-
-
-def config_of(*argv: str) -> TrainingConfig:
-    return training_config(*parse(["--name", "run", *argv]), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("path", sorted(Path(training.__file__).parent.glob("*.py")), ids=lambda path: path.name)
@@ -143,5 +129,7 @@ def test_flags_for_other_losses_are_named():
 
 
 def test_a_batch_is_shared_and_remote_copies_have_the_runs_name():
-    config = config_of("--batch-size", "32", "--accum-freq", "4", "--remote-sync", "s3://b/", "--logs", "L")
-    assert (config.global_batch, config.folder.remote) == (128, "s3://b/run")
+    config = config_of(
+        *["--global-batch", "128", "--batch-size", "32", "--remote-sync", "s3://b/", "--name", "run"], world_size=2
+    )
+    assert (config.loading.batch_size, config.loading.accum_freq, config.folder.remote) == (32, 2, "s3://b/run")

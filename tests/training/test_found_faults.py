@@ -17,8 +17,9 @@ from openclip_ext.data.manifest.manifest import FORMAT, Manifest
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.integrations.model_loss import ModelLoss
 from openclip_ext.training.checkpoint import checkpoint as ckpt
-from openclip_ext.training.runtime.reporting import Reporter, ReportingConfig
-from openclip_ext.training.runtime.run_folder import RunFolderConfig, opened
+from openclip_ext.training.config import ReportingConfig, RunFolderConfig
+from openclip_ext.training.runtime.reporting import Reporter
+from openclip_ext.training.runtime.run_folder import opened
 from tests.data.loading import build, indices, preprocess, train_with_a_fork_server
 from tests.data.shards import undecodable, write_shards
 from tests.distributed.pool import two_ranks

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from openclip_ext.training import run as program
-from openclip_ext.training.model import ModelConfig
+from openclip_ext.training.config import ModelConfig
+from openclip_ext.training.main import cli
 from openclip_ext.training.slips import refuse_slips
 
 WORKS = "--model demo-vit --precision fp32 --device cpu --logs none --dataset-type synthetic --train-num-samples 64"
@@ -136,8 +136,9 @@ def test_a_mistake_is_one_line_and_status_2(flags, message, monkeypatch, capsys)
     monkeypatch.setattr(ModelConfig, "create", lambda *_: pytest.fail("the model was built"))
     if "--batch-size 16" in flags:  # the loader comes after the model
         monkeypatch.undo()
+    monkeypatch.setattr("sys.argv", ["train", *WORKS.split(), *flags.split()])
     with pytest.raises(SystemExit) as stopped:
-        program.program([*WORKS.split(), *flags.split()])
+        cli()
     assert stopped.value.code == 2
     told = capsys.readouterr().err.strip()
     assert told.splitlines()[-1].startswith("error: ") and message in told.splitlines()[-1]
@@ -151,13 +152,14 @@ def test_help_is_a_slip_as_a_command_and_not_as_a_name():
 
 
 @pytest.mark.parametrize("flag", ["--pretrained", "--resume"])
-def test_weights_of_another_model_are_one_line(flag, tmp_path, capsys):
+def test_weights_of_another_model_are_one_line(flag, tmp_path, monkeypatch, capsys):
     weights = tmp_path / "epoch_1.pt"
     torch.save(
         {"epoch": 1, "name": "x", "state_dict": {"visual.conv.weight": torch.zeros(2)}, "optimizer": {}}, weights
     )
+    monkeypatch.setattr("sys.argv", ["train", *WORKS.split(), flag, str(weights)])
     with pytest.raises(SystemExit) as stopped:
-        program.program([*WORKS.split(), flag, str(weights)])
+        cli()
     assert stopped.value.code == 2
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(told) == 1 and str(weights) in told[0] and len(told[0]) < 400

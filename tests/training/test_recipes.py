@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.losses.registry import OPTIONS, options_used_by
+from openclip_ext.losses.options import OPTIONS
+from openclip_ext.losses.registry import options_used_by
 from openclip_ext.training import recipes
-from openclip_ext.training.flags import parse
 from openclip_ext.training.model import for_training
 from openclip_ext.training.recipes.__main__ import main as list_recipes
+from tests.training.commands import config_of
 
 ROOT = Path(__file__).parents[2]
 ALL = [(name, loss) for name in recipes.names() for loss in recipes.losses(name)]
@@ -27,21 +28,21 @@ def test_a_recipe_has_sources_and_the_papers_budget_and_is_taken_by_the_command_
     seen = recipe.openclip_flags["epochs"] * recipe.dataset_size
     assert seen == pytest.approx(recipe.samples_seen, rel=0.04)
     command = shlex.split(recipe.launch_command())
-    args, parsed = parse(command[command.index("openclip_ext.training.main") + 1 :])
-    assert parsed.name == loss
+    config = config_of(*command[command.index("--") + 1 :])
+    assert config.loss.name == loss
     for flag, value in recipe.openclip_flags.items():
-        assert getattr(args, flag.replace("-", "_")) == value
+        assert config.flags[flag.replace("-", "_")] == value
     for option, value in recipe.loss_options.items():
-        assert OPTIONS[option].check(value) == parsed.options[option] == value
+        assert OPTIONS[option].check(value) == config.loss.options[option] == value
 
 
 def test_a_recipe_is_as_published_where_a_training_has_a_default_of_its_own():
-    command = ["--loss", "neuclip", "--train-data", "x.tar"]
+    command = ["--loss", "neuclip"]
     asked = ([], ["--recipe", "cc3m"], ["--lr-tau", "1e-4"], ["--normalizer", "queue"])
-    options = [for_training(parse([*command, *more])[1], 10).options for more in asked]
+    options = [for_training(config_of(*command, *more).loss, 10).options for more in asked]
     assert [found["temperature_scheme"] for found in options] == ["solved", "global", "global", "global"]
     assert [found.get("verify_fit") for found in options] == [True, False, True, None]
-    assert for_training(parse(command)[1], 10, pretrained=True).options["temperature_scheme"] == "global"
+    assert for_training(config_of(*command).loss, 10, pretrained=True).options["temperature_scheme"] == "global"
     assert options[0].keys() == options_used_by("neuclip", temperature_scheme="solved").keys()
 
 
@@ -49,7 +50,7 @@ def test_what_is_not_there_is_refused_with_what_is():
     with pytest.raises(ValueError, match="unknown recipe 'cc3'; did you mean cc3m"):
         recipes.get("cc3", "neuclip")
     with pytest.raises(UsageError, match=r"no published settings for the loss 'amorlip'.*for: openclip, siglip"):
-        parse(["--recipe", "dfn14m", "--loss", "amorlip"])
+        config_of("--recipe", "dfn14m", "--loss", "amorlip")
 
 
 def test_listing_recipes_needs_no_torch():

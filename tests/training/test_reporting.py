@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from openclip_ext.files import json_lines
+from openclip_ext.training.config import ReportingConfig, RunFolderConfig
 from openclip_ext.training.runtime import run_folder
-from openclip_ext.training.runtime.reporting import Reporter, ReportingConfig, Stopwatch
-from openclip_ext.training.runtime.run_folder import RunFolderConfig
+from openclip_ext.training.runtime.reporting import Reporter, Stopwatch
 
 _CHANCE = math.log(64)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from openclip_ext.data.loader.build import build_train_loader
-from openclip_ext.data.loader.train_loader import TrainLoaderConfig
+from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.models import load_model
 from openclip_ext.losses.heads import HEADS_KEY, read_heads, with_heads

@@ -12,16 +12,10 @@ from torch import nn
 from openclip_ext import model_configs
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.training.checkpoint.resume import _load_optimizer
+from openclip_ext.training.config import OptimizerConfig, ScheduleConfig
 from openclip_ext.training.ema import TRAINED_KEY, ModelEma
 from openclip_ext.training.lr_scales import depths, lr_scales
-from openclip_ext.training.optimizer import (
-    SCALE,
-    OptimizerConfig,
-    ScheduleConfig,
-    create_optimizer,
-    create_schedule,
-    logit_scale_lr,
-)
+from openclip_ext.training.optimizer import SCALE, create_optimizer, create_schedule, logit_scale_lr
 from openclip_ext.training.validation import is_best
 from tests.training.runs import (
     EXIT_AFTER_SIGTERM,

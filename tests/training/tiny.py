@@ -15,10 +15,10 @@ from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses import registry
 from openclip_ext.training import parallel
+from openclip_ext.training.config import OptimizerConfig, ParallelConfig
 from openclip_ext.training.guard import StepGuard
 from openclip_ext.training.model import prepare_for
-from openclip_ext.training.optimizer import OptimizerConfig, create_optimizer
-from openclip_ext.training.parallel import ParallelConfig
+from openclip_ext.training.optimizer import create_optimizer
 from openclip_ext.training.step import Batch, StepSettings, TrainStep
 
 CPU = torch.device("cpu")

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from PIL import Image
 
 from openclip_ext import distributed
+from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.loader.eval_loader import EvalLoader, ShardStreams, read_shard
-from openclip_ext.data.loader.train_loader import Tokenizer, TrainLoader, TrainLoaderConfig, Transform
+from openclip_ext.data.loader.train_loader import Tokenizer, TrainLoader, Transform
 from openclip_ext.data.manifest.manifest import find_or_create_manifest
 from openclip_ext.data.shards.diagnosis import explain
 from openclip_ext.data.shards.shard_source import SHARDS_IN_USE, ShardSource

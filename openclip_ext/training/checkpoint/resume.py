@@ -10,16 +10,17 @@ import torch
 from torch import nn
 
 from openclip_ext import distributed
-from openclip_ext.cli.errors import UsageError, on_master
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.files import json_lines
 from openclip_ext.files.schema import read_as
 from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import checkpoint as ckpt
 from openclip_ext.training.checkpoint.checkpoint import Checkpoint, Position, RunIdentity
+from openclip_ext.training.config import RunFolderConfig
 from openclip_ext.training.ema import TRAINED_KEY, ModelEma
 from openclip_ext.training.optimizer import HYPERPARAMETERS
-from openclip_ext.training.runtime.run_folder import SAVED, RunFolderConfig, fetch_checkpoints
+from openclip_ext.training.runtime.run_folder import SAVED, fetch_checkpoints
 
 
 class Start(NamedTuple):
@@ -39,7 +40,7 @@ def find_start(resume: str | None, config: RunFolderConfig) -> Start:
         return Start()
     if resume == "latest" and config.folder is None:
         raise UsageError("--resume latest needs a run folder, and --logs none has none")
-    found = on_master(lambda: _find(resume, config))
+    found = distributed.on_master(lambda: _find(resume, config))
     return Start(None if found.newest is None else ckpt.read(found.newest), found.unreadable)
 
 

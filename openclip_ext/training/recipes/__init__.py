@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from openclip_ext.cli.options import as_words, nearest, option_as_words
+from openclip_ext.losses.options import OPTIONS
 
 Value = int | float | str | bool | list[float] | dict[str, Any] | None
 
@@ -93,7 +94,7 @@ class Recipe:
         for flag, value in self.openclip_flags.items():
             words += as_words(f"--{flag}", value)
         for name, value in self.loss_options.items():
-            words += option_as_words(name, value)
+            words += option_as_words(OPTIONS[name], value)
         return words
 
     def launch_command(self) -> str:

@@ -8,7 +8,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,11 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from openclip_ext import distributed
-from openclip_ext.cli.options import flag
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.similarities import chunk_bytes
 from openclip_ext.files import json_lines
 from openclip_ext.training.checkpoint.checkpoint import RunIdentity
+from openclip_ext.training.config import ReportingConfig
 
 # So many logged steps in a row at chance are a collapse, or a start that never was.
 _CHANCE_REPORTS = 5
@@ -63,35 +62,21 @@ class Stopwatch:
         return steps * (self._earlier_seconds + self.seconds) / max(self._earlier_steps + self.steps, 1)
 
 
-@dataclass(frozen=True)
-class ReportingConfig:
-    """Where numbers go beside the log and ``metrics.jsonl``.
-
-    Attributes:
-        destinations: of ``wandb`` and ``tensorboard``.
-        warmup: optimizer steps until the learning rate is there.
-        resumes: let W&B continue the run of this name.
-        flags: what W&B stores as the run's configuration.
-    """
-
-    destinations: frozenset[str] = frozenset()
-    epochs: int = flag(1)
-    warmup: int = flag(0)
-    name: str = ""
-    wandb_project: str = flag("open-clip", dest="wandb_project_name")
-    wandb_notes: str = flag("")
-    resumes: bool = False
-    flags: Mapping[str, Any] = field(default_factory=dict)
-
-
 class Reporter:
     """Writes the run's numbers everywhere they belong. Only the master's reporter does anything.
 
     A destination that fails (a full disk, say) is named once in the log and costs the run nothing. Without a folder no files
-    are written.
+    are written. ``flags`` are what W&B stores as the run's configuration.
     """
 
-    def __init__(self, folder: Path | None, config: ReportingConfig, total_steps: int, steps_per_epoch: int) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        config: ReportingConfig,
+        total_steps: int,
+        steps_per_epoch: int,
+        flags: Mapping[str, Any] | None = None,
+    ) -> None:
         self.active = distributed.is_master()
         self.total_steps = total_steps
         self.steps_per_epoch = steps_per_epoch
@@ -106,7 +91,9 @@ class Reporter:
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(self._folder / "tensorboard")
-        self._wandb = _start_wandb(config, folder) if self.active and "wandb" in config.destinations else None
+        self._wandb = (
+            _start_wandb(config, flags or {}, folder) if self.active and "wandb" in config.destinations else None
+        )
 
     @contextmanager
     def epoch(self, epoch: int, first_step: int) -> Iterator[None]:
@@ -277,7 +264,7 @@ def announce(
     logging.info(f"InfoNCE at chance is ln {candidates} = {math.log(candidates):.4f}")
 
 
-def _start_wandb(config: ReportingConfig, folder: Path | None) -> Any:
+def _start_wandb(config: ReportingConfig, flags: Mapping[str, Any], folder: Path | None) -> Any:
     import wandb
 
     wandb.init(
@@ -286,7 +273,7 @@ def _start_wandb(config: ReportingConfig, folder: Path | None) -> Any:
         id=config.name,
         notes=config.wandb_notes,
         resume="auto" if config.resumes else None,
-        config={name: value for name, value in config.flags.items() if isinstance(value, str | int | float | bool)},
+        config={name: value for name, value in flags.items() if isinstance(value, str | int | float | bool)},
     )
     if folder is not None:
         wandb.save(str(folder / "params.txt"))

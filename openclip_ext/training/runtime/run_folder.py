@@ -10,8 +10,6 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,10 @@ from filelock import FileLock, Timeout
 
 import openclip_ext
 from openclip_ext import compat, distributed
-from openclip_ext.cli.errors import UsageError, on_master
-from openclip_ext.cli.options import flag
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.files import json_lines
 from openclip_ext.losses.options import PLACEMENT_OPTIONS
+from openclip_ext.training.config import RunFolderConfig
 
 # Flags and options that say how a run is started and not what it does.
 _NOT_COMPARED = {
@@ -35,61 +33,6 @@ SAVED = ".saved"
 _WRITTEN = ("config.json", "params.txt", "metrics.jsonl", "out.log")
 # Seconds to wait for another process to leave the run folder.
 LOCK_PATIENCE = 10
-
-
-@dataclass(frozen=True)
-class RunFolderConfig:
-    """Where the run's files go and what is logged.
-
-    Attributes:
-        logs: ``--logs``; None to write nothing.
-        resume_latest: the folder may hold a run, which goes on.
-        log_local_rank: with ``--log-local``, this process's rank on its node, where the first one logs; None: the master logs.
-        remote_sync: place that the folder is copied to, with a folder for each run; None: nowhere.
-        remote_every: seconds between two copies.
-        remote_protocol: ``s3`` or ``fsspec``.
-    """
-
-    logs: Path | None
-    name: str
-    resume_latest: bool = False
-    log_local_rank: int | None = None
-    debug: bool = flag(False)
-    remote_sync: str | None = flag(None)
-    remote_every: int = flag(300, dest="remote_sync_frequency")
-    remote_protocol: str = flag("s3", dest="remote_sync_protocol")
-
-    @property
-    def remote(self) -> str | None:
-        """The place of this run's copy."""
-        return None if self.remote_sync is None else f"{self.remote_sync.rstrip('/')}/{self.name}"
-
-    @property
-    def folder(self) -> Path | None:
-        """``LOGS/NAME``, or None."""
-        return None if self.logs is None else self.logs / self.name
-
-    def openclip_paths(self, tensorboard: bool) -> dict[str, str | None]:
-        """Return the paths that OpenCLIP's own ``params.txt`` has."""
-        folder = self.folder
-        if folder is None:
-            return {"log_path": None, "checkpoint_path": None, "tensorboard_path": ""}
-        return {
-            "log_path": str(folder / self.log_file),
-            "checkpoint_path": str(folder / "checkpoints"),
-            "tensorboard_path": str(folder / "tensorboard") if tensorboard else "",
-        }
-
-    @property
-    def log_file(self) -> str:
-        """``out.log``, or with ``--log-local`` one for each node."""
-        return "out.log" if self.log_local_rank is None else f"out-{distributed.rank()}"
-
-
-def default_name(model: str, lr: float, batch_size: int, workers: int, precision: str) -> str:
-    """Return OpenCLIP's name for a run without ``--name``, the same on all ranks."""
-    date = distributed.broadcast_object(datetime.now().strftime("%Y_%m_%d-%H_%M_%S"))
-    return f"{date}-model_{model.replace('/', '-')}-lr_{lr}-b_{batch_size}-j_{workers}-p_{precision}"
 
 
 @contextmanager
@@ -109,7 +52,7 @@ def opened(config: RunFolderConfig) -> Iterator[Path | None]:
         yield None
         return
     with ExitStack() as stack:
-        on_master(lambda: stack.enter_context(_claimed(folder, config.resume_latest)) and None)
+        distributed.on_master(lambda: stack.enter_context(_claimed(folder, config.resume_latest)) and None)
         writes_log = distributed.is_master() if config.log_local_rank is None else config.log_local_rank == 0
         if writes_log:
             folder.mkdir(parents=True, exist_ok=True)

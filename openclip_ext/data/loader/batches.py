@@ -1,0 +1,228 @@
+"""What a worker does: it reads its stream of samples in order, decodes and transforms them, and makes batches on request."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler, default_collate, get_worker_info
+
+from openclip_ext.data.flip import flip_at_random
+from openclip_ext.data.hashing import Purpose, hash_int, hash_text
+from openclip_ext.data.loader.bad_samples import BadSample
+from openclip_ext.data.loader.config import TrainLoaderConfig
+from openclip_ext.data.order import EpochOrder, Layout, Segment
+from openclip_ext.data.sources.source import (
+    MAX_CAPTION,
+    BadSampleError,
+    DecodedImage,
+    ImageDecoder,
+    RawSample,
+    Source,
+)
+
+Transform = Callable[[Any], Tensor]
+Tokenizer = Callable[[str], Tensor]
+
+
+class Beginning(NamedTuple):
+    """The state of the bad samples where the workers of a rank begin."""
+
+    left_out: np.ndarray  # (k,) int64, ascending indices of bad samples that are not in the epoch
+    passed: tuple[int, ...]  # number of bad samples that each worker has passed over before
+
+
+class BatchRequest(NamedTuple):
+    """A request to a worker for one batch. It says everything, so that persistent workers never work on an old epoch."""
+
+    epoch: int
+    seen: tuple[Segment, ...]
+    batch: int
+    beginning: Beginning | None = None  # with a worker's first request
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self[:3]
+
+
+class BatchRequests(Sampler[BatchRequest]):
+    """The requests of the next pass over the DataLoader."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self.epoch = 0
+        self.seen: tuple[Segment, ...] = ()
+        self.batches = range(0)
+        self.beginning: Beginning | None = None
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        for place, batch in enumerate(self.batches):
+            yield BatchRequest(self.epoch, self.seen, batch, self.beginning if place < self._workers else None)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+@dataclass(eq=False)
+class BatchDataset(Dataset):
+    """Makes batches on request; each worker has an instance, which reads one stream of samples at a time."""
+
+    _source: Source
+    _config: TrainLoaderConfig
+    _decoder: ImageDecoder
+    _transform: Transform
+    _tokenizer: Tokenizer
+    _layout: Layout
+    _rank: int
+    _max_bad: int  # samples, in one batch
+    _stream: Iterator[RawSample] = field(default_factory=lambda: iter(()))
+    _expected: tuple[Any, ...] | None = None
+
+    def __getitem__(self, request: BatchRequest) -> dict[str, Any]:
+        if request.key != self._expected:
+            self._stream = self._open_stream(request)
+        with _generators_kept():
+            batch = self._make_batch(request.epoch)
+        self._expected = request._replace(batch=request.batch + self._layout.workers).key
+        return batch
+
+    def _open_stream(self, request: BatchRequest) -> Iterator[RawSample]:
+        """Return the worker's samples from a batch on. Earlier ones are neither read nor decoded."""
+        assert request.beginning is not None
+        left_out, passed = request.beginning
+        order = epoch_order(self._source, self._config.seed, request.epoch, request.seen, self._layout, left_out)
+        worker = request.batch % self._layout.workers
+        start = request.batch // self._layout.workers * self._layout.batch_size + passed[worker]
+        return _stream_shuffled(self._source, order, self._rank, worker, start)
+
+    def _make_batch(self, epoch: int) -> dict[str, Any]:
+        """Make a batch of the next usable samples; ``is_short`` says that too few were left for one."""
+        images, texts, indices, captions = [], [], [], []
+        bad: list[BadSample] = []
+        num_cut = 0
+        for raw in self._stream:
+            try:
+                image, caption = self._decode(raw, epoch)
+            except BadSampleError as error:
+                bad.append(BadSample(raw.index, str(error), raw.problem is None))
+                if len(bad) > self._max_bad:
+                    break
+                continue
+            num_cut += len(caption) > MAX_CAPTION
+            pixels, text, caption = self._views(image, caption[:MAX_CAPTION], epoch, raw.index)
+            images.append(pixels)
+            texts.append(text)
+            indices.append(raw.index)
+            captions.append(caption)
+            if len(indices) == self._layout.batch_size:
+                break
+        if len(indices) < self._layout.batch_size:
+            return {"is_short": True, "bad": bad}
+        batch = {"image": default_collate(images), "text": default_collate(texts), "index": torch.tensor(indices)}
+        if self._config.caption_hash:
+            batch["caption_hash"] = torch.tensor([hash_text(caption) for caption in captions])
+        return batch | ({"bad": bad} if bad else {}) | ({"num_cut": num_cut} if num_cut else {})
+
+    def _views(self, image: DecodedImage, caption: str, epoch: int, index: int) -> tuple[Tensor, Tensor, str]:
+        """Return pixels of all views, ``(views, ...)`` if there are several, and the first's token ids and caption."""
+        pixels, text, caption = self._view(image, caption, epoch, index)
+        if self._config.views > 1:
+            others = [self._view(image, caption, epoch, index, view)[0] for view in range(1, self._config.views)]
+            pixels = torch.stack([pixels, *others])
+        return pixels, text, caption
+
+    def _view(
+        self, image: DecodedImage, caption: str, epoch: int, index: int, *view: int
+    ) -> tuple[Tensor, Tensor, str]:
+        """Return pixels, token ids ``(L,)`` and caption, random in (seed, epoch, index) and the number of a later view."""
+        _seed_generators(hash_int(Purpose.PIXELS, self._config.seed, epoch, index, *view))
+        if self._config.caption_aware_flip:
+            image, caption = flip_at_random(image, caption)
+        return self._transform(image), self._tokenizer(caption)[0], caption
+
+    def _decode(self, raw: RawSample, epoch: int) -> tuple[DecodedImage, str]:
+        draw = hash_int(Purpose.CAPTION, self._config.seed, epoch, raw.index) if self._config.draw_captions else 0
+        return self._source.decode(raw, self._decoder, draw)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Streams have open files, which belong to one process.
+        return self.__dict__ | {"_stream": iter(()), "_expected": None}
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Restore the process's random generators at the end; only the training process needs that."""
+    if get_worker_info() is not None:
+        yield
+        return
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+
+
+def _seed_generators(bits: int) -> None:
+    # torch.manual_seed would seed the GPUs, too.
+    torch.default_generator.manual_seed(bits >> 1)
+    random.seed(bits)
+    np.random.seed(bits & 0xFFFFFFFF)
+
+
+def epoch_order(
+    source: Source, seed: int, epoch: int, seen: Sequence[Segment], layout: Layout, bad: np.ndarray
+) -> EpochOrder:
+    """Return the order of the rest of an epoch without the samples ``bad``."""
+    sequence, num_slots = source.sequence(seed, epoch, layout.epoch_samples, bad)
+    return EpochOrder(sequence, seed, epoch, seen, layout, num_slots)
+
+
+def _stream_shuffled(source: Source, order: EpochOrder, rank: int, worker: int, start: int) -> Iterator[RawSample]:
+    """Yield the samples of one worker in order, from the ``start``-th on; hold at most as many as the shuffle's window."""
+    skipped = np.zeros(order.piece_length(rank, worker) if start else 0, dtype=bool)
+    waiting: dict[int, RawSample] = {}
+    ahead: Iterator[tuple[int, RawSample]] | None = None
+    for positions in _skip(order.shuffled(rank, worker), start, skipped):
+        # The first part comes when all skipped positions are marked.
+        ahead = ahead or _read_in_sequence(source, order, rank, worker, skipped)
+        for position in positions.tolist():
+            while position not in waiting:
+                place, raw = next(ahead)
+                waiting[place] = raw
+            yield waiting.pop(position)
+
+
+def _skip(parts: Iterator[np.ndarray], count: int, skipped: np.ndarray) -> Iterator[np.ndarray]:
+    """Drop the first ``count`` positions and mark them."""
+    for part in parts:
+        if count:
+            skipped[part[:count]] = True
+            part, count = part[count:], count - min(count, len(part))
+        if len(part) or not count:
+            yield part
+
+
+def _read_in_sequence(
+    source: Source, order: EpochOrder, rank: int, worker: int, skipped: np.ndarray
+) -> Iterator[tuple[int, RawSample]]:
+    reader = source.reader()
+    length, step = order.piece_length(rank, worker), 4096
+
+    def part(begin: int) -> tuple[np.ndarray, np.ndarray]:
+        positions = np.arange(begin, min(begin + step, length))
+        if len(skipped):
+            positions = positions[~skipped[positions]]
+        return positions, order.piece_indices(rank, worker, positions)
+
+    following = part(0)
+    for begin in range(0, length, step):
+        (positions, indices), following = following, part(begin + step)
+        reader.expect(np.concatenate([indices, following[1]]))
+        for position, index in zip(positions.tolist(), indices.tolist(), strict=True):
+            yield position, reader(index)
