@@ -41,7 +41,3 @@ HARD_SHARE = Option(
 def rho_of(hard_share: float) -> float:
     """Return ρ of :data:`HARD_SHARE`."""
     return -math.log(hard_share)
-
-
-# Placement of state: a property of the machine, not of the method.
-PLACEMENT_OPTIONS = ("state_device", "state_dir")

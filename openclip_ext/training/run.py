@@ -122,7 +122,7 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
     told = other_batch(config, config.global_batch, distributed.world_size())
     if told is not None and distributed.is_master():
         logging.warning(told)
-    announce(identity, config.loss.options, built.model, loss, steps_per_epoch, config.length.epochs)
+    announce(identity, built.model, loss, steps_per_epoch, config.length.epochs)
     settings = config.step.settings(built.device, built.images.normalize)
     ema = resume.restore_ema(start.checkpoint, model, config.step.model_ema_decay)
     trainer = Trainer(

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,9 +18,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-
-from openclip_ext.state import host_table
-from openclip_ext.state.host_table import HostTable
 
 _SOURCE = Path(__file__).with_name("device.cpp")
 CUDA = torch.device("cuda", 0)
@@ -149,21 +145,6 @@ class _Generator:
 _REAL_GENERATOR = torch.Generator
 
 
-def _gather(table: HostTable, slots: Tensor, pinned: bool = False) -> "Future[Tensor]":
-    assert slots.device.type == "cpu", "the host reads rows by their positions on the host"
-    rows: Future[Tensor] = Future()
-    rows.set_result(torch.empty((len(slots), table._stored.shape[1]), dtype=table._stored.dtype))
-    return rows
-
-
-def _scatter(table: HostTable, slots: Tensor, rows: Tensor, among: Tensor | None = None, keep: bool = False) -> None:
-    host_table._on_host(slots, rows)
-
-
-def _take_back(table: HostTable, unless: Tensor) -> None:
-    host_table._on_host(unless)
-
-
 def _without_pinning(function: Any) -> Any:
     """A tensor factory whose ``pin_memory=True`` does nothing: no driver pins memory."""
 
@@ -196,11 +177,7 @@ def fake_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(torch, "empty", _without_pinning(torch.empty)))
-        stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda tensor, *args: tensor.clone()))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", _record_stream))
-        stack.enter_context(mock.patch.object(HostTable, "gather", _gather))
-        stack.enter_context(mock.patch.object(HostTable, "scatter", _scatter))
-        stack.enter_context(mock.patch.object(HostTable, "take_back", _take_back))
         stack.enter_context(mock.patch.object(FakeEvent, "recorded", []))
         # New streams: they know nothing of memory that another test used.
         stack.enter_context(mock.patch.dict(_current, clear=True))

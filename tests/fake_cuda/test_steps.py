@@ -45,9 +45,7 @@ WAYS = {
     "resnet": Way(tower="resnet", losses=("fastclip",)),
     "lamb": Way(optimizer="lamb", losses=("neuclip",)),
     "chunks": Way(chunked=True, losses=("fastclip-v2",)),
-    "host-table-accumulated": Way(options={"state_device": "cpu"}, micro_batches=2),
     "views": Way(options={"views": 2}, losses=tuple(LOSSES)),
-    "host-table-views": Way(options={"state_device": "cpu", "views": 2}, losses=("isogclr",)),
     "solved": Way(options={"temperature_scheme": "solved", "temperature_queue": 12, "rho": 1.0}, losses=("neuclip",)),
     "equal-captions": Way(options={"equal_captions": "mask"}, losses=("openclip", "neuclip")),
 }
