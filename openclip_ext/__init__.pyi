@@ -49,8 +49,6 @@ def create_loss(
     temperature_queue: int = ...,
     solve_per_sample: bool = ...,
     epochs: int = ...,
-    state_device: Literal["auto", "model", "cpu"] = ...,
-    state_dir: str | None = ...,
     prototypes: int = ...,
     normalizer_updates: int = ...,
     normalizer_lr: float = ...,

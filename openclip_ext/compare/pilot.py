@@ -71,7 +71,7 @@ class ComparePilot:
             "steps": training.steps,
             "seconds": training.seconds,
             "temperature": training.temperature(),
-            "state_bytes": sum(asdict(training.loss.state_size()).values()),
+            "state_bytes": sum(training.loss.state_size()),
             "memory_bytes": _peak_memory(device),
             "val": {"mean": float(reciprocal_ranks(ranks(training, self.data.val)).mean())},
             "curve": curve,

@@ -4,8 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +21,16 @@ from openclip_ext.state.sharded_table import ShardedTable, kept_apart
 _OPENCLIP_BOUNDS = (0.0, math.log(100))
 
 
-@dataclass(frozen=True)
-class StateSize:
-    """Bytes that a loss keeps in one process.
+class StateSize(NamedTuple):
+    """Bytes that a loss keeps in one process, on the model's device.
 
     Attributes:
-        replicated: networks, prototypes and their optimizers, the same in every process, on the model's device.
-        with_model: this process's part of the tables of per-sample state on the model's device.
-        on_host: this process's part of the tables in the host's memory or in a memory-mapped file.
+        replicated: networks, prototypes and their optimizers, the same in every process.
+        per_sample: this process's part of the tables of per-sample state.
     """
 
     replicated: int
-    with_model: int
-    on_host: int
+    per_sample: int
 
 
 class ContrastiveLoss(nn.Module):
@@ -219,32 +215,10 @@ class ContrastiveLoss(nn.Module):
         indices says that ``logit_scale`` was not finite and positive. Waits for the device.
 
         Raises:
-            ValueError: an index was out of range, or a step came with other samples than :meth:`prefetch` was given.
+            ValueError: an index was out of range.
         """
         self._raise_if_out_of_range()
-        for name, table in self.tables().items():
-            if bool(table.foreign):
-                table.foreign.zero_()
-                raise ValueError(
-                    f"{name}: a step had another index than prefetch(), so its samples counted as new: "
-                    "give prefetch() the index of the next call in training mode, or do not call it"
-                )
         return self.nonfinite.pop()
-
-    def prefetch(self, index: Tensor) -> None:
-        """Begin to read the per-sample state that the next call in training mode needs.
-
-        Calling it is optional. A read from the host's memory or a file then overlaps with the encoders. Either all processes
-        must call it, or none.
-
-        Args:
-            index: ``(B_local,)`` of the next :meth:`forward`, on the CPU. On another device nothing happens.
-        """
-        tables = [table for table in self.tables().values() if table.host is not None]
-        if tables and index.is_cpu:
-            gathered = distributed.all_gather_on_host(index.to(torch.int64))
-            for table in tables:
-                table.prefetch(gathered)
 
     def tables(self) -> dict[str, ShardedTable]:
         """Return the tables of per-sample state, by module name."""
@@ -252,12 +226,9 @@ class ContrastiveLoss(nn.Module):
 
     def state_size(self) -> StateSize:
         """Return the bytes of state in this process."""
-        tables = self.tables().values()
-        on_host = sum(table.nbytes for table in tables if table.host is not None)
         return StateSize(
             replicated=sum(leaf.nbytes for leaf in tree_leaves(self.replicated_state()) if isinstance(leaf, Tensor)),
-            with_model=sum(table.nbytes for table in tables) - on_host,
-            on_host=on_host,
+            per_sample=sum(table.nbytes for table in self.tables().values()),
         )
 
     def replicated_state(self) -> dict[str, Any]:

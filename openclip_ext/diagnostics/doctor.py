@@ -24,7 +24,7 @@ from openclip_ext.cli.messages import say
 from openclip_ext.data.loader.build import build_train_loader
 from openclip_ext.data.sources.source import BadDataError, BadSampleError, decode_image
 from openclip_ext.diagnostics.dry_run import PRECISIONS
-from openclip_ext.diagnostics.plan import Memory, Plan, Training, memory_here
+from openclip_ext.diagnostics.plan import Plan, Training, gpu_memory_here
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.checks import check, check_combination, other_batch
 from openclip_ext.training.config import TrainingConfig, for_processes
@@ -45,8 +45,8 @@ Finding = tuple[str, str]
 class Doctor:
     """Examines a training of ``world_size`` processes, in the order in which a run would reach each problem."""
 
-    def __init__(self, config: TrainingConfig, world_size: int, memory: Memory) -> None:
-        self.config, self.world_size, self.memory = config, world_size, memory
+    def __init__(self, config: TrainingConfig, world_size: int, gpu_memory: float) -> None:
+        self.config, self.world_size, self.gpu_memory = config, world_size, gpu_memory
         self.global_batch = config.loading.batch_size * config.loading.accum_freq * world_size
         self.samples: int | None = None
         self.steps: int | None = None  # of an epoch
@@ -150,11 +150,11 @@ class Doctor:
             grad_checkpointing=model.grad_checkpointing,
             accum_freq=self.config.loading.accum_freq,
         )
-        self.plan = Plan(training, self.world_size, self.memory)
-        problems = self.plan.warnings(self.plan.asked)
-        yield from ((WARNING, f"memory: {problem}") for problem in problems)
-        if not problems:
-            need, there = self.plan.asked.gpu / _GIB, self.memory.gpu / _GIB
+        self.plan = Plan(training, self.world_size, self.gpu_memory)
+        if warning := self.plan.warning(self.plan.asked):
+            yield WARNING, f"memory: {warning}"
+        else:
+            need, there = self.plan.asked.gpu / _GIB, self.gpu_memory / _GIB
             yield OK, f"memory: a GPU needs {need:.1f} GiB of {there:.1f} (openclip-ext plan says for what)"
 
     def _folder(self) -> Iterator[Finding]:
@@ -171,7 +171,7 @@ class Doctor:
             return
         kept = 1 if saving.delete_previous or not saving.every_epochs else length.epochs // saving.every_epochs
         count = kept + 1  # the new one is written before an old one is removed
-        size = _BYTES_OF_A_PARAMETER * self.plan.parameters + sum(self.plan.of_sample) * self.samples
+        size = _BYTES_OF_A_PARAMETER * self.plan.parameters + self.plan.of_sample * self.samples
         told = f"folder: {place} has {free / _GIB:.1f} GiB for {count} checkpoints of {size / _GIB:.2f} GiB"
         cure = "free some, choose another --logs, raise --save-frequency, or --delete-previous-checkpoint"
         yield (OK, told) if free > count * size else (ERROR, f"{told}: {cure}")
@@ -210,11 +210,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--world-size", type=command_line.count, default=1, help="number of processes, one for each GPU (default: 1)"
     )
-    here = memory_here()
     parser.add_argument(
         "--gpu-memory",
         type=float,
-        default=here.gpu / 1e9,
+        default=gpu_memory_here() / 1e9,
         help="memory of a GPU in GB (default: that of this machine's GPU, or 80)",
     )
     own, flags = parser.parse_known_args(argv)
@@ -223,7 +222,7 @@ def main(argv: list[str]) -> None:
     config = with_loss_options(for_processes(parse(flags), "now", **processes))
     check(config)
     status = 0
-    for verdict, text in Doctor(config, own.world_size, here._replace(gpu=own.gpu_memory * 1e9)).findings():
+    for verdict, text in Doctor(config, own.world_size, own.gpu_memory * 1e9).findings():
         say(f"{verdict:8} {text}")
         status = status or int(verdict == ERROR)
     raise SystemExit(status)

@@ -24,7 +24,6 @@ from openclip_ext.data.sources.source import Source
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.losses import registry
-from openclip_ext.losses.options import PLACEMENT_OPTIONS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.checkpoint import checkpoint as ckpt
 from openclip_ext.training.checkpoint.checkpoint import Checkpoint
@@ -125,15 +124,15 @@ def load_run(
         num_samples=source.num_samples,
     )
     width = compat.embedding_dim(settings.name, model)
-    options = {name: value for name, value in config["loss"]["options"].items() if name not in PLACEMENT_OPTIONS}
-    loss = registry.create_loss(config["loss"]["name"], embed_dim=width, num_samples=source.num_samples, **options)
+    name, options = config["loss"]["name"], config["loss"]["options"]
+    loss = registry.create_loss(name, embed_dim=width, num_samples=source.num_samples, **options)
     ckpt.restore_loss(loaded, loss)
     return FinishedRun(
         folder=run,
         checkpoint=loaded.path,
         step=loaded.position.step,
         precision=settings.precision,
-        loss_name=config["loss"]["name"],
+        loss_name=name,
         loss=loss.to(device).eval(),
         model=model.eval(),
         source=source,

@@ -36,9 +36,9 @@ def _described(name: str) -> Iterator[str]:
     parts = [f"{part.replace('_', ' ')} {options[part]}" for part in _PARTS if part in options]
     yield f"  parts:    {', '.join(parts) or 'none, it comes whole'}"
     yield f"  index:    {'needs that of each sample' if loss.needs_index else 'not needed'}"
-    bytes_of_sample = sum(table.nbytes for table in loss.tables().values()) // (loss.num_samples or 1)
-    networks = ", and prototypes or networks" if loss.state_size().replicated > loss.get_extra_state().nbytes else ""
-    yield f"  state:    {bytes_of_sample} bytes a sample{networks}"
+    replicated, per_sample = loss.state_size()
+    networks = ", and prototypes or networks" if replicated > loss.get_extra_state().nbytes else ""
+    yield f"  state:    {per_sample // (loss.num_samples or 1)} bytes a sample{networks}"
     yield "  cost:     openclip-ext plan has the memory, docs/performance.md the time"
     yield f"  trains:   {'a head with the model' if loss.model_head() is not None else 'nothing but the model'}"
     yield "  options (NAME = default in a training: meaning):"

@@ -1,4 +1,4 @@
-"""Plan a training: the memory of each rank and node, and what a step sends, for growing numbers of ranks.
+"""Plan a training: the memory of each rank, and what a step sends, for growing numbers of ranks.
 
     python -m openclip_ext.diagnostics.plan --samples 1e9 --world-size 64 --global-batch 5120 --model ViT-B-16 --loss neuclip
 
@@ -8,10 +8,9 @@ It trains nothing and needs neither GPUs nor data. The real model and loss are b
 
 import argparse
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import open_clip
 import torch
@@ -21,7 +20,6 @@ from openclip_ext.cli import command_line
 from openclip_ext.cli.command_line import count
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.diagnostics.dry_run import (
-    ALL_GATHER,
     ALL_REDUCE,
     PRECISIONS,
     DryRun,
@@ -30,9 +28,8 @@ from openclip_ext.diagnostics.dry_run import (
     sent_bytes,
 )
 from openclip_ext.losses import registry
-from openclip_ext.losses.options import PLACEMENT_OPTIONS
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.state.sharded_table import goes_to_host, shard_bounds
+from openclip_ext.state.sharded_table import shard_bounds
 from openclip_ext.training.parser import add_loss_flags, take_loss_options
 
 LARGEST_WORLD = 1024
@@ -54,54 +51,30 @@ class Training:
     model: str
     samples: int
     global_batch: int
-    ranks_per_node: int = 8
     precision: str = "amp"
     grad_checkpointing: bool = False
     accum_freq: int = 1
 
     def create_loss(self, embed_dim: int, samples: int = _FEW_SAMPLES) -> ContrastiveLoss:
-        """Create the training's loss with state for a few samples instead of ``n``, in the model's memory."""
+        """Create the training's loss with state for a few samples instead of ``n``."""
         more = _OPENCLIP_OPTIONS if self.loss == "openclip" else registry.training_defaults(self.loss, self.options)
-        options = {name: value for name, value in self.options.items() if name not in PLACEMENT_OPTIONS}
-        return registry.create_loss(self.loss, embed_dim=embed_dim, num_samples=samples, **(more | options))
-
-    def table_bytes(self, of_sample: Sequence[int], world_size: int) -> tuple[int, int]:
-        """Return the bytes of a rank's parts of all tables, on its GPU and on the host, from each table's bytes per sample."""
-        first, end = shard_bounds(self.samples, 0, world_size)
-        on_gpu = on_host = 0
-        for size in (bytes_each * (end - first) for bytes_each in of_sample):
-            if goes_to_host(self.options.get("state_device", "auto"), self.options.get("state_dir"), size):
-                on_host += size
-            else:
-                on_gpu += size
-        return on_gpu, on_host
+        return registry.create_loss(self.loss, embed_dim=embed_dim, num_samples=samples, **(more | self.options))
 
 
-class Memory(NamedTuple):
-    """Holds the bytes of a GPU and of a node's host memory."""
-
-    gpu: float
-    host: float
-
-
-def memory_here() -> Memory:
-    """Return this machine's memory if it has a GPU, or else 80 and 512 GB."""
-    if not torch.cuda.is_available():
-        return Memory(80e9, 512e9)
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Memory(torch.cuda.get_device_properties(0).total_memory, host)
+def gpu_memory_here() -> float:
+    """Return the bytes of this machine's GPU, or 80 GB if it has none."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80e9
 
 
 @dataclass(frozen=True)
 class Row:
-    """Holds the needs of ``world_size`` ranks, in bytes per GPU; ``host_state`` is of a node with all its ranks."""
+    """Holds the needs of ``world_size`` ranks, in bytes per GPU."""
 
     world_size: int
     local_batch: int
     model: int
     activations: int
     state: int
-    host_state: int
     loss: DryRun
 
     @property
@@ -115,24 +88,23 @@ class Plan:
 
     Attributes:
         replicated: bytes of the loss's state that every rank has in full.
-        of_sample: bytes per sample of each table of the loss.
+        of_sample: bytes per sample of all tables of the loss.
         asked: the needs of ``world_size`` ranks.
     """
 
-    def __init__(self, training: Training, world_size: int, memory: Memory) -> None:
+    def __init__(self, training: Training, world_size: int, gpu_memory: float) -> None:
         if training.samples < training.global_batch:
             raise ValueError(f"--samples {training.samples} are fewer than a --global-batch of {training.global_batch}")
         if training.model not in open_clip.list_models():
             raise ValueError(f"--model {training.model}: expected one of {', '.join(open_clip.list_models())}")
-        self.training, self.memory = training, memory
+        self.training, self.gpu_memory = training, gpu_memory
         with command_line.without_warnings():
             model = open_clip.create_model(training.model, device="meta")
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.embed_dim = compat.embedding_dim(training.model, model)
         loss = training.create_loss(self.embed_dim)
         self.replicated = loss.state_size().replicated
-        self.of_sample = tuple(table.nbytes // table.size for table in loss.tables().values())
-        self._views = loss.views
+        self.of_sample = loss.state_size().per_sample // _FEW_SAMPLES
         # Activations grow linearly with the batch, so two measurements are enough.
         micro_batch = _part(_part(training.global_batch, world_size), training.accum_freq)
         batches = micro_batch, 2 * micro_batch
@@ -144,24 +116,23 @@ class Plan:
         """Return the needs of ``world_size`` ranks; ValueError if the batch cannot be divided by that number."""
         training = self.training
         local_batch = _part(training.global_batch, world_size)
-        on_gpu, on_host = training.table_bytes(self.of_sample, world_size)
         loss = dry_run(
             lambda: training.create_loss(self.embed_dim), local_batch, self.embed_dim, world_size, self._period()
         )
-        if on_host and world_size > 1:
-            # `loss.prefetch` gathers the batch's index then.
-            size = loss.exchanged.get(ALL_GATHER, 0) + training.global_batch * self._views * torch.int64.itemsize
-            loss = DryRun({**loss.exchanged, ALL_GATHER: size}, loss.work_bytes)
         copies = _COPIES_OF_A_PARAMETER if world_size == 1 else _COPIES_WITH_DDP
         return Row(
             world_size=world_size,
             local_batch=local_batch,
             model=copies * 4 * self.parameters,
             activations=int(self._fixed + self._of_image * _part(local_batch, training.accum_freq)),
-            state=self.replicated + on_gpu,
-            host_state=on_host * min(world_size, training.ranks_per_node),
+            state=self.replicated + self._table_bytes(world_size),
             loss=loss,
         )
+
+    def _table_bytes(self, world_size: int) -> int:
+        """Return the bytes of a rank's parts of all tables."""
+        first, end = shard_bounds(self.training.samples, 0, world_size)
+        return self.of_sample * (end - first)
 
     def gradient(self, world_size: int) -> dict[str, float]:
         """Return the bytes of the model's gradient that a step reduces over the ranks."""
@@ -173,35 +144,28 @@ class Plan:
         parts = {part: options.get(part) for part in ("normalizer", "temperature_scheme", "views")}
         return options.get("fit_every", registry.options_used_by(self.training.loss, **parts).get("fit_every", 1))
 
-    def warnings(self, row: Row) -> list[str]:
-        """Return what does not fit, and what to do about it."""
-        found = []
-        if row.gpu > self.memory.gpu:
-            found.append(
-                f"{row.world_size} ranks: a GPU needs {_gib(row.gpu)} GiB, it has {_gib(self.memory.gpu)}: take more ranks, "
-                "--accum-freq or --grad-checkpointing for fewer activations, or a smaller --global-batch for less work memory"
-            )
-        in_memory = 0 if self.training.options.get("state_dir") else row.host_state
-        if in_memory > self.memory.host:
-            found.append(
-                f"{row.world_size} ranks: a node's part of the per-sample state takes {_gib(in_memory)} GiB of its memory, it "
-                f"has {_gib(self.memory.host)}: take more nodes, or --state-dir with a fast local disk"
-            )
-        return found
+    def warning(self, row: Row) -> str | None:
+        """Return what does not fit and what to do about it, or None if a GPU has enough memory."""
+        if row.gpu <= self.gpu_memory:
+            return None
+        return (
+            f"{row.world_size} ranks: a GPU needs {_gib(row.gpu)} GiB, it has {_gib(self.gpu_memory)}: take more ranks, "
+            "--accum-freq or --grad-checkpointing for fewer activations, or a smaller --global-batch for less work memory"
+        )
 
     # --- the report --------------------------------------------------------------------------------------------------
 
     def report(self) -> Iterator[str]:
         """Yield the plan, line by line."""
         yield from [*self._sizes(), "", *self._batches(), "", *self._communication(), "", *self._table()]
-        for warning in self.warnings(self.asked):
+        if warning := self.warning(self.asked):
             yield f"WARNING: {warning}"
 
     def _sizes(self) -> Iterator[str]:
         training, row = self.training, self.asked
         yield (
             f"{training.loss}, {training.model}, n = {training.samples:,}, global batch {training.global_batch}, "
-            f"{row.world_size} ranks, {min(row.world_size, training.ranks_per_node)} a node"
+            f"{row.world_size} ranks"
         )
         if training.loss == "openclip":
             yield (
@@ -214,17 +178,16 @@ class Plan:
         yield f"activations                {_gib(row.activations)} GiB a GPU ({how})"
         yield f"loss, on every GPU         {_gib(self.replicated)} GiB a GPU"
         if self.of_sample:
-            each = sum(self.of_sample)
-            in_all = _gib(training.samples * each)
-            on_gpu, on_host = training.table_bytes(self.of_sample, row.world_size)
-            place = training.options.get("state_dir") or "host memory"
-            yield f"loss, per sample           {in_all} GiB in all ({each} bytes each), divided among the ranks:"
-            yield f"                           {_gib(on_gpu)} GiB a GPU, {_gib(on_host)} GiB a rank in {place}"
+            in_all = _gib(training.samples * self.of_sample)
+            yield (
+                f"loss, per sample           {_gib(self._table_bytes(row.world_size))} GiB a GPU ({in_all} GiB in all, "
+                f"{self.of_sample} bytes each)"
+            )
         yield f"loss, work memory          {_gib(row.loss.work_bytes)} GiB a GPU"
 
     def _batches(self) -> Iterator[str]:
         """Yield whether a step fits a GPU, and which batch would fit."""
-        row, available = self.asked, self.memory.gpu
+        row, available = self.asked, self.gpu_memory
         others = row.gpu - row.activations
         fits = "fits" if row.gpu <= available else "does not fit"
         largest = max(0, int((available - others - self._fixed) / self._of_image))
@@ -242,8 +205,8 @@ class Plan:
             yield f"  {name:<28}{size / _MIB:>9.3f}{sent / _MIB:>11.3f}"
 
     def _table(self) -> Iterator[str]:
-        yield "            GiB a GPU                                    GiB a node  MiB sent a step"
-        yield "ranks  batch    model   activ.    state     work      sum    on host     loss  gradient"
+        yield "            GiB a GPU                                      MiB sent a step"
+        yield "ranks  batch    model   activ.    state     work      sum     loss  gradient"
         for world_size in sorted({2**power for power in range(LARGEST_WORLD.bit_length())} | {self.asked.world_size}):
             try:
                 row = self.asked if world_size == self.asked.world_size else self.row(world_size)
@@ -256,8 +219,8 @@ class Plan:
             sent, gradient = (
                 sent_bytes(part, world_size) / _MIB for part in (row.loss.exchanged, self.gradient(world_size))
             )
-            notes = (" <" if row is self.asked else "") + (" does not fit" if self.warnings(row) else "")
-            yield f"{world_size:>5}{row.local_batch:>7}{sizes}{_gib(row.host_state):>11}{sent:>9.2f}{gradient:>10.2f}{notes}"
+            notes = (" <" if row is self.asked else "") + (" does not fit" if self.warning(row) else "")
+            yield f"{world_size:>5}{row.local_batch:>7}{sizes}{sent:>9.2f}{gradient:>10.2f}{notes}"
 
 
 def _part(batch: int, parts: int) -> int:
@@ -276,11 +239,10 @@ def _gib(size: float) -> str:
 def main(argv: list[str]) -> None:
     """Print a plan."""
     args = vars(_parser().parse_args(argv))
-    memory = Memory(args.pop("gpu_memory"), args.pop("host_memory"))
-    world_size, loss = args.pop("world_size"), args.pop("loss") or "openclip"
+    gpu_memory, world_size, loss = args.pop("gpu_memory"), args.pop("world_size"), args.pop("loss") or "openclip"
     options = take_loss_options(args)
     add_model_configs()
-    for line in Plan(Training(loss=loss, options=options, **args), world_size, memory).report():
+    for line in Plan(Training(loss=loss, options=options, **args), world_size, gpu_memory).report():
         print(line)
 
 
@@ -292,17 +254,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--global-batch", type=count, required=True, help="samples of a step over all ranks")
     parser.add_argument("--model", default="ViT-B-32", help="name of an OpenCLIP model (default: %(default)s)")
-    parser.add_argument(
-        "--ranks-per-node", type=count, default=8, help="number of GPUs of a node (default: %(default)s)"
-    )
     parser.add_argument("--precision", choices=PRECISIONS, default="amp", help="default: %(default)s, as OpenCLIP's")
     parser.add_argument("--grad-checkpointing", action="store_true", help="as in training")
     parser.add_argument(
         "--accum-freq", type=count, default=1, help="number of micro-batches of a step (default: %(default)s)"
     )
-    for name, what, size, default in zip(("gpu", "host"), ("a GPU", "a node"), (80, 512), memory_here(), strict=True):
-        text = f"memory of {what} in GB (default: this machine's if it has a GPU, else {size})"
-        parser.add_argument(f"--{name}-memory", type=_gigabytes, default=default, metavar="GB", help=text)
+    parser.add_argument(
+        "--gpu-memory",
+        type=_gigabytes,
+        default=gpu_memory_here(),
+        metavar="GB",
+        help="memory of a GPU in GB (default: that of this machine's GPU, or 80)",
+    )
     add_loss_flags(parser.add_argument_group("loss"))
     return parser
 

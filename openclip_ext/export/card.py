@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from openclip_ext.files import json_lines
-from openclip_ext.losses.options import PLACEMENT_OPTIONS
 from openclip_ext.training.checkpoint.checkpoint import Checkpoint
 from openclip_ext.training.config import model_config
 
@@ -32,7 +31,6 @@ def model_card(
     """
     flags, loss = config["flags"], config["loss"]
     identity = {} if checkpoint.shared is None else checkpoint.shared["identity"]
-    options = {name: value for name, value in sorted(loss["options"].items()) if name not in PLACEMENT_OPTIONS}
     facts: dict[str, Any] = {
         "architecture": model_config(flags).file_name,
         "checkpoint": checkpoint.path.name,
@@ -41,7 +39,7 @@ def model_card(
         "completed epochs": checkpoint.position.epoch,
         "optimizer steps": None if checkpoint.shared is None else checkpoint.position.step,
         "loss": loss["name"],
-        **{f"loss: {name}": _without_folder(value) for name, value in options.items()},
+        **{f"loss: {name}": _without_folder(value) for name, value in sorted(loss["options"].items())},
         **{name: _without_folder(flags.get(name)) for name in _FLAGS},
         **config["versions"],
         "git commit": config.get("git_commit"),

@@ -55,11 +55,9 @@ class MovingAverageNormalizer(Normalizer):
         gamma_schedule: str,
         gamma_decay_epochs: int | None,
         epochs: int,
-        state_device: str,
-        state_dir: str | None,
     ) -> None:
         super().__init__()
-        self.table = ShardedTable(2, num_samples, state_device, state_dir)
+        self.table = ShardedTable(2, num_samples)
         self.final_gamma = gamma
         self.depends_on_epoch = gamma_schedule == "cosine"
         self.decay_epochs = gamma_decay_epochs or max(1, epochs // 2)

@@ -59,8 +59,6 @@ class PerSampleTemperature(TemperatureScheme):
         temperature_min: float,
         temperature_max: float,
         lr_tau: float | None,
-        state_device: str,
-        state_dir: str | None,
     ) -> None:
         super().__init__()
         check_bounds(temperature_min, temperature_max)
@@ -68,7 +66,7 @@ class PerSampleTemperature(TemperatureScheme):
         self.weight = rho
         self.bounds = (temperature_min, temperature_max)
         # Rows: temperatures, first and second moments, two sides each.
-        self.table = ShardedTable(6, num_samples, state_device, state_dir)
+        self.table = ShardedTable(6, num_samples)
 
     def rho(self, epoch: int) -> float:
         """Return ρ, constant."""

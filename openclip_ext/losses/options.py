@@ -103,20 +103,6 @@ PACKAGE_OPTIONS = (
     Option(
         "epochs", int, 32, "length of the run, for schedules that span it", symbol="T", minimum=1, openclip_flag=True
     ),
-    Option(
-        "state_device",
-        str,
-        "auto",
-        "placement of per-sample state; auto: the model's device up to 1 GiB a table and rank, else host memory",
-        choices=("auto", "model", "cpu"),
-    ),
-    Option(
-        "state_dir",
-        str,
-        None,
-        "keep per-sample state in a memory-mapped file in this folder (fast and local, no network); none: in memory",
-        nullable=True,
-    ),
     Option("prototypes", int, 4096, "number of prototypes", symbol="m", minimum=1),
     Option(
         "normalizer_updates",
@@ -339,7 +325,3 @@ def refuse_unknown_loss(name: str, known: Collection[str]) -> None:
 def rho_of(hard_share: float) -> float:
     """Return ρ of :data:`HARD_SHARE`."""
     return -math.log(hard_share)
-
-
-# Placement of state: a property of the machine, not of the method.
-PLACEMENT_OPTIONS = ("state_device", "state_dir")

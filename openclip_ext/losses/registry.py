@@ -30,7 +30,6 @@ from openclip_ext.losses.options import (
     HARD_SHARE,
     OPTIONS,
     PACKAGE_OPTIONS,
-    PLACEMENT_OPTIONS,
     SUMMARIES,
     refuse_unknown_loss,
     rho_of,
@@ -196,10 +195,9 @@ def check_options(name: str, **options: Any) -> ContrastiveLoss:
         The loss with small sizes and tables, which tells what it needs (``needs_index``, ...).
     """
     composition, values = _checked_values(name, options)
-    placement = {option: OPTIONS[option].default for option in PLACEMENT_OPTIONS if option in values}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return composition.create(values | placement, dict.fromkeys(_REQUIREMENTS, _SMALL))
+        return composition.create(values, dict.fromkeys(_REQUIREMENTS, _SMALL))
 
 
 def options_used_by(name: str, **options: Any) -> dict[str, Any]:

@@ -117,10 +117,6 @@ class TwoViewLoss(GlobalContrastiveLoss):
         alpha, _ = super().log_normalizers(image_features, text_features, logit_scale, index)
         return alpha[: len(image_features)], alpha[len(image_features) :]
 
-    def prefetch(self, index: Tensor) -> None:
-        """Begin to read the state of these images, which both views share."""
-        super().prefetch(index.repeat(2))
-
 
 _CROSS_ENTROPY, _WITHOUT_POSITIVE = (
     Estimand(formula, from_batch, log_divisor=lambda contrast: torch.zeros_like(contrast.tau))

@@ -64,7 +64,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
         _tell(config, start, identity, position, steps_left)
         if folder is not None:
             _begin_folder(config, folder, position, start, trains=steps_left > 0)
-    announce(identity, config.loss.options, built.model, loss, steps_per_epoch, config.length.epochs)
+    announce(identity, built.model, loss, steps_per_epoch, config.length.epochs)
     ema = resume.restore_ema(start.checkpoint, model, config.step.model_ema_decay)
     settings = StepSettings.of(config.step, built.device, built.images.normalize)
     return Trainer(

@@ -96,7 +96,7 @@ class StepGuard:
         self._before.append(_Remembered(list(state.values())))
         self._call = self._loss.calls
         for table in self._loss.tables().values():
-            table.keep_overwritten()
+            table.overwritten = None
 
     @torch.no_grad()
     def judge(self, images: list[Tensor], outputs: dict[str, Tensor], parameters: list[nn.Parameter]) -> StepOutcome:
@@ -170,7 +170,7 @@ class StepGuard:
         if unless is None:
             self._loss.load_replicated_state(self._loss.replicated_state() | self._counters)
         for table in self._loss.tables().values():
-            table.take_back(unless)
+            table.undo_write(unless)
 
     # --- what the host learns ---------------------------------------------------------------------------------------
 

@@ -109,8 +109,6 @@ class TrainStep:
             The loss's terms, detached.
         """
         index = _joined(batches, "index")
-        if self.loss.needs_index and index is not None:
-            self.loss.prefetch(index)
         batches = [self._to_device(batch) for batch in batches]
         self.optimizer.zero_grad(set_to_none=True)
         self.guard.before_forward()

@@ -23,7 +23,7 @@ from openclip_ext.diagnostics.dry_run import (
     dry_run,
     sent_bytes,
 )
-from openclip_ext.diagnostics.plan import Memory, Plan, Training
+from openclip_ext.diagnostics.plan import Plan, Training
 from openclip_ext.losses.registry import create_loss, list_losses
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.guard import StepGuard
@@ -48,9 +48,9 @@ def training(name: str, **changed: Any) -> Training:
     return Training(**(values | changed))
 
 
-def planned(name: str, world_size: int = 1, memory: Memory | None = None, **changed: Any) -> Plan:
+def planned(name: str, world_size: int = 1, **changed: Any) -> Plan:
     add_model_configs()
-    return Plan(training(name, **changed), world_size, memory or Memory(10**12, 10**12))
+    return Plan(training(name, **changed), world_size, 1e12)
 
 
 def create(name: str, **more: Any) -> ContrastiveLoss:
@@ -70,23 +70,13 @@ def test_state_is_that_of_the_real_loss(name, monkeypatch):
     monkeypatch.setattr(plan, "activation_bytes", lambda *_: (1, 2))  # those of the model take a second
     whole = planned(name)
     for world_size in (1, 4):
-        on_gpu, on_host = whole.training.table_bytes(whole.of_sample, world_size)
+        row = whole.row(world_size)
         monkeypatch.setattr(distributed, "world_size", lambda size=world_size: size)
         real = training(name).create_loss(whole.embed_dim, samples=1000)
-        assert (whole.replicated + on_gpu, on_host) == (bytes_of(real.state_dict()), 0)
+        assert row.state == bytes_of(real.state_dict())
 
 
-def test_tables_are_planned_where_they_would_lie(tmp_path):
-    def planned_bytes(world_size: int, samples: int = 1000, **options: str) -> tuple[int, int]:
-        return training("fastclip-v2", options=options, samples=samples).table_bytes((8, 24), world_size)
-
-    assert planned_bytes(4, state_device="model") == (250 * 32, 0)
-    assert planned_bytes(4, state_device="cpu") == (0, 250 * 32)
-    assert planned_bytes(8, samples=10**9) == (10**9, 3 * 10**9)
-    assert planned_bytes(1, state_dir=str(tmp_path)) == (0, 32_000)
-
-
-def _counted(name: str, state_device: str = "auto") -> dict[str, int]:
+def _counted(name: str) -> dict[str, int]:
     """One of two ranks: trains some steps with a loss and counts what goes through ``torch.distributed``."""
     counts: Counter = Counter()
     isend = dist.isend
@@ -106,7 +96,7 @@ def _counted(name: str, state_device: str = "auto") -> dict[str, int]:
 
         return call
 
-    loss = create(name, **({} if state_device == "auto" else {"state_device": state_device}))
+    loss = create(name)
     model = tiny_model()
     prepare(model, loss)
     optimizer = create_optimizer(model, OPTIMIZER, loss.logit_scale_lr, loss.model_head())
@@ -129,12 +119,6 @@ def test_communication_is_what_two_ranks_send(name):
         assert {kind: round(steps * size) for kind, size in exchanged.items()} == {k: v for k, v in rank.items() if v}
     assert exchanged
     assert dry_run(lambda: create(name), BATCH, WIDTH, 1).exchanged == {}
-
-
-def test_ranks_with_tables_on_the_host_tell_one_another_the_index():
-    gathered = dry_run(lambda: create("fastclip-v2"), BATCH // 2, WIDTH, 2).exchanged[ALL_GATHER]
-    gathered += BATCH * torch.int64.itemsize
-    assert [rank[ALL_GATHER] for rank in two_ranks().run(_counted, "fastclip-v2", "cpu")] == [gathered] * 2
 
 
 def test_what_a_rank_sends_in_a_ring():
@@ -187,27 +171,22 @@ def rows(text: str) -> dict[int, list[str]]:
 def test_a_plan_for_a_billion_samples(capsys):
     plan.main([*COMMAND, "--loss", "fastclip"])
     text = capsys.readouterr().out
-    assert "n = 1,000,000,000, global batch 5120, 64 ranks, 8 a node" in text
+    assert "n = 1,000,000,000, global batch 5120, 64 ranks" in text
     table = rows(text)
     assert list(table) == [2**power for power in range(11)]
     assert table[64][1] == "80"
     # Gathered: 2·B·d values, 2·B scalars, B indices; reduced: 2·B scalars, the guard's verdict of 2. B = 5120, d = 64.
     gathered, reduced = (2 * 5120 * 64 + 2 * 5120) * 4 + 5120 * 8, 2 * 5120 * 4 + 2 * 4
-    assert float(table[64][8]) == pytest.approx((gathered + 2 * reduced) * 63 / 64 / 2**20, abs=0.01)
+    assert float(table[64][7]) == pytest.approx((gathered + 2 * reduced) * 63 / 64 / 2**20, abs=0.01)
     assert "WARNING" not in text
 
 
 def test_what_does_not_fit_is_said(capsys):
-    limits = ["--gpu-memory", "0.01", "--host-memory", "16", "--state-device", "cpu"]
-    plan.main([*COMMAND, "--loss", "fastclip-v2", *limits])
+    plan.main([*COMMAND, "--loss", "fastclip-v2", "--gpu-memory", "0.5"])
     text = capsys.readouterr().out
     assert "WARNING: 64 ranks: a GPU needs" in text and "does not fit" in text
-    assert float(rows(text)[1][7]) == pytest.approx(32e9 / 2**30, abs=0.01)
-    gib, options = 2**30, {"state_device": "cpu"}
-    for host, words in ((512, []), (16, ["29.802 GiB of its memory, it has 16.000: take more nodes, or --state-dir"])):
-        found = planned("fastclip-v2", 2, Memory(80 * gib, host * gib), options=options, samples=10**9)
-        warnings = found.warnings(found.asked)
-        assert len(warnings) == len(words) and all(word in warnings[0] for word in words)
+    assert "0.466 GiB a GPU (29.802 GiB in all, 32 bytes each)" in text
+    assert float(rows(text)[1][4]) == pytest.approx(32e9 / 2**30, abs=0.01)
 
 
 def test_the_plan_says_which_batch_fits(capsys, monkeypatch):
@@ -229,7 +208,7 @@ def test_the_plan_says_which_batch_fits(capsys, monkeypatch):
         (["--model", "ViT-B-17"], "--model ViT-B-17: expected one of"),
         (["--loss", "neuclip", "--gamma", "0.5"], "gamma=: not used by the loss 'neuclip"),
         (["--world-size", "48"], "cannot be divided into 48 equal parts"),
-        (["--host-memory=-1"], "--host-memory: -1: expected a positive number of GB"),
+        (["--gpu-memory=-1"], "--gpu-memory: -1: expected a positive number of GB"),
     ],
 )
 def test_mistakes_are_named(arguments, message, monkeypatch, capsys):

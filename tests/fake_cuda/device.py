@@ -4,13 +4,11 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import itertools
 import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,9 +17,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-
-from openclip_ext.state import host_table
-from openclip_ext.state.host_table import HostTable
 
 _SOURCE = Path(__file__).with_name("device.cpp")
 CUDA = torch.device("cuda", 0)
@@ -60,80 +55,27 @@ def start_autograd() -> None:
         device.leave()
 
 
-# Of each device, the stream that work goes to.
-_current: dict[torch.device, "FakeStream"] = {}
-_clock = itertools.count(1)
-
-
 class FakeStream:
-    """A stream of a device, which knows what it is ordered behind; the host never waits for it.
+    """The only stream of a device."""
 
-    Attributes:
-        seen: of other streams, the time until which their work is done when this one's goes on.
-        kept: the memory that is not given away before this stream has used it (``record_stream``), by address. Holding
-            it keeps its address from being another tensor's later.
-    """
-
-    def __init__(self, device: Any = None, **options: Any) -> None:
+    def __init__(self, device: Any = None) -> None:
         self.device = torch.device("cuda", 0 if device is None else torch.device(device).index or 0)
-        self.seen: dict[FakeStream, int] = {}
-        self.kept: dict[int, torch.UntypedStorage] = {}
-
-    def wait_stream(self, other: "FakeStream") -> None:
-        """Order this stream behind another one."""
-        self.seen[other] = next(_clock)
-
-    def wait_event(self, event: "FakeEvent") -> None:
-        """Order this stream behind an event."""
-        assert event.stream is not None, "the event was not recorded"
-        self.seen[event.stream] = max(self.seen.get(event.stream, 0), event.time)
-
-    def __enter__(self) -> "FakeStream":
-        self._outer, _current[self.device] = current_stream(self.device), self
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        _current[self.device] = self._outer
 
 
 class FakeEvent:
-    """An event, which remembers the stream it was recorded on, and when."""
+    """An event, which remembers the stream it was recorded on."""
 
     recorded: "list[FakeEvent]" = []  # noqa: RUF012
 
     def __init__(self, **options: Any) -> None:
         self.stream: FakeStream | None = None
-        self.time = 0
 
     def record(self, stream: FakeStream | None = None) -> None:
-        self.stream, self.time = stream or current_stream(), next(_clock)
+        self.stream = stream or FakeStream()
         FakeEvent.recorded.append(self)
 
     def synchronize(self) -> None:
         """Return at once."""
-
-    def query(self) -> bool:
-        return True
-
-
-def current_stream(device: Any = None) -> FakeStream:
-    """The device's stream, of the first device by default."""
-    device = torch.device("cuda", 0 if device is None else torch.device(device).index or 0)
-    return _current.setdefault(device, FakeStream(device))
-
-
-def memory_of(tensor: Tensor) -> int:
-    """What views of a tensor share."""
-    return tensor.untyped_storage()._cdata
-
-
-def _record_stream(tensor: Tensor, stream: FakeStream) -> None:
-    stream.kept[memory_of(tensor)] = tensor.untyped_storage()
-
-
-def now() -> int:
-    """The time, as events have it."""
-    return next(_clock)
 
 
 class _Generator:
@@ -147,21 +89,6 @@ class _Generator:
 
 
 _REAL_GENERATOR = torch.Generator
-
-
-def _gather(table: HostTable, slots: Tensor, pinned: bool = False) -> "Future[Tensor]":
-    assert slots.device.type == "cpu", "the host reads rows by their positions on the host"
-    rows: Future[Tensor] = Future()
-    rows.set_result(torch.empty((len(slots), table._stored.shape[1]), dtype=table._stored.dtype))
-    return rows
-
-
-def _scatter(table: HostTable, slots: Tensor, rows: Tensor, among: Tensor | None = None, keep: bool = False) -> None:
-    host_table._on_host(slots, rows)
-
-
-def _take_back(table: HostTable, unless: Tensor) -> None:
-    host_table._on_host(unless)
 
 
 def _without_pinning(function: Any) -> Any:
@@ -179,8 +106,7 @@ def fake_cuda() -> Iterator[None]:
     device = library()
     cuda = {
         "Event": FakeEvent,
-        "Stream": FakeStream,
-        "current_stream": current_stream,
+        "current_stream": FakeStream,
         "current_device": lambda: 0,
         "device_count": lambda: 2,
         # torch.tensor() would ask the driver for memory otherwise: Lightning lets is_available() go by device_count().
@@ -188,7 +114,6 @@ def fake_cuda() -> Iterator[None]:
         "is_bf16_supported": lambda *args, **options: True,
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda state, device=None: None,
-        "stream": lambda stream: stream,
     }
     with contextlib.ExitStack() as stack:
         for name, value in cuda.items():
@@ -196,14 +121,7 @@ def fake_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(torch, "empty", _without_pinning(torch.empty)))
-        stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda tensor, *args: tensor.clone()))
-        stack.enter_context(mock.patch.object(Tensor, "record_stream", _record_stream))
-        stack.enter_context(mock.patch.object(HostTable, "gather", _gather))
-        stack.enter_context(mock.patch.object(HostTable, "scatter", _scatter))
-        stack.enter_context(mock.patch.object(HostTable, "take_back", _take_back))
         stack.enter_context(mock.patch.object(FakeEvent, "recorded", []))
-        # New streams: they know nothing of memory that another test used.
-        stack.enter_context(mock.patch.dict(_current, clear=True))
         device.enter()
         stack.callback(device.leave)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import openclip_ext
-from tests.fake_cuda.device import FakeStream, current_stream, memory_of, now
 
 _PACKAGE = Path(openclip_ext.__file__).parent
 # These compute a size, share memory or reserve some: no kernel runs.
@@ -41,8 +40,6 @@ class Launches(TorchDispatchMode):
     Attributes:
         number: operations that launch a kernel or a copy.
         waits: what would make the host wait, with the places in the package that asked for it, innermost first.
-        races: operations on a stream with what another stream made, which it is not ordered behind, or whose memory may
-            have been given away.
         unknown_waits: those that are not among :data:`KNOWN_WAITS`.
     """
 
@@ -54,9 +51,6 @@ class Launches(TorchDispatchMode):
         """Forget what was seen."""
         self.number = 0
         self.waits: Counter[str] = Counter()
-        self.races: Counter[str] = Counter()
-        # Of memory: what holds it, by which stream it was written last, and when.
-        self._written: dict[int, tuple[Any, FakeStream, int]] = {}
 
     @property
     def unknown_waits(self) -> dict[str, int]:
@@ -75,27 +69,11 @@ class Launches(TorchDispatchMode):
         if name == "_local_scalar_dense" and on_cuda:
             # Any value will do, so that all waits of a step are found, not the first only.
             return True if args[0].dtype == torch.bool else 1
-        for tensor in inputs:
-            if tensor.is_cuda:
-                self._check_order(name, tensor)
         out = op(*args, **kwargs)
-        for tensor in _tensors(out):
-            if tensor.is_cuda and not op.is_view:
-                self._written[memory_of(tensor)] = tensor.untyped_storage(), current_stream(tensor.device), now()
         launches = not (op.is_view or _NO_KERNEL.fullmatch(name))
         if launches and (on_cuda or any(tensor.is_cuda for tensor in _tensors(out))):
             self.number += 1
         return out
-
-    def writer(self, tensor: Tensor) -> FakeStream:
-        """The stream that made a tensor."""
-        return self._written[memory_of(tensor)][1]
-
-    def _check_order(self, name: str, tensor: Tensor) -> None:
-        stream = current_stream(tensor.device)
-        _, writer, time = self._written.get(memory_of(tensor), (None, stream, 0))
-        if writer is not stream and (stream.seen.get(writer, 0) <= time or memory_of(tensor) not in stream.kept):
-            self.races[f"{name} at {_caller()}"] += 1
 
 
 def _waits(name: str, args: Any, kwargs: Any, on_cuda: bool) -> Iterator[str]:

@@ -31,8 +31,6 @@ _MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "queueclip-per-sample": ("queueclip", {"prototypes": 9, "temperature_scheme": "per-sample"}),
     "queueclip-predicted": ("queueclip", {"prototypes": 9, "temperature_scheme": "predicted"}),
     "amorlip-local": ("amorlip", {}),
-    "fastclip-host": ("fastclip", {"state_device": "cpu"}),
-    "fastclip-v2-host": ("fastclip-v2", {"state_device": "cpu"}),
 }
 # On a device they are like another loss; each has its own bound.
 LIKE_ANOTHER = {"siglip", "fastclip", "fastclip-v0", "fastclip-v1", "fastclip-v3", "sogclr", "isogclr"}
@@ -75,8 +73,6 @@ def call(loss: ContrastiveLoss, form: Form = PLAIN) -> None:
     images, texts = (torch.empty(BATCH, WIDTH, dtype=form.dtype, device=device).requires_grad_() for _ in range(2))
     logit_scale, logit_bias = (torch.empty((), device=device).requires_grad_() for _ in range(2))
     index = torch.empty(BATCH, dtype=torch.int64, device=form.index_device or device)
-    if loss.needs_index:
-        loss.prefetch(torch.empty(BATCH, dtype=torch.int64, device="cpu"))
     positives = {"positives": index} if loss.needs_positives else {}
     scale = logit_scale if form.scale is None else form.scale
     with torch.autocast("cuda", form.autocast, enabled=form.autocast is not None):

@@ -33,7 +33,7 @@ def updated(text: str) -> str:
 
 
 # Options of many losses that are flags of OpenCLIP's, or have a page: equal-captions.md, scale.md.
-ELSEWHERE = ("equal_captions", "epochs", "state_device", "state_dir", "seed")
+ELSEWHERE = ("equal_captions", "epochs", "seed")
 
 
 def _table(losses: list[str]) -> str:

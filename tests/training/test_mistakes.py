@@ -54,7 +54,7 @@ MISTAKES = [
     ("--loss neuclip --temperature 14", "For a logit scale of 14 give --temperature 0.07143"),
     ("--loss neuclip --temperature-min 0.5 --temperature-max 0.2", "is larger than --temperature-max 0.2"),
     ("--loss neuclip --hard-share 2", "--hard-share: '2': expected a number > 0, at most 1"),
-    ("--loss fastclip --state-device gpu", "--state-device: 'gpu': expected one of auto, model, cpu"),
+    ("--loss fastclip --gamma-schedule linear", "--gamma-schedule: 'linear': expected one of constant, cosine"),
     ("--loss neuclip --siglip", "--siglip and --loss neuclip contradict each other"),
     ("--recipe cc3", "did you mean cc3m?"),
     ("--max-bad-fraction 5%", "--max-bad-fraction: '5%': expected a number >= 0, at most 1"),

@@ -24,7 +24,6 @@ from tests.training.runs import (
 EARLY, LATE = 3, 8
 TWO_WORKERS = ("--workers", "2")
 FEW_BAD = ("--max-bad-fraction", "0.1")
-HOST_TABLES = ["fastclip", "fastclip-v2"]
 # On two ranks these have no state of their own, or that of another loss here.
 ON_ONE_RANK = ("openclip", "siglip", "simclr", "isogclr", "fastclip-v0", "fastclip-v1", "fastclip-v3", "queueclip")
 ON_TWO_RANKS = [loss for loss in LOSS_FLAGS if loss not in ON_ONE_RANK]
@@ -126,32 +125,20 @@ def test_a_run_with_too_many_bad_samples_is_saved_before_it_ends(whole, damaged_
     assert_same_run(tmp_path / "run", whole(damaged_shards, "fastclip", *FEW_BAD))
 
 
-@pytest.mark.parametrize(("loss", "more"), [("fastclip", TWO_WORKERS), ("fastclip-v2", ())])
-def test_tables_on_the_host_are_the_same_run(whole, shards, tmp_path, loss, more):
-    """In a file and resumed in memory, against a table with the model and no interruption; with workers that fork."""
-    resumed = small_command(shards, tmp_path, "resumed", loss, *more, "--resume", "latest")
-    assert run([*resumed, "--state-dir", str(tmp_path)], stop_after=LATE) == EXIT_AFTER_SIGTERM
-    assert run([*resumed, "--state-device", "cpu"]) == 0
-    assert_same_run(tmp_path / "resumed", whole(shards, loss, *more))
-
-
 @pytest.fixture(scope="module")
 def two_rank_runs(shards, damaged_shards, tmp_path_factory):
     """All runs in one pair of processes: starting them costs more than the runs."""
     folder = tmp_path_factory.mktemp("two_ranks")
     runs = []
 
-    def plan(name, loss, stops, *more, shards=shards, first=(), last=()):
+    def plan(name, loss, stops, *more, shards=shards):
         argv = small_command(shards, folder, name, loss, "--batch-size", "8", "--resume", "latest", *more)
-        runs.extend({"argv": [*argv, *first], "stop_after": stop, "status": EXIT_AFTER_SIGTERM} for stop in stops)
-        runs.append({"argv": [*argv, *last]})
+        runs.extend({"argv": argv, "stop_after": stop, "status": EXIT_AFTER_SIGTERM} for stop in stops)
+        runs.append({"argv": argv})
 
     for loss in ON_TWO_RANKS:
         plan(f"{loss}-whole", loss, ())
         plan(f"{loss}-resumed", loss, (LATE,))
-    for loss in HOST_TABLES:
-        in_file = ("--state-dir", str(folder))
-        plan(f"{loss}-host-resumed", loss, (LATE,), first=("--state-device", "cpu"), last=in_file)
     for loss in ("fastclip", "neuclip"):
         argv = small_command(shards, folder, f"{loss}-from-one", loss, "--resume", "latest")
         assert run(argv, stop_after=EARLY) == EXIT_AFTER_SIGTERM
@@ -167,9 +154,9 @@ def test_bad_samples_on_two_ranks(two_rank_runs):
     assert_bad_samples_are_counted(two_rank_runs / "bad-whole")
 
 
-@pytest.mark.parametrize("name", [*ON_TWO_RANKS, *(f"{loss}-host" for loss in HOST_TABLES)])
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_two_ranks(two_rank_runs, name):
-    assert_same_run(two_rank_runs / f"{name}-resumed", two_rank_runs / f"{name.removesuffix('-host')}-whole")
+    assert_same_run(two_rank_runs / f"{name}-resumed", two_rank_runs / f"{name}-whole")
 
 
 @pytest.mark.parametrize("loss", ["fastclip", "neuclip"])

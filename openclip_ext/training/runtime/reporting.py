@@ -233,7 +233,6 @@ class Reporter:
 
 def announce(
     identity: RunIdentity,
-    loss_options: Mapping[str, Any],
     model: nn.Module,
     loss: ContrastiveLoss,
     steps_per_epoch: int,
@@ -254,13 +253,9 @@ def announce(
         f"Data: {identity.num_samples} samples, {steps_per_epoch} steps of {global_batch} an epoch, {epochs} epochs"
     )
     logging.info(
-        f"Loss {identity.loss}: state {(state.replicated + state.with_model) / 2**20:.1f} MiB on this rank, "
+        f"Loss {identity.loss}: state {sum(state) / 2**20:.1f} MiB on this rank, "
         f"similarities {similarities / 2**20:.1f} MiB a step"
     )
-    if state.on_host:
-        folder = loss_options.get("state_dir")
-        place = f"a file in {folder}" if folder else "the host's memory"
-        logging.info(f"State of each sample: {state.on_host / 2**20:.1f} MiB of this rank, in {place}")
     logging.info(f"InfoNCE at chance is ln {candidates} = {math.log(candidates):.4f}")
 
 

@@ -20,13 +20,12 @@ import openclip_ext
 from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.files import json_lines
-from openclip_ext.losses.options import PLACEMENT_OPTIONS
 from openclip_ext.training.config import RunFolderConfig
 
 # Flags and options that say how a run is started and not what it does.
 _NOT_COMPARED = {
     "resume", "logs", "name", "log_path", "checkpoint_path", "tensorboard_path", "device", "distributed", "rank", "local_rank",
-    "world_size", "workers", "log_every_n_steps", "debug", *PLACEMENT_OPTIONS,
+    "world_size", "workers", "log_every_n_steps", "debug",
 }  # fmt: skip
 # Says in the run's folder, beside ``checkpoints/``, that the run has saved one.
 SAVED = ".saved"
