@@ -25,8 +25,8 @@ from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training.checkpoint import checkpoint as ckpt
-from openclip_ext.training.checkpoint.checkpoint import Checkpoint
+from openclip_ext.training import checkpoint as ckpt
+from openclip_ext.training.checkpoint import Checkpoint
 from openclip_ext.training.config import ModelConfig, model_config
 
 

@@ -25,7 +25,7 @@ from openclip_ext.files import json_lines
 from openclip_ext.files.writing import output_path
 from openclip_ext.losses.heads import read_heads
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training.checkpoint import checkpoint as ckpt
+from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training.config import ModelConfig
 from openclip_ext.training.model import MODEL_CONFIG
 

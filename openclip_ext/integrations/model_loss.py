@@ -12,7 +12,7 @@ from openclip_ext.cli.errors import one_line
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.indexed import INDEX
 from openclip_ext.files.schema import read_as
-from openclip_ext.training.checkpoint.table_files import restore_table
+from openclip_ext.training.checkpoint.tables import restore_table
 from openclip_ext.training.model import prepare_for
 from openclip_ext.training.optimizer import LOGIT_SCALE
 from openclip_ext.training.validation import symmetric_cross_entropy

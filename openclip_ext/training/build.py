@@ -1,6 +1,7 @@
 """Build the trainer of a run from its configuration: the parts, in the order of the data flow."""
 
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,13 +9,12 @@ from torch import nn
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.similarities import chunk_bytes
 from openclip_ext.data.loader.build import build_train_loader
 from openclip_ext.data.loader.train_loader import TrainLoader
+from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training import parallel
-from openclip_ext.training.checkpoint import checkpoint as ckpt
-from openclip_ext.training.checkpoint import resume
-from openclip_ext.training.checkpoint.checkpoint import Position, RunIdentity
-from openclip_ext.training.checkpoint.resume import Start
+from openclip_ext.training.checkpoint import Position, RunIdentity, Start
 from openclip_ext.training.checks import check_combination, other_batch
 from openclip_ext.training.config import LossConfig, TrainingConfig
 from openclip_ext.training.model import (
@@ -27,9 +27,9 @@ from openclip_ext.training.model import (
 )
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, full_name, logit_scale_lr
 from openclip_ext.training.runtime import run_folder
-from openclip_ext.training.runtime.reporting import Reporter, announce
+from openclip_ext.training.runtime.reporting import Reporter
 from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
-from openclip_ext.training.trainer import Trainer
+from openclip_ext.training.trainer import Trainer, stateful_parts
 from openclip_ext.training.validation import build_evaluators
 
 
@@ -57,18 +57,21 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
     optimizer = create_optimizer(model, config.optimizer, temperature_lr, loss.model_head())
     scaler = gradient_scaler(config.step.precision, built.device)
     identity = _identity(config, loader)
-    position = resume.restore(start.checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
-    loader.check_progress(position.progress)
+    position = ckpt.restore(start.checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
     steps_left = steps_per_epoch * (config.length.epochs - position.epoch) - position.step_in_epoch
     if distributed.is_master():
         _tell(config, start, identity, position, steps_left)
         if folder is not None:
             _begin_folder(config, folder, position, start, trains=steps_left > 0)
-    announce(identity, built.model, loss, steps_per_epoch, config.length.epochs)
-    ema = resume.restore_ema(start.checkpoint, model, config.step.model_ema_decay)
+    _announce(identity, built.model, loss, steps_per_epoch, config.length.epochs)
+    ema = ckpt.restore_ema(start.checkpoint, model, config.step.model_ema_decay)
     settings = StepSettings.of(config.step, built.device, built.images.normalize)
+    step = TrainStep(parallel.compiled(model, config.parallel), loss, optimizer, settings, scaler, ema)
+    if start.checkpoint is not None:
+        for name, part in stateful_parts(step, loader).items():
+            part.load_state_dict(start.checkpoint.parts.get(name, {}))
     return Trainer(
-        step=TrainStep(parallel.compiled(model, config.parallel), loss, optimizer, settings, scaler, ema),
+        step=step,
         loader=loader,
         schedule=create_schedule(config.schedule, optimizer, steps_per_epoch, temperature_lr),
         length=config.length,
@@ -140,10 +143,38 @@ def _begin_folder(config: TrainingConfig, folder: Path, position: Position, star
         write_model_config(config.model, folder)
     if start.checkpoint is None:
         (folder / run_folder.SAVED).unlink(missing_ok=True)
-    resume.cut_logs(folder, position)
+    ckpt.cut_logs(folder, position)
     ckpt.remove_leftovers(folder / "checkpoints", spared=start.unreadable)
     if start.checkpoint is not None:
         # The run may have been killed after its last save and before it removed those that the save had overtaken.
         ckpt.remove_older_mid_epoch(folder / "checkpoints", kept=start.checkpoint.path, spared=start.unreadable)
     if config.copy_codebase:
         run_folder.copy_codebase(folder)
+
+
+def _announce(
+    identity: RunIdentity,
+    model: nn.Module,
+    loss: ContrastiveLoss,
+    steps_per_epoch: int,
+    epochs: int,
+) -> None:
+    """Say what will be trained, on how much, and what the loss will take."""
+    if not distributed.is_master():
+        return
+    global_batch = identity.global_batch
+    local_batch = global_batch // distributed.world_size()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    state = loss.state_size()
+    similarities = chunk_bytes(loss.views * local_batch, loss.views * global_batch)
+    candidates = loss.views * (global_batch - 1) + 1
+    logging.debug(f"Model:\n{model}")
+    logging.info(f"Model {identity.model}: {parameters / 1e6:.1f} M parameters")
+    logging.info(
+        f"Data: {identity.num_samples} samples, {steps_per_epoch} steps of {global_batch} an epoch, {epochs} epochs"
+    )
+    logging.info(
+        f"Loss {identity.loss}: state {sum(state) / 2**20:.1f} MiB on this rank, "
+        f"similarities {similarities / 2**20:.1f} MiB a step"
+    )
+    logging.info(f"InfoNCE at chance is ln {candidates} = {math.log(candidates):.4f}")

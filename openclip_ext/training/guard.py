@@ -8,6 +8,7 @@ conditional on the device, and the host learns of a skipped step some steps late
 import copy
 import math
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,14 @@ class StepGuard:
         self._pending: deque[_Pending] = deque()
         self.skipped = 0
         self.in_a_row = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number of steps that changed nothing, as the host knows it."""
+        return {"skipped": self.skipped}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the number of steps that changed nothing; 0 if the state does not say."""
+        self.skipped = state_dict.get("skipped", 0)
 
     # --- before the step is judged ----------------------------------------------------------------------------------
 

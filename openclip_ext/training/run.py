@@ -18,11 +18,9 @@ from openclip_ext.data.loader.workers import WorkerError
 from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.losses.heads import read_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training.build import build_trainer
-from openclip_ext.training.checkpoint import checkpoint as ckpt
-from openclip_ext.training.checkpoint import resume
-from openclip_ext.training.checkpoint.checkpoint import Checkpoint, Position
-from openclip_ext.training.checkpoint.resume import Start
+from openclip_ext.training.checkpoint import Checkpoint, Position, Start
 from openclip_ext.training.checks import check, check_device
 from openclip_ext.training.config import TrainingConfig, for_processes
 from openclip_ext.training.model import BuiltModel, build_model, loading_line, with_loss_options
@@ -53,7 +51,7 @@ def run(config: TrainingConfig) -> None:
             run_folder.opened(config.folder) as folder,
             run_folder.synchronised(config.folder),
         ):
-            start = resume.find_start(config.resume, config.folder)
+            start = ckpt.find_start(config.resume, config.folder)
             built = build_model(config.model, device, config.loading.seed)
             if config.data is None:
                 _evaluate_only(config, built, folder, start.checkpoint)
@@ -86,7 +84,7 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
     trainer = build_trainer(config, built, folder, start)
     has_steps_left = trainer.position.epoch < config.length.epochs
     try:
-        trainer.fit(start.checkpoint is not None and resume.lacks_evaluation(folder, trainer.position))
+        trainer.fit(start.checkpoint is not None and ckpt.lacks_evaluation(folder, trainer.position))
     finally:
         trainer.reporter.close()
     if folder is not None and distributed.is_master() and has_steps_left:

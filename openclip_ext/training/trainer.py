@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
@@ -19,9 +20,9 @@ from openclip_ext.data.loader.train_loader import TrainLoader
 from openclip_ext.data.loader.workers import WorkerError
 from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.losses.heads import HEADS_KEY, heads_entry, with_heads
+from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training import parallel
-from openclip_ext.training.checkpoint import checkpoint as ckpt
-from openclip_ext.training.checkpoint.checkpoint import Position, RunIdentity
+from openclip_ext.training.checkpoint import Position, RunIdentity
 from openclip_ext.training.config import RunLength, SavePolicy
 from openclip_ext.training.ema import TRAINED_KEY
 from openclip_ext.training.guard import SkippedStep
@@ -29,7 +30,7 @@ from openclip_ext.training.optimizer import schedule_rate
 from openclip_ext.training.runtime.profiling import profiled
 from openclip_ext.training.runtime.reporting import Reporter, Stopwatch
 from openclip_ext.training.runtime.run_folder import SAVED
-from openclip_ext.training.runtime.signals import Request, SignalRequests, say_after_torchrun
+from openclip_ext.training.runtime.signals import Request, SignalRequests
 from openclip_ext.training.step import Batch, TrainStep
 from openclip_ext.training.validation import ScheduledEvaluator, is_best, run_evaluators
 
@@ -47,6 +48,11 @@ class TrainingDiverged(RuntimeError):
 
 class SaveFailed(RuntimeError):
     """The run's last checkpoint could not be written."""
+
+
+def stateful_parts(step: TrainStep, loader: TrainLoader) -> dict[str, Stateful]:
+    """Return the parts of a run, by name, whose state a checkpoint has beside model, optimizer and loss."""
+    return {"loader": loader, "guard": step.guard}
 
 
 @dataclass(eq=False)
@@ -71,11 +77,9 @@ class Trainer:
     unreadable: frozenset[Path] = frozenset()
 
     def __post_init__(self) -> None:
-        self.step.guard.skipped = self.position.skipped
         self.steps_per_epoch = self.loader.batches_per_epoch // self.length.accum_freq
         self.stopwatch = Stopwatch()
         self._last_saved: tuple[str, int] | None = None
-        self.loader.bad.load(self.position.bad)
         self._has_stepped = False
         if self._step_of_schedule > 0:
             # A run that saves before it takes a step, since it was killed at its end, saves the last step's rates.
@@ -132,7 +136,7 @@ class Trainer:
         self.loss.start_epoch(epoch)
         if distributed.is_master():
             logging.info(f"Start epoch {epoch}")
-        batches = self.loader.iterate(epoch, self.position.progress)
+        batches = self.loader.iterate(epoch)
         with self.reporter.epoch(epoch, self.position.step_in_epoch), _without_garbage_collection():
             self.stopwatch.restart()
             # One iterator, taken accum_freq times: the micro-batches of one optimizer step.
@@ -174,7 +178,7 @@ class Trainer:
         due = every > 0 and self.position.step % every == 0
         if request == Request.NOTHING and not due:
             return
-        self._complete_position()
+        self._report_all_skipped()
         self._save_mid_epoch(must_succeed=request == Request.SAVE_AND_STOP)
         self.stopwatch.restart()
         if request == Request.SAVE_AND_STOP:
@@ -182,27 +186,22 @@ class Trainer:
 
     def _stop(self, signals: SignalRequests) -> NoReturn:
         if distributed.is_master():
-            told = f"Stopped by a signal after step {self.position.step}; --resume latest goes on from here."
-            logging.warning(told)
-            say_after_torchrun(told)
+            logging.warning(f"Stopped by a signal after step {self.position.step}; --resume latest goes on from here.")
         raise SystemExit(signals.exit_status)
 
-    def _complete_position(self) -> None:
-        """Bring what is not kept up to date in every step up to date, for a save."""
-        self.position.progress = self.loader.progress()
-        self.position.bad = self.loader.bad.state()
+    def _report_all_skipped(self) -> None:
+        """Learn of the steps until now that changed nothing, before a save."""
         self._report_skipped(self.step.guard.learn(wait=True))
-        self.position.skipped = self.step.guard.skipped
 
     def _save_before_abort(self) -> None:
         """Save the steps of this launch, so that the run can continue with other data or a higher limit."""
         if self._has_stepped and self.position.step_in_epoch > 0:
-            self._complete_position()
+            self._report_all_skipped()
             self._save_mid_epoch(must_succeed=False)
 
     def _give_up(self) -> None:
         """Save the last good state, which is the present one, and end the run."""
-        self._complete_position()
+        self._report_all_skipped()
         self._save_mid_epoch(must_succeed=True)
         raise TrainingDiverged(
             f"{self.step.guard.in_a_row} steps in a row were not finite and changed nothing; the last was step "
@@ -270,8 +269,7 @@ class Trainer:
     def _end_epoch(self) -> None:
         position = self.position
         skipped = self.step.guard.skipped
-        bad = self.loader.bad.state()
-        self.position = Position(position.epoch + 1, position.step, samples=position.samples, skipped=skipped, bad=bad)
+        self.position = Position(position.epoch + 1, position.step, samples=position.samples)
         self.reporter.epoch_end({"step": position.step - 1, "epoch": position.epoch}, self.loader.bad.counts()[0])
         if self.position.epoch == self.length.epochs and skipped == position.step:
             raise TrainingDiverged(
@@ -315,7 +313,15 @@ class Trainer:
             if target in self.unreadable:
                 ckpt.set_aside(target)
             self.unreadable -= {target}
-            path = ckpt.save(policy.folder, name, self._model_file(), self.loss, self.position, self.identity)
+            path = ckpt.save(
+                policy.folder,
+                name,
+                self._model_file(),
+                self.loss,
+                self.position,
+                self.identity,
+                stateful_parts(self.step, self.loader),
+            )
         except OSError as error:
             if must_succeed:
                 raise SaveFailed(f"the last checkpoint {name}.pt could not be saved: {error}") from error

@@ -59,16 +59,16 @@ def test_resuming_is_bitwise_with_bad_samples(data: str, epoch: int, options: di
     first = build_tolerant(data, **options)
     if epoch:
         list(first.iterate(0))
-    known = first.bad.state()
+    known = first.bad.state_dict()
     whole, saves = [], []
     for batch in first.iterate(epoch):
         whole.append(batch)
         saves.append(json.dumps(first.progress()))
-        states = first.bad.state()
+        states = first.bad.state_dict()
     assert first.bad.counts() == (4, 0) and (epoch or len(json.loads(saves[-1])) > 1 or not options)
     for done in range(1, len(whole) + 1, 4 if options else 1):
         loader = build_tolerant(data, **options)
-        loader.bad.load(known if epoch else states)
+        loader.bad.load_state_dict(known if epoch else states)
         assert_equal(list(loader.iterate(epoch, json.loads(saves[done - 1]))), whole[done:])
         assert loader.bad.counts() == (4, 0)
 
@@ -77,10 +77,10 @@ def test_other_layouts_go_on_without_the_bad_samples_that_were_passed(data: str)
     loader = build_tolerant(data, workers=2, batch_size=2)
     batches = loader.iterate(0)
     seen = [next(batches) for _ in range(17)]
-    progress, bad = loader.progress(), loader.bad.state()
+    progress, bad = loader.progress(), loader.bad.state_dict()
     for rank in range(2):
         other = build_tolerant(data, world_size=2, rank=rank, batch_size=3)
-        other.bad.load(bad)
+        other.bad.load_state_dict(bad)
         seen += list(other.iterate(0, progress))
     found = indices(seen)
     assert len(set(found)) == len(found) >= 56 - 6 and set(found).isdisjoint(BAD)

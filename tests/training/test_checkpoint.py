@@ -1,6 +1,7 @@
 """Checkpoints: plain files that a killed or failed save cannot damage."""
 
 import contextlib
+import os
 import random
 from pathlib import Path
 
@@ -10,12 +11,11 @@ import torch
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.state.sharded_table import ShardedTable
-from openclip_ext.training.checkpoint import checkpoint as ckpt
-from openclip_ext.training.checkpoint.checkpoint import Position, RunIdentity
+from openclip_ext.training import checkpoint as ckpt
+from openclip_ext.training.checkpoint import Position, RunIdentity, saving
 from tests.training.runs import contents
 
 IDENTITY = RunIdentity(model="demo-vit", loss="neuclip", optimizer="adamw", num_samples=100, global_batch=8, seed=0)
-PROGRESS = [{"world_size": 1, "workers": 2, "batch_size": 8, "batches": 5}]
 
 
 class SmallLoss(ContrastiveLoss):
@@ -52,7 +52,7 @@ def test_names_sort_in_openclips_natural_order():
 def test_latest_is_the_newest_one(tmp_path):
     assert ckpt.scan(tmp_path).newest is None
     save(tmp_path, Position(1, 10))
-    newest = save(tmp_path, Position(1, 14, 4, PROGRESS))
+    newest = save(tmp_path, Position(1, 14, 4))
     assert ckpt.scan(tmp_path).newest == newest
     assert save(tmp_path, Position(4, 40), name=ckpt.LATEST) == ckpt.scan(tmp_path).newest
 
@@ -75,8 +75,8 @@ def test_a_save_killed_at_any_moment_leaves_the_previous_one(tmp_path, monkeypat
 
         return call
 
-    monkeypatch.setattr(ckpt, "_write_file", mortal(ckpt._write_file))
-    monkeypatch.setattr(ckpt.os, "replace", mortal(ckpt.os.replace))
+    monkeypatch.setattr(saving, "_write_file", mortal(saving._write_file))
+    monkeypatch.setattr(os, "replace", mortal(os.replace))
     with pytest.raises(Killed) if crash_after < 7 else contextlib.nullcontext():
         save(tmp_path, Position(2, 20), name=ckpt.LATEST)
     monkeypatch.undo()
@@ -151,20 +151,10 @@ def test_generators_that_no_save_writes_are_refused_by_name(tmp_path, generators
 
 @pytest.mark.parametrize("key", ["model", "loss", "optimizer", "num_samples", "seed", "global_batch"])
 def test_another_runs_checkpoint_is_refused_by_name(tmp_path, key):
-    checkpoint = ckpt.read(save(tmp_path, Position(1, 14, 4, PROGRESS)))
+    checkpoint = ckpt.read(save(tmp_path, Position(1, 14, 4)))
     ckpt.check_identity(checkpoint, IDENTITY, keeps_samples=False)
     with pytest.raises(UsageError, match=f"{key}: checkpoint {vars(IDENTITY)[key]}, run 77"):
         ckpt.check_identity(checkpoint, RunIdentity(**{**vars(IDENTITY), key: 77}), keeps_samples=True)
-
-
-def test_a_checkpoint_of_an_earlier_version_without_settings_is_read_and_says_so(tmp_path):
-    path = save(tmp_path, Position(1, 10))
-    shared = path.with_suffix(".state") / "step_10" / "shared.pt"
-    content = torch.load(shared, weights_only=True)
-    del content["identity"]["settings"]
-    torch.save(content, shared)
-    (told,) = ckpt.changed_settings(ckpt.read(path), IDENTITY)
-    assert told == f"which ones is not known, as {path} does not say its own"
 
 
 def test_a_state_in_float64_makes_the_loss_float64_and_that_of_another_loss_is_refused(tmp_path):
@@ -185,14 +175,14 @@ def test_a_state_in_float64_makes_the_loss_float64_and_that_of_another_loss_is_r
 
 def test_nodes_that_do_not_share_a_folder_are_told(tmp_path, monkeypatch):
     """The master must not name files that only another node has: nothing could resume from them."""
-    together = ckpt._together
+    together = saving._together
 
     def with_another_node(action, **options):
         results = together(action, **options)
         return [*results, {"rank_0001.pt": "0"}] if isinstance(results[0], dict) else results
 
-    monkeypatch.setattr(ckpt, "_together", with_another_node)
-    monkeypatch.setattr(ckpt, "_NODE_SECONDS", 0.0)
+    monkeypatch.setattr(saving, "_together", with_another_node)
+    monkeypatch.setattr(saving, "_NODE_SECONDS", 0.0)
     with pytest.raises(OSError, match=r"rank_0001\.pt of other nodes not found .* share one --logs folder"):
         save(tmp_path, Position(1, 10))
     assert list(tmp_path.iterdir()) == []
@@ -220,7 +210,7 @@ def test_a_removal_killed_at_any_moment_is_finished_at_the_next_start(tmp_path, 
     def kill(*args, **kwargs):
         raise Killed
 
-    good, other = save(tmp_path, Position(1, 10)), save(tmp_path, Position(0, 4, 4, PROGRESS))
+    good, other = save(tmp_path, Position(1, 10)), save(tmp_path, Position(0, 4, 4))
     before = {name for name in contents(tmp_path) if name.startswith(good.stem)}
     for removal in (lambda: ckpt.remove(other), lambda: ckpt.remove_leftovers(tmp_path)):
         with monkeypatch.context() as patched:

@@ -4,9 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ import torch.distributed as dist
 from openclip_ext import distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.manifest.manifest import Manifest
-from openclip_ext.training.checkpoint import checkpoint
 from openclip_ext.training.runtime import heartbeat, run_folder, signals
 from openclip_ext.training.step import TrainStep
 from openclip_ext.training.trainer import SaveFailed
@@ -138,7 +135,7 @@ def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(shards, whole,
 
     # As a user other than root sees a folder of another one.
     listdir, glob = os.listdir, Path.glob
-    monkeypatch.setattr(checkpoint.os, "listdir", denied)
+    monkeypatch.setattr(os, "listdir", denied)
     monkeypatch.setattr(Path, "glob", lambda path, name: iter(()) if path.name == "checkpoints" else glob(path, name))
     with pytest.raises(UsageError, match=r"cannot look for checkpoints in .*/checkpoints .*Permission denied.* --name"):
         run(small_command(shards, tmp_path, "run", "fastclip", "--resume", "latest"))
@@ -174,7 +171,7 @@ def run_that_loses_its_checkpoints(argv: list[str]) -> str:
                         patched.setattr(Path, name, denied(getattr(Path, name)))
                 return super().__call__(batches, number)
 
-        patched.setattr("openclip_ext.training.run.TrainStep", Losing)
+        patched.setattr("openclip_ext.training.build.TrainStep", Losing)
         with pytest.raises(SaveFailed) as failed:
             run(argv)
         return str(failed.value)
@@ -252,21 +249,6 @@ def test_ctrl_c_saves_like_sigterm(shards, tmp_path, sent, status):
     done = len(losses_of(tmp_path / "run"))
     (path,) = (tmp_path / "run" / "checkpoints").glob("*_step_*.pt")
     assert path.stem.endswith(f"_step_{done}")
-
-
-@pytest.mark.parametrize("ends", [True, False])
-def test_the_last_line_is_said_when_torchrun_has_ended_and_only_then(ends, monkeypatch, capfd):
-    """Nobody has waited for it yet; without an end it has started its trainers again."""
-    with subprocess.Popen(["sleep", "1000"]) as torchrun:
-        if ends:
-            torchrun.kill()
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-        monkeypatch.setattr(os, "getppid", lambda: torchrun.pid)
-        monkeypatch.setattr(signals, "_SAY_AFTER", signals._SAY_AFTER.replace("600", "300" if ends else "2"))
-        monkeypatch.setattr(signals, "subprocess", SimpleNamespace(Popen=subprocess.run))  # which waits for the end
-        signals.say_after_torchrun("saved")
-        assert capfd.readouterr().err == "saved\n" * ends
-        torchrun.kill()
 
 
 @pytest.mark.parametrize("by_torchrun", [False, True])

@@ -16,7 +16,7 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.manifest.manifest import FORMAT, Manifest
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.integrations.model_loss import ModelLoss
-from openclip_ext.training.checkpoint import checkpoint as ckpt
+from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training.config import ReportingConfig, RunFolderConfig
 from openclip_ext.training.runtime.reporting import Reporter
 from openclip_ext.training.runtime.run_folder import opened

@@ -9,8 +9,7 @@ from torch import nn
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.checks import CHECKED_CALLS
-from openclip_ext.training import parallel
-from openclip_ext.training.checkpoint import checkpoint
+from openclip_ext.training import checkpoint, parallel
 from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.optimizer import create_optimizer
 from openclip_ext.training.step import StepSettings, TrainStep

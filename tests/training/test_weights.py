@@ -11,7 +11,7 @@ from torch import nn
 
 from openclip_ext import model_configs
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.training.checkpoint.resume import _load_optimizer
+from openclip_ext.training.checkpoint.restoring import _load_optimizer
 from openclip_ext.training.config import OptimizerConfig, ScheduleConfig
 from openclip_ext.training.ema import TRAINED_KEY, ModelEma
 from openclip_ext.training.lr_scales import depths, lr_scales

@@ -43,12 +43,12 @@ class BadSamples:
         self._num_logged = 0
         self._has_refused = False
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what all ranks know, as plain types for a checkpoint."""
         return {"data": self._source.digest, "found": dict(self._found), "unread": sorted(self._unread)}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state`, unless it belongs to other data."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`, unless it belongs to other data."""
         if state.get("data") == self._source.digest:
             self._found, self._unread = dict(state["found"]), set(state["unread"])
 

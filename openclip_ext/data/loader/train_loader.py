@@ -5,7 +5,7 @@ pass over an epoch.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -78,7 +78,8 @@ class TrainLoader:
         self._interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._requests = BatchRequests(self._layout.workers)
         self._data = EpochData(source, config.seed, self._layout, self.rank, self.bad, self._batches)
-        self._pass = EpochPass(self._data, 0, [])
+        self._pass, self._is_under_way = EpochPass(self._data, 0, []), False
+        self._loaded: Progress = ()
         max_bad = int(max_bad_fraction * self._layout.epoch_samples)
         self._loader: DataLoader[Any] = DataLoader(
             BatchDataset(source, config, decoder, preprocess, tokenizer, self._layout, self.rank, max_bad),
@@ -134,6 +135,20 @@ class TrainLoader:
         self.bad.share()
         return self._pass.progress()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resume needs, as plain types: progress in the epoch and bad samples. All ranks must call it."""
+        return {"progress": self.progress() if self._is_under_way else [], "bad": self.bad.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`; the next :meth:`iterate` goes on there.
+
+        Raises:
+            ValueError: The state is in an epoch of another data set or seed.
+        """
+        self.bad.load_state_dict(state_dict.get("bad", {}))
+        self._loaded = state_dict.get("progress", ())
+        self.check_progress(self._loaded)
+
     @contextmanager
     def interrupted_by(self, interruptible: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
         """Wait for batches inside of a context in which a signal handler may raise :class:`Interrupted`.
@@ -167,7 +182,7 @@ class TrainLoader:
             epoch: Number of the epoch, from 0.
             progress: The part that was seen, from :meth:`progress`: entries ``loader.layout | {"batches": those of each rank,
                 "bad": ...}``. If the last layout is the current one, the same batches follow; otherwise the unseen
-                samples are laid out anew.
+                samples are laid out anew. None: what :meth:`load_state_dict` was given, or nothing.
 
         Yields:
             ``image`` ``(batch_size, ...)``, ``text`` ``(batch_size, L)`` int64, ``index`` ``(batch_size,)`` int64,
@@ -180,8 +195,11 @@ class TrainLoader:
             Interrupted: a signal came while some rank waited, see :meth:`interrupted_by`; all ranks raise it before the same
                 step.
         """
-        self._pass = EpochPass(self._data, epoch, [dict(entry) for entry in progress or ()], self._interruptible)
+        progress, self._loaded = (self._loaded if progress is None else progress), ()
+        self._pass = EpochPass(self._data, epoch, [dict(entry) for entry in progress], self._interruptible)
+        self._is_under_way = True
         yield from self._pass
+        self._is_under_way = False
         self._num_cut += self._pass.num_cut
         self.bad.log_epoch()
         if self._num_cut:

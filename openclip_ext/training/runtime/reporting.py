@@ -11,15 +11,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from openclip_ext import distributed
-from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.contrastive.similarities import chunk_bytes
 from openclip_ext.files import json_lines
-from openclip_ext.training.checkpoint.checkpoint import RunIdentity
 from openclip_ext.training.config import ReportingConfig
 
 # So many logged steps in a row at chance are a collapse, or a start that never was.
@@ -229,34 +225,6 @@ class Reporter:
         if destination not in self._failed:
             self._failed.add(destination)
             logging.warning(f"Cannot write {destination} ({error}); training goes on.")
-
-
-def announce(
-    identity: RunIdentity,
-    model: nn.Module,
-    loss: ContrastiveLoss,
-    steps_per_epoch: int,
-    epochs: int,
-) -> None:
-    """Say what will be trained, on how much, and what the loss will take."""
-    if not distributed.is_master():
-        return
-    global_batch = identity.global_batch
-    local_batch = global_batch // distributed.world_size()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    state = loss.state_size()
-    similarities = chunk_bytes(loss.views * local_batch, loss.views * global_batch)
-    candidates = loss.views * (global_batch - 1) + 1
-    logging.debug(f"Model:\n{model}")
-    logging.info(f"Model {identity.model}: {parameters / 1e6:.1f} M parameters")
-    logging.info(
-        f"Data: {identity.num_samples} samples, {steps_per_epoch} steps of {global_batch} an epoch, {epochs} epochs"
-    )
-    logging.info(
-        f"Loss {identity.loss}: state {sum(state) / 2**20:.1f} MiB on this rank, "
-        f"similarities {similarities / 2**20:.1f} MiB a step"
-    )
-    logging.info(f"InfoNCE at chance is ln {candidates} = {math.log(candidates):.4f}")
 
 
 def _start_wandb(config: ReportingConfig, flags: Mapping[str, Any], folder: Path | None) -> Any:

@@ -4,7 +4,6 @@ import ctypes
 import enum
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,13 +26,6 @@ class Request(enum.IntEnum):
 EXIT_AFTER_SIGTERM = 128 + signal.SIGTERM
 EXIT_AFTER_SIGINT = 128 + signal.SIGINT
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Prints $1 when the process $0 has ended. A zombie has: its parent may read our output to the end before it looks after it.
-# One that lives on for a minute has started its trainers again: nothing has stopped.
-_SAY_AFTER = r"""
-for _ in $(seq 600); do
-  if ! kill -0 "$0" 2>/dev/null || grep -qs "^State:.Z" "/proc/$0/status"; then printf "%s\n" "$1" >&2; break; fi; sleep 0.1
-done
-"""
 
 
 def _under_torchrun() -> bool:
@@ -48,12 +40,6 @@ def end_with_torchrun() -> None:
     """
     if sys.platform == "linux" and _under_torchrun():
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def say_after_torchrun(text: str) -> None:
-    """Print a line when torchrun is gone: stopped by a signal, it prints a page that buries what its trainers have said."""
-    if _under_torchrun() and os.getppid() != 1:  # it is there
-        subprocess.Popen(["sh", "-c", _SAY_AFTER, str(os.getppid()), text], start_new_session=True)
 
 
 class SignalRequests:
