@@ -1,4 +1,4 @@
-"""Marks the slow tests, which tests/slow.txt names; cases of soak tests; fixtures of many files."""
+"""Marks the tests of the second tier, which tests/all.txt names; cases of soak tests; fixtures of many files."""
 
 from pathlib import Path
 
@@ -7,41 +7,47 @@ import pytest
 from tests.soak import SoakCase
 
 
-def slow_tests() -> list[str]:
-    """Return the lines of the list: files, functions and cases."""
-    lines = Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").splitlines()
+def second_tier() -> list[str]:
+    """Return the lines of the list: folders, files, functions and cases."""
+    lines = Path(__file__).with_name("all.txt").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if not line.startswith("#")]
 
 
-def leaves_slow_tests_out(config: pytest.Config) -> bool:
-    return "not slow" in config.getoption("markexpr")
+def _names(item: pytest.Item) -> list[str]:
+    """Return what a line of the list may say to name a test."""
+    file, test = item.nodeid.split("::", 1)
+    folders = [f"{folder}/" for folder in Path(file).parents]
+    return [item.nodeid, f"{file}::{test.partition('[')[0]}", file, *folders]
+
+
+def _leaves_it_out(config: pytest.Config) -> bool:
+    return "not second_tier" in config.getoption("markexpr")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not even import a file of slow tests where they are left out: some import packages for many seconds."""
+    """Do not even import a file of the second tier where it is left out: some import packages that are not there."""
     name = collection_path.relative_to(Path(__file__).parents[1]).as_posix()
-    return True if leaves_slow_tests_out(config) and name in slow_tests() else None
+    return True if _leaves_it_out(config) and {name, f"{name}/"} & {*second_tier()} else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m leave something out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark every test whose file, function or case is a line of the list; of the whole suite, each line must name one."""
-    slow = dict.fromkeys(slow_tests())  # as a set, in order
+    """Mark every test that a line of the list names; of the whole suite, each line must name one."""
+    lines = dict.fromkeys(second_tier())  # as a set, in order
     found = set()
     for item in items:
-        file, test = item.nodeid.split("::", 1)
-        named = slow.keys() & {file, item.nodeid, f"{file}::{test.partition('[')[0]}"}
+        named = lines.keys() & {*_names(item)}
         found |= named
         if named:
-            item.add_marker(pytest.mark.slow)
-    is_whole_suite = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not leaves_slow_tests_out(config)
-    if is_whole_suite and slow.keys() > found:
-        names = ", ".join(sorted(slow.keys() - found))
-        raise pytest.UsageError(f"tests/slow.txt names what is no test (any more): {names}")
+            item.add_marker(pytest.mark.second_tier)
+    is_whole_suite = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not _leaves_it_out(config)
+    if is_whole_suite and lines.keys() > found:
+        names = ", ".join(sorted(lines.keys() - found))
+        raise pytest.UsageError(f"tests/all.txt names what is no test (any more): {names}")
     if hasattr(config, "workerinput"):
         # pytest-xdist hands out whole files in this order: one that takes long must not be the last.
-        places = {file: place for place, file in enumerate(dict.fromkeys(line.partition("::")[0] for line in slow))}
-        items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+        places = {line.partition("::")[0]: place for place, line in enumerate(lines)}
+        items.sort(key=lambda item: min((places[name] for name in _names(item) if name in places), default=len(places)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

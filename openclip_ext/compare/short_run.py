@@ -125,7 +125,7 @@ class PilotRun:
                 self._set_rates(number)
                 self._step(group, number)
                 number += 1
-                self._step.guard.learn()
+                self._step.guard.poll_outcomes()
                 self.diverged = self._step.guard.in_a_row >= length.max_skipped_steps
                 self.seconds += time.perf_counter() - start
                 if self.diverged:

@@ -117,42 +117,38 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     # --- one step ----------------------------------------------------------------------------------------------------
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
-        if self.needs_positives:
-            labels = labels_of(outputs.get("positives"), batch)
-            batch = replace(batch, labels=labels, positives_attract=self.equal_captions == POSITIVE)
-        temperature, objective, normalizer = self.temperature, self.objective, self.normalizer
-        learns_own = self.training and temperature.learns_own
-        needs_tau_gradient = learns_own or temperature.learns_logit_scale
+        batch = self._labelled(batch, outputs)
+        learns_own = self.training and self.temperature.learns_own
         with torch.no_grad():
-            contrast, similarities = self._contrasted(batch, gather=not normalizer.contrasts_locally)
-            estimate = normalizer.step(contrast) if self.training else normalizer.predict(contrast)
-            # An estimate may be anything where a sample does not count. From here on all is finite.
-            alpha = estimate.alpha.masked_fill(contrast.batch.ignored, 0)
-            weight_ratio = log_math.saturating_exp(contrast.log_estimate - alpha)
-            values = contrast.batch.mean(objective.value(contrast, alpha, weight_ratio))
+            contrast, similarities = self._contrasted(batch, gather=not self.normalizer.contrasts_locally)
+            estimate, weight_ratio = self._estimated(contrast)
+            values = contrast.batch.mean(self.objective.value(contrast, estimate.alpha, weight_ratio))
             gradients, gap = self._feature_gradients(
-                contrast, similarities, replace(estimate, alpha=alpha), weight_ratio, needs_tau_gradient
+                contrast, similarities, estimate, weight_ratio, learns_own or self.temperature.learns_logit_scale
             )
-            self._last = _Report.of(contrast, alpha, weight_ratio)
+            self._last = _Report.of(contrast, estimate.alpha, weight_ratio)
         pairs = [(batch.image, gradients[0]), (batch.text, gradients[1])]
         if gap is not None:
-            of_anchors = (contrast.tau, alpha, weight_ratio, contrast.batch.positive)
-            tau, alpha, weight_ratio, positive = (values[..., contrast.batch.local] for values in of_anchors)
-            tau_gradient = objective.tau_gradient(tau, alpha, weight_ratio, positive, gap)
+            tau_gradient = self._tau_gradient(contrast, estimate.alpha, weight_ratio, gap)
             if learns_own:
-                rho = temperature.rho(batch.epoch)
-                regularizer = 0.0 if rho is None else objective.regularizer(rho)
-                temperature.update(contrast, contrast.batch.gather_local(tau_gradient) + regularizer)
-            if temperature.learns_logit_scale:
+                self._update_temperatures(contrast, tau_gradient)
+            if self.temperature.learns_logit_scale:
                 # The mean over this process's anchors.
                 mean = contrast.batch.mean(tau_gradient, contrast.batch.local).mean()
                 pairs.append((batch.logit_scale, contrast.batch.world_size * mean * contrast.batch.scale_to_tau))
-        if self.training and temperature.solves:
-            temperature.solve(contrast)
+        if self.training and self.temperature.solves:
+            self.temperature.solve(contrast)
         return {
             "contrastive_loss": mean_with_gradients(values, *pairs),
             **self._regularizer(contrast, batch.logit_scale),
         }
+
+    def _labelled(self, batch: LocalBatch, outputs: dict[str, Any]) -> LocalBatch:
+        """Return the batch with labels that are equal where captions are, if the loss was asked to heed them."""
+        if not self.needs_positives:
+            return batch
+        labels = labels_of(outputs.get("positives"), batch)
+        return replace(batch, labels=labels, positives_attract=self.equal_captions == POSITIVE)
 
     def _contrasted(self, local: LocalBatch, gather: bool) -> tuple[Contrast, Similarities]:
         """Gather a batch, set its temperatures, and sum over the negatives."""
@@ -163,6 +159,13 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         of_all = None if gather else lambda: self._contrasted(local, gather=True)[0]
         contrast = Contrast(batch, similarities.tau, similarities.log_sums(), self.objective.log_estimate, of_all)
         return contrast, similarities
+
+    def _estimated(self, contrast: Contrast) -> tuple[Estimate, Tensor]:
+        """Return the normalizers' estimate, after its update in training mode, and ``exp(−α)(ε+g)``, ``(2, B)``."""
+        estimate = self.normalizer.step(contrast) if self.training else self.normalizer.predict(contrast)
+        # An estimate may be anything where a sample does not count. From here on all is finite.
+        alpha = estimate.alpha.masked_fill(contrast.batch.ignored, 0)
+        return replace(estimate, alpha=alpha), log_math.saturating_exp(contrast.log_estimate - alpha)
 
     def _feature_gradients(
         self, contrast: Contrast, similarities: Similarities, estimate: Estimate, weight_ratio: Tensor, with_gap: bool
@@ -194,6 +197,18 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         if mean_similarity is None:
             return gradients, None
         return gradients, weight_sum[:, batch.local] * (mean_similarity - batch.positive[..., batch.local])
+
+    def _tau_gradient(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor, gap: Tensor) -> Tensor:
+        """Return the derivative of each of this process's anchors' terms in its temperature, ``(2, B_local)``."""
+        of_anchors = (contrast.tau, alpha, weight_ratio, contrast.batch.positive)
+        tau, alpha, weight_ratio, positive = (values[..., contrast.batch.local] for values in of_anchors)
+        return self.objective.tau_gradient(tau, alpha, weight_ratio, positive, gap)
+
+    def _update_temperatures(self, contrast: Contrast, tau_gradient: Tensor) -> None:
+        """Let a scheme with temperatures of its own learn from the whole batch."""
+        rho = self.temperature.rho(contrast.batch.epoch)
+        regularizer = 0.0 if rho is None else self.objective.regularizer(rho)
+        self.temperature.update(contrast, contrast.batch.gather_local(tau_gradient) + regularizer)
 
     def _regularizer(self, contrast: Contrast, logit_scale: Tensor) -> dict[str, Tensor]:
         batch = contrast.batch

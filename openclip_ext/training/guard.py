@@ -183,7 +183,7 @@ class StepGuard:
 
     # --- what the host learns ---------------------------------------------------------------------------------------
 
-    def learn(self, wait: bool = False) -> list[SkippedStep]:
+    def poll_outcomes(self, wait: bool = False) -> list[SkippedStep]:
         """Return the skipped steps that are new to the host, on all ranks in the same call.
 
         Args:

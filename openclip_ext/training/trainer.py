@@ -159,7 +159,7 @@ class Trainer:
         is_last = position.step_in_epoch + 1 >= self.steps_per_epoch
         is_logged = position.step_in_epoch % self.length.log_every == 0 or is_last
         # Logging waits for the device anyway.
-        skipped = self.step.guard.learn(wait=is_logged)
+        skipped = self.step.guard.poll_outcomes(wait=is_logged)
         self._report_skipped(skipped)
         global_batch = distributed.world_size() * sum(len(batch["text"]) for batch in batches)
         position.samples += global_batch
@@ -191,7 +191,7 @@ class Trainer:
 
     def _report_all_skipped(self) -> None:
         """Learn of the steps until now that changed nothing, before a save."""
-        self._report_skipped(self.step.guard.learn(wait=True))
+        self._report_skipped(self.step.guard.poll_outcomes(wait=True))
 
     def _save_before_abort(self) -> None:
         """Save the steps of this launch, so that the run can continue with other data or a higher limit."""

@@ -74,7 +74,7 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
 def run(step: TrainStep, batches: list[Batch]) -> None:
     for number, batch in enumerate(batches):
         step([batch], number)
-        step.guard.learn()  # as the trainer: the host is never more than some steps ahead of a GPU
+        step.guard.poll_outcomes()  # as the trainer: the host is never more than some steps ahead of a GPU
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -31,7 +31,7 @@ _FLAGS = {
     "openclip": ["--local-loss", "--gather-with-grad"],
     "fastclip": ["--gamma-decay-epochs", "2"],
     "fastclip-v1": ["--temperature-scheme=solved", "--temperature=none", "--temperature-queue=24", "--rho=1"],
-    "amorlip": ["--fit-every", "2", "--target-every", "2"],
+    "amorlip": ["--fit-every", "2", "--loss-option=target_every=2"],
     "neuclip": ["--prototypes", "24", "--normalizer-updates", "2", "--restart-every", "4"],
     "queueclip": ["--prototypes", "24"],
     "sogclr": ["--views", "2"],

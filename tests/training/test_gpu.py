@@ -67,7 +67,7 @@ def test_steps_do_not_wait_and_end_where_the_cpus_end(name, way, device):
         before = everything(training)
         take(training, STEPS, bad=True)
         assert_close(everything(training), before, rtol=0, atol=0)
-        (skipped,) = training.step.guard.learn(wait=True)
+        (skipped,) = training.step.guard.poll_outcomes(wait=True)
         last = training.batch(STEPS)["index"].tolist()[-1:]
         assert (skipped.number, skipped.samples, skipped.are_bad) == (STEPS, last, True)
         take(training, STEPS + 1)

@@ -57,7 +57,7 @@ def changed(name: str, way: Way, spoil: Callable[[Batch], None] = nan_pixel) -> 
     return {
         "by_bad_step": by_bad_step,
         "later": differences(without.state(), run.state()),
-        "skipped": [(step.number, step.samples, step.are_bad) for step in run.step.guard.learn(wait=True)],
+        "skipped": [(step.number, step.samples, step.are_bad) for step in run.step.guard.poll_outcomes(wait=True)],
         "moved": differences(before, run.state()),
         "samples": run.batch(2)["index"].tolist(),
     }
@@ -91,7 +91,7 @@ def test_gradients_that_overflow_are_skipped_and_the_scale_falls():
     run.take(0)
     assert differences(before, run.state()) == []
     assert run.step.scaler.get_scale() == 2.0**39
-    (step,) = run.step.guard.learn()
+    (step,) = run.step.guard.poll_outcomes()
     assert (step.samples, step.are_bad) == (tiny_batch(0)["index"].tolist(), False)
 
 
@@ -102,7 +102,7 @@ def test_the_guard_changes_nothing_in_good_steps():
         for number in range(3):
             item.take(number)
     assert differences(runs[0].state(), runs[1].state()) == []
-    assert all(item.step.guard.learn(wait=True) == [] for item in runs)
+    assert all(item.step.guard.poll_outcomes(wait=True) == [] for item in runs)
 
 
 def test_a_gpu_is_asked_some_steps_later():
@@ -110,13 +110,13 @@ def test_a_gpu_is_asked_some_steps_later():
     run.take(0, all_nan)
     pending = run.step.guard._pending
     pending[0].is_on_host = False  # as of a GPU
-    assert run.step.guard.learn() == []
+    assert run.step.guard.poll_outcomes() == []
     for number in (1, 2):
         run.take(number)
         pending[-1].is_on_host = False
-    assert [step.number for step in run.step.guard.learn()] == [0]
+    assert [step.number for step in run.step.guard.poll_outcomes()] == [0]
     assert (run.step.guard.skipped, run.step.guard.in_a_row) == (1, 1)
-    assert run.step.guard.learn(wait=True) == []
+    assert run.step.guard.poll_outcomes(wait=True) == []
     assert run.step.guard.in_a_row == 0
 
 
