@@ -40,13 +40,12 @@ from openclip_ext.cli import command_line
 from openclip_ext.compare import decoded_data as cache
 from openclip_ext.compare.decoded_data import Cache, PilotData, Tokens
 from openclip_ext.compare.process_pool import ProcessPool
-from openclip_ext.compare.results import ResultsFile
-from openclip_ext.compare.runs import Contest, Results, Run
+from openclip_ext.compare.runs import Contest, Results, ResultsFile, Run
 from openclip_ext.compare.short_run import PilotRun, versions
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.diagnostics.estimation_error import measure
 from openclip_ext.evaluation.ranks import ranks_of_best_match
-from openclip_ext.files.writing import output_path
+from openclip_ext.files.writing import held, output_path
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import flags
 from openclip_ext.training.config import training_config
@@ -289,11 +288,8 @@ def run_all(grid: Mapping[str, Any], data: Path, path: Path, workers: int) -> li
     def keep(name: str, row: dict[str, Any] | None, failure: str) -> None:
         print(f"{describe(results.keep(name, row, failure))}; {len(results.rows)} runs finished", flush=True)
 
-    try:
-        loaded = load_data(data, grid["model"])
-        ProcessPool(workers, "openclip_ext.compare.short_run").work_off(pending_tasks, keep)
-    finally:
-        results.close()
+    loaded = load_data(data, grid["model"])
+    ProcessPool(workers, "openclip_ext.compare.short_run").work_off(pending_tasks, keep)
     return [row["failed"] for row in results.failed.values()]
 
 
@@ -320,7 +316,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--results", type=output_path, required=True, help="file of finished runs; lines are appended")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, each on one core or GPU")
     args = parser.parse_args(argv)
-    failures = run_all(json.loads(args.grid.read_text()), args.data, args.results, args.workers)
+    with held(args.results.parent, f".{args.results.name}.lock"):
+        failures = run_all(json.loads(args.grid.read_text()), args.data, args.results, args.workers)
     if failures:
         sys.exit(f"{len(failures)} runs failed; the same command tries them again")
 

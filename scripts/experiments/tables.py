@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from openclip_ext.cli import command_line
-from openclip_ext.compare.results import read_results
-from openclip_ext.compare.runs import Contest, Results
+from openclip_ext.compare.runs import Contest, Results, read_results
 from openclip_ext.evaluation.statistics import seeds_interval
+from openclip_ext.pages.rendering import markdown_table
 from scripts.experiments.grid import contests, data_digest
 
 # Columns of the table of the test sets, in percent.
@@ -24,11 +24,6 @@ _SHOWN = {
     "R@1": lambda scores: 50 * (scores["image-to-text"] + scores["text-to-image"]),
     "name": lambda scores: 100 * scores["name"],
 }
-
-
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a Markdown table."""
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
 
 
 def with_interval(differences: Sequence[float]) -> str:
@@ -58,7 +53,7 @@ def _format_best(contest: Contest, results: Results, baseline: str) -> str:
         family: {run.seed: results[run.id] for run in contest.best(family, results) if run.id in results}
         for family in contest.families
     }
-    rows = []
+    rows = [["losses", "chosen", *_SHOWN, "R@1, each seed", "τ at the end", "CPU, s"]]
     for family, found in of_family.items():
         if not found:
             rows.append([family, "not tuned yet", *[""] * 5])
@@ -76,7 +71,7 @@ def _format_best(contest: Contest, results: Results, baseline: str) -> str:
         cells.append(f"{statistics.fmean(line['temperature'] for line in lines):.3f}")
         cells.append(f"{statistics.fmean(line['cpu_seconds'] for line in lines):.0f}")
         rows.append([family, *cells])
-    return markdown_table(["losses", "chosen", *_SHOWN, "R@1, each seed", "τ at the end", "CPU, s"], rows)
+    return markdown_table(rows)
 
 
 def _format_tuning(contest: Contest, results: Results) -> str:
@@ -89,7 +84,7 @@ def _format_tuning(contest: Contest, results: Results) -> str:
         for run in runs
         if (line := results.get(run.id)) is not None
     ]
-    return markdown_table(["losses", "setting", "lr", "mean", "name", "τ at the end"], rows)
+    return markdown_table([["losses", "setting", "lr", "mean", "name", "τ at the end"], *rows])
 
 
 def _numbers(setting: Mapping[str, Any]) -> str:

@@ -138,7 +138,7 @@ def test_two_ordinary_runs_are_shown_side_by_side(tmp_path: Path, capsys: pytest
     )
     tables, text = report(tmp_path, first, second)
     settings, course, validation = tables
-    assert settings == [["setting", "openclip", "queueclip"], ["loss", "openclip", "queueclip"]]
+    assert settings == [["settings that differ", "openclip", "queueclip"], ["loss", "openclip", "queueclip"]]
     assert ["samples seen", "1.28k", "1.28k"] in course
     assert validation[1] == ["image_to_text_R@1", "0.3", "0.4, +0.1"]
     assert {"InfoNCE of the batch over samples seen", "image_to_text_R@1 over samples seen"} <= charts_of(text).keys()

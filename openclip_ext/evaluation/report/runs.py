@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from openclip_ext.evaluation.report.training import METRICS_FILE, SUITE_PREFIX, TrainingLog, read_log
 from openclip_ext.evaluation.results import RESULTS_FILE, read_results
 from openclip_ext.evaluation.summary import has_other_size, main_metrics
 from openclip_ext.evaluation.tasks import GROUPS, TASKS
-from openclip_ext.files import json_lines
+from openclip_ext.evaluation.training_log import METRICS_FILE, SUITE_PREFIX, TrainingLog, read_log
 
 _CHECKPOINT_NAME = re.compile(r"epoch_(\d+)(?:_step_(\d+))?$")
 
@@ -131,13 +130,12 @@ def _read_run(path: Path) -> EvaluatedRun:
         raise ValueError(f"{path} does not exist: expected a result file ({RESULTS_FILE}) or a run folder.")
     if (path / RESULTS_FILE).is_file():
         return EvaluatedRun(_name(path), (_from_file(path / RESULTS_FILE, path.name),))
-    records = [line for line in json_lines.read(path / METRICS_FILE) if "step" in line and "epoch" in line]
+    log = read_log(path)
     found = {}
-    for record in records:
-        scores = {key: record.get("evaluation", {}).get(f"{SUITE_PREFIX}{key}") for key in TASKS}
-        scores = {key: score for key, score in scores.items() if score is not None}
+    for one in log.validations:
+        scores = {key: one.values[SUITE_PREFIX + key] for key in TASKS if SUITE_PREFIX + key in one.values}
         if scores:
-            label = f"epoch_{record['epoch']}"
+            label = f"epoch_{one.epoch}"
             found[label] = Checkpoint(label, (scores,), protocols=frozenset({"evaluation during training"}))
     for file in sorted([*path.glob(f"datacomp/*/{RESULTS_FILE}"), *path.glob(f"*/{RESULTS_FILE}")]):
         label = file.parent.name
@@ -145,19 +143,17 @@ def _read_run(path: Path) -> EvaluatedRun:
         # A full evaluation of the checkpoint replaces that during training.
         if label not in found or len(from_file.tasks) >= len(found[label].tasks):
             found[label] = from_file
-    log = read_log(path)
-    if not found and log is None:
+    if not found and not log.steps:
         content = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
         raise ValueError(
             f"{path} is no run folder and has no results: expected {METRICS_FILE}, {RESULTS_FILE} or "
             f"datacomp/CHECKPOINT/{RESULTS_FILE}, found {content}."
         )
-    training = [record for record in records if "loss" in record]
-    placed = [_place(entry, training) for entry in found.values()]
+    placed = [_place(entry, log.steps) for entry in found.values()]
     checkpoints = sorted(
         placed, key=lambda one: (math.inf if one.epoch is None else one.epoch, one.samples or 0, one.label)
     )
-    return EvaluatedRun(path.resolve().name, tuple(checkpoints), () if log is None else (log,))
+    return EvaluatedRun(path.resolve().name, tuple(checkpoints), (log,) if log.steps else ())
 
 
 def _name(folder: Path) -> str:

@@ -7,6 +7,7 @@ import pandas as pd
 
 from openclip_ext.evaluation.report.runs import Checkpoint, EvaluatedRun, Value
 from openclip_ext.evaluation.tasks import AVERAGED, GROUPS, TASKS
+from openclip_ext.pages.rendering import markdown_table
 
 # OpenCLIP's title of the average over 38 tasks.
 OPENCLIP_AVERAGE = "Average perf. on 38 datasets"
@@ -124,9 +125,7 @@ def markdown(runs: Sequence[EvaluatedRun], rows: Sequence[Row]) -> str:
     for is_group in (True, False):
         part = [row for row in rows if row.is_group == is_group]
         if part:
-            head, *body = (" | ".join(_escape(cell.text) for cell in cells) for cells in cell_table(runs, part))
-            rule = "---|" * (head.count(" | ") + 1)
-            lines += ["", f"| {head} |", f"|{rule}", *(f"| {cells} |" for cells in body)]
+            lines += ["", markdown_table([[cell.text for cell in cells] for cells in cell_table(runs, part)])]
     note = size_note(rows)
     return "\n".join([*lines, *(["", note] if note else [])]) + "\n"
 
@@ -176,7 +175,3 @@ def _exact(number: float | None) -> str:
 
 def _name(key: str) -> str:
     return TASKS[key].name if key in TASKS else key
-
-
-def _escape(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
