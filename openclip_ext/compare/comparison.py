@@ -18,17 +18,19 @@ from openclip_ext.cli.options import option_as_words
 from openclip_ext.compare import report, space
 from openclip_ext.compare.config import CompareConfig, parse
 from openclip_ext.compare.data import prepare
-from openclip_ext.compare.decoded_data import DoesNotFit, PilotData, digest
-from openclip_ext.compare.pilot import ComparePilot, unpack_floats
+from openclip_ext.compare.decoded_data import DoesNotFit, PilotData
+from openclip_ext.compare.pilot import ComparePilot, unpack
 from openclip_ext.compare.plan import CONTENDERS, FINALISTS, SEEDS, Costs, Stage, equal_epochs, plan_next, plan_tuning
 from openclip_ext.compare.process_pool import ProcessPool, failure_words
 from openclip_ext.compare.runs import Contest, Results, ResultsFile, Run, score
-from openclip_ext.compare.short_run import versions, warmup_steps
+from openclip_ext.compare.short_run import warmup_steps
 from openclip_ext.data.sources.source import BadDataError
+from openclip_ext.evaluation.results import config_digest
 from openclip_ext.evaluation.statistics import group_numbers, half_width
 from openclip_ext.files import json_lines
 from openclip_ext.files.writing import held, write_atomically
 from openclip_ext.training.config import TrainingConfig
+from openclip_ext.training.runtime.run_folder import versions
 
 # Share of --minutes that is reserved for runs that turn out slower than planned, and share that measuring the pace takes, at
 # most so many seconds.
@@ -39,8 +41,6 @@ _REPORT_SECONDS = 2.0
 # in docs/benchmarks/icons that were 3 points apart at an eighth of their runs, 7 of 100 changed places later; at a quarter it
 # was 7 of 249, which ended at most 1.5 points apart.
 _EARLIEST, _CLEARLY = 0.2, 1.5
-# Version of plan.json and runs.jsonl; folders of other versions are refused.
-_PLAN_FORMAT = 3
 _OTHER = "the folder {} holds a comparison with other {}: choose another --output, or remove the folder"
 
 
@@ -79,7 +79,7 @@ class Comparison:
         self.config, self.deadline = config, deadline
         self.results = ResultsFile(config.folder / "runs.jsonl")
         self.flags = digest_of_flags(config, training)
-        self.context = digest([self.flags, data.digest])
+        self.context = config_digest([self.flags, data.digest])
         self.pilot = ComparePilot(training, data, config.population, config.anchors)
         self.candidates = {loss: space.candidates(loss, config.loss_options) for loss in config.losses}
         self.workers = ProcessPool(config.processes, __name__, self.stop)
@@ -193,12 +193,12 @@ class Comparison:
         self._under_way[name] = so_far
         if so_far["samples"] < _EARLIEST * so_far["epochs"] * so_far["epoch_samples"]:
             return None
-        at, scores = str(so_far["samples"]), unpack_floats(so_far["points"][str(so_far["samples"])])
+        at, scores = str(so_far["samples"]), unpack(so_far["points"][str(so_far["samples"])])
         equal = ("data", "family", "seed", "epochs", "epoch_samples")
         for other in [*self.results.rows.values(), *self._under_way.values()]:
             if at not in other["points"] or any(other[key] != so_far[key] for key in equal):
                 continue
-            ahead = unpack_floats(other["points"][at]) - scores
+            ahead = unpack(other["points"][at]) - scores
             half = half_width(ahead, self._val_groups)
             if half is not None and float(ahead.mean()) > _CLEARLY * half:
                 return {**so_far, "stopped": so_far["samples"], "val": {"mean": so_far["val"]["mean"] - 1}}
@@ -320,7 +320,6 @@ def measured_costs(contest: Contest, losses: Iterable[str], results: Results) ->
 
 def digest_of_flags(config: CompareConfig, training: TrainingConfig) -> str:
     """Return a digest of everything that decides the runs, except the data and each run's own loss and options."""
-    parts: list[Any] = [
-        *(training.model, training.loading, training.optimizer, training.schedule, training.step, training.length)
-    ]
-    return digest([_PLAN_FORMAT, [asdict(part) for part in parts], config.anchors, config.population, versions()])
+    names = ("model", "loading", "optimizer", "schedule", "step", "length")
+    parts = [asdict(getattr(training, name)) for name in names]
+    return config_digest([parts, config.anchors, config.population, versions()])

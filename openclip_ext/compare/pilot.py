@@ -59,7 +59,7 @@ class ComparePilot:
 
         def score(samples: int) -> float:
             reciprocal = reciprocal_ranks(ranks(training, self.data.val))
-            points[str(samples)] = pack_floats(reciprocal)
+            points[str(samples)] = pack(reciprocal)
             stand = {"id": run.id, **asdict(run), "samples": samples, "val": {"mean": float(reciprocal.mean())}}
             seen({**stand, "points": dict(points), "all_seconds": time.perf_counter() - start})
             return recall(ranks(training, self.data.test))
@@ -76,7 +76,7 @@ class ComparePilot:
             "val": {"mean": float(reciprocal_ranks(ranks(training, self.data.val)).mean())},
             "curve": curve,
             "points": points,
-            "hits": {name: pack(of) for name, of in ranks(training, self.data.test, self.data.names).items()},
+            "hits": {name: pack(of == 0) for name, of in ranks(training, self.data.test, self.data.names).items()},
         }
         # This takes as long as a short run, so only the second seed does it, which only the best setting of a loss runs.
         normalizers = self.normalizer_errors(training) if run.seed == SEEDS[1] else None
@@ -175,23 +175,13 @@ def reciprocal_ranks(found: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([(1 + found[name]).reciprocal() for name in RETRIEVAL]).mean(dim=0)
 
 
-def pack(of: Tensor) -> str:
-    """Return a digit for each sample, 1 if the right answer comes first."""
-    return "".join("1" if value == 0 else "0" for value in of.tolist())
-
-
-def unpack(digits: str) -> Tensor:
-    """Undo :func:`pack`; return ``(N,)`` float64 of 0 and 1."""
-    return torch.tensor([float(digit) for digit in digits], dtype=torch.float64)
-
-
-def pack_floats(values: Tensor) -> str:
+def pack(values: Tensor) -> str:
     """Encode values between 0 and 1 as text, to three digits."""
     return base64.b64encode(values.half().numpy().tobytes()).decode()
 
 
-def unpack_floats(packed: str) -> Tensor:
-    """Undo :func:`pack_floats`."""
+def unpack(packed: str) -> Tensor:
+    """Undo :func:`pack`; return ``(N,)`` float64."""
     return torch.frombuffer(bytearray(base64.b64decode(packed)), dtype=torch.float16).double()
 
 

@@ -80,13 +80,13 @@ class Contest:
 
     def decided(self, results: Results) -> list[Run]:
         """Return all decided runs, seed by seed and family by family, so that pairs are complete early."""
-        runs = [
-            ((self.seeds.index(run.seed), place), run)
+        placed = [
+            (self.seeds.index(run.seed), place, run)
             for family in self.families
             for place, of_setting in enumerate(self.by_setting(family, results))
             for run in of_setting
         ]
-        return [run for _, run in sorted(runs, key=lambda entry: entry[0])]
+        return [run for *_, run in sorted(placed, key=lambda entry: entry[:2])]
 
     def pending(self, results: Results) -> list[Run]:
         """Return the runs that can start now, the most urgent first."""
@@ -126,12 +126,11 @@ class ResultsFile:
         """Return the rows of the runs that have ended, well or not."""
         return {**self.rows, **self.failed}
 
-    def keep(self, name: str, row: dict[str, Any] | None, failure: str = "") -> dict[str, Any]:
-        """Append the row of a run that has ended, or note its failure; return the row."""
+    def keep(self, name: str, row: dict[str, Any] | None, failure: str = "") -> None:
+        """Append the row of a run that has ended, or note its failure."""
         if row is None:
             self.failed[name] = {"id": name, "val": {"mean": -1.0}, "failed": failure}
-            return self.failed[name]
+            return
         self.rows[name] = row
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json_lines.dumps(row) + "\n")
-        return row

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import open_clip
 import torch
 from torch import Tensor
 
-from openclip_ext import __version__
 from openclip_ext.cli.command_line import without_warnings
 from openclip_ext.compare.decoded_data import KnownTexts, PilotData
 from openclip_ext.compare.runs import Run
@@ -33,11 +31,6 @@ from openclip_ext.training.step import TrainStep
 _CHUNK = 256
 _CURVE = (0.125, 0.25, 0.5)  # shares of a run at which it is scored, besides its end
 CURVE_POINTS = len(_CURVE) + 1
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that the numbers may depend on."""
-    return {"torch": torch.__version__, "open_clip": open_clip.__version__, "openclip_ext": __version__}
 
 
 def warmup_steps(asked: int, steps: int) -> int:

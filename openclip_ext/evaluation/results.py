@@ -28,7 +28,7 @@ UNKNOWN_RUN = "unknown"
 PROTOCOL = "datacomp-2"
 
 
-def config_digest(config: dict[str, Any]) -> str:
+def config_digest(config: Any) -> str:
     """Return a short digest of anything that JSON can hold."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -39,9 +39,9 @@ from torch import Tensor, nn
 from openclip_ext.cli import command_line
 from openclip_ext.compare import decoded_data as cache
 from openclip_ext.compare.decoded_data import Cache, PilotData, Tokens
-from openclip_ext.compare.process_pool import ProcessPool
+from openclip_ext.compare.process_pool import ProcessPool, failure_words
 from openclip_ext.compare.runs import Contest, Results, ResultsFile, Run
-from openclip_ext.compare.short_run import PilotRun, versions
+from openclip_ext.compare.short_run import PilotRun
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.diagnostics.estimation_error import measure
 from openclip_ext.evaluation.ranks import ranks_of_best_match
@@ -49,6 +49,7 @@ from openclip_ext.files.writing import held, output_path
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import flags
 from openclip_ext.training.config import training_config
+from openclip_ext.training.runtime.run_folder import versions
 from openclip_ext.training.step import Batch
 
 METRICS = ("name", "image-to-text", "text-to-image")
@@ -71,19 +72,15 @@ def contests(grid: Mapping[str, Any], data: str) -> dict[str, Contest]:
     sizes = {family: len(settings) for family, settings in grid["families"].items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"families must have equally many settings, so that all are tuned equally: found {sizes}")
-    return {
-        schedule: Contest(
-            {
-                family: [
-                    Run(data, grid["model"], schedule, **length, seed=grid["seeds"][0], family=family, setting=setting)
-                    for setting in settings
-                ]
-                for family, settings in grid["families"].items()
-            },
-            grid["seeds"],
-        )
-        for schedule, length in grid["schedules"].items()
-    }
+    found = {}
+    for schedule, length in grid["schedules"].items():
+        about = {"data": data, "model": grid["model"], "schedule": schedule, **length, "seed": grid["seeds"][0]}
+        families = {
+            family: [Run(**about, family=family, setting=setting) for setting in settings]
+            for family, settings in grid["families"].items()
+        }
+        found[schedule] = Contest(families, grid["seeds"])
+    return found
 
 
 def pending(grid: Mapping[str, Any], data: str, results: Results) -> list[Run]:
@@ -105,7 +102,7 @@ def load_data(data: Path, model: str) -> PilotData:
     )
     texts = itertools.chain(names, train.captions(), val.captions(), test.captions())
     tokens = Tokens.of(texts, open_clip.get_tokenizer(model))
-    return PilotData(train, len(train.rows), val, test, names, tokens, data_digest(data))
+    return PilotData(train, len(train), val, test, names, tokens, data_digest(data))
 
 
 def classes_of(samples: Cache) -> Tensor:
@@ -216,7 +213,7 @@ def score(training: PilotRun, samples: Cache, names: Sequence[str]) -> dict[str,
 
 def estimation_errors(training: PilotRun, samples: Cache, count: int) -> dict[str, Any]:
     """Return the errors of the log-normalizers against the exact ones over ``count`` training samples, see ``measure``."""
-    rows = torch.randperm(len(samples.rows), generator=torch.Generator().manual_seed(0))[:count].tolist()
+    rows = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))[:count].tolist()
     part = samples.part(rows)
     with training.evaluating() as model:
         images = training.encode_images(
@@ -272,7 +269,7 @@ def environment() -> dict[str, str]:
     """Return processor and versions, on which the numbers may depend."""
     info = Path("/proc/cpuinfo")
     models = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
-    return {"cpu": (models or [platform.processor()])[0], "python": platform.python_version(), **versions()}
+    return {"cpu": (models or [platform.processor()])[0], **versions()}
 
 
 def run_all(grid: Mapping[str, Any], data: Path, path: Path, workers: int) -> list[str]:
@@ -286,22 +283,15 @@ def run_all(grid: Mapping[str, Any], data: Path, path: Path, workers: int) -> li
         return {run.id: partial(train, loaded, run, measured=measured) for run in runs}
 
     def keep(name: str, row: dict[str, Any] | None, failure: str) -> None:
-        print(f"{describe(results.keep(name, row, failure))}; {len(results.rows)} runs finished", flush=True)
+        results.keep(name, row, failure)
+        told = failure_words(failure.strip())
+        if row is not None:
+            told = f"{row['schedule']}, {row['family']}, seed {row['seed']}: val {row['val']['mean']:.4f}"
+        print(f"{name}: {told}; {len(results.rows)} runs finished", flush=True)
 
     loaded = load_data(data, grid["model"])
     ProcessPool(workers, "openclip_ext.compare.short_run").work_off(pending_tasks, keep)
     return [row["failed"] for row in results.failed.values()]
-
-
-def describe(row: Mapping[str, Any]) -> str:
-    """Describe a row in one line."""
-    if "failed" in row:
-        return f"run {row['id']} failed: {row['failed'].strip()}"
-    setting = {key: value for key, value in row["setting"].items() if key != "loss"}
-    return (
-        f"{row['schedule']}, {row['family']} {json.dumps(setting)}, lr {row['lr']:g}, seed {row['seed']}: "
-        f"val {row['val']['mean']:.4f}, test {row['test']['mean']:.4f}, τ {row['temperature']:.3f}, {row['seconds']:.0f} s"
-    )
 
 
 def main(argv: list[str]) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from openclip_ext.evaluation.results import RESULTS_FILE, read_results
 from openclip_ext.evaluation.summary import has_other_size, main_metrics
 from openclip_ext.evaluation.tasks import GROUPS, TASKS
@@ -178,27 +180,18 @@ def _from_file(path: Path, label: str) -> Checkpoint:
     )
 
 
-def _place(checkpoint: Checkpoint, training: Sequence[Mapping[str, Any]]) -> Checkpoint:
-    """Add epoch and samples of a checkpoint. The trainer logs the last step of every epoch, so the samples are exact."""
+def _place(checkpoint: Checkpoint, steps: Sequence[Mapping[str, Any]]) -> Checkpoint:
+    """Add epoch and samples of a checkpoint, between two logged steps by interpolation."""
     match = _CHECKPOINT_NAME.match(checkpoint.label)
     if match is None:
         return checkpoint
     epoch, step = int(match[1]), match[2]
-    if step is not None:
-        samples = _samples_after(int(step), training)
+    if step is None:  # the last step of every epoch is logged
+        samples = max((logged["samples"] for logged in steps if logged["epoch"] < epoch), default=None)
     else:
-        samples = max((record["samples"] for record in training if record["epoch"] < epoch), default=None)
+        taken, seen = ([0, *(logged[key] + more for logged in steps)] for key, more in (("step", 1), ("samples", 0)))
+        samples = round(float(np.interp(int(step), taken, seen))) if steps else None
     return replace(checkpoint, epoch=epoch, samples=samples)
-
-
-def _samples_after(step: int, training: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the samples of so many steps: as logged, and from there on with the batch of the next logged step."""
-    before = [record for record in training if record["step"] < step]
-    after = next((record for record in training if record["step"] >= step - 1), before[-1] if before else None)
-    if after is None:
-        return None
-    steps, samples = (before[-1]["step"] + 1, before[-1]["samples"]) if before else (0, 0)
-    return samples + (step - steps) * after["global_batch"]
 
 
 def _merge(name: str, repeats: Sequence[EvaluatedRun]) -> EvaluatedRun:
@@ -207,15 +200,14 @@ def _merge(name: str, repeats: Sequence[EvaluatedRun]) -> EvaluatedRun:
     if len(repeats) == 1 or not any(run.checkpoints for run in repeats):
         return EvaluatedRun(name, repeats[0].checkpoints, logs)
     by_label = [{checkpoint.label: checkpoint for checkpoint in run.checkpoints} for run in repeats]
-    common = [label for label in by_label[0] if all(label in other for other in by_label)]
-    if all(len(run.checkpoints) == 1 for run in repeats):
-        checkpoints = [_merge_checkpoints([run.checkpoints[0] for run in repeats])]
-    elif common:
-        checkpoints = [_merge_checkpoints([found[label] for found in by_label]) for label in common]
+    if all(len(found) == 1 for found in by_label):
+        groups = [[next(iter(found.values())) for found in by_label]]
     else:
+        groups = [[found[label] for found in by_label] for label in by_label[0] if all(label in of for of in by_label)]
+    if not groups:
         labels = "; ".join(", ".join(found) or "none" for found in by_label)
         raise ValueError(f"the {len(repeats)} repeats of {name} have no checkpoint in common, they have: {labels}")
-    return EvaluatedRun(name, tuple(checkpoints), logs)
+    return EvaluatedRun(name, tuple(map(_merge_checkpoints, groups)), logs)
 
 
 def _merge_checkpoints(parts: Sequence[Checkpoint]) -> Checkpoint:
