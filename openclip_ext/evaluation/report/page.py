@@ -1,12 +1,12 @@
 """Make one HTML page of the comparison that fetches nothing: tables, differences by task, and learning curves."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
 
-from openclip_ext.evaluation.report.runs import Checkpoint, EvaluatedRun, Value
+from openclip_ext.evaluation.report.runs import EvaluatedRun
 from openclip_ext.evaluation.report.tables import (
     Row,
     cell_table,
@@ -110,25 +110,25 @@ def _learning_curves(runs: Sequence[EvaluatedRun]) -> dict[str, list[Markup]]:
     has_samples = all(checkpoint.samples is not None for run in runs for checkpoint in run.checkpoints)
     x_title = "samples seen" if has_samples else "checkpoint"
 
-    def charts_of(titles: Mapping[str, str], score: Callable[[Checkpoint, str], Value | None]) -> list[Markup]:
+    def charts_of(titles: Mapping[str, str]) -> list[Markup]:
         found = []
         for key, title in titles.items():
             curves = []
             for number, run in enumerate(runs):
-                scored = [(entry.samples, score(entry, key)) for entry in run.checkpoints]
                 placed = [
-                    (samples if has_samples else place, value) for place, (samples, value) in enumerate(scored, 1)
+                    (entry.samples if has_samples else place, entry) for place, entry in enumerate(run.checkpoints, 1)
                 ]
-                points = [(x, 100 * value.mean) for x, value in placed if x is not None and value is not None]
-                curves.append(Curve(run.name, points, number))
+                scored = [(x, entry.score(key)) for x, entry in placed if x is not None]
+                curves.append(
+                    Curve(run.name, [(x, 100 * value.mean) for x, value in scored if value is not None], number)
+                )
             curves = [curve for curve in curves if curve.points]
             if any(len(curve.points) > 1 for curve in curves):
                 found.append(line_chart(Chart(title, curves, x_title)))
         return found
 
-    others = {title: title for title in GROUPS if title not in _MAIN_GROUPS}
     return {
-        "main": charts_of({title: title for title in _MAIN_GROUPS}, Checkpoint.average),
-        "groups": charts_of(others, Checkpoint.average),
-        "tasks": charts_of({key: task.name for key, task in TASKS.items()}, Checkpoint.score),
+        "main": charts_of({title: title for title in _MAIN_GROUPS}),
+        "groups": charts_of({title: title for title in GROUPS if title not in _MAIN_GROUPS}),
+        "tasks": charts_of({key: task.name for key, task in TASKS.items()}),
     }

@@ -55,14 +55,8 @@ class Checkpoint:
         return [key for key in TASKS if key in common] + sorted(common - set(TASKS))
 
     def score(self, key: str) -> Value | None:
-        """Return the main metric of a task, or None unless every repeat has it."""
-        return self._mean([key])
-
-    def average(self, title: str) -> Value | None:
-        """Return the mean over a group of `eval.tasks.GROUPS`, or None unless every repeat has all of the group."""
-        return self._mean(GROUPS[title])
-
-    def _mean(self, keys: Sequence[str]) -> Value | None:
+        """Return a task's main metric or a group's average, or None unless every repeat has the task or all of the group."""
+        keys = GROUPS.get(key, (key,))
         if not all(key in scores for scores in self.repeats for key in keys):
             return None
         means = [sum(scores[key] for key in keys) / len(keys) for scores in self.repeats]
@@ -74,14 +68,10 @@ class Checkpoint:
         count = self.samples_of.get(key) or (TASKS[key].size if key in TASKS and key not in self.other_sizes else 0)
         return None if score is None or not count else math.sqrt(max(score.mean * (1 - score.mean), 0) / count)
 
-    def missing(self, title: str) -> list[str]:
-        """Return the keys of a group that some repeat lacks."""
-        return [key for key in GROUPS[title] if any(key not in scores for scores in self.repeats)]
-
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """A run of the comparison.
+    """A run of the report.
 
     Attributes:
         checkpoints: those with results of DataComp's tasks, in the order of training; none if nothing was evaluated.
