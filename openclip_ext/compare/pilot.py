@@ -145,21 +145,15 @@ def ranks(training: PilotRun, samples: Cache, names: tuple[str, ...] = ()) -> di
     In retrieval, any sample of the same caption is right.
     """
     captions, classes = samples.captions(), samples.classes()
-    with training.evaluating() as model:
-
-        def pixels(rows: Any) -> Tensor:
-            return torch.stack([training.built.preprocess_val(samples.image(row)) for row in rows])
-
-        image = training.encode_images(model, pixels, len(captions))
-        text = training.encode_texts(model, list(dict.fromkeys(captions)))
-        prompts = training.encode_texts(model, names) if names and classes is not None else None
+    to_classify = [names] if names and classes is not None else []
+    image, text, *of_names = training.embed(samples, list(dict.fromkeys(captions)), *to_classify)
     same = torch.tensor(group_numbers(captions), device=image.device)
     numbers = torch.arange(len(text), device=image.device)
     found = {
         IMAGE_TO_TEXT: ranks_of_best_match(image, text, same, numbers),
         TEXT_TO_IMAGE: ranks_of_best_match(text, image, numbers, same)[same],
     }
-    if prompts is not None:
+    for prompts in of_names:
         right, every = torch.tensor(classes, device=image.device), torch.arange(len(names), device=image.device)
         found[ZERO_SHOT] = ranks_of_best_match(image, prompts, right, every)
     return {name: of.cpu() for name, of in found.items()}

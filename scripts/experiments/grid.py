@@ -131,6 +131,9 @@ class GridRun(PilotRun):
     def normalize(self) -> Callable[[Tensor], Tensor]:
         return partial(averaged, visual=self.model.visual)
 
+    def pixels(self, samples: Cache, rows: Sequence[int]) -> Tensor:
+        return averaged(stored_images(samples, rows), self.model.visual)
+
     def build_loader(self) -> "ShiftedImages":
         train = self.data.train
         assert isinstance(train, Cache)
@@ -195,12 +198,7 @@ def score(training: PilotRun, samples: Cache, names: Sequence[str]) -> dict[str,
     In retrieval, any sample of the same name is right.
     """
     present, labels = classes_of(samples).unique(return_inverse=True)
-    with training.evaluating() as model:
-        images = training.encode_images(
-            model, lambda rows: averaged(stored_images(samples, rows), training.model.visual), len(labels)
-        )
-        texts = training.encode_texts(model, samples.captions())
-        prompts = training.encode_texts(model, [names[number] for number in present])
+    images, texts, prompts = training.embed(samples, samples.captions(), [names[number] for number in present])
     labels = labels.to(images.device)
     ranks = {
         "name": ranks_of_best_match(images, prompts, labels, torch.arange(len(prompts), device=images.device), True),
@@ -215,11 +213,7 @@ def estimation_errors(training: PilotRun, samples: Cache, count: int) -> dict[st
     """Return the errors of the log-normalizers against the exact ones over ``count`` training samples, see ``measure``."""
     rows = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))[:count].tolist()
     part = samples.part(rows)
-    with training.evaluating() as model:
-        images = training.encode_images(
-            model, lambda some: averaged(stored_images(part, some), training.model.visual), len(rows)
-        )
-        texts = training.encode_texts(model, part.captions())
+    images, texts = training.embed(part, part.captions())
     scale = training.model.logit_scale.exp()
     found = measure(training.loss, images, texts, scale, batch_size=training.batch, index=rows, anchors=2000)
     return {
