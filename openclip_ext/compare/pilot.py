@@ -60,8 +60,8 @@ class ComparePilot:
         def score(samples: int) -> float:
             reciprocal = reciprocal_ranks(ranks(training, self.data.val))
             points[str(samples)] = pack(reciprocal)
-            stand = {"id": run.id, **asdict(run), "samples": samples, "val": {"mean": float(reciprocal.mean())}}
-            seen({**stand, "points": dict(points), "all_seconds": time.perf_counter() - start})
+            so_far = {"id": run.id, **asdict(run), "samples": samples, "val": {"mean": float(reciprocal.mean())}}
+            seen({**so_far, "points": dict(points), "all_seconds": time.perf_counter() - start})
             return recall(ranks(training, self.data.test))
 
         curve = training.train(seen, score)
