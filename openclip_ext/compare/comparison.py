@@ -18,19 +18,20 @@ from openclip_ext.cli.options import option_as_words
 from openclip_ext.compare import report, space
 from openclip_ext.compare.config import CompareConfig, parse
 from openclip_ext.compare.data import prepare
-from openclip_ext.compare.decoded_data import DoesNotFit, PilotData, digest
-from openclip_ext.compare.pilot import ComparePilot, unpack_floats
+from openclip_ext.compare.decoded_data import DoesNotFit, PilotData
+from openclip_ext.compare.pilot import ComparePilot, unpack
 from openclip_ext.compare.plan import CONTENDERS, FINALISTS, SEEDS, Costs, Stage, equal_epochs, plan_next, plan_tuning
 from openclip_ext.compare.process_pool import ProcessPool, failure_words
-from openclip_ext.compare.results import ResultsFile
-from openclip_ext.compare.runs import Contest, Results, Run, score
-from openclip_ext.compare.short_run import versions, warmup_steps
+from openclip_ext.compare.runs import Contest, Results, ResultsFile, Run, score
+from openclip_ext.compare.short_run import warmup_steps
 from openclip_ext.data.sources.source import BadDataError
+from openclip_ext.evaluation.results import config_digest
 from openclip_ext.evaluation.statistics import group_numbers, half_width
 from openclip_ext.files import json_lines
-from openclip_ext.files.writing import write_atomically
+from openclip_ext.files.writing import held, write_atomically
 from openclip_ext.losses.options import OPTIONS
 from openclip_ext.training.config import TrainingConfig
+from openclip_ext.training.runtime.run_folder import versions
 
 # Share of --minutes that is reserved for runs that turn out slower than planned, and share that measuring the pace takes, at
 # most so many seconds.
@@ -41,8 +42,6 @@ _REPORT_SECONDS = 2.0
 # in docs/benchmarks/icons that were 3 points apart at an eighth of their runs, 7 of 100 changed places later; at a quarter it
 # was 7 of 249, which ended at most 1.5 points apart.
 _EARLIEST, _CLEARLY = 0.2, 1.5
-# Version of plan.json and runs.jsonl; folders of other versions are refused.
-_PLAN_FORMAT = 3
 _OTHER = "the folder {} holds a comparison with other {}: choose another --output, or remove the folder"
 
 
@@ -53,17 +52,15 @@ def main(argv: list[str]) -> None:
     """
     started = time.monotonic() - time.process_time()  # includes the imports
     config, training = parse(argv)
-    results = ResultsFile(config.folder / "runs.jsonl")  # first, because its lock also protects the cache
     try:
-        read_plan(config, training)  # a folder of other flags is refused before the data are decoded
-        data, notes = prepare(config, training)
-        comparison = Comparison(config, training, data, results, started + 60 * config.minutes)
-        stopped = comparison.run()
-        has_result = comparison.write_report(notes)
+        with held(config.folder):  # also protects the cache
+            read_plan(config, training)  # a folder of other flags is refused before the data are decoded
+            data, notes = prepare(config, training)
+            comparison = Comparison(config, training, data, started + 60 * config.minutes)
+            stopped = comparison.run()
+            has_result = comparison.write_report(notes)
     except (BadDataError, DoesNotFit) as error:
         raise ValueError(str(error)) from error
-    finally:
-        results.close()
     if stopped:
         print("stopped; the same command continues from here")
         raise SystemExit(130)
@@ -72,59 +69,60 @@ def main(argv: list[str]) -> None:
 
 
 class Comparison:
-    """Performs the comparison of one output folder, until a deadline of ``time.monotonic()``."""
+    """The comparison of one output folder, until a deadline of ``time.monotonic()``.
 
-    def __init__(
-        self, config: CompareConfig, training: TrainingConfig, data: PilotData, results: ResultsFile, deadline: float
-    ) -> None:
-        self.config, self.results, self.deadline = config, results, deadline
+    Attributes:
+        plan: the content of ``plan.json``; empty before the first plan.
+        contests: the runs of the planned stages whose losses and settings are known.
+    """
+
+    def __init__(self, config: CompareConfig, training: TrainingConfig, data: PilotData, deadline: float) -> None:
+        self.config, self.deadline = config, deadline
+        self.results = ResultsFile(config.folder / "runs.jsonl")
         self.flags = digest_of_flags(config, training)
-        self.context = digest([self.flags, data.digest])
+        self.context = config_digest([self.flags, data.digest])
         self.pilot = ComparePilot(training, data, config.population, config.anchors)
         self.candidates = {loss: space.candidates(loss, config.loss_options) for loss in config.losses}
-        self.workers = ProcessPool(config.processes, __name__, self._stop)
-        self._stands: dict[str, dict[str, Any]] = {}
+        self.workers = ProcessPool(config.processes, __name__, self.stop)
+        self._under_way: dict[str, dict[str, Any]] = {}
         self._val_groups = group_numbers(data.val.captions())
+        # The samples that a run may see at most: the whole batches of ``--epochs`` epochs.
+        self._most_samples = training.length.epochs * (data.num_samples // self.pilot.batch * self.pilot.batch)
+        self.contests: list[Contest] = []
         self.plan = read_plan(config, training)
         if self.plan and self.plan["context"] != self.context:
             raise ValueError(_OTHER.format(config.output, "data"))
-
-    @property
-    def stages(self) -> list[Stage]:
-        """Return the planned lengths and seeds of the runs."""
-        return [Stage(**stage) for stage in self.plan["stages"]]
-
-    def contests(self) -> list[Contest]:
-        """Return the runs of each stage whose losses and settings are known, which are the best of the stage before."""
-        known = self.results.known
-        found: list[Contest] = []
-        for stage in self.stages:
-            if not found:
-                families = {
-                    loss: [self._make_run(loss, n, stage.samples) for n in range(min(self.plan["tried"], len(of_loss)))]
-                    for loss, of_loss in self.candidates.items()
-                }
-            elif found[-1].pending(known):
-                break
-            else:
-                length = self._length(stage.samples)
-                families = {
-                    loss: [replace(run, **length) for run in runs] for loss, runs in winners(found[-1], known).items()
-                }
-            found.append(Contest(families, stage.seeds))
-        return found
+        self._open_stages()
 
     def run(self) -> bool:
         """Work until everything is finished, the time is over or a signal comes; return whether a signal came."""
         try:
             if not self.plan:
-                self._make_plan()
+                self._plan_tuning()
             self._drop_stage_not_begun()
-            while self._work() and self._go_on():
+            while self._work() and self._begin_stage():
                 pass
         except KeyboardInterrupt:
             return True
         return False
+
+    @property
+    def _seconds_left(self) -> float:
+        return self.deadline - time.monotonic() - _REPORT_SECONDS
+
+    def _open_stages(self) -> None:
+        """Add the contests of the planned stages that can be known: each has the best runs of the stage before."""
+        for stage in self.plan.get("stages", [])[len(self.contests) :]:
+            if not self.contests:
+                tried = {loss: range(min(self.plan["tried"], len(of))) for loss, of in self.candidates.items()}
+                families = {loss: [self._make_run(loss, n, stage["samples"]) for n in of] for loss, of in tried.items()}
+            elif self.contests[-1].pending(self.results.known):
+                return
+            else:
+                length = self._length(stage["samples"])
+                best = winners(self.contests[-1], self.results.known)
+                families = {loss: [replace(run, **length) for run in runs] for loss, runs in best.items()}
+            self.contests.append(Contest(families, stage["seeds"]))
 
     def _length(self, samples: int) -> dict[str, Any]:
         epochs, epoch_samples = equal_epochs(samples, self.pilot.batch, self.pilot.data.num_samples)
@@ -145,21 +143,13 @@ class Comparison:
             setting={"loss": loss, "options": options},
         )
 
-    @property
-    def _seconds_left(self) -> float:
-        return self.deadline - time.monotonic() - _REPORT_SECONDS
-
-    @property
-    def _most_samples(self) -> int:
-        """Return the samples that a run may see at most: the whole batches of ``--epochs`` epochs."""
-        return self.pilot.config.length.epochs * (self.pilot.data.num_samples // self.pilot.batch * self.pilot.batch)
-
     def _write_plan(self, **content: Any) -> None:
         self.plan = {**self.plan, **content}
         text = json_lines.dumps(self.plan, indent=2) + "\n"
         write_atomically(self.config.folder / "plan.json", lambda file: file.write(text.encode()))
+        self._open_stages()
 
-    def _make_plan(self) -> None:
+    def _plan_tuning(self) -> None:
         """Measure how wrong a batch is and how fast the baseline runs; plan the first stage as if all losses cost the same."""
         seconds = min(_PROBE_SECONDS, 60 * self.config.minutes * _PROBE_SHARE)
         run = self._make_run(space.BASELINE, 0, 10_000 * self.pilot.batch)
@@ -178,50 +168,47 @@ class Comparison:
 
     def _drop_stage_not_begun(self) -> None:
         """Drop a stage that an earlier call planned but had no time for, so that it is planned for this call's time."""
-        contests, stages = self.contests(), self.plan["stages"]
-        if 1 < len(contests) == len(stages):
-            runs = contests[-1].decided(self.results.rows)
-            if not any(run.id in self.results.rows for run in runs):
-                self._write_plan(stages=stages[:-1])
+        stages, rows = self.plan["stages"], self.results.rows
+        if 1 < len(self.contests) == len(stages) and not any(run.id in rows for run in self.contests[-1].decided(rows)):
+            self.contests.pop()
+            self._write_plan(stages=stages[:-1])
 
-    def _go_on(self) -> bool:
-        """Plan the next stage from the pace of the runs so far; return False if the time that is left allows none."""
-        known, stages = self.results.known, self.stages
-        contests = self.contests()
-        if len(contests) < len(stages):
-            return True
-        last = contests[-1]
-        costs = measured_costs(last, winners(last, known), known)
-        if costs is None or self._seconds_left <= 0:
-            return False
-        left = self._seconds_left * (1 - _RESERVE)
-        following = plan_next(stages[-1], costs, left, self.config.processes, self.pilot.batch, self._most_samples)
-        if following is None:
-            return False
-        grows = len(stages) > 1 and following.samples == stages[-1].samples
-        self._write_plan(stages=[asdict(stage) for stage in [*(stages[:-1] if grows else stages), following]])
+    def _begin_stage(self) -> bool:
+        """Begin the next stage, planned from the pace of the runs so far; return False if there is no time for one."""
+        known, stages, last = self.results.known, self.plan["stages"], self.contests[-1]
+        if len(self.contests) == len(stages):
+            costs = measured_costs(last, winners(last, known), known)
+            if costs is None or self._seconds_left <= 0:
+                return False
+            left = self._seconds_left * (1 - _RESERVE)
+            limits = (self.config.processes, self.pilot.batch, self._most_samples)
+            following = plan_next(Stage(**stages[-1]), costs, left, *limits)
+            if following is None:
+                return False
+            stages = [*stages, asdict(following)]
+        self._write_plan(stages=stages)
         return True
 
-    def _stop(self, name: str, stand: dict[str, Any]) -> dict[str, Any] | None:
+    def stop(self, name: str, so_far: dict[str, Any]) -> dict[str, Any] | None:
         """Return the row of a run that should stop here, because another setting is clearly ahead at equal samples."""
-        self._stands[name] = stand
-        if stand["samples"] < _EARLIEST * stand["epochs"] * stand["epoch_samples"]:
+        self._under_way[name] = so_far
+        if so_far["samples"] < _EARLIEST * so_far["epochs"] * so_far["epoch_samples"]:
             return None
-        at, scores = str(stand["samples"]), unpack_floats(stand["points"][str(stand["samples"])])
-        compared = ("family", "seed", "epochs", "epoch_samples")
-        for other in [*self.results.rows.values(), *self._stands.values()]:
-            if other.get("data") != self.context or any(other[key] != stand[key] for key in compared):
+        at, scores = str(so_far["samples"]), unpack(so_far["points"][str(so_far["samples"])])
+        equal = ("data", "family", "seed", "epochs", "epoch_samples")
+        for other in [*self.results.rows.values(), *self._under_way.values()]:
+            if at not in other["points"] or any(other[key] != so_far[key] for key in equal):
                 continue
-            ahead = unpack_floats(other["points"][at]) - scores if at in other["points"] else None
-            half = None if ahead is None else half_width(ahead, self._val_groups)
-            if ahead is not None and half is not None and float(ahead.mean()) > _CLEARLY * half:
-                return {**stand, "stopped": stand["samples"], "val": {"mean": stand["val"]["mean"] - 1}}
+            ahead = unpack(other["points"][at]) - scores
+            half = half_width(ahead, self._val_groups)
+            if half is not None and float(ahead.mean()) > _CLEARLY * half:
+                return {**so_far, "stopped": so_far["samples"], "val": {"mean": so_far["val"]["mean"] - 1}}
         return None
 
     def _work(self) -> bool:
         """Execute the remaining runs of the stage; return False if the time is over before they are finished."""
-        contest, rows = self.contests()[-1], self.results.rows
-        samples = self.stages[len(self.contests()) - 1].samples
+        contest, rows = self.contests[-1], self.results.rows
+        samples = self.plan["stages"][len(self.contests) - 1]["samples"]
         runs = sum(len(tried) + len(contest.seeds) - 1 for tried in contest.families.values())
         done = sum(run.id in rows for run in contest.decided(rows)) * samples - self.workers.samples
         with command_line.progress_bar(
@@ -249,7 +236,7 @@ class Comparison:
             print("no run is finished yet, so there is no report")
             return False
         found = report.make_report(
-            contests=self.contests(),
+            contests=self.contests,
             results=self.results.known,
             judged=self.plan["judged"],
             about=report.About(
@@ -334,7 +321,6 @@ def measured_costs(contest: Contest, losses: Iterable[str], results: Results) ->
 
 def digest_of_flags(config: CompareConfig, training: TrainingConfig) -> str:
     """Return a digest of everything that decides the runs, except the data and each run's own loss and options."""
-    parts: list[Any] = [
-        *(training.model, training.loading, training.optimizer, training.schedule, training.step, training.length)
-    ]
-    return digest([_PLAN_FORMAT, [asdict(part) for part in parts], config.anchors, config.population, versions()])
+    names = ("model", "loading", "optimizer", "schedule", "step", "length")
+    parts = [asdict(getattr(training, name)) for name in names]
+    return config_digest([parts, config.anchors, config.population, versions()])

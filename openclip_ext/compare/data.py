@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ import torch
 from openclip_ext.cli import command_line
 from openclip_ext.cli.messages import without_secrets
 from openclip_ext.compare.config import CompareConfig
-from openclip_ext.compare.decoded_data import Cache, DoesNotFit, PilotData, Tokens, digest, write_cache
+from openclip_ext.compare.decoded_data import Cache, DoesNotFit, PilotData, Tokens, write_cache
 from openclip_ext.data.loader.build import build_source, build_train_loader
 from openclip_ext.data.shards.shardlist import expand_shards
 from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.evaluation.results import config_digest
 from openclip_ext.training.config import TrainingConfig
 
 _HELD_OUT, _MOST_VALIDATION, _FEWEST_VALIDATION = 0.1, 5_000, 20
@@ -26,14 +26,14 @@ def prepare(config: CompareConfig, training: TrainingConfig) -> tuple[PilotData,
     notes: list[str] = []
     names = _class_names(config.classes)
     train, held_out = _decode(config, training, len(names) or None, notes)
-    val, test = (held_out.part(part) for part in divide(len(held_out.rows), 0.5))
+    val, test = (held_out.part(part) for part in divide(len(held_out), 0.5))
     if len(set(test.captions())) < 2:
         raise ValueError(
             "the validation samples have one caption only, so that nothing can be retrieved: give others with --val"
         )
     tokens = None
     if isinstance(train, Cache):
-        num_samples, identity = len(train.rows), train.digest
+        num_samples, identity = len(train), train.digest
         tokens = Tokens.of([*train.captions(), *held_out.captions(), *names], training.model.tokenizer())
     else:
         num_samples, identity = _streamed(train, config, training)
@@ -41,7 +41,7 @@ def prepare(config: CompareConfig, training: TrainingConfig) -> tuple[PilotData,
     batch = training.loading.batch_size * training.loading.accum_freq
     if num_samples < 2 * batch:
         raise ValueError(f"{num_samples:,} training samples are too few for batches of {batch}: lower --batch-size")
-    identity = digest([identity, held_out.digest, names])
+    identity = config_digest([identity, held_out.digest, names])
     return PilotData(train, num_samples, val, test, tuple(names), tokens, identity), notes
 
 
@@ -54,16 +54,15 @@ def _decode(
     image_size = _image_size(training)
 
     def decoded(spec: DataSpec, classes: int | None) -> Cache:
-        folder = config.folder / "cache" / digest([asdict(spec), _files(spec), image_size, classes])
-        progress = partial(command_line.progress_bar, desc="decoding", unit="sample", leave=False)
-        return write_cache(spec, folder, image_size, config.cache * 2**30, classes, progress)
+        folder = config.folder / "cache" / config_digest([asdict(spec), _files(spec), image_size, classes])
+        return write_cache(spec, folder, image_size, config.cache * 2**30, classes)
 
     if config.val is None:
         try:
             whole = decoded(spec, classes)
         except DoesNotFit as error:
             raise ValueError(f"{error}; give more, or validation data with --val") from None
-        held, rest = divide(len(whole.rows), _HELD_OUT)
+        held, rest = divide(len(whole), _HELD_OUT)
         notes.append(
             f"{len(held):,} samples drawn from {without_secrets(config.shards)} and not trained on; with near-duplicates "
             "among the training samples the scores are too high for all losses"
@@ -73,10 +72,10 @@ def _decode(
     with contextlib.suppress(DoesNotFit):
         train = decoded(spec, None)
     held_out = decoded(replace(spec, source=config.val, manifest=None, num_samples=None), classes)
-    held_out = held_out.part(divide(len(held_out.rows), 1.0)[0])
+    held_out = held_out.part(divide(len(held_out), 1.0)[0])
     different = len(set(held_out.captions()))
-    with_captions = "" if different == len(held_out.rows) else f" with {different:,} different captions"
-    notes.append(f"{len(held_out.rows):,} validation samples of {without_secrets(config.val)}{with_captions}")
+    with_captions = "" if different == len(held_out) else f" with {different:,} different captions"
+    notes.append(f"{len(held_out):,} validation samples of {without_secrets(config.val)}{with_captions}")
     return train, held_out
 
 

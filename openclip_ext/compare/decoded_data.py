@@ -4,24 +4,27 @@ Training uses the ordinary loader, so the order of samples and the augmentation 
 does not fit into the cache is read from its files.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from openclip_ext.cli.command_line import progress_bar
 from openclip_ext.data.loader.build import build_source, build_train_loader
 from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.loader.train_loader import TrainLoader
 from openclip_ext.data.sources.source import BadDataError, BadSampleError, ImageDecoder, RawSample, Source, decode_image
 from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.evaluation.results import config_digest
 from openclip_ext.evaluation.text_tower import find_causal_tower, shrink
 from openclip_ext.files.writing import write_atomically
 
@@ -36,14 +39,9 @@ class DoesNotFit(Exception):
     """Says that the decoded images are larger than the cache may be."""
 
 
-def digest(content: Any) -> str:
-    """Return a short digest of any content that JSON can hold."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
 @dataclass(frozen=True)
 class Cache:
-    """Gives access to decoded samples in a folder; ``rows`` selects and orders them."""
+    """Decoded samples in a folder; ``rows`` selects and orders them."""
 
     folder: Path
     rows: tuple[int, ...]
@@ -53,9 +51,12 @@ class Cache:
         """Return a cache of all samples in a folder."""
         return cls(folder, tuple(range(len(_read_table(folder)["captions"]))))
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
     def part(self, positions: Sequence[int]) -> "Cache":
         """Return a cache of some of these samples."""
-        return replace(self, rows=tuple(self.rows[position] for position in positions))
+        return Cache(self.folder, tuple(self.rows[position] for position in positions))
 
     @cached_property
     def _table(self) -> dict[str, Any]:
@@ -68,7 +69,7 @@ class Cache:
     @property
     def digest(self) -> str:
         """Return a digest of the samples and their order."""
-        return digest([self._table["digest"], self.rows])
+        return config_digest([self._table["digest"], self.rows])
 
     def captions(self) -> list[str]:
         """Return the samples' captions."""
@@ -104,7 +105,6 @@ def write_cache(
     image_size: int,
     limit: float = float("inf"),
     classes: int | None = None,
-    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Cache:
     """Decode a data set into a folder, or open the folder if it is complete already.
 
@@ -112,7 +112,6 @@ def write_cache(
         image_size: side of the model's images.
         limit: bytes that the decoded images may take.
         classes: number of classes; each sample's class is read from its member ``cls``. None: no classes are read.
-        progress: wraps the samples to show the progress.
 
     Raises:
         DoesNotFit: the images are larger than the limit.
@@ -129,7 +128,7 @@ def write_cache(
     shapes: list[tuple[int, ...]] = []
     content = hashlib.blake2b(digest_size=8)
     with (folder / _PIXELS).open("wb") as file:
-        for index, image, caption in _decoded(source, progress):
+        for index, image, caption in _decoded(source):
             pixels = _shrunk(image, _LARGEST * image_size)
             file.write(pixels.data)
             content.update(pixels.data)
@@ -150,24 +149,20 @@ def write_cache(
     labels = None if classes is None else _read_classes(spec, classes, indices)
     table = {"captions": captions, "shapes": shapes, "classes": labels}
     table["ends"] = np.cumsum([3 * height * width for height, width in shapes]).tolist()
-    table["digest"] = digest([content.hexdigest(), captions, labels])
+    table["digest"] = config_digest([content.hexdigest(), captions, labels])
     write_atomically(folder / _TABLE, lambda file: file.write(json.dumps(table).encode()))
     return Cache.open(folder)
 
 
-def _decoded(
-    source: Source, progress: Callable[[Iterable[int]], Iterable[int]]
-) -> Iterator[tuple[int, Image.Image, str]]:
-    """Yield index, image and caption of every readable sample."""
+def _decoded(source: Source) -> Iterator[tuple[int, Image.Image, str]]:
+    """Yield index, image and caption of every readable sample, and show the progress."""
     read = source.reader()
-    for index in progress(range(source.num_samples)):
+    for index in progress_bar(range(source.num_samples), desc="decoding", unit="sample", leave=False):
         if not source.is_left_out(index):
-            try:
+            with contextlib.suppress(BadSampleError):
                 image, caption = source.decode(read(index), decode_image)
-            except BadSampleError:
-                continue
-            assert isinstance(image, Image.Image)
-            yield index, image, caption
+                assert isinstance(image, Image.Image)
+                yield index, image, caption
 
 
 def _shrunk(image: Image.Image, side: int) -> np.ndarray:
@@ -209,31 +204,17 @@ class _CachedSource(Source):
         return str(self._cache.folder), 0, self.num_samples
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """Holds the tokens of every text that a run can meet.
-
-    Attributes:
-        texts: the distinct texts.
-        numbers: ``(len(texts), L)`` indices into ``vocabulary``.
-        vocabulary: the tokens that occur, in ascending order.
-        length: number of positions that the longest text takes.
-    """
+class Tokens(NamedTuple):
+    """The distinct texts that a run can meet, and their tokens ``(T, L)``."""
 
     texts: tuple[str, ...]
-    numbers: np.ndarray
-    vocabulary: np.ndarray
-    length: int
+    rows: np.ndarray
 
     @classmethod
     def of(cls, texts: Iterable[str], tokenizer: Callable) -> "Tokens":
         """Tokenize texts."""
         unique = tuple(dict.fromkeys(texts))
-        tokens = tokenizer(list(unique)).numpy()
-        # The text ends at its last token that is not 0; before that, 0 is a token, too ("!").
-        length = int(np.nonzero(tokens)[1].max(initial=0)) + 1
-        vocabulary, numbers = np.unique(tokens, return_inverse=True)
-        return cls(unique, numbers.reshape(tokens.shape).astype(np.int32), vocabulary, length)
+        return cls(unique, tokenizer(list(unique)).numpy().astype(np.int32))
 
 
 class KnownTexts:
@@ -249,13 +230,13 @@ class KnownTexts:
         if tokens is None:
             return
         self._place = {text: place for place, text in enumerate(tokens.texts)}
-        self._rows = torch.from_numpy(tokens.numbers.astype(np.int64))
+        self._rows = torch.from_numpy(tokens.rows.astype(np.int64))
         tower = find_causal_tower(model)
         if tower is not None and all(parameter.requires_grad for parameter in model.parameters()):
-            self._rows = self._rows[:, : tokens.length].contiguous()
-            shrink(tower[1], torch.from_numpy(tokens.vocabulary), tokens.length)
-        else:
-            self._rows = torch.from_numpy(tokens.vocabulary)[self._rows]
+            # A text ends at its last token that is not 0; before that, 0 is a token, too ("!").
+            length = int(tokens.rows.nonzero()[1].max(initial=0)) + 1
+            vocabulary, self._rows = self._rows[:, :length].unique(return_inverse=True)
+            shrink(tower[1], vocabulary, length)
 
     def __call__(self, texts: str | Sequence[str]) -> Tensor:
         """Return the tokens ``(N, L)``."""
@@ -265,13 +246,14 @@ class KnownTexts:
 
 @dataclass(frozen=True)
 class PilotData:
-    """Holds the data that runs train on and are scored on.
+    """The data that runs train on and are scored on.
 
     Attributes:
         train: the decoded training samples, or where to read them from.
         num_samples: number of training samples, and of indices.
         val: samples that choose among settings.
         test: samples that give the reported numbers.
+        names: the names of the classes, if any.
         tokens: tokens of all texts; None if the training texts are not in memory.
     """
 

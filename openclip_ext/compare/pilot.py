@@ -59,9 +59,9 @@ class ComparePilot:
 
         def score(samples: int) -> float:
             reciprocal = reciprocal_ranks(ranks(training, self.data.val))
-            points[str(samples)] = pack_floats(reciprocal)
-            stand = {"id": run.id, **asdict(run), "samples": samples, "val": {"mean": float(reciprocal.mean())}}
-            seen({**stand, "points": dict(points), "all_seconds": time.perf_counter() - start})
+            points[str(samples)] = pack(reciprocal)
+            so_far = {"id": run.id, **asdict(run), "samples": samples, "val": {"mean": float(reciprocal.mean())}}
+            seen({**so_far, "points": dict(points), "all_seconds": time.perf_counter() - start})
             return recall(ranks(training, self.data.test))
 
         curve = training.train(seen, score)
@@ -76,7 +76,7 @@ class ComparePilot:
             "val": {"mean": float(reciprocal_ranks(ranks(training, self.data.val)).mean())},
             "curve": curve,
             "points": points,
-            "hits": {name: pack(of) for name, of in ranks(training, self.data.test, self.data.names).items()},
+            "hits": {name: pack(of == 0) for name, of in ranks(training, self.data.test, self.data.names).items()},
         }
         # This takes as long as a short run, so only the second seed does it, which only the best setting of a loss runs.
         normalizers = self.normalizer_errors(training) if run.seed == SEEDS[1] else None
@@ -145,21 +145,15 @@ def ranks(training: PilotRun, samples: Cache, names: tuple[str, ...] = ()) -> di
     In retrieval, any sample of the same caption is right.
     """
     captions, classes = samples.captions(), samples.classes()
-    with training.evaluating() as model:
-
-        def pixels(rows: Any) -> Tensor:
-            return torch.stack([training.built.preprocess_val(samples.image(row)) for row in rows])
-
-        image = training.encode_images(model, pixels, len(captions))
-        text = training.encode_texts(model, list(dict.fromkeys(captions)))
-        prompts = training.encode_texts(model, names) if names and classes is not None else None
+    to_classify = [names] if names and classes is not None else []
+    image, text, *of_names = training.embed(samples, list(dict.fromkeys(captions)), *to_classify)
     same = torch.tensor(group_numbers(captions), device=image.device)
     numbers = torch.arange(len(text), device=image.device)
     found = {
         IMAGE_TO_TEXT: ranks_of_best_match(image, text, same, numbers),
         TEXT_TO_IMAGE: ranks_of_best_match(text, image, numbers, same)[same],
     }
-    if prompts is not None:
+    for prompts in of_names:
         right, every = torch.tensor(classes, device=image.device), torch.arange(len(names), device=image.device)
         found[ZERO_SHOT] = ranks_of_best_match(image, prompts, right, every)
     return {name: of.cpu() for name, of in found.items()}
@@ -175,23 +169,13 @@ def reciprocal_ranks(found: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([(1 + found[name]).reciprocal() for name in RETRIEVAL]).mean(dim=0)
 
 
-def pack(of: Tensor) -> str:
-    """Return a digit for each sample, 1 if the right answer comes first."""
-    return "".join("1" if value == 0 else "0" for value in of.tolist())
-
-
-def unpack(digits: str) -> Tensor:
-    """Undo :func:`pack`; return ``(N,)`` float64 of 0 and 1."""
-    return torch.tensor([float(digit) for digit in digits], dtype=torch.float64)
-
-
-def pack_floats(values: Tensor) -> str:
+def pack(values: Tensor) -> str:
     """Encode values between 0 and 1 as text, to three digits."""
     return base64.b64encode(values.half().numpy().tobytes()).decode()
 
 
-def unpack_floats(packed: str) -> Tensor:
-    """Undo :func:`pack_floats`."""
+def unpack(packed: str) -> Tensor:
+    """Undo :func:`pack`; return ``(N,)`` float64."""
     return torch.frombuffer(bytearray(base64.b64decode(packed)), dtype=torch.float16).double()
 
 

@@ -16,9 +16,8 @@ from openclip_ext.compare.process_pool import KILLED, failure_words
 from openclip_ext.compare.runs import Contest, Results, Run, score
 from openclip_ext.compare.space import BASELINE, setting_words
 from openclip_ext.evaluation.statistics import Difference, group_numbers, paired_difference
-from openclip_ext.pages.charts import Curve, color, line_chart
-from openclip_ext.pages.rendering import render_lines, render_page
-from scripts.experiments.tables import markdown_table
+from openclip_ext.pages.charts import Chart, Curve, color, line_chart
+from openclip_ext.pages.rendering import markdown_table, render_lines, render_page
 
 # A gain in R@1 that is too small to matter.
 _NEGLIGIBLE = 0.01
@@ -414,8 +413,8 @@ def markdown(report: Report) -> str:
     parts = ["# Which loss?", f"**{report.sentence}**", report.text_of_judgement]
     if command := _command(report):
         parts += ["Train the recommended configuration, at the pilot's length:", f"```bash\n{command}\n```"]
-    for title, (head, *rows) in tables(report).items():
-        parts += [f"## {title}", markdown_table(head, rows)]
+    for title, rows in tables(report).items():
+        parts += [f"## {title}", markdown_table(rows)]
     return "\n\n".join([*parts, "## Reading it", *lines(report)]) + "\n"
 
 
@@ -424,7 +423,7 @@ def page(report: Report) -> str:
     # The curves leave out the shorter runs of losses that were left behind.
     drawn = [one for one in report.results if one.epochs == report.results[0].epochs]
     curves = [
-        line_chart(_curves(drawn, column), label, "R@1", from_zero=True, size=(520, 300))
+        line_chart(Chart("R@1", _curves(drawn, column), label, from_zero=True), size=(520, 300))
         for column, label in enumerate(("samples seen", "seconds of training"))
         if drawn
     ]

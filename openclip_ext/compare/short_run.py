@@ -1,6 +1,5 @@
 """Perform one run on decoded data with the trainer's parts, without checkpoints, logs or other processes."""
 
-import contextlib
 import itertools
 import math
 import time
@@ -8,13 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import open_clip
 import torch
 from torch import Tensor
 
-from openclip_ext import __version__
 from openclip_ext.cli.command_line import without_warnings
-from openclip_ext.compare.decoded_data import KnownTexts, PilotData
+from openclip_ext.compare.decoded_data import Cache, KnownTexts, PilotData
 from openclip_ext.compare.runs import Run
 from openclip_ext.losses.heads import with_heads
 from openclip_ext.model_configs import add_model_configs
@@ -26,11 +23,6 @@ from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
 _CHUNK = 256
 _CURVE = (0.125, 0.25, 0.5)  # shares of a run at which it is scored, besides its end
 CURVE_POINTS = len(_CURVE) + 1
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that the numbers may depend on."""
-    return {"torch": torch.__version__, "open_clip": open_clip.__version__, "openclip_ext": __version__}
 
 
 def warmup_steps(asked: int, steps: int) -> int:
@@ -107,6 +99,10 @@ class PilotRun:
         loading = replace(self.config.loading, seed=self.run.seed, caption_hash=self.loss.needs_positives)
         return self.data.loader(loading, self.built.images.transform, self.texts, self.steps_per_epoch * self.batch)
 
+    def pixels(self, samples: Cache, rows: Sequence[int]) -> Tensor:
+        """Return the model's input for some of the samples that are scored."""
+        return torch.stack([self.built.preprocess_val(samples.image(row)) for row in rows])
+
     # --- training and scoring ------------------------------------------------------------------------------------------
 
     def run_steps(self) -> Iterator[int]:
@@ -154,26 +150,21 @@ class PilotRun:
         """Return the median temperature of the last step's anchors, or the model's temperature."""
         return self.loss.metrics().get("temperature_median", math.exp(-self.model.logit_scale.item()))
 
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[Any]:
-        """Yield the model with the loss's heads, in evaluation mode."""
+    @torch.no_grad()
+    def embed(self, samples: Cache, *texts: Sequence[str]) -> list[Tensor]:
+        """Return embeddings ``(N, d)`` in float32 of the samples' images, and of each list of texts, in evaluation mode."""
         was_training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad(), self.settings.autocast():
-                yield with_heads(self.model, self.loss.model_head())
-        finally:
-            self.model.train(was_training)
-
-    def encode_images(self, model: Any, pixels: Callable[[Sequence[int]], Tensor], count: int) -> Tensor:
-        """Return embeddings ``(count, d)`` of images in float32; ``pixels`` returns the model's input for some of them."""
-        inputs = (pixels(rows).to(self.device, self.settings.input_dtype) for rows in _chunks(range(count)))
-        return torch.cat([model.encode_image(batch, normalize=True).float() for batch in inputs])
-
-    def encode_texts(self, model: Any, texts: Sequence[str]) -> Tensor:
-        """Return embeddings ``(len(texts), d)`` of texts in float32."""
-        tokens = [self.texts(part).to(self.device) for part in _chunks(texts)]
-        return torch.cat([model.encode_text(part, normalize=True).float() for part in tokens])
+        model: Any = with_heads(self.model.eval(), self.loss.model_head())
+        found = []
+        with self.settings.autocast():
+            images = (self.pixels(samples, rows) for rows in _chunks(range(len(samples))))
+            inputs = (batch.to(self.device, self.settings.input_dtype) for batch in images)
+            found.append(torch.cat([model.encode_image(batch, normalize=True).float() for batch in inputs]))
+            for some in texts:
+                tokens = (self.texts(part).to(self.device) for part in _chunks(some))
+                found.append(torch.cat([model.encode_text(part, normalize=True).float() for part in tokens]))
+        self.model.train(was_training)
+        return found
 
 
 def _chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:

@@ -8,15 +8,14 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock
-
 from openclip_ext.evaluation.data import fingerprint
 from openclip_ext.evaluation.tasks import Task
-from openclip_ext.files.writing import write_atomically
+from openclip_ext.files.writing import held, write_atomically
 
 if TYPE_CHECKING:  # whoever reads results needs neither OpenCLIP nor scikit-learn, which take seconds to import
     from openclip_ext.evaluation.classification import TaskResult
@@ -29,7 +28,7 @@ UNKNOWN_RUN = "unknown"
 PROTOCOL = "datacomp-2"
 
 
-def config_digest(config: dict[str, Any]) -> str:
+def config_digest(config: Any) -> str:
     """Return a short digest of anything that JSON can hold."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -133,8 +132,8 @@ class ResultFile:
     def _aside(self, run_id: str) -> Path:
         return self.path.with_suffix(f".{run_id}.jsonl")
 
-    def _locked(self) -> FileLock:
-        return FileLock(self.folder / f".{RESULTS_FILE}.lock")
+    def _locked(self) -> AbstractContextManager[None]:
+        return held(self.folder, f".{RESULTS_FILE}.lock", timeout=-1)
 
 
 def read_results(path: str | Path) -> list[dict[str, Any]]:

@@ -1,9 +1,7 @@
 """Export a checkpoint: ``openclip-ext export RUN/checkpoints/epoch_K.pt --to hf --output DIR``."""
 
 import argparse
-import contextlib
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,10 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.diagnostics.curves import plot
 from openclip_ext.diagnostics.finished_run import model_settings
 from openclip_ext.evaluation.run_folder import newest_checkpoint, read_config
+from openclip_ext.evaluation.training_log import TrainingLog, read_log
 from openclip_ext.export.card import CURVES, evaluations, model_card
 from openclip_ext.export.clip_model import write_clip_model
-from openclip_ext.files import json_lines
-from openclip_ext.files.writing import output_path
+from openclip_ext.files.writing import held, output_path
 from openclip_ext.losses.heads import read_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
@@ -41,10 +39,11 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
         output: the folder; made, or empty.
 
     Raises:
-        UsageError: there is no such checkpoint or run, the folder is in use, or the format cannot hold the model.
+        UsageError: there is no such checkpoint or run, the folder is not empty, or the format cannot hold the model.
+        ValueError: another process writes into the folder.
     """
     checkpoint = newest_checkpoint(checkpoint)
-    if output.exists() and any(output.iterdir()):
+    if output.exists() and any(file.name != ".lock" for file in output.iterdir()):  # of an export that failed
         raise UsageError(f"{output} is not empty: give another --output")
     run = checkpoint.absolute().parent.parent
     config = read_config(run)
@@ -65,7 +64,7 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
     model = model.float().eval()
     # With the run's flags.
     model_config = json.loads((run / MODEL_CONFIG / f"{settings.file_name}.json").read_text())
-    with _claimed(output):
+    with held(output):
         if to == "hf":
             write_clip_model(model, model_config, tokenizer, output)
         save_file(
@@ -77,26 +76,12 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
         # A file of the model alone, such as best.pt, knows its epoch and no step.
         unit = "epoch" if loaded.shared is None else "step"
         taken = getattr(loaded.position, unit)
-        lines = [line for line in json_lines.read(run / "metrics.jsonl") if "loss" in line and line[unit] < taken]
+        lines = [line for line in read_log(run).steps if line[unit] < taken]
         if lines:
-            plot({config["flags"]["name"]: lines}, output / CURVES)
+            plot({config["flags"]["name"]: TrainingLog({}, lines)}, output / CURVES)
         card = model_card(config, loaded, lines[-1] if lines else None, evaluations(run, loaded), to == "hf")
         (output / "README.md").write_text(card, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _claimed(output: Path) -> Iterator[None]:
-    """Make a folder that no other export writes into until the end of the context."""
-    output.mkdir(parents=True, exist_ok=True)
-    unfinished = output / ".unfinished"
-    try:
-        unfinished.touch(exist_ok=False)
-    except FileExistsError:
-        raise UsageError(f"another export writes into {output}: give another --output") from None
-    try:
-        yield
-    finally:
-        unfinished.unlink()
+        (output / ".lock").unlink()  # the folder is to be published
 
 
 def _check_loadable(model: Any, settings: ModelConfig) -> None:

@@ -51,8 +51,13 @@ def output_path(text: str) -> Path:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def held(folder: Path, name: str = ".lock", timeout: float = 0) -> Iterator[None]:
     """Make a folder and keep other processes out of it until the end of the context.
+
+    Args:
+        folder: what is locked; the lock goes with the process, the file stays.
+        name: the lock's file in the folder, for a lock on less than the whole folder.
+        timeout: seconds to wait for another process; -1 waits until it has finished.
 
     Raises:
         ValueError: Another process holds it.
@@ -61,7 +66,7 @@ def held(folder: Path) -> Iterator[None]:
 
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(folder / ".lock", timeout=0):
+        with FileLock(folder / name, timeout=timeout):
             yield
     except Timeout:
         raise ValueError(

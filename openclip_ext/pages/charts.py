@@ -4,13 +4,15 @@ Text, axes and grid have the page's text color (``currentColor``); the colors of
 """
 
 import io
+import itertools
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import matplotlib
 from markupsafe import Markup, escape
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -53,11 +55,23 @@ class Bar:
 
 @dataclass(frozen=True)
 class Curve:
-    """Describes a curve: its name, its points in ascending x, and the number of its color."""
+    """A curve: its name, its points in ascending x, the number of its color, and the range around each point, if any."""
 
     name: str
     points: Sequence[Point]
     color: int = 0
+    band: Sequence[Point] = ()
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves over a common horizontal axis from 0; ``levels`` are labeled horizontal lines."""
+
+    title: str
+    curves: Sequence[Curve]
+    x_title: str = "samples seen"
+    from_zero: bool = False
+    levels: Mapping[str, float] = field(default_factory=dict)
 
 
 def color(number: int) -> str:
@@ -89,46 +103,43 @@ def bar_chart(bars: Sequence[Bar], x_title: str) -> Markup:
     return _svg(draw, (860, 52 + 20 * len(bars)), f"{x_title}: {len(bars)} bars", [bar.hint for bar in bars])
 
 
-def line_chart(
-    curves: Sequence[Curve],
-    x_title: str,
-    title: str,
-    *,
-    from_zero: bool = False,
-    size: tuple[int, int] = (400, 270),
-) -> Markup:
-    """Draw curves without a legend, because one legend on the page serves all charts.
+def draw_curves(axes: Axes, chart: Chart) -> None:
+    """Draw a chart on axes of any figure; points have the ids of hints."""
+    number = itertools.count()
+    for curve in chart.curves:
+        axes.plot(*zip(*curve.points, strict=True), color=color(curve.color), linewidth=1.8, label=curve.name)
+        for x, y in curve.points:
+            axes.plot(x, y, "o", color=color(curve.color), markersize=5, gid=_hint_id(next(number)))
+        if any(low < high for low, high in curve.band):
+            across, (low, high) = [x for x, _ in curve.points], zip(*curve.band, strict=True)
+            axes.fill_between(across, low, high, color=color(curve.color), alpha=0.15, linewidth=0)
+    for label, level in chart.levels.items():
+        axes.axhline(level, color=PALETTE[-1], linestyle="--", linewidth=1)
+        place: Any = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right", "va": "top"}
+        axes.annotate(label, (1, level), (-4, -4), color=PALETTE[-1], fontsize=9, **place)
+    axes.set_title(chart.title, loc="left")
+    axes.set(xlabel=chart.x_title)
+    axes.set_xlim(left=0)
+    if chart.from_zero:
+        axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: short_number(value))
+    axes.grid(axis="y")
 
-    Args:
-        curves: at least one curve.
-        x_title: title of the horizontal axis, which begins at 0.
-        title: title above the chart.
-        from_zero: whether the vertical axis begins at 0.
-        size: width and height in pixels.
-    """
-    hints: list[str] = []
+
+def line_chart(chart: Chart, size: tuple[int, int] = (400, 270)) -> Markup:
+    """Draw a chart of a width and height in pixels, without a legend, because one legend on the page serves all charts."""
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         # A layout by matplotlib would take as long as the drawing.
         width, height = size
         figure.subplots_adjust(left=50 / width, right=1 - 12 / width, bottom=42 / height, top=1 - 28 / height)
-        for curve in curves:
-            axes.plot(*zip(*curve.points, strict=True), color=color(curve.color), linewidth=1.8)
-            for x, y in curve.points:
-                axes.plot(x, y, "o", color=color(curve.color), markersize=5, gid=_hint_id(len(hints)))
-                hints.append(f"{curve.name}: {y:.4g} at {short_number(x)} {x_title}")
-        axes.set_title(title, loc="left")
-        axes.set(xlabel=x_title)
-        axes.set_xlim(left=0)
-        if from_zero:
-            axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_locator(MaxNLocator(6))
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(lambda value, _: short_number(value))
-        axes.grid(axis="y")
+        draw_curves(axes, chart)
 
-    return _svg(draw, size, f"{title} over {x_title}", hints)
+    hints = [f"{one.name}: {y:.4g} at {short_number(x)} {chart.x_title}" for one in chart.curves for x, y in one.points]
+    return _svg(draw, size, f"{chart.title} over {chart.x_title}", hints)
 
 
 def short_number(value: float) -> str:

@@ -3,6 +3,7 @@
 import base64
 import functools
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ def render_page(template: str, title: str, **values: Any) -> str:
 def render_lines(template: str, **values: Any) -> list[str]:
     """Return the lines of a text that are not empty; nothing is escaped."""
     return [line for line in _environment().get_template(template).render(**values).splitlines() if line]
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Format a Markdown table; the first row is the head."""
+    head, *body = (" | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows)
+    return "\n".join(f"| {row} |" for row in (head, " | ".join(["---"] * len(rows[0])), *body))
 
 
 def thumbnail(image: Image.Image, pixels: int) -> str:

@@ -39,16 +39,16 @@ from torch import Tensor, nn
 from openclip_ext.cli import command_line
 from openclip_ext.compare import decoded_data as cache
 from openclip_ext.compare.decoded_data import Cache, PilotData, Tokens
-from openclip_ext.compare.process_pool import ProcessPool
-from openclip_ext.compare.results import ResultsFile
-from openclip_ext.compare.runs import Contest, Results, Run
-from openclip_ext.compare.short_run import PilotRun, versions
+from openclip_ext.compare.process_pool import ProcessPool, failure_words
+from openclip_ext.compare.runs import Contest, Results, ResultsFile, Run
+from openclip_ext.compare.short_run import PilotRun
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.diagnostics.estimation_error import measure
 from openclip_ext.evaluation.ranks import ranks_of_best_match
-from openclip_ext.files.writing import output_path
+from openclip_ext.files.writing import held, output_path
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import flags
+from openclip_ext.training.runtime.run_folder import versions
 from openclip_ext.training.step import Batch
 
 METRICS = ("name", "image-to-text", "text-to-image")
@@ -71,19 +71,15 @@ def contests(grid: Mapping[str, Any], data: str) -> dict[str, Contest]:
     sizes = {family: len(settings) for family, settings in grid["families"].items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"families must have equally many settings, so that all are tuned equally: found {sizes}")
-    return {
-        schedule: Contest(
-            {
-                family: [
-                    Run(data, grid["model"], schedule, **length, seed=grid["seeds"][0], family=family, setting=setting)
-                    for setting in settings
-                ]
-                for family, settings in grid["families"].items()
-            },
-            grid["seeds"],
-        )
-        for schedule, length in grid["schedules"].items()
-    }
+    found = {}
+    for schedule, length in grid["schedules"].items():
+        about = {"data": data, "model": grid["model"], "schedule": schedule, **length, "seed": grid["seeds"][0]}
+        families = {
+            family: [Run(**about, family=family, setting=setting) for setting in settings]
+            for family, settings in grid["families"].items()
+        }
+        found[schedule] = Contest(families, grid["seeds"])
+    return found
 
 
 def pending(grid: Mapping[str, Any], data: str, results: Results) -> list[Run]:
@@ -105,7 +101,7 @@ def load_data(data: Path, model: str) -> PilotData:
     )
     texts = itertools.chain(names, train.captions(), val.captions(), test.captions())
     tokens = Tokens.of(texts, open_clip.get_tokenizer(model))
-    return PilotData(train, len(train.rows), val, test, names, tokens, data_digest(data))
+    return PilotData(train, len(train), val, test, names, tokens, data_digest(data))
 
 
 def classes_of(samples: Cache) -> Tensor:
@@ -133,6 +129,9 @@ class GridRun(PilotRun):
 
     def normalize(self) -> Callable[[Tensor], Tensor]:
         return partial(averaged, visual=self.model.visual)
+
+    def pixels(self, samples: Cache, rows: Sequence[int]) -> Tensor:
+        return averaged(stored_images(samples, rows), self.model.visual)
 
     def build_loader(self) -> "ShiftedImages":
         train = self.data.train
@@ -198,12 +197,7 @@ def score(training: PilotRun, samples: Cache, names: Sequence[str]) -> dict[str,
     In retrieval, any sample of the same name is right.
     """
     present, labels = classes_of(samples).unique(return_inverse=True)
-    with training.evaluating() as model:
-        images = training.encode_images(
-            model, lambda rows: averaged(stored_images(samples, rows), training.model.visual), len(labels)
-        )
-        texts = training.encode_texts(model, samples.captions())
-        prompts = training.encode_texts(model, [names[number] for number in present])
+    images, texts, prompts = training.embed(samples, samples.captions(), [names[number] for number in present])
     labels = labels.to(images.device)
     ranks = {
         "name": ranks_of_best_match(images, prompts, labels, torch.arange(len(prompts), device=images.device), True),
@@ -216,13 +210,9 @@ def score(training: PilotRun, samples: Cache, names: Sequence[str]) -> dict[str,
 
 def estimation_errors(training: PilotRun, samples: Cache, count: int) -> dict[str, Any]:
     """Return the errors of the log-normalizers against the exact ones over ``count`` training samples, see ``measure``."""
-    rows = torch.randperm(len(samples.rows), generator=torch.Generator().manual_seed(0))[:count].tolist()
+    rows = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))[:count].tolist()
     part = samples.part(rows)
-    with training.evaluating() as model:
-        images = training.encode_images(
-            model, lambda some: averaged(stored_images(part, some), training.model.visual), len(rows)
-        )
-        texts = training.encode_texts(model, part.captions())
+    images, texts = training.embed(part, part.captions())
     scale = training.model.logit_scale.exp()
     found = measure(training.loss, images, texts, scale, batch_size=training.batch, index=rows, anchors=2000)
     return {
@@ -272,7 +262,7 @@ def environment() -> dict[str, str]:
     """Return processor and versions, on which the numbers may depend."""
     info = Path("/proc/cpuinfo")
     models = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
-    return {"cpu": (models or [platform.processor()])[0], "python": platform.python_version(), **versions()}
+    return {"cpu": (models or [platform.processor()])[0], **versions()}
 
 
 def run_all(grid: Mapping[str, Any], data: Path, path: Path, workers: int) -> list[str]:
@@ -286,25 +276,15 @@ def run_all(grid: Mapping[str, Any], data: Path, path: Path, workers: int) -> li
         return {run.id: partial(train, loaded, run, measured=measured) for run in runs}
 
     def keep(name: str, row: dict[str, Any] | None, failure: str) -> None:
-        print(f"{describe(results.keep(name, row, failure))}; {len(results.rows)} runs finished", flush=True)
+        results.keep(name, row, failure)
+        told = failure_words(failure.strip())
+        if row is not None:
+            told = f"{row['schedule']}, {row['family']}, seed {row['seed']}: val {row['val']['mean']:.4f}"
+        print(f"{name}: {told}; {len(results.rows)} runs finished", flush=True)
 
-    try:
-        loaded = load_data(data, grid["model"])
-        ProcessPool(workers, "openclip_ext.compare.short_run").work_off(pending_tasks, keep)
-    finally:
-        results.close()
+    loaded = load_data(data, grid["model"])
+    ProcessPool(workers, "openclip_ext.compare.short_run").work_off(pending_tasks, keep)
     return [row["failed"] for row in results.failed.values()]
-
-
-def describe(row: Mapping[str, Any]) -> str:
-    """Describe a row in one line."""
-    if "failed" in row:
-        return f"run {row['id']} failed: {row['failed'].strip()}"
-    setting = {key: value for key, value in row["setting"].items() if key != "loss"}
-    return (
-        f"{row['schedule']}, {row['family']} {json.dumps(setting)}, lr {row['lr']:g}, seed {row['seed']}: "
-        f"val {row['val']['mean']:.4f}, test {row['test']['mean']:.4f}, τ {row['temperature']:.3f}, {row['seconds']:.0f} s"
-    )
 
 
 def main(argv: list[str]) -> None:
@@ -319,7 +299,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--results", type=output_path, required=True, help="file of finished runs; lines are appended")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, each on one core or GPU")
     args = parser.parse_args(argv)
-    failures = run_all(json.loads(args.grid.read_text()), args.data, args.results, args.workers)
+    with held(args.results.parent, f".{args.results.name}.lock"):
+        failures = run_all(json.loads(args.grid.read_text()), args.data, args.results, args.workers)
     if failures:
         sys.exit(f"{len(failures)} runs failed; the same command tries them again")
 

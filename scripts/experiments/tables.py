@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from openclip_ext.cli import command_line
-from openclip_ext.compare.results import read_results
-from openclip_ext.compare.runs import Contest, Results
+from openclip_ext.compare.runs import Contest, Results, read_results
 from openclip_ext.evaluation.statistics import seeds_interval
+from openclip_ext.pages.rendering import markdown_table
 from scripts.experiments.grid import contests, data_digest
 
 # Columns of the table of the test sets, in percent.
@@ -26,75 +26,66 @@ _SHOWN = {
 }
 
 
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a Markdown table."""
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
-
-
-def with_interval(differences: Sequence[float]) -> str:
-    """Format the mean of paired differences; two or more also get their 95 % interval (Student's t)."""
-    text = f"{statistics.fmean(differences):+.1f}"
-    if len(differences) > 1:
-        low, high = seeds_interval(differences)
-        text += f" ({low:.1f} to {high:.1f})"
-    return text.replace("-", "−")
-
-
 def format_tables(grid: Mapping[str, Any], data: str, results: Results, baseline: str | None = None) -> str:
     """Format the tables of each schedule: the best runs of every family, and the validation scores of all settings.
 
     Differences are to the family ``baseline``, by default the first.
     """
-    baseline = baseline or next(iter(grid["families"]))
-    return "\n\n".join(
-        f"{schedule}, test sets:\n\n{_format_best(contest, results, baseline)}"
-        f"\n\n{schedule}, validation sets, seed {grid['seeds'][0]}:\n\n{_format_tuning(contest, results)}"
-        for schedule, contest in contests(grid, data).items()
-    )
+    parts = []
+    for schedule, contest in contests(grid, data).items():
+        parts += [f"{schedule}, test sets:", _best_runs(contest, results, baseline or next(iter(contest.families)))]
+        parts += [f"{schedule}, validation sets, seed {contest.seeds[0]}:", _tuning(contest, results)]
+    return "\n\n".join(parts)
 
 
-def _format_best(contest: Contest, results: Results, baseline: str) -> str:
-    of_family = {
+def _best_runs(contest: Contest, results: Results, baseline: str) -> str:
+    found = {
         family: {run.seed: results[run.id] for run in contest.best(family, results) if run.id in results}
         for family in contest.families
     }
-    rows = []
-    for family, found in of_family.items():
-        if not found:
-            rows.append([family, "not tuned yet", *[""] * 5])
+    table = [["losses", "chosen", *_SHOWN, "R@1, each seed", "τ at the end", "CPU, s"]]
+    for family, rows in found.items():
+        if not rows:
+            table.append([family, "not tuned yet", *[""] * 5])
             continue
-        lines = list(found.values())
-        cells = [f"{_numbers(lines[0]['setting'])}, lr {lines[0]['lr']:g}"]
+        first, every = next(iter(rows.values())), list(rows.values())
+        cells = [family, f"{_numbers(first['setting'])}, lr {first['lr']:g}"]
         for shown in _SHOWN.values():
-            cell = f"{statistics.fmean(shown(line['test']) for line in lines):.1f}"
-            reference = of_family[baseline]
+            cells.append(f"{statistics.fmean(shown(row['test']) for row in every):.1f}")
+            of_base = found[baseline]
             paired = [
-                shown(found[seed]["test"]) - shown(reference[seed]["test"]) for seed in found if seed in reference
+                shown(row["test"]) - shown(of_base[seed]["test"]) for seed, row in rows.items() if seed in of_base
             ]
-            cells.append(cell if family == baseline or not paired else f"{cell}, {with_interval(paired)}")
-        cells.append(" ".join(f"{_SHOWN['R@1'](line['test']):.1f}" for line in lines))
-        cells.append(f"{statistics.fmean(line['temperature'] for line in lines):.3f}")
-        cells.append(f"{statistics.fmean(line['cpu_seconds'] for line in lines):.0f}")
-        rows.append([family, *cells])
-    return markdown_table(["losses", "chosen", *_SHOWN, "R@1, each seed", "τ at the end", "CPU, s"], rows)
+            if paired and family != baseline:
+                cells[-1] += f", {_with_interval(paired)}"
+        cells.append(" ".join(f"{_SHOWN['R@1'](row['test']):.1f}" for row in every))
+        cells.append(f"{statistics.fmean(row['temperature'] for row in every):.3f}")
+        cells.append(f"{statistics.fmean(row['cpu_seconds'] for row in every):.0f}")
+        table.append(cells)
+    return markdown_table(table)
 
 
-def _format_tuning(contest: Contest, results: Results) -> str:
-    rows = [
-        [
-            *(family, _numbers(run.setting), f"{run.lr:g}"),
-            *(f"{line['val']['mean']:.3f}", f"{line['val']['name']:.3f}", f"{line['temperature']:.3f}"),
-        ]
-        for family, runs in contest.families.items()
-        for run in runs
-        if (line := results.get(run.id)) is not None
-    ]
-    return markdown_table(["losses", "setting", "lr", "mean", "name", "τ at the end"], rows)
+def _with_interval(differences: Sequence[float]) -> str:
+    """Format the mean of paired differences; two or more also get their 95 % interval (Student's t)."""
+    text = f"{statistics.fmean(differences):+.1f}"
+    if len(differences) > 1:
+        text += " ({:.1f} to {:.1f})".format(*seeds_interval(differences))
+    return text.replace("-", "−")
+
+
+def _tuning(contest: Contest, results: Results) -> str:
+    table = [["losses", "setting", "lr", "mean", "name", "τ at the end"]]
+    for family, runs in contest.families.items():
+        for run in (run for run in runs if run.id in results):
+            row = results[run.id]
+            scores = (row["val"]["mean"], row["val"]["name"], row["temperature"])
+            table.append([family, _numbers(run.setting), f"{run.lr:g}", *(f"{value:.3f}" for value in scores)])
+    return markdown_table(table)
 
 
 def _numbers(setting: Mapping[str, Any]) -> str:
     """Format the numbers of a setting, which are what differs within a family."""
-    flat = {key: value for key, value in setting.items() if key not in ("loss", "options")} | setting.get("options", {})
+    flat = {**setting, **setting.get("options", {})}
     numbers = {key: value for key, value in flat.items() if isinstance(value, float | int) and value is not True}
     return ", ".join(f"{key} {value:g}" for key, value in numbers.items()) or "defaults"
 

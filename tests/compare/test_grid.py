@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from openclip_ext.compare.decoded_data import PilotData
-from openclip_ext.compare.results import read_results
+from openclip_ext.compare.runs import read_results
 from openclip_ext.model_configs import add_model_configs
 from scripts.experiments import grid as grids
 from scripts.experiments.grid import averaged, contests, load_data, pending, shifted

@@ -3,12 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from openclip_ext.compare.process_pool import ProcessPool
-from openclip_ext.compare.results import ResultsFile, read_results
-from openclip_ext.compare.runs import Contest, Run
+from openclip_ext.compare.runs import Contest, ResultsFile, Run, read_results
 
 RUN = Run("data", "model", "short", 4, 1, 1e-3, 0, "base", {"loss": "openclip"})
 
@@ -64,20 +62,13 @@ def test_all_settings_run_the_first_seed_and_the_best_the_others():
     assert names(plan.best("a", results)) == [("a", 2, 0), ("a", 2, 1), ("a", 2, 2)]
 
 
-def test_results_survive_a_cut_line_and_refuse_another_writer(tmp_path):
+def test_results_survive_a_cut_line(tmp_path):
     path = tmp_path / "runs.jsonl"
     assert read_results(path) == {}
     path.write_text('{"id": "a"}\n{"id": "b", "x')
     assert list(read_results(path)) == ["a"]
-    first = ResultsFile(path)
-    first.keep("c", {"id": "c"})
-    with pytest.raises(ValueError, match="another process is writing"):
-        ResultsFile(path)
-    first.close()
+    ResultsFile(path).keep("c", {"id": "c"})
     assert path.read_text() == '{"id": "a"}\n{"id": "c"}\n'
-    path.write_text('{"id": "a"}\nrubbish\n')
-    with pytest.raises(ValueError, match="line 2: not the result of a run"):
-        ResultsFile(path)
 
 
 class Task:
@@ -100,5 +91,4 @@ def test_a_run_that_fails_costs_nothing_but_itself(tmp_path):
     assert sorted(row["val"]["mean"] for row in results.known.values()) == [-1, -1, 0.5, 0.5]
     assert {row["failed"] for row in results.failed.values()} == {"too bad"}
     assert workers.samples == 4 * 3
-    results.close()
     assert len(read_results(tmp_path / "runs.jsonl")) == 2

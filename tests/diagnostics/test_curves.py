@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from openclip_ext.diagnostics import curves
+from openclip_ext.pages.charts import PALETTE
 
 
 def write_run(folder, steps, **extra):
@@ -32,8 +33,8 @@ def test_curves_of_several_runs_are_drawn(tmp_path, capsys):
     curves.main([*(str(tmp_path / name) for name in ("neuclip", "openclip", "just-started")), "--output", str(output)])
     assert "warning: just-started is left out" in capsys.readouterr().err
     pixels = np.asarray(Image.open(output).convert("RGB")).reshape(-1, 3)
-    blue, orange = (31, 119, 180), (255, 127, 14)  # a line each
-    assert all((np.abs(pixels - np.array(color)).max(axis=1) < 3).sum() > 500 for color in (blue, orange))
+    colors = [[int(color[place : place + 2], 16) for place in (1, 3, 5)] for color in PALETTE[:2]]  # a line each
+    assert all((np.abs(pixels - np.array(color)).max(axis=1) < 3).sum() > 500 for color in colors)
 
 
 def test_what_cannot_be_drawn_is_named(tmp_path):

@@ -138,7 +138,7 @@ def test_two_ordinary_runs_are_shown_side_by_side(tmp_path: Path, capsys: pytest
     )
     tables, text = report(tmp_path, first, second)
     settings, course, validation = tables
-    assert settings == [["setting", "openclip", "queueclip"], ["loss", "openclip", "queueclip"]]
+    assert settings == [["settings that differ", "openclip", "queueclip"], ["loss", "openclip", "queueclip"]]
     assert ["samples seen", "1.28k", "1.28k"] in course
     assert validation[1] == ["image_to_text_R@1", "0.3", "0.4, +0.1"]
     assert {"InfoNCE of the batch over samples seen", "image_to_text_R@1 over samples seen"} <= charts_of(text).keys()
@@ -191,7 +191,7 @@ def test_repeats_of_one_name_are_averaged(tmp_path: Path) -> None:
     # A repeat without a task: no number for that task, rather than the mean of two.
     write_results(tmp_path / "seed1", {key: 0.5 for key in AVERAGED if key != "mnist"})
     (run,) = read_runs([f"ours={tmp_path / 'seed0'}", f"ours={tmp_path / 'seed1'}"])
-    assert run.final.score("mnist") is None and run.final.average(AVERAGE) is None
+    assert run.final.score("mnist") is None and run.final.score(AVERAGE) is None
 
 
 def test_run_folder_becomes_learning_curves(tmp_path: Path) -> None:
@@ -212,8 +212,8 @@ def test_run_folder_becomes_learning_curves(tmp_path: Path) -> None:
     ]
     # The full evaluation of epoch 2 stands, not that during training; epoch 4 has only the latter.
     assert found.checkpoints[0].score("mnist").mean == pytest.approx(all_scores(0.02)["mnist"])
-    assert found.checkpoints[1].average(RETRIEVAL) == Value(0.3)
-    assert found.checkpoints[1].average(AVERAGE) is None
+    assert found.checkpoints[1].score(RETRIEVAL) == Value(0.3)
+    assert found.checkpoints[1].score(AVERAGE) is None
     assert found.final.label == "epoch_10_step_105"
     charts = charts_of(report(tmp_path, str(run))[1])
     scores = {"1.28k": 0.02, "6.4k": 0.1, "6.72k": 0.2}

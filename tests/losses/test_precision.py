@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from openclip_ext.contrastive.checks import CHECKED_CALLS
+from openclip_ext.contrastive.loop_checks import CHECKED_CALLS
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.losses.tempnet import PredictedTemperature
 from tests.devices import all_on_a_gpu, refusing_to_wait

@@ -108,7 +108,8 @@ def test_wrong_options_are_named(name: str, options: dict[str, Any], message: st
 def test_a_command_line_is_told_the_flags() -> None:
     for option, value, message in (
         ("gamma", "much", "--gamma much: expected a number >= 0, at most 1"),
-        ("eps", None, "--loss-option eps=None: expected a number >= 0"),
+        ("eps", None, "--loss-eps None: expected a number >= 0"),
+        ("gamma_decay_epochs", 0, "--gamma-decay-epochs 0: expected an integer >= 1"),
     ):
         with pytest.raises(OptionError) as error:
             check_options("fastclip", **{option: value})

@@ -7,7 +7,7 @@ import jinja2
 import pytest
 
 from openclip_ext.pages import charts
-from openclip_ext.pages.charts import Bar, Curve, bar_chart, line_chart, short_number
+from openclip_ext.pages.charts import Bar, Chart, Curve, bar_chart, line_chart, short_number
 from openclip_ext.pages.rendering import render_page
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -46,20 +46,21 @@ def test_bars_have_their_hints_and_texts():
 
 def test_points_have_their_values_as_hints():
     curves = [Curve("a", [(0.0, 1.0), (2000.0, 3.25)], 0), Curve("b", [(1000.0, 2.0)], 9)]
-    chart = parse(line_chart(curves, "samples", "R@1 of <x>"))
+    chart = parse(line_chart(Chart("R@1 of <x>", curves, "samples")))
     assert texts(chart, "title") == ["a: 1 at 0 samples", "a: 3.25 at 2k samples", "b: 2 at 1k samples"]
     assert "R@1 of <x>" in texts(chart, "text")
 
 
 @pytest.mark.parametrize("points", [[(0.0, 1.0)], [(1.0, 2.0), (2.0, 2.0)], [(0.0, -1e9), (3e9, 1e9)], [(0.0, 0.0)]])
 def test_odd_values_can_be_drawn(points):
-    parse(line_chart([Curve("a", points)], "x", "y", from_zero=True))
+    parse(line_chart(Chart("y", [Curve("a", points, band=points)], from_zero=True, levels={"of <guessing>": 1.0})))
     parse(bar_chart([Bar("a", value, "", "") for _, value in points], "x"))
 
 
 def test_charts_have_no_color_of_one_theme_and_are_equal_each_time():
-    drawn = line_chart([Curve("a", [(0.0, 1.0), (1.0, 2.0)], 3)], "x", "y")
-    assert drawn == line_chart([Curve("a", [(0.0, 1.0), (1.0, 2.0)], 3)], "x", "y")
+    points = [(0.0, 1.0), (1.0, 2.0)]
+    drawn, again = (line_chart(Chart("y", [Curve("a", points, 3, band=points)])) for _ in range(2))
+    assert drawn == again
     # Beside the palette there is the page's own text color only.
     assert set(re.findall(r"(?:fill|stroke): ([#\w]+)", drawn)) == {"none", "currentColor", charts.color(3)}
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -214,7 +215,7 @@ def test_a_removal_killed_at_any_moment_is_finished_at_the_next_start(tmp_path, 
     before = {name for name in contents(tmp_path) if name.startswith(good.stem)}
     for removal in (lambda: ckpt.remove(other), lambda: ckpt.remove_leftovers(tmp_path)):
         with monkeypatch.context() as patched:
-            patched.setattr(*((ckpt.shutil, "rmtree") if killed_in == "rmtree" else (Path, "unlink")), kill)
+            patched.setattr(*((shutil, "rmtree") if killed_in == "rmtree" else (Path, "unlink")), kill)
             with pytest.raises(Killed):
                 removal()
         assert ckpt.scan(tmp_path).newest == good

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from openclip_ext import distributed
-from openclip_ext.contrastive.checks import CHECKED_CALLS
+from openclip_ext.contrastive.loop_checks import CHECKED_CALLS
 from openclip_ext.training import checkpoint, parallel
 from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.optimizer import create_optimizer

@@ -1,15 +1,15 @@
 """Compare runs in tables and on one HTML page: ``openclip-ext report RUN RUN ... --output FOLDER``."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from openclip_ext.cli import command_line
 from openclip_ext.evaluation.report.page import build_page
-from openclip_ext.evaluation.report.runs import EvaluatedRun, read_runs
+from openclip_ext.evaluation.report.runs import read_runs
 from openclip_ext.evaluation.report.tables import build_rows, comma_separated, markdown
-from openclip_ext.evaluation.report.training import differing_settings, markdown_table, overview, validation
+from openclip_ext.evaluation.report.training import training_tables
 from openclip_ext.files.writing import output_path
+from openclip_ext.pages.rendering import markdown_table
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -41,8 +41,9 @@ def main(argv: list[str]) -> None:
     evaluated = [run for run in runs if run.checkpoints]
     rows = build_rows(evaluated) if evaluated else []
     args.output.mkdir(parents=True, exist_ok=True)
-    tables = training_tables([run for run in runs if run.logs])
-    files = {"report.html": build_page(runs, rows, args.title)}
+    training = training_tables([run for run in runs if run.logs])
+    tables = [markdown_table(table) + "\n" for table in training]
+    files = {"report.html": build_page(runs, training, rows, args.title)}
     if evaluated:
         tables.append(markdown(evaluated, rows))
         files["report.csv"] = comma_separated(evaluated)
@@ -53,17 +54,6 @@ def main(argv: list[str]) -> None:
         tables[-1] = markdown(evaluated, [row for row in rows if row.is_group])
     print("\n".join(tables))
     print(f"Written: {', '.join(str(args.output / name) for name in sorted(files))}")
-
-
-def training_tables(runs: Sequence[EvaluatedRun]) -> list[str]:
-    """Return the tables of what training logged that have rows."""
-    names = [run.name for run in runs]
-    tables = (
-        ("settings that differ", differing_settings(runs)),
-        ("training", overview(runs) if runs else []),
-        ("last validation", validation(runs)),
-    )
-    return [markdown_table(title, names, rows) for title, rows in tables if rows]
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Make one HTML page of the comparison that fetches nothing: tables, differences by task, and learning curves."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
 
-from openclip_ext.evaluation.report import training
-from openclip_ext.evaluation.report.runs import Checkpoint, EvaluatedRun, Value
+from openclip_ext.evaluation.report.runs import EvaluatedRun
 from openclip_ext.evaluation.report.tables import (
     Row,
     cell_table,
@@ -16,9 +15,10 @@ from openclip_ext.evaluation.report.tables import (
     format_value,
     size_note,
 )
+from openclip_ext.evaluation.report.training import Table, validation_metrics
 from openclip_ext.evaluation.tasks import GROUPS, TASKS
-from openclip_ext.pages import charts
-from openclip_ext.pages.charts import Bar, Curve, bar_chart, line_chart
+from openclip_ext.evaluation.training_log import training_charts
+from openclip_ext.pages.charts import Bar, Chart, Curve, bar_chart, color, line_chart
 from openclip_ext.pages.rendering import render_page
 
 # A difference of so many standard errors is called better or worse.
@@ -31,17 +31,19 @@ _MAIN_GROUPS = (
 )
 
 
-def build_page(runs: Sequence[EvaluatedRun], rows: Sequence[Row], title: str) -> str:
-    """Build the page; ``rows`` are of the runs with checkpoints."""
+def build_page(runs: Sequence[EvaluatedRun], training: Sequence[Table], rows: Sequence[Row], title: str) -> str:
+    """Build the page; ``training`` are the tables of the runs with logs, ``rows`` those of the runs with checkpoints."""
     trained, evaluated = [run for run in runs if run.logs], [run for run in runs if run.checkpoints]
-    named = [(charts.color(number), run.name) for number, run in enumerate(runs)]
+    metrics = [name for name in validation_metrics(trained) if not name.endswith(("_rank", "R@5", "R@10", "top5"))]
     return render_page(
         "report.html",
         title,
         runs=[describe_run(run) if run.checkpoints else run.name for run in runs],
         protocols_differ=_protocols_differ(evaluated),
-        training=_training(trained),
-        training_curves=training.curves(trained),
+        training=training,
+        training_curves=[
+            line_chart(chart) for chart in training_charts({run.name: run.logs for run in trained}, metrics)
+        ],
         averages=cell_table(evaluated, [row for row in rows if row.is_group]) if evaluated else [],
         tasks=cell_table(evaluated, [row for row in rows if not row.is_group]) if evaluated else [],
         note=size_note(rows),
@@ -49,20 +51,13 @@ def build_page(runs: Sequence[EvaluatedRun], rows: Sequence[Row], title: str) ->
         baseline=evaluated[0].name if evaluated else "",
         differences=[found for index in range(1, len(evaluated)) if (found := _differences(evaluated, rows, index))],
         curves=_learning_curves(evaluated),
-        legend=[entry for entry, run in zip(named, runs, strict=True) if run.checkpoints],
-        trained_legend=[(charts.color(number), run.name) for number, run in enumerate(trained)],
+        legend=_legend(evaluated),
+        trained_legend=_legend(trained),
     )
 
 
-def _training(runs: Sequence[EvaluatedRun]) -> list[list[list[str]]]:
-    """Return the tables of what training logged, each with its head."""
-    names = [run.name for run in runs]
-    found = (
-        ("setting", training.differing_settings(runs)),
-        ("training", training.overview(runs) if runs else []),
-        ("last validation", training.validation(runs)),
-    )
-    return [[[title, *names], *rows] for title, rows in found if rows]
+def _legend(runs: Sequence[EvaluatedRun]) -> list[tuple[str, str]]:
+    return [(color(number), run.name) for number, run in enumerate(runs)]
 
 
 def _protocols_differ(runs: Sequence[EvaluatedRun]) -> bool:
@@ -112,34 +107,28 @@ def _bars(rows: Iterable[Row], index: int, runs: Sequence[EvaluatedRun]) -> list
 
 def _learning_curves(runs: Sequence[EvaluatedRun]) -> dict[str, list[Markup]]:
     """Draw charts over the checkpoints: those of NeuCLIP's Figure 1, then all other groups and tasks."""
-    x_title, x_of = _horizontal(runs)
+    has_samples = all(checkpoint.samples is not None for run in runs for checkpoint in run.checkpoints)
+    x_title = "samples seen" if has_samples else "checkpoint"
 
-    def charts_of(titles: Mapping[str, str], score: Callable[[Checkpoint, str], Value | None]) -> list[Markup]:
+    def charts_of(titles: Mapping[str, str]) -> list[Markup]:
         found = []
         for key, title in titles.items():
             curves = []
             for number, run in enumerate(runs):
-                scored = [(x_of(run, entry), score(entry, key)) for entry in run.checkpoints]
-                points = [(x, 100 * value.mean) for x, value in scored if x is not None and value is not None]
-                curves.append(Curve(run.name, points, number))
+                placed = [
+                    (entry.samples if has_samples else place, entry) for place, entry in enumerate(run.checkpoints, 1)
+                ]
+                scored = [(x, entry.score(key)) for x, entry in placed if x is not None]
+                curves.append(
+                    Curve(run.name, [(x, 100 * value.mean) for x, value in scored if value is not None], number)
+                )
             curves = [curve for curve in curves if curve.points]
             if any(len(curve.points) > 1 for curve in curves):
-                found.append(line_chart(curves, x_title, title))
+                found.append(line_chart(Chart(title, curves, x_title)))
         return found
 
-    others = {title: title for title in GROUPS if title not in _MAIN_GROUPS}
     return {
-        "main": charts_of({title: title for title in _MAIN_GROUPS}, Checkpoint.average),
-        "groups": charts_of(others, Checkpoint.average),
-        "tasks": charts_of({key: task.name for key, task in TASKS.items()}, Checkpoint.score),
+        "main": charts_of({title: title for title in _MAIN_GROUPS}),
+        "groups": charts_of({title: title for title in GROUPS if title not in _MAIN_GROUPS}),
+        "tasks": charts_of({key: task.name for key, task in TASKS.items()}),
     }
-
-
-def _horizontal(runs: Sequence[EvaluatedRun]) -> tuple[str, Callable[[EvaluatedRun, Checkpoint], float | None]]:
-    """Return the horizontal axis: samples if all checkpoints have them, else epochs, else the order of checkpoints."""
-    checkpoints = [checkpoint for run in runs for checkpoint in run.checkpoints]
-    if all(checkpoint.samples is not None for checkpoint in checkpoints):
-        return "samples seen", lambda run, checkpoint: checkpoint.samples
-    if all(checkpoint.epoch is not None for checkpoint in checkpoints):
-        return "epochs", lambda run, checkpoint: checkpoint.epoch
-    return "checkpoint", lambda run, checkpoint: run.checkpoints.index(checkpoint) + 1

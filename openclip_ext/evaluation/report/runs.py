@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from openclip_ext.evaluation.report.training import METRICS_FILE, SUITE_PREFIX, TrainingLog, read_log
+import numpy as np
+
 from openclip_ext.evaluation.results import RESULTS_FILE, read_results
 from openclip_ext.evaluation.summary import has_other_size, main_metrics
 from openclip_ext.evaluation.tasks import GROUPS, TASKS
-from openclip_ext.files import json_lines
+from openclip_ext.evaluation.training_log import METRICS_FILE, SUITE_PREFIX, TrainingLog, read_log
 
 _CHECKPOINT_NAME = re.compile(r"epoch_(\d+)(?:_step_(\d+))?$")
 
@@ -54,14 +55,8 @@ class Checkpoint:
         return [key for key in TASKS if key in common] + sorted(common - set(TASKS))
 
     def score(self, key: str) -> Value | None:
-        """Return the main metric of a task, or None unless every repeat has it."""
-        return self._mean([key])
-
-    def average(self, title: str) -> Value | None:
-        """Return the mean over a group of `eval.tasks.GROUPS`, or None unless every repeat has all of the group."""
-        return self._mean(GROUPS[title])
-
-    def _mean(self, keys: Sequence[str]) -> Value | None:
+        """Return a task's main metric or a group's average, or None unless every repeat has the task or all of the group."""
+        keys = GROUPS.get(key, (key,))
         if not all(key in scores for scores in self.repeats for key in keys):
             return None
         means = [sum(scores[key] for key in keys) / len(keys) for scores in self.repeats]
@@ -73,14 +68,10 @@ class Checkpoint:
         count = self.samples_of.get(key) or (TASKS[key].size if key in TASKS and key not in self.other_sizes else 0)
         return None if score is None or not count else math.sqrt(max(score.mean * (1 - score.mean), 0) / count)
 
-    def missing(self, title: str) -> list[str]:
-        """Return the keys of a group that some repeat lacks."""
-        return [key for key in GROUPS[title] if any(key not in scores for scores in self.repeats)]
-
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """A run of the comparison.
+    """A run of the report.
 
     Attributes:
         checkpoints: those with results of DataComp's tasks, in the order of training; none if nothing was evaluated.
@@ -131,13 +122,12 @@ def _read_run(path: Path) -> EvaluatedRun:
         raise ValueError(f"{path} does not exist: expected a result file ({RESULTS_FILE}) or a run folder.")
     if (path / RESULTS_FILE).is_file():
         return EvaluatedRun(_name(path), (_from_file(path / RESULTS_FILE, path.name),))
-    records = [line for line in json_lines.read(path / METRICS_FILE) if "step" in line and "epoch" in line]
+    log = read_log(path)
     found = {}
-    for record in records:
-        scores = {key: record.get("evaluation", {}).get(f"{SUITE_PREFIX}{key}") for key in TASKS}
-        scores = {key: score for key, score in scores.items() if score is not None}
+    for one in log.validations:
+        scores = {key: one.values[SUITE_PREFIX + key] for key in TASKS if SUITE_PREFIX + key in one.values}
         if scores:
-            label = f"epoch_{record['epoch']}"
+            label = f"epoch_{one.epoch}"
             found[label] = Checkpoint(label, (scores,), protocols=frozenset({"evaluation during training"}))
     for file in sorted([*path.glob(f"datacomp/*/{RESULTS_FILE}"), *path.glob(f"*/{RESULTS_FILE}")]):
         label = file.parent.name
@@ -145,19 +135,17 @@ def _read_run(path: Path) -> EvaluatedRun:
         # A full evaluation of the checkpoint replaces that during training.
         if label not in found or len(from_file.tasks) >= len(found[label].tasks):
             found[label] = from_file
-    log = read_log(path)
-    if not found and log is None:
+    if not found and not log.steps:
         content = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
         raise ValueError(
             f"{path} is no run folder and has no results: expected {METRICS_FILE}, {RESULTS_FILE} or "
             f"datacomp/CHECKPOINT/{RESULTS_FILE}, found {content}."
         )
-    training = [record for record in records if "loss" in record]
-    placed = [_place(entry, training) for entry in found.values()]
+    placed = [_place(entry, log.steps) for entry in found.values()]
     checkpoints = sorted(
         placed, key=lambda one: (math.inf if one.epoch is None else one.epoch, one.samples or 0, one.label)
     )
-    return EvaluatedRun(path.resolve().name, tuple(checkpoints), () if log is None else (log,))
+    return EvaluatedRun(path.resolve().name, tuple(checkpoints), (log,) if log.steps else ())
 
 
 def _name(folder: Path) -> str:
@@ -182,27 +170,18 @@ def _from_file(path: Path, label: str) -> Checkpoint:
     )
 
 
-def _place(checkpoint: Checkpoint, training: Sequence[Mapping[str, Any]]) -> Checkpoint:
-    """Add epoch and samples of a checkpoint. The trainer logs the last step of every epoch, so the samples are exact."""
+def _place(checkpoint: Checkpoint, steps: Sequence[Mapping[str, Any]]) -> Checkpoint:
+    """Add epoch and samples of a checkpoint, between two logged steps by interpolation."""
     match = _CHECKPOINT_NAME.match(checkpoint.label)
     if match is None:
         return checkpoint
     epoch, step = int(match[1]), match[2]
-    if step is not None:
-        samples = _samples_after(int(step), training)
+    if step is None:  # the last step of every epoch is logged
+        samples = max((logged["samples"] for logged in steps if logged["epoch"] < epoch), default=None)
     else:
-        samples = max((record["samples"] for record in training if record["epoch"] < epoch), default=None)
+        taken, seen = ([0, *(logged[key] + more for logged in steps)] for key, more in (("step", 1), ("samples", 0)))
+        samples = round(float(np.interp(int(step), taken, seen))) if steps else None
     return replace(checkpoint, epoch=epoch, samples=samples)
-
-
-def _samples_after(step: int, training: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the samples of so many steps: as logged, and from there on with the batch of the next logged step."""
-    before = [record for record in training if record["step"] < step]
-    after = next((record for record in training if record["step"] >= step - 1), before[-1] if before else None)
-    if after is None:
-        return None
-    steps, samples = (before[-1]["step"] + 1, before[-1]["samples"]) if before else (0, 0)
-    return samples + (step - steps) * after["global_batch"]
 
 
 def _merge(name: str, repeats: Sequence[EvaluatedRun]) -> EvaluatedRun:
@@ -211,15 +190,14 @@ def _merge(name: str, repeats: Sequence[EvaluatedRun]) -> EvaluatedRun:
     if len(repeats) == 1 or not any(run.checkpoints for run in repeats):
         return EvaluatedRun(name, repeats[0].checkpoints, logs)
     by_label = [{checkpoint.label: checkpoint for checkpoint in run.checkpoints} for run in repeats]
-    common = [label for label in by_label[0] if all(label in other for other in by_label)]
-    if all(len(run.checkpoints) == 1 for run in repeats):
-        checkpoints = [_merge_checkpoints([run.checkpoints[0] for run in repeats])]
-    elif common:
-        checkpoints = [_merge_checkpoints([found[label] for found in by_label]) for label in common]
+    if all(len(found) == 1 for found in by_label):
+        groups = [[next(iter(found.values())) for found in by_label]]
     else:
+        groups = [[found[label] for found in by_label] for label in by_label[0] if all(label in of for of in by_label)]
+    if not groups:
         labels = "; ".join(", ".join(found) or "none" for found in by_label)
         raise ValueError(f"the {len(repeats)} repeats of {name} have no checkpoint in common, they have: {labels}")
-    return EvaluatedRun(name, tuple(checkpoints), logs)
+    return EvaluatedRun(name, tuple(map(_merge_checkpoints, groups)), logs)
 
 
 def _merge_checkpoints(parts: Sequence[Checkpoint]) -> Checkpoint:

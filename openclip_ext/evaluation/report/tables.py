@@ -1,12 +1,14 @@
 """Make tables of the comparison: Markdown for people, CSV for programs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
-from openclip_ext.evaluation.report.runs import Checkpoint, EvaluatedRun, Value
+from openclip_ext.evaluation.report.runs import EvaluatedRun, Value
 from openclip_ext.evaluation.tasks import AVERAGED, GROUPS, TASKS
+from openclip_ext.pages.rendering import markdown_table
 
 # OpenCLIP's title of the average over 38 tasks.
 OPENCLIP_AVERAGE = "Average perf. on 38 datasets"
@@ -21,14 +23,14 @@ class Row:
         key: key of the task, or title of the group.
         metric: the task's main metric; ``average`` for a group.
         cells: for each run its number, or a text in its place (``partial 12/38``, ``-``).
-        notes: for each run a remark on the number, mostly empty.
+        other_sizes: for each run whether data of another size than DataComp's enter the number.
     """
 
     title: str
     key: str
     metric: str
     cells: tuple[Value | str, ...]
-    notes: tuple[str, ...]
+    other_sizes: tuple[bool, ...]
 
     @property
     def is_group(self) -> bool:
@@ -55,31 +57,24 @@ class Cell:
 def build_rows(runs: Sequence[EvaluatedRun]) -> list[Row]:
     """Build the rows from the runs' final checkpoints: group averages, then every task that any run has."""
     finals = [run.final for run in runs]
-
-    def row(title: str, key: str, metric: str, cells: Iterable[Value | str], keys: Iterable[str]) -> Row:
-        notes = tuple("not DataComp's data" if final.other_sizes & set(keys) else "" for final in finals)
-        return Row(title, key, metric, tuple(cells), notes)
-
-    rows = [
-        row(title, title, "average", (_average_cell(final, title) for final in finals), keys)
-        for title, keys in GROUPS.items()
-    ]
     present = {key for final in finals for key in final.tasks}
-    for key in [*(key for key in TASKS if key in present), *sorted(present - set(TASKS))]:
-        metric = (key in TASKS and TASKS[key].main_metric) or "main metric"
-        rows.append(row(_name(key), key, metric, (final.score(key) or "-" for final in finals), (key,)))
+    rows = []
+    for key in [*GROUPS, *(key for key in TASKS if key in present), *sorted(present - set(TASKS))]:
+        members = GROUPS.get(key, (key,))
+        metric = "average" if key in GROUPS else (key in TASKS and TASKS[key].main_metric) or "main metric"
+        cells = tuple(final.score(key) or _partial(members, final.tasks) for final in finals)
+        rows.append(Row(_name(key), key, metric, cells, tuple(bool(one.other_sizes & {*members}) for one in finals)))
     return rows
 
 
-def _average_cell(final: Checkpoint, title: str) -> Value | str:
-    total = len(GROUPS[title])
-    done = total - len(final.missing(title))
-    return final.average(title) or (f"partial {done}/{total}" if done else "-")
+def _partial(members: Sequence[str], tasks: Sequence[str]) -> str:
+    done = len(set(members).intersection(tasks))
+    return f"partial {done}/{len(members)}" if done else "-"
 
 
 def size_note(rows: Sequence[Row]) -> str:
     """Return the meaning of a †; it is empty if no number has one."""
-    is_needed = any(note for row in rows for note in row.notes)
+    is_needed = any(any(row.other_sizes) for row in rows)
     return "† scored on data of another size than DataComp's, so not DataComp's number." if is_needed else ""
 
 
@@ -108,9 +103,9 @@ def _cells(row: Row) -> list[Cell]:
     numbers = [cell.mean for cell in row.cells if isinstance(cell, Value)]
     best = max(numbers) if len(numbers) > 1 else None
     found = [Cell(row.title)] if row.is_group else [Cell(row.title), Cell(row.metric, "metric")]
-    for cell, note in zip(row.cells, row.notes, strict=True):
+    for cell, has_other_size in zip(row.cells, row.other_sizes, strict=True):
         style = "faint" if isinstance(cell, str) else "best" if cell.mean == best else ""
-        found.append(Cell(format_value(cell) + (" †" if note else ""), style))
+        found.append(Cell(format_value(cell) + (" †" if has_other_size else ""), style))
     for difference in row.differences()[1:]:
         style = "up" if (difference or 0) > 0 else "down" if (difference or 0) < 0 else "faint"
         found.append(Cell(format_difference(difference), style))
@@ -124,9 +119,7 @@ def markdown(runs: Sequence[EvaluatedRun], rows: Sequence[Row]) -> str:
     for is_group in (True, False):
         part = [row for row in rows if row.is_group == is_group]
         if part:
-            head, *body = (" | ".join(_escape(cell.text) for cell in cells) for cells in cell_table(runs, part))
-            rule = "---|" * (head.count(" | ") + 1)
-            lines += ["", f"| {head} |", f"|{rule}", *(f"| {cells} |" for cells in body)]
+            lines += ["", markdown_table([[cell.text for cell in cells] for cells in cell_table(runs, part)])]
     note = size_note(rows)
     return "\n".join([*lines, *(["", note] if note else [])]) + "\n"
 
@@ -151,32 +144,23 @@ def comma_separated(runs: Sequence[EvaluatedRun]) -> str:
     """
     finals = [run.final for run in runs]
     others = sorted({key for final in finals for key in final.tasks} - set(AVERAGED))
-    tasks = [*sorted(AVERAGED, key=lambda key: key != "imagenet1k"), *others]
-    repeated = any(len(final.repeats) > 1 for final in finals)
-    sized = any(final.other_sizes for final in finals)
+    keys = [_AVERAGE, *sorted(AVERAGED, key=lambda key: key != "imagenet1k"), *others]
+    keys += [title for title in GROUPS if title not in (_AVERAGE, _IMAGENET)]
+    titles = {key: OPENCLIP_AVERAGE if key == _AVERAGE else _name(key) for key in keys}
     rows = []
     for run, final in zip(runs, finals, strict=True):
-        values = {OPENCLIP_AVERAGE: final.average(_AVERAGE)}
-        values |= {_name(key): final.score(key) for key in tasks}
-        values |= {title: final.average(title) for title in GROUPS if title not in (_AVERAGE, _IMAGENET)}
-        row = {"name": run.name, "pretrained": final.label}
-        row |= {title: _exact(value.mean if value else None) for title, value in values.items()}
-        if repeated:
-            row["repeats"] = str(len(final.repeats))
-            row |= {f"{title} sd": _exact(value.deviation if value else None) for title, value in values.items()}
-        if sized:
+        values = {title: value for key, title in titles.items() if (value := final.score(key)) is not None}
+        row: dict[str, Any] = dict.fromkeys(["name", "pretrained", *titles.values()])
+        row |= {"name": run.name, "pretrained": final.label} | {title: value.mean for title, value in values.items()}
+        if any(len(final.repeats) > 1 for final in finals):
+            row["repeats"] = len(final.repeats)
+            row |= dict.fromkeys(f"{title} sd" for title in titles.values())
+            row |= {f"{title} sd": value.deviation for title, value in values.items()}
+        if any(final.other_sizes for final in finals):
             row["other_sizes"] = " ".join(sorted(final.other_sizes))
         rows.append(row)
     return pd.DataFrame(rows).to_csv(index=False, lineterminator="\n")
 
 
-def _exact(number: float | None) -> str:
-    return "" if number is None else repr(number)
-
-
 def _name(key: str) -> str:
     return TASKS[key].name if key in TASKS else key
-
-
-def _escape(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

@@ -144,12 +144,16 @@ class _Hashed:
     """An open file whose checksum is made while it is written, from front to back."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self.write_to_file, self.digest = file.write, hashlib.sha256()
+        self._file, self.digest = file, hashlib.sha256()
 
     def write(self, data: Any) -> int:
         """Write some bytes."""
         self.digest.update(data)
-        return self.write_to_file(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        """Hand on what is written to the system."""
+        self._file.flush()
 
 
 def _write_file(path: Path, write: Callable[[Any], Any]) -> str:

@@ -1,0 +1,101 @@
+"""Read what the training in a run folder logged, and make the charts of it."""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from openclip_ext.evaluation.run_folder import read_config
+from openclip_ext.files import json_lines
+from openclip_ext.pages.charts import Chart, Curve
+
+METRICS_FILE = "metrics.jsonl"
+# Prefix of DataComp's tasks and averages among the metrics.
+SUITE_PREFIX = "datacomp/"
+_POINTS = 40  # of a curve of logged steps
+# Charts of logged steps: the title, the key of the curve, and the keys of the lower and upper end of its band.
+_INFONCE = "InfoNCE of the batch"
+_LOGGED = (
+    (_INFONCE, "infonce", "infonce", "infonce"),
+    ("temperature τ", "temperature", "temperature_min", "temperature_max"),
+    ("log-normalizer α: median, 10 % to 90 %", "alpha_q50", "alpha_q10", "alpha_q90"),
+    ("loss (each loss has a scale of its own)", "loss", "loss", "loss"),
+)
+
+
+class Validation(NamedTuple):
+    """The numbers of one evaluation during training."""
+
+    samples: int
+    epoch: int | None
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class TrainingLog:
+    """The log of a run folder.
+
+    Attributes:
+        settings: flags and options of the loss, by name; empty without ``config.json``.
+        steps: the logged steps, in order.
+        validations: the evaluations during training, in order.
+    """
+
+    settings: Mapping[str, Any]
+    steps: Sequence[Mapping[str, Any]]
+    validations: Sequence[Validation] = ()
+
+
+def read_log(folder: Path) -> TrainingLog:
+    """Read the log of a run folder; it has no steps if nothing is logged yet."""
+    settings: dict[str, Any] = {}
+    if (folder / "config.json").is_file():
+        config = read_config(folder)
+        loss, flags = config["loss"], config["flags"]
+        options = {f"loss: {name}" if name in flags else name: value for name, value in loss.get("options", {}).items()}
+        settings = {"loss": loss.get("name"), **flags, **options}
+    steps, validations = [], []
+    for line in json_lines.read(folder / METRICS_FILE):
+        if "loss" in line and "samples" in line:
+            steps.append(line)
+        values = {name: value for name, value in line.get("evaluation", {}).items() if isinstance(value, int | float)}
+        values.pop("num_samples", None)
+        if values:
+            validations.append(Validation(steps[-1]["samples"] if steps else 0, line.get("epoch"), values))
+    return TrainingLog(settings, steps, validations)
+
+
+def metric_names(logs: Iterable[TrainingLog]) -> list[str]:
+    """Return the names of all metrics of validation."""
+    return list(dict.fromkeys(name for log in logs for found in log.validations for name in found.values))
+
+
+def training_charts(runs: Mapping[str, Sequence[TrainingLog]], metrics: Sequence[str]) -> list[Chart]:
+    """Return charts of the logged steps and of some metrics of validation; the repeats of a run have one color."""
+    named = [(name, color, log) for color, (name, logs) in enumerate(runs.items()) for log in logs]
+    charts = {title: [_of_steps(*place, *keys) for place in named] for title, *keys in _LOGGED}
+    for metric in metrics:
+        charts[metric] = [
+            Curve(name, [(one.samples, one.values[metric]) for one in log.validations if metric in one.values], color)
+            for name, color, log in named
+        ]
+    drawn = {title: [curve for curve in curves if curve.points] for title, curves in charts.items()}
+    chances = {step["chance"] for _, _, log in named for step in log.steps[:1] if step.get("chance") is not None}
+    levels = {_INFONCE: {f"chance, ln {math.exp(chance):.0f}": chance for chance in sorted(chances)}}
+    return [Chart(title, curves, levels=levels.get(title, {})) for title, curves in drawn.items() if curves]
+
+
+def _of_steps(name: str, color: int, log: TrainingLog, key: str, low: str, high: str) -> Curve:
+    """Return at most :data:`_POINTS` points, each the mean of its neighbors and the last at the end, with their range."""
+    steps = [step for step in log.steps if step.get(key) is not None]
+    size = max(1, math.ceil(len(steps) / _POINTS))
+    points, band = [], []
+    for first in range(0, len(steps), size):
+        group = steps[first : first + size]
+        mean = statistics.fmean(step[key] for step in group)
+        points.append((group[-1]["samples"], mean))
+        ends = ([step[end] for step in group if step.get(end) is not None] for end in (low, high))
+        band.append((min(next(ends), default=mean), max(next(ends), default=mean)))
+    return Curve(name, points, color, band)
