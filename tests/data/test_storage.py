@@ -24,7 +24,9 @@ import pytest
 from openclip_ext.data import storage
 from openclip_ext.data.loader.build import build_eval_loader, build_source
 from openclip_ext.data.loader.eval_loader import EvalLoader
-from openclip_ext.data.manifest import manifest, scan
+from openclip_ext.data.manifest import scan
+from openclip_ext.data.manifest.__main__ import main as count_shards
+from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.data.shards import tar
 from openclip_ext.data.shards.shardlist import expand_shards
 from openclip_ext.data.sources.spec import DataSpec
@@ -260,7 +262,7 @@ def test_shards_in_a_bucket_train_as_local_ones(bucket: Any, folder: Path, tmp_p
     # It keeps this frame: loaders would end when garbage is collected, perhaps in fsspec's thread, for seconds.
     del refused
     counts = str(tmp_path / "manifest.json")
-    assert manifest.main([f"s3://bucket/{SHARDS}", "--output", counts]) == 0
+    assert count_shards([f"s3://bucket/{SHARDS}", "--output", counts]) == 0
     for workers, options in ((0, {}), (2, {}), (2, {"cache_dir": str(tmp_path / "copies")})):
         loader = build(f"s3://bucket/{SHARDS}", manifest=counts, workers=workers, **options)
         expected = list(build(f"{folder}/{SHARDS}", workers=workers).iterate(1))
@@ -338,7 +340,7 @@ def test_a_content_without_end(folder: Path, server: Server, monkeypatch: pytest
     assert shard.num_samples == COUNTS[0] and "no tar header in the 1,048,576 bytes" in shard.problems["error"]
     counts = tmp_path / "sizes.json"
     shutil.copy(folder / "sizes.json", counts)
-    assert manifest.main([f"{server.url}/data/{SHARDS}", "--sizes", str(counts), "--output", str(tmp_path / "m")]) == 0
+    assert count_shards([f"{server.url}/data/{SHARDS}", "--sizes", str(counts), "--output", str(tmp_path / "m")]) == 0
     loader = build(f"{server.url}/data/{SHARDS}", manifest=str(tmp_path / "m"), max_bad_fraction=1.0)
     assert len(list(loader.iterate(0))) == 10 and set(loader.bad.by_shard().values()) == {1}, "the last of each shard"
 
@@ -361,7 +363,7 @@ def test_a_wrong_address_is_refused_at_once(
             lambda url=url: build(url, manifest=counts),
             lambda url=url: build_eval_loader(DataSpec(url), preprocess=preprocess, tokenizer=tokenize, batch_size=1),
         ):
-            found = manifest.Manifest([scan.Shard(shard, 9) for shard in expand_shards(url)])
+            found = Manifest([scan.Shard(shard, 9) for shard in expand_shards(url)])
             found.save(counts)
             with pytest.raises(ValueError, match="cannot read shards: "):
                 start()
@@ -524,12 +526,12 @@ def test_a_scan_that_was_killed_goes_on(
 
     monkeypatch.setattr(scan, "scan_shard", killed)
     with pytest.raises(KeyboardInterrupt):
-        manifest.main(arguments)
+        count_shards(arguments)
     monkeypatch.undo()
     server.requests.clear()
-    assert manifest.main(arguments) == 0
+    assert count_shards(arguments) == 0
     assert {path for path in server.fetched() if path.endswith(".tar")} == {"/data/00003.tar"}
-    found = manifest.Manifest.load(tmp_path / "m.json")
+    found = Manifest.load(tmp_path / "m.json")
     assert [shard.num_samples for shard in found.shards] == COUNTS
-    assert found.digest == manifest.Manifest.scan(f"{folder}/{SHARDS}").digest
+    assert found.digest == Manifest.scan(f"{folder}/{SHARDS}").digest
     assert not list(tmp_path.glob("*.journal"))
