@@ -21,7 +21,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from openclip_ext.data import storage
+from openclip_ext.data import remote, storage
 from openclip_ext.data.loader.build import build_eval_loader, build_source
 from openclip_ext.data.loader.eval_loader import EvalLoader
 from openclip_ext.data.manifest import scan
@@ -197,11 +197,12 @@ def test_what_a_server_has_not_is_not_waited_for(server: Server, caplog: pytest.
     assert "again in" not in caplog.text
 
 
-def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     for url, message in (("gs://bucket/0.tar", "install gcsfs"), ("nothing://0.tar", "Protocol not known: nothing")):
-        with pytest.raises(ValueError, match=f"(?i)cannot read {url}: .*{message}"):
-            expand_shards(url)
+        with pytest.raises(ValueError, match=f"(?i)cannot read shards: {url}: .*{message}"):
+            build(url)
+    assert "again in" not in caplog.text
 
 
 # ------------------------------------------------------------------ secrets
@@ -284,7 +285,7 @@ def test_a_bucket_that_is_away_for_8_seconds(bucket: Any, folder: Path, caplog: 
 
 
 def test_a_connection_that_stalls_has_a_time_limit(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(storage, "_STALL", 0.3)
+    monkeypatch.setattr(remote, "_STALL", 0.3)
     server.stalls = 2
     assert Storage().read(f"{server.url}/data/00000.tar") == (folder / "00000.tar").read_bytes()
     server.stalls = 10
@@ -298,20 +299,20 @@ def test_a_connection_that_stalls_has_a_time_limit(folder: Path, server: Server,
 def test_an_answer_that_trickles_has_a_time_limit(
     has_ranges: bool, folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(storage, "_STALL", 0.5)
+    monkeypatch.setattr(remote, "_STALL", 0.5)
     server.has_ranges, server.trickles = has_ranges, True
     with pytest.raises(
         OSError, match=r"00000.tar: \w*Timeout\w*:" + ("" if has_ranges else r" only \d+ bytes came in")
     ):
         Storage(patience=0).read(f"{server.url}/data/00000.tar")
-    with pytest.raises(OSError, match=r"TimeoutError: only 2[0-9] bytes came in 1 s"):
+    with pytest.raises(OSError, match=r"TimeoutError: only \d+ bytes came in 1 s"):
         Storage(patience=0).read("pipe:for i in $(seq 100); do echo; sleep 0.02; done")
 
 
 def test_a_whole_stream_may_take_longer_than_a_request(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
     """What the reader does between two reads does not count, nor how long the whole takes."""
-    monkeypatch.setattr(storage, "_STALL", 0.5)
-    monkeypatch.setattr(storage, "_BUFFER", 1 << 16)
+    monkeypatch.setattr(remote, "_STALL", 0.5)
+    monkeypatch.setattr(remote, "BUFFER", 1 << 16)
     server.has_ranges = False
     (folder / "large").write_bytes(content := bytes(range(256)) * (1 << 15))
     with Storage(patience=0).open(f"{server.url}/data/large") as file:
@@ -320,14 +321,6 @@ def test_a_whole_stream_may_take_longer_than_a_request(folder: Path, server: Ser
             time.sleep(0.7)
             parts.append(file.read(1 << 21))
     assert b"".join(parts) == content and len(server.requests) == requests
-
-
-def test_a_stream_that_always_breaks_off_is_not_read_for_ever(
-    folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    monkeypatch.setattr(storage, "_FIRST_WAIT", 0.001)
-    with pytest.raises(OSError, match="it broke off 11 times; the last: the command failed with exit status 1"):
-        Storage().read(f"pipe:head -c 10000 {folder}/00000.tar; exit 1")
 
 
 def test_a_content_without_end(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -373,8 +366,8 @@ def test_a_wrong_address_is_refused_at_once(
 
 
 def test_a_file_that_is_replaced_while_it_is_read(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(storage, "_BLOCK", 4096)
-    monkeypatch.setattr(storage, "_BUFFER", 4096)
+    monkeypatch.setattr(remote, "_BLOCK", 4096)
+    monkeypatch.setattr(remote, "BUFFER", 4096)
     path = folder / "00000.tar"
     with Storage(patience=0).open(f"{server.url}/data/00000.tar") as file:
         file.read(4096)

@@ -89,10 +89,7 @@ def build_eval_loader(
     samples: ShardStreams | Source
     if spec.resolved_type == "webdataset":
         urls = expand_shards(_given(spec))
-        try:
-            spec.storage.reach(urls)
-        except OSError as error:
-            raise ValueError(f"cannot read shards: {error}") from error
+        spec.storage.reach(urls)
         samples = ShardStreams(urls, SampleKeys(spec.image_key, spec.caption_key), spec.storage)
         _refuse_without_fields(samples, spec)
         num_samples = spec.num_samples
@@ -160,8 +157,8 @@ def _together(check: Callable[[], None]) -> None:
     failure = None
     try:
         check()
-    except (OSError, ValueError) as error:
-        failure = str(error) if isinstance(error, ValueError) else f"cannot read shards: {error}"
+    except ValueError as error:
+        failure = str(error)
     if failures := list(filter(None, distributed.all_gather_object(failure))):
         raise ValueError(failures[0])
 

@@ -17,10 +17,11 @@ import numpy as np
 from openclip_ext.cli.messages import for_people, without_secrets
 from openclip_ext.data.manifest import scan
 from openclip_ext.data.manifest.scan import Problems, Shard
+from openclip_ext.data.remote import ReplacedError
 from openclip_ext.data.shards.diagnosis import explain
 from openclip_ext.data.shards.shardlist import expand_shards, refuse_repeated, shard_name
 from openclip_ext.data.sources.keys import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
-from openclip_ext.data.storage import DEFAULT_STORAGE, ReplacedError, Storage, is_local
+from openclip_ext.data.storage import DEFAULT_STORAGE, Storage, is_local
 from openclip_ext.files.writing import write_atomically
 
 FORMAT, VERSION = "openclip_ext.manifest", 1

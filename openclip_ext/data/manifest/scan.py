@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from openclip_ext.cli.messages import without_secrets
 from openclip_ext.data.processes import available_cores, begin_worker
+from openclip_ext.data.remote import RemoteFile
 from openclip_ext.data.shards import tar
 from openclip_ext.data.shards.shardlist import shard_name, sibling
 from openclip_ext.data.sources.keys import (
@@ -195,7 +196,7 @@ def scan_remote(
     def scan(url: str) -> tuple[list[str], Shard]:
         version = ""
         with contextlib.suppress(OSError):  # the scan says why
-            version = storage.version(url)
+            version = RemoteFile(url, storage.patience).version
         identity = [image_key, caption_key, without_secrets(url), version]
         if version and tuple(identity) in written:
             return [], Shard(**written[tuple(identity)] | {"url": url})

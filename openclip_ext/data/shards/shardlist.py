@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from braceexpand import braceexpand
 
 from openclip_ext.cli.messages import for_people, without_secrets
-from openclip_ext.data.storage import check_protocol, is_local, list_remote, local_path
+from openclip_ext.data.storage import is_local, list_remote, local_path
 
 _GLOB = re.compile(r"[*?\[]")
 # Of a web server ``?`` and ``[...]`` may be part of a name; a shell expands what is in a command.
@@ -30,7 +30,7 @@ def expand_components(shards: str | Sequence[str]) -> list[list[str]]:
         One list of shards for each ``::`` component; local ones as absolute paths.
 
     Raises:
-        ValueError: Nothing is given, a pattern matches no file, or nothing can open a kind of URL.
+        ValueError: Nothing is given, or a pattern matches no file.
     """
     texts = [shards] if isinstance(shards, str) else list(shards)
     components = [[text] if text.startswith("pipe:") and "::" not in text else text.split("::") for text in texts]
@@ -51,7 +51,6 @@ def _expand(component: str) -> list[str]:
         if number == _MAX_SHARDS:
             raise too_many
         if not is_local(url):
-            check_protocol(url)
             urls.extend(list_remote(url) if _REMOTE_GLOB.search(url) else [url])
             continue
         path = local_path(os.path.expandvars(url))
