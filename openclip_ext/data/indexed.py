@@ -1,6 +1,5 @@
 """An index for data sets that other libraries load, for losses with a state for each sample."""
 
-import functools
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,8 +42,8 @@ def with_index(
     - **Hugging Face** ``datasets.Dataset``: gets the column ``"index"``, which stays with its row under ``shuffle``,
       ``filter`` and ``select``. Call it before these, or the index has gaps that ``num_samples`` has to cover.
     - **WebDataset pipelines**: samples get the entry ``"index"``, the shard's first index in a manifest plus the position
-      in the shard, whatever fields they have. Call it right after ``WebDataset(...)``, before ``shuffle``. ``decode`` may
-      follow; as a stage of a ``DataPipeline`` it needs ``partial=True``, since the index is no bytes.
+      in the shard, whatever fields they have. Call it right after ``WebDataset(...)``, before ``shuffle``. A ``decode``
+      that follows needs ``partial=True``, since the index is no bytes.
 
     Args:
         dataset: The data set.
@@ -65,10 +64,7 @@ def with_index(
         ...     loss(..., index=batch[-1])
     """
     if hasattr(dataset, "pipeline") and hasattr(dataset, "compose"):
-        indexed = dataset.compose(_WebDatasetIndex(_shards_of(dataset) if shards is None else shards, manifest))
-        if hasattr(indexed, "decode"):
-            indexed.__class__ = _with_partial_decode(indexed.__class__)
-        return indexed
+        return dataset.compose(_WebDatasetIndex(_shards_of(dataset) if shards is None else shards, manifest))
     if hasattr(dataset, "add_column") and hasattr(dataset, "column_names") and hasattr(dataset, "__len__"):
         _refuse_taken(dataset.column_names)
         return dataset.add_column(INDEX, list(range(len(dataset))))
@@ -146,26 +142,6 @@ class _WebDatasetIndex:
         if name not in self._shards:
             raise ValueError(f"{url} is not in the manifest: name all shards of the pipeline with shards=")
         return self._shards[name]
-
-
-@functools.cache
-def _with_partial_decode(pipeline: type) -> type:
-    """Return a subclass of a pipeline whose ``decode`` lets pass what is no bytes, such as the index."""
-
-    class Indexed(pipeline):
-        def decode(self, *handlers: Any, **options: Any) -> Any:
-            return super().decode(*handlers, **{"partial": True, **options})
-
-        def __reduce__(self) -> Any:  # for workers that are not forked
-            return _restore, (pipeline, self.__dict__)
-
-    return Indexed
-
-
-def _restore(pipeline: type, state: dict[str, Any]) -> Any:
-    indexed: Any = object.__new__(_with_partial_decode(pipeline))
-    indexed.__dict__.update(state)
-    return indexed
 
 
 def _shards_of(pipeline: Any) -> list[str]:

@@ -1,6 +1,7 @@
 """Count the samples of shards: local tars by their headers, remote ones by the counts of img2dataset next to them."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -8,7 +9,7 @@ import multiprocessing
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,7 +93,7 @@ def scan_shard(
         return Shard(url, 0, problems={"error": f"cannot be read: {error.strerror or error}"})
     if "gaps" in shard.problems or "error" in shard.problems:
         # The count that img2dataset left next to the shard is better than an estimate.
-        written = _SizeTables(storage).count(url)
+        written = _written_count(url, partial(_read_json, storage))
         if written is not None and written > shard.num_samples:
             shard.problems["lost"] = max(shard.problems.get("lost", 0), written - shard.num_samples)
     return shard
@@ -173,9 +174,10 @@ def count_remote(urls: Sequence[str], sizes: dict[str, int] | None, storage: Sto
 
     A shard without a count is missing in the result.
     """
-    tables = _SizeTables(storage, sizes)
+    read = functools.lru_cache(maxsize=64)(partial(_read_json, storage))  # each shard asks for its folder's sizes.json
+    count = partial(_written_count, read=read) if sizes is None else lambda url: sizes.get(shard_name(url))
     with ThreadPoolExecutor(_REQUESTS) as pool:
-        counts = list(_with_bar(pool.map(tables.count, urls), len(urls), "looking up counts"))
+        counts = list(_with_bar(pool.map(count, urls), len(urls), "looking up counts"))
     return {url: Shard(url, count) for url, count in zip(urls, counts, strict=True) if count is not None}
 
 
@@ -215,39 +217,22 @@ def scan_remote(
     return {url: done[url] for url in urls}
 
 
-class _SizeTables:
-    """Sample counts by file name: given, or from the files next to a shard."""
-
-    def __init__(self, storage: Storage, sizes: dict[str, int] | None = None) -> None:
-        self._storage = storage
-        self._sizes = sizes
-        self._folders: dict[str | None, dict[str, Any]] = {}
-
-    def count(self, url: str) -> int | None:
-        name = shard_name(url)
-        if self._sizes is not None:
-            return _as_count(self._sizes.get(name))
-        folder = sibling(url, "sizes.json")
-        # Two threads may read the same table at the same time; both get the same.
-        if folder not in self._folders:
-            self._folders[folder] = self._read_json(folder)
-        if name in self._folders[folder]:
-            return _as_count(self._folders[folder][name])
-        stats = self._read_json(sibling(url, re.sub(r"\.(tar(\.\w+)?|tgz)$", "", name) + "_stats.json"))
-        return _as_count(stats.get("successes"))
-
-    def _read_json(self, url: str | None) -> dict[str, Any]:
-        if url is None:
-            return {}
-        # A command cannot say that a file is not there; that it fails is no reason for patience.
-        storage = Storage(patience=0) if url.startswith("pipe:") else self._storage
-        try:
-            content = json.loads(storage.read(url))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return content if isinstance(content, dict) else {}
+def _written_count(url: str, read: Callable[[str | None], dict[str, Any]]) -> int | None:
+    """Return the count of a shard in the files next to it; None if there is none."""
+    name = shard_name(url)
+    table = read(sibling(url, "sizes.json"))
+    stats = re.sub(r"\.(tar(\.\w+)?|tgz)$", "", name) + "_stats.json"
+    count = table[name] if name in table else read(sibling(url, stats)).get("successes")
+    return count if isinstance(count, int) and count >= 0 else None
 
 
-def _as_count(value: Any) -> int | None:
-    """Return a number of samples as read from JSON; None if it is no such number."""
-    return int(value) if isinstance(value, int | float) and 0 <= value < math.inf else None
+def _read_json(storage: Storage, url: str | None) -> dict[str, Any]:
+    if url is None:
+        return {}
+    # A command cannot say that a file is not there; that it fails is no reason for patience.
+    storage = Storage(patience=0) if url.startswith("pipe:") else storage
+    try:
+        content = json.loads(storage.read(url))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

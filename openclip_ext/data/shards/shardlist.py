@@ -13,8 +13,6 @@ from openclip_ext.data.storage import is_local, list_remote, local_path
 _GLOB = re.compile(r"[*?\[]")
 # Of a web server ``?`` and ``[...]`` may be part of a name; a shell expands what is in a command.
 _REMOTE_GLOB = re.compile(r"^(?!pipe:)(?:https?:[^?#]*\*|(?!https?:).*[*?\[])")
-_RANGE = re.compile(r"\{(-?\d{1,99})\.\.(-?\d{1,99})")
-_MAX_SHARDS = 10**6
 _TAR_NAME = re.compile(r"([^\s/'\"=]+?)(\.tar(?:\.\w+)?|\.tgz)(?=$|[\s'\"?#|;&>)])")
 
 
@@ -42,14 +40,7 @@ def expand_components(shards: str | Sequence[str]) -> list[list[str]]:
 
 def _expand(component: str) -> list[str]:
     urls: list[str] = []
-    too_many = ValueError(f"{component} names more than {_MAX_SHARDS:,} shards: is a digit of its range too many?")
-    # braceexpand makes lists of whole ranges.
-    sizes = (abs(int(last) - int(first)) for first, last in _RANGE.findall(component))
-    if max(sizes, default=0) >= _MAX_SHARDS:
-        raise too_many
-    for number, url in enumerate(braceexpand(component)):
-        if number == _MAX_SHARDS:
-            raise too_many
+    for url in braceexpand(component):
         if not is_local(url):
             urls.extend(list_remote(url) if _REMOTE_GLOB.search(url) else [url])
             continue
