@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -52,7 +53,7 @@ class _CommandFailed(OSError):
 
 _NO_CONNECTION = (ConnectionRefusedError, socket.gaierror, _CommandFailed)
 _NO_ACCESS = re.compile("Credential|TokenRetrieval|ProfileNotFound|ClientConnector|EndpointConnection")
-_TIMEOUTS = (TimeoutError, asyncio.TimeoutError)  # two types before Python 3.11
+_TIMEOUTS = (TimeoutError, asyncio.TimeoutError, futures.TimeoutError)  # three types before Python 3.11
 
 
 def persist(url: str, patience: float, is_final: Callable[[Exception], bool], action: Callable[[], T]) -> T:
@@ -171,29 +172,28 @@ class RemoteFile:
         """Return the bytes from ``begin`` to ``end``; None if the server has no ranges, but sends the whole file."""
         return self.persist(partial(self._fetch, begin, end))
 
-    def mark_reached(self) -> None:
-        """Note that the place of the file can be read from."""
-        _reached.add(place_of(self.url))
-
     def _describe(self) -> tuple[int | None, str]:
         self._system, self._path = file_system(self.url)
         info = self._call(self._system.info, self._path)
-        self.mark_reached()
+        _reached.add(place_of(self.url))
         known = [f"{name}={info[name]}" for name in _VERSIONS if info.get(name)]
         version = " ".join([f"size={info.get('size')}", *known]) if known else ""
         return info.get("size") if info.get("partial", True) else None, version
 
     def _call(self, method: Callable[..., T], *args: Any, **options: Any) -> T:
         """Call a method of the file system; raise a TimeoutError if there is no answer."""
-        if self._system.async_impl:
-            return method(*args, **options, timeout=self._seconds)
-        return in_background(partial(method, *args, **options)).result(self._seconds)
+        try:
+            if self._system.async_impl:
+                return method(*args, **options, timeout=self._seconds)
+            return in_background(partial(method, *args, **options)).result(self._seconds)
+        except _TIMEOUTS as error:
+            raise TimeoutError(f"no whole answer within {self._seconds:g} s") from error
 
     def _fetch(self, begin: int, end: int) -> bytes | None:
         if self.url.startswith(("http:", "https:")):
             from fsspec.asyn import sync
 
-            data = sync(self._system.loop, self._get_range, begin, end, timeout=self._seconds)
+            data = self._call(partial(sync, self._system.loop, self._get_range), begin, end)
         else:
             data = self._call(self._system.cat_file, self._path, start=begin, end=end)
         if data is None and begin == 0:
@@ -296,7 +296,7 @@ class _Stream(io.RawIOBase):
             data = self._read_on(count)
             if not data and self._done < (self._file.size or 0):
                 raise OSError(f"it ended after {self._done:,} of {self._file.size:,} bytes")
-            self._file.mark_reached()
+            _reached.add(place_of(self._file.url))
             return data
         except BaseException:
             self._close_stream()
@@ -325,28 +325,26 @@ class _Stream(io.RawIOBase):
         super().close()
 
 
-class _CommandOutput(io.RawIOBase):
+class _CommandOutput:
     """The output of a shell command; its end raises OSError unless the status is 0."""
 
     def __init__(self, command: str) -> None:
         self._command = command
         self._process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, bufsize=0)
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
+    def read(self, count: int) -> bytes:
+        """Return at most so many bytes, as soon as there are some; none at the end."""
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], _STALL)[0]:
             raise TimeoutError(f"the command wrote nothing for {_STALL:g} s: {self._command}")
-        count = self._process.stdout.readinto(buffer)  # type: ignore[attr-defined]
-        if not count and (status := self._process.wait()):
+        data = self._process.stdout.read(count)
+        if not data and (status := self._process.wait()):
             raise _CommandFailed(f"the command failed with exit status {status}: {self._command}")
-        return count
+        return data
 
     def close(self) -> None:
-        if not self.closed and self._process.stdout is not None:
-            self._process.stdout.close()
-            self._process.terminate()
-            self._process.wait()
-        super().close()
+        """End the command."""
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._process.terminate()
+        self._process.wait()

@@ -32,7 +32,7 @@ from openclip_ext.data.shards.shardlist import expand_shards
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.storage import Storage
 from openclip_ext.diagnostics.finished_run import load_run
-from tests.data.loading import assert_equal, build, indices, preprocess, tokenize
+from tests.data.loading import assert_equal, build, indices, preprocess, progress_after, tokenize
 from tests.data.shards import write_shards, write_sizes
 from tests.training import runs
 from tests.training.programs import wait_until
@@ -233,27 +233,26 @@ def test_a_password_is_in_no_file_of_a_run(
 # ------------------------------------------------------------------ training
 
 
-@pytest.mark.parametrize("has_ranges", [True, False])
+@pytest.mark.parametrize("way", ["ranges", "stream", "command"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_shards_on_a_server_train_as_local_ones(folder: Path, server: Server, workers: int, has_ranges: bool):
-    """The first answer breaks off."""
-    server.has_ranges = has_ranges
-    expected = list(build(f"{folder}/{SHARDS}", workers=workers).iterate(1))
-    loader = build(f"{server.url}/data/{SHARDS}", workers=workers)
+def test_shards_elsewhere_train_as_local_ones(folder: Path, server: Server, workers: int, way: str):
+    """The server's first answer breaks off."""
+    server.has_ranges = way == "ranges"
+    whole = list(build(f"{folder}/{SHARDS}", workers=workers).iterate(1))
+    loader = build(
+        f"pipe:cat {folder}/{SHARDS}" if way == "command" else f"{server.url}/data/{SHARDS}", workers=workers
+    )
     server.breaks = 1
-    assert_equal(list(loader.iterate(1)), expected)
-    assert loader.bad.by_shard() == {} and server.breaks == 0
-
-
-def test_a_pattern_names_the_shards_in_a_bucket(bucket: Any):
-    assert expand_shards("s3://bucket/0000[0-2].tar") == [f"s3://bucket/0000{number}.tar" for number in range(3)]
-    assert expand_shards("s3://bucket/*.tar") == expand_shards(f"s3://bucket/{SHARDS}")
-    with pytest.raises(ValueError, match=r"no file matches 's3://bucket/\*.tgz'"):
-        expand_shards("s3://bucket/*.tgz")
+    assert_equal(list(loader.iterate(1)), whole)
+    assert_equal(list(loader.iterate(1, progress_after(loader, 6))), whole[6:])
+    assert loader.bad.by_shard() == {} and server.breaks == (way == "command")
 
 
 def test_shards_in_a_bucket_train_as_local_ones(bucket: Any, folder: Path, tmp_path: Path):
     """Their counts come from the command that the refusal of the training names."""
+    assert expand_shards("s3://bucket/0000[0-2].tar") == [f"s3://bucket/0000{number}.tar" for number in range(3)]
+    with pytest.raises(ValueError, match=r"no file matches 's3://bucket/\*.tgz'"):
+        expand_shards("s3://bucket/*.tgz")
     with pytest.raises(ValueError, match=r"cannot read shards: s3://bucked/00000\.tar: .*bucket does not exist"):
         build(f"s3://bucked/{SHARDS}")
     with pytest.raises(ValueError, match="number of samples is unknown for 4 of 4 shards") as refused:

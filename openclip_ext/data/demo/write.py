@@ -49,8 +49,6 @@ class ShapesConfig:
                 "num_samples and samples_per_shard must be at least 1, "
                 f"got {self.num_samples} and {self.samples_per_shard}"
             )
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative, got {self.seed}")
 
     def shards(self) -> dict[str, range]:
         """Return the indices of the samples of each shard, by its name."""

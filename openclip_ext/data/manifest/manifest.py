@@ -19,7 +19,7 @@ from openclip_ext.data.manifest import scan
 from openclip_ext.data.manifest.scan import Problems, Shard
 from openclip_ext.data.remote import ReplacedError
 from openclip_ext.data.shards.diagnosis import explain
-from openclip_ext.data.shards.shardlist import expand_shards, refuse_repeated, shard_name
+from openclip_ext.data.shards.shardlist import expand_shards, shard_name
 from openclip_ext.data.sources.keys import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage, is_local
 from openclip_ext.files.writing import write_atomically
@@ -192,14 +192,11 @@ class Manifest:
         shards = [_shard_from_json(entry, str(path.parent)) for entry in content["shards"]]
         return cls(shards, content["image_key"], content["caption_key"], _parse_ranges(content["left_out"]))
 
-    def verify(self, shards: str | Sequence[str] | None = None) -> bool:
-        """Check that the manifest still describes the data.
+    def verify(self, urls: Sequence[str]) -> bool:
+        """Check that the manifest still describes the training data. Shards that moved are found by their file names.
 
         A local shard of the same size with another modification time is scanned again, and accepted if its members are the
         same.
-
-        Args:
-            shards: The training data, of which moved shards are found by their file names; None to check the files only.
 
         Returns:
             Whether paths or times were updated, so that saving the manifest again would save time.
@@ -207,7 +204,7 @@ class Manifest:
         Raises:
             ManifestError: Shards are missing on either side, gone, or changed.
         """
-        moved = shards is not None and self._match(expand_shards(shards))
+        moved = self._match(urls)
         gone, changed, touched = [], [], []
         for shard in self.shards:
             try:
@@ -248,7 +245,6 @@ class Manifest:
 
     def _match(self, urls: Sequence[str]) -> bool:
         """Find the manifest's shards among ``urls``; returns whether some were found under another path."""
-        refuse_repeated(urls)
         if self.is_of(urls):
             given_as = {without_secrets(url): url for url in urls}  # a manifest does not keep secrets
             for shard in self.shards:

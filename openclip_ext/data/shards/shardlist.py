@@ -58,12 +58,6 @@ def _expand(component: str) -> list[str]:
 def expand_shards(shards: str | Sequence[str]) -> list[str]:
     """Do as :func:`expand_components`, in one list; raise ValueError, too, if a shard occurs twice."""
     urls = [url for component in expand_components(shards) for url in component]
-    refuse_repeated(urls)
-    return urls
-
-
-def refuse_repeated(urls: Sequence[str]) -> None:
-    """Raise ValueError if two of the shards are the same file or URL."""
     seen: dict[object, str] = {}
     for url in urls:
         identity = _identity(url)
@@ -75,6 +69,7 @@ def refuse_repeated(urls: Sequence[str]) -> None:
                 )
             )
         seen[identity] = url
+    return urls
 
 
 def _identity(url: str) -> object:

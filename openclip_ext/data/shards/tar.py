@@ -311,20 +311,15 @@ class TarArchive:
 
     def __init__(self, file: BinaryIO) -> None:
         self.gaps: list[Gap] = []
-        can_seek = file.seekable()
-        if can_seek:
-            magic = file.read(8)
-            file.seek(0)
-        else:
-            buffered = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)  # type: ignore[type-var]
-            magic, file = buffered.peek(8), buffered
+        file = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)  # type: ignore[type-var]
+        magic = file.peek(8)
         decompress = next((opener for start, opener in _COMPRESSED.items() if magic.startswith(start)), None)
         # If the size is unknown, reading its data or the next header shows that a member is cut off.
         self._end = sys.maxsize
         self.read_at: ReadAt
         if decompress is not None:
             self.read_at = _forward(decompress(file))
-        elif can_seek:
+        elif file.seekable():
             self._end = file.seek(0, io.SEEK_END)
             self.read_at = _seeking(file)
         else:
