@@ -10,7 +10,6 @@ from typing import Any
 import open_clip
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
@@ -123,7 +122,7 @@ class TrainStep:
 
     def _to_device(self, batch: Batch) -> Batch:
         device = self.settings.device
-        batch = tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+        batch = compat.map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
         image = batch["image"]
         if self.settings.normalize is not None:
             image = self.settings.normalize(image)
@@ -286,7 +285,7 @@ class _GeneratorState:
 @contextlib.contextmanager
 def frozen_batchnorm_statistics(model: nn.Module) -> Iterator[None]:
     """Keep BatchNorm's running statistics in the first of two forward passes, so that a batch counts once."""
-    layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    layers: list[Any] = compat.batch_norms(model)
     counts = [None if layer.num_batches_tracked is None else layer.num_batches_tracked.clone() for layer in layers]
     momenta = [layer.momentum for layer in layers]
     for layer in layers:

@@ -96,7 +96,7 @@ def read_checkpoint(folder: Path, **change: object) -> None:
     (folder / "epoch_1.state" / "step_3").mkdir(parents=True)
     torch.save({"state_dict": {}, "epoch": 1, "step": 3}, folder / "epoch_1.pt")
     identity = vars(ckpt.RunIdentity("demo-vit", "openclip", "adamw", 40, 8, 0))
-    shared = {"loss": {}, "position": {"epoch": 1}, "identity": identity, "world_size": 1, "tables": []}
+    shared = {"loss": {}, "parts": {}, "position": {"epoch": 1}, "identity": identity, "world_size": 1, "tables": []}
     torch.save(shared | change, folder / "epoch_1.state" / "step_3" / "shared.pt")
     ckpt.read(folder / "epoch_1.pt")
 

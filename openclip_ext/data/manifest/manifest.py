@@ -190,8 +190,6 @@ class Manifest:
             shards = [_shard_from_json(entry, str(path.parent)) for entry in content["shards"]]
             left_out = _parse_ranges(content["left_out"], content["num_samples"])
             return cls(shards, content["image_key"], content["caption_key"], left_out)
-        except FileNotFoundError:
-            raise
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ManifestError(f"{path} is no manifest, or a damaged one: {error}") from error
 
