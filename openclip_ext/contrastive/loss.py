@@ -36,7 +36,7 @@ class ContrastiveLoss(nn.Module):
     """Base of all losses.
 
     A subclass implements :meth:`_terms`, and :meth:`log_normalizers` if it estimates any. One call in training mode is one
-    optimizer step and updates the state. A call in evaluation mode changes nothing.
+    optimizer step and updates the state. A call in evaluation mode changes nothing. A loss belongs to one thread.
 
     Attributes:
         embed_dim: required width of the features; None: any.

@@ -333,6 +333,15 @@ def lasting(path: Path) -> dict[str, Any]:
     return content
 
 
+def test_too_short_a_time_is_told_with_the_least_before_the_data_are_read(data, monkeypatch):
+    monkeypatch.setattr(comparison, "prepare", lambda *_: pytest.fail("the data were read"))
+    argv = arguments(data, "--losses", "openclip,queueclip,fastclip,neuclip", "--minutes", "0.001")
+    with pytest.raises(
+        ValueError, match=r"--minutes 0.001, and the shortest comparison of 4 losses.*Give --minutes 1 or"
+    ):
+        main(argv)
+
+
 def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     """Interrupted, gone on with, repeated, and extended by a loss."""
     monkeypatch.setattr(plan, "_TRIED", ((3, 0),))
