@@ -21,8 +21,6 @@ from typing import Any
 import webdataset
 from PIL import Image
 
-from openclip_ext.cli.options import flag_of
-
 SPLITS = ("train", "val", "test")
 SAMPLES_PER_SHARD = 1000
 
@@ -57,7 +55,7 @@ def program(doc: str, name: str, config: type) -> argparse.ArgumentParser:
     for one in fields(config):
         value: dict[str, Any] = {"required": True} if one.default is MISSING else {"default": one.default}
         value |= {"nargs": "*", "metavar": "PREFIX"} if isinstance(one.default, tuple) else {"type": int}
-        parser.add_argument(flag_of(one.name), help=one.metadata["help"], **value)
+        parser.add_argument("--" + one.name.replace("_", "-"), help=one.metadata["help"], **value)
     return parser
 
 
