@@ -1,5 +1,6 @@
 """The SLURM job for trainings: which command it runs. What it does when SLURM signals is in tests/slurm, but for one case."""
 
+import argparse
 import os
 import signal
 import subprocess
@@ -81,15 +82,15 @@ def run_job(*arguments):
 def trainer_arguments(cluster):
     unbuffered, as_module, module, *arguments = (cluster / "argv").read_text().splitlines()
     assert (unbuffered, as_module, module) == ("-u", "-m", "openclip_ext.training.main")
-    return parse(arguments)
+    return argparse.Namespace(**parse(arguments).flags)
 
 
 @pytest.mark.parametrize(("name", "loss"), [("cc3m", "neuclip"), ("coco", "cliplite")])
 def test_a_recipe_is_trained_with_its_batch_on_the_jobs_gpus_if_they_can_share_it(name, loss, cluster, monkeypatch):
     job = run_job("--recipe", name, "--loss", loss, "--train-data", "SHARDS", "--precision", "amp_bf16")
     assert job.returncode == 0, job.stderr
-    args, choice = trainer_arguments(cluster)
-    assert (args.recipe, choice.name, args.train_data, args.precision) == (name, loss, "SHARDS", "amp_bf16")
+    args = trainer_arguments(cluster)
+    assert (args.recipe, args.loss, args.train_data, args.precision) == (name, loss, "SHARDS", "amp_bf16")
     assert args.batch_size * 8 == recipes.get(name, loss).global_batch
     assert (args.name, args.resume) == ("job-4711", "latest")
     srun = (cluster / "srun_options").read_text().split()
@@ -100,10 +101,21 @@ def test_a_recipe_is_trained_with_its_batch_on_the_jobs_gpus_if_they_can_share_i
 
 
 def test_the_users_flags_win(cluster, monkeypatch):
-    flags = ["--name", "mine-%a", "--recipe", "cc3m", "--batch-size", "7", "--aug-cfg", "scale=(0.4, 1.0)"]
+    flags = [
+        "--train-data",
+        "SHARDS",
+        "--name",
+        "mine-%a",
+        "--recipe",
+        "cc3m",
+        "--batch-size",
+        "7",
+        "--aug-cfg",
+        "scale=(0.4, 1.0)",
+    ]
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "5")
     assert run_job(*flags).returncode == 0
-    args, _ = trainer_arguments(cluster)
+    args = trainer_arguments(cluster)
     assert (args.name, args.batch_size, args.aug_cfg) == ("mine-5", 7, {"scale": (0.4, 1.0)})
     assert args.workers == 7  # of 8 CPUs
 
