@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.seeding import generator
 from openclip_ext.losses.amorlip import TwoSidedMlp
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.losses.tempnet import TemperatureNetwork
@@ -205,17 +206,9 @@ def _tempnet(loss: ContrastiveLoss) -> networks.TempNet:
         both.append(theirs)
 
     def keep(call: int, batch: int) -> Tensor:
-        features = torch.zeros(2, batch, WIDTH)
-        return loss.temperature._dropout_factors(_Call(features, call)) > 0
+        return torch.rand(2, batch, WIDTH, generator=generator("cpu", loss.temperature.seed, "dropout", call)) >= 0.5
 
     return networks.TempNet(both, _average(), rho=9.5, bounds=(0.01, 1.0), lr=1e-3, keep=keep)
-
-
-@dataclass
-class _Call:
-    features: Tensor
-    call: int
-    learning: bool = True
 
 
 _DECAY = {"gamma_decay_epochs": 2}
