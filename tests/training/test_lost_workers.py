@@ -15,7 +15,7 @@ import pytest
 from openclip_ext import distributed
 from openclip_ext.training.step import TrainStep
 from tests.training.programs import Program, Runs, differing, program
-from tests.training.runs import EXIT_AFTER_SIGTERM, make_shards
+from tests.training.runs import EXIT_AFTER_SIGTERM
 
 # What happens to the only data worker of the last rank after the first step, and what the run then does.
 FAULTS = {
@@ -23,12 +23,6 @@ FAULTS = {
     "is killed": ("--rank-patience", "30"),
     "hangs, SIGTERM": ("--rank-patience", "100"),
 }
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    folder = tmp_path_factory.mktemp("runs")
-    return Runs(make_shards(folder / "data"), folder)
 
 
 def disturbed(fault: str, argv: list[str]) -> None:
