@@ -58,14 +58,6 @@ def test_the_models_parameter_follows() -> None:
     assert not loss.learns_logit_scale
 
 
-def test_evaluation_changes_nothing() -> None:
-    loss, _ = _loss()
-    _steps(loss, 120)
-    before = {name: value.clone() for name, value in loss.state_dict().items()}
-    _steps(loss.eval(), 5)
-    assert all(torch.equal(value, before[name]) for name, value in loss.state_dict().items())
-
-
 def test_hard_share_is_another_way_to_say_rho() -> None:
     assert _loss(rho=-math.log(0.01))[1].target == pytest.approx(
         create_loss("neuclip", embed_dim=WIDTH, temperature_scheme="solved", hard_share=0.01).temperature.target

@@ -303,22 +303,3 @@ def test_the_rank_that_outlives_another_says_so_in_one_line(two_trainers):
     assert two_trainers.statuses() == [1, -signal.SIGKILL]
     assert "error: another rank has ended, and says why; --resume latest goes on" in two_trainers.text()
     assert "Traceback" not in two_trainers.text()
-
-
-def test_leftovers_of_killed_saves_go_at_the_next_start(shards, tmp_path):
-    argv = small_command(shards, tmp_path, "run", "fastclip", "--resume", "latest", "--save-most-recent")
-    assert run(argv, stop_after=7) == EXIT_AFTER_SIGTERM
-    checkpoints = tmp_path / "run" / "checkpoints"
-    before = set(contents(checkpoints))
-    shutil.copytree(checkpoints / "epoch_1_step_7.state", checkpoints / "epoch_0_step_4.state")
-    for copy in ("epoch_1_step_7.state/tmp_step_8", "epoch_latest.state/step_9"):
-        shutil.copytree(checkpoints / "epoch_1_step_7.state" / "step_7", checkpoints / copy)
-    (checkpoints / "epoch_2.pt.tmp").write_bytes(b"half")
-    (checkpoints / "epoch_0_step_4.pt.tmp").write_bytes(b"half")
-    (checkpoints / "epoch_7.pt").write_bytes(b"not mine")
-    (checkpoints / "epoch_7.state" / "step_1").mkdir(parents=True)
-    (checkpoints / "epoch_7.state" / "step_1" / "shared.pt").write_bytes(b"not mine")
-    assert run(argv, stop_after=1) == EXIT_AFTER_SIGTERM
-    after = set(contents(checkpoints))
-    mine = {name.replace("step_7", "step_8") for name in before}  # the newest in mid-epoch
-    assert after == mine | {"epoch_7.pt", "epoch_7.state/step_1/shared.pt"}
