@@ -21,6 +21,10 @@ from tests.training.runs import contents, flip_a_bit
 IDENTITY = RunIdentity(model="demo-vit", loss="neuclip", optimizer="adamw", num_samples=100, global_batch=8, seed=0)
 
 
+class Killed(BaseException):
+    """The process is gone: nothing that handles errors sees it."""
+
+
 class SmallLoss(ContrastiveLoss):
     """A table of state for each sample, and something that is the same on all ranks."""
 
@@ -64,10 +68,6 @@ def test_latest_is_the_newest_one(tmp_path):
 def test_a_save_killed_at_any_moment_leaves_the_previous_one(tmp_path, monkeypatch, crash_after):
     """The same name is written again (as epoch_latest is), and the process dies at each of its file operations."""
     save(tmp_path, Position(1, 10), name=ckpt.LATEST)
-
-    class Killed(BaseException):
-        pass
-
     operations = iter(range(100))
 
     def mortal(function):
@@ -198,9 +198,6 @@ def test_a_state_whose_model_file_was_renamed_is_kept(tmp_path, caplog):
 
 @pytest.mark.parametrize("killed_in", ["rmtree", "unlink"])
 def test_a_removal_killed_at_any_moment_is_finished_at_the_next_start(tmp_path, monkeypatch, caplog, killed_in):
-    class Killed(BaseException):
-        pass
-
     def kill(*args, **kwargs):
         raise Killed
 
