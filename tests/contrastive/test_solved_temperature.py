@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from openclip_ext.contrastive import solved_temperature
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.solved_temperature import SolvedTemperature
 from openclip_ext.losses.registry import create_loss
@@ -41,30 +40,6 @@ def test_the_divergence_becomes_rho() -> None:
     assert tau.unique().numel() == 1
 
 
-def test_each_anchor_has_its_own() -> None:
-    loss, scheme = _loss(solve_per_sample=True)
-    assert _steps(loss, 99).unique().numel() == 1
-    _steps(loss, 10)
-    images, texts = unit(torch.randn(5, WIDTH)), unit(torch.randn(5, WIDTH))
-    tau = loss.anchor_temperatures(images, texts, torch.tensor(10.0))
-    for side, anchors in enumerate((images, texts)):
-        share = torch.softmax(anchors @ scheme.queue.rows[side].T / tau[side, :, None], dim=1)
-        divergence = (share * (share * 64).log()).sum(dim=1)
-        torch.testing.assert_close(divergence, torch.full((5,), 1.5), rtol=0, atol=1e-2)
-
-
-@pytest.mark.parametrize("per_sample", [False, True])
-def test_halving_and_cutting_into_more_parts_find_the_same(per_sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU halves the interval, a GPU cuts it into eight."""
-    found = []
-    for parts in (2, 8):
-        monkeypatch.setitem(solved_temperature._PARTS, "cpu", parts)
-        loss, scheme = _loss(solve_per_sample=per_sample)
-        tau = _steps(loss.double(), 120)
-        found.append(torch.cat([tau.flatten(), scheme.log_tau[None]]))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=0)
-
-
 def test_bounds_hold_and_a_rho_without_solution_is_said() -> None:
     with pytest.warns(UserWarning, match="no temperature has this divergence over 8 embeddings, at most 2.08"):
         loss, scheme = _loss(temperature_queue=8, rho=3.0, temperature_min=0.05)
@@ -83,32 +58,13 @@ def test_the_models_parameter_follows() -> None:
     assert not loss.learns_logit_scale
 
 
-def test_evaluation_changes_nothing() -> None:
-    loss, _ = _loss()
-    _steps(loss, 120)
-    before = {name: value.clone() for name, value in loss.state_dict().items()}
-    _steps(loss.eval(), 5)
-    assert all(torch.equal(value, before[name]) for name, value in loss.state_dict().items())
-
-
 def test_hard_share_is_another_way_to_say_rho() -> None:
     assert _loss(rho=-math.log(0.01))[1].target == pytest.approx(
         create_loss("neuclip", embed_dim=WIDTH, temperature_scheme="solved", hard_share=0.01).temperature.target
     )
-    with pytest.raises(ValueError, match="rho= and hard_share= say the same"):
-        create_loss("neuclip", embed_dim=WIDTH, rho=5.0, hard_share=0.01)
-    with pytest.raises(ValueError, match=r"hard_share=1.5: expected a number > 0, at most 1"):
-        create_loss("neuclip", embed_dim=WIDTH, hard_share=1.5)
-    with pytest.raises(ValueError, match="rho=: not used by the loss 'openclip'"):
-        create_loss("openclip", hard_share=0.01)
-
-
-def test_the_flag_says_rho_and_wins_over_a_recipes() -> None:
-    argv = ["--loss", "neuclip", "--hard-share", "0.01"]
-    with pytest.raises(ValueError, match="say the same"):
-        config_of(*argv, "--rho", "7")
-    for recipe in ([], ["--recipe", "cc3m"]):
-        assert config_of(*argv, *recipe).loss.options["rho"] == pytest.approx(-math.log(0.01))
+    for recipe in ([], ["--recipe", "cc3m"]):  # over whose rho it wins
+        config = config_of("--loss", "neuclip", "--hard-share", "0.01", *recipe)
+        assert config.loss.options["rho"] == pytest.approx(-math.log(0.01))
 
 
 @pytest.mark.parametrize(

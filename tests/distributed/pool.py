@@ -10,23 +10,23 @@ import atexit
 import contextlib
 import faulthandler
 import functools
-import importlib
 import io
 import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
-from multiprocessing import connection, get_context, set_start_method
-from multiprocessing.connection import Connection
+from multiprocessing import get_context, set_start_method
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -41,27 +41,13 @@ class RankError(AssertionError):
     """What went wrong on a rank: its traceback or exit status, and the end of its output."""
 
 
-class _Job(NamedTuple):
-    module: str
-    function: str
-    arguments: tuple
-    group: str | None
-    environment: dict[str, str]
-    folder: str
-
-
 class RankPool:
-    """Processes that run one function after another, all ranks the same one.
+    """Processes that run one function after another, all ranks the same one."""
 
-    Args:
-        world_size: number of processes.
-    """
-
-    def __init__(self, world_size: int = WORLD_SIZE) -> None:
-        self.world_size = world_size
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
-        self._folder: Path | None = None
+    def __init__(self) -> None:
+        self._ranks: list[ProcessPoolExecutor] = []
+        self._pids: list[int] = []
+        self._folder = Path()
         self._jobs = 0
 
     def run(self, function: Callable, *arguments: Any, group: bool = True, timeout: float = 600) -> list[Any]:
@@ -82,79 +68,58 @@ class RankPool:
         Raises:
             RankError: a rank raised, died or did not answer.
         """
-        if not all(process.is_alive() for process in self._processes):
-            self.close()
-        if not self._processes:
+        if not self._ranks:
             self._start()
-        assert self._folder is not None
         self._jobs += 1
         rendezvous = f"file://{self._folder}/group_{self._jobs}" if group else None
-        torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(self.world_size)}
-        for rank, pipe in enumerate(self._pipes):
-            ours = {} if group else {**torchrun, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            environment = {**os.environ, **ours}
-            pipe.send(_Job(function.__module__, function.__qualname__, arguments, rendezvous, environment, os.getcwd()))
-        answers = self._answers(timeout)
-        # In the order of arrival, the first tells the cause; one that only did not answer is a consequence.
-        ranks = dict.fromkeys([*answers, *range(self.world_size)])
-        failed = [rank for rank in ranks if answers.get(rank, ("", None))[1] is None]
-        if failed:
-            # A rank that a signal ended is a cause even where the others' error, a lost connection, arrives first.
-            failed.sort(key=lambda rank: (self._processes[rank].exitcode or 0) >= 0)
-            report = "\n".join(self._report(rank, answers.get(rank)) for rank in failed)
+        torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(WORLD_SIZE)}
+        answers = []
+        for rank, process in enumerate(self._ranks):
+            own = {} if group else {**torchrun, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            place = {**os.environ, **own}, os.getcwd()
+            answers.append(process.submit(_call, function, arguments, rank, rendezvous, *place))
+        wait(answers, timeout, FIRST_EXCEPTION)
+        _, silent = wait(answers, _GRACE_SECONDS if any(map(_has_failed, answers)) else 0)
+        if silent or any(map(_has_failed, answers)):
+            # A rank that died is a cause even where the others' error, a lost connection, arrives first.
+            ranks = sorted(range(WORLD_SIZE), key=lambda rank: not _has_died(answers[rank]))
+            report = "\n".join(self._report(rank, answers[rank]) for rank in ranks)
             self.close()
             raise RankError(report)
-        return [torch.load(io.BytesIO(answers[rank][1]), weights_only=True) for rank in range(self.world_size)]
+        return [torch.load(io.BytesIO(answer.result()), weights_only=True) for answer in answers]
 
     def close(self) -> None:
-        """End the processes, if there are any."""
-        for process in self._processes:
-            process.kill()
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
-        self._processes, self._pipes = [], []
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        """Kill the processes, if there are any."""
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self._ranks:
+            process.shutdown()
+        shutil.rmtree(self._folder, ignore_errors=True) if self._ranks else None
+        self._ranks, self._pids = [], []
 
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks"))
-        for rank in range(self.world_size):
-            ours, theirs = FORKS.Pipe()
-            # Not daemons: those may have no children, and data loaders start workers.
-            process = FORKS.Process(target=_serve, args=(rank, self.world_size, theirs, self._log(rank)))
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
+        for rank in range(WORLD_SIZE):
+            self._ranks.append(ProcessPoolExecutor(1, FORKS, _prepare, (str(self._log(rank)),)))
+        self._pids = [process.submit(os.getpid).result() for process in self._ranks]
 
-    def _answers(self, timeout: float) -> dict[int, tuple[str, bytes | None]]:
-        """Error and result of each rank that answered or died, in the order of arrival."""
-        answers: dict[int, tuple[str, bytes | None]] = {}
-        deadline = time.monotonic() + timeout
-        while len(answers) < self.world_size:
-            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
-            ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for pipe in ready:
-                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
-                try:
-                    answers[rank] = self._pipes[rank].recv()
-                except EOFError:
-                    self._processes[rank].join()
-                    answers[rank] = f"exited with status {self._processes[rank].exitcode}", None
-                if answers[rank][1] is None:
-                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        return answers
+    def _report(self, rank: int, answer: Future) -> str:
+        reason = "died" if _has_died(answer) else "did not answer"
+        if answer.done() and not _has_died(answer):
+            reason = "".join(traceback.format_exception(answer.exception())) if answer.exception() else "returned"
+        return f"rank {rank} {reason}\n--- its output\n{self._log(rank).read_text(errors='replace')[-4000:]}"
 
-    def _report(self, rank: int, answer: tuple[str, bytes | None] | None) -> str:
-        error = "did not answer" if answer is None else answer[0]
-        output = Path(self._log(rank)).read_text(errors="replace")[-4000:]
-        return f"rank {rank} {error}\n--- its output\n{output}"
+    def _log(self, rank: int) -> Path:
+        return self._folder / f"rank_{rank}.log"
 
-    def _log(self, rank: int) -> str:
-        return f"{self._folder}/rank_{rank}.log"
+
+def _has_failed(answer: Future) -> bool:
+    return answer.done() and answer.exception() is not None
+
+
+def _has_died(answer: Future) -> bool:
+    return answer.done() and isinstance(answer.exception(), BrokenProcessPool)
 
 
 @functools.cache
@@ -177,8 +142,7 @@ def free_port() -> int:
 # --- on the ranks ----------------------------------------------------------------------------------------------------
 
 
-def _serve(rank: int, world_size: int, pipe: Connection, log: str) -> None:
-    """Do jobs until the other end of the pipe is closed."""
+def _prepare(log: str) -> None:
     torch.set_num_threads(1)
     # Or a data loader's workers would come from the fork server, too, which lets them end later than this process.
     set_start_method(None, force=True)
@@ -186,37 +150,38 @@ def _serve(rank: int, world_size: int, pipe: Connection, log: str) -> None:
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
     faulthandler.enable()
-    while True:
-        try:
-            job = pipe.recv()
-        except EOFError:
-            return
-        os.ftruncate(output, 0)
-        try:
-            pipe.send(("", _done(job, rank, world_size)))
-        except (Exception, SystemExit):
-            pipe.send((f"raised\n{traceback.format_exc()}", None))
-        sys.stdout.flush()
-        sys.stderr.flush()
 
 
-def _done(job: _Job, rank: int, world_size: int) -> bytes:
+def _call(
+    function: Callable,
+    arguments: tuple,
+    rank: int,
+    rendezvous: str | None,
+    environment: dict[str, str],
+    folder: str,
+) -> bytes:
+    os.ftruncate(sys.stdout.fileno(), 0)
     os.environ.clear()
-    os.environ.update(job.environment)
+    os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.chdir(job.folder)
+    os.chdir(folder)
     # Whatever ran before: OpenCLIP adds two handlers a run and never takes them off.
     torch.manual_seed(0)
     logging.getLogger().handlers.clear()
-    function = functools.reduce(getattr, job.function.split("."), importlib.import_module(job.module))
-    with _process_group(job.group, rank, world_size):
-        result = io.BytesIO()
-        torch.save(function(*job.arguments), result)
+    result = io.BytesIO()
+    try:
+        with _process_group(rendezvous, rank):
+            torch.save(function(*arguments), result)
+    except SystemExit as stop:
+        raise RuntimeError(f"exited with status {stop.code}") from stop
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
     return result.getvalue()
 
 
 @contextlib.contextmanager
-def _process_group(rendezvous: str | None, rank: int, world_size: int) -> Iterator[None]:
+def _process_group(rendezvous: str | None, rank: int) -> Iterator[None]:
     from openclip_ext import distributed
 
     try:
@@ -224,7 +189,7 @@ def _process_group(rendezvous: str | None, rank: int, world_size: int) -> Iterat
             yield
             return
         torch.distributed.init_process_group(
-            "gloo", init_method=rendezvous, rank=rank, world_size=world_size, timeout=timedelta(minutes=2)
+            "gloo", init_method=rendezvous, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(minutes=2)
         )
         # A rank that leaves while another one still connects, or receives, breaks that one's connection.
         torch.distributed.barrier()

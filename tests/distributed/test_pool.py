@@ -25,7 +25,7 @@ def fail(how: str) -> None:
     ("how", "message"),
     [
         ("raise", "ValueError: rank 1 has had enough"),
-        ("die", "rank 1 exited with status 3"),
+        ("die", "rank 1 died"),
         ("hang", "rank 1 did not answer"),
     ],
 )
@@ -33,6 +33,6 @@ def test_a_failure_tells_the_rank_and_the_reason_and_the_next_job_works(how, mes
     ranks = two_ranks()
     assert ranks.run(dist.get_rank) == [0, 1]
     with pytest.raises(RankError) as failure:
-        ranks.run(fail, how, timeout=3)
+        ranks.run(fail, how, timeout=10)
     assert message in str(failure.value) and "before the failure" in str(failure.value)
     assert ranks.run(dist.get_rank) == [0, 1]

@@ -130,18 +130,9 @@ def fake_cuda() -> Iterator[None]:
 
 def to_fake_cuda(module: nn.Module, device: torch.device = CUDA) -> nn.Module:
     """Replace a module's parameters and buffers by fake ones on a device, within :func:`fake_cuda`."""
-    moved: dict[int, Tensor] = {}
-
-    def fake(tensor: Tensor) -> Tensor:
-        if id(tensor) not in moved:
-            moved[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        return moved[id(tensor)]
-
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                part._parameters[name] = nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = fake(buffer)
-    return module
+    overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        return module.to_empty(device=device)
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(overwrites)

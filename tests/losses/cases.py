@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.seeding import generator
 from openclip_ext.losses.amorlip import TwoSidedMlp
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.losses.tempnet import TemperatureNetwork
@@ -84,32 +85,14 @@ _NEUCLIP = {"prototypes": 9, "restart_every": 3, "normalizer_updates": 2}
 def _neuclip(**changed: Any) -> Case:
     options = _NEUCLIP | {"verify_fit": False} | changed
 
-    def reference(loss: ContrastiveLoss) -> prototypes.NeuClip:
-        return prototypes.NeuClip(
-            m=options["prototypes"],
-            restart_every=options["restart_every"],
-            updates=options["normalizer_updates"],
-            lr=options.get("normalizer_lr", 1.0),
-            eps=EPS,
-            rho=6.5,
-            objective=options.get("normalizer_objective", "unified"),
-            reset=options.get("normalizer_reset", True),
-            weight_decay=options.get("normalizer_weight_decay", 0.0),
-            simultaneous=options.get("simultaneous", False),
-            verify_fit=options["verify_fit"],
-            alpha_gradient=options.get("alpha_gradient", True),
-        )
-
     # AdaGrad's first steps are the gradient's sign: rounding is amplified where it is near zero.
-    return Case("neuclip", reference, options, tolerance=1e-7)
+    return Case("neuclip", lambda loss: prototypes.NeuClip(**options, eps=EPS, rho=6.5), options, tolerance=1e-7)
 
 
 def _queueclip(m: int, weight: float, leave_own_out: bool = False) -> Case:
-    return Case(
-        "queueclip",
-        lambda loss: prototypes.QueueClip(m=m, batch_weight=weight, eps=EPS, rho=6.5, leave_own_out=leave_own_out),
-        {"temperature_scheme": "global", "prototypes": m, "batch_weight": weight, "leave_own_out": leave_own_out},
-    )
+    options = {"prototypes": m, "batch_weight": weight, "leave_own_out": leave_own_out}
+    scheme = {"temperature_scheme": "global"}
+    return Case("queueclip", lambda loss: prototypes.QueueClip(**options, eps=EPS, rho=6.5), options | scheme)
 
 
 def _two_views(name: str, **options: Any) -> Case:
@@ -159,18 +142,11 @@ def _amortized(loss: ContrastiveLoss, options: dict[str, Any]) -> networks.Amort
         return mlps(anew.online)
 
     loss_name = "neuclip" if options.get("normalizer") == "mlp" else "amorlip"
+    names = {field.name for field in fields(networks.AmortizedPartition)}
     return networks.AmortizedPartition(
         mlps(loss.normalizer.online),
-        updates=options["normalizer_updates"],
-        lr=options["normalizer_lr"],
-        objective=options.get("normalizer_objective", "l2-log"),
-        l2_log_weight=options.get("l2_log_weight", 0.1),
-        fit_every=options["fit_every"],
-        target_every=options["target_every"],
-        ema_decay=options["ema_decay"],
-        previous_weight=options["previous_weight"],
-        epochs=options["epochs"],
         fresh=fresh if options.get("reinitialize", loss_name == "amorlip") else None,
+        **{name: value for name, value in options.items() if name in names},
     )
 
 
@@ -205,17 +181,9 @@ def _tempnet(loss: ContrastiveLoss) -> networks.TempNet:
         both.append(theirs)
 
     def keep(call: int, batch: int) -> Tensor:
-        features = torch.zeros(2, batch, WIDTH)
-        return loss.temperature._dropout_factors(_Call(features, call)) > 0
+        return torch.rand(2, batch, WIDTH, generator=generator("cpu", loss.temperature.seed, "dropout", call)) >= 0.5
 
     return networks.TempNet(both, _average(), rho=9.5, bounds=(0.01, 1.0), lr=1e-3, keep=keep)
-
-
-@dataclass
-class _Call:
-    features: Tensor
-    call: int
-    learning: bool = True
 
 
 _DECAY = {"gamma_decay_epochs": 2}
@@ -343,6 +311,12 @@ def create_any(name: str, **options: Any) -> ContrastiveLoss:
     if name in CASES:
         return CASES[name].create(**options)
     return create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options)
+
+
+def tensors_of(loss: ContrastiveLoss) -> dict[str, Tensor]:
+    """Copies of the state without the counters, which count every call."""
+    state = loss.state_dict().items()
+    return {key: value.clone() for key, value in state if not key.endswith("_extra_state")}
 
 
 @dataclass

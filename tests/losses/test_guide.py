@@ -5,10 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "add-your-own-loss.md").read_text(encoding="utf-8")
@@ -19,38 +16,14 @@ COMMANDS = re.compile(r"^python -m (openclip_ext\.training\.main .*)$", flags=re
 LOSSES = ["minibatchclip", "cooling", "decoupled", "bilinear"]
 
 
-# Importing these takes longer than what a command does. Each line is the arguments of "python -m", which a fork runs.
-INTERPRETER = """
-import json, os, runpy, sys
-import open_clip_train.main, pandas, pytest, torch, webdataset
-for line in sys.stdin:
-    if os.fork() == 0:
-        output = os.open("output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1), os.dup2(output, 2)
-        name, *sys.argv[1:] = json.loads(line)
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-        sys.exit()
-    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
-"""
-
-
-@pytest.fixture
-def python(tmp_path: Path) -> Iterator[Callable[..., tuple[int, str]]]:
-    """Return a function that runs ``python -m`` with some arguments, and gives the exit status and the output."""
+def test_a_reader_of_the_guide_adds_four_losses_and_one_outside_of_the_package(tmp_path: Path) -> None:
     environment = {"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", INTERPRETER], cwd=tmp_path, env=environment, **pipes) as interpreter:
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
-        def run(*arguments: str) -> tuple[int, str]:
-            print(json.dumps(arguments), file=interpreter.stdin, flush=True)
-            return int(interpreter.stdout.readline()), (tmp_path / "output").read_text()
+    def python(*arguments: str) -> tuple[int, str]:
+        done = subprocess.run([sys.executable, "-m", *arguments], cwd=tmp_path, env=environment, **output)
+        return done.returncode, done.stdout
 
-        yield run
-
-
-def test_a_reader_of_the_guide_adds_four_losses_and_one_outside_of_the_package(
-    tmp_path: Path, python: Callable
-) -> None:
     for folder in ("openclip_ext", "tests", "eval"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

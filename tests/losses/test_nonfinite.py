@@ -8,15 +8,9 @@ import torch
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.nonfinite import NonfiniteLog
 from openclip_ext.losses.registry import create_loss
-from tests.losses.cases import CASES, Step, create_any, kinds, make_steps, run_step
+from tests.losses.cases import CASES, Step, create_any, kinds, make_steps, run_step, tensors_of
 
 BAD = 2
-
-
-def _tensors(loss: ContrastiveLoss) -> dict[str, torch.Tensor]:
-    """The state without the counters, which count every call."""
-    state = loss.state_dict().items()
-    return {key: value.clone() for key, value in state if not key.endswith("_extra_state")}
 
 
 def _of_the_head(loss: ContrastiveLoss) -> list[torch.Tensor]:
@@ -41,7 +35,7 @@ def _assert_nothing_happened(
     assert value == 0
     assert not any(gradient.any() for gradient in gradients)
     # The state takes on the precision of the features.
-    torch.testing.assert_close(_tensors(loss), before, rtol=0, atol=0, equal_nan=True, check_dtype=False)
+    torch.testing.assert_close(tensors_of(loss), before, rtol=0, atol=0, equal_nan=True, check_dtype=False)
 
 
 # TempNet's dropout mask has the batch's shape, so that leaving a sample out is another mask.
@@ -57,7 +51,7 @@ def test_bad_sample_is_as_good_as_absent(name: str) -> None:
             assert not gradients[side][BAD].any()
             _assert_same(torch.cat([gradients[side][:BAD], gradients[side][BAD + 1 :]]), expected[side])
         _assert_same(gradients[2:], expected[2:])
-    _assert_same(_tensors(masked), _tensors(absent))
+    _assert_same(tensors_of(masked), tensors_of(absent))
 
 
 @pytest.mark.parametrize("name", [*kinds(), "cliplite"])
@@ -67,7 +61,7 @@ def test_bad_logit_scale_changes_nothing(name: str, scale: float) -> None:
     steps = make_steps()
     for step in steps[:2]:
         run_step(loss, step)
-    before = _tensors(loss)
+    before = tensors_of(loss)
     steps[2].logit_scale = scale
     steps[2].epoch = steps[1].epoch
     value, gradients = run_step(loss, steps[2])
@@ -77,7 +71,7 @@ def test_bad_logit_scale_changes_nothing(name: str, scale: float) -> None:
 @pytest.mark.parametrize("name", [*kinds(), "cliplite"])
 def test_all_samples_bad_changes_nothing_and_training_goes_on(name: str) -> None:
     loss = create_any(name)
-    before = _tensors(loss)
+    before = tensors_of(loss)
     bad, *good = make_steps()
     bad.texts[:] = float("nan")
     for step in (bad, *good):

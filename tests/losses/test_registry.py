@@ -94,6 +94,13 @@ def test_unknown_loss_lists_the_names() -> None:
         ("tempnet", {"rho": -1.0}, "rho=-1.0"),
         ("amorlip", {"normalizer": "queue"}, r"needs an estimate of log\(\(1.*Losses that take these parts: .*neuclip"),
         ("amorlip", {"temperature_scheme": "predicted"}, "may stay in each process"),
+        ("queueclip", {"equal_captions": "mask"}, "without their captions"),
+        ("amorlip", {"equal_captions": "positive"}, "room for one positive pair"),
+        ("siglip", {"equal_captions": "mask"}, "without labels"),
+        ("cliplite", {"equal_captions": "mask"}, "as many negative pairs"),
+        ("simclr", {"equal_captions": "mask"}, "have no captions"),
+        ("sogclr", {"equal_captions": "mask", "views": 2}, "have no captions"),
+        ("neuclip", {"equal_captions": "equal"}, "expected one of negative, mask, positive"),
         ("fastclip-v0", {"normalizer": "prototypes"}, "takes α as a constant.*Losses that take .*fastclip-v3"),
     ],
 )

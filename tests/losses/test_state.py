@@ -10,7 +10,7 @@ import torch
 
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses.registry import create_loss, list_losses
-from openclip_ext.state.sharded_table import log_mean_of_equal, mean_of_equal, shard_bounds
+from openclip_ext.state.sharded_table import log_mean_of_equal, shard_bounds
 from tests.losses.cases import CASES, SAMPLES, create_any, kinds, make_steps, run_step
 
 
@@ -135,15 +135,6 @@ def test_state_of_another_number_of_samples_is_refused() -> None:
     state = create_loss("fastclip", num_samples=30).state_dict()
     with pytest.raises(ValueError, match=r"\(2, 30\).*\(2, 20\)"):
         create_loss("fastclip", num_samples=20).load_state_dict(state)
-
-
-def test_mean_of_equal_indices() -> None:
-    index = torch.tensor([4, 1, 4, 1, 7, 4])
-    valid = torch.tensor([True, True, True, False, True, True])
-    values = torch.tensor([[1.0, 2.0, 3.0, 100.0, 5.0, 5.0]], dtype=torch.float64)
-    expected = torch.tensor([[3.0, 2.0, 3.0, 2.0, 5.0, 3.0]], dtype=torch.float64)
-    assert torch.allclose(mean_of_equal(index, values, valid), expected)
-    assert torch.allclose(log_mean_of_equal(index, values.log(), valid).exp(), expected)
 
 
 def test_log_mean_is_exact_without_duplicates_and_safe_with_large_ones() -> None:

@@ -213,9 +213,11 @@ class InfoNce:
         value = torch.zeros((), dtype=torch.float64)
         for side in (0, 1):
             for i in range(len(images)):
-                pairs = [i, *negatives(i, len(images))]
+                is_mean = _equal_captions.choice == "positive"  # of the log-softmax of all of P_i
+                pairs = range(len(images)) if is_mean else [i, *negatives(i, len(images))]
                 row = [pair_similarity(images, texts, side, i, j) * scale for j in pairs]
-                value = value - 0.5 * (row[0] - torch.logsumexp(torch.stack(row), 0)) / len(images)
+                own = positive(images, texts, side, i) * scale
+                value = value - 0.5 * (own - torch.logsumexp(torch.stack(row), 0)) / len(images)
         in_images, in_texts, in_scale = torch.autograd.grad(value, (images, texts, scale))
         return StepResult(value.item(), in_images, in_texts, 0.0 if self.constant else in_scale.item(), [])
 

@@ -82,16 +82,16 @@ class AmortizedPartition:
 
     networks: list[Mlp]
     _: KW_ONLY
-    updates: int
-    lr: float
-    objective: str
-    l2_log_weight: float
+    normalizer_updates: int
+    normalizer_lr: float
     fit_every: int
     target_every: int
     ema_decay: float
     previous_weight: float
     epochs: int
     fresh: Callable[[int], list[Mlp]] | None
+    normalizer_objective: str = "l2-log"
+    l2_log_weight: float = 0.1
     epoch: int = 0
     k: int = 0
 
@@ -102,7 +102,7 @@ class AmortizedPartition:
     def _begin(self, networks: list[Mlp]) -> None:
         self.online = copy.deepcopy(networks)
         self.target = copy.deepcopy(networks)
-        self.adam = [torch.optim.Adam(network.parameters(), lr=self.lr) for network in self.online]
+        self.adam = [torch.optim.Adam(network.parameters(), lr=self.normalizer_lr) for network in self.online]
 
     def start_epoch(self, epoch: int) -> None:
         """Line 4."""
@@ -114,7 +114,7 @@ class AmortizedPartition:
     def step(self, images: Tensor, texts: Tensor, scale: float, log_z: list[list[float]]) -> None:
         """Lines 6 to 8, on a batch whose log Z are given."""
         if self.k % self.fit_every == 0:
-            for _ in range(self.updates):
+            for _ in range(self.normalizer_updates):
                 self._fit(images, texts, scale, log_z)
         if self.k % self.target_every == 0:
             for online, target in zip(self.online, self.target, strict=True):
@@ -132,7 +132,7 @@ class AmortizedPartition:
             for i in range(len(features)):
                 combined = math.log(beta * math.exp(old[i].item()) + (1 - beta) * math.exp(log_z[side][i]))
                 total = total + amortization_loss(
-                    self.objective, log_lambda[i], combined, log_z[side][i], 1 / scale, self.l2_log_weight
+                    self.normalizer_objective, log_lambda[i], combined, log_z[side][i], 1 / scale, self.l2_log_weight
                 )
             self.adam[side].zero_grad()
             (total / len(features)).backward()

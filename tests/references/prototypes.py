@@ -94,24 +94,24 @@ class NeuClip:
     smaller objective on its batch than the recent embeddings; else, and in the step of a restart, with the latter.
     """
 
-    m: int
+    prototypes: int
     restart_every: int | None
-    updates: int
-    lr: float
+    normalizer_updates: int
     eps: float
     rho: float
-    objective: str = "unified"
-    reset: bool = True
-    weight_decay: float = 0.0
+    normalizer_lr: float = 1.0
+    normalizer_objective: str = "unified"
+    normalizer_reset: bool = True
+    normalizer_weight_decay: float = 0.0
     simultaneous: bool = False
     verify_fit: bool = False
     alpha_gradient: bool = True
 
     def __post_init__(self) -> None:
-        self.recent = Recent(self.m)
-        self.verify_fit = self.verify_fit and self.updates > 0
+        self.recent = Recent(self.prototypes)
+        self.verify_fit = self.verify_fit and self.normalizer_updates > 0
         self.t = 0
-        self.prototypes: list[Tensor] = []
+        self.fitted: list[Tensor] = []
         self.optimizer: torch.optim.Adagrad | None = None
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
@@ -119,11 +119,11 @@ class NeuClip:
         fit_is_better = self.verify_fit and self._fit_is_better(images, texts, 1 / logit_scale)
         self.recent.push(images, texts)
         self._restart()
-        before = [prototypes.detach().clone() for prototypes in self.prototypes]
-        for _ in range(self.updates):
+        before = [prototypes.detach().clone() for prototypes in self.fitted]
+        for _ in range(self.normalizer_updates):
             self._update(images, texts, 1 / logit_scale)
         self.t += 1
-        used = before if self.simultaneous else [prototypes.detach() for prototypes in self.prototypes]
+        used = before if self.simultaneous else [prototypes.detach() for prototypes in self.fitted]
         if self.verify_fit and not fit_is_better:
             used = self.recent.repeated()
 
@@ -137,7 +137,7 @@ class NeuClip:
             return False
         fitted, recent = (
             self._distance(candidates, images, texts, tau, "unified")
-            for candidates in (self.prototypes, self.recent.repeated())
+            for candidates in (self.fitted, self.recent.repeated())
         )
         return bool(fitted < recent)
 
@@ -148,17 +148,19 @@ class NeuClip:
         if not self._restarts():
             return
         fresh = self.recent.repeated()
-        if self.optimizer is None or self.reset:
-            self.prototypes = [prototypes.clone().requires_grad_() for prototypes in fresh]
-            self.optimizer = torch.optim.Adagrad(self.prototypes, lr=self.lr, weight_decay=self.weight_decay)
+        if self.optimizer is None or self.normalizer_reset:
+            self.fitted = [prototypes.clone().requires_grad_() for prototypes in fresh]
+            self.optimizer = torch.optim.Adagrad(
+                self.fitted, lr=self.normalizer_lr, weight_decay=self.normalizer_weight_decay
+            )
             return
         with torch.no_grad():
-            for prototypes, new in zip(self.prototypes, fresh, strict=True):
+            for prototypes, new in zip(self.fitted, fresh, strict=True):
                 prototypes.copy_(new)
 
     def _update(self, images: Tensor, texts: Tensor, tau: float) -> None:
         self.optimizer.zero_grad()
-        self._distance(self.prototypes, images, texts, tau, self.objective).backward()
+        self._distance(self.fitted, images, texts, tau, self.normalizer_objective).backward()
         self.optimizer.step()
 
     def _distance(self, prototypes: list[Tensor], images: Tensor, texts: Tensor, tau: float, objective: str) -> Tensor:
@@ -177,8 +179,10 @@ class NeuClip:
 class QueueClip:
     """The NPN without training: T_r = 1, T_u = 0, and the mixture with the batch."""
 
-    def __init__(self, *, m: int, batch_weight: float, eps: float, rho: float, leave_own_out: bool = False) -> None:
-        self.recent = Recent(m)
+    def __init__(
+        self, *, prototypes: int, batch_weight: float, eps: float, rho: float, leave_own_out: bool = False
+    ) -> None:
+        self.recent = Recent(prototypes)
         self.weight, self.eps, self.rho = batch_weight, eps, rho
         self.leave_own_out = leave_own_out
 

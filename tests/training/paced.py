@@ -7,6 +7,7 @@ Environment:
     PACE: seconds that a step takes longer (default: 0).
 """
 
+import functools
 import json
 import os
 import runpy
@@ -33,35 +34,37 @@ def read_notes(folder: Path) -> list[dict]:
 
 def slow_down() -> None:
     from openclip_ext.training import trainer
-    from openclip_ext.training.runtime import signals
+    from openclip_ext.training.step import TrainStep
 
-    class PacedRequests(signals.SignalRequests):
-        steps = 0
+    class PacedRequests(trainer.SignalRequests):
+        steps, is_asked = 0, False
 
-        def _handler(self, request):
-            handle = super()._handler(request)
+        def __enter__(self):
+            super().__enter__()
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, functools.partial(self.hear, signal.getsignal(number)))
+            return self
 
-            def remember(number, frame):
-                note(signal=signal.Signals(number).name)
-                handle(number, frame)
-
-            return remember
+        def hear(self, handle, number, frame):
+            note(signal=signal.Signals(number).name)
+            self.is_asked = True
+            handle(number, frame)
 
         def agreed(self, now=False):
             self.steps += 1
             time.sleep(float(os.environ.get("PACE", "0")))
             deadline = time.monotonic() + 100
-            while is_held(self.steps) and not self._request and time.monotonic() < deadline:
+            while is_held(self.steps) and not self.is_asked and time.monotonic() < deadline:
                 time.sleep(0.05)
             return super().agreed(now)
 
-    def one_step(self, batches, take=trainer.Trainer._one_step):
-        step = self.position.step
-        take(self, batches)
-        note(step=step, samples=[index for batch in batches for index in batch["index"].tolist()])
+    def step(self, batches, number=0, take=TrainStep.__call__):
+        terms = take(self, batches, number)
+        note(step=number, samples=[index for batch in batches for index in batch["index"].tolist()])
+        return terms
 
     trainer.SignalRequests = PacedRequests
-    trainer.Trainer._one_step = one_step
+    TrainStep.__call__ = step
 
 
 def is_held(steps: int) -> bool:

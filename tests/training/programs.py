@@ -82,10 +82,7 @@ class Program:
         """Return the processes that train."""
         if self.launcher is None:
             return [fork.pid for fork in self._forks if fork.is_alive()]
-        with contextlib.suppress(OSError):
-            children = Path(f"/proc/{self.launcher.pid}/task/{self.launcher.pid}/children").read_text()
-            return [int(child) for child in children.split()]
-        return []
+        return children_of(self.launcher.pid)
 
     def statuses(self) -> list[int | None]:
         """Return the exit statuses of the processes that were started here: trainers, or torchrun; None while they run."""
@@ -145,6 +142,13 @@ def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS)
     while not condition():
         assert time.monotonic() < deadline, f"still waiting after {seconds} s"
         time.sleep(0.005)
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the children of a process; none of one that has ended."""
+    with contextlib.suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
 
 
 def is_alive(pid: int) -> bool:

@@ -100,6 +100,14 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def flip_a_bit(path: Path) -> bytes:
+    """Damage a file without changing its size; returns its new content."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return bytes(content)
+
+
 def metrics_of(folder: Path) -> list[dict]:
     """Return the lines of a run's ``metrics.jsonl``; none without the file."""
     log = folder / "metrics.jsonl"

@@ -1,22 +1,28 @@
 """Checkpoints: plain files that a killed or failed save cannot damage."""
 
 import contextlib
+import itertools
 import os
-import random
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from openclip_ext import distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.state.sharded_table import ShardedTable
 from openclip_ext.training import checkpoint as ckpt
-from openclip_ext.training.checkpoint import Position, RunIdentity, saving
-from tests.training.runs import contents
+from openclip_ext.training.checkpoint import Position, RunIdentity
+from tests.training.runs import contents, flip_a_bit
 
 IDENTITY = RunIdentity(model="demo-vit", loss="neuclip", optimizer="adamw", num_samples=100, global_batch=8, seed=0)
+
+
+class Killed(BaseException):
+    """The process is gone: nothing that handles errors sees it."""
 
 
 class SmallLoss(ContrastiveLoss):
@@ -62,10 +68,6 @@ def test_latest_is_the_newest_one(tmp_path):
 def test_a_save_killed_at_any_moment_leaves_the_previous_one(tmp_path, monkeypatch, crash_after):
     """The same name is written again (as epoch_latest is), and the process dies at each of its file operations."""
     save(tmp_path, Position(1, 10), name=ckpt.LATEST)
-
-    class Killed(BaseException):
-        pass
-
     operations = iter(range(100))
 
     def mortal(function):
@@ -76,7 +78,7 @@ def test_a_save_killed_at_any_moment_leaves_the_previous_one(tmp_path, monkeypat
 
         return call
 
-    monkeypatch.setattr(saving, "_write_file", mortal(saving._write_file))
+    monkeypatch.setattr(os, "fsync", mortal(os.fsync))
     monkeypatch.setattr(os, "replace", mortal(os.replace))
     with pytest.raises(Killed) if crash_after < 7 else contextlib.nullcontext():
         save(tmp_path, Position(2, 20), name=ckpt.LATEST)
@@ -94,18 +96,10 @@ def test_a_save_killed_at_any_moment_leaves_the_previous_one(tmp_path, monkeypat
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def flip(path: Path, count: int = 64) -> None:
-    """Damage a file without changing its size."""
-    content = bytearray(path.read_bytes())
-    for position in random.Random(0).sample(range(len(content)), min(count, len(content))):
-        content[position] ^= 1
-    path.write_bytes(content)
-
-
 FILES = ["epoch_2.pt", *(f"epoch_2.state/step_20/{name}" for name in ("shared.pt", "rank_0000.pt", "checksums.json"))]
 FILES.append("epoch_2.state/step_20/rank_0000.table.npy")
 DAMAGES = {
-    "one-bit": lambda path: flip(path, 1),
+    "one-bit": flip_a_bit,
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-7]),
     "empty": lambda path: path.write_bytes(b""),
     "gone": lambda path: path.unlink(),
@@ -176,14 +170,13 @@ def test_a_state_in_float64_makes_the_loss_float64_and_that_of_another_loss_is_r
 
 def test_nodes_that_do_not_share_a_folder_are_told(tmp_path, monkeypatch):
     """The master must not name files that only another node has: nothing could resume from them."""
-    together = saving._together
 
-    def with_another_node(action, **options):
-        results = together(action, **options)
-        return [*results, {"rank_0001.pt": "0"}] if isinstance(results[0], dict) else results
+    def with_another_node(value):
+        _, results = value
+        return [value, (None, [{"rank_0001.pt": "0"}] if results and isinstance(results[0], dict) else [])]
 
-    monkeypatch.setattr(saving, "_together", with_another_node)
-    monkeypatch.setattr(saving, "_NODE_SECONDS", 0.0)
+    monkeypatch.setattr(distributed, "all_gather_object", with_another_node)
+    monkeypatch.setattr(time, "monotonic", itertools.count(step=1000).__next__)
     with pytest.raises(OSError, match=r"rank_0001\.pt of other nodes not found .* share one --logs folder"):
         save(tmp_path, Position(1, 10))
     assert list(tmp_path.iterdir()) == []
@@ -205,9 +198,6 @@ def test_a_state_whose_model_file_was_renamed_is_kept(tmp_path, caplog):
 
 @pytest.mark.parametrize("killed_in", ["rmtree", "unlink"])
 def test_a_removal_killed_at_any_moment_is_finished_at_the_next_start(tmp_path, monkeypatch, caplog, killed_in):
-    class Killed(BaseException):
-        pass
-
     def kill(*args, **kwargs):
         raise Killed
 

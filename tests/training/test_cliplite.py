@@ -11,9 +11,9 @@ from openclip_ext.evaluation.models import load_model
 from openclip_ext.losses.heads import ProjectedModel, read_heads
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training.flags import parse
 from openclip_ext.training.model import load_pretrained_heads
 from openclip_ext.training.optimizer import create_optimizer
+from tests.training.commands import config_of
 from tests.training.runs import command, evaluation, results_of, run
 
 
@@ -89,21 +89,8 @@ def test_projections_are_in_the_optimizer_with_openclips_decay():
     add_model_configs()
     model = open_clip.create_model("demo-vit")
     head = create_loss("cliplite", embed_dim=64).model_head()
-    flags = [
-        "--train-data",
-        "x",
-        "--loss",
-        "cliplite",
-        "--wd",
-        "1e-4",
-        "--opt",
-        "timm/lookahead_sgd",
-        "--lr",
-        "0.2",
-        "--momentum",
-        "0.9",
-    ]
-    config = parse(flags).optimizer
+    flags = "--loss cliplite --wd 1e-4 --opt timm/lookahead_sgd --lr 0.2 --momentum 0.9"
+    config = config_of(*flags.split()).optimizer
     optimizer = create_optimizer(model, config, None, head)
     decay = {id(value): group["weight_decay"] for group in optimizer.param_groups for value in group["params"]}
     assert len(decay) == len([*model.parameters(), *head.parameters()])

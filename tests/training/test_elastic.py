@@ -2,18 +2,17 @@
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.distributed.pool import free_port
 from tests.training import paced
+from tests.training.programs import children_of, send_kill, wait_until
 from tests.training.runs import final_state, metrics_of, small_command
 
 STEPS_PER_EPOCH, GLOBAL_BATCH = 5, 16
@@ -36,9 +35,8 @@ class Node:
         )
 
     def lose_power(self) -> None:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for pid in (self.process.pid, *map(int, children)):
-            os.kill(pid, signal.SIGKILL)
+        for pid in (self.process.pid, *children_of(self.process.pid)):
+            send_kill(pid)
 
     def wait(self) -> None:
         output, _ = self.process.communicate(timeout=150)
@@ -67,14 +65,13 @@ def start(tmp_path):
 
 def wait_for_steps(notes, count, world_size, nodes, since=0.0):
     """Wait until ``world_size`` ranks that started after a time have taken steps together."""
-    deadline = time.monotonic() + 150
-    while True:
-        found = [note for note in paced.read_notes(notes) if "step" in note and note["started"] > since]
-        if len({note["step"] for note in found if note["world_size"] == world_size}) >= count:
-            return
-        assert time.monotonic() < deadline, f"{world_size} ranks never took {count} steps: {found}"
+
+    def are_there():
         assert all(node.process.poll() is None for node in nodes), nodes[0].process.communicate()[0]
-        time.sleep(0.2)
+        found = [note for note in paced.read_notes(notes) if "step" in note and note["started"] > since]
+        return len({note["step"] for note in found if note["world_size"] == world_size}) >= count
+
+    wait_until(are_there, 150)
 
 
 def test_a_node_leaves_and_comes_back(shards, tmp_path, start):

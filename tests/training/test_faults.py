@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from openclip_ext import distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.manifest.manifest import Manifest
-from openclip_ext.training.runtime import heartbeat, run_folder, signals
+from openclip_ext.training.runtime import run_folder, signals
 from openclip_ext.training.step import TrainStep
 from openclip_ext.training.trainer import SaveFailed
 from tests.distributed.pool import two_ranks
@@ -23,20 +22,13 @@ from tests.training.runs import (
     assert_same_run,
     command,
     contents,
+    flip_a_bit,
     losses_of,
     results_of,
     run,
     run_on_two_ranks,
     small_command,
 )
-
-
-def damage(path: Path) -> bytes:
-    content = bytearray(path.read_bytes())
-    for position in range(64):
-        content[len(content) // 2 + position] ^= 1
-    path.write_bytes(content)
-    return bytes(content)
 
 
 @pytest.fixture
@@ -62,7 +54,7 @@ def test_a_resume_falls_back_to_the_newest_readable_checkpoint(shards, whole, tm
     """A damaged checkpoint is set aside, a foreign file is left where it is, and torn logs are cut."""
     shutil.copytree(whole, tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
-    damaged = damage(checkpoints / "epoch_2.pt")
+    damaged = flip_a_bit(checkpoints / "epoch_2.pt")
     torch.save([1, 2, 3], checkpoints / "epoch_9.pt")
     foreign = (checkpoints / "epoch_9.pt").read_bytes()
     for log in (tmp_path / "run" / "metrics.jsonl", checkpoints / "results.jsonl"):
@@ -95,7 +87,7 @@ def test_two_ranks_fall_back_together(shards, tmp_path):
     run_on_two_ranks([{"argv": argv}])
     shutil.copytree(tmp_path / "run", tmp_path / "whole")
     checkpoints = tmp_path / "run" / "checkpoints"
-    damaged = damage(checkpoints / "epoch_2.state" / "step_10" / "rank_0001.pt")
+    damaged = flip_a_bit(checkpoints / "epoch_2.state" / "step_10" / "rank_0001.pt")
     with open(checkpoints / "results.jsonl", "a") as lines:
         lines.write('{"epoch": 1, "im')
     run_on_two_ranks([{"argv": [*argv, "--resume", "latest"]}])
@@ -117,10 +109,10 @@ def test_a_run_is_left_alone_that_exists_or_of_which_no_checkpoint_can_be_read(s
         assert after == before
 
     assert_is_refused("exists; continue it with --resume latest", "run")
-    damage(checkpoints / "epoch_2.pt")
+    flip_a_bit(checkpoints / "epoch_2.pt")
     by_path = ("--resume", str(checkpoints / "epoch_2.pt"))
     assert_is_refused(r"epoch_2\.pt is damaged.*epoch_1\.pt is good", "other", *by_path)
-    damage(checkpoints / "epoch_1.pt")
+    flip_a_bit(checkpoints / "epoch_1.pt")
     assert_is_refused(r"none of the checkpoints in .* can be read", "run", "--resume", "latest")
 
 
@@ -162,19 +154,15 @@ def run_that_loses_its_checkpoints(argv: list[str]) -> str:
 
         return call
 
-    with pytest.MonkeyPatch.context() as patched:
+    def step(self, batches, number=0, take=TrainStep.__call__):
+        for name in ("is_file", "mkdir", "exists") if number == 2 else ():
+            patched.setattr(Path, name, denied(getattr(Path, name)))
+        return take(self, batches, number)
 
-        class Losing(TrainStep):
-            def __call__(self, batches, number=0):
-                if number == 2:
-                    for name in ("is_file", "mkdir", "exists"):
-                        patched.setattr(Path, name, denied(getattr(Path, name)))
-                return super().__call__(batches, number)
-
-        patched.setattr("openclip_ext.training.build.TrainStep", Losing)
-        with pytest.raises(SaveFailed) as failed:
-            run(argv)
-        return str(failed.value)
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(SaveFailed) as failed:
+        patched.setattr(TrainStep, "__call__", step)
+        run(argv)
+    return str(failed.value)
 
 
 def test_a_run_whose_checkpoints_are_gone_keeps_its_log(shards, tmp_path):
@@ -315,35 +303,3 @@ def test_the_rank_that_outlives_another_says_so_in_one_line(two_trainers):
     assert two_trainers.statuses() == [1, -signal.SIGKILL]
     assert "error: another rank has ended, and says why; --resume latest goes on" in two_trainers.text()
     assert "Traceback" not in two_trainers.text()
-
-
-def test_who_beats_who_leaves_and_who_never_began():
-    store = dist.HashStore()
-    ranks = [heartbeat._Heartbeat(store, rank, 4, patience=3) for rank in range(3)]
-    found = [[rank.beat() for rank in ranks] for _ in range(5)]
-    assert found[0] == [[], [], []]
-    assert found[-1] == [["rank 3, which never began"]] * 3
-    ranks[1].leave()
-    for _ in range(2):
-        assert ranks[0].beat() == ["rank 3, which never began"]
-    missing = [ranks[0].beat() for _ in range(3)][-1]
-    assert [name[:6] for name in missing] == ["rank 2", "rank 3"]
-
-
-def test_leftovers_of_killed_saves_go_at_the_next_start(shards, tmp_path):
-    argv = small_command(shards, tmp_path, "run", "fastclip", "--resume", "latest", "--save-most-recent")
-    assert run(argv, stop_after=7) == EXIT_AFTER_SIGTERM
-    checkpoints = tmp_path / "run" / "checkpoints"
-    before = set(contents(checkpoints))
-    shutil.copytree(checkpoints / "epoch_1_step_7.state", checkpoints / "epoch_0_step_4.state")
-    for copy in ("epoch_1_step_7.state/tmp_step_8", "epoch_latest.state/step_9"):
-        shutil.copytree(checkpoints / "epoch_1_step_7.state" / "step_7", checkpoints / copy)
-    (checkpoints / "epoch_2.pt.tmp").write_bytes(b"half")
-    (checkpoints / "epoch_0_step_4.pt.tmp").write_bytes(b"half")
-    (checkpoints / "epoch_7.pt").write_bytes(b"not mine")
-    (checkpoints / "epoch_7.state" / "step_1").mkdir(parents=True)
-    (checkpoints / "epoch_7.state" / "step_1" / "shared.pt").write_bytes(b"not mine")
-    assert run(argv, stop_after=1) == EXIT_AFTER_SIGTERM
-    after = set(contents(checkpoints))
-    mine = {name.replace("step_7", "step_8") for name in before}  # the newest in mid-epoch
-    assert after == mine | {"epoch_7.pt", "epoch_7.state/step_1/shared.pt"}

@@ -96,9 +96,14 @@ def read_checkpoint(folder: Path, **change: object) -> None:
     (folder / "epoch_1.state" / "step_3").mkdir(parents=True)
     torch.save({"state_dict": {}, "epoch": 1, "step": 3}, folder / "epoch_1.pt")
     identity = vars(ckpt.RunIdentity("demo-vit", "openclip", "adamw", 40, 8, 0))
-    shared = {"loss": {}, "parts": {}, "position": {"epoch": 1}, "identity": identity, "world_size": 1, "tables": []}
+    shared = {"loss": {}, "position": {"epoch": 1}, "identity": identity, "parts": {}, "world_size": 1, "tables": []}
     torch.save(shared | change, folder / "epoch_1.state" / "step_3" / "shared.pt")
     ckpt.read(folder / "epoch_1.pt")
+
+
+def train_on_csv(folder: Path, content: bytes) -> None:
+    (folder / "pairs.csv").write_bytes(content)
+    run(command(str(folder / "pairs.csv"), folder, "run", "openclip"))
 
 
 def model_loss(outputs: object = None, saved: object = None) -> None:
@@ -117,6 +122,7 @@ def model_loss(outputs: object = None, saved: object = None) -> None:
         (lambda f: (f / "config.json").write_text('{"flags": 3}') and read_config(f), "flags is '3', expected dict"),
         (lambda f: (f / "out.log").mkdir() or opened(RunFolderConfig(f.parent, f.name, True)).__enter__(), "--logs"),
         (lambda f: run(command(os.fsdecode(b"/\xff"), f, "run", "openclip")), "udcff' is not UTF-8, .*: rename"),
+        (lambda f: train_on_csv(f, "filepath\ttitle\n0.png\tcafé".encode("latin-1")), r"pairs\.csv is not UTF-8 text"),
         (lambda f: model_loss((torch.ones(2, 2),)), "returned a tuple, expected a dictionary: output_dict=True"),
         (lambda f: model_loss(saved={"loss": {}, "tables": {}}), "the saved loss has other options .*: resume with"),
     ],

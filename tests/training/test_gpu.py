@@ -105,17 +105,6 @@ def test_a_run_is_resumed(shards, tmp_path, device, more):
         assert ours == pytest.approx(theirs, rel=1e-3)
 
 
-def test_nccl_is_told_how_long_to_be_patient(monkeypatch):
-    told = []
-    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(distributed, "world_size", lambda: 1)
-    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    monkeypatch.setattr(dist, "set_timeout", lambda patience, group: told.append(patience), raising=False)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("waited for the GPU"))
-    distributed.set_patience(distributed.START_PATIENCE)
-    assert told == ["waited for the GPU", distributed.START_PATIENCE]
-
-
 @pytest.fixture
 def group_of_one(device, tmp_path):
     """This process as the only rank, over NCCL on a GPU."""

@@ -21,7 +21,7 @@ import torch
 from openclip_ext.training.step import TrainStep
 from tests.data.test_storage import Server
 from tests.soak import SoakCase
-from tests.training.programs import Program, differing, program, send_kill
+from tests.training.programs import Program, children_of, differing, program, send_kill
 from tests.training.runs import make_shards, small_command
 
 RANKS, EPOCHS = 2, 30
@@ -63,10 +63,8 @@ def afflict(fault: str, running: Program, server: Server, disk: Path, rng: rando
     elif fault == "kill a rank" and trainers:
         send_kill(rng.choice(trainers))
     elif fault == "kill a worker" and trainers:
-        pid = rng.choice(trainers)
-        with contextlib.suppress(OSError):
-            if children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-                send_kill(int(rng.choice(children)))
+        if children := children_of(rng.choice(trainers)):
+            send_kill(rng.choice(children))
     elif fault == "ask to end":
         for pid in trainers:
             with contextlib.suppress(ProcessLookupError):

@@ -10,6 +10,7 @@ from openclip_ext.files import json_lines
 from openclip_ext.training.config import ReportingConfig, RunFolderConfig
 from openclip_ext.training.runtime import run_folder
 from openclip_ext.training.runtime.reporting import Reporter, Stopwatch
+from tests.training.programs import Program
 
 _CHANCE = math.log(64)
 
@@ -52,16 +53,15 @@ def test_json_has_no_nan() -> None:
     assert json_lines.dumps(content) == '{"a": [null, {"b": [null, 1]}], "c": "NaN"}'
 
 
-def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_folder._failure_told.cache_clear()  # another test may have had it told
-    folder = RunFolderConfig(tmp_path, "run")
-    with run_folder.opened(folder):
-        log = str(tmp_path / "run" / "out.log")  # other tests may have left theirs open
-        (handler,) = [h for h in logging.root.handlers if getattr(h, "baseFilename", "") == log]
-        handler.stream.close()
+def log_to_a_full_disk(argv: list[str]) -> None:
+    with run_folder.opened(RunFolderConfig(Path(argv[0]), "run")):
+        (handler,) = [handler for handler in logging.root.handlers if isinstance(handler, logging.FileHandler)]
         handler.stream = open("/dev/full", "w")  # noqa: SIM115
         logging.warning("one")
         logging.warning("two")
-        logging.root.removeHandler(handler)
-    written = capsys.readouterr().err
-    assert written.count("the log file cannot be written") == 1 and "Traceback" not in written
+
+
+def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
+    program = Program([str(tmp_path)], 1, tmp_path / "output", target=log_to_a_full_disk)
+    assert program.wait() == [0]
+    assert program.text().count("the log file cannot be written") == 1 and "Traceback" not in program.text()

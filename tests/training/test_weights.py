@@ -11,7 +11,8 @@ from torch import nn
 
 from openclip_ext import model_configs
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.training.checkpoint.restoring import _load_optimizer
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training.config import OptimizerConfig, ScheduleConfig
 from openclip_ext.training.ema import TRAINED_KEY, ModelEma
 from openclip_ext.training.lr_scales import depths, lr_scales
@@ -156,7 +157,10 @@ def test_a_resume_keeps_the_implementation_that_this_device_needs(tmp_path):
     model(torch.ones(1, 3)).sum().backward()
     stock.step()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    _load_optimizer(model, optimizer, stock.state_dict(), tmp_path / "epoch_1.pt")
+    content = {"epoch": 1, "name": "stock", "state_dict": model.state_dict(), "optimizer": stock.state_dict()}
+    torch.save(content, tmp_path / "epoch_1.pt")
+    identity = ckpt.RunIdentity("linear", "openclip", "adamw", 40, 8, 0)
+    ckpt.restore(ckpt.read(tmp_path / "epoch_1.pt"), identity, 5, model, optimizer, None, ContrastiveLoss())
     assert optimizer.param_groups[0]["fused"] is True
     before = model.weight.detach().clone()
     optimizer.grad_scale, optimizer.found_inf = None, torch.ones(())

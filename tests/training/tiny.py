@@ -132,8 +132,8 @@ class TinyTraining:
         model = tiny_model(way.tower, way.layers).to(way.device)
         prepare(model, self.loss)
         if compiled is not None:
-            start, model = model.state_dict(), compiled._orig_mod
-            model.load_state_dict(start)
+            compiled.load_state_dict(model.state_dict())
+            model = compiled
         if way.checkpointing:
             model.set_grad_checkpointing()
         convert_weights_to_lp(model, way.dtype) if way.norms_in_float32 else model.to(way.dtype)
@@ -145,7 +145,6 @@ class TinyTraining:
         scaler = None if way.scale is None else torch.amp.GradScaler(way.device.type, init_scale=way.scale)
         # As the training does; a sharded model has compiled its blocks.
         stepped = torch.compile(self.model, backend="eager") if way.compiled and not way.sharded else self.model
-        stepped = stepped if compiled is None else compiled
         settings = StepSettings(way.device, way.dtype, way.autocast, way.clip)
         self.step = TrainStep(stepped, self.loss, self.optimizer, settings, scaler)
         if way.on_device:
