@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from openclip_ext.evaluation.classification import TaskResult
-from openclip_ext.evaluation.data import INSTANCES_FILE, Batch, DataError, SampleFormat, find_shards, read_instances
-from openclip_ext.evaluation.features import Collected, Encoder
+from openclip_ext.evaluation.data import INSTANCES_FILE, DataError, SampleFormat, Samples, find_samples, read_instances
+from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.metrics import Metrics
 from openclip_ext.evaluation.ranks import ranks_of_best_match
 from openclip_ext.evaluation.tasks import Task
@@ -39,12 +39,12 @@ def score_captions(encoder: Encoder, images: Tensor, captions: Sequence[Sequence
     return retrieval_metrics(images, texts, owners)
 
 
-def _encode_images(task: Task, folder: Path, encoder: Encoder, spec: SampleFormat, total: int | None) -> Collected:
+def _encode_images(task: Task, folder: Path, encoder: Encoder, spec: SampleFormat, total: int | None) -> Samples:
     """Compute the ``image`` embeddings ``(N, d)`` of a data set."""
-    batches = encoder.batches(find_shards(folder), spec)
+    batches = encoder.batches(find_samples(folder), spec)
 
-    def compute(batch: Batch) -> dict[str, Tensor]:
-        return {"image": encoder.encode_images(batch.images, autocast=True)}
+    def compute(batch: Samples) -> dict[str, Tensor]:
+        return {"image": encoder.encode_images(batch.values["image"], autocast=True)}
 
     return encoder.collect(batches, compute, task.folder, total)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from openclip_ext.evaluation.classification import GROUPED, TaskResult, evaluate_classification, evaluate_faces
 from openclip_ext.evaluation.data import DataError, task_folder
 from openclip_ext.evaluation.features import Encoder
-from openclip_ext.evaluation.metrics import without_nan
 from openclip_ext.evaluation.retrieval import evaluate_retrieval, evaluate_winogavil
 from openclip_ext.evaluation.tasks import Task
 
@@ -42,6 +41,5 @@ def evaluate_task(task: Task, data_dir: str | Path, encoder: Encoder, any_size: 
             f"Found {result.found} samples, DataComp's data set has {task.size}: not scored; "
             f"fetch the data set again, or score it as it is with --allow-size-mismatch."
         )
-    metrics = without_nan(result.metrics)
-    metrics["main_metric"] = None if task.main_metric is None else metrics.get(task.main_metric)
-    return replace(result, metrics=metrics)
+    main_metric = None if task.main_metric is None else result.metrics[task.main_metric]
+    return replace(result, metrics={**result.metrics, "main_metric": main_metric})

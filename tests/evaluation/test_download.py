@@ -198,7 +198,7 @@ def test_retrieval_comes_through_the_conversion(
     folder = set_folder(data_dir, FLICKR)
     assert {path.name for path in folder.iterdir()} == {"LICENSE", CHECKSUMS_FILE, "dataset_type.txt", "test"}
     assert (folder / "dataset_type.txt").read_text() == "retrieval\n"
-    assert dict(read_shard(folder / "test" / "0.tar")) == {
+    assert {sample.key: sample.fields for sample in read_shard(folder / "test" / "0.tar")} == {
         "10": {"jpg": contents["10.jpg"], "txt": b"A dog, running.\nTwo lines of text"},
         "COCO_val_2014": {"jpg": contents["COCO_val.2014.jpg"], "txt": "Eine Straße.".encode()},
     }
@@ -221,7 +221,7 @@ def test_winogavil_comes_through_the_conversion(hub: FakeHub, tmp_path: Path, mo
     folder = set_folder(data_dir, WINOGAVIL)
     assert not (folder / "source").exists()
     assert (folder / "test" / "nshards.txt").read_text() == "3\n"
-    samples = {key: fields for shard in range(3) for key, fields in read_shard(folder / "test" / f"{shard}.tar")}
+    samples = {one.key: one.fields for shard in range(3) for one in read_shard(folder / "test" / f"{shard}.tar")}
     assert samples == {name: {"jpg": contents[f"{name}.jpg"]} for name in names}
     lines = [json.loads(line) for line in (folder / "instances.jsonl").read_text().splitlines()]
     assert lines[0] == {"cue": "Night", "candidates": names, "associations": ["owl", "moon"]}
